@@ -23,7 +23,7 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         float,
         Meta(
             gt=0,
-            description="a lease whose sample gets no segment for so long is not renewed, and goes to another worker",
+            description="a lease whose sample gets no tokens for so long is not renewed, and goes to another worker",
         ),
     ] = 600.0
     payload_ttl_s: Annotated[

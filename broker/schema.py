@@ -680,3 +680,5 @@ class RunRules(msgspec.Struct, frozen=True, kw_only=True):
     """A lease without a new segment for so long is not renewed any more."""
     scorers: str = ""
     """The names of the run's scorers, a space between two: workers may ask no others."""
+    segment_s: float = 0.0
+    """Workers store the new tokens of a running sample about so often; 0: not by time."""

@@ -5,7 +5,7 @@
        │    ──idle connections──► server, and whatever else listens
        │    ──no room on disk───► learner, server
        │    ──hang, exit, raise─► the reward
-       └──kill -9, power loss, full memory, damaged payloads──► server ◄──pills── hostile workers
+       └──kill -9, power loss, full memory, damaged payloads──► server ◄──pills, hoarded leases── hostile workers
                                                                   │
     trail of every learner ──lineage of the last checkpoint──► audit: lost, trained twice, over the bound, corrupt,
                                                                off the lineage, off the identity, poisoned

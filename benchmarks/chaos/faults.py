@@ -77,6 +77,7 @@ class Faults:
             "fill memory": self._fill_memory,
             "damage blob": self._damage_blob,
             "send pill": self._scene.hostile.send,
+            "hoard leases": self._scene.hostile.hoard,
             "wake leftover": self._scene.leftovers.wake,
             "flood": self._flood,
             "fill disk": self._fill_disk,

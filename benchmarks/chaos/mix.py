@@ -14,6 +14,7 @@ MEAN_S = {
     "fill memory": 45.0,
     "damage blob": 6.0,
     "send pill": 2.5,
+    "hoard leases": 25.0,
     "wake leftover": 15.0,
     "flood": 20.0,
     "fill disk": 25.0,

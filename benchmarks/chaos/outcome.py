@@ -37,6 +37,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Sent by hostile workers, by kind."""
     quarantined: int
     """How often a hostile worker got no more leases."""
+    hoards: int
+    """How often a hostile worker took all leases that it could get, under ever new names."""
+    hoarded: int
+    """The samples that it took so."""
     rewards_repeated: int
     """Calls of the reward that hung, raised or ended their process, or were in it when another one did."""
     floods: int

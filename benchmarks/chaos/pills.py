@@ -6,6 +6,7 @@ as whoever goes on after it puts its own name to the whole.
 
 import asyncio
 import random
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -90,6 +91,8 @@ class Hostile:
         self._broker = Broker(url, RUN, timeout_s=TIMEOUT_S)
         self.sent: Counter[str] = Counter()
         self.quarantined = 0
+        self.hoards = 0
+        self.hoarded = 0
 
     async def close(self) -> None:
         await self._broker.close()
@@ -105,6 +108,22 @@ class Hostile:
             await self._begin_anew()
         except BrokerError:
             await self._begin_anew()
+
+    async def hoard(self, rng: random.Random) -> None:
+        """Takes all samples that it can get for a few times as long as a lease lasts, under one new name after the
+        other, and hands none in."""
+        ends_at = time.monotonic() + rng.uniform(1, 4) * LEASE_TTL_S
+        self.hoards += 1
+        broker = Broker(self._url, RUN, timeout_s=TIMEOUT_S)
+        while time.monotonic() < ends_at:
+            with suppress(BrokerError):
+                _, version = await broker.versions.current()
+                if version is not None:
+                    held = await broker.leases.lease(f"{HOSTILE}-{rng.getrandbits(32):x}", version, 1000, LEASE_TTL_S)
+                    self.hoarded += len(held.leases)
+            await asyncio.sleep(AGAIN_S)
+        with suppress(BrokerError):
+            await broker.close()
 
     async def _lease(self, version: WeightVersion) -> tuple[Lease, ...]:
         """Honest workers are waiting for the same ones."""

@@ -184,6 +184,8 @@ class _Stage:
             unexpelled_leftovers=scene.leftovers.unexpelled,
             pills=dict(scene.hostile.sent),
             quarantined=scene.hostile.quarantined,
+            hoards=scene.hostile.hoards,
+            hoarded=scene.hostile.hoarded,
             rewards_repeated=self._rewards_repeated(),
             floods=faults.others["floods"],
             full_disks=faults.others["full_disks"],

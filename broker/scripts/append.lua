@@ -1,12 +1,13 @@
--- include: lib_base lib_arguments lib_samples
+-- include: lib_base lib_arguments lib_samples lib_tokens
 -- append(member, token, index, segment, bytes, tokens, ttl_s, oldest step, {incarnation, its newest step}...)
 --   -> {outcome, segments held}
 -- Records a segment that the worker has SET (with a TTL) just before, under a key of its own, and renews the lease.
--- Only the lease's holder may append, and in order. A segment with tokens older than the lease's weights is a strike.
+-- Only the lease's holder may append, and in order; the segments of a copy are dropped. A segment with tokens older than
+-- the lease's weights is a strike.
 -- Touches: meta, leases, retry, open, group:*, segments:*, segment:* (PERSIST, UNLINK), strikes, quarantined, dead.
 local g, round, i = sample(1)
 local index, name, bytes = whole(3, 'index', 0, 1000000), blob(4, 'segment', ARGV[1]), whole(5, 'bytes', 1, 2147483647)
-whole(6, 'tokens', 0, 2147483647)
+local tokens = whole(6, 'tokens', 0, 2147483647)
 versions(8, #ARGV)
 local ttl = seconds(7, limit('lease_ttl_s', 3600))
 local had = call('HMGET', group_key(g), 'round', 'state', 'token:' .. i, 'payload:' .. i, 'oldest:' .. i, 'step:' .. i,
@@ -26,6 +27,10 @@ local function refuse_blob()
   end
   free_blob(name)
 end
+if had[1] == round and had[2] == 'open' and not had[4] and copy_of(ARGV[1], ARGV[2]) then
+  refuse_blob()
+  return { 'appended', index + 1 }
+end
 if mine and is_void then hand_back_anew(g, ARGV[1], i, had[5]) end
 if not mine or is_void then
   refuse_blob()
@@ -41,8 +46,8 @@ if not keep_blob(name, bytes) then return { 'no blob', n } end
 call('ZADD', LEASES, now() + ttl, ARGV[1])
 call('ZREM', RETRY, ARGV[1])
 if is_repeated then return { 'appended', n } end
-call('HSET', group_key(g), 'since:' .. i, now())
-call('RPUSH', list, name .. ' ' .. bytes .. ' ' .. ARGV[6] .. ' ' .. name_of(had[8]))
+if tokens > 0 then call('HSET', group_key(g), 'since:' .. i, now()) end
+call('RPUSH', list, name .. ' ' .. bytes .. ' ' .. tokens .. ' ' .. name_of(had[8]))
 count('payload_bytes', bytes)
 call('HINCRBY', group_key(g), 'bytes', bytes)
 if not had[5] or oldest < tonumber(had[5]) then call('HSET', group_key(g), 'oldest:' .. i, oldest) end

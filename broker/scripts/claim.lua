@@ -27,6 +27,7 @@ if call('GET', PUBLIC .. 'owner') ~= redis.sha1hex(owner) then -- else this repe
   call('SET', PUBLIC .. 'identity', IDENTITY)
   call('HSET', META, 'state', 'claimed', 'feed_closed', 0, 'is_rewound', is_rewound and 1 or 0,
     'claimed_at', now())
+  call('HDEL', META, 'waiting_since')
   call('HSETNX', META, 'started', now())
   for a = 10, 8 + 2 * ARGV[9], 2 do call('HSET', META, ARGV[a], ARGV[a + 1]) end
   call('SET', PUBLIC .. 'config', ARGV[5])

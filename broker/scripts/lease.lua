@@ -2,30 +2,38 @@
 -- lease(incarnation, step, count, ttl_s, nonce, holder, 'member token' held...)
 --   -> {state, reason, 'incarnation.highest step', {member, token} or {member, token, oldest step, segment...}...}
 -- Leases admitted samples that have no lease (expired, handed back, never begun), those due first, then newly admitted
--- groups. A process that uses the name of another worker is told apart by its session and not refused: otherwise a
--- process that takes a name first could keep the worker of that name from working.
--- Touches: meta, tally, pool, retry, leases, open, group:*, segments:*; reads session:*.
+-- groups, then copies of samples that others hold and do not get on with.
+-- A process that uses the name of another worker is told apart by its session and not refused: otherwise a process that
+-- takes a name first could keep the worker of that name from working.
+-- Touches: meta, tally, pool, retry, leases, open, group:*, segments:*; reads session:*, refused, standing.
 local incarnation, step = whole(1, 'incarnation', 0, 2147483647), whole(2, 'step', 0, 2147483647)
 local wanted, nonce, holder = whole(3, 'count', 0, 1000000), text(5, 'nonce', 64), text(6, 'holder', 200)
-if not string.match(nonce, '^%w+$') then refuse('nonce') end
+if not string.match(nonce, '^%x+$') then refuse('nonce') end
 local worker, session = string.match(holder, '^(%w[%w._-]*) (%w+)$')
 if not worker then refuse('holder') end
 if is_of_another(worker, session) then holder = worker .. '? ' .. session end
 local known = call('HMGET', META, 'state', 'on_over_bound', 'incarnation', 'announced_incarnation', 'announced_step',
   'max_lag', 'groups_per_step', 'max_leases_per_worker', 'admitted', 'dropped', 'payload_bytes', 'max_bytes',
-  'archive_bytes', 'highest_step', 'lease_ttl_s')
+  'archive_bytes', 'highest_step', 'lease_ttl_s', 'lease_hold_s', 'segment_s', 'waiting_since')
 local state, on_over_bound = known[1] or 'absent', known[2]
 for a = 3, #known do known[a] = tonumber(known[a] or '') end
 local newest_incarnation, announced_incarnation, announced, lag, groups_per_step = unpack(known, 3, 7)
 local reply, given, time = { state, '', (newest_incarnation or 0) .. '.' .. (known[14] or 0) }, 0, now()
-local held, n_held = {}, #ARGV - 6
+local held, copied, n_held = {}, {}, #ARGV - 6
 local ttl = seconds(4, known[15] or 3600)
-for a = 7, #ARGV do held[ARGV[a]] = true end
+for a = 7, #ARGV do
+  held[ARGV[a]] = true
+  copied[string.match(ARGV[a], '^(%S+) copy') or ''] = true
+end
 
 local function refuse(reason) reply[2] = reason return reply end
 
 if state == 'finished' then return refuse('finished') end
-if call('SISMEMBER', P .. 'quarantined', holder) == 1 then return refuse('quarantined') end
+local copier = '? ' .. digest_of(holder)
+for _, name in ipairs({ holder, copier }) do
+  if call('SISMEMBER', P .. 'quarantined', name) == 1 then return refuse('quarantined') end
+  if call('ZSCORE', STANDING, name) then call('ZADD', STANDING, time, holder) end
+end
 if not announced or state == 'stopped' or incarnation > newest_incarnation then return refuse('paused') end
 if step > (known[14] or 0) + FORGOTTEN then return refuse('paused') end
 -- A sample begun with weights of an abandoned branch, or with weights too old for the next step, could not be trained.
@@ -40,10 +48,10 @@ if wanted <= 0 then return refuse('worker limit') end
 
 local function may(index) return math.floor(index / groups_per_step) <= step + lag end
 
--- Returns the names of a sample's segments, after which the worker goes on, and their oldest step. Frees segments that
--- are too old to be trained, and returns none.
-local function usable_segments(g, m, i, oldest)
-  if announced - oldest > lag and on_over_bound ~= 'mask' then discard_segments(g, m, i) return {} end
+local function is_too_old(oldest) return announced - oldest > lag and on_over_bound ~= 'mask' end
+
+-- Returns the names of a sample's segments, after which the worker goes on, and their oldest step.
+local function segments_of(m, oldest)
   local names = {}
   for _, entry in ipairs(call('LRANGE', segments_key(m), 0, -1)) do
     local name, _, tokens = parse_segment(entry)
@@ -51,6 +59,12 @@ local function usable_segments(g, m, i, oldest)
     count('resumed_tokens', tokens)
   end
   return names, oldest
+end
+
+-- Returns the same, but frees segments that are too old to be trained, and returns none.
+local function usable_segments(g, m, i, oldest)
+  if is_too_old(oldest) then discard_segments(g, m, i) return {} end
+  return segments_of(m, oldest)
 end
 
 -- Leases samples of one group, except those that the caller itself may still be generating: it renews the leases that
@@ -66,7 +80,7 @@ local function hand(g, samples, handed, leased)
   n = 0
   for a, m in ipairs(samples) do
     local token, had_from, oldest, segments = had[3 * a - 1], had[3 * a], had[3 * a + 1], nil
-    if given < wanted and not (token and held[m .. ' ' .. token]) then
+    if given < wanted and not copied[m] and not (token and held[m .. ' ' .. token]) then
       if oldest then segments, oldest = usable_segments(g, m, samples.numbers[a], tonumber(oldest)) end
       local from = math.min(step, oldest or step)
       given = given + 1
@@ -158,7 +172,50 @@ local function hand_all()
   end
 end
 
+-- Gives copies of those samples of a group that are leased to others and not done, and for which `is_due(i, since)`
+-- holds; `since` is when a sample was leased, or got its last tokens.
+local function copy_samples(g, is_due)
+  local round, state, size, index = fields(g, 'round', 'state', 'size', 'index')
+  if state ~= 'open' or not may(tonumber(index)) then return end
+  local tokens, payloads = by_sample(g, 'token', size), by_sample(g, 'payload', size)
+  local since, oldest = by_sample(g, 'since', size), by_sample(g, 'oldest', size)
+  for a = 1, size do
+    local m, had = member(g, round, a - 1), tonumber(oldest[a] or '')
+    local is_under_way = tokens[a] and not payloads[a]
+    local is_mine = copied[m] or held[m .. ' ' .. (tokens[a] or '')]
+    if given < wanted and is_under_way and not is_mine and is_due(a - 1, tonumber(since[a] or time)) then
+      given = given + 1
+      copied[m] = true
+      if had and is_too_old(had) then had = nil end
+      local token = token_of(m, nonce_of_copy(incarnation, math.min(step, had or step), holder))
+      reply[given + 3] = had and { m, token, had, unpack(segments_of(m, had)) } or { m, token }
+    end
+  end
+end
+
+-- Gives copies to a worker for which nothing else is left; the first sample that is handed in wins. Else a program that
+-- leases samples and does nothing with them could hold up the learner, however often they change hands. Honest workers
+-- get on, so they meet a copy only if their engine or their reward function hangs while the learner starves.
+local function hand_copies()
+  local last_ttl, hold, segment, waiting_since = known[15] or 3600, known[16] or 86400, known[17] or 0, known[18]
+  local stall = segment > 0 and math.max(2 * last_ttl, 3 * segment) or hold
+  if waiting_since and time - waiting_since >= last_ttl then
+    for _, g in ipairs(call('ZRANGE', OPEN, 0, math.min(groups_per_step, 1000) - 1)) do
+      if given >= wanted then return end
+      local queued_at = tonumber(field(g, 'queued_at') or time)
+      copy_samples(g, function(_, since) return time - since >= stall or time - queued_at >= hold end)
+    end
+  end
+  if call('SCARD', REFUSED) > 0 and has_standing(holder) then
+    for _, sample in ipairs(call('SRANDMEMBER', REFUSED, 100)) do
+      local g, number = string.match(sample, '^(.+):(%d+)$')
+      copy_samples(g, function(i) return i == tonumber(number) end)
+    end
+  end
+end
+
 collect_expired()
 hand_all()
+if given < wanted then hand_copies() end
 if given > 0 then tally('dispatched_by_lag', math.max(0, announced - step), given) end
 return reply

@@ -125,7 +125,10 @@ end
 
 -- Removes a group that was trained or dropped. Its name stays in `names` as long as a feed could name it again.
 local function settle(g, names)
-  free_round(g)
+  local size = free_round(g)
+  if call('EXISTS', REFUSED) == 1 then
+    for i = 0, size - 1 do call('SREM', REFUSED, g .. ':' .. i) end
+  end
   call('UNLINK', PROMPT .. g, group_key(g))
   call('ZREM', POOL, g)
   call('SREM', LOST, g)
@@ -148,6 +151,16 @@ local function is_settled(g)
     or (call('EXISTS', group_key(g)) == 0 and g < (meta('watermark') or ''))
 end
 
+-- Gives standing to the holders of a group's samples, and takes it from those that have not asked for long.
+local function give_standing(g)
+  local seen = {}
+  for _, holder in ipairs(by_sample(g, 'by', size_of(g))) do
+    if holder and not seen[holder] then call('ZADD', STANDING, now(), holder) end
+    seen[holder] = true
+  end
+  call('ZREMRANGEBYSCORE', STANDING, '-inf', now() - STANDING_S)
+end
+
 -- Settles a group that the learner has trained for good, even where a server that lost writes has another state of it.
 -- Returns 1, or 0 if the group was settled already.
 local function settle_trained(g)
@@ -155,6 +168,7 @@ local function settle_trained(g)
   if not had[1] and is_settled(g) then return 0 end
   if not had[1] or had[1] == 'pool' then count('admitted') end
   if had[2] then tally('trained_by_prompt_length', had[2]) end
+  if had[3] then give_standing(g) end
   if had[3] and had[4] then tally('trained_by_lag', had[3] - had[4]) end
   if had[1] then settle(g, SETTLED) elseif g >= (meta('watermark') or '') then call('ZADD', SETTLED, 0, g) end
   count('trained')

@@ -14,3 +14,43 @@ local function is_of_before(m, token)
   if not nonce or proof(m, nonce, server) ~= proven then return nil end
   return server ~= string.sub(server_id(), 1, 8)
 end
+
+-- A holder without its name and session, which are secret.
+local function digest_of(holder)
+  return string.match(holder, '^%? (%x+)$') or string.sub(redis.sha1hex(P .. holder), 1, 16)
+end
+
+-- A copy is a lease of a sample beside another worker's. It excludes no worker, so nothing is stored of it: its nonce
+-- says for which weights it was given, and to whom.
+local function nonce_of_copy(incarnation, step, holder)
+  return table.concat({ 'copy', incarnation, 'x', step, 'x', digest_of(holder) })
+end
+-- Returns the step and the holder of a copy if this is the token of one of this sample, else nil.
+local function copy_of(m, token)
+  local step, digest = string.match(token, '^copy%d+x(%d+)x(%x+)%.')
+  if not step or is_of_before(m, token) == nil then return nil end
+  return step, '? ' .. digest
+end
+
+-- Holders whose samples were trained have standing, as long as they ask for leases.
+local STANDING, REFUSED, STANDING_S = P .. 'standing', P .. 'refused', 600
+local function has_standing(holder)
+  if call('ZSCORE', STANDING, holder) then return true end
+  local digest = digest_of(holder)
+  for _, other in ipairs(call('ZRANGE', STANDING, 0, -1)) do
+    if digest_of(other) == digest then return true end
+  end
+  return false
+end
+local function is_any_with_standing_alive()
+  for _, holder in ipairs(call('ZRANGE', STANDING, 0, -1)) do
+    local worker, session = string.match(holder, '^(%w[%w._-]*) (%w+)$')
+    if worker and call('GET', P .. 'session:' .. worker) == session then return true end
+  end
+  return false
+end
+-- A sample that was refused once is accepted only from holders with standing, while any of them is alive: else a
+-- program that begins again under new names could spoil it for ever.
+local function is_barred(g, i, holder)
+  return call('SISMEMBER', REFUSED, g .. ':' .. i) == 1 and not has_standing(holder) and is_any_with_standing_alive()
+end

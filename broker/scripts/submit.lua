@@ -8,7 +8,7 @@
 -- A sample that is submitted again (`is again` = 1) was accepted once by a server that may since have lost it and its
 -- lease. It is accepted in its round if the run gave its token for this sample and its tokens are within the bound: an
 -- older one would have its whole group generated anew. It takes a sample from another holder only on a server that has
--- restarted.
+-- restarted. A copy of a lease is as good as the lease.
 -- Weights that no worker can have are a strike against the holder, and so are weights older than those of its lease.
 -- Touches: meta, tally, leases, retry, open, ready, group:*, segments:*, payload:* (PERSIST, UNLINK), strikes, quarantined,
 -- dead.
@@ -35,19 +35,23 @@ local function submit(a, last)
   local had_round, state, had_token, had_payload, had_from, under, oldest, newest, size, done, had_bytes, floor =
     fields(g, 'round', 'state', 'token:' .. i, 'payload:' .. i, 'step:' .. i, 'under:' .. i, 'oldest:' .. i, 'newest',
       'size', 'done', 'bytes', 'floor')
-  local mine = had_round == round and (had_token == token or (is_again and may_take(m, token)))
+  local copied_from, copier = copy_of(m, token)
+  local mine = had_round == round and (had_token == token or copier or (is_again and may_take(m, token)))
+  local holder = copier or (had_token == token and field(g, 'by:' .. i)) or nil
   if mine and had_payload then
     -- The same payload comes again, as its reply was lost: SET has put a time to live on it, which must go.
     if had_payload == payload then keep_blob(payload) else free_blob(payload) end
     return 'duplicate'
   end
   if mine and is_impossible(newest_now) and not is_again then
-    blame(m, field(g, 'by:' .. i), 'tokens of weights ' .. newest_now .. ', which were never announced')
+    blame(m, holder, 'tokens of weights ' .. newest_now .. ', which were never announced')
     is_void = true
   elseif mine and had_token == token and is_older_than_lease(tonumber(from), had_from, under, a + 7, last) then
-    blame(m, field(g, 'by:' .. i), 'tokens of step ' .. from .. ' under a lease for weights of step ' .. had_from)
+    blame(m, holder, 'tokens of step ' .. from .. ' under a lease for weights of step ' .. had_from)
     is_void = true
   end
+  is_void = is_void or (copied_from and tonumber(from) < tonumber(copied_from))
+  is_void = is_void or (mine and not is_again and holder and is_barred(g, i, holder))
   is_void = is_void or (had_token ~= token and is_over_bound(tonumber(from)))
   if mine and is_void and state == 'open' and had_token == token then hand_back_anew(g, m, i, oldest) end
   if not mine or is_void or state ~= 'open' then
@@ -60,7 +64,11 @@ local function submit(a, last)
     return 'fenced'
   end
   if not keep_blob(payload, bytes) then return 'no payload' end
-  if had_token ~= token then call('HDEL', key, 'by:' .. i) end -- the server has lost which holder this token belongs to
+  if copier then
+    call('HSET', key, 'by:' .. i, copier)
+  elseif had_token ~= token then -- the server has lost which holder this token belongs to
+    call('HDEL', key, 'by:' .. i)
+  end
   if oldest then
     free_segments(g, m, i)
     had_bytes = field(g, 'bytes')

@@ -1,4 +1,4 @@
--- include: lib_base lib_samples lib_groups
+-- include: lib_base lib_samples lib_groups lib_tokens
 -- flags: allow-oom
 -- take(incarnation, owner, server, step, n)
 --   -> {'batch', forked to | '', {group, round, seconds that it waited | '', {sample, payload}...}...} | {'wait', why} | {'exhausted'}
@@ -123,6 +123,12 @@ local function give_up_stragglers()
   end
 end
 
+-- Says that the learner waits for samples, since when, and why.
+local function wait_for(what)
+  call('HSETNX', META, 'waiting_since', now())
+  return { 'wait', what }
+end
+
 local function pin(ready, need)
   for a = 1, need do
     local g = ready[a].group
@@ -133,6 +139,8 @@ local function pin(ready, need)
   end
   call('ZADD', PINNED, step, step)
   call('HSET', META, 'pinned_at', now())
+  call('HDEL', META, 'waiting_since')
+  for _, g in ipairs(call('LRANGE', batch_key(step - 1), 0, -1)) do give_standing(g) end -- it was trained
 end
 
 local function nothing_more_comes()
@@ -168,13 +176,13 @@ if #ready < need then
     end
     -- a server that is new, or lost its last seconds, needs this learner's announcement before it can give leases
     if step > announced then return { 'wait', 'announce' } end
-    return { 'wait', 'groups' }
+    return wait_for('groups')
   end
   if #ready == 0 and need == n then return { 'exhausted' } end
   need = #ready
 end
 if need > 0 and must_wait(ready, need) then
-  if on_straggler == 'wait' then return { 'wait', 'stragglers' } end
+  if on_straggler == 'wait' then return wait_for('stragglers') end
   give_up_stragglers()
   ready = floors(READY, 0, need - 1)
 end

@@ -52,12 +52,13 @@ _RIGHTS = {
     Role.LEARNER: _Rights(
         commands=f"{_CONNECTION} {_LOOKING} expire fcall fcall_ro function|delete function|load getrange hdel hget"
         " hincrby hlen hset hsetnx lindex lrem ltrim memory|usage mget persist pttl rename rpush sadd scan scard set"
-        " sismember srem strlen unlink xadd xrevrange zadd zpopmin zrem zremrangebylex",
+        " sismember srem strlen unlink xadd xrevrange zadd zpopmin zrem zremrangebylex"
+        " zremrangebyscore",
         writes="*",
     ),
     Role.WORKER: _Rights(
         commands=f"{_CONNECTION} {_LOOKING} expire fcall fcall_ro hdel hget hincrby hset lindex persist rpush sadd set"
-        " scard sismember srem unlink xadd zadd zpopmin zrem",
+        " scard sismember srandmember srem unlink xadd zadd zpopmin zrem",
         writes="hidden:*",
         selectors=(
             _Rights("exists get persist set strlen unlink", writes="payload:* segment:*"),

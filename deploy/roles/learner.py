@@ -356,7 +356,7 @@ def _cost(recipe: Recipe) -> CostModel:
 def rules_of(recipe: Recipe) -> RunRules:
     """Return what the broker must know of the recipe. Each rule but `scorers` is the setting of the same name."""
     settings: dict[str, Any] = {"scorers": " ".join(scorer.name for scorer in scorers_of(recipe))}
-    for section in (recipe.learner, recipe.staleness, recipe.broker):
+    for section in (recipe.learner, recipe.staleness, recipe.broker, recipe.workers):
         settings |= msgspec.structs.asdict(section)
     return RunRules(**{name: settings[name] for name in RunRules.__struct_fields__})
 

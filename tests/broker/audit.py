@@ -29,6 +29,8 @@ _WITHOUT_OWNER = {
     "owner",
     "strikes",
     "quarantined",
+    "refused",
+    "standing",
     "secret",
     "verbs",
     "tally",

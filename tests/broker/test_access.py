@@ -1,6 +1,7 @@
 """Each role with a user of its own: what it needs works, and what it must not do is refused."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -13,6 +14,7 @@ from broker import Broker, open_broker
 from broker.client.evaluations import EvaluationResult
 from broker.client.holding import Holder
 from broker.client.leases import AppendOutcome, SubmitOutcome
+from broker.connection.verbs import SHARED, script_names, script_source
 from broker.errors import BrokerError, BrokerUnavailableError, RunNotFoundError
 from broker.owner import Owner
 from broker.schema import Lease, ModelFiles, Segment, TrajectoryId, VersionSpan, WeightVersion
@@ -161,6 +163,18 @@ async def test_a_whole_run_with_a_user_for_each_role(brokers: dict[Role, Broker]
     assert await learner.status.delete_run() > 0
     with pytest.raises(RunNotFoundError):
         await learner.status.snapshot()
+
+
+def test_the_learner_may_run_every_command_of_its_functions() -> None:
+    """Some run only after a fault, or under a rule that few recipes set."""
+    names = {*SHARED, *script_names()} - {"lease"}  # that one is the worker's
+    (learner,) = [user for user in users("run", {}) if user.role is Role.LEARNER]
+    allowed = {rule.removeprefix("+").partition("|")[0] for rule in learner.rules()}
+    assert {command for name in names for command in commands_of(name)} <= allowed
+
+
+def commands_of(script: str) -> set[str]:
+    return {name.lower() for name in re.findall(r"call\('([A-Z]+)'", script_source(script))}
 
 
 async def test_what_is_damaged_is_reported_by_the_worker(brokers: dict[Role, Broker], server: EmbeddedServer) -> None:

@@ -94,7 +94,8 @@ async def test_commit_frees_everything(broker: Broker) -> None:
     queues = await run.queues()
     assert (queues.payload_bytes, queues.pinned, queues.open) == (0, 0, 0)
     left = {name.rpartition(":")[2] for name in await broker._connection.scan("*")}
-    assert left == {"meta", "owner", "config", "settled", "tally", "announced", "secret", "verbs", "identity"}
+    kept = {"meta", "owner", "config", "settled", "tally", "announced", "secret", "verbs", "identity", "standing"}
+    assert left == kept
     await broker.batches.commit(run.owner, 1, watermark=group_id(2))
     assert await broker._connection.execute("EXISTS", broker._connection.keys.hidden("settled")) == 0
     assert await broker.prompts.feed([prompt(0), prompt(1)], run.owner) == 0  # below the watermark

@@ -2,6 +2,7 @@
 """A worker that has the worker's own password and is not ours: what it can spoil is its own samples and counters."""
 
 import asyncio
+import itertools
 import random
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, suppress
@@ -15,7 +16,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from broker import Broker, open_broker
 from broker.client.evaluations import EvaluationLease, EvaluationResult
-from broker.client.leases import SubmitOutcome, parse_tid
+from broker.client.leases import AppendOutcome, SubmitOutcome, parse_tid
 from broker.client.scoring import new_request_name
 from broker.connection.verbs import script_names
 from broker.errors import BrokerError
@@ -25,8 +26,8 @@ from broker.server.embedded import EmbeddedServer
 from broker.wire.codec import encode_segment
 
 from .audit import Auditor
-from .scenario import Scenario, begin, broadcast_group, group_id, groups, prompt, rules, trajectory
-from .test_access import admit, url_of
+from .scenario import Scenario, begin, broadcast_group, group_id, groups, manifest, prompt, rules, trajectory
+from .test_access import admit, segment, url_of
 from .test_codec import WORKER
 from .test_scoring import request
 from .topologies import ask
@@ -41,8 +42,8 @@ OWNERS = (
 ALLOWED = """
 auth client|no-touch client|setinfo cluster|slots exists expire fcall fcall_ro get getrange hdel hello hget hgetall
 hincrby hmget hset hsetnx info lindex llen lrange mget object|idletime persist ping pttl quit reset rpush sadd scard set
-sismember smembers srem strlen time unlink wait waitaof xadd xread zadd zcard zcount zpopmin zrange zrangebyscore zrem
-zscore
+sismember smembers srandmember srem strlen time unlink wait waitaof xadd xread zadd zcard zcount zpopmin zrange
+zrangebyscore zrem zscore
 """
 """What a worker's functions do, and how connections are made: the server refuses each key that is not theirs."""
 
@@ -74,12 +75,14 @@ class Hostile:
         (outcome,) = self.call("submit", 0, member, token, name, len(frame), 4, 1, oldest, 1, newest)
         return bytes(outcome)
 
-    def append(self, leased: list[bytes], oldest: int, newest: int, *, frame: bytes = b"junk") -> bytes:
+    def append(
+        self, leased: list[bytes], oldest: int, newest: int, *, frame: bytes = b"junk", tokens: int = 6
+    ) -> bytes:
         """The outcome; always of the first segment."""
         member, token = leased[0].decode(), leased[1].decode()
         name = f"segment:{member}:{random.getrandbits(64):x}"
         self.store(name, frame)
-        outcome, _ = self.call("append", member, token, 0, name, len(frame), 6, 30, oldest, 1, newest)
+        outcome, _ = self.call("append", member, token, 0, name, len(frame), tokens, 30, oldest, 1, newest)
         return bytes(outcome)
 
     def store(self, name: str, frame: bytes, *, is_new: bool = False) -> None:
@@ -102,7 +105,7 @@ async def cast(server: EmbeddedServer, run_name: str) -> AsyncIterator[Cast]:
         worker = await open_broker(url_of(server, made[Role.WORKER]), run_name)
         stack.push_async_callback(learner.close)
         stack.push_async_callback(worker.close)
-        run = await begin(learner, rules(8, lease_ttl_s=0.5, scorers="quality teacher"), fed=12)
+        run = await begin(learner, rules(8, lease_ttl_s=0.5, segment_s=0.1, scorers="quality teacher"), fed=12)
         await learner.versions.put_model(run.owner, ModelFiles(files={"config.json": b"{}"}))
         hostile = Hostile(url_of(server, made[Role.WORKER]), run_name)
         stack.callback(hostile.client.close)
@@ -317,6 +320,81 @@ async def test_it_holds_no_lease_for_ever(server: EmbeddedServer, cast: Cast, au
 
 async def leases_of(cast: Cast) -> tuple[Lease, ...]:
     return (await cast.honest.lease(8, 0, ttl_s=30)).leases
+
+
+async def hoard(hostile: Hostile, names: Iterator[int], last_step: list[int], *, answers: bool) -> None:
+    """Leases all that there is, under a new name each time, and lets no lease expire: it says that it gets on, with
+    segments without tokens, or hands in samples that cannot be trained."""
+    held: list[list[bytes]] = []
+    while True:
+        name = next(names)
+        leased = await asyncio.to_thread(hostile.lease, 1000, 30, step=last_step[0], holder=f"evil{name} {name}")
+        held += [one for one in leased if not one[1].startswith(b"copy")]
+        for one in leased if answers else ():
+            with suppress(ResponseError):
+                await asyncio.to_thread(hostile.submit, one, last_step[0], last_step[0])
+        for one in held[-100:] if not answers else ():
+            with suppress(ResponseError):
+                await asyncio.to_thread(hostile.append, one, last_step[0], last_step[0], tokens=0)
+                await asyncio.to_thread(hostile.call, "renew", 30, *one[:2])
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("answers", [False, True], ids=["nothing", "pills"])
+async def test_it_may_lease_all_samples_under_ever_new_names_and_the_learner_goes_on(cast: Cast, answers: bool) -> None:
+    """The honest worker is given what the hostile one holds, and the first sample that can be trained wins."""
+    run, last_step = cast.run, [0]
+    await cast.worker.status.heartbeat(replace(WORKER, worker="w"), 120)
+    await cast.honest.generate(4, 0)  # what is trained of a worker gives it standing
+    assert await run.take(0) is not None
+    await cast.learner.versions.announce(run.owner, manifest(1, 1))
+    last_step[0] = 1
+    attack = asyncio.create_task(hoard(cast.hostile, itertools.count(), last_step, answers=answers))
+    try:
+        async with asyncio.timeout(60):
+            await asyncio.sleep(0.3)
+            for step in (1, 2, 3):
+                while await run.take(step) is None:
+                    await asyncio.sleep(0.1)  # the hostile one is always faster
+                    leases = (await cast.honest.lease(4, step)).leases
+                    await asyncio.sleep(0.1)
+                    for lease in leases:
+                        await cast.honest.submit(lease, step)
+                    assert not attack.done()
+                last_step[0] = step + 1
+                await cast.learner.versions.announce(run.owner, manifest(1, step + 1))
+    finally:
+        attack.cancel()
+        with suppress(asyncio.CancelledError):
+            await attack
+
+
+async def test_a_copy_is_given_only_of_a_sample_that_does_not_get_on(cast: Cast) -> None:
+    honest, run = cast.honest, cast.run
+    mine = (await honest.lease(24, 0, "a")).leases
+    assert len(mine) == 24  # all that there is
+    assert await run.take(0) is None
+    await asyncio.sleep(1.2)  # the learner waits for longer than a lease lasts; a holder stores tokens
+    await cast.worker.leases.renew(mine, 30)
+    for lease in mine[1:]:
+        assert (await cast.worker.leases.append(lease, segment(lease, 0), 30)).outcome is AppendOutcome.APPENDED
+    (copy,) = (await honest.lease(4, 0, "b")).leases
+    assert copy.tid == mine[0].tid
+    assert (await honest.lease(4, 0, "b")).leases == ()
+    assert await honest.submit(copy, 0) is SubmitOutcome.ACCEPTED
+    assert await cast.worker.leases.renew(mine, 30) == {mine[0].token}
+    assert await honest.submit(mine[0], 0) is SubmitOutcome.FENCED
+
+
+async def test_strikes_of_copies_end_their_holder(cast: Cast) -> None:
+    mine = (await cast.honest.lease(24, 0, "a")).leases
+    assert await cast.run.take(0) is None
+    await asyncio.sleep(1.2)
+    await cast.worker.leases.renew(mine, 30)
+    copies = cast.hostile.lease(3)
+    assert len(copies) == 3
+    assert [cast.hostile.submit(one, 0, 1000) for one in copies] == [b"fenced"] * 3
+    assert cast.hostile.call("lease", 1, 0, 1, 30, "a", "evil 1")[1] == b"quarantined"
 
 
 async def test_it_reports_under_no_name_of_another(cast: Cast) -> None:

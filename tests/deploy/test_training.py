@@ -22,6 +22,7 @@ def test_every_rule_is_the_setting_of_the_same_name() -> None:
         "broker.replicas": 2,
         "broker.lease_ttl_s": 12.0,
         "broker.lease_hold_s": 900.0,
+        "workers.segment_s": 4.0,
     }
     rules = rules_of(load_recipe("arithmetic.yaml", [f"{name}={value}" for name, value in overrides.items()]))
     assert {name.partition(".")[2]: value for name, value in overrides.items()} == msgspec.structs.asdict(rules)
