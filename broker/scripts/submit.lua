@@ -36,7 +36,8 @@ local function submit(a, last)
     fields(g, 'round', 'state', 'token:' .. i, 'payload:' .. i, 'step:' .. i, 'under:' .. i, 'oldest:' .. i, 'newest',
       'size', 'done', 'bytes', 'floor')
   local copied_from, copier = copy_of(m, token)
-  local mine = had_round == round and (had_token == token or copier or (is_again and may_take(m, token)))
+  local mine = had_round == round and (had_token == token or (copier and not had_payload)
+    or (is_again and may_take(m, token)))
   local holder = copier or (had_token == token and field(g, 'by:' .. i)) or nil
   if mine and had_payload then
     -- The same payload comes again, as its reply was lost: SET has put a time to live on it, which must go.

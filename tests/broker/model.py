@@ -70,6 +70,11 @@ class Checkpoint:
     cursor: Cursor
 
 
+def is_of_copy(token: str) -> bool:
+    """Whether it is the token of a lease beside another worker's, which takes nothing from that worker."""
+    return token.startswith("copy")
+
+
 @dataclass
 class Samples:
     """Who may hand in what, from the replies that workers got. It is rolled back with the server."""
@@ -90,7 +95,8 @@ class Samples:
 
     def lease(self, tid: TrajectoryId, token: str) -> None:
         assert tid not in self.accepted, f"{tid} is leased, but was accepted from {self.accepted[tid]}"
-        self.holders[tid] = token
+        if not is_of_copy(token):
+            self.holders[tid] = token
 
     def release(self, tid: TrajectoryId, token: str) -> None:
         if self.holders.get(tid) == token:

@@ -15,7 +15,7 @@ from broker.client.leases import AppendOutcome, AppendReply, SubmitOutcome
 from broker.errors import ServerRestartedError
 from broker.schema import Group, Lease, Segment, VersionSpan, WeightVersion
 
-from .model import Batch, Checkpoint, Lineage, Model, groups_of, token_at
+from .model import Batch, Checkpoint, Lineage, Model, groups_of, is_of_copy, token_at
 from .scenario import TTL_S, group_id, manifest, prompt, trajectory
 
 T = TypeVar("T")
@@ -246,6 +246,15 @@ class Flight:
         tokens = [token for segment in lease.segments for token in segment.tokens.tolist()]
         assert tokens == [token_at(lease.tid, i, version) for i, version in enumerate(versions)], "mixed-up segments"
         return cls(lease, versions, [segment.start + len(segment.tokens) for segment in lease.segments])
+
+    @property
+    def is_copy(self) -> bool:
+        return is_of_copy(self.lease.token)
+
+    @property
+    def copied_from(self) -> int:
+        """The step of the weights for which a copy was given."""
+        return int(self.lease.token.split("x")[1])
 
     def generate(self, version: WeightVersion, tokens: int) -> None:
         self.versions += [version] * tokens

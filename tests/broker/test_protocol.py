@@ -418,13 +418,18 @@ class Protocol(RuleBasedStateMachine):
         kept = self.model.samples.appended.get(lease.tid, 0)
         oldest = min((version.step for version in flight.versions), default=announced)
         assert len(lease.segments) in {kept, 0}
-        self.model.samples.appended[lease.tid] = len(lease.segments)
+        if not flight.is_copy:
+            self.model.samples.appended[lease.tid] = len(lease.segments)
         assert rules.on_over_bound == "mask" or announced - oldest <= rules.max_lag
         self.model.samples.lease(lease.tid, lease.token)
 
     def _append(self, worker: Worker, flight: Flight) -> None:
         tid, appended = flight.lease.tid, self.model.samples.appended
         may, is_next = self._is_held(flight), len(flight.ends) == appended.get(tid, 0)
+        if flight.is_copy:
+            is_wanted = self._is_wanted(flight)
+            assert self._work(worker.append(flight)).outcome == ("appended" if is_wanted else "fenced"), f"{tid}"
+            return
         reply = self._work(worker.append(flight))
         assert reply.outcome == ("fenced" if not may else "appended" if is_next else "out of order"), f"{tid}: {reply}"
         if may:
@@ -439,11 +444,23 @@ class Protocol(RuleBasedStateMachine):
 
     def _is_held(self, flight: Flight) -> bool:
         """Whether what it generates is wanted: not once the lease went to another, was given back, or is void."""
+        if not self._is_wanted(flight):
+            return False
+        is_void = any(self._is_abandoned(version.incarnation, version.step) for version in flight.versions)
+        if flight.is_copy:
+            oldest = min(version.step for version in flight.versions)
+            return not (is_void or oldest < flight.copied_from or self._is_over_bound(oldest))
+        return self.model.samples.holders.get(flight.lease.tid) == flight.lease.token and not is_void
+
+    def _is_wanted(self, flight: Flight) -> bool:
         tid, group = flight.lease.tid, self.audit.groups.get(flight.lease.tid.group)
         if group is None or (group.round, group.state) != (tid.round, "open"):
             return False
-        is_void = any(self._is_abandoned(version.incarnation, version.step) for version in flight.versions)
-        return self.model.samples.holders.get(tid) == flight.lease.token and not is_void
+        return tid.sample not in group.of_samples("payload")
+
+    def _is_over_bound(self, oldest: int) -> bool:
+        rules, announced = self.model.rules, self.audit.announced_step
+        return announced is not None and rules.on_over_bound != "mask" and announced - oldest > rules.max_lag
 
     def _is_accepted(self, flight: Flight, audit: Audit) -> bool:
         tid, group = flight.lease.tid, audit.groups.get(flight.lease.tid.group)
