@@ -1,7 +1,6 @@
 """The pages that `headway plan-memory` prints: each rank's memory, and the setting that would save most of it."""
 
 import itertools
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
@@ -16,13 +15,10 @@ from deploy.recipe.loading import with_overrides
 from deploy.recipe.recipe import Recipe
 from deploy.tables import WholeWords
 from deploy.terminal import styled
-from learner.models.model import load_config
-from learner.models.shape import shape_of
-from learner.objective.composition import needs_critic, needs_reference
 from learner.planning.memory import plan_memory
 from learner.planning.planned import PlannedModel, RankMemory
-from rollout_workers.engines.gpus import gpus_of
-from weightsync.transports.abilities import abilities_of, broadcast_device
+
+from .stage_memory import ScorerMemory, Shapes, StageMemory, largest_of, scorers_memory, stages_of
 
 GB, MB = 10**9, 10**6
 USABLE = 0.95
@@ -54,11 +50,15 @@ class Turns:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:
-    """The memory of a learner's ranks, as far as it is known before the learner starts."""
+    """The memory of a learner's ranks, as far as it is known before the learner starts, and of its scorers."""
 
     planned: PlannedModel
+    """The model that the largest stage trains."""
     ranks: list[RankMemory]
-    """The ranks, largest first."""
+    """The ranks in the largest stage, largest first."""
+    stages: list[StageMemory]
+    """The stages in their order."""
+    scorers: list[ScorerMemory]
     activations: dict[str, int]
     """Bytes on the rank that has most activations, by `learner.compute.recompute`."""
     changes: list[Change]
@@ -69,8 +69,13 @@ class MemoryReport:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the largest rank fits; None if no device's size is known."""
-        return None if self.device_bytes is None else is_enough(self.device_bytes, self.ranks[0].total)
+        """Whether the largest rank fits, and each scorer on a GPU; None if no device's size is known."""
+        size = self.device_bytes
+        return None if size is None else is_enough(size, self.ranks[0].total) and self.scorers_fit(size)
+
+    def scorers_fit(self, size: int) -> bool:
+        """Whether the scorers on GPUs fit devices of so many bytes. One whose model cannot be read counts as 0."""
+        return all(is_enough(size, scorer.shared or 0) for scorer in self.scorers if scorer.device != "cpu")
 
 
 def is_enough(device_bytes: int, total: int) -> bool:
@@ -78,33 +83,21 @@ def is_enough(device_bytes: int, total: int) -> bool:
 
 
 def report(recipe: Recipe, device_gb: float | None = None) -> MemoryReport:
-    """Plan the recipe's memory. Raises ConfigError if the model cannot be read or the layout is impossible."""
-    planned = PlannedModel(
-        shape=shape_of(load_config(recipe.model)),
-        learner=recipe.learner,
-        dtype=recipe.model.dtype,
-        has_reference=needs_reference(recipe.algorithm),
-        has_critic=needs_critic(recipe.algorithm),
-        versions=_versions(recipe),
-    )
-    ranks = plan_memory(planned)
+    """Plan the memory of the recipe's stages, the largest of which decides, and of its scorers. Raises ConfigError if
+    the model cannot be read or the layout is impossible."""
+    shapes = Shapes(recipe)
+    stages = stages_of(recipe, shapes)
+    largest = largest_of(stages)
     return MemoryReport(
-        planned=planned,
-        ranks=ranks,
-        activations={how: _activations(recipe, planned, how) for how in ("none", "selective", "full")},
-        changes=sorted(_changes(recipe, planned, ranks[0].total), key=lambda change: change.largest_bytes),
+        planned=largest.planned,
+        ranks=largest.ranks,
+        stages=stages,
+        scorers=scorers_memory(recipe, shapes),
+        activations={how: _activations(recipe, largest.planned, how) for how in ("none", "selective", "full")},
+        changes=sorted(_changes(recipe, shapes, largest.largest_bytes), key=lambda change: change.largest_bytes),
         device_bytes=None if device_gb is None else round(device_gb * GB),
-        turns=_turns(ranks) if recipe.run.is_colocated else None,
+        turns=_turns(stages[-1].ranks) if recipe.run.is_colocated and recipe.has_learner else None,
     )
-
-
-def _versions(recipe: Recipe) -> dict[int, int]:
-    """Return by rank how many versions its GPU keeps: the first rank's GPU has the version that is sent, and the first
-    rank of each colocated engine the version that has come."""
-    weights, each = recipe.weights, gpus_of(recipe.engine)
-    sent = [0] if broadcast_device(weights, abilities_of(weights.transport)) == "cuda" else []
-    is_beside = recipe.run.is_colocated and weights.staging == "device"
-    return Counter([*sent, *(engine * each for engine in range(recipe.workers.count) if is_beside)])
 
 
 def _turns(ranks: list[RankMemory]) -> Turns:
@@ -119,11 +112,11 @@ def _activations(recipe: Recipe, planned: PlannedModel, recompute: str) -> int:
     return max(held.activations for held in plan_memory(replace(planned, learner=learner)))
 
 
-def _changes(recipe: Recipe, planned: PlannedModel, largest: int) -> Iterator[Change]:
+def _changes(recipe: Recipe, shapes: Shapes, largest: int) -> Iterator[Change]:
     for setting in _settings(recipe):
         try:
             changed = with_overrides(recipe, setting.split())
-            total = plan_memory(replace(planned, learner=changed.learner, versions=_versions(changed)))[0].total
+            total = largest_of(stages_of(changed, shapes)).largest_bytes
         except ConfigError:
             continue  # this model, number of ranks or transport does not allow the setting
         if total < largest:
@@ -154,6 +147,10 @@ def as_builtins(found: MemoryReport) -> dict[str, Any]:
         "micro_batch_tokens": learner.micro_batch_tokens,
         "recompute": learner.compute.recompute,
         "ranks": [asdict(held) | {"total": held.total} for held in found.ranks],
+        "stages": [
+            {"name": stage.name, "models": stage.models, "largest_bytes": stage.largest_bytes} for stage in found.stages
+        ],
+        "scorers": [asdict(scorer) for scorer in found.scorers],
         "activations": found.activations,
         "changes": [asdict(change) for change in found.changes],
         "device_bytes": found.device_bytes,
@@ -166,9 +163,11 @@ def page(found: MemoryReport) -> RenderableType:
     """Return the report for people: largest ranks first, equal ranks in one line."""
     return Group(
         styled(_headline(found)),
+        *_stages_table(found),
         _ranks_table(found.ranks),
         _activations_line(found),
         *_turns_line(found),
+        *_scorer_lines(found),
         *_verdict(found),
         styled(NOTE),
     )
@@ -189,6 +188,27 @@ def _headline(found: MemoryReport) -> str:
 def _sizes(planned: PlannedModel) -> dict[str, int]:
     layout = planned.learner.layout
     return {name: getattr(layout, name) for name in layout.__struct_fields__}
+
+
+def _stages_table(found: MemoryReport) -> Iterator[WholeWords]:
+    """Yield a line for each stage, where there are several, or other models take part."""
+    if len(found.stages) < 2 and all(stage.models == "policy" for stage in found.stages):
+        return
+    table = Table("stage", "models on the learner's devices", "largest rank", box=SIMPLE_HEAD)
+    for stage in found.stages:
+        table.add_row(stage.name, stage.models, _amount(stage.largest_bytes))
+    yield WholeWords(table)
+
+
+def _scorer_lines(found: MemoryReport) -> Iterator[Text]:
+    for scorer in found.scorers:
+        where = f"GPU {', '.join(scorer.gpus)}" if scorer.gpus else "a GPU" if scorer.device != "cpu" else "a CPU"
+        if scorer.total is None:
+            yield styled(f"Scorer {scorer.name} on {where}: {scorer.path} is not known. {scorer.problem}")
+            continue
+        shared = scorer.shared or scorer.total
+        beside = f"; with the other scorers of this GPU {_amount(shared)}" if shared > scorer.total else ""
+        yield styled(f"Scorer {scorer.name} on {where}: {scorer.path} takes {_amount(scorer.total)}{beside}.")
 
 
 def _ranks_table(ranks: list[RankMemory]) -> WholeWords:
@@ -233,9 +253,14 @@ def _turns_line(found: MemoryReport) -> Iterator[Text]:
 
 def _verdict(found: MemoryReport) -> Iterator[Text | WholeWords]:
     if found.device_bytes is not None:
-        does, style = ("fits", "green") if found.fits else ("does not fit", "red")
-        device = f"a device of {_amount(found.device_bytes)}, of which {USABLE:.0%} can be used"
+        size = found.device_bytes
+        does, style = ("fits", "green") if is_enough(size, found.ranks[0].total) else ("does not fit", "red")
+        device = f"a device of {_amount(size)}, of which {USABLE:.0%} can be used"
         yield styled((f"The largest rank {does} {device}.", style))
+        if not found.scorers_fit(size):
+            yield styled(
+                ("The scorers do not fit it: name more GPUs in scorers.devices, or take smaller models.", "red")
+            )
     if found.changes and not found.fits:
         yield _changes_table(found)
 

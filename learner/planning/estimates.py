@@ -22,7 +22,7 @@ def activation_bytes(planned: PlannedModel, layers: Sequence[int], in_flight: fl
     third more on a CPU.
     """
     shape, tensor = planned.shape, planned.learner.layout.tensor
-    kept = [_kept_numbers(planned, layer, selective) for layer in layers]
+    kept = [_kept_numbers(planned, layer, selective) if planned.is_trained else 0 for layer in layers]
     made_again = max(all_numbers(shape, layer) - numbers for layer, numbers in zip(layers, kept, strict=True))
     return int(planned.compute_bytes * planned.row_tokens * (in_flight * sum(kept) + made_again) / tensor)
 
@@ -56,12 +56,17 @@ def attention_numbers(shape: ModelShape) -> int:
 
 
 def head_bytes(planned: PlannedModel) -> int:
-    """Returns the bytes in `token_logprobs`: a chunk of logits, their gradient, the weight's in fp32 and rounded."""
+    """Returns the bytes in `token_logprobs`: a chunk of logits, their gradient, the weight's in fp32 and rounded; of a
+    model that is not trained, the chunk and its fp32 copy."""
     from learner.backends.token_logprobs import LOGITS_PER_CHUNK
 
+    if not planned.has_vocabulary:
+        return 0
     rows = planned.vocabulary_rows
     tokens = min(planned.row_tokens, max(1, LOGITS_PER_CHUNK // rows))
     number = planned.compute_bytes
+    if not planned.is_trained:
+        return rows * (FP32 + number) * tokens
     return rows * (2 * number * tokens + (FP32 + number) * planned.shape.width)
 
 

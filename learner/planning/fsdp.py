@@ -20,14 +20,15 @@ def _rank(planned: PlannedModel, rank: int) -> RankMemory:
     (`torch.chunk`)."""
     ranks = planned.learner.processes
     elements = sum(_rows(p.shape[0], ranks, rank) * (p.size // p.shape[0]) for p in planned.shape.parameters)
-    on_device = 0 if planned.learner.compute.offload_optimizer else MOMENTS * elements
+    is_elsewhere = planned.learner.compute.offload_optimizer or not planned.is_trained
+    on_device = 0 if is_elsewhere else MOMENTS * elements
     reference = FP32 * elements if planned.has_reference else 0
     critic = 2 * FP32 * elements + on_device if planned.has_critic else 0
     return RankMemory(
         rank=rank,
         part=f"1/{ranks} of every tensor",
         parameters=FP32 * elements,
-        gradients=FP32 * elements,
+        gradients=FP32 * elements if planned.is_trained else 0,
         optimizer=on_device,
         gathered=_gathered_bytes(planned),
         activations=activation_bytes(planned, range(planned.shape.layers), in_flight=1.0, selective=_selective),
@@ -56,6 +57,8 @@ def _gathered_bytes(planned: PlannedModel) -> int:
     outside = _size(shape, None)
     whole = number * shape.num_parameters
     weights = whole if whole <= GATHERED_WEIGHT_BYTES else number * (outside + 2 * layer)
+    if not planned.is_trained:
+        return weights
     sums = FP32 * shape.num_parameters if planned.learner.processes > 1 else 0
     working = weights + (number + FP32) * max(layer, outside)
     return working + (sums if sums <= GATHERED_GRADIENT_BYTES else 0)

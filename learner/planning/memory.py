@@ -12,10 +12,13 @@ Parameters, gradients and optimizer state are exact but for the padding of buffe
 experts, all norms and routers, in the layers of its pipeline stage. An fsdp rank also holds gathered tensors.
 """
 
+from dataclasses import replace
+
 from broker.errors import ConfigError
 from broker.user_code.roots import load
 from learner.backends.abilities import BACKENDS
 from learner.models.layout import check_splits
+from learner.models.shape import ModelShape, Parameter
 
 from .planned import PlannedModel, RankMemory
 
@@ -30,3 +33,32 @@ def plan_memory(planned: PlannedModel) -> list[RankMemory]:
     check_splits(backend, known.abilities.splits, planned.learner.layout)
     ranks: list[RankMemory] = load(known.plan, "learner.backend")(planned)
     return sorted(ranks, key=lambda held: (-held.total, held.rank))
+
+
+def plan_teaching(student: PlannedModel, teacher: ModelShape) -> list[RankMemory]:
+    """Returns every rank's memory, largest first, while a teacher on the student's ranks is asked, before the student's
+    first step. Neither has gradients or moments then, and only the teacher is at work."""
+    of_student, of_teacher = (
+        plan_memory(replace(student, shape=shape, is_trained=False, has_reference=False, has_critic=False, versions={}))
+        for shape in (student.shape, teacher)
+    )
+    asked = {held.rank: held for held in of_teacher}
+    ranks = [
+        replace(
+            held,
+            gathered=asked[held.rank].gathered,
+            activations=asked[held.rank].activations,
+            head=asked[held.rank].head,
+            other_models=asked[held.rank].parameters + asked[held.rank].optimizer,
+        )
+        for held in of_student
+    ]
+    return sorted(ranks, key=lambda held: (-held.total, held.rank))
+
+
+def scored(planned: PlannedModel) -> PlannedModel:
+    """Returns the model with a head of one output, as a reward model has it."""
+    head = Parameter(name="score.weight", shape=(1, planned.shape.width), part="whole", layer=None)
+    body = tuple(parameter for parameter in planned.shape.parameters if parameter.part != "head")
+    shape = replace(planned.shape, parameters=(*body, head), is_tied=False)
+    return replace(planned, shape=shape, has_vocabulary=False)

@@ -29,7 +29,8 @@ class RankMemory:
     head: int
     """A chunk of logits, and the gradient of the output head's weight while it is summed."""
     other_models: int
-    """The reference of the KL penalty, and the critic of gae, which takes about as much as the policy."""
+    """The reference of the KL penalty, the critic of gae, which takes about as much as the policy, and the teacher of
+    distillation."""
     published: int
     """Whole versions of the weights, kept for engines."""
 
@@ -49,6 +50,10 @@ class PlannedModel:
     """`model.dtype`, the number format of the forward and backward pass."""
     has_reference: bool = False
     has_critic: bool = False
+    is_trained: bool = True
+    """Whether it is updated. A teacher is only read: it has neither gradients nor moments, and keeps no activations."""
+    has_vocabulary: bool = True
+    """Whether its output is over the vocabulary; else one score, as a reward model's."""
     versions: Mapping[int, int] = field(default_factory=dict)
     """The number of whole versions of the weights on each rank's device."""
 

@@ -1,4 +1,4 @@
-"""The recipes for GPUs fit the GPUs that they name, with each of the models that they are for."""
+"""The recipes for GPUs fit the GPUs that they name, with each of the models that they are for, one role on each GPU."""
 
 import json
 import shlex
@@ -99,12 +99,14 @@ def recipe_of(model: str, way: str, *overrides: str) -> Recipe:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model", MODELS)
-def test_the_learner_fits_the_gpus_that_the_recipe_names(model: str, way: str, tmp_path: Path) -> None:
-    recipe = recipe_of(model, way, f"model.path={path_of(model, tmp_path)}")
+def test_learner_and_scorers_fit_the_gpus_that_the_recipe_names(model: str, way: str, tmp_path: Path) -> None:
+    teacher = [f"teacher.path={path_of('qwen3-32b', tmp_path / 'teacher')}"] if way == "distill" else []
+    recipe = recipe_of(model, way, f"model.path={path_of(model, tmp_path)}", *teacher)
     check_algorithm(recipe.algorithm)
     found = report(recipe, GPU_GB[model])
     assert found.planned.shape.num_parameters == pytest.approx(PARAMETERS[model], rel=0.01)
     assert found.fits
+    assert [scorer.total is not None for scorer in found.scorers] == [True] * (way in SCORED)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -5,10 +5,13 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from deploy.cli.memory_pages import as_builtins, page, report
 from deploy.recipe.loading import load_recipe
 from deploy.terminal import Terminal
+from learner.config import ModelConfig, RandomModelConfig
+from learner.models.model import load_tokenizer
 from tests.deploy.test_cli import headway, run_main
 
 RECIPE = """
@@ -79,6 +82,73 @@ def test_it_says_whether_a_device_is_large_enough(recipe: Path) -> None:
 def test_the_reference_of_a_penalty_or_of_pairs_is_counted(override: str, recipe: Path) -> None:
     assert "other models" in shown(recipe, None, override)
     assert "other models" not in shown(recipe)
+
+
+@pytest.fixture
+def larger(tmp_path: Path) -> str:
+    """The directory of a model's configuration, ten times as large as the recipe's model."""
+    config = AutoConfig.for_model(
+        "qwen3", hidden_size=2048, intermediate_size=8192, num_hidden_layers=24, num_attention_heads=16, vocab_size=12
+    )
+    config.save_pretrained(tmp_path / "larger")
+    load_tokenizer(ModelConfig(random=RandomModelConfig(architecture="qwen3", alphabet="0123456789"))).save_pretrained(
+        tmp_path / "larger"
+    )
+    return str(tmp_path / "larger")
+
+
+def test_the_largest_stage_decides_and_each_has_a_line(recipe: Path, larger: str) -> None:
+    data = "data: {path: x.jsonl}"
+    stages = (
+        f"stages=[{{kind: reward_model, options: {{{data}}}}}, {{kind: dpo, options: {{{data}}}}},"
+        f" {{kind: distill, options: {{{data}, teacher: {larger}}}}}, {{kind: rl}}]",
+        "learner.backend=fsdp",
+        "learner.layout={tensor: 1, pipeline: 1}",
+    )
+    found = as_builtins(report(load_recipe(recipe, stages)))
+    assert [(stage["name"], stage["models"]) for stage in found["stages"]] == [
+        ("reward_model", "reward model"),
+        ("dpo", "policy"),
+        ("distill", "policy, teacher before the first step"),
+        ("rl", "policy"),
+    ]
+    scores, trained, taught, learner = (stage["largest_bytes"] for stage in found["stages"])
+    assert scores < trained == learner < taught == found["ranks"][0]["total"]
+    assert found["ranks"][0]["gradients"] == 0, "the teacher is gone before the student has any"
+    (line,) = [line for line in shown(recipe, None, *stages).splitlines() if "teacher before" in line]
+    assert line.split()[0] == "distill"
+    small = as_builtins(report(load_recipe(recipe, [*stages, "stages.distill.options.teacher=stage:dpo"])))
+    assert small["ranks"][0]["gradients"] > 0, "training takes more than to ask a teacher of the student's size"
+
+
+def test_scorers_are_counted_where_they_lie(recipe: Path, larger: str) -> None:
+    scorers = (
+        f"teacher.path={larger}",
+        f"rewards=[{{kind: reward_model, path: {larger}}}]",
+        "scorers={count: 2, device: cuda, devices: [6, 7, 7], dtype: bfloat16, batch_tokens: 64}",
+    )
+    found = report(load_recipe(recipe, scorers))
+    reward, teacher = found.scorers
+    assert (reward.gpus, teacher.gpus) == (["6", "7"], ["6", "7"])
+    assert reward.total is not None
+    assert teacher.total is not None
+    assert reward.shared == teacher.shared == reward.total + teacher.total
+    text = shown(recipe, None, *scorers)
+    assert "Scorer reward_model on GPU 6, 7: " in text
+    assert "with the other scorers of this GPU" in text
+    fits = max(found.ranks[0].total, teacher.shared) / 0.95 / 1e9
+    assert report(load_recipe(recipe, scorers), fits * 1.01).fits
+    device_gb = teacher.shared / 0.96 / 1e9
+    assert found.ranks[0].total < teacher.total, "a scorer is the largest here"
+    assert report(load_recipe(recipe, scorers), device_gb).fits is False
+    assert "The scorers do not fit" in shown(recipe, device_gb, *scorers)
+    assert report(load_recipe(recipe, [*scorers, "scorers.device=cpu"]), device_gb).fits
+
+
+def test_a_scorer_whose_model_is_not_known_is_told(recipe: Path) -> None:
+    text = shown(recipe, 100.0, "teacher.path=./nowhere", "scorers.device=cuda")
+    assert "Scorer teacher on a GPU: ./nowhere is not known. " in text
+    assert "The largest rank fits" in text
 
 
 def test_the_command_prints_json_and_its_exit_code_tells(recipe: Path, tmp_path: Path) -> None:

@@ -1,19 +1,32 @@
 """What ranks are planned to hold, against published sizes and what the backends really hold."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from broker.errors import ConfigError
 from learner.backends import open_backend
+from learner.backends.base import Teacher
 from learner.config import ComputeConfig, LayoutConfig, LearnerConfig
 from learner.models.model import load_config
 from learner.models.shape import shape_of
-from learner.planning.memory import plan_memory
+from learner.planning.memory import plan_memory, plan_teaching, scored
 from learner.planning.planned import PlannedModel, RankMemory
-from tests.learner.tiny import OPTIMIZER, model_config
+from learner.planning.scorer import scorer_bytes
+from learner.rows.packing import pack
+from rollout_workers.config import ScorersConfig
+from rollout_workers.scorers.models import open_runner
+from tests.learner.tiny import OPTIMIZER, model_config, sequences
 
 QWEN3_8B = Qwen3Config(
     hidden_size=4096,
@@ -100,6 +113,51 @@ def test_fsdp_backend_holds_its_plan() -> None:
     numel = sum(p.numel() for p in backend._parameters)  # type: ignore[attr-defined]
     (held,) = plan_memory(planned(load_config(model)))
     assert (held.parameters, held.gradients, held.optimizer) == (4 * numel, 4 * numel, 8 * numel)
+
+
+def test_an_opened_teacher_holds_no_optimizer_as_planned() -> None:
+    model = model_config("qwen3_moe")
+    teacher = open_backend("fsdp", model, OPTIMIZER)
+    assert isinstance(teacher, Teacher)
+    teacher.likeliest(pack(sequences([9, 5]), 0, 1, 16), 3)
+    (asked,) = plan_memory(replace(planned(load_config(model)), is_trained=False))
+    assert (asked.gradients, asked.optimizer) == (0, 0)
+    assert asked.parameters == sum(tensor.nbytes for tensor in teacher._held())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_opened_reward_model_holds_its_plan(tied: bool) -> None:
+    model = model_config("qwen3", tied=tied)
+    scores = open_backend("fsdp", model, OPTIMIZER, head="score")
+    numel = sum(p.numel() for p in scores._parameters)  # type: ignore[attr-defined]
+    (held,) = plan_memory(scored(planned(load_config(model))))
+    assert (held.parameters, held.gradients, held.optimizer, held.head) == (4 * numel, 4 * numel, 8 * numel, 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_opened_scorers_hold_their_plan(tied: bool, dtype: Any, tmp_path: Path) -> None:
+    config, model = ScorersConfig(dtype=dtype), load_config(model_config("qwen3", tied=tied))
+    model.num_labels = 1
+    for kind, opener in (("teacher", AutoModelForCausalLM), ("reward_model", AutoModelForSequenceClassification)):
+        opener.from_config(model).save_pretrained(tmp_path / kind)
+        runner = open_runner(kind, str(tmp_path / kind), config, key="path")
+        held = sum(parameter.nbytes for parameter in runner._model.parameters())  # type: ignore[attr-defined]
+        assert scorer_bytes(shape_of(model), dtype, 0, has_vocabulary=kind == "teacher") == held
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_a_teacher_is_beside_a_student_without_gradients_and_moments(backend: str) -> None:
+    student, teacher = planned(LLAMA_8B, backend, 8), planned(QWEN3_30B_A3B, backend, 8)
+    (ours, *_), (theirs, *_) = plan_memory(student), plan_memory(teacher)
+    (both, *_) = plan_teaching(student, teacher.shape)
+    masters = {"fsdp": 0, "megatron": 1}[backend]  # of three parts of megatron's state, the two others are moments
+    assert (both.parameters, both.gradients) == (ours.parameters, 0)
+    assert both.optimizer == masters * ours.optimizer // 3
+    assert both.other_models == theirs.parameters + masters * theirs.optimizer // 3
+    assert 0 < both.activations < theirs.activations
+    assert 0 < both.head < theirs.head
+    assert both.gathered <= theirs.gathered
 
 
 def test_megatron_ranks_split_what_their_layout_says() -> None:

@@ -1,0 +1,143 @@
+"""The memory that each stage of a recipe takes on the learner's devices, and that scorers take on theirs."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from broker.errors import ConfigError
+from deploy.recipe.recipe import Recipe
+from deploy.recipe.scorers import REWARD_MODEL, Scorer, scorers_of
+from deploy.recipe.stage_graph import REFERENCE
+from learner.config import ModelConfig, StageConfig
+from learner.models.model import load_config
+from learner.models.shape import ModelShape, shape_of
+from learner.objective.composition import needs_critic, needs_reference
+from learner.planning.memory import plan_memory, plan_teaching, scored
+from learner.planning.planned import PlannedModel, RankMemory
+from learner.planning.scorer import scorer_bytes
+from learner.stages.kinds import options_of
+from learner.stages.supervised.options import DistillationOptions
+from rollout_workers.engines.gpus import gpus_of
+from weightsync.transports.abilities import abilities_of, broadcast_device
+
+
+class Shapes:
+    """The shapes of a recipe's models, each of which is read once."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        """Raises ConfigError if the policy's cannot be read."""
+        self.policy = shape_of(load_config(recipe.model))
+        self._others: dict[str, ModelShape] = {}
+
+    def at(self, path: str) -> ModelShape:
+        """Return the shape of the model at this path; `stage:NAME` has the policy's. Raises ConfigError."""
+        if path.startswith(REFERENCE):
+            return self.policy
+        if path not in self._others:
+            self._others[path] = shape_of(load_config(ModelConfig(path=path)))
+        return self._others[path]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """The memory of the learner's ranks at the largest moment of a stage."""
+
+    name: str
+    models: str
+    """The models that are on the ranks then, in words."""
+    planned: PlannedModel
+    """The model that the stage trains."""
+    ranks: list[RankMemory]
+    """The ranks, largest first."""
+
+    @property
+    def largest_bytes(self) -> int:
+        return self.ranks[0].total
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScorerMemory:
+    """The memory of one process of a scorer."""
+
+    name: str
+    path: str
+    device: str
+    gpus: list[str]
+    """The GPUs of its processes; empty where they are not named."""
+    total: int | None
+    """None: the model's configuration cannot be read."""
+    problem: str = ""
+    """The reason for that."""
+    shared: int | None = None
+    """All that scorers take together on the fullest of these GPUs."""
+
+
+def stages_of(recipe: Recipe, shapes: Shapes) -> list[StageMemory]:
+    """Plan the stages in their order. Raises ConfigError for a model that cannot be read or an impossible layout."""
+    return [_stage(recipe, stage, shapes) for stage in recipe.plan if not stage.is_left_out]
+
+
+def largest_of(stages: list[StageMemory]) -> StageMemory:
+    """Return the stage that decides whether the recipe fits; of equal ones the last, which is the run's own."""
+    return max(reversed(stages), key=lambda stage: stage.largest_bytes)
+
+
+def _stage(recipe: Recipe, stage: StageConfig, shapes: Shapes) -> StageMemory:
+    planned = PlannedModel(shape=shapes.policy, learner=recipe.learner, dtype=recipe.model.dtype)
+    if stage.has_workers:
+        return _of_learner(recipe, stage, planned)
+    if stage.kind == REWARD_MODEL:
+        planned = scored(planned)
+        return StageMemory(name=stage.name, models="reward model", planned=planned, ranks=plan_memory(planned))
+    trained = StageMemory(name=stage.name, models="policy", planned=planned, ranks=plan_memory(planned))
+    options = options_of(stage, f"stages.{stage.name}")
+    if not isinstance(options, DistillationOptions):
+        return trained
+    ranks = plan_teaching(planned, shapes.at(options.teacher))
+    taught = StageMemory(name=stage.name, models="policy, teacher before the first step", planned=planned, ranks=ranks)
+    return largest_of([taught, trained])
+
+
+def _of_learner(recipe: Recipe, stage: StageConfig, planned: PlannedModel) -> StageMemory:
+    has_reference, has_critic = needs_reference(recipe.algorithm), needs_critic(recipe.algorithm)
+    planned = replace(planned, has_reference=has_reference, has_critic=has_critic, versions=_versions(recipe))
+    models = ["policy", *(["reference"] if has_reference else []), *(["critic"] if has_critic else [])]
+    return StageMemory(name=stage.name, models=", ".join(models), planned=planned, ranks=plan_memory(planned))
+
+
+def _versions(recipe: Recipe) -> dict[int, int]:
+    """Return by rank how many versions its GPU keeps: the first rank's GPU has the version that is sent, and the first
+    rank of each colocated engine the version that has come."""
+    weights, each = recipe.weights, gpus_of(recipe.engine)
+    sent = [0] if broadcast_device(weights, abilities_of(weights.transport)) == "cuda" else []
+    is_beside = recipe.run.is_colocated and weights.staging == "device"
+    return Counter([*sent, *(engine * each for engine in range(recipe.workers.count) if is_beside)])
+
+
+def scorers_memory(recipe: Recipe, shapes: Shapes) -> list[ScorerMemory]:
+    """Plan the scorers' processes. A model that cannot be read is told, and hides no other one."""
+    found = [_scorer(recipe, scorer, shapes) for scorer in scorers_of(recipe)]
+    by_gpu = Counter[str]()
+    for scorer in found:
+        by_gpu.update(dict.fromkeys(scorer.gpus, scorer.total or 0))
+    return [
+        replace(one, shared=max((by_gpu[gpu] for gpu in one.gpus), default=one.total)) if one.total else one
+        for one in found
+    ]
+
+
+def _scorer(recipe: Recipe, scorer: Scorer, shapes: Shapes) -> ScorerMemory:
+    config = recipe.scorers
+    gpus = list(_gpus(recipe)) if config.device != "cpu" else []
+    one = ScorerMemory(name=scorer.name, path=scorer.path, device=config.device, gpus=gpus, total=None)
+    try:
+        shape = shapes.at(scorer.path)
+    except ConfigError as error:
+        return replace(one, problem=str(error))
+    has_vocabulary = scorer.kind != REWARD_MODEL
+    return replace(one, total=scorer_bytes(shape, config.dtype, config.batch_tokens, has_vocabulary=has_vocabulary))
+
+
+def _gpus(recipe: Recipe) -> Iterator[str]:
+    devices = recipe.scorers.devices
+    yield from dict.fromkeys(str(devices[number % len(devices)]) for number in range(recipe.scorers.count) if devices)
