@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
+import psutil
 import pytest
 
 Test = TypeVar("Test", bound=Callable[..., Any])
@@ -21,6 +22,11 @@ def needs_ray(test: Test) -> Test:
     for mark in RAY:
         test = mark(test)
     return test
+
+
+def raylet_of(pid: int) -> int:
+    """The process of the node on which Ray has placed this one."""
+    return next(one.pid for one in psutil.Process(pid).parents() if one.name() == "raylet")
 
 
 @contextmanager

@@ -4,7 +4,8 @@
              ──► supervisor.py ──Command──► base.Launcher ──► base.Handle
 
     processes.py   `local`: child processes of this one     printed.py   `--dry-run`: shows commands, starts none
-    on_ray.py      `ray`: processes on the nodes of a Ray cluster, each under an actor (ray_host.py)
+    on_ray.py      `ray`: processes on the nodes of a Ray cluster, each under an actor (ray_host.py),
+                   where ray_places.py says
     slurm.py, kubernetes.py   write what a cluster's own scheduler starts
     opening.py     opens the launcher that a recipe names
     kept_server.py the run's server, a child of this process     tether.py, farewell.py   how a child ends

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from broker.connection.address import PASSWORD_FILE, with_whole_paths
+from deploy.recipe.pools import MAIN
+from deploy.recipe.ray_roles import LEARNER, SCORER, WORKER
 from deploy.recipe.recipe import Recipe
 from deploy.run.directory import CONFIG
 from deploy.run.stage_output import Planned
@@ -46,6 +48,7 @@ def sft_command(recipe: Recipe, arguments: Sequence[str], number: int) -> Comman
         log=None,
         resources=learner_resources(recipe),
         relay=recipe.learner.processes > 1,
+        role=LEARNER,
     )
 
 
@@ -67,6 +70,7 @@ def learner_command(
         resources=learner_resources(recipe),
         relay=recipe.learner.processes > 1,
         farewell=farewell,
+        role=LEARNER,
     )
 
 
@@ -110,7 +114,9 @@ class WorkerCommand:
     """GPUs that each worker takes, if known."""
     prefix: str = "worker"
     """Workers are called PREFIX-NUMBER."""
-    role: ClassVar[str] = "worker"
+    pool: str = MAIN
+    """The pool's name."""
+    role: ClassVar[str] = WORKER
     """The command of `headway` that runs one."""
 
     def own_arguments(self) -> Sequence[str]:
@@ -128,6 +134,9 @@ class WorkerCommand:
             environment=connection(self.url, self.run),
             resources=Resources(threads=self.threads, gpus=self.gpus, devices=devices),
             farewell=self.private / f"{name}.farewell",
+            role=self.role,
+            pool=self.pool,
+            number=number,
         )
 
 
@@ -137,7 +146,7 @@ class ScorerCommand(WorkerCommand):
 
     scorer: str
     """The scorer's name; empty: the run's only one."""
-    role: ClassVar[str] = "scorer"
+    role: ClassVar[str] = SCORER
 
     def own_arguments(self) -> Sequence[str]:
         return ("--scorer", self.scorer, *self.arguments) if self.scorer else self.arguments

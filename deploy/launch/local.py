@@ -224,7 +224,7 @@ class Local:
         pools = [Pool(MAIN, recipe.workers.count, main)]
         for pool in pools_of(recipe):
             engine = pool.recipe.engine
-            own = replace(main, arguments=pool.arguments(), threads=engine.threads, prefix=pool.name)
+            own = replace(main, arguments=pool.arguments(), threads=engine.threads, prefix=pool.name, pool=pool.name)
             command = replace(own, devices=_devices(pool.recipe), gpus=engine_gpus(engine))
             pools.append(Pool(pool.name, pool.count, command))
         pools += [self._scorers(scorer, directory, server, private) for scorer in scorers_of(recipe)]
@@ -252,6 +252,7 @@ class Local:
             devices=[str(device) for device in config.devices],
             gpus=0 if config.device == "cpu" else 1,
             prefix=name,
+            pool=name,
         )
         return Pool(name, config.count, command)
 

@@ -3,7 +3,8 @@
     RayLauncher.start ──► Hosted ──► RoleHost (an actor on some node) ──► the command's process
 
 Ray only places processes and notices that a node is gone. The supervisor restarts them, and data and weights keep their
-own ways. The actor takes the CPUs and GPUs of its command, all of them on one node.
+own ways. The actor takes the CPUs and GPUs of its command, all of them on one node: `ray_places.py` says what Ray sets
+aside and where.
 """
 
 import logging
@@ -24,8 +25,9 @@ from ray.exceptions import ActorUnavailableError, RayError
 from broker.config import BrokerConfig
 from broker.errors import ConfigError
 
-from .base import Command, Handle, Launcher, Resources
+from .base import Command, Handle, Launcher
 from .ray_host import Outcome, RoleHost
+from .ray_places import RayPlaces
 
 if TYPE_CHECKING:
     from deploy.recipe.recipe import Recipe
@@ -46,10 +48,17 @@ log = logging.getLogger(__name__)
 class RayLauncher(Launcher):
     """Starts commands on the nodes of a Ray cluster, or of a Ray that it starts on this machine."""
 
-    def __init__(self, address: str = LOCAL, runtime_env: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        address: str = LOCAL,
+        runtime_env: Mapping[str, Any] | None = None,
+        roles: Mapping[str, Any] | None = None,
+    ) -> None:
         """Connect. `address`: `local` starts a Ray, `auto` finds the one of this machine, and others are Ray's own.
-        `runtime_env`: the environment that Ray makes for the actors, by its documentation."""
+        `runtime_env`: the environment that Ray makes for the actors, by its documentation. `roles`: the keys of a
+        `RayRole` for learner, worker, scorer and single pools."""
         self._is_local = address == LOCAL
+        self._places = RayPlaces(roles or {}, reserves_cpus=not self._is_local)
         if not ray.is_initialized():
             if self._is_local:
                 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -61,8 +70,10 @@ class RayLauncher(Launcher):
         if recipe.run.is_colocated or any((recipe.workers.devices, *(pool.devices for pool in recipe.workers.pools))):
             raise ConfigError(
                 "launcher.kind=ray lets Ray choose the GPUs of each process: leave out workers.devices, also of pools,"
-                " and run.placement=colocated."
+                " and run.placement=colocated. Processes that launcher.options.roles gives a fraction of `gpus` share"
+                " one."
             )
+        self._places.plan(recipe)
         others = sorted({node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]} - {socket.gethostname()})
         if others and _is_only_here(recipe.broker):
             raise ConfigError(
@@ -72,22 +83,23 @@ class RayLauncher(Launcher):
             )
 
     def start(self, command: Command) -> "Hosted":
-        return Hosted(command, _claims(command.resources, reserves_cpus=not self._is_local))
+        return Hosted(command, self._places.options(command))
 
 
 class Hosted(Handle):
     """A command that an actor starts. While Ray has no place for it, it has not ended."""
 
-    def __init__(self, command: Command, claims: Mapping[str, float]) -> None:
+    def __init__(self, command: Command, options: Mapping[str, Any]) -> None:
+        """`options`: of its actor, see `RayPlaces.options`."""
         super().__init__(command)
-        actor = ray.remote(RoleHost).options(**claims, max_restarts=0, max_task_retries=0)
+        actor = ray.remote(RoleHost).options(**options, max_restarts=0, max_task_retries=0)
         self._actor = actor.remote(_complete(command), sys.executable, os.getcwd())
         self._node, self._end = self._actor.node.remote(), self._actor.ended.remote()
         self._outcome: Outcome | None = None
         self._loss = ""
         self._log: str | None = None
         self._started, self._is_told = time.monotonic(), False
-        self._wish = command.name, ", ".join(f"{key}={value:g}" for key, value in claims.items())
+        self._wish = command.name, _wish(options)
         self._given_up_at: float | None = None
         """The time at which a command that was asked to end waits for a place no longer."""
         if command.cwd is None:  # workers that are placed before a learner could take its node's last GPU
@@ -168,10 +180,10 @@ def _complete(command: Command) -> Command:
     return replace(command, environment={**place, **ours, **command.environment})
 
 
-def _claims(resources: Resources, *, reserves_cpus: bool) -> dict[str, float]:
-    """Return what Ray sets aside for a command. On one's own machine its processes share the CPUs, as without Ray."""
-    cpus = resources.processes * (resources.threads or 1) if reserves_cpus else 0
-    return {"num_cpus": cpus, "num_gpus": resources.gpus or 0}
+def _wish(options: Mapping[str, Any]) -> str:
+    """Return what a process waits for, such as `num_cpus=1, num_gpus=0.5, big=1`."""
+    amounts = {name: options[name] for name in ("num_cpus", "num_gpus")} | options.get("resources", {})
+    return ", ".join(f"{name}={amount:g}" for name, amount in amounts.items())
 
 
 def _is_only_here(config: BrokerConfig) -> bool:

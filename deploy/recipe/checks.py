@@ -22,6 +22,7 @@ from weightsync.transports.abilities import abilities_of as transport_abilities
 from .colocation import impossible_turns
 from .limits import beyond_limits
 from .pools import MAIN, pools_of
+from .ray_roles import impossible_ray_roles
 from .recipe import LAUNCHERS, Recipe
 from .scorers import impossible_scorers
 from .sinks import check_sinks
@@ -108,6 +109,8 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         yield from impossible_turns(recipe)
     yield from _useless_archives(recipe.weights)
     yield from _impossible_evaluations(recipe)
+    if recipe.launcher.kind == "ray":
+        yield from impossible_ray_roles(recipe)
     yield from _unmeasured_checkpoints(recipe)
     yield from impossible_scorers(recipe)
     if 2 * recipe.workers.heartbeat_s > recipe.broker.lease_ttl_s:

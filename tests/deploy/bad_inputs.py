@@ -31,6 +31,19 @@ VALUES = [
     ],
     ("optimizer.learning_rate=1e400", "expected a finite number"),
     *[
+        (f"launcher={{kind: ray, options: {{roles: {roles}}}}}", f"launcher.options.roles{message}")
+        for roles, message in (
+            ("{lerner: {}}", ".lerner: no such option; did you mean 'learner'?"),
+            ("{worker: {gpu: 1}}", ".worker: unknown key gpu; did you mean gpus?"),
+            ("{workers: {placement: packed}}", ".workers: placement is 'packed'; expected one of pack, spread"),
+            ("{worker: {resources: {large: -1}}}", ".worker: resources[...] is {'large': -1}; expected a mapping"),
+            ("{worker: {gpus: 1.5}}", ".worker.gpus is 1.5. Give a fraction of one GPU, or whole GPUs."),
+            ("{worker: 1}", ".worker is 1; expected a section with gpus, resources, runtime_env, placement."),
+            ("{learner: {placement: pack}}", ".learner.placement has nothing to place"),
+            ("[learner]", " is ['learner']; expected a section"),
+        )
+    ],
+    *[
         (f"{key}={HUGE}", "bits; expected one of at most 64")
         for key in (
             "run.seed",

@@ -1,5 +1,6 @@
 """What Ray adds to a launcher: it chooses node and GPUs, a command may wait for its place, and a node may be lost."""
 
+import json
 import signal
 import sys
 import time
@@ -16,10 +17,14 @@ from deploy.launch.base import Command, Handle, Launcher, Resources
 from deploy.launch.opening import open_launcher
 from deploy.recipe.loading import load_recipe
 from deploy.recipe.recipe import LauncherConfig
-from tests.ray_cluster import needs_ray, ray_cluster
+from tests.ray_cluster import needs_ray, ray_cluster, raylet_of
 
 DEADLINE_S = 60.0
 ANY = Resources()
+SAYS = (
+    "import os, time; print(os.getpid(), os.environ.get('CUDA_VISIBLE_DEVICES'), os.environ.get('SAID'), flush=True);"
+    " time.sleep(600)"
+)
 WAITS = "import os, time; print(os.getpid(), os.environ.get('CUDA_VISIBLE_DEVICES'), flush=True); time.sleep(600)"
 
 
@@ -61,6 +66,33 @@ def test_ray_gives_each_process_gpus_of_its_own(launcher: Launcher, tmp_path: Pa
         handle.kill()
         handle.kill()
         assert handle.exit_code() == -signal.SIGKILL
+
+
+@needs_ray
+def test_roles_share_gpus_and_have_nodes_and_environments_of_their_own(cluster: Any, tmp_path: Path) -> None:
+    roles = {
+        "worker": {"gpus": 0.5, "runtime_env": {"env_vars": {"SAID": "worker"}}},
+        "big": {"resources": {"large": 0.5}, "runtime_env": {"env_vars": {"SAID": "big"}}},
+    }
+    options = {"address": cluster.address, "roles": roles}
+    launcher = open_launcher(LauncherConfig(kind="ray", options=options))
+    says = replace(waiting(tmp_path / "own", Resources(gpus=1)), argv=(sys.executable, "-c", SAYS), role="worker")
+    large = cluster.add_node(num_cpus=2, num_gpus=1, resources={"large": 1})
+    handles: list[Handle] = []
+    try:
+        for name, pool in (("a", "big"), ("b", "big"), ("c", "workers"), ("d", "workers")):
+            handles.append(launcher.start(replace(says, cwd=tmp_path / name, pool=pool)))
+            words_of(handles[-1])
+        told = [words_of(handle) for handle in handles]
+        assert [said[2] for said in told] == ["big", "big", "worker", "worker"]
+        assert told[0][1] == told[1][1]
+        assert told[2][1] == told[3][1]
+        nodes = [raylet_of(int(said[0])) for said in told]
+        assert nodes[0] == nodes[1] != nodes[2]
+    finally:
+        for handle in handles:
+            handle.kill()
+        cluster.remove_node(large)
 
 
 @needs_ray
@@ -119,23 +151,59 @@ def test_directories_that_were_made_for_a_command_are_gone_with_it(launcher: Lau
         (["broker.url=embedded"], ["gpu-7"], "broker.url=embedded reaches a server on this machine only, and the Ray"),
         (["broker.url='redis://u@127.0.0.1:1?password=x'"], ["gpu-7"], r"other nodes \(gpu-7\)"),
         (["broker.url='redis://10.0.0.5:6379'"], ["gpu-7"], ""),
+        (
+            ["learner.device=cuda", "learner.processes=2", "launcher.options.roles.learner.gpus=1"],
+            [],
+            "roles gives 1 GPUs to each process of learner, which needs 2",
+        ),
         (["workers.devices=[1]", "workers.count=1"], [], "lets Ray choose the GPUs of each process"),
     ],
 )
 def test_a_recipe_that_ray_cannot_place_is_refused(
-    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, overrides: list[str], others: list[str], message: str
+    cluster: Any, monkeypatch: pytest.MonkeyPatch, overrides: list[str], others: list[str], message: str
 ) -> None:
     import ray
 
     known = [*ray.nodes(), *({"Alive": True, "NodeManagerHostname": name} for name in others)]
     monkeypatch.setattr(ray, "nodes", lambda: known)
     recipe = load_recipe("arithmetic.yaml", ["launcher.kind=ray", *overrides])
+    options = {"address": cluster.address, **recipe.launcher.options}
+    launcher = open_launcher(LauncherConfig(kind="ray", options=options))
     if not message:
         launcher.check(recipe)
         return
     with pytest.raises(ConfigError, match=message) as caught:
         launcher.check(recipe)
     assert "password" not in str(caught.value)
+
+
+@needs_ray
+def test_a_pool_lies_as_its_placement_says_and_grows_beside_its_group(cluster: Any, tmp_path: Path) -> None:
+    # The last test that places anything: a group keeps its places until this process ends.
+    roles = {"workers": {"placement": "strict_pack"}, "wide": {"placement": "spread"}}
+    overrides = [
+        "workers.count=2",
+        "workers.pools=[{name: wide, count: 2}]",
+        f"launcher={json.dumps({'kind': 'ray', 'options': {'address': cluster.address, 'roles': roles}})}",
+    ]
+    recipe = load_recipe("arithmetic.yaml", overrides)
+    launcher = open_launcher(recipe.launcher)
+    launcher.check(recipe)
+    added = cluster.add_node(num_cpus=5)
+    command = replace(waiting(tmp_path), resources=Resources(threads=1), role="worker")
+    at = [("wide", 0), ("wide", 1), ("workers", 0), ("workers", 1), ("workers", 2)]
+    handles = [
+        launcher.start(replace(command, cwd=tmp_path / f"{pool}-{number}", pool=pool, number=number))
+        for pool, number in at
+    ]
+    try:
+        nodes = [raylet_of(int(words_of(handle)[0])) for handle in handles]
+        assert nodes[0] != nodes[1]
+        assert len(set(nodes[2:])) == 1
+    finally:
+        for handle in handles:
+            handle.kill()
+        cluster.remove_node(added)
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """`headway ray up` on a cluster of several nodes: workers are added with the nodes, a node is lost, the run goes on."""
 
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ import psutil
 import pytest
 
 from broker.schema import RunStatus
-from tests.ray_cluster import needs_ray, ray_cluster
+from tests.ray_cluster import needs_ray, ray_cluster, raylet_of
 
 from .recipes import write_recipe
 from .records import check_trained, summary
@@ -19,6 +20,13 @@ from .watching import attached
 pytestmark = pytest.mark.slow
 
 STEPS = 40
+SLOW = """import time
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(0.5)
+    return solution_str.count("7") / 16
+"""
 
 
 @pytest.fixture
@@ -70,6 +78,34 @@ def test_a_run_on_ray_grows_with_its_nodes_and_outlives_one(cluster: Any, termin
     headway.succeeds()
     check_trained(run, steps=STEPS, trajectories_per_step=16, max_lag=2)
     assert summary(run)["worker_restarts"] == 2
+
+
+@needs_ray
+def test_the_autoscaler_grows_a_pool_on_the_nodes_of_its_resource(cluster: Any, terminals: Terminals) -> None:
+    home = terminals.directory("run")
+    (home / "slow.py").write_text(SLOW)
+    recipe = write_recipe(
+        home,
+        learner={"steps": 10_000},
+        workers={"count": 1, "heartbeat_s": 0.2},
+        rewards=[{"kind": "slow:compute_score"}],
+        launcher={"kind": "ray", "options": {"roles": {"workers": {"resources": {"rollout": 1}, "placement": "pack"}}}},
+    )
+    headway = terminals.open("run", "ray", "up", recipe, "--address", cluster.address)
+    with attached(terminals, headway, home / "runs" / "tiny") as watch:
+        for _ in range(2):
+            cluster.add_node(num_cpus=1, resources={"rollout": 1})
+        watch.until_step(1)
+        told = ("--most", "2", "--steps", "4", "--cooldown-s", "1", "--json")
+        scaler = terminals.open("run", "autoscale", *told)
+        two = watch.until("it has grown", lambda status: len(pids(status)) == 2)
+        assert len({raylet_of(pid) for pid in pids(two)}) == 2
+        terminals.expect_failure(headway)  # its code says that it was stopped
+        headway.send(signal.SIGTERM)
+    headway.wait()
+    scaler.succeeds()
+    steps = summary(home / "runs" / "tiny")["steps"]
+    check_trained(home / "runs" / "tiny", steps=steps, trajectories_per_step=16, max_lag=2)
 
 
 @needs_ray

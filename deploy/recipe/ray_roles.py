@@ -1,0 +1,76 @@
+"""What a recipe's launcher.options.roles ask of Ray for each role and pool: GPUs, nodes, environment and placement."""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from broker.errors import ConfigError
+from broker.user_code.options import unknown_option
+
+from .pools import MAIN
+from .recipe import Recipe
+from .scorers import POOL, scorers_of
+from .words import check_shape, explain
+
+WHERE = "launcher.options.roles"
+LEARNER, WORKER, SCORER = ROLES = ("learner", "worker", "scorer")
+
+
+class RayRole(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one process of a role or of a pool asks of Ray."""
+
+    gpus: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        Meta(description="GPUs of one process; below 1: it shares its GPU; null: as many as the recipe says"),
+    ] = None
+    resources: Annotated[
+        dict[str, Annotated[float, Meta(gt=0)]],
+        Meta(description="amounts of your own resources of nodes that one process takes, each above 0"),
+    ] = {}
+    runtime_env: Annotated[dict[str, Any], Meta(description="Ray's environment, over that of all processes")] = {}
+    placement: Annotated[
+        Literal["pack", "spread", "strict_pack"] | None,
+        Meta(description="how a placement group lays the pool's processes over nodes; null: there is no group"),
+    ] = None
+
+
+def ray_role(roles: Mapping[str, Any], role: str, pool: str) -> RayRole:
+    """Return what a process asks for: the keys of its pool, and of its role where the pool does not set them.
+
+    Raises ConfigError for a key or a value that cannot be.
+    """
+    asked: dict[str, Any] = {}
+    for name in (role, pool):
+        own = roles.get(name, {})
+        _convert(own, f"{WHERE}.{name}")
+        asked |= own
+    return _convert(asked, f"{WHERE}.{pool or role}")
+
+
+def impossible_ray_roles(recipe: Recipe) -> Iterator[str]:
+    """Yield what cannot be in the roles of a recipe whose launcher is Ray. Raises ConfigError for a misspelt key."""
+    roles = recipe.launcher.options.get("roles", {})
+    if not isinstance(roles, dict):
+        yield f"{WHERE} is {roles!r}; expected a section with the names of roles and pools."
+        return
+    pools = (MAIN, *(pool.name for pool in recipe.workers.pools), *(POOL + one.name for one in scorers_of(recipe)))
+    for name in roles:
+        if name not in (*ROLES, *pools):
+            raise unknown_option(name, (*ROLES, *pools), WHERE)
+        gpus = ray_role(roles, name, "").gpus or 0
+        if gpus > 1 and gpus != int(gpus):
+            yield f"{WHERE}.{name}.gpus is {gpus:g}. Give a fraction of one GPU, or whole GPUs."
+    if ray_role(roles, LEARNER, "").placement:
+        yield f"{WHERE}.learner.placement has nothing to place: all ranks of the learner lie on one node. Leave it out."
+
+
+def _convert(asked: Any, where: str) -> RayRole:
+    if not isinstance(asked, dict):
+        raise ConfigError(f"{where} is {asked!r}; expected a section with {', '.join(RayRole.__struct_fields__)}.")
+    check_shape(asked, RayRole, where)
+    try:
+        return msgspec.convert(asked, RayRole)
+    except msgspec.ValidationError as error:
+        raise ConfigError(explain(error, asked, RayRole, where)) from error
