@@ -2,24 +2,20 @@
 
 import json
 import os
-import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.broker.topologies import wait_until
+from tests.chromium import NEEDS_CHROMIUM, chromium
 
 from .recipes import write_recipe
 from .terminals import Terminals
 from .watching import attached
 
-playwright = pytest.importorskip("playwright.sync_api", reason="asks for it: make test-browser")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")]
+pytestmark = NEEDS_CHROMIUM
 
 PATIENCE_MS = 60_000
 DRAWN = ".grid.live table"
@@ -133,7 +129,5 @@ class Browser:
 
 @contextmanager
 def browsing(root: Path) -> Iterator[Browser]:
-    with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield Browser(chromium, root)
-        chromium.close()
+    with chromium() as opened:
+        yield Browser(opened, root)
