@@ -15,8 +15,14 @@ PYTEST_OPTIONS ?= -n 2 --dist loadfile
 SEED ?= 0
 MINUTES ?= 3
 
+# Debian has all of these but kubectl: packages prometheus, shellcheck, munge, slurm-wlm, redis-tools and chromium.
+EXTERN_TOOLS := promtool prometheus shellcheck munged slurmctld slurmd sbatch srun scontrol redis-cli chromium kubectl
+EXTERN_TESTS := tests/deploy/test_dashboards.py tests/deploy/test_slurm.py tests/deploy/test_kubernetes.py \
+	tests/deploy/test_kubernetes_containers.py tests/end_to_end/test_same_figures.py \
+	tests/end_to_end/test_browser.py tests/docs/test_site_in_browser.py
+
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev install-megatron demo demo-vllm demo-megatron chaos parity peer-losses bench-broker study-staleness docs test test-quick test-ray test-trackers test-browser check shape format clean
+.PHONY: help install install-dev install-megatron demo demo-vllm demo-megatron chaos parity peer-losses bench-broker study-staleness docs test test-quick test-ray test-trackers test-browser test-extern extern-tools check shape format clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -111,7 +117,7 @@ $(TRACKERS)/.installed: $(VENV)/.installed-tools tests/deploy/sinks/requirements
 	@touch $@
 
 $(VENV)/.installed-browser: $(VENV)/.installed-tools
-	@$(PIP) install -q -c constraints.txt -e '.[browser]'
+	@$(PIP) install -q -c constraints.txt -e '.[browser,docs]'
 	@touch $@
 
 docs: install-dev  ## the documentation as a site, in build/site
@@ -130,8 +136,18 @@ test-ray: $(RAY)/.installed  ## the tests that need Ray, in an environment of th
 test-trackers: $(TRACKERS)/.installed  ## the tests that need wandb, MLflow and trackio, in an environment of their own (a minute)
 	@$(TRACKERS)/bin/python -m pytest tests/deploy/sinks/test_trackers.py
 
-test-browser: $(VENV)/.installed-browser  ## the dashboard of a real run in headless Chromium, which you install (a minute)
-	@$(BIN)/python -m pytest tests/end_to_end/test_browser.py
+test-browser: $(VENV)/.installed-browser  ## the dashboard of a real run, and these pages, in headless Chromium, which you install
+	@$(BIN)/python -m pytest tests/end_to_end/test_browser.py tests/docs/test_site_in_browser.py
+
+test-extern: extern-tools $(VENV)/.installed-browser $(RAY)/.installed $(TRACKERS)/.installed  ## all that CI skips for want of a tool; fails where one is missing
+	@PATH="$$PATH:/usr/sbin" HEADWAY_TEST_SLURM=1 $(BIN)/python -m pytest --no-skips $(EXTERN_TESTS)
+	@$(TRACKERS)/bin/python -m pytest --no-skips tests/deploy/sinks/test_trackers.py
+	@$(RAY)/bin/python -m pytest --no-skips -m ray tests/deploy tests/end_to_end/test_ray.py
+
+extern-tools:
+	@missing=; for tool in $(EXTERN_TOOLS); do \
+		PATH="$$PATH:/usr/sbin" command -v $$tool > /dev/null || missing="$$missing $$tool"; done; \
+	test -z "$$missing" || { echo "make test-extern needs programs that are not installed:$$missing"; exit 1; }
 
 check: install-dev  ## what CI runs: format, lint, types, import contracts, tests
 	@$(BIN)/ruff format --check .

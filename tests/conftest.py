@@ -3,7 +3,7 @@
 import logging
 import signal
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,20 @@ settings.register_profile("no-deadline", deadline=None)  # a busy machine is no 
 settings.load_profile("no-deadline")
 # Ctrl-C is ignored where the tests run in the background, and so would it be by all processes that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option for tests whose tools have to be there: one that would be skipped fails with the reason."""
+    parser.addoption("--no-skips", action="store_true", help="a test that would be skipped fails")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Turn a skip into a failure, where `--no-skips` is given."""
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail") and item.config.getoption("--no-skips"):
+        report.outcome, report.longrepr = "failed", f"skipped: {report.longrepr}"
+    return report
 
 
 @pytest.fixture(autouse=True)
