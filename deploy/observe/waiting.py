@@ -323,24 +323,28 @@ def _store(progress: StepProgress) -> str:
 def _chain(group: UnfinishedGroup, status: RunStatus) -> str:
     """Returns which samples the group lacks, and who has them."""
     lacks = f"Group {group.group} lacks {group.size - group.done} of {_many(group.size, 'sample')}"
-    parts = list(_holdings(group.missing, {worker.worker: worker for worker in status.workers}))
+    parts = list(_holdings(group.missing, status))
     return (
         f"{lacks}, {parts[0][1]}" if len(parts) == 1 else f"{lacks}: " + "; ".join(f"{n} {text}" for n, text in parts)
     )
 
 
-def _holdings(missing: Sequence[MissingSample], alive: dict[str, WorkerInfo]) -> Iterator[tuple[int, str]]:
+def _holdings(missing: Sequence[MissingSample], status: RunStatus) -> Iterator[tuple[int, str]]:
     """Yield how many samples each worker has, with what is known of it; the workers with the most samples first."""
+    alive = {worker.worker: worker for worker in status.workers}
+    ended = {name for name, silence in status.silences.items() if silence.has_ended}
     held = Counter(sample.holder if sample.is_leased else "" for sample in missing)
     for holder, count in held.most_common(MOST_HOLDERS):
         if not holder:
             yield count, "not leased by any worker now"
             continue
         quiet_s = min(sample.held_s for sample in missing if sample.holder == holder)
-        yield count, f"leased by worker {holder}{_doing(alive.get(holder), quiet_s)}"
+        worker = None if holder in ended else alive.get(holder)
+        yield count, f"leased by worker {holder}{_doing(worker, quiet_s)}"
 
 
 def _doing(worker: WorkerInfo | None, quiet_s: float) -> str:
+    """Returns what a worker does; None: it is dead."""
     if worker is None:
         return (
             f", which is not alive and sent nothing for {_seconds(quiet_s)}: another worker gets them once the lease"

@@ -89,6 +89,9 @@ async def test_a_group_lies_with_several_workers_and_with_none(broker: Broker) -
     assert re.search(r"1 leased by worker gone, which is not alive and sent nothing for \d+ s: another", waiting.text)
     assert "1 not leased by any worker now" in waiting.text
     assert waiting.workers == ("busy", "gone", "here")
+    ended = PoolInfo(pool="p", host="h", pid=1, running=1, ended_s={"here": 0.0})
+    await broker.pools.report(ended, 1, ALIVE_S)  # its supervisor saw it end, and its heartbeats count still
+    assert "1 leased by worker here, which is not alive and sent nothing for" in (await waits(broker)).text
 
 
 async def test_no_worker_is_alive(broker: Broker) -> None:
