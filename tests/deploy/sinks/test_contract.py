@@ -1,42 +1,61 @@
-"""What every sink that comes with Headway keeps: events that were written are read back, after a resume as well."""
+"""What every sink keeps: events that were written are read back, after a resume as well. test_trackers.py says it of
+wandb, MLflow and trackio, whose packages need an environment of their own."""
 
 import json
 from dataclasses import replace as replace_run
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 from msgspec.structs import replace
 
 from broker.schema import StepMetrics
-from deploy.observe.sinks.base import MetricSink
+from deploy.observe.sinks import make_sink
+from deploy.observe.sinks.base import MetricSink, SinkRun
 from deploy.observe.sinks.jsonl import JsonlSink
+from deploy.observe.sinks.points import points, step_of
+from deploy.observe.sinks.prometheus import PrometheusSink
 from deploy.observe.sinks.tensorboard import TensorBoardSink
-from deploy.recipe.sinks import TensorBoardOptions
+from deploy.recipe.sinks import PrometheusOptions, SinkConfig, TensorBoardOptions
 from deploy.run.events import EvaluationEvent, Event, HeartbeatEvent
 from deploy.run.report import EVALUATIONS, METRICS, lineage, read_lines
 from deploy.run.stage_record import record_of
 from tests.deploy.runs import evaluation, run_status, sink_run, stage_event, step_event, step_metrics
 
 from .curves import Figures, curve, curves
+from .scrapes import figure, scrape
 
 
 class Case(Protocol):
     """A sink, and a reader of what it wrote that shares no code with it."""
 
+    shows_history: bool
+    """False: it shows the last step alone."""
+
     def sink(self) -> MetricSink: ...
+    def look(self, sink: Any) -> None:
+        """Read what is gone once the sink is closed."""
+        ...
+
     def rewards(self, directory: Path) -> Figures: ...
     def pass_rates(self, directory: Path) -> Figures: ...
     def workers(self, directory: Path) -> Figures | None:
         """None: it keeps no heartbeats."""
         ...
 
-    def of_stage(self, directory: Path, figure: str) -> Figures:
+    def of_stage(self, directory: Path, name: str) -> Figures:
         """Of the stage `2-dpo`."""
         ...
 
 
-class Jsonl:
+class Files:
+    shows_history = True
+
+    def look(self, sink: Any) -> None:
+        """There is nothing to read: the files stay."""
+
+
+class Jsonl(Files):
     def sink(self) -> MetricSink:
         return JsonlSink()
 
@@ -50,12 +69,12 @@ class Jsonl:
     def workers(self, directory: Path) -> Figures | None:
         return None
 
-    def of_stage(self, directory: Path, figure: str) -> Figures:
+    def of_stage(self, directory: Path, name: str) -> Figures:
         lines = map(json.loads, (directory / "stages" / "2-dpo.metrics.jsonl").read_text().splitlines())
-        return {line["steps"]: {**line, **line.get("metrics", {})}[figure] for line in lines}
+        return {line["steps"]: {**line, **line.get("metrics", {})}[name] for line in lines}
 
 
-class TensorBoard:
+class TensorBoard(Files):
     def sink(self) -> MetricSink:
         return TensorBoardSink(TensorBoardOptions())
 
@@ -68,11 +87,84 @@ class TensorBoard:
     def workers(self, directory: Path) -> Figures | None:
         return curve(directory / "tensorboard", "workers/living")
 
-    def of_stage(self, directory: Path, figure: str) -> Figures:
-        return curve(directory / "tensorboard" / "2-dpo", f"stage/{figure}")
+    def of_stage(self, directory: Path, name: str) -> Figures:
+        return curve(directory / "tensorboard" / "2-dpo", f"stage/{name}")
 
 
-@pytest.fixture(params=[Jsonl, TensorBoard])
+class Prometheus:
+    shows_history = False
+
+    def sink(self) -> MetricSink:
+        return PrometheusSink(PrometheusOptions(port=0))
+
+    def look(self, sink: Any) -> None:
+        self._found = scrape(sink.url)
+
+    def rewards(self, directory: Path) -> Figures:
+        return self._last("headway_learner_step", "headway_learner_reward_mean")
+
+    def pass_rates(self, directory: Path) -> Figures:
+        return self._last("headway_learner_pass_rate_step", "headway_learner_pass_rate")
+
+    def workers(self, directory: Path) -> Figures | None:
+        living = sum(value for (name, _), value in self._found.items() if name == "headway_pool_workers")
+        return dict.fromkeys(self.rewards(directory), living)
+
+    def of_stage(self, directory: Path, name: str) -> Figures:
+        return self._last("headway_stage_steps", "headway_stage_figure", figure=name)
+
+    def _last(self, steps: str, name: str, **labels: str) -> Figures:
+        at, value = figure(self._found, steps), figure(self._found, name, **labels)
+        return {} if at is None or value is None else {int(at): value}
+
+
+class Own(Files):
+    """A class of the user's own by an import path."""
+
+    def sink(self) -> MetricSink:
+        return make_sink(SinkConfig(kind=f"{__name__}:Notes"), "metrics[1]")
+
+    def rewards(self, directory: Path) -> Figures:
+        return self._curve(directory, "step/reward_mean")
+
+    def pass_rates(self, directory: Path) -> Figures:
+        return self._curve(directory, "evaluation/pass_rate")
+
+    def workers(self, directory: Path) -> Figures | None:
+        return self._curve(directory, "workers/living")
+
+    def of_stage(self, directory: Path, name: str) -> Figures:
+        return self._curve(directory, f"2-dpo-stage/{name}")
+
+    def _curve(self, directory: Path, tag: str) -> Figures:
+        points: list[tuple[int, str, float]] = []
+        for step, name, value in map(json.loads, (directory / "notes.jsonl").read_text().splitlines()):
+            if points and step < points[-1][0]:  # the run went back, and trains these steps anew
+                points = [point for point in points if point[0] < step]
+            points.append((step, name, value))
+        return {step: value for step, name, value in points if name == tag}
+
+
+class Notes:
+    """What `Own` loads: it appends every point of an event to one file."""
+
+    is_record = False
+    wants_heartbeats = True
+
+    def open(self, run: SinkRun) -> None:
+        self._path, self._prefix = run.directory / "notes.jsonl", f"{run.stage}-" if run.stage else ""
+
+    def write(self, event: Event) -> None:
+        with self._path.open("a") as file:
+            file.writelines(
+                f"{json.dumps([step_of(event), self._prefix + tag, value])}\n" for tag, value in points(event)
+            )
+
+    def close(self) -> None:
+        """There is nothing to free."""
+
+
+@pytest.fixture(params=[Jsonl, TensorBoard, Prometheus, Own])
 def case(request: pytest.FixtureRequest) -> Case:
     made: Case = request.param()
     return made
@@ -84,7 +176,13 @@ def write(case: Case, directory: Path, *events: Event, stage: str = "") -> None:
     sink.open(replace_run(sink_run(directory), stage=stage, record=record))
     for event in events:
         sink.write(event)
+    case.look(sink)
     sink.close()
+
+
+def shown(case: Case, curve: Figures) -> Figures:
+    """The part of a curve that the sink shows."""
+    return curve if case.shows_history else dict(list(curve.items())[-1:])
 
 
 def heartbeat(step: int) -> HeartbeatEvent:
@@ -94,23 +192,24 @@ def heartbeat(step: int) -> HeartbeatEvent:
 def test_what_was_written_is_read_back(case: Case, tmp_path: Path) -> None:
     events = [step_event(step, ["a:0:0"], reward=step / 4) for step in range(3)]
     write(case, tmp_path, evaluation(1, 0, 0.25), *events, heartbeat(2), evaluation(1, 3, 0.5))
-    assert case.rewards(tmp_path) == {0: 0.0, 1: 0.25, 2: 0.5}
-    assert case.pass_rates(tmp_path) == {0: 0.25, 3: 0.5}
+    assert case.rewards(tmp_path) == shown(case, {0: 0.0, 1: 0.25, 2: 0.5})
+    assert case.pass_rates(tmp_path) == shown(case, {0: 0.25, 3: 0.5})
     assert case.workers(tmp_path) in (None, {2: 2.0})
 
 
 def test_a_resumed_run_shows_the_steps_of_its_lineage(case: Case, tmp_path: Path) -> None:
     write(case, tmp_path, *(step_event(step, reward=0.25) for step in range(4)))
     write(case, tmp_path, *(step_event(step, incarnation=2, reward=0.75) for step in range(2, 3)))
-    assert case.rewards(tmp_path) == {0: 0.25, 1: 0.25, 2: 0.75}
+    assert case.rewards(tmp_path) == shown(case, {0: 0.25, 1: 0.25, 2: 0.75})
 
 
 def test_a_stage_has_curves_of_its_own_also_where_it_goes_on(case: Case, tmp_path: Path) -> None:
     steps = [stage_event(step, metrics={"held_out/loss": step / 8, "norm": None}) for step in range(1, 5)]
     write(case, tmp_path, *steps, stage="2-dpo")
     write(case, tmp_path, stage_event(3, loss=None, metrics={"held_out/loss": 0.25}), stage="2-dpo")
-    assert {step: loss for step, loss in case.of_stage(tmp_path, "loss").items() if loss} == {1: 1, 2: 0.5}
-    assert case.of_stage(tmp_path, "held_out/loss") == {1: 0.125, 2: 0.25, 3: 0.25}
+    losses = {step: loss for step, loss in case.of_stage(tmp_path, "loss").items() if loss}
+    assert losses == ({1: 1, 2: 0.5} if case.shows_history else {})
+    assert case.of_stage(tmp_path, "held_out/loss") == shown(case, {1: 0.125, 2: 0.25, 3: 0.25})
 
 
 def test_a_step_whose_update_was_skipped_is_written(case: Case, tmp_path: Path) -> None:
