@@ -3,7 +3,7 @@
     base.py    what a stage is: open, run, save, and what the next one starts from
     rl.py      the learner's loop (`loop.py`) as a stage: take -> pack -> step -> publish -> commit
     sft.py     packed cross-entropy on generated examples, phase by phase
-    supervised/            training on records of files: conversations (`sft`), preferences (`dpo`)
+    supervised/            training on records of files: `sft`, `dpo`, `kto`, `reward_model`, `distill`
     kinds.py               the stages of `supervised/`, by the name that a recipe gives
     resuming.py            where a learner begins: checkpoint, identity, log, claim
     checkpoint_writer.py   one checkpoint at a time, written while training goes on
