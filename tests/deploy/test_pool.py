@@ -102,10 +102,9 @@ def test_a_worker_that_left_by_itself_is_replaced_only_when_the_pool_is_scaled(t
     until(lambda: not pool.slots[0].is_running)
 
 
-def test_a_worker_that_does_not_leave_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploy.launch.pool.DRAIN_WORKER_S", 0.1)
+def test_a_worker_that_does_not_leave_is_killed(tmp_path: Path) -> None:
     deaf = "import pathlib, signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\npathlib.Path('up').touch()\n"
-    pool, launcher, said = Pool("big", 1, workers(tmp_path, deaf + FOREVER)), LocalLauncher(), list[str]()
+    pool, launcher, said = Pool("big", 1, workers(tmp_path, deaf + FOREVER), 0.1), LocalLauncher(), list[str]()
     pool.resize(launcher, said.append)
     until((tmp_path / "up").exists)
     pool.wanted = 0
