@@ -15,6 +15,7 @@ from .scorers import POOL, scorers_of
 from .words import check_shape, explain
 
 WHERE = "launcher.options.roles"
+RAYS_OWN = {"CPU", "GPU", "memory", "object_store_memory"}
 LEARNER, WORKER, SCORER = ROLES = ("learner", "worker", "scorer")
 
 
@@ -59,7 +60,10 @@ def impossible_ray_roles(recipe: Recipe) -> Iterator[str]:
     for name in roles:
         if name not in (*ROLES, *pools):
             raise unknown_option(name, (*ROLES, *pools), WHERE)
-        gpus = ray_role(roles, name, "").gpus or 0
+        asked = ray_role(roles, name, "")
+        for ours in sorted(RAYS_OWN & asked.resources.keys()):
+            yield f"{WHERE}.{name}.resources.{ours} is no resource of your own: the recipe says what a process takes."
+        gpus = asked.gpus or 0
         if gpus > 1 and gpus != int(gpus):
             yield f"{WHERE}.{name}.gpus is {gpus:g}. Give a fraction of one GPU, or whole GPUs."
     if ray_role(roles, LEARNER, "").placement:

@@ -38,6 +38,7 @@ VALUES = [
             ("{workers: {placement: packed}}", ".workers: placement is 'packed'; expected one of pack, spread"),
             ("{worker: {resources: {large: -1}}}", ".worker: resources[...] is {'large': -1}; expected a mapping"),
             ("{worker: {gpus: 1.5}}", ".worker.gpus is 1.5. Give a fraction of one GPU, or whole GPUs."),
+            ("{worker: {resources: {GPU: 1}}}", ".worker.resources.GPU is no resource of your own"),
             ("{worker: 1}", ".worker is 1; expected a section with gpus, resources, runtime_env, placement."),
             ("{learner: {placement: pack}}", ".learner.placement has nothing to place"),
             ("[learner]", " is ['learner']; expected a section"),
