@@ -154,7 +154,7 @@ class Strays:
 
     def _tell(self, swept: Swept) -> None:
         if swept.keys:
-            log.info("%d keys of %d bytes that nobody needs were freed on the server.", swept.keys, swept.bytes)
+            log.info("%d keys of %d bytes that no process needs were freed on the server.", swept.keys, swept.bytes)
         if swept.foreign:
             log.warning(
                 "%d of %d keys (%d bytes) that were freed on the server at %s are none that workers of ours leave (nor"

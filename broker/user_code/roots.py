@@ -40,8 +40,8 @@ class ImportRoots:
         if path not in self.named and not self._is_allowed(module):
             raise ConfigError(
                 f"{where}: {path!r} is not imported: {module!r} belongs neither to Headway nor to the files in"
-                f" {self.directory}, and nobody has allowed it here. If you trust whoever wrote this configuration,"
-                f" start the workers with --allow-import {module.partition('.')[0]}."
+                f" {self.directory}, and no option of this command allows it. If you trust the author of this"
+                f" configuration, start the workers with --allow-import {module.partition('.')[0]}."
             )
 
     def load(self, path: str, where: str) -> Any:

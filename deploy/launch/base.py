@@ -74,13 +74,13 @@ class Command:
     farewell: Path | None = None
     """The file that exists once the command has done its work, see `farewell.py`; None: its exit code decides."""
     role: str = ""
-    """What it does: learner (also in the stages before), worker or scorer; empty for other commands."""
+    """The process's role: learner (also in the stages before), worker or scorer; empty for other commands."""
     pool: str = ""
     """The pool that it belongs to; empty: none."""
     number: int = 0
     """Its number in its pool, from 0."""
     tag: str = ""
-    """A worker's tag, new with every start: nobody else can know it before the worker reports."""
+    """A worker's tag, new with every start: no other process can know it before the worker reports."""
 
     def variables(self) -> dict[str, str]:
         """Return what its process has in its environment on top of the launcher's own."""

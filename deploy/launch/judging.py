@@ -103,7 +103,7 @@ class Judge:
 
 
 class _Paces:
-    """What one worker has reported within the window."""
+    """Counts one worker's reports within the window."""
 
     def __init__(self) -> None:
         self._looks = deque[tuple[float, WorkerInfo]]()

@@ -60,7 +60,7 @@ _HEADER = "# Written by `headway launch kubernetes`, which writes it anew at eac
 
 @dataclass(frozen=True, kw_only=True)
 class KubernetesOptions:
-    """What the user asks of the cluster."""
+    """The user's wishes for the cluster."""
 
     image: str
     """Headway's image, as REPOSITORY[:TAG] or REPOSITORY@DIGEST."""

@@ -41,7 +41,7 @@ SERVER = "server"
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmOptions:
-    """What the user asks of the cluster."""
+    """The user's wishes for the cluster."""
 
     nodes: int = 1
     """Nodes of the learner."""

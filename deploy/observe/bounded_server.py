@@ -1,7 +1,7 @@
 """The HTTP server of what people and Prometheus may look at, which holds whatever its clients do.
 
 It has no more connections, and so threads and descriptors, than MOST. The connection that came first makes room for the
-newest, so idle clients keep nobody out.
+newest, so idle clients keep no other client out.
 """
 
 import threading

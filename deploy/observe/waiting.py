@@ -1,4 +1,5 @@
-"""Who waits for whom, in one paragraph: the next step, the group that it lacks, the worker that holds its samples.
+"""Names in one paragraph the process that a run waits for: the next step, the group that it lacks, the worker that
+holds its samples.
 
 The rules are asked in order, and the first that knows an answer gives it: an earlier one names the cause of what a
 later one would name.
@@ -48,7 +49,7 @@ Why = Literal[
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True):
-    """Who waits, and for what."""
+    """One answer: the process that waits, and its reason."""
 
     who: Who
     why: Why

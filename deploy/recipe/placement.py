@@ -28,7 +28,7 @@ LEARNER, WORKERS, SCORERS = "learner", "workers", "scorers"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placed:
+class PlacedProcess:
     """A process on one GPU."""
 
     gpu: str
@@ -44,7 +44,7 @@ def check_placement(recipe: Recipe, visible: str) -> None:
     CUDA_VISIBLE_DEVICES of `headway run`."""
     if recipe.run.is_colocated:
         return
-    by_gpu = defaultdict[str, list[Placed]](list)
+    by_gpu = defaultdict[str, list[PlacedProcess]](list)
     for one in placed(recipe, visible):
         by_gpu[one.gpu].append(one)
     crowded = {gpu: here for gpu, here in by_gpu.items() if _is_crowded(here, recipe)}
@@ -52,7 +52,7 @@ def check_placement(recipe: Recipe, visible: str) -> None:
         raise ConfigError(_complaint(crowded))
 
 
-def placed(recipe: Recipe, visible: str) -> Iterator[Placed]:
+def placed(recipe: Recipe, visible: str) -> Iterator[PlacedProcess]:
     """Yield each process of the learner, the workers and the scorers on each of its GPUs."""
     seen = visible.split(",") if visible else []
     yield from _learner(recipe, seen)
@@ -64,17 +64,17 @@ def placed(recipe: Recipe, visible: str) -> Iterator[Placed]:
         devices = [str(device) for device in scorers.devices] or _first(1, seen)
         for number in range(scorers.count):
             for gpu in devices[number % len(devices)].split(","):
-                yield Placed(gpu=gpu, role=SCORERS, key=_told("scorers.devices", scorers.devices))
+                yield PlacedProcess(gpu=gpu, role=SCORERS, key=_told("scorers.devices", scorers.devices))
 
 
-def _learner(recipe: Recipe, seen: Sequence[str]) -> Iterator[Placed]:
+def _learner(recipe: Recipe, seen: Sequence[str]) -> Iterator[PlacedProcess]:
     learner = recipe.learner
     if learner.device != "cpu":
         for gpu in _first(learner.processes, seen):
-            yield Placed(gpu=gpu, role=LEARNER, key=f"learner.processes={learner.processes}")
+            yield PlacedProcess(gpu=gpu, role=LEARNER, key=f"learner.processes={learner.processes}")
 
 
-def _workers(recipe: Recipe, seen: Sequence[str], section: str) -> Iterator[Placed]:
+def _workers(recipe: Recipe, seen: Sequence[str], section: str) -> Iterator[PlacedProcess]:
     engine, workers = recipe.engine, recipe.workers
     abilities = abilities_of(engine, roots_of(recipe))
     if abilities.follows_device and engine.device == "cpu":
@@ -84,7 +84,7 @@ def _workers(recipe: Recipe, seen: Sequence[str], section: str) -> Iterator[Plac
     for number in range(workers.count):
         for gpu in own[number % len(own)].split(","):
             key = _told(f"{section}.devices", workers.devices)
-            yield Placed(gpu=gpu, role=WORKERS, key=key, memory=share if isinstance(share, float | int) else 0.0)
+            yield PlacedProcess(gpu=gpu, role=WORKERS, key=key, memory=share if isinstance(share, float | int) else 0.0)
 
 
 def _first(count: int, seen: Sequence[str]) -> list[str]:
@@ -96,7 +96,7 @@ def _told(key: str, devices: Sequence[int | str]) -> str:
     return f"{key}=[{', '.join(map(str, devices))}]" if devices else f"no {key}"
 
 
-def _is_crowded(here: Sequence[Placed], recipe: Recipe) -> bool:
+def _is_crowded(here: Sequence[PlacedProcess], recipe: Recipe) -> bool:
     """Whether roles share a GPU and nothing leaves room for it: engines say how much of its memory they take."""
     roles = {one.role for one in here}
     if len(roles) == 1:
@@ -107,7 +107,7 @@ def _is_crowded(here: Sequence[Placed], recipe: Recipe) -> bool:
     return LEARNER in roles and not shares_gpu
 
 
-def _complaint(crowded: Mapping[str, Sequence[Placed]]) -> str:
+def _complaint(crowded: Mapping[str, Sequence[PlacedProcess]]) -> str:
     together = defaultdict[str, list[str]](list)
     for gpu, here in crowded.items():
         names = list(dict.fromkeys(one.role for one in here))

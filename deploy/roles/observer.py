@@ -53,7 +53,7 @@ class RunObserver:
         on_evaluated: Callable[[EvaluationEvent], None] | None = None,
         traces: "TracedSteps | None" = None,
     ) -> None:
-        """`evaluator` measures in this process, `by_workers` beside training; both None: other ranks do, or nobody."""
+        """`evaluator` measures in this process, `by_workers` beside training; both None: other ranks do, or none."""
         self._recipe = recipe
         self._first_step = first_step
         self._sinks = sinks

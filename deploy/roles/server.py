@@ -48,7 +48,10 @@ def run_server(directory: Path, port: int | None, host: str = LOOPBACK) -> int:
         for role, command in COMMANDS.items():
             say(f"  export HEADWAY_RUN=NAME HEADWAY_BROKER={shlex.quote(server.url_of(role))}")
             say(f"  {command}")
-        say("Passwords are in the files that these URLs name; whoever reads the learner's may do all that it does.")
+        say(
+            "Passwords are in the files that these URLs name; a reader of the learner's may do"
+            " all that the learner does."
+        )
         while not stops:
             if not server.is_alive():
                 raise HeadwayError(

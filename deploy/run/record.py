@@ -28,7 +28,7 @@ from .stage_record import records_in
 
 Line = TypeVar("Line", StepMetrics, EvaluationEvent, StageEvent)
 OF_THE_SERVER = {"dropped_stale", "max_lag_allowed", "generated_tokens", "generation_tokens_per_s", "worker_restarts"}
-"""Summary figures that nobody knows before the run's end: a zero would be taken for a count."""
+"""Summary figures that are unknown before the run's end: a zero would be taken for a count."""
 FILES = (CONFIG, METRICS, EVALUATIONS, LAST_LOOK, SUMMARY)
 MISSING = {
     METRICS: "No step has been trained in this directory yet, or the file was moved away.",

@@ -1,4 +1,4 @@
-"""What a data file looks like to each stage that could train on it, and how a model sees some of its records."""
+"""Reads a data file as each stage would, and renders some of its records as a model sees them."""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -33,7 +33,7 @@ class Broken(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FoundUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What the file is to one use."""
+    """The file as one use of it reads it."""
 
     use: str
     layout: str = ""

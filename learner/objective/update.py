@@ -44,7 +44,7 @@ class JudgedBatch:
     trajectories: tuple[Trajectory, ...]
     """The trajectory of each sequence. A loss of pairs leaves out all others of the step's groups."""
     rewards: RewardStats
-    """Of all trajectories of the step's groups."""
+    """The rewards of all trajectories of the step's groups."""
     figures: Mapping[str, float] = field(default_factory=dict)
     """How many pairs the step trains, and how many groups gave none; empty for other losses."""
 

@@ -27,7 +27,7 @@ class EngineAbilities:
     """The name in `engine.options` of the part of a GPU's memory that one engine takes; empty if it takes only what its
     model needs."""
     memory_share: float = 0.0
-    """That part where the option is not given."""
+    """The same part where the option is not given."""
     tells_experts: bool = True
     """Whether it can report which experts it chose, as `algorithm.router_replay` needs."""
     takes_stored: Callable[[str, object], bool] = _always

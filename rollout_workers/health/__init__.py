@@ -6,5 +6,5 @@
 Its supervisor collects the figures of `slow` and `silent` (`deploy/launch/judging.py`).
 
 The invariant: a worker is judged by itself or by its own supervisor, never by another worker. So a process with a
-worker's password can have nobody set aside but itself.
+worker's password can have no process set aside but itself.
 """

@@ -22,7 +22,7 @@ Rule = Literal["stalled", "failing", "weights", "silent", "slow"]
 ERRORS_WITHIN_S = 600.0
 """Errors of an engine count for so long. A sample that an engine cannot generate comes again within this time."""
 LEAST_COMPARED = 3
-"""Workers without which there is no comparison: of two, nobody can say which one is slow."""
+"""Workers without which there is no comparison: of two, the rule cannot say which one is slow."""
 LEAST_BUSY = 0.5
 """The share of the window in which a worker must have been busy to be judged."""
 LEAST_BUSY_OTHERS = 0.05

@@ -1,4 +1,4 @@
-"""The seam for whoever traces samples: a worker says when each phase of a sample begins and ends, and how it ended."""
+"""The seam for a tracer of samples: a worker tells it when each phase of a sample begins, and how it ended."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -35,7 +35,7 @@ class SampleTracer(Protocol):
 
 
 class Untraced:
-    """Nobody follows the samples."""
+    """A tracer that records nothing."""
 
     def sample(self, lease: Lease, recorder: Recorder) -> AbstractContextManager[SampleTrace]:
         """Returns itself: it remembers nothing of a sample."""
@@ -50,7 +50,7 @@ class Untraced:
         return nullcontext()
 
     def submitted(self, trajectory: Trajectory, outcome: SubmitOutcome) -> None:
-        """Nobody is told."""
+        """Does nothing."""
 
 
 UNTRACED = Untraced()

@@ -35,7 +35,7 @@ SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.01, 0.2
 MISSED_HEARTBEATS = 5
 FAREWELL_S = 5.0
 _BYTES_PER_TOKEN = 3
-"""Of a request's frame, at most."""
+"""The largest size of a request's frame."""
 
 log = logging.getLogger(__name__)
 

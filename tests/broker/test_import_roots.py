@@ -86,7 +86,7 @@ def test_what_is_named_is_imported(directory: Path, named: str) -> None:
 
 
 def test_a_name_is_no_prefix_of_another_one(directory: Path) -> None:
-    with pytest.raises(ConfigError, match="nobody has allowed it"):
+    with pytest.raises(ConfigError, match="no option of this command allows it"):
         ImportRoots(("else", "elsewhere.scor"), directory).load("elsewhere.scores:score", "rewards.kind")
 
 

@@ -15,7 +15,7 @@ _MARKUP = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", 
 
 
 def document(content: Any, title: str, *, is_live: bool = False) -> bytes:
-    """Return the whole file. A live page may ask the server that it came from; any other asks nobody."""
+    """Return the whole file. A live page may ask the server that it came from; any other asks no server."""
     style, script = _read("page.css"), "\n".join(_read(name) for name in SCRIPTS)
     connect = " connect-src 'self';" if is_live else ""
     policy = f"default-src 'none';{connect} style-src '{_digest(style)}'; script-src '{_digest(script)}'; img-src data:"

@@ -110,7 +110,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Page(msgspec.Struct, frozen=True, kw_only=True):
-    """What a page shows."""
+    """The content of a page."""
 
     title: str
     made_at: str

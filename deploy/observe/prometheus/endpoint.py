@@ -12,7 +12,7 @@ from deploy.observe.bounded_server import TIMEOUT_S, BoundedServer
 class MetricsEndpoint:
     """Serves a collector's metrics, and the process's own memory and CPU time, until it is closed.
 
-    Every scrape has a thread of its own, so that a slow client holds nobody up.
+    Every scrape has a thread of its own, so that a slow client holds no other up.
     """
 
     def __init__(self, collector: Collector, *, host: str, port: int, tries: int = 1, remedy: str = "") -> None:

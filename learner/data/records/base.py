@@ -22,8 +22,9 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     prompt: Content
     completion: Content
     trained: Trained = "completion"
-    """Of messages: the assistant turns of the completion, those of prompt and completion, or all tokens. Of text: the
-    completion, or with `all` the prompt, too. An assistant turn with `"trained": False` is context."""
+    """The trained part. In messages it is the assistant turns of the completion, those of prompt and completion, or all
+    tokens. In a text it is the completion, or with `all` the prompt, too. An assistant turn with `"trained": False` is
+    context."""
     tools: list[dict[str, Any]] = []
     """Descriptions of functions, as chat templates take them."""
     place: str = ""

@@ -121,7 +121,7 @@ class DistillationOptions(TrainingOptions, frozen=True, kw_only=True):
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
     """What the loss measures between teacher and student."""
     beta: Annotated[float, Meta(gt=0, lt=1)] = 0.5
-    """Of jsd: near 0 it is like forward_kl, near 1 like reverse_kl."""
+    """The weight in jsd, which is like forward_kl near 0, and like reverse_kl near 1."""
     cross_entropy_weight: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """The share of the loss that is cross-entropy with the given tokens; the rest is the divergence."""
     learning_rate: Annotated[float, Meta(gt=0)] = 1e-5
