@@ -1,0 +1,35 @@
+"""One rank that runs every stage to its end, undisturbed, killed and stopped: what each run leaves, into a file.
+
+python -m torch.distributed.run --nproc-per-node 1 -m tests.learner.stage_rank DIRECTORY BACKEND
+"""
+
+import sys
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from learner.backends import open_backend
+from tests.learner.stage_cases import MODEL, OPEN, Left, left
+from tests.learner.tiny import OPTIMIZER
+
+
+def main(directory: Path, backend_kind: str) -> None:
+    torch.set_num_threads(1)
+    open_backend(backend_kind, MODEL, OPTIMIZER)  # the first one sets the process's generators
+    found = {name: runs(name, directory / name, backend_kind) for name in OPEN}
+    (directory / "left.json").write_bytes(msgspec.json.encode(found))
+    dist.destroy_process_group()
+
+
+def runs(name: str, directory: Path, backend_kind: str) -> dict[str, Left]:
+    """What the stage leaves, by how it was disturbed."""
+    return {
+        disturbance: left(OPEN[name], directory / disturbance, backend_kind, disturbance)
+        for disturbance in ("undisturbed", "killed", "stopped")
+    }
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
