@@ -26,6 +26,8 @@ from .staleness import lag_of, oldest_step
 
 LOGPROB_ROUNDING = 1e-3
 """In low precision the logprob of a token of probability 1 may be slightly above 0."""
+PROBABILITY_ROUNDING = 1e-2
+"""By so much the probabilities of a teacher's candidates in one place may be above 1 together."""
 
 
 def check_possible(
@@ -100,6 +102,29 @@ def _check_teacher(tid: TrajectoryId, trajectory: Trajectory, limits: SampleLimi
         _check_logprobs(tid, trajectory.teacher_logprobs, trajectory.loss_mask, "teacher's")
     elif limits.has_teacher:
         raise FrameError(f"{tid}: it has no logprobs of the teacher from which the run learns")
+    tokens, logprobs = trajectory.candidate_tokens, trajectory.candidate_logprobs
+    count = 0 if tokens is None else tokens.shape[1]
+    if limits.candidates is not None and count != limits.candidates:
+        raise FrameError(f"{tid}: {count} candidates of the teacher in each place, the run has {limits.candidates}")
+    if tokens is not None and logprobs is not None:
+        _check_candidates(tid, tokens, logprobs, trajectory.loss_mask)
+        _check_tokens(tid, tokens.reshape(-1), limits)
+
+
+def _check_candidates(
+    tid: TrajectoryId, tokens: NDArray[np.int32], logprobs: NDArray[np.float32], loss_mask: NDArray[np.uint8]
+) -> None:
+    """Raises FrameError unless the candidates of each sampled token can be part of one distribution."""
+    is_sampled = loss_mask != 0
+    if tokens[~is_sampled].any() or logprobs[~is_sampled].any():
+        raise FrameError(f"{tid}: a teacher's candidates for a token that was not sampled; it has none, told as 0")
+    sampled = np.sort(tokens[is_sampled], axis=1)
+    if (sampled[:, 1:] == sampled[:, :-1]).any():
+        raise FrameError(f"{tid}: a teacher that names one candidate twice in a place")
+    with np.errstate(over="ignore"):
+        sums = np.exp(logprobs[is_sampled]).sum(axis=1)
+    if len(sums) and sums.max() > 1 + PROBABILITY_ROUNDING:
+        raise FrameError(f"{tid}: a teacher's candidates with a probability of {sums.max():g} together")
 
 
 def _check_versions(tid: TrajectoryId, spans: Sequence[VersionSpan], newest: WeightVersion) -> None:

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 
 # Every struct that is part of one run carries its `identity`: 16 random hexadecimal digits, made when the run begins.
 # Names, incarnations and steps of two runs may be equal; their identities never are. The broker's client writes it.
@@ -158,13 +158,20 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     teacher_logprobs: NDArray[np.float32] | None = None
     """[R] natural logarithms, at the sampling temperature, of the probability that a teacher gives each sampled token;
     0 for an environment's tokens. None: no teacher was asked."""
+    candidate_tokens: NDArray[np.int32] | None = None
+    """[R, K] the K tokens of the policy's vocabulary that the teacher finds likeliest in the place of each sampled
+    token, the likeliest first; 0 in the place of an environment's tokens. None: the teacher was asked for none."""
+    candidate_logprobs: NDArray[np.float32] | None = None
+    """[R, K] the teacher's logprobs of these, as `teacher_logprobs`."""
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Tokens that a scorer is to score. P prompt tokens, R response tokens.
 
     A reward model answers with one float32, a teacher with [R] float32: the natural logarithm of each response token's
-    probability at `temperature`.
+    probability at `temperature`. Where a teacher is asked for K = `top_k` candidates, it answers with [R, 1 + 2K]
+    float32: that logarithm, the K likeliest tokens in this place, the likeliest first, and their logarithms. Token ids
+    are below 2^24, which float32 holds exactly.
     """
 
     identity: str = ""
@@ -175,6 +182,8 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """[R] every token after the prompt, as the policy sampled or read it."""
     temperature: float = 1.0
     """The divisor of the logits at which the response was sampled."""
+    top_k: int = 0
+    """K, the candidates that a teacher is to name in each place."""
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -289,6 +298,8 @@ class SampleLimits(msgspec.Struct, frozen=True, kw_only=True):
     """(layers with experts, experts per token, experts of a layer) where the run replays routers' choices."""
     has_teacher: bool = False
     """Whether the run learns from a teacher, whose logprobs every sample then has."""
+    candidates: int | None = None
+    """How many candidates of the teacher every sample has in each place; 0: none."""
 
 
 class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):

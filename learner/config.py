@@ -171,6 +171,27 @@ class DistillationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             "or the reverse KL is added to the loss, where nothing clips it"
         ),
     ] = "advantage"
+    top_k: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1024,
+            description="the teacher's likeliest tokens in each place, over which place=loss takes the divergence, "
+            "eight bytes each in every sample; 0: only the sampled token counts",
+        ),
+    ] = 0
+    divergence: Annotated[
+        Literal["forward_kl", "reverse_kl", "jsd"],
+        Meta(description="what the loss measures over the top_k tokens and the rest of the vocabulary"),
+    ] = "reverse_kl"
+    beta: Annotated[
+        float, Meta(gt=0, lt=1, description="of divergence=jsd: near 0 it is like forward_kl, near 1 like reverse_kl")
+    ] = 0.5
+
+    @property
+    def candidates(self) -> int:
+        """How many of its likeliest tokens the teacher names in each place."""
+        return self.top_k if self.coefficient > 0 else 0
 
 
 class CriticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -49,9 +49,9 @@ SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.02, 0.2
 """Seconds between two requests for leases: the shortest after a success, up to the longest after refusals."""
 CONFIRM_S = 1.0
 """Seconds between two questions for which submissions are durable."""
-FAREWELL_S = 4.0
-"""Seconds that a leaving worker spends at most on each of four steps: handing back samples that it generates,
-submitting finished ones, handing back those that are not scored by then, and saying goodbye."""
+FAREWELL_S = 5.0
+"""Seconds that a leaving worker spends at most on each step: handing back leases, submitting finished samples, and
+saying goodbye."""
 MISSED_HEARTBEATS = 5
 """Heartbeats that a worker may miss before it counts as dead and its turn to swap goes to another worker."""
 MOST_UNSUBMITTED = 2
@@ -85,14 +85,12 @@ class Worker:
         evaluation: EvalConfig | None = None,
         tracer: SampleTracer = UNTRACED,
         on_sick: Callable[[], object] = lambda: None,
-        farewell_s: float = FAREWELL_S,
     ) -> None:
         """`environment` answers turns; without one an episode has one turn. `teacher` gives trajectories its logprobs
         of their tokens. With `records_experts` trajectories carry the experts that their tokens were given. With
         `is_colocated` the engine shares its device with the learner, in turns. `evaluation` says how held-out prompts
         are sampled; by default this worker samples none. `tracer` follows every sample that may be trained. `on_sick`
-        is called once, when the worker finds itself unfit and begins to hand its work back. `farewell_s` limits each
-        step of leaving (see FAREWELL_S)."""
+        is called once, when the worker finds itself unfit and begins to hand its work back."""
         self._broker = broker
         self._engine = engine
         self._subscriber = subscriber
@@ -143,7 +141,6 @@ class Worker:
         self._health = EngineHealth(look_s=config.heartbeat_s, stall_s=config.stall_s, errors=config.engine_errors)
         self._verdict: Verdict | None = None
         self._on_sick = on_sick
-        self._farewell_s = farewell_s
         self._run_end = RunEnd(config.patience_s)
         self._end = ""
         self.outcomes = dict.fromkeys(SubmitOutcome, 0)
@@ -207,7 +204,7 @@ class Worker:
         with self._tracer.sample(lease, recorder) as trace:
             try:
                 judged = await self._judged(lease, recorder, segments, trace)
-                taught = None if self._teacher is None else await self._teacher.logprobs(lease.prompt, recorder)
+                taught = None if self._teacher is None else await self._teacher.teach(lease.prompt, recorder)
             except EngineFailedError:
                 await self._outages.ride_out(lambda: self._held.hand_back(lease))
             except UnscoredError as error:
@@ -215,7 +212,8 @@ class Worker:
                 await self._give_up(lease, str(error))
             else:
                 trajectory = recorder.to_trajectory(lease, judged.components, judged.reward, self._worker)
-                trajectory = msgspec.structs.replace(trajectory, teacher_logprobs=taught)
+                if taught is not None:
+                    trajectory = msgspec.structs.replace(trajectory, **taught._asdict())
                 trace.submitted(trajectory, await self._submit(lease, trajectory))
         self._held.forget(lease)
         self._wake.set()
@@ -452,13 +450,10 @@ class Worker:
                 worker=self._worker, host=socket.gethostname(), rule=self._verdict.rule, reason=self._verdict.reason
             )
         with suppress(TimeoutError), self._outages:
-            async with asyncio.timeout(self._farewell_s):
+            async with asyncio.timeout(FAREWELL_S):
                 await self._evaluating.end()
                 await self._held.hand_back_unfinished()
-        await self._held.wait_submitted(self._farewell_s)
-        with suppress(TimeoutError), self._outages:
-            async with asyncio.timeout(self._farewell_s):
-                await self._held.hand_back_unsubmitted()
+        await self._held.wait_submitted(FAREWELL_S)
 
     async def _leave(self) -> None:
         async with AsyncExitStack() as closing:
@@ -469,7 +464,7 @@ class Worker:
                 closing.push_async_callback(self._device.leave)
             closing.push_async_callback(self._engine.close)  # closed first: a colocated learner waits for its memory
             with suppress(TimeoutError), self._outages:
-                async with asyncio.timeout(self._farewell_s):
+                async with asyncio.timeout(FAREWELL_S):
                     await self._held.hand_back_all()
                     await self._broker.status.leave(self._worker)
                     await self._broker.leases.confirm()

@@ -4,8 +4,8 @@ A frame is: magic, schema number, kind, crc32 of these two and the body, length,
 trajectories, segments and requests for scores are a msgpack envelope around raw little-endian buffers, because lists of
 numbers in msgpack are a hundred times slower: tokens (prompt, then response) as a plane of low 16 bits and a plane of
 high bytes under zstd level 1, fp32 logprobs as they are (they do not compress), the loss mask as bits, a teacher's
-logprobs if there is one, and where routers are replayed the chosen experts, under zstd too. Decoding any bytes ends in
-a value or a FrameError.
+logprobs if there is one, its candidates in each place and their logprobs if it was asked for some, and where routers
+are replayed the chosen experts, under zstd too. Decoding any bytes ends in a value or a FrameError.
 """
 
 import math
@@ -54,6 +54,8 @@ MAX_FRAME_BYTES = 256 << 20
 MAX_TOKENS = 1 << 21
 """The most tokens of prompt and response together."""
 MAX_TOKEN_ID = (1 << 24) - 1
+MAX_CANDIDATES = 1024
+"""The most candidates of a teacher in one place."""
 
 _HEADER = struct.Struct("<4sHHII")
 _ENVELOPE_LENGTH = struct.Struct("<I")
@@ -107,6 +109,8 @@ class _Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     finish_reason: Literal["stop", "length"]
     worker: str
     has_teacher: bool
+    candidates: int
+    """The teacher's candidates in each place."""
     experts: ExpertsHead | None
     token_bytes: int
     """The bytes of the compressed planes."""
@@ -117,6 +121,7 @@ class _ScoreEnvelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     prompt_length: int
     response_length: int
     temperature: float
+    top_k: int
     token_bytes: int
     """The bytes of the compressed planes."""
 
@@ -149,11 +154,17 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
             trajectory.finish_reason,
             trajectory.worker,
             trajectory.teacher_logprobs is not None,
+            0 if trajectory.candidate_tokens is None else trajectory.candidate_tokens.shape[1],
             experts_head,
             len(tokens),
         )
     )
-    return _enveloped(_TRAJECTORY, envelope, tokens, trajectory, _logprob_bytes(trajectory.teacher_logprobs), experts)
+    taught = (
+        _bytes_of(trajectory.teacher_logprobs, "<f4"),
+        _bytes_of(trajectory.candidate_tokens, "<i4"),
+        _bytes_of(trajectory.candidate_logprobs, "<f4"),
+    )
+    return _enveloped(_TRAJECTORY, envelope, tokens, trajectory, *taught, experts)
 
 
 def decode_trajectory(frame: bytes) -> Trajectory:
@@ -163,6 +174,7 @@ def decode_trajectory(frame: bytes) -> Trajectory:
     if min(envelope.prompt_length, length) < 0:
         raise FrameError(f"{envelope.tid}: a negative length")
     rest, experts = _cut_experts(rest, envelope.tid, envelope.experts)
+    rest, candidate_tokens, candidate_logprobs = _cut_candidates(rest, envelope.tid, length, envelope.candidates)
     rest, teacher_logprobs = _cut_teacher(rest, envelope.tid, length if envelope.has_teacher else None)
     tokens, logprobs, mask = _cut(rest, envelope.tid, total, length, envelope.token_bytes)
     trajectory = Trajectory(
@@ -180,6 +192,8 @@ def decode_trajectory(frame: bytes) -> Trajectory:
         worker=envelope.worker,
         experts=unpack_experts(envelope.experts, experts),
         teacher_logprobs=teacher_logprobs,
+        candidate_tokens=candidate_tokens,
+        candidate_logprobs=candidate_logprobs,
     )
     check_trajectory(trajectory)
     return trajectory
@@ -237,7 +251,9 @@ def encode_score_request(request: ScoreRequest) -> bytes:
     _check_score_request(request)
     lengths = len(request.prompt_tokens), len(request.response_tokens)
     tokens = pack_tokens(request.prompt_tokens, request.response_tokens)
-    envelope = msgspec.msgpack.encode(_ScoreEnvelope(request.identity, *lengths, request.temperature, len(tokens)))
+    envelope = msgspec.msgpack.encode(
+        _ScoreEnvelope(request.identity, *lengths, request.temperature, request.top_k, len(tokens))
+    )
     return _frame(_SCORE_REQUEST, _ENVELOPE_LENGTH.pack(len(envelope)), envelope, tokens)
 
 
@@ -253,6 +269,7 @@ def decode_score_request(frame: bytes) -> ScoreRequest:
         prompt_tokens=tokens[:start],
         response_tokens=tokens[start:],
         temperature=envelope.temperature,
+        top_k=envelope.top_k,
     )
     _check_score_request(request)
     return request
@@ -264,6 +281,8 @@ def _check_score_request(request: ScoreRequest) -> None:
         raise FrameError(f"a request for scores of {total} tokens, {len(request.response_tokens)} in the response")
     if not (math.isfinite(request.temperature) and request.temperature > 0):
         raise FrameError(f"a request for scores at temperature {request.temperature}")
+    if not 0 <= request.top_k <= MAX_CANDIDATES:
+        raise FrameError(f"a request for {request.top_k} candidates; at most {MAX_CANDIDATES} are allowed")
     for tokens in (request.prompt_tokens, request.response_tokens):
         _check_tokens("a request for scores", tokens)
 
@@ -309,6 +328,7 @@ def check_trajectory(trajectory: Trajectory) -> None:
     _check_tokens(trajectory.tid, trajectory.response_tokens)
     _check_logprobs(trajectory.tid, trajectory.behavior_logprobs)
     _check_teacher(trajectory.tid, trajectory.teacher_logprobs, length)
+    _check_candidates(trajectory, length)
     if trajectory.experts is not None:
         check_experts(str(trajectory.tid), trajectory.experts)
         fed = len(trajectory.prompt_tokens) + length - 1
@@ -380,15 +400,33 @@ def _check_teacher(tid: TrajectoryId, logprobs: NDArray[np.float32] | None, leng
         raise FrameError(f"{tid}: a teacher's logprob that is not finite")
 
 
+def _check_candidates(trajectory: Trajectory, length: int) -> None:
+    tid, tokens, logprobs = trajectory.tid, trajectory.candidate_tokens, trajectory.candidate_logprobs
+    if tokens is None and logprobs is None:
+        return
+    if tokens is None or logprobs is None or trajectory.teacher_logprobs is None:
+        raise FrameError(f"{tid}: candidates of a teacher without all of their tokens and logprobs, and its own")
+    if tokens.shape != logprobs.shape or len(tokens) != length or not 1 <= tokens.shape[1] <= MAX_CANDIDATES:
+        raise FrameError(
+            f"{tid}: {length} response tokens, but a teacher's candidates of shape {tokens.shape}, and {logprobs.shape}"
+            f" logprobs of them; at most {MAX_CANDIDATES} are allowed in each place"
+        )
+    _check_tokens(tid, tokens.reshape(-1))
+    if not np.isfinite(logprobs).all():
+        raise FrameError(f"{tid}: a candidate's logprob that is not finite")
+    if (logprobs[:, 1:] > logprobs[:, :-1]).any():
+        raise FrameError(f"{tid}: a teacher's candidates that do not begin with the likeliest")
+
+
 def _enveloped(kind: int, envelope: bytes, tokens: bytes, sampled: Trajectory | Segment, *others: bytes) -> bytes:
     """Return the frame; the inverse of `_open_enveloped` and `_cut`. `others` are the buffers after the loss mask."""
     mask = np.packbits(sampled.loss_mask).tobytes()
     size = _ENVELOPE_LENGTH.pack(len(envelope))
-    return _frame(kind, size, envelope, tokens, _logprob_bytes(sampled.behavior_logprobs), mask, *others)
+    return _frame(kind, size, envelope, tokens, _bytes_of(sampled.behavior_logprobs, "<f4"), mask, *others)
 
 
-def _logprob_bytes(logprobs: NDArray[np.float32] | None) -> bytes:
-    return b"" if logprobs is None else logprobs.astype("<f4", copy=False).tobytes()
+def _bytes_of(values: NDArray[np.float32] | NDArray[np.int32] | None, dtype: Literal["<f4", "<i4"]) -> bytes:
+    return b"" if values is None else values.astype(dtype, copy=False).tobytes()
 
 
 def _frame(kind: int, *parts: bytes) -> bytes:
@@ -462,6 +500,21 @@ def _cut_teacher(
     if at < 0:
         raise FrameError(f"{tid}: {len(rest)} bytes of buffers do not fit {length} logprobs of a teacher")
     return rest[:at], np.frombuffer(rest[at:], "<f4").astype(np.float32)
+
+
+def _cut_candidates(
+    rest: memoryview, tid: TrajectoryId, length: int, count: int
+) -> tuple[memoryview, NDArray[np.int32] | None, NDArray[np.float32] | None]:
+    """Return the buffers before the candidates of a teacher, and the `count` of each place with their logprobs."""
+    if not count:
+        return rest, None, None
+    size = 4 * length * count
+    if not 0 < count <= MAX_CANDIDATES or 2 * size > len(rest):
+        raise FrameError(f"{tid}: {len(rest)} bytes of buffers do not fit {count} candidates of {length} tokens")
+    at = len(rest) - 2 * size
+    tokens, logprobs = np.frombuffer(rest[at : at + size], "<i4"), np.frombuffer(rest[at + size :], "<f4")
+    shape = length, count
+    return rest[:at], tokens.astype(np.int32).reshape(shape), logprobs.astype(np.float32).reshape(shape)
 
 
 def _cut(

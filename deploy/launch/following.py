@@ -25,8 +25,7 @@ log = logging.getLogger(__name__)
 def following(url: str, run: str, pools: Sequence[Pool]) -> Iterator[None]:
     """Set `wanted` of the pools to what `headway scale` asks for, in a thread, until the end of the block.
 
-    During an outage of the server the pools keep their sizes. So does a pool whose report is refused, as another
-    supervisor has its name, until it is taken.
+    During an outage of the server the pools keep their sizes. So does a pool whose name another supervisor has.
     """
     over = threading.Event()
     thread = threading.Thread(target=_follow, args=(url, run, list(pools), over), name="pools", daemon=True)
@@ -40,14 +39,14 @@ def following(url: str, run: str, pools: Sequence[Pool]) -> Iterator[None]:
 
 def _follow(url: str, run: str, pools: list[Pool], over: threading.Event) -> None:
     client: BlockingBroker | None = None
-    end, judge, refused = RunEnd(PATIENCE_S), Judge(), dict[str, str]()
+    end, judge = RunEnd(PATIENCE_S), Judge()
     try:
         while not over.wait(REPORT_S):
             try:
                 if client is None:
                     client = BlockingBroker(url, run)
-                for pool in pools:
-                    _report(client, pool, refused)
+                for pool in list(pools):
+                    _report(client, pool, pools)
                 is_over = end.is_over(client.call(client.broker.status.state()))
                 for pool in pools:
                     pool.is_run_over = is_over
@@ -65,18 +64,15 @@ def _follow(url: str, run: str, pools: list[Pool], over: threading.Event) -> Non
         _close(client)
 
 
-def _report(client: BlockingBroker, pool: Pool, refused: dict[str, str]) -> None:
-    """Report a pool. `refused`: why the last report of each pool was not taken, which is said once."""
+def _report(client: BlockingBroker, pool: Pool, pools: list[Pool]) -> None:
     try:
         wanted = client.call(client.broker.pools.report(pool.info(), pool.count, TTL_S))
     except (ForeignRunError, BrokerUnavailableError):
         raise
     except BrokerError as error:
-        if refused.get(pool.name) != str(error):
-            log.warning("%s Until then `headway scale` does not reach it.", error)
-        refused[pool.name] = str(error)
+        log.warning("%s Until then `headway scale` does not reach it.", error)
+        pools.remove(pool)
         return
-    refused.pop(pool.name, None)
     if wanted is not None:
         pool.wanted = wanted
 

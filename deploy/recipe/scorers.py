@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from broker.client.scoring import MAX_ANSWER_BYTES
 from broker.errors import ConfigError
 from rollout_workers.rewards import reward_names
 
@@ -70,6 +71,14 @@ def impossible_scorers(recipe: Recipe) -> Iterator[str]:
         yield (
             "algorithm.distillation.coefficient above 0 needs a teacher: set teacher.path to the directory of a model"
             " with the policy's vocabulary, a hub id, or stage:NAME."
+        )
+    top_k, length = recipe.algorithm.distillation.candidates, recipe.sampling.max_new_tokens
+    if 4 * length * (1 + 2 * top_k) > MAX_ANSWER_BYTES:
+        most = (MAX_ANSWER_BYTES // (4 * length) - 1) // 2
+        yield (
+            f"algorithm.distillation.top_k={top_k} with sampling.max_new_tokens={length}: a teacher's answer could take"
+            f" {4 * length * (1 + 2 * top_k):,} bytes, and the server holds {MAX_ANSWER_BYTES:,} of one; set top_k to"
+            f" at most {max(0, most)}, or sample shorter responses."
         )
     names = [scorer.name for scorer in scorers_of(recipe)]
     if len(set(names)) < len(names):

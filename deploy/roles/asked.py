@@ -42,7 +42,12 @@ def open_teacher(broker: Broker, recipe: Recipe, worker: str) -> "AskedTeacher |
     if not recipe.teacher.path:
         return None
     scorer = _asked(broker, worker, TEACHER, recipe.teacher.deadline_s)
-    return AskedTeacher(scorer, temperature=recipe.sampling.temperature, deadline_s=recipe.teacher.deadline_s)
+    return AskedTeacher(
+        scorer,
+        temperature=recipe.sampling.temperature,
+        deadline_s=recipe.teacher.deadline_s,
+        top_k=recipe.algorithm.distillation.candidates,
+    )
 
 
 def _asked(broker: Broker, worker: str, name: str, hold_s: float) -> "TokenScorer":

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from broker import BlockingBroker
 from broker.client.holding import Holder
+from broker.errors import ConfigError
 from broker.schema import ModelFiles, Prompt, RunRules, RunStatus, SampleLimits, WeightVersion
 from deploy.observe.sinks import open_sinks
 from deploy.observe.sinks.base import SinkRun
@@ -58,6 +59,7 @@ from learner.stages.loop import Learner, LoopConfig
 from learner.stages.probe import TOLERANCE
 from learner.stages.resuming import Claimed, Origin, Start, choose_origin, claim_run, identify, open_log
 from learner.stages.rl import RlStage
+from learner.stages.supervised.distillation import as_teacher
 from weightsync.publish.publisher import Publisher
 from weightsync.transports.listening import allow_many_files
 
@@ -168,11 +170,19 @@ def _best(recipe: Recipe) -> Best | None:
 def _limits(recipe: Recipe) -> SampleLimits:
     """Return the limits of a sample of this run."""
     routing = recipe_routing(recipe)
+    vocabulary = getattr(load_config(recipe.model).get_text_config(), "vocab_size", None)
+    candidates = recipe.algorithm.distillation.candidates
+    if vocabulary is not None and candidates > vocabulary:
+        raise ConfigError(
+            f"algorithm.distillation.top_k is {candidates}, and the model has {vocabulary} tokens; set it to at most"
+            " that, where the divergence is exact."
+        )
     return SampleLimits(
-        vocabulary=getattr(load_config(recipe.model).get_text_config(), "vocab_size", None),
+        vocabulary=vocabulary,
         max_new_tokens=recipe.sampling.max_new_tokens,
         experts=(routing.layers, routing.per_token, routing.experts) if routing else None,
         has_teacher=needs_teacher(recipe.algorithm),
+        candidates=candidates,
     )
 
 
@@ -328,6 +338,8 @@ def recipe_updater(recipe: Recipe, backend: Backend, ranks: Ranks) -> Updater:
         is_one_update=recipe.learner.updates_per_step == 1,
         max_new_tokens=recipe.sampling.max_new_tokens,
     )
+    if recipe.algorithm.distillation.candidates:
+        as_teacher(backend)
     return Updater(
         backend,
         ranks,

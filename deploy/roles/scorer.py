@@ -46,8 +46,7 @@ async def _run(url: str, run: str, process: str, name: str, overrides: Sequence[
 
         def part(config: bytes) -> object:
             now = recipe_from_bytes(config)
-            limits = now.sampling.max_new_tokens, now.engine.max_model_len
-            return scorer_named(now, scorer.name), now.scorers, now.model, limits
+            return scorer_named(now, scorer.name), now.scorers, now.model, _limits(now, scorer)
 
         async with drained_when_changed(broker, stored, drain, part):
             await _serve(broker, recipe, scorer, process, drain)
@@ -83,7 +82,7 @@ async def _serve(broker: Broker, recipe: Recipe, scorer: Scorer, process: str, d
         kind=scorer.kind,
         process=process,
         device=recipe.scorers.device,
-        limits=RequestLimits(recipe.sampling.max_new_tokens, recipe.engine.max_model_len),
+        limits=RequestLimits(*_limits(recipe, scorer)),
         batch_tokens=recipe.scorers.batch_tokens,
         hold_s=scorer.deadline_s,
         lease_ttl_s=recipe.broker.lease_ttl_s,
@@ -95,6 +94,12 @@ async def _serve(broker: Broker, recipe: Recipe, scorer: Scorer, process: str, d
         log.info("scorer %s: %s", process, await serving.run())
     finally:
         watch.cancel()
+
+
+def _limits(recipe: Recipe, scorer: Scorer) -> tuple[int, int, int]:
+    """Return the fields of the scorer's RequestLimits."""
+    candidates = recipe.algorithm.distillation.candidates if scorer.kind == "teacher" else 0
+    return recipe.sampling.max_new_tokens, recipe.engine.max_model_len, candidates
 
 
 def _located(path: str) -> str:

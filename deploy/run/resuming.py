@@ -48,6 +48,7 @@ ANEW = {
     "sampling.top_p": _SAMPLED,
     "sampling.top_k": _SAMPLED,
     "algorithm.distillation.coefficient": "samples that wait to be trained have a teacher's logprobs, or have none",
+    "algorithm.distillation.top_k": "samples that wait to be trained have so many candidates of a teacher",
     "algorithm.router_replay": "samples that wait to be trained do, or do not, say which experts they were given",
 }
 RAISED = {
@@ -77,7 +78,7 @@ FREE = frozenset(
         "algorithm.kl": "kind coefficient place ema_decay",
         "algorithm.reward": "overlong_buffer length_normalized",
         "algorithm.critic": "learning_rate clip",
-        "algorithm.distillation": "place",
+        "algorithm.distillation": "place divergence beta",
         "optimizer": "learning_rate beta1 beta2 epsilon weight_decay max_grad_norm warmup_steps",
         "learner": "device processes threads steps group_size micro_batch_tokens updates_per_step",
         "learner.layout": "tensor pipeline virtual_pipeline context expert expert_tensor",

@@ -165,6 +165,11 @@ def _check_distillation(config: AlgorithmConfig) -> None:
             f"algorithm.distillation.coefficient teaches by single tokens, at which {config.objective.kind}, a loss of"
             " pairs, does not look; set it to 0, or take algorithm.preset=distillation."
         )
+    if config.distillation.candidates and config.distillation.place == "advantage":
+        raise ConfigError(
+            f"algorithm.distillation.top_k={config.distillation.top_k} compares whole distributions, which is a loss"
+            " and no advantage of the sampled token; set algorithm.distillation.place=loss, or top_k=0."
+        )
     if needs_teacher(config) and config.dynamic_sampling:
         raise ConfigError(
             "algorithm.dynamic_sampling drops groups whose samples all got the same reward, but a teacher"

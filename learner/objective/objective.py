@@ -2,9 +2,10 @@
 
     share = sum_t shares_t * ((objective_t + distillation.coefficient * taught_t) * weights_t + kl.coefficient * kl_t)
 
-objective_t is the surrogate with its ratio against the anchor, taught_t a teacher's loss (distillation.place=loss)
-times that ratio without gradient, weights_t the product of the corrections for lag, shares_t the aggregation over the
-whole batch. The KL penalty is not weighted. A loss of pairs has one loss and one
+objective_t is the surrogate with its ratio against the anchor, taught_t a teacher's loss (distillation.place=loss),
+weights_t the product of the corrections for lag, shares_t the aggregation over the whole batch. A teacher's loss of the
+sampled token has the surrogate's ratio, too, without gradient. A divergence over the teacher's candidates does not
+depend on the token that was sampled, and has none. The KL penalty is not weighted. A loss of pairs has one loss and one
 weight for both responses of a pair:
 
     share = sum_p weights_p * loss_p / pairs
@@ -22,7 +23,7 @@ from algorithms import aggregation
 from algorithms.kl import ESTIMATORS
 from algorithms.metrics import Metrics, is_additive, masked_mean, merge, policy_gap, read, share, summarize, survival
 from algorithms.ratios import token_ratio
-from algorithms.supervised.distillation import reverse_kl_distillation, teacher_advantages
+from algorithms.supervised.distillation import reverse_kl_distillation, teacher_advantages, top_k_distillation
 from algorithms.supervised.imitation import sft
 from algorithms.tokens import Tokens
 from broker.errors import HeadwayError
@@ -53,6 +54,20 @@ class Denominators(NamedTuple):
     """The sequences with at least one such token."""
     pairs: float
     """Half of all sequences: for losses of pairs."""
+
+
+class Current(NamedTuple):
+    """What the policy that is trained says of a micro-batch, with gradient."""
+
+    logprobs_T: torch.Tensor
+    """[T] of the tokens."""
+    candidates_TC: torch.Tensor | None
+    """[T, C] of a teacher's candidates in their places; None: there are none."""
+
+    @classmethod
+    def of(cls, found_T: torch.Tensor) -> "Current":
+        """Splits what a backend gives for a batch (`PackedBatch.candidates_TC`)."""
+        return cls(found_T, None) if found_T.dim() == 1 else cls(found_T[:, 0], found_T[:, 2:])
 
 
 def local(values: Sequence[float]) -> Sequence[float]:
@@ -122,12 +137,11 @@ class Objective:
             for correction in self._corrections
         ]
 
-        def loss(index: int, current_logprobs_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-            proximal_T = self._proximal(batches[index], current_logprobs_T, proximal_logprobs, index)
+        def loss(index: int, found_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+            current = Current.of(found_T)
+            proximal_T = self._proximal(batches[index], current.logprobs_T, proximal_logprobs, index)
             reference_T = reference_logprobs[index] if reference_logprobs else None
-            share, metrics = self._share(
-                batches[index], whole, corrections, current_logprobs_T, proximal_T, reference_T
-            )
+            share, metrics = self._share(batches[index], whole, corrections, current, proximal_T, reference_T)
             return share, read(metrics)
 
         return loss
@@ -153,15 +167,30 @@ class Objective:
         return replace(batch, advantages_T=advantages_T), metrics
 
     def _with_distillation(
-        self, losses_T: torch.Tensor, batch: PackedBatch, current_T: torch.Tensor, anchor_T: torch.Tensor
+        self, losses_T: torch.Tensor, batch: PackedBatch, current: Current, anchor_T: torch.Tensor
     ) -> tuple[torch.Tensor, Metrics]:
         """[T] the losses with the teacher's, if it belongs there."""
         if not self._distillation.coefficient or self._distillation.place == "advantage":
             return losses_T, {}
+        current_T = current.logprobs_T
         taught_T, metrics = reverse_kl_distillation(current_T, _of_teacher(batch), batch.tokens)
-        if self._weighs_distillation:
+        if self._distillation.candidates:
+            taught_T, of_candidates = self._divergence(batch, current)
+            metrics |= {f"top_k_{name}": value for name, value in of_candidates.items()}
+        elif self._weighs_distillation:
             taught_T = taught_T * token_ratio(current_T.detach(), anchor_T, batch.loss_mask_T)
         return losses_T + self._distillation.coefficient * taught_T, metrics
+
+    def _divergence(self, batch: PackedBatch, current: Current) -> tuple[torch.Tensor, Metrics]:
+        """[T] the divergence over the teacher's candidates; an empty micro-batch may lack them."""
+        student_TC, teacher_TC = current.candidates_TC, batch.teacher_logprobs_TC
+        assert batch.num_tokens == 0 or (student_TC is not None and teacher_TC is not None)
+        if student_TC is None or teacher_TC is None:
+            student_TC = teacher_TC = current.logprobs_T.new_zeros(0, 1)
+        options = self._distillation
+        return top_k_distillation(
+            student_TC, teacher_TC, batch.loss_mask_T, divergence=options.divergence, beta=options.beta
+        )
 
     def _is_of_current(self, correction: BoundCorrection) -> bool:
         """True if the correction weighs the current policy: a trust region does, and without a proximal policy all
@@ -190,10 +219,11 @@ class Objective:
         batch: PackedBatch,
         whole: Denominators,
         corrections: Sequence[BoundCorrection],
-        current_T: torch.Tensor,
+        current: Current,
         proximal_T: torch.Tensor,
         reference_T: torch.Tensor | None,
     ) -> tuple[torch.Tensor, Metrics]:
+        current_T = current.logprobs_T
         anchor_T = batch.behavior_logprobs_T if self._anchor == "behavior" else proximal_T
         batch, of_teacher = self._taught(batch, anchor_T)
         weights_T, of_weights = self._weights(batch, corrections, current_T, proximal_T)
@@ -203,7 +233,7 @@ class Objective:
             weights_P = weights_T[batch.cu_seqlens[:-1:2].long()]  # all tokens of a pair have the same
             return self._aggregate(losses_P, weights_P, pairs=whole.pairs), {**metrics, **of_pairs}
         losses_T, of_tokens = self._surrogate(current_T, anchor_T, batch.tokens)
-        losses_T, of_loss = self._with_distillation(losses_T, batch, current_T, anchor_T)
+        losses_T, of_loss = self._with_distillation(losses_T, batch, current, anchor_T)
         losses_T, of_penalty = self._penalized(losses_T * weights_T, batch, current_T, reference_T)
         shares_T = self._aggregate(batch.loss_mask_T, batch.cu_seqlens, tokens=whole.tokens, sequences=whole.sequences)
         return (losses_T * shares_T).sum(), {**metrics, **of_tokens, **of_loss, **of_penalty}

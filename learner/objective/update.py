@@ -121,6 +121,7 @@ class Updater:
         self._max_lag = max_lag
         self._cost = cost
         self._routing = routing
+        self._has_candidates = algorithm.distillation.candidates > 0
 
     @property
     def models(self) -> list[Trained]:
@@ -218,7 +219,14 @@ class Updater:
         self, groups: Sequence[Group], advantages: Sequence[float], step: int
     ) -> tuple[PackableSequence, ...]:
         return tuple(
-            from_trajectory(trajectory, advantages=advantage, step=step, max_lag=self._max_lag, routing=self._routing)
+            from_trajectory(
+                trajectory,
+                advantages=advantage,
+                step=step,
+                max_lag=self._max_lag,
+                routing=self._routing,
+                has_candidates=self._has_candidates,
+            )
             for trajectory, advantage in zip(trajectories_of(groups), advantages, strict=True)
         )
 
@@ -298,13 +306,13 @@ class Updater:
 
     def _logprobs(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
         """Returns logprobs under the present weights."""
-        return self._backend.logprobs(batches, self._temperature)
+        return self._backend.logprobs([batch.without_candidates for batch in batches], self._temperature)
 
     def _reference_logprobs(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor] | None:
         """Returns the reference's logprobs under its own choice of experts, as no engine sampled from it."""
         if self._reference is None:
             return None
-        own = [dataclasses.replace(batch, experts_TLK=None) for batch in batches]
+        own = [dataclasses.replace(batch.without_candidates, experts_TLK=None) for batch in batches]
         return self._reference.logprobs(own, self._temperature)
 
 

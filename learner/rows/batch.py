@@ -5,7 +5,7 @@ speaks of the token at its own place: `behavior_logprobs_T[t]` is the logprob of
 The first token of a sequence has none and is never trained.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -45,6 +45,11 @@ class PackedBatch:
     teacher_logprobs_TC: torch.Tensor | None = None
     """[T, C] float32, the teacher's logprobs of these candidates, falling along a row; -inf fills a place without a
     token. No row of a trained token is without one."""
+
+    @property
+    def without_candidates(self) -> "PackedBatch":
+        """The same batch, whose logprobs a policy gives as [T]."""
+        return replace(self, candidates_TC=None, teacher_logprobs_TC=None)
 
     @property
     def tokens(self) -> Tokens:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from broker.errors import HeadwayError
 from broker.schema import Experts, Trajectory
 from broker.staleness import is_too_stale, lag_of
 
@@ -66,11 +67,12 @@ def from_trajectory(
     step: int,
     max_lag: int,
     routing: Routing | None = None,
+    has_candidates: bool = False,
 ) -> PackableSequence:
     """Returns the sequence that step `step` trains of a trajectory. `advantages` is one for all tokens, or [R].
 
     `routing` describes a model whose routers replay the engine's choices. Raises RoutingError if the trajectory lacks
-    them.
+    them. With `has_candidates` it has those of a teacher, too. Raises HeadwayError if the trajectory lacks those.
 
     Tokens over the staleness bound are context only. With `staleness.on_over_bound` requeue or drop the broker gives
     out no such tokens, unless the bound was lowered since.
@@ -90,7 +92,17 @@ def from_trajectory(
         advantages=np.broadcast_to(np.float32(advantages), lags.shape),
         experts=routing.experts_of(trajectory) if routing else None,
         teacher_logprobs=trajectory.teacher_logprobs,
+        candidates=_candidates(trajectory) if has_candidates else None,
     )
+
+
+def _candidates(trajectory: Trajectory) -> Candidates:
+    if trajectory.candidate_tokens is None or trajectory.candidate_logprobs is None:
+        raise HeadwayError(
+            f"{trajectory.tid} has no candidates of a teacher, as a run without them samples it; it cannot be trained"
+            " with algorithm.distillation.top_k above 0."
+        )
+    return Candidates(trajectory.candidate_tokens, trajectory.candidate_logprobs)
 
 
 def labelled(token_ids: NDArray[np.int32], loss_mask: NDArray[np.uint8]) -> PackableSequence:

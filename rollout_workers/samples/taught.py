@@ -1,4 +1,6 @@
-"""The logprobs that a teacher gives the tokens of a finished sample."""
+"""What a teacher says of the tokens of a finished sample."""
+
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,6 +9,7 @@ from broker.possible import LOGPROB_ROUNDING
 from broker.schema import Prompt
 from rollout_workers.rewards.failures import Failures
 from rollout_workers.scorers.base import ScoringError, TokenScorer
+from rollout_workers.scorers.candidates import parted
 
 from .recorder import Recorder
 
@@ -14,32 +17,57 @@ TEACHER = "teacher"
 """The name of the scorer that workers ask."""
 
 
+class Taught(NamedTuple):
+    """The fields of a trajectory that a teacher fills; 0 in the places of an environment's tokens."""
+
+    teacher_logprobs: NDArray[np.float32]
+    """[R]"""
+    candidate_tokens: NDArray[np.int32] | None
+    """[R, K]; None if the teacher is asked for no candidates."""
+    candidate_logprobs: NDArray[np.float32] | None
+    """[R, K]"""
+
+
 class AskedTeacher:
     """The teacher as a worker asks it."""
 
-    def __init__(self, scorer: TokenScorer, *, temperature: float, deadline_s: float) -> None:
-        """`temperature`: that at which the workers sample."""
+    def __init__(self, scorer: TokenScorer, *, temperature: float, deadline_s: float, top_k: int = 0) -> None:
+        """`temperature`: that at which the workers sample. `top_k`: the candidates that it names in each place."""
         self._scorer = scorer
         self._temperature = temperature
+        self._top_k = top_k
         self._failures = Failures(
             "the teacher", "Look into the logs of its scorers.", deadline_s, tried="was asked in vain"
         )
 
-    async def logprobs(self, prompt: Prompt, recorder: Recorder) -> NDArray[np.float32]:
-        """Return [R] float32: the natural logarithm of the probability that the teacher gives each sampled token of a
-        finished sample, at the sampling temperature; 0 for an environment's tokens.
+    async def teach(self, prompt: Prompt, recorder: Recorder) -> Taught:
+        """Return the natural logarithms of the probabilities that the teacher gives the sampled tokens of a finished
+        sample, and its candidates in their places, at the sampling temperature.
 
         Raises UnscoredError where no scorer could tell them, and RewardError if that happens again and again.
         """
         try:
-            found = await self._scorer.score(prompt.token_ids, recorder.tokens, self._temperature)
-            if len(found) != len(recorder.tokens) or found.max() > LOGPROB_ROUNDING:
-                raise ScoringError(f"it answers with {len(found)} logprobs of up to {found.max():g}")
+            found = await self._scorer.score(prompt.token_ids, recorder.tokens, self._temperature, self._top_k)
+            logprobs, tokens, candidates = parted(found, len(recorder.tokens), self._top_k)
+            highest = max(float(logprobs.max()), float(candidates.max(initial=-np.inf)))
+            if highest > LOGPROB_ROUNDING:
+                raise ScoringError(f"it answers with logprobs of up to {highest:g}")
         except ScoringError as error:
             raise self._failures.note(prompt, error) from error
         self._failures.note_success()
-        return np.where(np.asarray(recorder.loss_mask, bool), found, np.float32(0)).astype(np.float32)
+        mask = np.asarray(recorder.loss_mask, bool)
+        if not self._top_k:
+            return Taught(_where(mask, logprobs), None, None)
+        return Taught(
+            _where(mask, logprobs),
+            np.where(mask[:, None], tokens, 0).astype(np.int32),
+            _where(mask[:, None], candidates),
+        )
 
     async def close(self) -> None:
         """Forget what was asked."""
         await self._scorer.close()
+
+
+def _where(mask: NDArray[np.bool_], logprobs: NDArray[np.float32]) -> NDArray[np.float32]:
+    return np.where(mask, logprobs, np.float32(0)).astype(np.float32)

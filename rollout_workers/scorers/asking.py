@@ -49,13 +49,14 @@ class AskedScorer:
         self._exchanging: asyncio.Task[None] | None = None
 
     async def score(
-        self, prompt_tokens: Sequence[int], response_tokens: Sequence[int], temperature: float = 1.0
+        self, prompt_tokens: Sequence[int], response_tokens: Sequence[int], temperature: float = 1.0, top_k: int = 0
     ) -> Scores:
         """Ask, and wait for the scores. Raises ScoringError where several processes could not answer."""
         request = ScoreRequest(
             prompt_tokens=np.asarray(prompt_tokens, np.int32),
             response_tokens=np.asarray(response_tokens, np.int32),
             temperature=temperature,
+            top_k=top_k,
         )
         name = new_request_name()
         answer: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
@@ -134,7 +135,8 @@ class AskedScorer:
 
 def _settle(asked: _Asked, scores: Scores, scorer: str) -> None:
     """Hand the scores to the sample that waits. Scorers are other processes, so their answers are checked."""
-    if len(scores) in (1, len(asked.request.response_tokens)) and np.isfinite(scores).all():
+    length, top_k = len(asked.request.response_tokens), asked.request.top_k
+    if len(scores) in (1, length * (1 + 2 * top_k)) and np.isfinite(scores).all():
         asked.answer.set_result(scores)
     else:
         asked.answer.set_exception(ScoringError(f"scorer {scorer} answered with {scores[:5]}, which no score can be"))

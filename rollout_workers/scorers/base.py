@@ -22,9 +22,10 @@ class TokenScorer(Protocol):
     """A scorer as a worker sees it."""
 
     async def score(
-        self, prompt_tokens: Sequence[int], response_tokens: Sequence[int], temperature: float = 1.0
+        self, prompt_tokens: Sequence[int], response_tokens: Sequence[int], temperature: float = 1.0, top_k: int = 0
     ) -> Scores:
-        """Return the scores of a response of R tokens: [1] of a reward model, [R] of a teacher; finite.
+        """Return the scores of a response of R tokens: [1] of a reward model, [R] of a teacher, [R * (1 + 2K)] of one
+        that is asked for K = `top_k` candidates (`candidates.parted` reads these); finite.
 
         Many callers may wait at once. It waits for as long as no scorer is alive; cancelling it forgets the request.
         Raises ScoringError where several scorers could not answer.

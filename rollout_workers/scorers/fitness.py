@@ -20,6 +20,8 @@ class RequestLimits:
     """`sampling.max_new_tokens`"""
     most_tokens: int
     """The most tokens of prompt and response: `engine.max_model_len`."""
+    most_candidates: int = 0
+    """`algorithm.distillation.top_k`"""
 
 
 def why_unfit(request: ScoreRequest, runner: Runner, limits: RequestLimits, kind: str) -> str:
@@ -38,6 +40,11 @@ def why_unfit(request: ScoreRequest, runner: Runner, limits: RequestLimits, kind
         return f"its response has {response} tokens, and sampling.max_new_tokens is {limits.most_response_tokens}"
     if prompt + response > limits.most_tokens:
         return f"it has {prompt + response} tokens, and engine.max_model_len is {limits.most_tokens}"
+    if request.top_k > min(limits.most_candidates, runner.vocabulary):
+        return (
+            f"it wants {request.top_k} candidates in each place; algorithm.distillation.top_k is"
+            f" {limits.most_candidates}, and the {kind} knows {runner.vocabulary} tokens"
+        )
     return ""
 
 

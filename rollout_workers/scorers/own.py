@@ -22,13 +22,14 @@ class OwnScorer:
         self._alone = asyncio.Lock()
 
     async def score(
-        self, prompt_tokens: Sequence[int], response_tokens: Sequence[int], temperature: float = 1.0
+        self, prompt_tokens: Sequence[int], response_tokens: Sequence[int], temperature: float = 1.0, top_k: int = 0
     ) -> Scores:
         """Return the scores of a response."""
         request = ScoreRequest(
             prompt_tokens=np.asarray(prompt_tokens, np.int32),
             response_tokens=np.asarray(response_tokens, np.int32),
             temperature=temperature,
+            top_k=top_k,
         )
         async with self._alone:
             if self._runner is None:

@@ -26,6 +26,7 @@ from broker.schema import (
     QueueDepths,
     RunRules,
     RunStatus,
+    ScoreRequest,
     ScorerInfo,
     Segment,
     StepMetrics,
@@ -41,9 +42,11 @@ from broker.schema import (
 from broker.wire import buffers, codec
 from broker.wire.codec import (
     decode,
+    decode_score_request,
     decode_segment,
     decode_trajectory,
     encode,
+    encode_score_request,
     encode_segment,
     encode_trajectory,
 )
@@ -127,7 +130,7 @@ STRUCTS = [
     SCORER,
 ]
 FIELDS = ("prompt_tokens", "response_tokens", "behavior_logprobs", "loss_mask")
-OPTIONAL = ("experts", "teacher_logprobs")
+OPTIONAL = ("experts", "teacher_logprobs", "candidate_tokens", "candidate_logprobs")
 
 
 def assert_same(one: Trajectory, other: Trajectory) -> None:
@@ -201,6 +204,23 @@ def test_a_teachers_logprobs_come_back_and_are_the_samples_own() -> None:
     assert back.teacher_logprobs is not None
     assert back.teacher_logprobs.flags.writeable
     assert len(encode_trajectory(one)) == len(encode_trajectory(trajectory(LEASE, 1))) + 4 * 6
+
+
+def test_a_teachers_candidates_come_back_in_eight_bytes_each() -> None:
+    one = taught(trajectory(LEASE, 1))
+    back = decode_trajectory(encode_trajectory(one))
+    assert_same(one, back)
+    bare = msgspec.structs.replace(one, candidate_tokens=None, candidate_logprobs=None)
+    assert len(encode_trajectory(one)) == len(encode_trajectory(bare)) + 8 * 2 * 6
+
+
+@pytest.mark.parametrize("top_k", [-1, 1025])
+def test_a_request_for_more_candidates_than_any_run_has_is_refused(top_k: int) -> None:
+    tokens = np.ones(2, np.int32)
+    asked = ScoreRequest(prompt_tokens=tokens, response_tokens=tokens, top_k=1024)
+    assert decode_score_request(encode_score_request(asked)).top_k == 1024
+    with pytest.raises(FrameError, match=f"{top_k} candidates; at most 1024"):
+        encode_score_request(msgspec.structs.replace(asked, top_k=top_k))
 
 
 def test_chosen_experts_cost_what_they_must_and_no_more_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,8 +302,13 @@ def replayed(one: Trajectory) -> Trajectory:
 
 
 def taught(one: Trajectory) -> Trajectory:
-    """With a teacher's logprobs beside the experts."""
-    return msgspec.structs.replace(replayed(one), teacher_logprobs=one.behavior_logprobs / 2)
+    """With a teacher's logprobs and two candidates in each place beside the experts."""
+    return msgspec.structs.replace(
+        replayed(one),
+        teacher_logprobs=one.behavior_logprobs / 2,
+        candidate_tokens=np.arange(2 * len(one.response_tokens), dtype=np.int32).reshape(-1, 2) + 70_000,
+        candidate_logprobs=np.tile(np.array([[-0.5, -2]], np.float32), (len(one.response_tokens), 1)),
+    )
 
 
 @given(st.data())
@@ -358,6 +383,7 @@ def test_a_decompression_bomb_is_refused() -> None:
                 "stop",
                 "w",
                 False,
+                0,
                 None,
                 len(bomb),
             ]
@@ -365,6 +391,13 @@ def test_a_decompression_bomb_is_refused() -> None:
         body = struct.pack("<I", len(envelope)) + envelope + bomb + bytes(4 * 6) + b"\xff"
         with pytest.raises(FrameError, match=r"token planes of|tokens; at most"):
             decode_trajectory(header(1, body))
+
+
+def of_teacher(**changes: Any) -> dict[str, Any]:
+    """What a teacher told of six tokens, changed."""
+    one = taught(trajectory(LEASE, 1))
+    fields = ("teacher_logprobs", "candidate_tokens", "candidate_logprobs")
+    return {**{name: getattr(one, name) for name in fields}, **changes}
 
 
 @pytest.mark.parametrize(
@@ -384,6 +417,16 @@ def test_a_decompression_bomb_is_refused() -> None:
         ({"behavior_logprobs": np.full(6, np.nan, np.float32)}, "not finite"),
         ({"teacher_logprobs": np.zeros(5, np.float32)}, "5 logprobs of the teacher"),
         ({"teacher_logprobs": np.full(6, -np.inf, np.float32)}, "teacher's logprob that is not finite"),
+        (
+            {"candidate_tokens": np.ones((6, 2), np.int32), "candidate_logprobs": np.zeros((6, 2), np.float32)},
+            "without all of",
+        ),
+        (of_teacher(candidate_tokens=None), "without all of their tokens and logprobs"),
+        (of_teacher(candidate_tokens=np.ones((5, 2), np.int32)), r"candidates of shape \(5, 2\)"),
+        (of_teacher(candidate_logprobs=np.zeros((6, 3), np.float32)), r"\(6, 3\) logprobs of them"),
+        (of_teacher(candidate_tokens=np.full((6, 2), 1 << 24, np.int32)), "token ids"),
+        (of_teacher(candidate_logprobs=np.full((6, 2), -np.inf, np.float32)), "candidate's logprob that is not finite"),
+        (of_teacher(candidate_logprobs=np.array([[-2, -1]] * 6, np.float32)), "do not begin with the likeliest"),
         ({"reward": float("nan")}, "not finite"),
         ({"response_tokens": np.array([1, 2, 3, 4, 5, -1], np.int32)}, "token ids"),
         ({"prompt_tokens": np.array([1 << 24], np.int32)}, "token ids"),

@@ -1,20 +1,23 @@
 """Poison: frames whose parts agree with each other, of samples that cannot be. Each kind is refused on its own."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from broker import Broker
 from broker.client.batches import CheckpointMark, NotReady
 from broker.client.leases import AppendOutcome, SubmitOutcome
 from broker.client.unconfirmed import Submission
-from broker.errors import QuarantinedError
-from broker.schema import Lease, SampleLimits, Segment, Trajectory, VersionSpan, WeightVersion
+from broker.errors import FrameError, QuarantinedError
+from broker.possible import check_possible
+from broker.schema import Lease, SampleLimits, Segment, Trajectory, TrajectoryId, VersionSpan, WeightVersion
 from broker.wire.codec import encode_segment, encode_trajectory
 
-from .scenario import begin, groups, rules, trajectory
+from .scenario import begin, groups, prompt, rules, trajectory
 
 LIMITS = SampleLimits(vocabulary=151_936, max_new_tokens=8)
 WITH_EXPERTS = SampleLimits(vocabulary=151_936, max_new_tokens=8, experts=(2, 1, 4))
@@ -132,6 +135,55 @@ async def test_a_sample_without_the_teachers_logprobs_is_refused_where_they_are_
     (letter,) = (await broker.status.snapshot()).dead_letters
     assert letter.tid == str(bad.tid)
     assert "no logprobs of the teacher" in letter.reason
+
+
+NAMED = np.tile(np.array([[70_000, 3]], np.int32), (6, 1))
+LOGPROBS = np.tile(np.array([[-0.5, -2]], np.float32), (6, 1))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "logprobs", "reason"),
+    [
+        (None, None, "0 candidates of the teacher in each place, the run has 2"),
+        (NAMED[:, :1], LOGPROBS[:, :1], "1 candidates of the teacher in each place, the run has 2"),
+        (NAMED + 151_933, LOGPROBS, "the model's vocabulary ends at 151936"),
+        (0 * NAMED, LOGPROBS, "names one candidate twice"),
+        (NAMED, LOGPROBS / 8, "with a probability of 1.7"),
+        (NAMED, LOGPROBS + 120, "with a probability of inf"),
+    ],
+)
+async def test_candidates_that_are_no_part_of_a_distribution_are_refused(
+    broker: Broker, tokens: NDArray[np.int32] | None, logprobs: NDArray[np.float32] | None, reason: str
+) -> None:
+    broker.batches.limits = replace(LIMITS, has_teacher=True, candidates=2)
+    run = await begin(broker, rules(1), group_size=1)
+    bad, good = (await run.lease(2, 0)).leases
+    taught = replace(trajectory(good, 0), teacher_logprobs=trajectory(good, 0).behavior_logprobs / 2)
+    await run.broker.leases.submit(good, replace(taught, candidate_tokens=NAMED, candidate_logprobs=LOGPROBS))
+    refused = replace(taught, tid=bad.tid, prompt_tokens=trajectory(bad, 0).prompt_tokens)
+    await run.broker.leases.submit(bad, replace(refused, candidate_tokens=tokens, candidate_logprobs=logprobs))
+    assert await run.take(0) is None
+    (letter,) = (await broker.status.snapshot()).dead_letters
+    assert letter.tid == str(bad.tid)
+    assert reason in letter.reason
+
+
+def test_a_token_that_was_said_has_no_candidates() -> None:
+    lease = Lease(tid=TrajectoryId("g", 0, 0), token="t", ttl_s=1, prompt=prompt(0))
+    said = np.array([1, 1, 0, 1, 1, 1], np.uint8)
+    one = trajectory(lease, 0)
+    one = replace(
+        one,
+        loss_mask=said,
+        behavior_logprobs=one.behavior_logprobs * said,
+        teacher_logprobs=one.behavior_logprobs * said,
+        candidate_tokens=NAMED * said[:, None],
+        candidate_logprobs=LOGPROBS * said[:, None],
+    )
+    limits = replace(LIMITS, has_teacher=True, candidates=2)
+    for changed, is_possible in ((one, True), (replace(one, candidate_tokens=NAMED), False)):
+        with nullcontext() if is_possible else pytest.raises(FrameError, match="candidates for a token that was not"):
+            check_possible(changed, one.prompt_tokens, limits, identity="", newest=one.spans[0].version)
 
 
 async def test_weights_that_were_never_announced_are_refused_at_once(broker: Broker) -> None:

@@ -43,6 +43,10 @@ def directory(tmp_path: Path) -> Path:
             "teacher.path=. algorithm.distillation.coefficient=1",
             r"was 0\.0 and is 1\.0 now: samples .* have a teacher's logprobs, or",
         ),
+        (
+            "algorithm.distillation.top_k=4",
+            r"top_k was 0 and is 4 now: samples .* so many candidates of a teacher",
+        ),
         ("sampling.max_new_tokens=8", "may only be raised: samples that are under way may be longer"),
     ],
 )

@@ -25,11 +25,13 @@ from deploy.observe.status import status_json, status_tables
 from deploy.observe.waiting import look
 from deploy.recipe.loading import recipe_to_bytes
 from deploy.recipe.recipe import Recipe, RunConfig
+from deploy.recipe.scorers import impossible_scorers
 from deploy.roles.learner import rules_of
 from deploy.roles.scorer import score
 from deploy.terminal import Terminal
+from learner.config import AlgorithmConfig, DistillationConfig
 from learner.models.model import model_files
-from rollout_workers.config import RewardConfig, ScorersConfig, TeacherConfig, WorkersConfig
+from rollout_workers.config import RewardConfig, SamplingConfig, ScorersConfig, TeacherConfig, WorkersConfig
 from rollout_workers.outages import Outages
 from rollout_workers.scorers.asking import AskedScorer
 from rollout_workers.scorers.base import UnfitModelError
@@ -40,6 +42,20 @@ from .runs import run_status
 
 LEASE_TTL_S = 2.0
 NAME = "reward_model"
+
+
+@pytest.mark.parametrize(("top_k", "is_refused"), [(511, False), (512, True)])
+def test_a_teachers_answer_fits_into_the_server(top_k: int, *, is_refused: bool) -> None:
+    recipe = Recipe(
+        run=RunConfig(name="r"),
+        teacher=TeacherConfig(path="hub/teacher"),
+        sampling=SamplingConfig(max_new_tokens=2048),
+        algorithm=AlgorithmConfig(distillation=DistillationConfig(coefficient=1.0, place="loss", top_k=top_k)),
+    )
+    found = list(impossible_scorers(recipe))
+    assert bool(found) == is_refused
+    assert not is_refused or "answer could take 8,396,800 bytes" in found[0]
+    assert not is_refused or "set top_k to at most 511" in found[0]
 
 
 async def begin(broker: Broker, directory: Path, *rewards: Path, teacher: str = "") -> None:

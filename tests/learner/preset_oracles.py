@@ -18,6 +18,8 @@ class Token(NamedTuple):
     lag: int
     reference: float = 0.0
     teacher: float = 0.0
+    candidates: Sequence[tuple[torch.Tensor, float]] = ()
+    """Of each token that the teacher finds likeliest in this place: the policy's own logprob, and the teacher's."""
 
 
 Response = Sequence[Token]
@@ -77,6 +79,21 @@ def with_teacher(
         return [one + coefficient * weight(t) * gap * t.current for one, t, gap in losses]
 
     return taught
+
+
+def over_candidates(
+    surrogate: Callable[[Response], Losses], weight: Callable[[Token], float], coefficient: float = 0.5
+) -> Callable[[Response], Losses]:
+    """Half of KL(pi || teacher) over the candidates, and all other tokens as one, beside another loss."""
+
+    def divergence(t: Token) -> torch.Tensor:
+        pairs = [(torch.exp(q), math.exp(p)) for q, p in t.candidates]
+        others = 1 - sum((q for q, _ in pairs), torch.zeros(())), 1 - sum(p for _, p in pairs)
+        return sum((q * torch.log(q / p) for q, p in (*pairs, others)), torch.zeros(()))
+
+    return lambda tokens: [
+        one + coefficient * weight(t) * divergence(t) for one, t in zip(surrogate(tokens), tokens, strict=True)
+    ]
 
 
 def gspo(tokens: Response) -> Losses:
@@ -217,6 +234,13 @@ LOSSES: dict[str, tuple[Callable[[Response], Losses], Callable[[Sequence[Losses]
     "plain_distillation_loss": (
         with_teacher(weighted(lambda _, t: min(now_ratio(t), 2.0)), lambda t: min(now_ratio(t), 2.0)),
         sequence_sum,
+    ),
+    "candidates": (
+        over_candidates(
+            proximal_clip(lambda _, t: min(lag_ratio(t), 2.0)),
+            lambda t: min(lag_ratio(t), 2.0),
+        ),
+        token_mean,
     ),
     "m2po": (lambda tokens: [-exp(t.current - t.behavior) * t.advantage for t in tokens], token_mean),
     "self_normalized": (weighted(lambda _, t: min(now_ratio(t), 2.0)), token_mean),

@@ -21,7 +21,7 @@ from learner.objective.update import Updater
 from learner.ranks import Ranks
 from learner.rows.batch import PackedBatch
 from tests.learner.preset_oracles import LOSSES, MAX_NEW_TOKENS, OF_PAIRS, Response, Token, loss_of
-from tests.learner.test_presets import sampled
+from tests.learner.test_presets import CANDIDATES, sampled
 from tests.learner.tiny import OPTIMIZER, model_config
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
@@ -31,6 +31,10 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "decoupled_m2po": {**PRESETS["decoupled_ppo"].algorithm, "corrections": [{"kind": "decoupled"}, {"kind": "m2po"}]},
     "clipped_m2po": {"corrections": [{"kind": "m2po"}]},
     "stale_distillation": {"distillation": {"coefficient": 0.5}},
+    "candidates": {
+        **PRESETS["tis"].algorithm,
+        "distillation": {"coefficient": 0.5, "place": "loss", "top_k": CANDIDATES},
+    },
     **{
         name: {**algorithm, "distillation": {"coefficient": 0.5, "place": "loss"}}
         for name, algorithm in {
@@ -89,7 +93,8 @@ def responses_of(seen: Sequence[Seen], proximal: Backend) -> tuple[list[Response
     """The trained tokens of each sequence, and where their gradient will be: [T] of each micro-batch."""
     responses, places = [], []
     batches = [one.batch for one in seen]
-    logprobs, of_reference = proximal.logprobs(batches, 1.0), reference().logprobs(batches, 1.0)
+    plain = [batch.without_candidates for batch in batches]
+    logprobs, of_reference = proximal.logprobs(plain, 1.0), reference().logprobs(plain, 1.0)
     for one, proximal_T, reference_T in zip(seen, logprobs, of_reference, strict=True):
         batch, current_T = one.batch, one.current_T.double().requires_grad_()
         places.append(current_T)
@@ -98,19 +103,26 @@ def responses_of(seen: Sequence[Seen], proximal: Backend) -> tuple[list[Response
             responses.append(
                 [
                     Token(
-                        current_T[t],
+                        current_T[t] if current_T.dim() == 1 else current_T[t, 0],
                         float(proximal_T[t]),
                         float(batch.behavior_logprobs_T[t]),
                         float(batch.advantages_T[t]),
                         int(batch.lags_T[t]),
                         float(reference_T[t]),
                         float(batch.teacher_logprobs_T[t]) if batch.teacher_logprobs_T is not None else 0.0,
+                        candidates_at(batch, current_T, t),
                     )
                     for t in range(start, end)
                     if batch.loss_mask_T[t] > 0
                 ]
             )
     return responses, places
+
+
+def candidates_at(batch: PackedBatch, current_T: torch.Tensor, t: int) -> list[tuple[torch.Tensor, float]]:
+    if batch.teacher_logprobs_TC is None:
+        return []
+    return list(zip(current_T[t, 2:], batch.teacher_logprobs_TC[t].tolist(), strict=True))
 
 
 def train(name: str, updates_per_step: int, monkeypatch: pytest.MonkeyPatch) -> list[list[Seen]]:

@@ -41,6 +41,10 @@ COMPOSITIONS: dict[str, dict[str, object]] = {
         "distillation": {"coefficient": 0.3},
     },
     "distillation_loss": {**PRESETS["grpo"].algorithm, "distillation": {"coefficient": 0.5, "place": "loss"}},
+    "candidates": {
+        **PRESETS["tis"].algorithm,
+        "distillation": {"coefficient": 0.5, "place": "loss", "top_k": 3, "divergence": "jsd"},
+    },
     "weighed_online_dpo": {
         **PRESETS["online_dpo"].algorithm,
         "corrections": [{"kind": "pair_truncated_is", "options": {"cap": 1.2}}],
@@ -92,14 +96,25 @@ class Whole:
             self.behavior_T + 0.3 * torch.randn(total, generator=generator) for _ in range(3)
         )
         self.teacher_T = self.behavior_T / 2
+        self.teacher_TC: torch.Tensor | None = None
         advantages_S = torch.randn(len(LENGTHS), generator=generator)
         self.advantages_T = spread(advantages_S, torch.tensor(self.bounds)) * self.mask_T
+
+    def with_candidates(self) -> "Whole":
+        """The same with three candidates of a teacher, of which the policy tells its own logprobs."""
+        generator = torch.Generator().manual_seed(1)
+        logprobs_PTV = torch.randn(2, len(self.mask_T), 7, generator=generator).log_softmax(-1)
+        self.teacher_TC, chosen_TC = logprobs_PTV[1].topk(3)
+        largest_T, candidates_TC = logprobs_PTV[0].amax(1), logprobs_PTV[0].gather(1, chosen_TC)
+        self.current_T = torch.cat([self.current_T[:, None], largest_T[:, None], candidates_TC], dim=1)
+        return self
 
     def spoil(self, garbage: float) -> None:
         """Put this at all masked places."""
         for name in ("behavior_T", "proximal_T", "reference_T", "current_T", "advantages_T", "teacher_T"):
-            values_T = getattr(self, name)
-            setattr(self, name, torch.where(self.mask_T > 0, values_T, torch.full_like(values_T, garbage)))
+            values_T = getattr(self, name).clone()
+            values_T[self.mask_T == 0] = garbage
+            setattr(self, name, values_T)
 
     def part(self, sequences: Sequence[int]) -> tuple[PackedBatch, torch.Tensor]:
         """The batch of these sequences, in this order, and the places of its tokens in the whole."""
@@ -115,6 +130,7 @@ class Whole:
             advantages_T=self.advantages_T[index_T],
             lags_T=index_T % 4,
             teacher_logprobs_T=self.teacher_T[index_T],
+            teacher_logprobs_TC=None if self.teacher_TC is None else self.teacher_TC[index_T],
         )
         return batch, index_T
 
@@ -153,10 +169,15 @@ class Whole:
         return total, current_T.grad, objective.combine_reports(reports)
 
 
+def opened(name: str) -> tuple[Whole, Objective]:
+    objective = Objective(algorithm(COMPOSITIONS[name]))
+    return (Whole().with_candidates() if name == "candidates" else Whole()), objective
+
+
 @every_composition
 @pytest.mark.parametrize("split", [[[0], [1], [2], [3], [4], [5]], [[5, 3, 1], [], [0, 2, 4]], [[4, 0], [1, 2, 3, 5]]])
 def test_any_split_gives_the_same_loss_gradient_and_metrics(name: str, split: list[list[int]]) -> None:
-    whole, objective = Whole(), Objective(algorithm(COMPOSITIONS[name]))
+    whole, objective = opened(name)
     loss, gradient_T, metrics = whole.train(objective, [range(len(LENGTHS))])
     split_loss, split_gradient_T, split_metrics = whole.train(objective, split)
     assert split_loss == pytest.approx(loss, rel=1e-6, abs=1e-6)
@@ -169,7 +190,7 @@ def test_any_split_gives_the_same_loss_gradient_and_metrics(name: str, split: li
 @pytest.mark.parametrize("name", sorted(COMPOSITIONS.keys() - {"own"}))
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf])
 def test_what_stands_at_masked_places_changes_nothing(name: str, garbage: float) -> None:
-    whole, objective = Whole(), Objective(algorithm(COMPOSITIONS[name]))
+    whole, objective = opened(name)
     split = [[4, 0], [1, 2, 3, 5]]
     loss, gradient_T, metrics = whole.train(objective, split)
     whole.spoil(garbage)
@@ -180,7 +201,7 @@ def test_what_stands_at_masked_places_changes_nothing(name: str, garbage: float)
 
 @every_composition
 def test_sums_by_lag_are_those_over_all_tokens_however_they_are_split(name: str) -> None:
-    whole, objective = Whole(), Objective(algorithm(COMPOSITIONS[name]))
+    whole, objective = opened(name)
     reports = [whole.reports(objective, split) for split in ([range(6)], [[5, 3, 1], [], [0, 2, 4]])]
     all_tokens, of_parts = (whole_report(report) for report in reports)
     assert of_parts == pytest.approx(all_tokens, rel=1e-5, abs=1e-9)
@@ -199,7 +220,7 @@ def test_sums_by_lag_are_those_over_all_tokens_however_they_are_split(name: str)
 
 @every_composition
 def test_two_ranks_give_what_one_gives(name: str) -> None:
-    whole, objective = Whole(), Objective(algorithm(COMPOSITIONS[name]))
+    whole, objective = opened(name)
     loss, gradient_T, metrics = whole.train(objective, [range(len(LENGTHS))])
     ranks = [whole.part(sequences) for sequences in cut(objective, [[0, 1, 2], [3, 4, 5]])]
     asked: list[list[Sequence[float]]] = [[], []]  # what each rank has to add up, in order
@@ -431,6 +452,7 @@ REFUSED = [
         {**ONLINE, "distillation": {"coefficient": 1.0}},
         "by single tokens, at which dpo, a loss of pairs, does not look",
     ),
+    ({"distillation": {"coefficient": 1.0, "top_k": 4}}, "top_k=4 compares whole distributions, .*place=loss"),
     ({"kl": {"ema_decay": 0.9}}, "ema_decay moves a reference that kl.coefficient=0 does not use"),
     ({"objective": {"kind": "no_such_module:f"}}, "cannot import 'no_such_module'.*PYTHONPATH"),
     ({"objective": {"kind": "math:no_such"}}, "module 'math' has no 'no_such'"),

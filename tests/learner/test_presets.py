@@ -20,10 +20,12 @@ from learner.objective.update import Updater
 from learner.ranks import Ranks
 from learner.rows.packing import concatenate, from_trajectory
 from tests.learner.batches import group
-from tests.learner.tiny import OPTIMIZER, model_config
+from tests.learner.tiny import OPTIMIZER, VOCABULARY, model_config
 
 MODEL = model_config("qwen3")
 STEPS = 3
+CANDIDATES = 3
+"""Those of a teacher in each place."""
 
 
 def configured(preset: str, **others: object) -> AlgorithmConfig:
@@ -63,12 +65,16 @@ def sampled(backend: Backend, numbers: Sequence[int], noise: float = 0.02) -> li
             packable = from_trajectory(trajectory, advantages=0.0, step=0, max_lag=4)
             (logprobs_T,) = backend.logprobs([concatenate([packable])], 1.0)
             near = logprobs_T[packable.prompt_length :].numpy()
+            rng = np.random.default_rng(len(near))
+            names = rng.permuted(np.tile(np.arange(VOCABULARY, dtype=np.int32), (len(near), 1)), axis=1)
             shaken = near + noise * np.random.default_rng(len(near)).normal(size=len(near))
             trajectories.append(
                 msgspec.structs.replace(
                     trajectory,
                     behavior_logprobs=np.minimum(shaken, 0).astype(np.float32),
                     teacher_logprobs=np.float32(0.8) * near,
+                    candidate_tokens=names[:, :CANDIDATES],
+                    candidate_logprobs=-np.sort(rng.uniform(1.2, 4, (len(near), CANDIDATES))).astype(np.float32),
                 )
             )
         groups.append(msgspec.structs.replace(one, trajectories=tuple(trajectories)))

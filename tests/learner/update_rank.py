@@ -5,9 +5,11 @@ python -m torch.distributed.run --nproc-per-node 2 -m tests.learner.update_rank 
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -17,16 +19,27 @@ from learner.config import AlgorithmConfig, LearnerConfig
 from learner.objective.objective import Objective
 from learner.objective.update import Updater
 from learner.ranks import Ranks
-from tests.learner.tiny import OPTIMIZER, model_config, sequences
+from learner.rows.packing import Candidates, PackableSequence
+from tests.learner.tiny import OPTIMIZER, VOCABULARY, model_config, sequences
 
 MODEL = model_config("qwen3")
 SIZES = (6, 1)
 """Sequences of each batch, or pairs: the last one leaves a rank with none."""
-PRESETS_TRIED = (("grpo", 1), ("m2po", 2), ("distillation", 2), ("online_dpo", 2))
+PRESETS_TRIED = (("grpo", 1), ("candidates", 2), ("m2po", 2), ("distillation", 2), ("online_dpo", 2))
 """With so many updates a step; the mask of m2po is one of all ranks, anew in each."""
 OF_PAIRS = ("online_dpo", 2)
-TAUGHT = ("distillation", 2)
+TAUGHT = ("candidates", 2)
 """What another backend trains, too; the last batch of pairs has no pair at all."""
+
+
+CANDIDATES = 3
+ALGORITHMS = {
+    **{name: preset.algorithm for name, preset in PRESETS.items()},
+    "candidates": {
+        **PRESETS["distillation"].algorithm,
+        "distillation": {"coefficient": 1.0, "place": "loss", "top_k": CANDIDATES},
+    },
+}
 
 
 def all_updates() -> list[dict[str, float]]:
@@ -41,7 +54,7 @@ def updates(
     preset: str, updates_per_step: int, backend_kind: str = "fsdp", sizes: Sequence[int] = SIZES
 ) -> list[dict[str, float]]:
     torch.set_num_threads(1)
-    algorithm = msgspec.convert(PRESETS[preset].algorithm, AlgorithmConfig)
+    algorithm = msgspec.convert(ALGORITHMS[preset], AlgorithmConfig)
     backend = open_backend(backend_kind, MODEL, OPTIMIZER, seed=3)
     objective = Objective(algorithm, is_one_update=updates_per_step == 1)
     updater = Updater(
@@ -57,7 +70,10 @@ def updates(
         max_lag=2,
     )
     lengths = [[12] * size * (1 + objective.is_of_pairs) for size in sizes]
-    done = [updater.update(updater.pack(sequences(one, seed=len(one))), step) for step, one in enumerate(lengths)]
+    given = [sequences(one, seed=len(one)) for one in lengths]
+    if algorithm.distillation.candidates:
+        given = [list(map(with_candidates, one)) for one in given]
+    done = [updater.update(updater.pack(one), step) for step, one in enumerate(given)]
     return [
         {
             "loss": update.loss,
@@ -67,6 +83,13 @@ def updates(
         }
         for update in done
     ]
+
+
+def with_candidates(sequence: PackableSequence) -> PackableSequence:
+    length = len(sequence.loss_mask)
+    tokens = (np.arange(length)[:, None] + np.arange(CANDIDATES)).astype(np.int32) % VOCABULARY
+    logprobs = np.tile(np.array([-1, -1.5, -2], np.float32), (length, 1))
+    return replace(sequence, candidates=Candidates(tokens, logprobs))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from rollout_workers.samples.recorder import Recorder
 from rollout_workers.samples.taught import TEACHER, AskedTeacher
 from rollout_workers.scorers.asking import AskedScorer
 from rollout_workers.scorers.base import ScoringError
+from rollout_workers.scorers.candidates import joined
 
 from .loop import GROUP_SIZE, Deliveries, Learner, make_engine, make_worker, prompts, running, until
 
@@ -41,8 +42,10 @@ def total(request: ScoreRequest) -> Scores:
 
 
 def per_token(request: ScoreRequest) -> Scores:
-    """A teacher's."""
-    return (-request.response_tokens / (1000 * request.temperature)).astype(np.float32)
+    """A teacher's, with candidates where it is asked for some."""
+    logprobs = (-request.response_tokens / (1000 * request.temperature)).astype(np.float32)
+    tokens = np.tile(np.arange(request.top_k), (len(logprobs), 1))
+    return joined(logprobs, tokens, (-1 - tokens).astype(np.float32))
 
 
 @asynccontextmanager
@@ -143,13 +146,14 @@ async def test_an_answer_that_no_score_can_be_is_refused(
             await asked.score([1], [5, 6, 7])
 
 
+@pytest.mark.parametrize("top_k", [0, 3])
 async def test_a_trajectory_has_the_teachers_logprobs_of_its_own_tokens(
-    brokers: tuple[Broker, Broker], tmp_path: Path
+    brokers: tuple[Broker, Broker], tmp_path: Path, top_k: int
 ) -> None:
     learner = await Learner.start(brokers[0], groups=4)
     deliveries = Deliveries()
     scorer = AskedScorer(brokers[1].scoring, Outages(brokers[1].url), TEACHER, hold_s=30)
-    teacher = AskedTeacher(scorer, temperature=0.5, deadline_s=30)
+    teacher = AskedTeacher(scorer, temperature=0.5, deadline_s=30, top_k=top_k)
     worker = make_worker(brokers[1], make_engine(tmp_path), deliveries, teacher=teacher)
     await learner.publish(0, deliveries)
     async with running(worker), asyncio.timeout(60):
@@ -160,6 +164,13 @@ async def test_a_trajectory_has_the_teachers_logprobs_of_its_own_tokens(
     for trajectory in taken:
         assert trajectory.teacher_logprobs is not None
         np.testing.assert_allclose(trajectory.teacher_logprobs, -trajectory.response_tokens / 500, rtol=1e-6)
+        if not top_k:
+            assert trajectory.candidate_tokens is None
+            continue
+        assert trajectory.candidate_tokens is not None
+        assert trajectory.candidate_logprobs is not None
+        assert trajectory.candidate_tokens.tolist() == [[0, 1, 2]] * len(trajectory.response_tokens)
+        assert trajectory.candidate_logprobs.tolist() == [[-1, -2, -3]] * len(trajectory.response_tokens)
 
 
 async def test_a_teacher_tells_nothing_of_what_the_environment_said_and_gives_up_after_three(
@@ -169,9 +180,15 @@ async def test_a_teacher_tells_nothing_of_what_the_environment_said_and_gives_up
     recorder.tokens, recorder.loss_mask = [5, 6, 7], [1, 0, 1]
     teacher, prompt = AskedTeacher(asked, temperature=1.0, deadline_s=0.01), prompts(1)[0]
     async with answering(brokers[0], QUALITY, per_token), asyncio.timeout(30):
-        found = await teacher.logprobs(prompt, recorder)
+        found = (await teacher.teach(prompt, recorder)).teacher_logprobs
+        naming = AskedTeacher(asked, temperature=1.0, deadline_s=30, top_k=2)
+        named = await naming.teach(prompt, recorder)
     np.testing.assert_allclose(found, np.array([-0.005, 0, -0.007], np.float32))
+    np.testing.assert_allclose(named.teacher_logprobs, found)
+    assert (named.candidate_tokens is None, named.candidate_logprobs is None) == (False, False)
+    assert np.array_equal(named.candidate_tokens, [[0, 1], [0, 0], [0, 1]])  # type: ignore[arg-type]
+    assert np.array_equal(named.candidate_logprobs, [[-1, -2], [0, 0], [-1, -2]])  # type: ignore[arg-type]
     async with answering(brokers[0], QUALITY, lambda request: -per_token(request)), asyncio.timeout(30):
         for kind in (UnscoredError, UnscoredError, RewardError):
             with pytest.raises(kind, match=r"the teacher was asked in vain on prompt .* logprobs of up to 0.00"):
-                await teacher.logprobs(prompt, recorder)
+                await teacher.teach(prompt, recorder)

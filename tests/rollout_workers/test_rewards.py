@@ -261,7 +261,7 @@ class Judge:
         self.reason = reason
 
     async def score(
-        self, prompt_tokens: Sequence[int], response_tokens: Sequence[int], temperature: float = 1
+        self, prompt_tokens: Sequence[int], response_tokens: Sequence[int], temperature: float = 1, top_k: int = 0
     ) -> Scores:
         if self.reason:
             raise ScoringError(self.reason)

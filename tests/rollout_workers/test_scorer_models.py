@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from broker.schema import ScoreRequest
 from rollout_workers.config import ScorersConfig
 from rollout_workers.scorers.base import UnfitModelError
+from rollout_workers.scorers.candidates import parted
 from rollout_workers.scorers.models import open_runner
 from rollout_workers.scorers.own import OwnScorer
 
@@ -55,6 +57,25 @@ def test_a_teacher_gives_the_logprob_of_each_token_at_the_sampling_temperature(
         wanted = forward_logprobs(model, one.prompt_tokens.tolist(), one.response_tokens.tolist(), 0.7)
         assert found.dtype == np.float32
         np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy_tokens", [TOKENS, TOKENS - 9], ids=["all", "of a padded teacher"])
+def test_a_teacher_names_the_likeliest_tokens_of_the_policys_vocabulary(tmp_path: Path, policy_tokens: int) -> None:
+    model, policy = save_model(tmp_path / "teacher", scores=False), tmp_path / "policy"
+    save_model(policy, scores=False)
+    settings = json.loads((policy / "config.json").read_text())
+    (policy / "config.json").write_text(json.dumps({**settings, "vocab_size": policy_tokens}))
+    runner = open_runner("teacher", str(tmp_path / "teacher"), CONFIG, key="teacher.path", policy=policy)
+    asked = [msgspec.structs.replace(one, top_k=4) for one in requests([(3, 1), (2, 30), (9, 11)])]
+    for one, found in zip(asked, runner.score(asked), strict=True):
+        logprobs, tokens, candidates = parted(found, len(one.response_tokens), 4)
+        whole = torch.tensor([[*one.prompt_tokens, *one.response_tokens]])
+        wanted_RV = (model(whole).logits[0, len(one.prompt_tokens) - 1 : -1] / 0.7).log_softmax(-1).detach()
+        best = wanted_RV[:, :policy_tokens].topk(4)
+        np.testing.assert_array_equal(tokens, best.indices.numpy())
+        np.testing.assert_allclose(candidates, best.values.numpy(), rtol=1e-4, atol=1e-5)
+        own_R1 = wanted_RV.gather(1, torch.from_numpy(one.response_tokens).long()[:, None])
+        np.testing.assert_allclose(logprobs, own_R1[:, 0].numpy(), rtol=1e-4, atol=1e-5)
 
 
 async def test_a_command_without_a_broker_scores_in_its_own_process(tmp_path: Path) -> None:

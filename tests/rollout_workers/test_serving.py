@@ -93,20 +93,21 @@ async def test_requests_that_the_model_cannot_score_cost_the_others_nothing_and_
     await Learner.start(brokers[0], groups=1)
     asked = AskedScorer(brokers[1].scoring, Outages(brokers[1].url), NAME, hold_s=30)
     empty: list[int] = []
-    told: list[tuple[list[int], list[int], float, str]] = [
-        *(([1], [66, n], 1, "the reward_model failed: ValueError: out of memory") for n in range(4)),
-        *((empty, [n], 1, "it has no prompt tokens") for n in range(4)),
-        ([1], [2], 1e-300, "its temperature is 1e-300, outside 0.001 to 1000"),
-        ([1], [2], 1e30, "its temperature is 1e+30, outside 0.001 to 1000"),
-        ([1], [100], 1, "it has token 100, and the vocabulary of the reward_model ends at 100"),
-        ([1], [1] * 70, 1, "it has 71 tokens, and the reward_model reads 60 at most"),
-        ([1], [1] * 41, 1, "its response has 41 tokens, and sampling.max_new_tokens is 40"),
-        ([1] * 40, [1] * 15, 1, "it has 55 tokens, and engine.max_model_len is 50"),
+    told: list[tuple[list[int], list[int], float, int, str]] = [
+        *(([1], [66, n], 1, 0, "the reward_model failed: ValueError: out of memory") for n in range(4)),
+        *((empty, [n], 1, 0, "it has no prompt tokens") for n in range(4)),
+        ([1], [2], 1e-300, 0, "its temperature is 1e-300, outside 0.001 to 1000"),
+        ([1], [2], 1e30, 0, "its temperature is 1e+30, outside 0.001 to 1000"),
+        ([1], [100], 1, 0, "it has token 100, and the vocabulary of the reward_model ends at 100"),
+        ([1], [1] * 70, 1, 0, "it has 71 tokens, and the reward_model reads 60 at most"),
+        ([1], [1] * 41, 1, 0, "its response has 41 tokens, and sampling.max_new_tokens is 40"),
+        ([1] * 40, [1] * 15, 1, 0, "it has 55 tokens, and engine.max_model_len is 50"),
+        ([1], [1], 1, 7, "it wants 7 candidates in each place; algorithm.distillation.top_k is 0"),
     ]
     scorer = serve(brokers[0], Lengths(bad=(66,)))
     running = asyncio.create_task(scorer.run())
     async with asyncio.timeout(60):
-        bad = [asked.score(prompt, response, temperature) for prompt, response, temperature, _ in told]
+        bad = [asked.score(prompt, response, heat, top_k) for prompt, response, heat, top_k, _ in told]
         found = await asyncio.gather(*bad, *(asked.score([1], [8] * n) for n in (1, 2, 5)), return_exceptions=True)
     assert [float(one[0]) for one in found[len(told) :] if not isinstance(one, BaseException)] == [1, 2, 5]
     for error, (*_, reason) in zip(found, told, strict=False):

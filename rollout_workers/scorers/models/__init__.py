@@ -22,7 +22,7 @@ def open_runner(kind: str, path: str, config: ScorersConfig, *, key: str, policy
     if kind == "teacher":
         from .teacher import TeacherModel
 
-        return TeacherModel(path, config, key)
+        return TeacherModel(path, config, key, policy)
     from .reward_model import RewardModel
 
     return RewardModel(path, config, key)

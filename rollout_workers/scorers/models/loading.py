@@ -78,6 +78,13 @@ def longest_of(model: Any) -> int:
     return int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
 
 
+def vocabulary_of(policy: Path) -> int:
+    """Return how many token ids the model of a directory has, of which only the configuration need be there."""
+    from transformers import AutoConfig
+
+    return int(AutoConfig.from_pretrained(policy, trust_remote_code=False).get_text_config().vocab_size)
+
+
 @contextmanager
 def _reading(path: str, key: str) -> Iterator[None]:
     if path.startswith(("/", ".", "~")) and not Path(path).is_dir():

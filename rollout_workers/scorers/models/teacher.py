@@ -1,6 +1,7 @@
 """A teacher: a causal language model that says how likely it finds each token of a response."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -9,8 +10,9 @@ from broker.client.scoring import Scores
 from broker.schema import ScoreRequest
 from rollout_workers.config import ScorersConfig
 from rollout_workers.scorers.base import UnfitModelError
+from rollout_workers.scorers.candidates import joined
 
-from .loading import load, longest_of, padded, sequence
+from .loading import load, longest_of, padded, sequence, vocabulary_of
 
 _LOGITS_AT_A_TIME = 1 << 26
 """Logits that are held in float32 at one time: 256 MiB."""
@@ -20,19 +22,22 @@ _TOLERANCE = 1e-3
 class TeacherModel:
     """Scores response tokens with `transformers.AutoModelForCausalLM`."""
 
-    def __init__(self, path: str, config: ScorersConfig, key: str) -> None:
-        """Raise UnfitModelError for a model whose output is not its head of its last hidden states."""
+    def __init__(self, path: str, config: ScorersConfig, key: str, policy: Path | None = None) -> None:
+        """Raise UnfitModelError for a model whose output is not its head of its last hidden states. `policy`: the
+        directory of the configuration that says which tokens may be candidates; without one the teacher's all may."""
         from transformers import AutoModelForCausalLM
 
         self._model = load(AutoModelForCausalLM, path, config, key)
         self._head = self._model.get_output_embeddings()
         self.vocabulary = self._model.get_input_embeddings().num_embeddings
         self.longest = longest_of(self._model)
+        self._shared = self.vocabulary if policy is None else min(self.vocabulary, vocabulary_of(policy))
         self._check_head(path, key)
 
     @torch.inference_mode()
     def score(self, requests: Sequence[ScoreRequest]) -> list[Scores]:
-        """Return [R] float32 for each request: natural logarithms, at the request's temperature."""
+        """Return [R] float32 for each request: natural logarithms, at the request's temperature; with candidates as
+        `rollout_workers.scorers.candidates` joins them."""
         sequences = [sequence(request) for request in requests]
         ids_BL, mask_BL = padded(sequences, 0, self._model.device)
         hidden_BLH = self._hidden(ids_BL, mask_BL)
@@ -41,20 +46,20 @@ class TeacherModel:
             start, end = len(request.prompt_tokens), len(sequences[row])
             if start == 0:  # nothing comes before the first token, which thus has no probability
                 raise ValueError("a response without a prompt")
-            logprobs_R = self._logprobs(
-                hidden_BLH[row, start - 1 : end - 1], ids_BL[row, start:end], request.temperature
-            )
-            answers.append(np.minimum(logprobs_R.cpu().numpy(), np.float32(0)))
+            answers.append(self._scores(hidden_BLH[row, start - 1 : end - 1], ids_BL[row, start:end], request))
         return answers
 
-    def _logprobs(self, hidden_RH: torch.Tensor, tokens_R: torch.Tensor, temperature: float) -> torch.Tensor:
-        """[R] fp32; a part of the vocabulary's logits at a time."""
-        parts, size = [], max(1, _LOGITS_AT_A_TIME // self.vocabulary)
+    def _scores(self, hidden_RH: torch.Tensor, tokens_R: torch.Tensor, request: ScoreRequest) -> Scores:
+        """Return a request's answer, from a part of the logits at a time."""
+        parts, size = list[Scores](), max(1, _LOGITS_AT_A_TIME // self.vocabulary)
         for first in range(0, len(tokens_R), size):
-            logits_NV = self._head(hidden_RH[first : first + size]).float() / temperature
-            chosen_N1 = logits_NV.gather(1, tokens_R[first : first + size, None])
-            parts.append(chosen_N1[:, 0] - logits_NV.logsumexp(1))
-        return torch.cat(parts)
+            logits_NV = self._head(hidden_RH[first : first + size]).float() / request.temperature
+            logprobs_NV = logits_NV - logits_NV.logsumexp(1, keepdim=True)
+            chosen_N = logprobs_NV.gather(1, tokens_R[first : first + size, None])[:, 0]
+            best_NK = logprobs_NV[:, : self._shared].topk(min(request.top_k, self._shared), dim=1)
+            found = chosen_N.clamp(max=0), best_NK.indices, best_NK.values.clamp(max=0)
+            parts.append(joined(*(one.cpu().numpy() for one in found)))
+        return np.concatenate(parts)
 
     def _hidden(self, ids_BL: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
         """[B, L, H]"""
