@@ -49,9 +49,9 @@ SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.02, 0.2
 """Seconds between two requests for leases: the shortest after a success, up to the longest after refusals."""
 CONFIRM_S = 1.0
 """Seconds between two questions for which submissions are durable."""
-FAREWELL_S = 5.0
-"""Seconds that a leaving worker spends at most on each step: handing back leases, submitting finished samples, and
-saying goodbye."""
+FAREWELL_S = 4.0
+"""Seconds that a leaving worker spends at most on each of four steps: handing back samples that it generates,
+submitting finished ones, handing back those that are not scored by then, and saying goodbye."""
 MISSED_HEARTBEATS = 5
 """Heartbeats that a worker may miss before it counts as dead and its turn to swap goes to another worker."""
 MOST_UNSUBMITTED = 2
@@ -85,12 +85,14 @@ class Worker:
         evaluation: EvalConfig | None = None,
         tracer: SampleTracer = UNTRACED,
         on_sick: Callable[[], object] = lambda: None,
+        farewell_s: float = FAREWELL_S,
     ) -> None:
         """`environment` answers turns; without one an episode has one turn. `teacher` gives trajectories its logprobs
         of their tokens. With `records_experts` trajectories carry the experts that their tokens were given. With
         `is_colocated` the engine shares its device with the learner, in turns. `evaluation` says how held-out prompts
         are sampled; by default this worker samples none. `tracer` follows every sample that may be trained. `on_sick`
-        is called once, when the worker finds itself unfit and begins to hand its work back."""
+        is called once, when the worker finds itself unfit and begins to hand its work back. `farewell_s` limits each
+        step of leaving (see FAREWELL_S)."""
         self._broker = broker
         self._engine = engine
         self._subscriber = subscriber
@@ -141,6 +143,7 @@ class Worker:
         self._health = EngineHealth(look_s=config.heartbeat_s, stall_s=config.stall_s, errors=config.engine_errors)
         self._verdict: Verdict | None = None
         self._on_sick = on_sick
+        self._farewell_s = farewell_s
         self._run_end = RunEnd(config.patience_s)
         self._end = ""
         self.outcomes = dict.fromkeys(SubmitOutcome, 0)
@@ -450,10 +453,13 @@ class Worker:
                 worker=self._worker, host=socket.gethostname(), rule=self._verdict.rule, reason=self._verdict.reason
             )
         with suppress(TimeoutError), self._outages:
-            async with asyncio.timeout(FAREWELL_S):
+            async with asyncio.timeout(self._farewell_s):
                 await self._evaluating.end()
                 await self._held.hand_back_unfinished()
-        await self._held.wait_submitted(FAREWELL_S)
+        await self._held.wait_submitted(self._farewell_s)
+        with suppress(TimeoutError), self._outages:
+            async with asyncio.timeout(self._farewell_s):
+                await self._held.hand_back_unsubmitted()
 
     async def _leave(self) -> None:
         async with AsyncExitStack() as closing:
@@ -464,7 +470,7 @@ class Worker:
                 closing.push_async_callback(self._device.leave)
             closing.push_async_callback(self._engine.close)  # closed first: a colocated learner waits for its memory
             with suppress(TimeoutError), self._outages:
-                async with asyncio.timeout(FAREWELL_S):
+                async with asyncio.timeout(self._farewell_s):
                     await self._held.hand_back_all()
                     await self._broker.status.leave(self._worker)
                     await self._broker.leases.confirm()

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any, Literal, TypeVar
 
@@ -114,20 +114,20 @@ class StatusBoard:
 
     def _heard(self, flat: Sequence[bytes]) -> tuple[WorkerInfo, ...]:
         said = [(text(name), frame) for name, frame in zip(flat[::2], flat[1::2], strict=True)]
-        heard = ((name, self._readable(frame, WorkerInfo, f"worker {name}")) for name, frame in said if is_name(name))
-        return tuple(info for name, info in heard if info is not None and self._is_of(name, info))
+        heard = self._readable_ones({name: frame for name, frame in said if is_name(name)}, WorkerInfo, "worker")
+        return tuple(info for name, info in heard.items() if self._is_of(name, info))
 
     def _pools(self, flat: Sequence[Any]) -> tuple[PoolInfo, ...]:
         """Returns the pools of {name, frame, workers wanted...}, without unreadable reports."""
-        said = zip(map(text, flat[::3]), flat[1::3], flat[2::3], strict=True)
-        heard = ((self._readable(frame, PoolInfo, f"pool {name}"), wanted) for name, frame, wanted in said)
-        return tuple(replace(info, wanted=wanted) for info, wanted in heard if info is not None)
+        wanted = dict(zip(map(text, flat[::3]), flat[2::3], strict=True))
+        heard = self._readable_ones(dict(zip(wanted, flat[1::3], strict=True)), PoolInfo, "pool")
+        return tuple(replace(info, wanted=wanted[name]) for name, info in heard.items())
 
     def _scorers(self, flat: Sequence[bytes]) -> tuple[ScorerInfo, ...]:
         """Returns the scorers of {name, frame...}, without unreadable reports."""
         said = [(text(name), frame) for name, frame in zip(flat[::2], flat[1::2], strict=True)]
-        heard = (self._readable(frame, ScorerInfo, f"scorer {name}") for name, frame in said if is_name(name))
-        return tuple(info for info in heard if info is not None)
+        heard = self._readable_ones({name: frame for name, frame in said if is_name(name)}, ScorerInfo, "scorer")
+        return tuple(heard.values())
 
     def _is_of(self, name: str, info: WorkerInfo) -> bool:
         if info.worker != name:
@@ -139,12 +139,18 @@ class StatusBoard:
             self._unreadable.add(what)
             log.warning("%s", text)
 
-    def _readable(self, frame: bytes, kind: type[T], what: str) -> T | None:
-        try:
-            return decode(frame, kind)
-        except FrameError as error:
-            self._warn_once(what, f"{what} is passed over, its report cannot be read: {error}")
-            return None
+    def _readable_ones(self, frames: Mapping[str, bytes], kind: type[T], what: str) -> dict[str, T]:
+        """Returns the reports that can be read, by name, and complains of the new ones that cannot in one line."""
+        heard, wrong = dict[str, T](), list[str]()
+        for name, frame in frames.items():
+            try:
+                heard[name] = decode(frame, kind)
+            except FrameError as error:
+                wrong.append(f"{what} {name} is passed over, its report cannot be read: {error}")
+        if wrong:
+            more = f" And so are {len(wrong) - 1} more." if len(wrong) > 1 else ""
+            self._warn_once(what, f"{wrong[0]}{more}")
+        return heard
 
     async def report_step(self, owner: Owner, metrics: StepMetrics) -> None:
         """Adds a step to the last 512."""
@@ -177,7 +183,9 @@ class StatusBoard:
         )
         refused_lately, refused_workers = refused
         heard_pools = self._pools(pools)
-        steps = tuple(step for frame in frames if (step := self._readable(frame, StepMetrics, "a step")))
+        steps = tuple(
+            self._readable_ones({str(n): frame for n, frame in enumerate(frames)}, StepMetrics, "step").values()
+        )
         announced = (
             WeightVersion(int(meta["announced_incarnation"]), int(meta["announced_step"]))
             if "announced_step" in meta

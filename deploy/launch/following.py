@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 def following(url: str, run: str, pools: Sequence[Pool]) -> Iterator[None]:
     """Set `wanted` of the pools to what `headway scale` asks for, in a thread, until the end of the block.
 
-    During an outage of the server the pools keep their sizes. So does a pool whose name another supervisor has.
+    During an outage of the server the pools keep their sizes. So does a pool whose report is refused, as another
+    supervisor has its name, until it is taken.
     """
     over = threading.Event()
     thread = threading.Thread(target=_follow, args=(url, run, list(pools), over), name="pools", daemon=True)
@@ -39,14 +40,14 @@ def following(url: str, run: str, pools: Sequence[Pool]) -> Iterator[None]:
 
 def _follow(url: str, run: str, pools: list[Pool], over: threading.Event) -> None:
     client: BlockingBroker | None = None
-    end, judge = RunEnd(PATIENCE_S), Judge()
+    end, judge, refused = RunEnd(PATIENCE_S), Judge(), dict[str, str]()
     try:
         while not over.wait(REPORT_S):
             try:
                 if client is None:
                     client = BlockingBroker(url, run)
-                for pool in list(pools):
-                    _report(client, pool, pools)
+                for pool in pools:
+                    _report(client, pool, refused)
                 is_over = end.is_over(client.call(client.broker.status.state()))
                 for pool in pools:
                     pool.is_run_over = is_over
@@ -64,15 +65,18 @@ def _follow(url: str, run: str, pools: list[Pool], over: threading.Event) -> Non
         _close(client)
 
 
-def _report(client: BlockingBroker, pool: Pool, pools: list[Pool]) -> None:
+def _report(client: BlockingBroker, pool: Pool, refused: dict[str, str]) -> None:
+    """Report a pool. `refused`: why the last report of each pool was not taken, which is said once."""
     try:
         wanted = client.call(client.broker.pools.report(pool.info(), pool.count, TTL_S))
     except (ForeignRunError, BrokerUnavailableError):
         raise
     except BrokerError as error:
-        log.warning("%s Until then `headway scale` does not reach it.", error)
-        pools.remove(pool)
+        if refused.get(pool.name) != str(error):
+            log.warning("%s Until then `headway scale` does not reach it.", error)
+        refused[pool.name] = str(error)
         return
+    refused.pop(pool.name, None)
     if wanted is not None:
         pool.wanted = wanted
 

@@ -16,7 +16,7 @@ from rollout_workers.health.rules import Verdict
 from .base import Command, Handle, Launcher
 
 DRAIN_WORKER_S = 20.0
-"""Seconds for a worker to drain: more than it needs to hand its leases back. Then it is killed."""
+"""Seconds for a worker to drain, unless its pool has another time. Then it is killed."""
 NAMED_AS_ENDED = 32
 """The most ended processes that a report names: it has to stay small."""
 HEALTHY_S = 60.0
@@ -57,11 +57,11 @@ class Slot:
         self.child = launcher.start(replace(self.command, tag=self.tag))
         self.started = time.monotonic()
 
-    def set_aside(self) -> None:
-        """Ask its process to hand its work back and end."""
+    def set_aside(self, drain_s: float) -> None:
+        """Ask its process to hand its work back and end within so many seconds."""
         assert self.child is not None
         self.verdicts = 1 if time.monotonic() - self.started > HEALED_S else self.verdicts + 1
-        self.is_set_aside, self.killed_at = True, time.monotonic() + DRAIN_WORKER_S
+        self.is_set_aside, self.killed_at = True, time.monotonic() + drain_s
         self.child.terminate()
 
     @property
@@ -91,6 +91,8 @@ class Pool:
     count: int
     """The number of workers at the start."""
     command: Callable[[int], Command]
+    drain_s: float = DRAIN_WORKER_S
+    """Seconds for a worker to hand its work back and end. Then it is killed."""
     wanted: int = field(init=False)
     """The number of workers from now on. Any thread may set it."""
     slots: dict[int, Slot] = field(default_factory=dict, init=False)
@@ -127,7 +129,7 @@ class Pool:
         if slot.child is None:  # it waits for its restart
             del self.slots[number]
             return
-        slot.killed_at, slot.is_set_aside = time.monotonic() + DRAIN_WORKER_S, False
+        slot.killed_at, slot.is_set_aside = time.monotonic() + self.drain_s, False
         slot.child.terminate()
 
     def gone(self, say: Callable[[str], None]) -> Iterator[Slot]:
@@ -137,7 +139,7 @@ class Pool:
                 continue
             if slot.child.exit_code() is None:
                 if 0 < slot.killed_at < time.monotonic():
-                    say(f"{slot.command.name} did not leave within {DRAIN_WORKER_S:g} s and is killed.")
+                    say(f"{slot.command.name} did not leave within {self.drain_s:g} s and is killed.")
                     slot.child.kill()
                 continue
             self._ended.append((slot.tag, time.monotonic()))

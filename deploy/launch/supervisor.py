@@ -14,7 +14,7 @@ from broker.errors import LASTING_EXIT, SICK_EXIT, VERSION_EXIT, HeadwayError
 from deploy.printing import say
 
 from .base import Command, Handle, Launcher
-from .pool import DRAIN_WORKER_S, Pool, Slot
+from .pool import Pool, Slot
 from .processes import LocalLauncher
 
 POLL_S = 0.1
@@ -107,7 +107,7 @@ class Supervisor:
                     self._died(slot, slot.child)
             for slot in pool.slots.values():
                 if slot.verdict is not None and slot.is_running and not slot.killed_at:
-                    slot.set_aside()
+                    slot.set_aside(pool.drain_s)
                 if slot.child is None and not slot.is_given_up and time.monotonic() >= slot.restart_at:
                     slot.start(self.launcher)
             pool.resize(self.launcher, self.say)
@@ -183,10 +183,11 @@ class Supervisor:
         self.say(f"Stopping {len(running)} worker{'s' * (len(running) > 1)}: leases go back to the broker.")
         for child in running:
             child.terminate()
-        deadline = time.monotonic() + DRAIN_WORKER_S
+        drain_s = max(pool.drain_s for pool in self.pools)
+        deadline = time.monotonic() + drain_s
         while any(child.exit_code() is None for child in running) and len(self._stops) < 2:
             if time.monotonic() > deadline:
-                self.say(f"A worker did not stop within {DRAIN_WORKER_S:g} s and is killed.")
+                self.say(f"A worker did not stop within {drain_s:g} s and is killed.")
                 return
             time.sleep(POLL_S)
 

@@ -25,7 +25,7 @@ from deploy.launch.commands import ScorerCommand, WorkerCommand, learner_command
 from deploy.launch.farewell import say_farewell
 from deploy.launch.following import following
 from deploy.launch.local import check_rewind, forget, ping, program, run_stages, stop_notice
-from deploy.launch.pool import Pool
+from deploy.launch.pool import DRAIN_WORKER_S, Pool
 from deploy.launch.server_traits import check_traits
 from deploy.launch.supervisor import Supervisor
 from deploy.observe.live import watch as watch_run
@@ -141,8 +141,10 @@ def run_workers(
     allowed: Sequence[str] = (),
     launcher: Launcher | None = None,
     pool: str = "",
+    grace_s: float = DRAIN_WORKER_S,
 ) -> int:
-    """Supervise `count` workers until the run is over or a signal stops them. They may import what is `allowed`.
+    """Supervise `count` workers until the run is over or a signal stops them. They may import what is `allowed`, and
+    have `grace_s` seconds to hand their work back.
 
     `pool`: the name by which `headway scale` knows them, and with which their names begin; empty: a pool named after
     this host and this process, with workers that are called `worker`.
@@ -154,7 +156,8 @@ def run_workers(
     prefix = check_pool_name(pool or "worker")[:MOST_OF_POOL]
     pool = pool or f"{_host()}-{os.getpid()}"
     named = [argument for module in allowed for argument in ("--allow-import", module)]
-    arguments = (*named, *(one for one in overrides if not one.startswith(DEVICES)))
+    graced = () if grace_s == DRAIN_WORKER_S else ("--grace-s", f"{grace_s:g}")
+    arguments = (*named, *graced, *(one for one in overrides if not one.startswith(DEVICES)))
     if launcher is not None and not launcher.starts_processes:
         place = Path(tempfile.gettempdir(), f"headway-workers-{run}")
         command = WorkerCommand(
@@ -184,7 +187,7 @@ def run_workers(
             devices=devices,
             prefix=prefix,
         )
-        pools = [Pool(pool, count, command)]
+        pools = [Pool(pool, count, command, grace_s)]
         say(
             f"{count} worker{'s' * (count != 1)} for run {run} at {without_password(url)}, as pool {pool}; logs in"
             f" {logs}. Ctrl-C hands their work back and stops."
@@ -193,7 +196,14 @@ def run_workers(
             return Supervisor(pools, say=monitor.say).run()
 
 
-def run_worker(url: str, run: str, name: str, overrides: Sequence[str], allowed: Sequence[str] = ()) -> None:
+def run_worker(
+    url: str,
+    run: str,
+    name: str,
+    overrides: Sequence[str],
+    allowed: Sequence[str] = (),
+    grace_s: float = DRAIN_WORKER_S,
+) -> None:
     """Run one worker. Its id is new for every process, so that a restarted worker is not taken for the dead one.
 
     If another run takes the name over, or the run's configuration changes, the process executes itself anew with the
@@ -203,7 +213,7 @@ def run_worker(url: str, run: str, name: str, overrides: Sequence[str], allowed:
 
     tag = os.environ.get(WORKER_TAG) or secrets.token_hex(2)
     try:
-        work(url, run, check_worker_name(f"{_host()}-{name}-{tag}"), overrides, allowed)
+        work(url, run, check_worker_name(f"{_host()}-{name}-{tag}"), overrides, allowed, grace_s)
     except (ForeignRunError, ConfigChangedError) as error:
         _start_anew(error)
     say_farewell()

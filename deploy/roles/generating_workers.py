@@ -98,14 +98,13 @@ class ByWorkers:
             job.finish()
 
     def _forget_an_earlier_run(self, identity: str) -> None:
-        """Remove what a killed process has left of a run of the name. Raises HeadwayError where that run is another one
-        and in use."""
+        """Remove what a killed process has left of a run of the name; its workers go on. Raises HeadwayError where that
+        run is in use: another one by any process, this one by a process that answers prompts now."""
         run = self.recipe.run.name
         with closing(BlockingBroker(self.url, run)) as blocking:
             held = blocking.call(blocking.broker.join())
-        if held and held != identity:
-            refuse_if_in_use(self.url, run)
         if held:
+            refuse_if_in_use(self.url, run, by_workers=held != identity)
             forget(self.url, run)
 
 

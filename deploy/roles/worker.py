@@ -25,6 +25,7 @@ from broker.errors import (
     WeightSyncError,
 )
 from broker.user_code.roots import ImportRoots
+from deploy.launch.pool import DRAIN_WORKER_S
 from deploy.recipe.loading import recipe_from_bytes, with_overrides
 from deploy.recipe.operators import check_stored
 from deploy.recipe.recipe import Recipe
@@ -35,19 +36,30 @@ if TYPE_CHECKING:
     from rollout_workers.config import EvalConfig
     from rollout_workers.worker import Worker
 
+PARTS_OF_GRACE = 5
+"""A leaving worker's four steps and the end of its engine get a fifth each of the time that it has."""
 GRACE_S = 20.0
 """Seconds for a worker that found itself unfit to hand its work back. Then its process ends."""
 
 log = logging.getLogger(__name__)
 
 
-def work(url: str, run: str, worker: str, overrides: Sequence[str], allowed: Sequence[str] = ()) -> None:
-    """Work until the run is over, or until SIGTERM or SIGINT drains this worker. `allowed`: modules and import paths
-    that the run's configuration may name. Raises HeadwayError."""
-    uvloop.run(_run(url, run, worker, overrides, allowed))
+def work(
+    url: str,
+    run: str,
+    worker: str,
+    overrides: Sequence[str],
+    allowed: Sequence[str] = (),
+    grace_s: float = DRAIN_WORKER_S,
+) -> None:
+    """Work until the run is over, or until SIGTERM or SIGINT drains this worker within `grace_s`. `allowed`: modules
+    and import paths that the run's configuration may name. Raises HeadwayError."""
+    uvloop.run(_run(url, run, worker, overrides, allowed, grace_s))
 
 
-async def _run(url: str, run: str, worker: str, overrides: Sequence[str], allowed: Sequence[str]) -> None:
+async def _run(
+    url: str, run: str, worker: str, overrides: Sequence[str], allowed: Sequence[str], grace_s: float
+) -> None:
     drain = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, drain.set)
@@ -62,7 +74,7 @@ async def _run(url: str, run: str, worker: str, overrides: Sequence[str], allowe
                 broker.leases.storage.payload_shards = recipe.broker.payload_shards
                 broker.leases.storage.replicas = recipe.broker.replicas
                 async with drained_when_changed(broker, stored, drain, _workers_part):
-                    await _work(broker, recipe, worker, Path(private), drain, roots)
+                    await _work(broker, recipe, worker, Path(private), drain, roots, grace_s / PARTS_OF_GRACE)
     except SchemaMismatchError as error:
         await _name(broker, worker, "version", f"{error} Restarting the worker cannot mend this.")
         raise
@@ -122,7 +134,13 @@ def _evaluations(config: "EvalConfig") -> tuple[Any, ...]:
 
 
 async def _work(
-    broker: Broker, recipe: Recipe, worker: str, private: Path, drain: asyncio.Event, roots: ImportRoots
+    broker: Broker,
+    recipe: Recipe,
+    worker: str,
+    private: Path,
+    drain: asyncio.Event,
+    roots: ImportRoots,
+    farewell_s: float = DRAIN_WORKER_S / PARTS_OF_GRACE,
 ) -> None:
     from deploy.observe.tracing import tracing_samples
     from rollout_workers.decoding import load_decoding
@@ -175,6 +193,7 @@ async def _work(
             evaluation=recipe.evaluation,
             tracer=tracer,
             on_sick=_end_soon,
+            farewell_s=farewell_s,
         )
         await _roll_out(rollout, recipe, worker, drain)
 

@@ -1,6 +1,10 @@
 """Refuses to overwrite or delete a living run by mistake, wherever its learner and workers are."""
 
+import os
+import socket
 from datetime import datetime
+
+import psutil
 
 from broker.client.broker import BlockingBroker
 from broker.client.holding import TTL_S, Holder, Use
@@ -12,18 +16,28 @@ PATIENCE_S = 3.0
 _NAMED = 3
 
 
-def refuse_if_in_use(url: str, run: str) -> None:
-    """Raise HeadwayError, which names the processes, if a learner or workers of the run are alive."""
+def refuse_if_in_use(url: str, run: str, *, by_workers: bool = True) -> None:
+    """Raise HeadwayError, which names the processes, if a learner or workers of the run are alive. Without `by_workers`
+    neither workers count, nor a process of this machine that has ended since it was heard of."""
     client = BlockingBroker(url, run, timeout_s=PATIENCE_S)
     try:
         use = client.call(client.broker.holding.use())
     finally:
         client.close()
+    if not by_workers:
+        use = Use(state=use.state, holder=None if _has_ended(use.holder) else use.holder, workers=())
     if users := _users(use):
         raise HeadwayError(
             f"Run {run} is in use ({use.state}): {'; '.join(users)}. Stop them (a killed one is forgotten"
             f" after {TTL_S:g} s), choose another run.name, or take the run from them with --force."
         )
+
+
+def _has_ended(holder: Holder | None) -> bool:
+    """Whether it was this process, or one of this machine that is not there any more."""
+    if holder is None or holder.host != socket.gethostname():
+        return False
+    return holder.pid == os.getpid() or not psutil.pid_exists(holder.pid)
 
 
 def _users(use: Use) -> list[str]:

@@ -58,11 +58,11 @@ def open_examples(config: SftPhaseConfig, seed: int) -> Iterator[Example]:
             raise unknown_kind(unknown, EXAMPLES, "sft.phases.kind")
 
 
-def worked_chains(options: ArithmeticExampleOptions, seed: int) -> Iterator[Example]:
-    """Yields chains with their work, `^4*5+7=` -> `4*5=0+7=7#7`, but never held-out chains."""
+def worked_chains(options: ArithmeticExampleOptions, seed: int, *, held_out: bool = False) -> Iterator[Example]:
+    """Yields chains with their work, `^4*5+7=` -> `4*5=0+7=7#7`: only held-out chains, or none of them."""
     rng = random.Random(f"arithmetic-examples:{seed}")
     while True:
-        chain = draw_chain(rng, options, held_out=False)
+        chain = draw_chain(rng, options, held_out=held_out)
         yield Example(query=chain.text, response=work_out(chain, rng, options))
 
 

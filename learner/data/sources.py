@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta
 
@@ -25,6 +25,8 @@ class ArithmeticRecordOptions(ArithmeticExampleOptions, frozen=True, kw_only=Tru
     """The chains, how carelessly they are worked out, and how many there are."""
 
     records: Annotated[int, Meta(ge=1)] = 4096
+    split: Literal["train", "held_out"] = "train"
+    """held_out: the chains are among those on which runs evaluate, which no training record has."""
 
 
 class ArithmeticPairOptions(ArithmeticRecordOptions, frozen=True, kw_only=True):
@@ -50,20 +52,21 @@ def open_labelled(config: RecordsConfig, seed: int, where: str) -> Sequence[Labe
 
 
 def arithmetic_conversations(options: Mapping[str, Any], seed: int, where: str) -> list[Conversation]:
-    """Returns chains with their work, but no held-out chain. Raises ConfigError."""
+    """Returns chains of a split with their work. Raises ConfigError."""
     chosen = chain_options(options, ArithmeticRecordOptions, where)
-    examples = islice(worked_chains(chosen, seed), chosen.records)
+    examples = islice(worked_chains(chosen, seed, held_out=chosen.split == "held_out"), chosen.records)
     return [Conversation(prompt=example.query, completion=example.response) for example in examples]
 
 
 def arithmetic_pairs(options: Mapping[str, Any], seed: int, where: str) -> list[Preference]:
-    """Returns pairs of a right response with its work and a careless one with a wrong answer, but of no held-out
-    chain. Raises ConfigError."""
+    """Returns pairs of a right response with its work and a careless one with a wrong answer, to chains of a split.
+    Raises ConfigError."""
     chosen = chain_options(options, ArithmeticPairOptions, where)
     if not (chosen.error_rate or chosen.skip_rate):
         raise ConfigError(f"{where}: careless responses need an error_rate or a skip_rate above 0.")
     rng = random.Random(f"arithmetic-pairs:{seed}")
-    return [_pair(draw_chain(rng, chosen, held_out=False), rng, chosen) for _ in range(chosen.records)]
+    held_out = chosen.split == "held_out"
+    return [_pair(draw_chain(rng, chosen, held_out=held_out), rng, chosen) for _ in range(chosen.records)]
 
 
 def arithmetic_labelled(options: Mapping[str, Any], seed: int, where: str) -> list[Labelled]:

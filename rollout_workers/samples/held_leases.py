@@ -79,7 +79,14 @@ class HeldLeases:
     async def hand_back_unfinished(self) -> None:
         """Cancel the samples that are being generated, append their newest tokens and release them, so that another
         worker can continue them at once."""
-        unfinished = [held for held in self._held.values() if held.is_generating]
+        await self._hand_back([held for held in self._held.values() if held.is_generating])
+
+    async def hand_back_unsubmitted(self) -> None:
+        """Do the same with the samples that are generated, and not scored or submitted yet: another worker scores
+        them without sampling a token."""
+        await self._hand_back(list(self._held.values()))
+
+    async def _hand_back(self, unfinished: list[_Held]) -> None:
         if not unfinished:
             return
         for held in unfinished:

@@ -623,6 +623,18 @@ async def test_a_worker_in_quarantine_asks_no_scorer(cast: Cast, auditor: Audito
         cast.hostile.call("score_ask", "quality", "evil", "1", 30, 1, "a", b"x")
 
 
+async def test_its_junk_reports_are_a_line_each_look_at_most(cast: Cast, caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(200):
+        cast.hostile.call("pool", f"p{number}", "s", 60_000, b"junk", 1)
+        cast.hostile.call("heartbeat", f"w{number}", "s", 60_000, b"junk", 1)
+    for _ in range(2):
+        status = await cast.learner.status.snapshot()
+        assert (status.pools, status.workers) == ((), ())
+    lines = [record.message for record in caplog.records if "cannot be read" in record.message]
+    assert len(lines) == 2
+    assert all("And so are 199 more." in line for line in lines)
+
+
 class Fuzz:
     """Calls of every function with what might hit something."""
 

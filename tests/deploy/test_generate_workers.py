@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -134,12 +135,29 @@ def test_a_worker_that_joined_by_the_url_goes_on_for_the_next_writer(
         assert answer(by_workers) == 1
         assert "The disk is gone." in capsys.readouterr().err
         assert len(lines(out)) == 10
+        with another_writer(server.url):
+            assert answer(by_workers) == 1
+        assert f"Run job is in use (training): its learner is process {os.getppid()}" in one_line(capsys)
         assert not answer([*by_workers, "--json"])
     assert json.loads(capsys.readouterr().out)["found"] == 10
     assert not answer([*arguments, str(whole)])
     assert out.read_bytes() == whole.read_bytes()
     with closing(BlockingBroker(server.url, "other")) as left:
         assert left.call(left.broker.status.runs()) == ()
+
+
+@contextmanager
+def another_writer(url: str) -> Iterator[None]:
+    """A living process that answers the same prompts in the run."""
+    with closing(BlockingBroker(url, "job")) as blocking:
+        holding = blocking.broker.holding
+        blocking.call(holding.begin(msgspec.structs.replace(Holder.this_process(), pid=os.getppid())))
+        yield
+        blocking.call(holding.end())
+
+
+def one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    return " ".join(capsys.readouterr().err.split())
 
 
 def test_a_server_that_starts_again_without_its_data_costs_no_prompt(

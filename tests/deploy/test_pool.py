@@ -1,5 +1,6 @@
 """A pool of real processes that grows and shrinks while its supervisor runs, also at the word of another process."""
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from broker import BlockingBroker, Broker
+from broker.schema import PoolInfo
 from broker.server.embedded import EmbeddedServer
 from deploy.launch.base import Command
 from deploy.launch.following import following
@@ -102,10 +104,9 @@ def test_a_worker_that_left_by_itself_is_replaced_only_when_the_pool_is_scaled(t
     until(lambda: not pool.slots[0].is_running)
 
 
-def test_a_worker_that_does_not_leave_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploy.launch.pool.DRAIN_WORKER_S", 0.1)
+def test_a_worker_that_does_not_leave_is_killed(tmp_path: Path) -> None:
     deaf = "import pathlib, signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\npathlib.Path('up').touch()\n"
-    pool, launcher, said = Pool("big", 1, workers(tmp_path, deaf + FOREVER)), LocalLauncher(), list[str]()
+    pool, launcher, said = Pool("big", 1, workers(tmp_path, deaf + FOREVER), 0.1), LocalLauncher(), list[str]()
     pool.resize(launcher, said.append)
     until((tmp_path / "up").exists)
     pool.wanted = 0
@@ -136,6 +137,20 @@ def test_a_pool_follows_what_is_asked_of_the_broker_and_reports(claimed: Blockin
         until(lambda: pool.wanted == 3)
         (info,) = claimed.call(claimed.broker.status.snapshot()).pools
         assert (info.pool, info.wanted, info.running) == ("big", 3, 0)
+
+
+def test_a_pool_whose_name_another_supervisor_has_reports_once_it_is_free(
+    claimed: BlockingBroker, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    info, broker = PoolInfo(pool="big", host="other", pid=1, running=1), claimed.broker
+    assert claimed.call(broker.pools.report(info, 5, 3.0)) == 5
+    pool = Pool("big", 1, workers(tmp_path))
+    with following(broker.url, broker.run, [pool]):
+        until(lambda: "Another supervisor runs a pool 'big'" in caplog.text)
+        until(lambda: [one.host for one in claimed.call(broker.status.snapshot()).pools] == [socket.gethostname()])
+        assert claimed.call(broker.pools.scale("big", "to", 2)) == (1, 2)
+        until(lambda: pool.wanted == 2)
+    assert caplog.text.count("Another supervisor") == 1
 
 
 def test_workers_alone_end_with_their_run_though_none_is_wanted(claimed: BlockingBroker, tmp_path: Path) -> None:

@@ -25,9 +25,10 @@ from deploy.run.resuming import check_resumable
 from deploy.run.stage_output import after_stages, check_made, is_of, mark_complete, origin, planned, starting_at
 from deploy.run.stage_record import StageRecord, record_of, tracker_identity
 from deploy.terminal import Terminal
-from learner.config import ModelConfig, StageConfig
+from learner.config import ModelConfig, RecordsConfig, StageConfig
 from learner.data.prompts.base import Message
 from learner.data.prompts.rendering import Renderer
+from learner.data.sources import open_pairs
 from learner.models.model import load_model, load_tokenizer
 from learner.stages.kinds import KNOWN
 from tests.deploy.runs import stage_event
@@ -156,6 +157,18 @@ def test_a_stage_is_told_by_its_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_no_recipe_that_ships_is_in_the_older_spelling(name: str) -> None:
     assert hint_of(name) == ""
+
+
+@pytest.mark.parametrize("name", ["dpo.yaml", "sft-rm-ppo.yaml"])
+def test_recipes_measure_pairs_of_prompts_that_they_do_not_train(name: str) -> None:
+    recipe = load_recipe(name)
+    (options,) = (stage.options for stage in recipe.plan if "data" in stage.options)
+    trained, held_out = (
+        {pair.prompt for pair in open_pairs(msgspec.convert(options[key], RecordsConfig), recipe.run.seed, key)}
+        for key in ("data", "held_out")
+    )
+    assert held_out
+    assert not held_out & trained
 
 
 @pytest.mark.parametrize("key", ["sft", "stages.sft", "stages[0]"])

@@ -21,18 +21,34 @@ from tests.broker.topologies import wait_until
 from .recipes import write_recipe
 from .records import check_trained, summary
 from .terminals import Terminal, Terminals, paused
-from .watching import watching
+from .watching import Watch, watching
 
 pytestmark = pytest.mark.slow
 
 RUN, STEPS = "four", 150
+GRACE_S = 30
+SLOW_SEVENS = """
+import time
+from pathlib import Path
+
+TMP = Path(__file__).with_name("tmp")
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if (TMP / "slow").exists():
+        (TMP / "scoring").touch()
+        time.sleep(60)
+    return {"score": solution_str.count("7") / 16, "length": len(solution_str)}
+"""
+"""The reward of the machine that is taken away: it becomes slow once the file `slow` is there."""
 
 
 def test_workers_come_and_go_and_the_run_completes(terminals: Terminals) -> None:
     server = terminals.open("server", "broker", "--port", str(free_port()))
     learns, works, looks = [exported(terminals, server, command) for command in ("learner", "workers", "status")]
     with watching(looks["HEADWAY_BROKER"], RUN, terminals) as watch:
-        drained = terminals.open("drained", "worker", **works)
+        drained = terminals.open("drained", "workers", "--grace-s", str(GRACE_S), **works)
+        (drained.directory / "sevens.py").write_text(SLOW_SEVENS)
         killed = terminals.open("killed", "workers", **works)
         misuse_password(works["HEADWAY_BROKER"])
         learner = terminals.open("learner", "learner", learners_recipe(terminals), **learns)
@@ -46,11 +62,7 @@ def test_workers_come_and_go_and_the_run_completes(terminals: Terminals) -> None
             watch.until("the newcomer is there", lambda status: info_of(status, joined) is not None)
         watch.until("it generates", lambda status: is_busy(status, joined))
 
-        drained.send(signal.SIGTERM)
-        drained.succeeds()
-        status = watch.until("it has left", lambda status: info_of(status, drained) is None)
-        assert status.state == "training"
-        assert status.queues.expired_leases == 0
+        take_away(watch, drained)
 
         watch.until("the next victim holds leases", lambda status: is_busy(status, killed))
         killed.send(signal.SIGKILL)
@@ -71,6 +83,21 @@ def test_workers_come_and_go_and_the_run_completes(terminals: Terminals) -> None
     assert "somebody uses a worker's password" in " ".join(learner.said.split())
     for terminal in (learner, joined):
         assert "Warning" not in terminal.said, terminal.said
+
+
+def take_away(watch: Watch, drained: Terminal) -> None:
+    """As a spot machine is, while its rewards are slow: what it holds goes back, and others go on with it."""
+    tmp = drained.directory / "tmp"
+    (tmp / "slow").touch()
+    before = watch.until("a sample is scored slowly", lambda status: (tmp / "scoring").exists())
+    drained.send(signal.SIGTERM)
+    drained.succeeds()
+    assert "killed" not in drained.said
+    status = watch.until("it has left", lambda status: info_of(status, drained) is None)
+    assert status.state == "training"
+    resumed = before.queues.resumed_tokens
+    status = watch.until("others go on with its samples", lambda status: status.queues.resumed_tokens > resumed)
+    assert status.queues.expired_leases == 0
 
 
 def exported(terminals: Terminals, server: Terminal, command: str) -> dict[str, str]:

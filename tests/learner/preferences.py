@@ -35,9 +35,9 @@ OPTIONS = PreferenceOptions(
 )
 
 
-def arithmetic(records: int, max_operations: int = 2) -> dict[str, Any]:
+def arithmetic(records: int, max_operations: int = 2, *, split: str = "train") -> dict[str, Any]:
     """The source of so many pairs of responses that end with the stop token."""
-    options = {"records": records, "min_operations": 1, "max_operations": max_operations}
+    options = {"records": records, "split": split, "min_operations": 1, "max_operations": max_operations}
     return {"kind": "arithmetic", "options": options}
 
 

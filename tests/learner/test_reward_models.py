@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,7 +13,8 @@ from algorithms.supervised.scores import bradley_terry
 from broker.errors import ConfigError
 from learner.backends import open_backend
 from learner.backends.base import ScoreBackend
-from learner.config import ModelConfig
+from learner.config import ModelConfig, RecordsConfig
+from learner.data.sources import open_pairs
 from learner.models.classifier import check_classifier
 from learner.models.model import load_tokenizer
 from learner.rows.packing import concatenate, labelled
@@ -51,11 +53,18 @@ def test_transformers_gives_the_scores_of_the_backend(architecture: str, has_own
 
 def test_it_learns_to_tell_right_answers_from_wrong_ones(tmp_path: Path) -> None:
     seen: list[Progress] = []
+    sources = {"data": arithmetic(2000, 1), "held_out": arithmetic(300, 1, split="held_out")}
+    trained, held_out = (
+        {pair.prompt for pair in open_pairs(msgspec.convert(source, RecordsConfig), 1, name)}
+        for name, source in sources.items()
+    )
+    assert held_out
+    assert not held_out & trained
     options: dict[str, Any] = {
-        "data": arithmetic(1700, max_operations=1),
-        "held_out_records": 300,
+        **sources,
+        "held_out_records": 0,
         "batch_size": 64,
-        "epochs": 4,
+        "epochs": 3,
         "learning_rate": 1e-2,
         "evaluate_every_steps": 40,
         "keep": "best",

@@ -19,7 +19,7 @@ from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import NamedTensors
 from rollout_workers.rewards.base import Score
 from rollout_workers.samples.taught import AskedTeacher
-from rollout_workers.worker import Worker
+from rollout_workers.worker import FAREWELL_S, Worker
 from weightsync.config import WeightsConfig
 from weightsync.tensors.fingerprint import fingerprint
 
@@ -220,6 +220,7 @@ def make_worker(
     weights: WeightsConfig | None = None,
     evaluation: EvalConfig | None = None,
     teacher: AskedTeacher | None = None,
+    farewell_s: float = FAREWELL_S,
 ) -> Worker:
     """No stop tokens: every response has exactly `max_new_tokens`."""
     return Worker(
@@ -242,6 +243,7 @@ def make_worker(
         is_colocated=is_colocated,
         evaluation=evaluation,
         on_sick=on_sick,
+        farewell_s=farewell_s,
     )
 
 

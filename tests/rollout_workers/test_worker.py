@@ -146,6 +146,34 @@ async def test_a_drain_waits_for_samples_that_are_being_scored(brokers: tuple[Br
     assert worker.info().submitted == CAPACITY
 
 
+async def test_a_drain_hands_back_whole_what_is_not_scored_in_time(
+    brokers: tuple[Broker, Broker], tmp_path: Path
+) -> None:
+    class EndlessReward(OneReward):
+        scoring = 0
+
+        async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: object = ()) -> Score:
+            self.scoring += 1
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    learner = await Learner.start(brokers[0], groups=2)
+    deliveries, reward = Deliveries(), EndlessReward()
+    worker = make_worker(
+        brokers[1], make_engine(tmp_path), deliveries, reward=reward, segment_tokens=64, farewell_s=0.5
+    )
+    await learner.publish(0, deliveries)
+    async with running(worker) as task:
+        await until(lambda: reward.scoring == CAPACITY)
+        worker.request_drain()
+        assert await task == "drained"
+    queues = (await brokers[0].status.snapshot()).queues
+    assert (queues.leased, queues.expired_leases, worker.info().submitted) == (0, 0, 0)
+    again = await brokers[0].leases.lease("worker-2", learner.version(0), CAPACITY, 10)
+    saved = [sum(len(segment.tokens) for segment in lease.segments) for lease in again.leases]
+    assert saved == [worker.info().generated_tokens // CAPACITY] * CAPACITY
+
+
 @pytest.mark.parametrize("state", ["scored", "generating"])
 async def test_a_drain_ends_while_the_server_is_away(
     server: EmbeddedServer, brokers: tuple[Broker, Broker], tmp_path: Path, state: str

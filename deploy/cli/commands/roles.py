@@ -77,12 +77,22 @@ def learner(
     )
 
 
+grace_option = click.option(
+    "--grace-s",
+    type=click.FloatRange(1, 3600),
+    default=20.0,
+    show_default=True,
+    help="Seconds for a worker to hand its work back when it is asked to leave. Then it is killed.",
+)
+
+
 @click.command()
 @overrides_argument
 @connection
 @allow_import_option
 @click.option("--count", type=click.IntRange(0, 1024), default=1, show_default=True, help="Worker processes.")
 @click.option("--pool", default="", help="Its name for `headway scale`.  [default: HOST-PROCESS]")
+@grace_option
 @dry_run_option
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: one JSON object.")
 def workers(
@@ -92,6 +102,7 @@ def workers(
     allowed: tuple[str, ...],
     count: int,
     pool: str,
+    grace_s: float,
     dry_run: bool,
     as_json: bool,
 ) -> int:
@@ -99,19 +110,19 @@ def workers(
 
     They take all keys but engine.*, weights.follow, weights.archive, weights.pull_bytes_per_s, workers.devices and
     workers.metrics_* from the run's own configuration, which the broker holds. Workers may start before the learner,
-    and leave and join while it trains; `headway scale` changes their number. At Ctrl-C they hand their work back and
-    stop.
+    and leave and join while it trains; `headway scale` changes their number. At Ctrl-C or SIGTERM they hand
+    their work back and stop.
     """
     from deploy.roles.alone import run_workers
 
     if not dry_run:
         if as_json:
             raise click.UsageError("--json needs --dry-run.")
-        return run_workers(url, run, count, overrides, allowed, pool=pool)
+        return run_workers(url, run, count, overrides, allowed, pool=pool, grace_s=grace_s)
     from .dry_run import shown
 
     with shown(as_json) as launcher:
-        return run_workers(url, run, count, overrides, allowed, launcher, pool=pool)
+        return run_workers(url, run, count, overrides, allowed, launcher, pool=pool, grace_s=grace_s)
 
 
 @click.command()
@@ -162,12 +173,13 @@ def scorer(overrides: tuple[str, ...], url: str, run: str, scorer: str, name: st
 @connection
 @allow_import_option
 @click.option("--name", default="worker", help="Its name in logs and tables; made unique.")
-def worker(overrides: tuple[str, ...], url: str, run: str, allowed: tuple[str, ...], name: str) -> None:
+@grace_option
+def worker(overrides: tuple[str, ...], url: str, run: str, allowed: tuple[str, ...], name: str, grace_s: float) -> None:
     """Run one worker in this process, as `run` and `workers` start it."""
     _log_to_stderr()
     from deploy.roles.alone import run_worker
 
-    run_worker(url, run, name, overrides, allowed)
+    run_worker(url, run, name, overrides, allowed, grace_s)
 
 
 @click.command()
