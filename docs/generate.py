@@ -291,6 +291,20 @@ changes its signature or its contract, says so in the changelog and raises the m
 version; a patch release never does. New members with a default may come with any release. Everything else in
 Headway's packages may change at any time.
 
+A flow needs about a dozen of them, and each part of it only its own:
+
+| part | needed | for more |
+|---|---|---|
+| prompt source | `Item` | `PromptSource`, the methods to write |
+| reward | none: a function | `RewardFunction`, its signature |
+| environment | `Episode`, `Step` | `Environment`, the methods to write; `Prompt`, which an episode holds |
+| objective | `Tokens`, `Metrics`, `masked_mean` | `TokenObjective`, its signature |
+| stage | `StageParts`, `StageMetrics`, `Progress` | `Example`, `tokenize`, `pack`, `supervised_loss`, to train |
+| metric sink | `SinkRun`, `Event`, `StepEvent` | `MetricSink` and the other events |
+
+`Backend`, `Ranks` and `StageCheckpoints` are what `StageParts` holds, and `Stage` says what a stage has. You import
+none of these four. The packages are typed (`py.typed`), so that mypy and pyright check your code against them.
+
 A recipe names your code by an import path, `package.module:Name`, of a module in the directory in which you start
 Headway, or of one that is installed. The code below is one flow, which trains a tiny model on a CPU in less than a
 minute. `headway new flow` writes it, with its recipe and tests:

@@ -16,7 +16,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 ROOMS = ["algorithms", "broker", "deploy", "learner", "rollout_workers", "weightsync"]
-SHIPPED_SUFFIXES = {".py", ".lua", ".yaml", ".json", ".html", ".css", ".js", ".sh"}
+SHIPPED_SUFFIXES = {".py", ".lua", ".yaml", ".json", ".html", ".css", ".js", ".sh", ".typed"}
 SEMANTIC = r"\d+\.\d+\.\d+(-[\w.]+)?"
 
 
@@ -75,6 +75,7 @@ def test_the_wheel_holds_the_rooms_with_their_scripts_and_recipes_and_nothing_el
     }
     assert any(name.endswith(".lua") for name in names)
     assert "deploy/recipes/arithmetic.yaml" in names
+    assert {f"{room}/py.typed" for room in ROOMS} <= names, "type checkers take all of a package without it for Any"
 
 
 def test_the_source_archive_holds_the_tests_and_what_make_needs(source: Path) -> None:
