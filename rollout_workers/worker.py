@@ -110,32 +110,9 @@ class Worker:
         self._alive_s = MISSED_HEARTBEATS * config.heartbeat_s
         self._held = HeldLeases(broker.leases, lease_ttl_s)
         self._wake = asyncio.Event()
-        self._weights = HeldWeights(
-            engine,
-            subscriber,
-            self._outages,
-            SwapTurns(broker.swap_turns, worker, self._outages, share=weights.swaps_at_once, ttl_s=self._alive_s),
-            keep_cache=weights.kv_policy == "keep",
-            verify=config.probe_swaps,
-            until_free=self._until_evaluated,
-            on_swap=self._note_swap,
-        )
-        self._device: BorrowedDevice | None = None
-        if is_colocated:
-            self._device = BorrowedDevice(broker, engine, worker, self._outages, self._weights, self._set_aside)
-        self._evaluating = Evaluating(
-            broker.evaluations,
-            self._outages,
-            self._episodes,
-            decoding,
-            sampling,
-            evaluation or EvalConfig(),
-            self._generate,
-            worker=worker,
-            lease_ttl_s=lease_ttl_s,
-            max_model_len=engine.max_model_len,
-            on_change=self._wake.set,
-        )
+        self._weights = self._held_weights(weights)
+        self._device = self._borrowed_device() if is_colocated else None
+        self._evaluating = self._sampler_of_held_out(evaluation or EvalConfig())
         self._admitting = asyncio.Lock()
         self._generated = Throughput()
         self._requests = 0
@@ -153,6 +130,40 @@ class Worker:
         self.unscored = 0
         """Samples that the worker gave up because no reward function could score them."""
         self._last_unscored = ""
+
+    def _held_weights(self, weights: WeightsConfig) -> HeldWeights:
+        """Return the engine's weights, which are swapped when it is this worker's turn."""
+        turns = self._broker.swap_turns
+        return HeldWeights(
+            self._engine,
+            self._subscriber,
+            self._outages,
+            SwapTurns(turns, self._worker, self._outages, share=weights.swaps_at_once, ttl_s=self._alive_s),
+            keep_cache=weights.kv_policy == "keep",
+            verify=self._config.probe_swaps,
+            until_free=self._until_evaluated,
+            on_swap=self._note_swap,
+        )
+
+    def _borrowed_device(self) -> BorrowedDevice:
+        """Return the device that the engine shares with the learner, in turns."""
+        return BorrowedDevice(self._broker, self._engine, self._worker, self._outages, self._weights, self._set_aside)
+
+    def _sampler_of_held_out(self, evaluation: EvalConfig) -> Evaluating:
+        """Return this worker's part of the evaluations that the learner asks for."""
+        return Evaluating(
+            self._broker.evaluations,
+            self._outages,
+            self._episodes,
+            self._decoding,
+            self._sampling,
+            evaluation,
+            self._generate,
+            worker=self._worker,
+            lease_ttl_s=self._lease_ttl_s,
+            max_model_len=self._engine.max_model_len,
+            on_change=self._wake.set,
+        )
 
     async def run(self) -> str:
         """Work until the worker is drained (returns "drained") or the run is over (returns its state).

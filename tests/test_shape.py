@@ -1,10 +1,13 @@
-"""`make shape` counts what it says, over sources that it never imports."""
+"""`make shape` counts what it says, over sources that it never imports; and Headway keeps the shape that it has."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.shape import ROOMS, measure, percentiles
+
+from .docs.pages import ROOT, tracked_files
 
 SOURCES = {
     "broker/keys.py": "from learner.data import reader\n",
@@ -15,6 +18,33 @@ SOURCES = {
     "learner/other.py": "def one(): ...\n",
     "deploy/main.py": "import learner.train\nfrom broker.keys import x\n",
 }
+
+MOST_ROOT_FILES = dict.fromkeys(ROOMS, 8) | {"algorithms": 11}  # equations, of which each has its own file
+MOST_FUNCTION_LINES = 67
+MOST_FILE_LINES = 400
+LONGER_FILES = {
+    "broker/schema.py": "all that crosses a process, in one place",
+    "broker/wire/codec.py": "the checks of every struct of the schema",
+    "learner/config.py": "every key of the learner with its meaning",
+    "rollout_workers/worker.py": "the worker's loop and the tasks beside it, which share its state",
+}
+
+
+@pytest.fixture(scope="module")
+def headway() -> dict[str, Any]:
+    return measure(ROOT)
+
+
+def test_a_room_shows_few_files_and_no_two_folders_import_each_other(headway: dict[str, Any]) -> None:
+    assert not {room: n for room, n in headway["root_files"].items() if n > MOST_ROOT_FILES[room]}
+    assert headway["mutual_folders"] == []
+
+
+def test_functions_and_files_are_short(headway: dict[str, Any]) -> None:
+    assert headway["function_lines"]["max"] <= MOST_FUNCTION_LINES
+    sizes = {path: (ROOT / path).read_text().count("\n") for path in tracked_files() if path.endswith(".py")}
+    longer = {path for path, lines in sizes.items() if lines > MOST_FILE_LINES and path.split("/")[0] in ROOMS}
+    assert longer == set(LONGER_FILES)
 
 
 @pytest.fixture

@@ -83,6 +83,8 @@ def test_the_tests_that_a_block_names_call_its_commands() -> None:
             continue
         tests = "".join((ROOT / name.strip()).read_text() for name in block.mark[6:].split(","))
         silent += [f"{block}: {words[0]}" for words in lines("headway", [block]) if not _calls(tests, words[0])]
+        targets = {word for words in lines("make", [block]) for word in words if word in TARGETS}
+        silent += [f"{block}: make {target}" for target in targets if f'"make", "{target}"' not in tests]
     assert not silent
 
 
