@@ -16,7 +16,7 @@ from learner.backends.base import Backend
 from learner.stages.base import Stage
 
 from . import distilling
-from .preferences import arithmetic, opened, opened_scores, opened_sft
+from .preferences import arithmetic, opened, opened_kto, opened_scores, opened_sft
 
 STAGES = (
     "dpo fsdp",
@@ -25,7 +25,10 @@ STAGES = (
     "reward_model megatron",
     "distill fsdp",
     "distill megatron",
+    "sft fsdp",
     "sft megatron",
+    "kto fsdp",
+    "kto megatron",
 )
 """Each stage's kind and backend."""
 OPEN: dict[str, Callable[..., tuple[Stage, Backend]]] = {
@@ -33,6 +36,7 @@ OPEN: dict[str, Callable[..., tuple[Stage, Backend]]] = {
     "reward_model": opened_scores,
     "distill": distilling.opened,
     "sft": opened_sft,
+    "kto": opened_kto,
 }
 UNITS = 4
 """Records: the second step has one, which leaves a rank with none."""
@@ -44,7 +48,7 @@ def metrics(name: str, directory: Path) -> list[dict[str, float]]:
     seen: list[dict[str, float]] = []
     kind, backend_kind = name.split()
     of_records = {"options": {"held_out_records": 4, "data": arithmetic(UNITS + 4)}}
-    of_units: dict[str, Any] = of_records if kind in ("reward_model", "sft") else {"units": UNITS}
+    of_units: dict[str, Any] = of_records if kind in ("reward_model", "sft", "kto") else {"units": UNITS}
     stage, _ = OPEN[kind](
         directory,
         micro_batch_tokens=40,

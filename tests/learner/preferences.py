@@ -96,6 +96,13 @@ def opened_sft(directory: Path, *, options: dict[str, Any] | None = None, **give
     return open_stage(StageConfig(kind="sft", options=shared | (options or {})), parts, "stages[0]"), parts.backend
 
 
+def opened_kto(directory: Path, *, options: dict[str, Any] | None = None, **given: Any) -> tuple[Stage, Backend]:
+    """A stage on single judgements; `given` goes to `parts_of`."""
+    parts = parts_of(directory, **given)
+    shared = {name: value for name, value in SCORED.items() if name != "centering"} | {"beta": 0.5}
+    return open_stage(StageConfig(kind="kto", options=shared | (options or {})), parts, "stages[0]"), parts.backend
+
+
 def parts_of(
     directory: Path,
     *,

@@ -36,7 +36,7 @@ from learner.stages.rl import RlStage
 from learner.stages.supervised.options import PreferenceOptions
 from tests.learner import distilling
 from tests.learner.batches import group
-from tests.learner.preferences import arithmetic, opened, opened_scores, opened_sft, parts_of
+from tests.learner.preferences import opened, opened_kto, opened_scores, opened_sft, parts_of
 from tests.learner.tiny import OPTIMIZER, model_config
 
 STEPS = 4
@@ -96,9 +96,7 @@ def open_dpo(directory: Path, watcher: Watcher, backend_kind: str = "fsdp") -> t
 
 
 def open_kto(directory: Path, watcher: Watcher, backend_kind: str = "fsdp") -> tuple[Stage, Backend]:
-    parts = parts_of(directory, **watcher.watches(backend_kind))
-    options = {"data": arithmetic(11), "held_out_records": 4, "learning_rate": 1e-2, **SHARED}
-    return open_stage(StageConfig(kind="kto", options=options), parts, "stages[0]"), parts.backend
+    return opened_kto(directory, options=SHARED, **watcher.watches(backend_kind))
 
 
 def open_reward_model(directory: Path, watcher: Watcher, backend_kind: str = "fsdp") -> tuple[Stage, Backend]:

@@ -78,6 +78,7 @@ def test_packing_changes_no_metric(kind: str, micro_batch_tokens: int, tmp_path:
         "reward_model": {"score_margin", "held_out/score_accuracy"},
         "distill": {"forward_kl", "held_out/agreement"},
         "sft": {"entropy", "held_out/token_accuracy"},
+        "kto": {"reward_desirable", "held_out/reward_accuracy"},
     }
     assert {*names[kind], "held_out/loss", "grad_norm"} <= set(one.metrics)
 
