@@ -1,7 +1,12 @@
 """The rule by which a pool of workers grows and shrinks.
 
     out  the learner waits for more than `wait` of its time, and the workers are busy
-    in   the learner hardly waits (for less than half of `wait`), and workers are idle or the lag is close to its bound
+    in   the learner hardly waits (for less than half of `wait`), and workers are idle, or the lag or the queue's age is
+         close to the bound
+
+The queue's age is the time for which the oldest ready group has waited for the learner, over the time of `max_lag`
+steps: at 1 the learner would train it at the bound even if its tokens were of the newest weights when it became ready.
+Whether workers are busy is judged by those of the pool alone, where they can be told by their names.
 
 A learner that waits beside idle workers is bound by admission (`staleness.max_lag`), prompts or the learner itself, and
 more workers would change nothing. Workers that generate faster than the learner trains fill the admitted groups, so
@@ -17,11 +22,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from broker.schema import PoolInfo, RunStatus, StepMetrics, WorkerInfo
+from broker.schema import PoolInfo, QueueAges, RunStatus, StepMetrics, WorkerInfo
 from deploy.run.figures import wait_fraction
 
 NEAR_BOUND = 0.9
-"""A mean lag of this share of its bound is close to it."""
+"""A mean lag, or a queue's age, of this share of its bound is close to it."""
 OTHER_PACE = 1.25
 """A learner whose training seconds a step changed by this factor has another pace."""
 
@@ -52,9 +57,11 @@ class Load:
     wait: float
     """The share of the last steps' time in which the learner waited for samples."""
     busy: float
-    """The share of the engines' places in use, over all workers of the run and the last looks."""
+    """The share of the places in use in the pool's engines, over the last looks."""
     lag: float
     """The mean lag over its bound; 0 where the bound is 0."""
+    age: float = 0.0
+    """The wait of the oldest ready group over the time of as many steps as the bound has; 0 where the bound is 0."""
     train_s: float
     """The learner's mean training seconds of a step."""
 
@@ -75,6 +82,7 @@ class Load:
             wait=wait_fraction(recent),
             busy=sum(busy) / len(busy),
             lag=_mean_lag(recent) / max_lag if max_lag else 0.0,
+            age=_age(status.ages, recent, max_lag),
             train_s=sum(step.train_s for step in recent) / len(recent) if recent else 0.0,
         )
 
@@ -120,7 +128,7 @@ class Autoscaler:
         self._forget_other_pace(load)
         if load.wait > targets.wait:
             return self._starved(load)
-        if load.wait <= targets.wait / 2 and (load.busy < targets.busy or load.lag >= NEAR_BOUND):
+        if load.wait <= targets.wait / 2 and (load.busy < targets.busy or max(load.lag, load.age) >= NEAR_BOUND):
             return self._idle(load)
         return Decision(load.wanted, "within the targets", _seen(load))
 
@@ -169,8 +177,13 @@ def _mean_lag(steps: Sequence[StepMetrics]) -> float:
     return sum(step.lag_mean for step in steps) / len(steps) if steps else 0.0
 
 
+def _age(ages: QueueAges, steps: Sequence[StepMetrics], max_lag: int) -> float:
+    bound_s = max_lag * sum(step.step_s for step in steps) / len(steps) if steps else 0.0
+    return (ages.oldest_ready_s or 0.0) / bound_s if bound_s else 0.0
+
+
 def _seen(load: Load) -> str:
     return (
-        f"The learner waits {load.wait:.0%} of its time, engines are {load.busy:.0%} busy, lag is {load.lag:.0%} of its"
-        " bound"
+        f"The learner waits {load.wait:.0%} of its time, engines are {load.busy:.0%} busy, lag is {load.lag:.0%} and"
+        f" the queue's age {load.age:.0%} of its bound"
     )

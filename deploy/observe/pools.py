@@ -1,8 +1,16 @@
-"""Which of a run's pools a user means."""
+"""Which of a run's pools a user means, and which workers are of a pool."""
+
+from collections.abc import Iterable
 
 from broker.errors import RunNotFoundError
-from broker.schema import PoolInfo, RunStatus
+from broker.schema import PoolInfo, RunStatus, WorkerInfo
+from deploy.recipe.pools import MAIN
 from deploy.recipe.scorers import POOL
+
+UNNAMED = "worker"
+"""The prefix of the workers of a pool without a name of its own."""
+MOST_OF_PREFIX = 40
+"""Characters of a pool's name in its workers' names, which have room for 100."""
 
 
 def pool_of(status: RunStatus, name: str) -> PoolInfo:
@@ -19,6 +27,26 @@ def pool_of(status: RunStatus, name: str) -> PoolInfo:
     raise RunNotFoundError(
         f"No supervisor of a pool is alive in run {status.run}: start workers with `headway run` or `headway workers`."
     )
+
+
+def workers_of(status: RunStatus, pool: PoolInfo) -> tuple[WorkerInfo, ...]:
+    """Returns the workers of the pool, told by their names, which are HOST-PREFIX-NUMBER-TAG. A name that fits several
+    pools is of the one with the longest prefix. Returns all workers of the run where none can be told."""
+    pools = sorted((*status.pools, pool), key=lambda one: len(worker_prefix(one)), reverse=True)
+    mine = worker_prefix(pool)
+    found = tuple(info for info in status.workers if _prefix_in(info, map(worker_prefix, pools)) == mine)
+    return found or status.workers
+
+
+def worker_prefix(pool: PoolInfo) -> str:
+    """Returns how the pool's workers are called: by its name, unless the pool has none of its own."""
+    is_unnamed = pool.pool == MAIN or pool.pool.endswith(f"-{pool.pid}")
+    return UNNAMED if is_unnamed else pool.pool[:MOST_OF_PREFIX]
+
+
+def _prefix_in(info: WorkerInfo, prefixes: Iterable[str]) -> str:
+    head = info.worker.rsplit("-", 2)[0]
+    return next((prefix for prefix in prefixes if head.endswith(f"-{prefix}")), "")
 
 
 def _workers(pool: PoolInfo) -> str:

@@ -29,6 +29,7 @@ from deploy.launch.pool import DRAIN_WORKER_S, Pool
 from deploy.launch.server_traits import check_traits
 from deploy.launch.supervisor import Supervisor
 from deploy.observe.live import watch as watch_run
+from deploy.observe.pools import MOST_OF_PREFIX, UNNAMED
 from deploy.printing import complain, say, say_json
 from deploy.recipe.checks import check_engine
 from deploy.recipe.data_checks import check_data
@@ -50,8 +51,6 @@ from .looking import PATIENCE_S
 
 log = logging.getLogger(__name__)
 
-MOST_OF_POOL = 40
-"""Characters of a pool's name in its workers' names, which have room for 100."""
 DEVICES = "workers.devices="
 _WORKERS_OWN = (
     "engine.",
@@ -153,7 +152,7 @@ def run_workers(
     """
     own = _own_of(overrides)
     devices = shares(own.workers.devices, own.engine)
-    prefix = check_pool_name(pool or "worker")[:MOST_OF_POOL]
+    prefix = check_pool_name(pool or UNNAMED)[:MOST_OF_PREFIX]
     pool = pool or f"{_host()}-{os.getpid()}"
     named = [argument for module in allowed for argument in ("--allow-import", module)]
     graced = () if grace_s == DRAIN_WORKER_S else ("--grace-s", f"{grace_s:g}")

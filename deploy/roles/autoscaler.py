@@ -5,15 +5,15 @@ It is a process of its own beside any run, wherever the pool was started. A pool
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from broker.client.broker import BlockingBroker
-from broker.schema import PoolInfo, RunStatus
+from broker.schema import PoolInfo, RunStatus, WorkerInfo
 from deploy.observe.autoscaling import Autoscaler, Decision, Load, Targets, busy_share, steps_made
-from deploy.observe.pools import pool_of
+from deploy.observe.pools import pool_of, workers_of
 from deploy.printing import say, say_json
 from rollout_workers.run_end import RUN_OVER
 
@@ -83,7 +83,7 @@ class Autoscaling:
         info, made = self._pool(status), steps_made(status)
         if self._since is None or made < self._since:  # it has just begun, or the run went back
             self._since = made
-        self._busy.append(busy_share(status.workers))
+        self._busy.append(busy_share(self._workers(status, info)))
         load = Load.of(status, info, self._since, self._max_lag(), self.targets, self._busy)
         decision = self._scaler.decide(load)
         if decision.wanted != info.wanted and not self.dry_run:
@@ -95,6 +95,10 @@ class Autoscaling:
     def _pool(self, status: RunStatus) -> PoolInfo:
         """Return the pool as the rule sees it."""
         return pool_of(status, self.pool)
+
+    def _workers(self, status: RunStatus, info: PoolInfo) -> Sequence[WorkerInfo]:
+        """Return the pool's workers."""
+        return workers_of(status, info)
 
     def _ask(self, pool: str, wanted: int) -> None:
         """Ask for so many workers."""

@@ -9,7 +9,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -17,9 +17,10 @@ from types import FrameType
 import msgspec
 
 from broker.errors import BrokerError, ConfigError
-from broker.schema import PoolInfo, RunStatus
+from broker.schema import PoolInfo, RunStatus, WorkerInfo
 from deploy.observe.autoscaling import Targets
 from deploy.observe.bounded_server import BoundedServer, Quiet
+from deploy.observe.pools import workers_of
 from deploy.printing import say
 
 from . import autoscaler
@@ -96,6 +97,11 @@ class Together(Autoscaling):
         if not self._wanted:
             self._wanted = min(max(running, self.targets.least), self.targets.most)
         return PoolInfo(pool=self.pool, host="", pid=0, running=running, wanted=self._wanted)
+
+    def _workers(self, status: RunStatus, info: PoolInfo) -> Sequence[WorkerInfo]:
+        together = [pool for pool in status.pools if pool.pool.partition(".")[0] == self.pool]
+        found = {worker.worker: worker for pool in together for worker in workers_of(status, pool)}
+        return tuple(found.values()) or status.workers
 
     def _ask(self, pool: str, wanted: int) -> None:
         self._wanted = noticeable(self._wanted, wanted, self.targets)

@@ -10,15 +10,19 @@ import pytest
 from msgspec.structs import replace as changed
 
 from broker import BlockingBroker
-from broker.schema import PoolInfo
+from broker.schema import PoolInfo, QueueAges
 from broker.server.embedded import EmbeddedServer
 from deploy.observe.autoscaling import Autoscaler, Load, Targets
+from deploy.observe.pools import workers_of
 from deploy.recipe.loading import load_recipe, recipe_to_bytes
 from deploy.roles.autoscaler import Autoscaling
 from tests.broker.scenario import FRESH, rules
 from tests.broker.test_codec import STEP, WORKER
 
+from .runs import run_status, worker
+
 TARGETS = Targets(least=1, most=32, steps=4)
+WAITING = changed(STEP, take_s=0.4, train_s=0.6, step_s=1.0, lag_mean=1.0)
 CALM = Load(wanted=4, running=4, steps=9, wait=0.07, busy=0.9, lag=0.5, train_s=1.0)
 
 
@@ -43,7 +47,8 @@ class Simulation:
         return math.ceil(self.batch / self.train_s / self.rate)
 
     def step(self) -> tuple[float, float, float]:
-        """Returns the seconds that the learner waited in a step, the share of places in use, and the lag's share."""
+        """Returns the seconds that the learner waited in a step, the share of places in use, and the queue's share of
+        its bound."""
         rate = self.workers * self.rate
         waited = max(0.0, (self.batch - self.ready) / rate)
         self.ready = max(self.ready + waited * rate, self.batch) - self.batch
@@ -93,6 +98,20 @@ def test_a_step_of_the_load_is_followed_out_and_a_drop_in(scaler: Autoscaler) ->
     assert_settled(simulation, after)
 
 
+def test_a_queue_that_ages_scales_in_before_the_lag_shows_it(scaler: Autoscaler) -> None:
+    """Samples are as old as the queue is long, of which the trained ones tell nothing yet."""
+    simulation = Simulation(workers=16, rate=16.0)
+    chosen = []
+    for _ in range(30):
+        looks = [simulation.step() for _ in range(TARGETS.steps)]
+        waited = sum(look[0] for look in looks)
+        wait = waited / (waited + len(looks) * simulation.train_s)
+        load = replace(CALM, wanted=simulation.workers, running=simulation.workers, wait=wait, age=looks[-1][2])
+        simulation.workers = scaler.decide(load).wanted
+        chosen.append(simulation.workers)
+    assert_settled(simulation, chosen)
+
+
 def assert_settled(simulation: Simulation, chosen: list[int]) -> None:
     assert len(set(chosen[-10:])) == 1
     assert simulation.needed - 1 <= chosen[-1] <= simulation.needed + 1
@@ -114,7 +133,8 @@ def scaler() -> Autoscaler:
         (
             {"wait": 0.4},
             6,
-            "The learner waits 40% of its time, engines are 90% busy, lag is 50% of its bound: the learner starves.",
+            "The learner waits 40% of its time, engines are 90% busy, lag is 50% and the queue's age 0% of its bound:"
+            " the learner starves.",
         ),
         ({"wait": 0.99}, 8, "the learner starves"),
         ({"wait": 0.4, "busy": 0.3}, 4, "not for want of workers"),
@@ -122,6 +142,8 @@ def scaler() -> Autoscaler:
         ({"wait": 0.0, "busy": 0.5}, 3, "workers generate more than is trained"),
         ({"wait": 0.0, "busy": 0.1}, 2, "workers generate more than is trained"),
         ({"wait": 0.0, "lag": 0.95}, 3, "workers generate more than is trained"),
+        ({"wait": 0.0, "age": 0.95}, 3, "and the queue's age 95% of its bound: workers generate more than is trained."),
+        ({"wait": 0.4, "age": 0.95}, 6, "the learner starves"),
         ({"wait": 0.0, "busy": 0.1, "wanted": 1, "running": 1}, 1, "that is the least"),
     ],
 )
@@ -141,8 +163,24 @@ def test_it_does_not_shrink_to_where_the_learner_starved_until_the_pace_is_anoth
     assert scaler.decide(replace(idle, train_s=1.5)).wanted == 2
 
 
+def test_the_queues_age_is_measured_by_the_time_of_a_step() -> None:
+    steps = tuple(changed(WAITING, step=step) for step in range(4))
+    status = changed(run_status(0), recent_steps=steps, last_step=steps[-1], ages=QueueAges(oldest_ready_s=3.0))
+    pool = PoolInfo(pool="big", host="h", pid=7, running=4)
+    assert [Load.of(status, pool, 0, max_lag, TARGETS, [1.0]).age for max_lag in (4, 0)] == [0.75, 0.0]
+
+
+def test_each_pool_is_judged_by_its_own_workers() -> None:
+    pools = tuple(PoolInfo(pool=pool, host="n-1", pid=7, running=2) for pool in ("workers", "big", "very-big", "n-1-7"))
+    names = ("n-1-worker-0-aa", "n-1-big-0-bb", "n-1-big-1-cc", "n-1-very-big-0-dd")
+    status = changed(run_status(), pools=pools, workers=tuple(worker(name, None) for name in names))
+    found = {pool.pool: [info.worker for info in workers_of(status, pool)] for pool in pools}
+    assert found == {"workers": [names[0]], "big": [*names[1:3]], "very-big": [names[3]], "n-1-7": [names[0]]}
+    ray = changed(status, workers=(worker("elsewhere", None),))
+    assert workers_of(ray, pools[1]) == ray.workers
+
+
 LONG_S = 50.0
-WAITING = changed(STEP, take_s=0.4, train_s=0.6, step_s=1.0, lag_mean=1.0)
 
 
 @pytest.mark.parametrize(("dry_run", "wanted"), [(False, 6), (True, 4)])
