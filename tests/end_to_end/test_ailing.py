@@ -1,4 +1,5 @@
-"""Workers that fall ill in the midst of a run are named, hand their work back and are replaced; the run completes."""
+"""Workers that fall ill in the midst of a run are named, hand their work back and are replaced, and so is one that a
+user puts in quarantine; the run completes."""
 
 import time
 from pathlib import Path
@@ -24,7 +25,7 @@ from msgspec.structs import replace
 
 from rollout_workers.engines.embedded.engine import open_embedded
 
-AILMENTS = {"worker-1": "fails", "worker-2": "hangs", "worker-3": "is slow"}
+AILMENTS = {"worker-1": "fails", "worker-2": "hangs", "worker-3": "is slow", "worker-4": "computes otherwise"}
 TOKEN_S = {"is slow": 0.3}
 
 
@@ -49,10 +50,17 @@ def ailing(config, model_dir, *, seed):
             if ailment == "hangs":
                 await asyncio.Event().wait()
 
+    true_score = engine.score
+
+    async def score(token_ids):
+        return [logprob - 1.0 for logprob in await true_score(token_ids)]
+
     engine.generate = generate
+    if ailment == "computes otherwise":
+        engine.score = score
     return engine
 """
-RULES = {"failing": "worker-1", "stalled": "worker-2", "slow": "worker-3"}
+RULES = {"failing": "worker-1", "stalled": "worker-2", "slow": "worker-3", "weights": "worker-4"}
 
 
 def test_workers_that_fall_ill_are_replaced_and_nothing_is_lost(terminals: Terminals) -> None:
@@ -62,7 +70,7 @@ def test_workers_that_fall_ill_are_replaced_and_nothing_is_lost(terminals: Termi
         home,
         engine={"kind": "ailing:ailing", "max_concurrent": 4},
         learner={"steps": STEPS},
-        workers={"count": 4, "stall_s": 3, "slow_window_s": 6},
+        workers={"count": 5, "stall_s": 3, "slow_window_s": 6},
     )
     headway = terminals.open("run", "run", recipe)
     run = home / "runs" / "tiny"
@@ -70,13 +78,24 @@ def test_workers_that_fall_ill_are_replaced_and_nothing_is_lost(terminals: Termi
         status = watch.until("all are named", lambda status: {fault.rule for fault in status.faults} >= set(RULES))
         check_faults(status)
         with paused(learner_pid(watch)):  # or the run might be over before
-            watch.until("others have their places", lambda status: places(status) == {0, 1, 2, 3})
+            status = watch.until("others have their places", lambda status: places(status) == {0, 1, 2, 3, 4})
+            check_quarantine(terminals, watch, status)
             time.sleep(LOOK_S)
         watch.until("the learner has looked", lambda status: "it is slow" in (run / "logs/learner.log").read_text())
     headway.succeeds()
     check_trained(run, steps=STEPS, trajectories_per_step=16, max_lag=2)
-    assert summary(run)["worker_restarts"] == len(RULES)
+    assert summary(run)["worker_restarts"] == len(RULES) + 1
     check_told(headway.said, run)
+
+
+def check_quarantine(terminals: Terminals, watch: Watch, status: RunStatus) -> None:
+    """A well worker that a user has no more trust in ends, and another process takes its place."""
+    (name,) = (info.worker for info in status.workers if "-worker-0-" in info.worker)
+    terminals.open("run", "quarantine", name).succeeds()
+    watch.until(
+        "another is in its place",
+        lambda status: 0 in places(status) and name not in {info.worker for info in status.workers},
+    )
 
 
 def learner_pid(watch: Watch) -> int:
@@ -93,6 +112,7 @@ def check_faults(status: RunStatus) -> None:
     assert "RuntimeError: CUDA error: an illegal memory access" in reasons["failing"]
     assert "and has sampled nothing for 3 s (workers.stall_s)" in reasons["stalled"]
     assert "less than 25% of both over 6 s" in reasons["slow"]
+    assert "the engine's logprobs differ from the learner's by a mean of 1 where" in reasons["weights"]
 
 
 def places(status: RunStatus) -> set[int]:
@@ -103,7 +123,7 @@ def places(status: RunStatus) -> set[int]:
 
 def check_told(said: str, run: Path) -> None:
     shown, log = " ".join(said.split()), (run / "logs/learner.log").read_text()
-    assert all(f"{RULES[rule]} exited with code 80" in shown for rule in ("failing", "stalled"))
+    assert all(f"{RULES[rule]} exited with code 80" in shown for rule in ("failing", "stalled", "weights"))
     assert "worker-3 was set aside (slow): it generates" in shown
     assert shown.count("Another process takes its place in") == len(RULES)
     for text in (shown, log):
