@@ -15,6 +15,7 @@ from broker.errors import ConfigError
 from .records import RowError, Skipped
 from .records.base import Row, columns_of, shown
 from .records.sources.files import PlacedRow, read_file
+from .records.sources.hubs import read_hugging_face, read_modelscope
 
 INSTRUCTIONS = {
     "boxed": "Let's think step by step and output the final answer within \\boxed{}.",
@@ -38,6 +39,8 @@ class MathSet(NamedTuple):
     """Returns the final answer in a solution; None if there is none."""
     form: str
     """Where an answer stands, for errors."""
+    subset: str | None
+    """The subset on a hub."""
 
 
 def after_hashes(solution: str) -> str | None:
@@ -65,8 +68,8 @@ def last_boxed(solution: str) -> str | None:
 
 
 SETS = {
-    "gsm8k": MathSet("openai/gsm8k", "question", "answer", after_hashes, "`#### 42` at its end"),
-    "math": MathSet("DigitalLearningGmbH/MATH-lighteval", "problem", "solution", last_boxed, "`\\boxed{42}`"),
+    "gsm8k": MathSet("openai/gsm8k", "question", "answer", after_hashes, "`#### 42` at its end", "main"),
+    "math": MathSet("DigitalLearningGmbH/MATH-lighteval", "problem", "solution", last_boxed, "`\\boxed{42}`", None),
 }
 
 
@@ -77,16 +80,26 @@ class Prepared(NamedTuple):
     skipped: Skipped
 
 
-def prepare(name: str, source: Path, *, instruction: str, as_text: bool, on_bad_row: str) -> Prepared:
+def prepare(
+    name: str,
+    source: str,
+    *,
+    instruction: str,
+    as_text: bool,
+    on_bad_row: str,
+    subset: str | None = None,
+    split: str = "train",
+) -> Prepared:
     """Returns a set's rows with prompt, ground_truth, data_source and extra_info.
 
-    `source` is a file, or a directory of JSON and Parquet files, such as MATH's with a file for each problem. Raises
+    `source` is a file, or a directory of JSON and Parquet files, such as MATH's with a file for each problem, or
+    `hf:OWNER/NAME` or `modelscope:OWNER/NAME`, of which this subset (None: the set's own) and split are read. Raises
     ConfigError for what cannot be read, and RowError for a row without a question or an answer, unless `on_bad_row` is
     `skip`.
     """
     rows: list[Row] = []
     skipped = Skipped()
-    for place, row in _rows(source):
+    for place, row in _rows(source, subset or SETS[name].subset, split):
         try:
             rows.append(_prompt(SETS[name], place, row, len(rows), INSTRUCTIONS[instruction], as_text))
         except RowError as error:
@@ -151,9 +164,22 @@ def _text(row: Row, column: str, place: str) -> str:
     return value
 
 
-def _rows(source: Path) -> Iterator[PlacedRow]:
+def _rows(source: str, subset: str | None, split: str) -> Iterator[PlacedRow]:
+    hub, _, name = source.partition(":")
+    match hub:
+        case "hf":
+            return read_hugging_face(name, subset, split, "--from")
+        case "modelscope":
+            return read_modelscope(name, subset, split, "--from")
+    return _rows_below(Path(source))
+
+
+def _rows_below(source: Path) -> Iterator[PlacedRow]:
     if not source.exists():
-        raise ConfigError(f"--from: there is no {source}. Give a file of the set, or its directory.")
+        raise ConfigError(
+            f"--from: there is no {source}. Give a file of the set, its directory, or hf:OWNER/NAME or"
+            " modelscope:OWNER/NAME for a set on a hub."
+        )
     if source.is_file():
         yield from _rows_of(source)
         return

@@ -1,7 +1,9 @@
 """`headway data` in this process: what a file is to each stage, and examples with the trained tokens marked."""
 
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -172,6 +174,52 @@ def test_gsm8k_asks_for_hashes_as_text_where_it_is_told_to(tmp_path: Path) -> No
     raw = jsonl(tmp_path / "raw.jsonl", *GSM8K)
     rows = prepared("gsm8k", raw, tmp_path / "prompts.jsonl", "--answer", "hashes", "--as-text")
     assert rows[1]["prompt"] == 'How much? Let\'s think step by step and output the final answer after "####".'
+
+
+def test_gsm8k_is_read_from_the_hugging_face_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str | None, str]] = []
+
+    class Package(ModuleType):
+        @staticmethod
+        def load_dataset(name: str, subset: str | None, split: str) -> list[dict[str, Any]]:
+            asked.append((name, subset, split))
+            return GSM8K
+
+    monkeypatch.setitem(sys.modules, "datasets", Package("datasets"))
+    rows = prepared("gsm8k", "hf:openai/gsm8k", tmp_path / "prompts.jsonl", "--split", "test")
+    assert asked == [("openai/gsm8k", "main", "test")]
+    assert [row["ground_truth"] for row in rows] == ["1234", "-0.5"]
+    prepared("gsm8k", "hf:mine/gsm8k", tmp_path / "prompts.jsonl", "--subset", "socratic")
+    assert asked[1:] == [("mine/gsm8k", "socratic", "train")]
+
+
+def test_math_is_read_from_modelscope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class MsDataset:
+        @staticmethod
+        def load(name: str, subset_name: str | None, split: str) -> list[dict[str, Any]]:
+            assert (name, subset_name, split) == ("some/MATH", None, "train")
+            return [MATH]
+
+    package = ModuleType("modelscope.msdatasets")
+    monkeypatch.setattr(package, "MsDataset", MsDataset, raising=False)
+    monkeypatch.setitem(sys.modules, "modelscope", ModuleType("modelscope"))
+    monkeypatch.setitem(sys.modules, "modelscope.msdatasets", package)
+    (row,) = prepared("math", "modelscope:some/MATH", tmp_path / "prompts.jsonl")
+    assert row["ground_truth"] == "\\frac{1}{2}"
+
+
+def test_a_hub_without_its_package_or_a_wrong_row_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["data", "gsm8k", "--from", "hf:some/thing", "--out", str(tmp_path / "prompts.jsonl")]
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert answer(asked) == 1
+    assert "--from: hf:some/thing needs the `datasets` package" in capsys.readouterr().err
+    package = ModuleType("datasets")
+    monkeypatch.setattr(package, "load_dataset", lambda name, subset, split: [{"x": 1}], raising=False)
+    monkeypatch.setitem(sys.modules, "datasets", package)
+    assert answer(asked) == 1
+    assert "hf:some/thing[train]: row 1" in capsys.readouterr().err
 
 
 def test_math_is_read_from_a_directory_with_a_file_for_each_problem(tmp_path: Path) -> None:

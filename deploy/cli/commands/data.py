@@ -53,9 +53,11 @@ def _of_a_set(command: F) -> F:
             "--from",
             "source",
             required=True,
-            type=click.Path(path_type=Path),
-            help="A file of the set, or its directory.",
+            metavar="SOURCE",
+            help="A file of the set, its directory, hf:OWNER/NAME or modelscope:OWNER/NAME.",
         ),
+        click.option("--split", default="train", show_default=True, help="The split of a set on a hub."),
+        click.option("--subset", default=None, help="The subset of a set on a hub.  [default: main for gsm8k]"),
         click.option(
             "--out",
             required=True,
@@ -81,31 +83,42 @@ def _of_a_set(command: F) -> F:
     show_default=True,
     help="Ask for \\boxed{}, which the reward math_verify reads, or for ####, as verl's example does.",
 )
-def gsm8k(source: Path, out: Path, as_text: bool, skip_broken: bool, as_json: bool, instruction: str) -> None:
+def gsm8k(instruction: str, **options: Any) -> None:
     """Write GSM8K's rows {question, answer} as prompts with their ground truth.
 
     The ground truth is the number behind ####, without commas.
     """
-    _write("gsm8k", source, out, instruction, as_text, skip_broken, as_json)
+    _write("gsm8k", instruction, **options)
 
 
 @data.command()
 @_of_a_set
-def math(source: Path, out: Path, as_text: bool, skip_broken: bool, as_json: bool) -> None:
+def math(**options: Any) -> None:
     """Write MATH's rows {problem, level, type, solution} as prompts with their ground truth.
 
     The ground truth is what the last \\boxed{} of the solution holds.
     """
-    _write("math", source, out, "boxed", as_text, skip_broken, as_json)
+    _write("math", "boxed", **options)
 
 
 def _write(
-    name: str, source: Path, out: Path, instruction: str, as_text: bool, skip_broken: bool, as_json: bool
+    name: str,
+    instruction: str,
+    *,
+    source: str,
+    split: str,
+    subset: str | None,
+    out: Path,
+    as_text: bool,
+    skip_broken: bool,
+    as_json: bool,
 ) -> None:
     from learner.data.mathematics import prepare, write_rows
 
     on_bad_row = "skip" if skip_broken else "refuse"
-    prepared = prepare(name, source, instruction=instruction, as_text=as_text, on_bad_row=on_bad_row)
+    prepared = prepare(
+        name, source, instruction=instruction, as_text=as_text, on_bad_row=on_bad_row, subset=subset, split=split
+    )
     write_rows(prepared.rows, out)
     if as_json:
         say_json({"out": str(out), "rows": len(prepared.rows), "skipped": prepared.skipped.counts})
