@@ -72,6 +72,11 @@ scoring:counts:NAME*  hash    bytes, answered, failed, expired                  
 scoring:scorer:W*     string  scorer process W's report of itself (frame)        its TTL         scorer
 scoring:scorers*      set     names of scorer processes                          a day           scorer
 turns*                zset    tokens of swap turns, by deadline                  its last turn   turn
+turns:begun*          zset    these, by when they began                          its last turn   turn
+turns:others*         zset    tokens of turns that no serving worker asked for   its last turn   turn
+turns:begun:others*   zset    these, by when they began                          its last turn   turn
+turns:asking*         zset    workers that wait for a turn, by when they asked   a minute        turn
+turns:last*           zset    workers by when they last got a turn               an hour         turn
 phase*                string  in a colocated run: engines may generate (server's id)  until renewed   phase
 awake*                zset    in a colocated run: awake workers (holders), by deadline  a day         awake, phase
 dead*                 stream  dead letters: tid, worker, reason, first bytes     last 1000       reject...

@@ -635,6 +635,28 @@ async def test_its_junk_reports_are_a_line_each_look_at_most(cast: Cast, caplog:
     assert all("And so are 199 more." in line for line in lines)
 
 
+async def test_it_takes_no_swap_turn_that_others_wait_for(cast: Cast, auditor: Auditor) -> None:
+    """Neither for a worker that nobody has heard of, nor again and again, nor for long."""
+    verbs, share, call = cast.worker.swap_turns, 0.5, cast.hostile.call
+    await cast.worker.status.heartbeat(WORKER, 30)
+    assert call("turn", "nobody:1", "1", 600, share) == 1
+    mine = f"{WORKER.worker}:1"
+    assert await verbs.take(mine, share, 30)
+    await verbs.give_back(mine)
+    assert call("heartbeat", "evil", "s", 30_000, b"junk", 1) == 1
+    assert call("turn", "evil:1", "s", 600, share) == 1
+    assert not await verbs.take(mine, share, 30)
+    call("end_turn", "evil:1")
+    assert call("turn", "evil:2", "s", 600, share) == 0, "the other one waits"
+    assert await verbs.take(mine, share, 30)
+    await verbs.give_back(mine)
+    assert call("turn", "evil:3", "s", 600, share) == 1
+    assert not await verbs.take(mine, share, 30)
+    auditor.redis.zincrby(auditor.keys.hidden("turns:begun"), -61, "evil:3")
+    assert call("turn", "evil:3", "s", 600) == 0, "a minute is over"
+    assert await verbs.take(mine, share, 30)
+
+
 class Fuzz:
     """Calls of every function with what might hit something."""
 
@@ -669,7 +691,7 @@ class Fuzz:
             "release": [member, token],
             "discard": [member, token, -1, "reason", b"head"],
             "lose": [member, token, "reason", b"head"],
-            "turn": [token, 30, 0.5],
+            "turn": [token, "1", 30, 0.5],
             "awake": ["evil", "s", 30, 1],
             "asleep": ["evil", "s"],
             "evaluation_lease": ["1.0", 2, 0.1, "abc", "evil 1", 0, "abc"],

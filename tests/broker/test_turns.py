@@ -171,7 +171,7 @@ async def test_a_stopped_holder_costs_its_deadline_only(broker: Broker) -> None:
 async def test_turns_leave_nothing_behind(broker: Broker) -> None:
     await serve(broker, "w1")
     await broker.swap_turns.take("t", 0.5, A_MOMENT_S)
-    key = broker._connection.keys.hidden("turns")
+    key = broker._connection.keys.hidden("turns:others")
     assert 0 < await broker._connection.execute("PTTL", key) <= 3000
     await broker.swap_turns.give_back("t")
     assert await broker._connection.execute("EXISTS", key) == 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from broker.client.broker import Broker
@@ -14,6 +15,7 @@ from broker.schema import WeightVersion
 from broker.server.embedded import EmbeddedServer
 from rollout_workers.swaps import turns
 from rollout_workers.worker import Worker
+from tests.broker.test_codec import WORKER
 from weightsync.config import WeightsConfig
 
 from .loop import Deliveries, Learner, delivery, make_engine, make_worker, running, until
@@ -129,15 +131,22 @@ async def test_a_pool_that_grows_and_shrinks(pool: Pool) -> None:
     assert pool.swapping.most == 1
 
 
+async def serving(learner: Learner, name: str) -> str:
+    """A worker that is heard of once, and its token."""
+    await learner.broker.status.heartbeat(msgspec.structs.replace(WORKER, worker=name), 100)
+    return f"{name}:1"
+
+
 async def test_a_holder_that_died_is_waited_for_no_longer_than_its_deadline(pool: Pool) -> None:
     learner = await Learner.start(await pool.open(), groups=8, max_lag=8)
     await pool.join(learner, "w0", "w1")
-    assert await learner.broker.swap_turns.take("dead", 0.5, 1)
+    dead = await serving(learner, "dead")
+    assert await learner.broker.swap_turns.take(dead, 0.5, 1)
     await learner.publish(1, *pool.of("w0"))
     await until(lambda: pool.deliveries["w0"].queue.empty())
     await learner.publish(2, *pool.of("w0"))  # arrives while it waits
     await pool.hold(learner.version(2), "w0")
-    assert not await learner.broker.swap_turns.renew("dead", 1)
+    assert not await learner.broker.swap_turns.renew(dead, 1)
     assert [version.step for name, version in pool.swapping.done if name == "w0"] == [0, 2]
 
 
@@ -147,11 +156,12 @@ async def test_a_holder_that_lives_and_hangs_is_not_waited_for_for_ever(
     monkeypatch.setattr(turns, "LONGEST_WAIT_S", 0.2)
     learner = await Learner.start(await pool.open(), groups=8, max_lag=8)
     await pool.join(learner, "w0", "w1")
-    assert await learner.broker.swap_turns.take("hung", 0.5, 1000)
+    hung = await serving(learner, "hung")
+    assert await learner.broker.swap_turns.take(hung, 0.5, 1000)
     await learner.publish(1, *pool.of())
     await pool.hold(learner.version(1))
     assert "no turn within" in caplog.text
-    assert await learner.broker.swap_turns.renew("hung", 1000)
+    assert await learner.broker.swap_turns.renew(hung, 1000)
 
 
 async def test_a_broker_that_is_away_stops_no_swap(pool: Pool, server: EmbeddedServer) -> None:
