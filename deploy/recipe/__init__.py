@@ -1,1 +1,12 @@
-"""A user's recipe: its keys and limits, its checks, and the packages that it needs."""
+"""A user's recipe: its keys and limits, its checks, and the packages that it needs.
+
+    a file, overrides ─► files.py ─► values.py, words.py ─► loading.py ─► recipe.py: Recipe ─► checks.py
+                         `base`       plain values, in words     presets       all sections       contradictions
+
+    checks.py    limits.py, placement.py, data_checks.py, packages.py, references.py
+    sections     sections.py, sinks.py, scorers.py, pools.py, ray_roles.py, colocation.py, operators.py
+    stages       stage_keys.py, stage_graph.py
+
+The invariant: what can be known to fail is refused before any process starts, in words that name the key, its value and
+a remedy.
+"""

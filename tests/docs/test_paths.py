@@ -31,6 +31,31 @@ def test_a_room_s_page_names_all_its_sub_rooms(room: str) -> None:
     assert not {name for name in sub_rooms if f"{name}/" not in room_page(room)}
 
 
+def test_a_sub_room_s_page_names_files_that_lie_there() -> None:
+    """A name lies below the sub-room or in its room; a path of another room begins with that room's name."""
+    sub_rooms = [
+        ROOT / path for path in tracked_files() if path.endswith("/__init__.py") and path.split("/")[0] in ROOMS
+    ]
+    missing = {
+        (str(page.parent.relative_to(ROOT)), name)
+        for page in sub_rooms
+        for name in NAMED_FILE.findall(room_page(str(page.parent.relative_to(ROOT))))
+        if not any((base / name).exists() for base in (page.parent.parent, ROOT)) and not any(page.parent.rglob(name))
+    }
+    assert not missing
+
+
+LARGE = {"deploy/cli", "deploy/cli/commands", "deploy/observe", "deploy/recipe", "deploy/roles", "deploy/run"} | {
+    "broker/client", "learner/data", "learner/experience", "learner/objective", "rollout_workers/samples"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sub_room", sorted(LARGE))
+def test_a_large_sub_room_s_page_names_all_its_files(sub_room: str) -> None:
+    files = {path.name for path in (ROOT / sub_room).glob("*.py")} - {"__init__.py"}
+    assert not files - set(NAMED_FILE.findall(room_page(sub_room)))
+
+
 @pytest.mark.parametrize("page", markdown_pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_path_that_a_page_names_exists(page: Path) -> None:
     """A bare file name lies in the folder of the path before it in its paragraph, row or list item."""

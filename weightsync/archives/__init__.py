@@ -2,7 +2,7 @@
 
     weights.archive   file:///DIRECTORY  shared with the workers, or copied to them by other means
                       broker             small weights, in the server's memory
-                      none               no archive: workers pull from the learner (`http/pull_server.py`)
+                      none               no archive: workers pull from the learner (`transports/http/`)
 
     learner ──► archiver.py ──► Archive │ directory.py, broker.py │ ArchiveReader ──► pull.py ──► worker
 
