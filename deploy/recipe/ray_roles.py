@@ -23,11 +23,11 @@ class RayRole(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """What one process of a role or of a pool asks of Ray."""
 
     gpus: Annotated[
-        Annotated[float, Meta(ge=0)] | None,
+        Annotated[float, Meta(ge=0, le=1024)] | None,
         Meta(description="GPUs of one process; below 1: it shares its GPU; null: as many as the recipe says"),
     ] = None
     resources: Annotated[
-        dict[str, Annotated[float, Meta(gt=0)]],
+        dict[str, Annotated[float, Meta(gt=0, le=2**53)]],
         Meta(description="amounts of your own resources of nodes that one process takes, each above 0"),
     ] = {}
     runtime_env: Annotated[dict[str, Any], Meta(description="Ray's environment, over that of all processes")] = {}

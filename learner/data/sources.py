@@ -24,7 +24,7 @@ R = TypeVar("R", bound=Record)
 class ArithmeticRecordOptions(ArithmeticExampleOptions, frozen=True, kw_only=True):
     """The chains, how carelessly they are worked out, and how many there are."""
 
-    records: Annotated[int, Meta(ge=1)] = 4096
+    records: Annotated[int, Meta(ge=1, le=1 << 24)] = 4096
     split: Literal["train", "held_out"] = "train"
     """held_out: the chains are among those on which runs evaluate, which no training record has."""
 

@@ -15,7 +15,7 @@ class SecondTryOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Text that the model reads after a wrong answer; `{prompt}` in it stands for the prompt's text."""
     discount: Annotated[float, Meta(ge=0, le=1)] = 0.5
     """Factor of the second answer's score."""
-    right_from: float = 1.0
+    right_from: Annotated[float, Meta(ge=-1e9, le=1e9)] = 1.0
     """The score from which on an answer counts as right."""
 
 

@@ -1,6 +1,8 @@
 """Hundreds of bad recipes, data files and command lines: each is told in a paragraph, or runs; none is called a bug."""
 
+import importlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -10,9 +12,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, get_args, get_origin
 
+import msgspec
 import pytest
 
-from broker.errors import HeadwayError
+from broker.errors import ConfigError, HeadwayError
+from broker.user_code.options import typed_options
 from deploy.cli.main import answer
 from deploy.launch import local
 from deploy.printing import visible
@@ -23,11 +27,27 @@ from deploy.roles import looking, server
 from deploy.run import in_use
 from deploy.run.directory import CONFIG, ENDPOINT, INCARNATION, held, last_incarnation
 from deploy.run.report import SUMMARY
+from learner.stages.supervised.options import ImitationOptions, PreferenceOptions, RewardModelOptions, UnpairedOptions
 
 from .bad_inputs import COMMANDS, DATA, DOUBLING, FILES, GARBAGE, NOWHERE, OVERRIDES, RECIPE, RUNS, VALUES, rows
 from .test_cli import clean_environment
 
 DEADLINE_S = 30
+OPTIONS = (
+    "deploy.recipe.ray_roles",
+    "deploy.recipe.sinks",
+    "learner.data.examples",
+    "learner.data.prompts.arithmetic",
+    "learner.data.prompts.files",
+    "learner.data.prompts.hub",
+    "learner.data.records.opening",
+    "learner.data.sources",
+    "learner.data.worked_solutions",
+    "learner.stages.supervised.options",
+    "rollout_workers.environments.second_try",
+    "rollout_workers.environments.single_turn",
+)
+"""The modules that declare options of kinds."""
 TO_NOWHERE = f"broker.url={NOWHERE}"
 pytestmark = pytest.mark.filterwarnings("default")  # what libraries warn of is not what is asked here
 
@@ -134,18 +154,61 @@ def test_a_process_of_its_own(arguments: list[str | bytes], expected: str, place
     assert expected in line
 
 
-def test_every_number_of_a_recipe_has_bounds() -> None:
-    def numbers(annotation: Any, path: str) -> Iterator[str]:
-        kind = _plain(annotation)
-        if get_origin(kind) is tuple:
-            kind = _plain(get_args(kind)[0])
-        if _is_struct(kind):
-            for name, below in _fields(kind).items():
-                yield from numbers(below, f"{path}.{name}".lstrip("."))
-        elif kind in (int, float) and not any(meta.le or meta.lt for meta in _metas(annotation)):
-            yield path
+def unbounded(annotation: Any, path: str) -> Iterator[str]:
+    """The paths of numbers without an upper bound of their own."""
+    kind = _plain(annotation)
+    if get_origin(kind) is tuple:
+        kind = _plain(get_args(kind)[0])
+    if _is_struct(kind):
+        for name, below in _fields(kind).items():
+            yield from unbounded(below, f"{path}.{name}".lstrip("."))
+    elif kind in (int, float) and not any(meta.le or meta.lt for meta in _metas(annotation)):
+        yield path
 
-    assert set(numbers(Recipe, "")) <= set(LIMITS)
+
+def test_every_number_of_a_recipe_has_bounds() -> None:
+    assert set(unbounded(Recipe, "")) <= set(LIMITS)
+
+
+def test_every_number_of_the_options_of_a_kind_has_bounds() -> None:
+    """Of stages and records, prompts, environments, sinks and launchers."""
+    for module in OPTIONS:
+        importlib.import_module(module)
+    known = [kind for kind in below(msgspec.Struct) if is_of_a_kind(kind)]
+    assert {"DistillationOptions", "PrometheusOptions", "SecondTryOptions", "RayRole"} <= {k.__name__ for k in known}
+    assert [path for kind in known for path in unbounded(kind, kind.__name__)] == []
+
+
+def is_of_a_kind(kind: type) -> bool:
+    return kind.__module__ in OPTIONS and (kind.__name__.endswith("Options") or kind.__name__ == "RayRole")
+
+
+def below(kind: type[msgspec.Struct]) -> Iterator[type[msgspec.Struct]]:
+    ones: list[type[msgspec.Struct]] = kind.__subclasses__()
+    for one in ones:
+        yield from (one, *below(one))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"learning_rate": math.inf},
+        {"learning_rate": math.nan},
+        {"epochs": 1e9},
+        {"batch_size": 10**12},
+        {"max_steps": 10**18},
+        {"warmup_steps": 10**18},
+        {"max_tokens": 10**12},
+        {"keep_last": 10**9},
+    ],
+    ids=str,
+)
+def test_a_stage_takes_no_number_that_cannot_be_meant(options: dict[str, Any]) -> None:
+    records: dict[str, Any] = {"kind": "jsonl", "path": "x"}
+    for kind in (ImitationOptions, PreferenceOptions, RewardModelOptions, UnpairedOptions):
+        typed_options({"data": records}, kind, "stages[0].options")
+        with pytest.raises(ConfigError, match=rf"stages\[0\].options: Expected .* at `\$.{next(iter(options))}`"):
+            typed_options({"data": records, **options}, kind, "stages[0].options")
 
 
 def test_these_are_hundreds() -> None:

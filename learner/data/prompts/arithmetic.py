@@ -19,8 +19,8 @@ OPERATORS = "+-*"
 class ArithmeticOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The lengths of chains."""
 
-    min_operations: Annotated[int, Meta(ge=1)] = 2
-    max_operations: Annotated[int, Meta(ge=1)] = 6
+    min_operations: Annotated[int, Meta(ge=1, le=10_000)] = 2
+    max_operations: Annotated[int, Meta(ge=1, le=10_000)] = 6
 
 
 Options = TypeVar("Options", bound=ArithmeticOptions)

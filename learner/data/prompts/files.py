@@ -18,7 +18,7 @@ class FileOptions(RowFields, frozen=True, kw_only=True):
 
     held_out_path: str = ""
     """A second file of the same kind, to evaluate on."""
-    held_out_rows: Annotated[int, Meta(ge=0)] = 0
+    held_out_rows: Annotated[int, Meta(ge=0, le=2**53)] = 0
     """The number of last rows of the first file to evaluate on instead."""
 
 

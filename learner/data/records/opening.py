@@ -43,7 +43,7 @@ class RecordOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The turns of conversations that are trained; empty: as is usual for the layout."""
     on_bad_row: Literal["refuse", "skip"] = "refuse"
     """A broken row ends the reading with an error, or is counted and left out."""
-    longest_row_bytes: Annotated[int, Meta(ge=1)] = 8_000_000
+    longest_row_bytes: Annotated[int, Meta(ge=1, le=1 << 32)] = 8_000_000
     """The longest line that is read."""
     split: str = "train"
     """The split of a data set on a hub, or of a saved one."""

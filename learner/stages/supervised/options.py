@@ -5,10 +5,19 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from broker.wire.codec import MAX_TOKENS
 from learner.config import RecordsConfig
 
 from .schedule import Shape
 
+MOST_COUNT = 2**53
+"""A count keeps its value in JSON up to there."""
+MOST_RECORDS = 1 << 20
+"""Records of a step, which are held in memory."""
+MOST_RATE = 100.0
+"""An update moves each weight by about the learning rate."""
+MOST_FACTOR = 1e9
+"""The loss is computed in float32."""
 HELD_OUT = "held_out/"
 """How the names of metrics of held-out records begin."""
 
@@ -29,34 +38,34 @@ class TrainingOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The records that are trained."""
     held_out: RecordsConfig | None = None
     """Records that are measured and never trained."""
-    held_out_records: Annotated[int, Meta(ge=0)] = 0
+    held_out_records: Annotated[int, Meta(ge=0, le=MOST_COUNT)] = 0
     """The number of last records of `data` to measure instead."""
-    max_tokens: Annotated[int, Meta(ge=0)] = 0
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
     """The longest sequence; 0: no limit."""
     too_long: Literal["refuse", "drop", "cut_end", "cut_prompt"] = "refuse"
     """A longer one is an error, is left out, loses its last tokens, or the first ones of its prompt."""
-    epochs: Annotated[float, Meta(gt=0)] = 1.0
+    epochs: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
     """How often each record is trained."""
-    max_steps: Annotated[int, Meta(ge=0)] = 0
+    max_steps: Annotated[int, Meta(ge=0, le=MOST_COUNT)] = 0
     """The number of steps at which the stage ends before its epochs do; 0: it does not."""
-    batch_size: Annotated[int, Meta(ge=1)] = 64
+    batch_size: Annotated[int, Meta(ge=1, le=MOST_RECORDS)] = 64
     """Records in one step."""
-    batch_tokens: Annotated[int, Meta(ge=0)] = 0
+    batch_tokens: Annotated[int, Meta(ge=0, le=MOST_COUNT)] = 0
     """The most tokens of a step, prompts included, in place of `batch_size`: a step has as many records as fit, at
     least one. 0: it has `batch_size` records."""
-    learning_rate: Annotated[float, Meta(gt=0)] = 1e-6
+    learning_rate: Annotated[float, Meta(gt=0, le=MOST_RATE)] = 1e-6
     """The highest learning rate."""
-    warmup_steps: Annotated[int, Meta(ge=0)] = 10
+    warmup_steps: Annotated[int, Meta(ge=0, le=MOST_COUNT)] = 10
     """Steps over which the learning rate rises."""
     schedule: Shape = "cosine"
     """The learning rate after its rise: constant, or falling along a line or a cosine to 0."""
-    evaluate_every_steps: Annotated[int, Meta(ge=0)] = 0
+    evaluate_every_steps: Annotated[int, Meta(ge=0, le=MOST_COUNT)] = 0
     """Steps between two measurements of the held-out records; 0: only after the last step."""
     keep: Literal["last", "best"] = "last"
     """The model that the stage leaves: of the last step, or of the best measurement."""
     best: BestOptions | None = None
     """Which measurement is the best, with `keep: best`; null: that of the lowest held-out loss."""
-    keep_last: Annotated[int, Meta(ge=1)] = 1
+    keep_last: Annotated[int, Meta(ge=1, le=10_000)] = 1
     """The newest checkpoints that a running stage has on disk, besides the best one. One that is damaged is passed over
     for the one before it."""
 
@@ -64,7 +73,7 @@ class TrainingOptions(msgspec.Struct, frozen=True, kw_only=True):
 class ImitationOptions(TrainingOptions, frozen=True, kw_only=True):
     """The conversations."""
 
-    learning_rate: Annotated[float, Meta(gt=0)] = 1e-5
+    learning_rate: Annotated[float, Meta(gt=0, le=MOST_RATE)] = 1e-5
     """The highest learning rate."""
 
 
@@ -90,23 +99,23 @@ class RewardModelOptions(TrainingOptions, frozen=True, kw_only=True):
     too_long: Literal["refuse", "drop", "cut_prompt"] = "refuse"
     """A pair with a longer sequence is an error, is left out, or loses the first tokens of its prompt: a score stands
     at the end of a response."""
-    learning_rate: Annotated[float, Meta(gt=0)] = 1e-5
+    learning_rate: Annotated[float, Meta(gt=0, le=MOST_RATE)] = 1e-5
     """The highest learning rate."""
     margins: bool = False
     """Whether the score of a chosen response is to exceed the other one's by the margin that the record gives, or by
     the gap between the scores of its responses, in the units of the file."""
-    centering: Annotated[float, Meta(ge=0)] = 0.0
+    centering: Annotated[float, Meta(ge=0, le=MOST_FACTOR)] = 0.0
     """The weight of the squared sum of a pair's scores, which keeps scores near 0 on average; 0.01 is usual."""
 
 
 class UnpairedOptions(TrainingOptions, frozen=True, kw_only=True):
     """The responses with their judgements, and the options of KTO (`algorithms.supervised.unpaired.kto`)."""
 
-    beta: Annotated[float, Meta(gt=0)] = 0.1
+    beta: Annotated[float, Meta(gt=0, le=MOST_FACTOR)] = 0.1
     """How strongly the model is held to its reference."""
-    desirable_weight: Annotated[float, Meta(ge=0)] = 1.0
+    desirable_weight: Annotated[float, Meta(ge=0, le=MOST_FACTOR)] = 1.0
     """The weight of a desirable response. Raise it where these are few."""
-    undesirable_weight: Annotated[float, Meta(ge=0)] = 1.0
+    undesirable_weight: Annotated[float, Meta(ge=0, le=MOST_FACTOR)] = 1.0
     """The weight of an undesirable response."""
 
 
@@ -115,7 +124,7 @@ class DistillationOptions(TrainingOptions, frozen=True, kw_only=True):
 
     teacher: Annotated[str, Meta(min_length=1)]
     """A model of the same vocabulary: a directory, a hub id, or stage:NAME."""
-    top_k: Annotated[int, Meta(ge=1)] = 64
+    top_k: Annotated[int, Meta(ge=1, le=1 << 24)] = 64
     """The teacher's likeliest tokens that the loss compares, in each place, eight bytes each on the disk. Where it is
     the vocabulary, the loss is exact."""
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
@@ -124,5 +133,5 @@ class DistillationOptions(TrainingOptions, frozen=True, kw_only=True):
     """The weight in jsd, which is like forward_kl near 0, and like reverse_kl near 1."""
     cross_entropy_weight: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """The share of the loss that is cross-entropy with the given tokens; the rest is the divergence."""
-    learning_rate: Annotated[float, Meta(gt=0)] = 1e-5
+    learning_rate: Annotated[float, Meta(gt=0, le=MOST_RATE)] = 1e-5
     """The highest learning rate."""
