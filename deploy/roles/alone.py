@@ -19,7 +19,7 @@ import msgspec
 
 from broker.connection.address import without_password
 from broker.errors import BrokerUnavailableError, ConfigError, ForeignRunError, HeadwayError
-from broker.keys import check_pool_name, check_worker_name
+from broker.keys import check_pool_name, check_run_name, check_worker_name
 from deploy.launch.base import WORKER_TAG, Launcher
 from deploy.launch.commands import ScorerCommand, WorkerCommand, learner_command, sft_command
 from deploy.launch.farewell import say_farewell
@@ -242,6 +242,7 @@ def run_scorers(
 ) -> int:
     """Supervise `count` processes of a scorer until the run is over or a signal stops them. An empty `scorer` is the
     run's only one. A launcher that starts no processes only gets their commands."""
+    check_run_name(run)
     for override in overrides:
         if not override.startswith("scorers."):
             raise ConfigError(
