@@ -1,6 +1,7 @@
 """The batch scripts of a run on a Slurm cluster: one for each role, and one that submits them all.
 
-    DIRECTORY/   submit.sh  broker.sh  learner.sh  workers.sh  workers-POOL.sh ...  stop.sh  recipe.yaml
+    DIRECTORY/   submit.sh  broker.sh  learner.sh  workers.sh  workers-POOL.sh ...  scorer-NAME.sh ...  stop.sh
+                 recipe.yaml
                  server/    the embedded server's data and passwords
                  logs/      what the jobs print
                  address, jobs.txt   written by the broker's job and by submit.sh
@@ -25,7 +26,7 @@ from deploy.recipe.loading import dump_recipe
 from deploy.recipe.operators import passed_on
 from deploy.recipe.pools import MAIN, pools_of
 from deploy.recipe.recipe import Recipe
-from deploy.recipe.scorers import check_started_by_hand
+from deploy.recipe.scorers import POOL, scorers_of
 from deploy.run.directory import writable
 from deploy.run.stage_output import planned
 from deploy.run.whole_files import replace_file
@@ -33,8 +34,10 @@ from deploy.run.whole_files import replace_file
 from .base import Command, Resources
 from .commands import engine_gpus, learner_resources
 
-BROKER, LEARNER, WORKERS, STOP = "broker", "learner", "workers", "stop"
-ROLES = (BROKER, LEARNER, WORKERS, STOP)
+BROKER, LEARNER, WORKERS, SCORERS, STOP = "broker", "learner", "workers", "scorers", "stop"
+ROLES = (BROKER, LEARNER, WORKERS, SCORERS, STOP)
+ARRAYS = (WORKERS, SCORERS)
+"""The roles whose jobs are arrays. They end after the learner."""
 BROKER_THREADS = 2
 SERVER = "server"
 
@@ -93,7 +96,7 @@ def write_slurm_scripts(recipe: Recipe, directory: Path, options: SlurmOptions) 
         (directory / "logs").mkdir(exist_ok=True)
         Credentials(directory / SERVER).make()
         replace_file(directory / "recipe.yaml", dump_recipe(recipe).encode())
-        for stale in directory.glob("workers*.sh"):
+        for stale in (*directory.glob(f"{WORKERS}*.sh"), *directory.glob(f"{POOL}*.sh")):
             stale.unlink()
         for name, text in scripts.items():
             replace_file(directory / name, text.encode())
@@ -102,7 +105,6 @@ def write_slurm_scripts(recipe: Recipe, directory: Path, options: SlurmOptions) 
 
 
 def _check(recipe: Recipe, options: SlurmOptions) -> None:
-    check_started_by_hand(recipe)
     if not recipe.broker.is_embedded:
         raise ConfigError("`headway launch slurm` starts a server of its own: leave broker.url out.")
     if recipe.run.is_colocated:
@@ -135,6 +137,7 @@ def _jobs(recipe: Recipe, directory: Path, options: SlurmOptions) -> Iterator[_J
     yield from _workers(MAIN, recipe.workers.count, recipe, passed_on(recipe), directory, options)
     for pool in pools_of(recipe):
         yield from _workers(pool.name, pool.count, pool.recipe, pool.arguments(), directory, options)
+    yield from _scorers(recipe, directory)
     yield _Job(
         role=STOP,
         name=STOP,
@@ -178,6 +181,19 @@ def _workers(
     )
 
 
+def _scorers(recipe: Recipe, directory: Path) -> Iterator[_Job]:
+    """Yield the script of each scorer. Each of its processes sees the GPU that its job has, and no other one."""
+    config = recipe.scorers
+    for scorer in scorers_of(recipe) if config.count else ():
+        yield _Job(
+            role=SCORERS,
+            name=f"{POOL}{scorer.name}",
+            options=("--nodes=1", "--ntasks=1", f"--array=0-{config.count - 1}"),
+            resources=Resources(threads=config.threads, gpus=0 if config.device == "cpu" else 1),
+            settings={**_login(Role.SCORER, directory), "SCORER": scorer.name},
+        )
+
+
 def _login(role: Role, directory: Path) -> dict[str, str]:
     """Return the settings with which a role starts Python and logs in."""
     file = Credentials(directory / SERVER).file(role)
@@ -187,7 +203,7 @@ def _login(role: Role, directory: Path) -> dict[str, str]:
 def _script(job: _Job, recipe: Recipe, directory: Path, options: SlurmOptions) -> str:
     """Return the whole script of a job."""
     name = f"headway-{recipe.run.name}-{job.name}"
-    log = "%x-%A_%a.log" if job.role == WORKERS else "%x-%j.log"
+    log = "%x-%A_%a.log" if job.role in ARRAYS else "%x-%j.log"
     taken = job.resources
     head = [
         f"--job-name={name}",
@@ -229,7 +245,7 @@ def _split(option: str) -> tuple[str, str]:
 
 
 def _submission(jobs: Sequence[_Job], directory: Path) -> str:
-    scripts = [f"{job.name}.sh" for job in jobs if job.role == WORKERS]
+    scripts = [f"{job.name}.sh" for job in jobs if job.role in ARRAYS]
     settings = _settings({"DIRECTORY": str(directory), "WORKER_SCRIPTS": scripts})
     return "\n".join(["#!/bin/bash", *settings, "", _body("submit.sh")])
 

@@ -90,8 +90,8 @@ def check_started_by_hand(recipe: Recipe) -> None:
     if recipe.scorers.count and (found := scorers_of(recipe)):
         names = ", ".join(scorer.name for scorer in found)
         raise ConfigError(
-            f"The run needs scorers ({names}), for which `headway launch` writes no job. Give it scorers.count=0, and"
-            " start them with `headway scorers` where they reach the broker."
+            f"The run needs scorers ({names}), for which `headway launch kubernetes` writes no pods. Give it"
+            " scorers.count=0, and start them with `headway scorers` where they reach the broker."
         )
 
 

@@ -93,6 +93,34 @@ def test_jobs_ask_for_what_the_recipe_needs() -> None:
         assert {"--signal=B:USR1@90", "--requeue", "--time=8:00:00"} <= set(head(scripts / script))
 
 
+def test_each_scorer_has_a_script_with_its_gpu_and_password() -> None:
+    scorers = "scorers={count: 2, device: cuda, threads: 3}"
+    scripts = launch("teacher.path=T", "rewards=[{kind: reward_model, path: R}]", scorers, "--sbatch=scorers:--mem=9G")
+    named = ["scorer-reward_model.sh", "scorer-teacher.sh"]
+    assert settings(scripts / "submit.sh", "WORKER_SCRIPTS") == ["workers.sh", *named]
+    for script in named:
+        assert {"--array=0-1", "--gres=gpu:1", "--cpus-per-task=3", "--mem=9G"} <= set(head(scripts / script))
+        user, file, name = settings(scripts / script, "BROKER_USER", "PASSWORD_FILE", "SCORER")
+        assert (user, Path(file).name, f"scorer-{name}.sh") == ("headway-scorer", "scorer", script)
+        (line,) = [line for line in (scripts / script).read_text().splitlines() if "deploy scorers" in line]
+        words = [
+            "scorers",
+            "--count",
+            "1",
+            "--scorer",
+            name,
+            "--broker",
+            "redis://127.0.0.1:1",
+            "--run",
+            "x",
+            "--dry-run",
+        ]
+        assert line.endswith('-m deploy scorers --count 1 --scorer "$SCORER"')
+        assert answer(words) == 0
+    launch("teacher.path=T", "scorers.count=0")
+    assert not list(scripts.glob("scorer-*.sh"))
+
+
 def test_an_option_of_sbatch_reaches_all_roles_or_the_one_that_it_names() -> None:
     scripts = launch("--sbatch=--account=a", "--sbatch=learner:--constraint=x&y")
     assert "--account=a" in head(scripts / "broker.sh")
@@ -127,10 +155,6 @@ def test_a_second_launch_keeps_the_passwords_and_leaves_no_pool_that_is_gone() -
         (["broker.url='redis://h:1'"], "`headway launch slurm` starts a server of its own: leave broker.url out."),
         (["--sbatch", "leaner:--mem=1G"], "--sbatch 'leaner:--mem=1G': give an option such as --partition=gpu"),
         (["learner.step=3"], "unknown key learner.step"),
-        (
-            ["rewards=[{kind: reward_model, path: /rm}]"],
-            "The run needs scorers (reward_model), for which `headway launch`",
-        ),
     ],
 )
 def test_what_cannot_run_on_a_cluster_is_refused(
