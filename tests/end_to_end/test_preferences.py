@@ -104,6 +104,14 @@ def test_a_student_becomes_as_good_as_its_teacher_by_the_teachers_logprobs_of_it
     divergences = [step["algorithm"]["reverse_kl"] for step in steps]
     assert len(divergences) == TAUGHT_STEPS
     assert max(divergences[-4:]) < divergences[0] / 2, divergences
+    # It names candidates, too: the same run trains on with samples that have them.
+    names = ("algorithm.distillation={coefficient: 1, place: loss, top_k: 4}", f"learner.steps={TAUGHT_STEPS + 4}")
+    anew = ("--resume", "--rewind-to", str(TAUGHT_STEPS), "--regenerate")
+    terminals.open("taught", "run", "distill.yaml", *anew, *options, *names).succeeds()
+    steps = _lines(run / "metrics.jsonl")
+    named = [step["algorithm"] for step in steps[TAUGHT_STEPS:]]
+    assert len(named) == 4
+    assert all(0 < one["top_k_reverse_kl"] < 1 and one["top_k_teacher_rest"] < 0.2 for one in named), named
     for step in steps:
         of_tokens = sum(lag["tokens"] * lag["reverse_kl"] for lag in step["by_lag"].values())
         assert of_tokens == pytest.approx(step["trained_tokens"] * step["algorithm"]["reverse_kl"], rel=1e-3, abs=1e-3)
