@@ -100,10 +100,10 @@ def test_the_autoscaler_grows_a_pool_on_the_nodes_of_its_resource(cluster: Any, 
         scaler = terminals.open("run", "autoscale", *told)
         two = watch.until("it has grown", lambda status: len(pids(status)) == 2)
         assert len({raylet_of(pid) for pid in pids(two)}) == 2
-        terminals.expect_failure(headway)  # its code says that it was stopped
-        headway.send(signal.SIGTERM)
-    headway.wait()
-    scaler.succeeds()
+        for stopped in (scaler, headway):  # the server that the one asks ends with the other
+            terminals.expect_failure(stopped)  # its code says that it was stopped
+            stopped.send(signal.SIGTERM)
+            stopped.wait()
     steps = summary(home / "runs" / "tiny")["steps"]
     check_trained(home / "runs" / "tiny", steps=steps, trajectories_per_step=16, max_lag=2)
 
