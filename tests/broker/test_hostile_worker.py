@@ -36,7 +36,7 @@ CALLS = 4000
 OTHERS_RESULT = ("1.0", "1.0", 0, -1.0, 1, "evil 1")
 OWNERS = (
     *("claim", "reassert", "take", "commit", "feed", "put", "version", "state", "reject"),
-    *("evaluate", "evaluation"),
+    *("evaluate", "evaluation", "drop", "close_feed", "archive", "strays", "sweep", "recorded", "phase"),
 )
 """Functions of the run's owner."""
 ALLOWED = """
