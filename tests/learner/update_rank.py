@@ -16,6 +16,8 @@ import torch.distributed as dist
 from algorithms.presets import PRESETS
 from learner.backends import open_backend
 from learner.config import AlgorithmConfig, LearnerConfig
+from learner.objective.composition import needs_critic
+from learner.objective.critic import Critic
 from learner.objective.objective import Objective
 from learner.objective.update import Updater
 from learner.ranks import Ranks
@@ -25,10 +27,11 @@ from tests.learner.tiny import OPTIMIZER, VOCABULARY, model_config, sequences
 MODEL = model_config("qwen3")
 SIZES = (6, 1)
 """Sequences of each batch, or pairs: the last one leaves a rank with none."""
-PRESETS_TRIED = (("grpo", 1), ("candidates", 2), ("m2po", 2), ("distillation", 2), ("online_dpo", 2))
+PRESETS_TRIED = (("grpo", 1), ("candidates", 2), ("m2po", 2), ("distillation", 2), ("online_dpo", 2), ("ppo", 2))
 """With so many updates a step; the mask of m2po is one of all ranks, anew in each."""
 OF_PAIRS = ("online_dpo", 2)
 TAUGHT = ("candidates", 2)
+CRITICIZED = ("ppo", 2)
 """What another backend trains, too; the last batch of pairs has no pair at all."""
 
 
@@ -47,7 +50,11 @@ def all_updates() -> list[dict[str, float]]:
 
 
 def other_updates(backend_kind: str) -> list[dict[str, float]]:
-    return [*updates(*OF_PAIRS, backend_kind, sizes=(*SIZES, 0)), *updates(*TAUGHT, backend_kind)]
+    return [
+        *updates(*OF_PAIRS, backend_kind, sizes=(*SIZES, 0)),
+        *updates(*TAUGHT, backend_kind),
+        *updates(*CRITICIZED, backend_kind),
+    ]
 
 
 def updates(
@@ -62,6 +69,7 @@ def updates(
         Ranks.of(backend),
         objective,
         open_backend(backend_kind, MODEL, OPTIMIZER, seed=4) if objective.needs_reference else None,
+        critic_of(backend_kind) if needs_critic(algorithm) else None,
         algorithm=algorithm,
         learner=LearnerConfig(micro_batch_tokens=40, updates_per_step=updates_per_step),
         optimizer=OPTIMIZER,
@@ -90,6 +98,11 @@ def with_candidates(sequence: PackableSequence) -> PackableSequence:
     tokens = (np.arange(length)[:, None] + np.arange(CANDIDATES)).astype(np.int32) % VOCABULARY
     logprobs = np.tile(np.array([-1, -1.5, -2], np.float32), (length, 1))
     return replace(sequence, candidates=Candidates(tokens, logprobs))
+
+
+def critic_of(backend_kind: str) -> Critic:
+    values = open_backend(backend_kind, MODEL, OPTIMIZER, seed=5, head="value")
+    return Critic(values, Ranks.of(values), clip=0.2, gamma=0.99, lam=0.95, learning_rate=1e-2)
 
 
 if __name__ == "__main__":
