@@ -259,7 +259,7 @@ def _score_requests() -> list[ScoreRequest]:
             response_tokens=np.arange(response, dtype=np.int32) + 65_500,
             temperature=0.7,
         )
-        for prompt, response in ((0, 1), (7, 64))
+        for prompt, response in ((1, 1), (7, 64))
     ]
 
 
@@ -337,7 +337,7 @@ def _structs() -> dict[type[Any], list[msgspec.Struct]]:
         swaps=1,
     )
     numbers: dict[str, Any] = dict.fromkeys(StepMetrics.__struct_fields__, 1)
-    lags = {"lag_histogram": {0: 3, 2: 1}, "token_lag_histogram": {0: 30, 2: 9}}
+    lags = {"lag_histogram": {0: 3, 2: 1}, "token_lag_histogram": {0: 30, 2: 9}, "response_length_histogram": {8: 4}}
     by_lag = {2: LagFigures(trajectories=1, tokens=9, reward_mean=0.5, ess=0.9)}
     step = StepMetrics(**{**numbers, **lags, "loss": None, "by_lag": by_lag, "algorithm": {"ess": 0.9}})
     status = RunStatus(

@@ -5,6 +5,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+MAX_TOKENS = 1 << 21
+"""The most tokens of a prompt and its response that a frame may hold."""
+
 
 class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The server that the run uses, and how long its keys live there."""

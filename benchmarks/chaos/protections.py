@@ -69,8 +69,8 @@ def _lease_token() -> None:
     """Whoever submits completes a sample, however late and however often."""
     _edit(
         "submit",
-        "local mine = had_round == round and (had_token == token or (is_again and may_take(m, token)))",
-        "local mine = had_round",
+        "local mine = had_round == round and (had_token == token or (copier and not had_payload)",
+        "local mine = had_round == round and (true",
     )
     _edit("submit", "if mine and had_payload then", "if false then")
 

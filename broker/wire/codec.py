@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from broker.config import MAX_TOKENS as MAX_TOKENS
 from broker.errors import DamagedFrameError, FrameError, SchemaMismatchError
 from broker.schema import (
     SCHEMA_VERSION,
@@ -51,8 +52,6 @@ from .buffers import (
 
 MAGIC = b"HDWY"
 MAX_FRAME_BYTES = 256 << 20
-MAX_TOKENS = 1 << 21
-"""The most tokens of prompt and response together."""
 MAX_TOKEN_ID = (1 << 24) - 1
 MAX_CANDIDATES = 1024
 """The most candidates of a teacher in one place."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from broker.wire.codec import MAX_TOKENS
+from broker.config import MAX_TOKENS
 
 from .recipe import Recipe
 

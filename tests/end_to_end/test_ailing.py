@@ -16,7 +16,7 @@ from .watching import Watch, attached
 
 pytestmark = pytest.mark.slow
 
-STEPS = 40
+STEPS = 80
 AILING = """
 import asyncio
 from pathlib import Path

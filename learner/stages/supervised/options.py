@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from broker.wire.codec import MAX_TOKENS
+from broker.config import MAX_TOKENS
 from learner.config import RecordsConfig
 
 from .schedule import Shape
