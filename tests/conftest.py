@@ -33,12 +33,15 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 @pytest.fixture(autouse=True)
-def log_level() -> Iterator[None]:
-    """What a command sets in this process holds for its own test only."""
+def state_of_the_process() -> Iterator[None]:
+    """What a command sets in this process holds for its own test only: the level of the log, and what signals do."""
     root = logging.getLogger()
     level = root.level
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     root.setLevel(level)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
@@ -25,6 +26,12 @@ MOST_SHOWN = 6000
 """Characters of what it has printed that a failure shows."""
 ENDED_WELL = (0, 128 + signal.SIGINT, 128 + signal.SIGTSTP)
 """Exit codes of a command that is done, that was ended by Ctrl-C, or that stands still after Ctrl-Z."""
+
+
+class Shown(Protocol):
+    """What a terminal may have printed. Its text tells a reader of a failure what was looked for."""
+
+    def is_in(self, said: str) -> bool: ...
 
 
 class Shell:
@@ -73,18 +80,16 @@ class Shell:
         self._until(lambda: PROMPT.search(self.said) is not None, "its command has ended")
         return int(PROMPT.findall(self.said)[-1])
 
-    def wait_for(self, shown: re.Pattern[str]) -> None:
-        """Wait until it has printed what matches."""
-        self._until(lambda: self._has_printed(shown), f"it prints\n{shown.pattern}")
+    def wait_for(self, shown: Shown) -> None:
+        """Wait until it has printed this."""
+        self._until(lambda: self._has_printed(shown), f"it prints\n{shown}")
 
-    def _has_printed(self, shown: re.Pattern[str]) -> bool:
+    def _has_printed(self, shown: Shown) -> bool:
         """Whether it has; AssertionError where its command has ended without."""
         said = self.said
-        found = shown.search(said)
-        assert found or not PROMPT.search(said), (
-            f"{self.name} has not printed\n{shown.pattern}\nbut\n{said[-MOST_SHOWN:]}"
-        )
-        return found is not None
+        is_printed = shown.is_in(said)
+        assert is_printed or not PROMPT.search(said), f"{self.name} has not printed\n{shown}\nbut\n{said[-MOST_SHOWN:]}"
+        return is_printed
 
     def running(self) -> list[psutil.Process]:
         """Return the processes that still run in it."""

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from deploy.cli.main import answer
 
 from .pages import ROOT
-from .test_walk import shape
+from .test_walk import Shape
 
 PAGE = ROOT / "docs" / "guides" / "first-model.md"
 COMMANDS = ["data", "data", "train", "chat", "generate", "export"]
@@ -37,7 +37,7 @@ def test_a_reader_trains_asks_and_exports_by_the_page(
             case "sh":
                 said = type_in(text, monkeypatch, capsys)
             case "text":
-                assert shape(text, exactly=True).search(said), said
+                assert Shape(text, exactly=True).is_in(said), said
     answers = [json.loads(line) for line in Path("answers.jsonl").read_text().splitlines()]
     right = [json.loads(line)["completion"] for line in Path("sums.jsonl").read_text().splitlines()]
     assert [one["responses"][0]["text"] for one in answers] == right

@@ -31,7 +31,7 @@ STEP = re.compile(
     re.M | re.S,
 )
 KEYS = {"Ctrl-C": "\x03", "Ctrl-Z": "\x1a", "q": "q"}
-NUMBER_OF_ANY_SIZE = r"\d(?:[\d,]*\d)?(?:\.\d+)?"
+NUMBER_OF_ANY_SIZE = r"(?>\d+(?:,\d+)*(?:\.\d+)?)"
 VARYING = re.compile(rf"(\.\.\.|{NUMBER_OF_ANY_SIZE})")
 TERMINALS = 5
 DEADLINE_S = 180.0
@@ -61,12 +61,26 @@ def steps(page: str) -> Iterator[Step]:
             yield Step("type" if found["language"] == "sh" else expected, terminals, found["text"])
 
 
-def shape(shown: str, *, exactly: bool) -> re.Pattern[str]:
-    """What a terminal prints if it prints this: any white space is like any other."""
-    words = []
-    for line in re.sub(r"\A(\.\.\.\s)+|(\s\.\.\.)+\Z", "", shown.strip()).splitlines():
-        words += [".*?"] if line.strip() == "..." else [_shape_of_word(word, exactly) for word in line.split()]
-    return re.compile(r"\s+".join(words), re.S)
+class Shape:
+    """What a terminal prints if it prints this: any white space is like any other, and the parts between lines of `...`
+    follow one another. A part is searched once, so that a long output that lacks the last one is soon read."""
+
+    def __init__(self, shown: str, *, exactly: bool) -> None:
+        shown = re.sub(r"\A(\.\.\.\s)+|(\s\.\.\.)+\Z", "", shown.strip())
+        parts = re.split(r"^\s*\.\.\.\s*$", shown, flags=re.M)
+        self._parts = [re.compile(r"\s".join(_shape_of_word(word, exactly) for word in part.split())) for part in parts]
+
+    def is_in(self, said: str) -> bool:
+        said, begin = re.sub(r"\s+", lambda white: "\n" if "\n" in white[0] else " ", said), 0
+        for part in self._parts:
+            found = part.search(said, begin)
+            if found is None:
+                return False
+            begin = found.end()
+        return True
+
+    def __str__(self) -> str:
+        return "\n...\n".join(part.pattern for part in self._parts)
 
 
 def _shape_of_word(word: str, exactly: bool) -> str:
@@ -129,7 +143,7 @@ def do(step: Step, shells: dict[int, Shell]) -> None:
             case "wait":
                 shell.wait_for_prompt()
             case _:
-                shell.wait_for(shape(step.text, exactly=step.kind == "expect exactly"))
+                shell.wait_for(Shape(step.text, exactly=step.kind == "expect exactly"))
     if step.kind == "open":
         with urllib.request.urlopen(step.text, timeout=60) as answer:
             assert answer.read().startswith(b"<!doctype html>")
@@ -144,7 +158,15 @@ def test_every_block_of_the_page_is_a_step() -> None:
 
 def test_a_changed_output_does_not_match() -> None:
     said = "warm-up\nstep 12/60  reward 0.5\nPool two: 2 workers wanted.\n"
-    assert shape("...\nstep 3/9 reward 0.123\n", exactly=False).search(said)
-    assert shape("Pool ...: 2 workers wanted.", exactly=True).search(said)
-    assert not shape("Pool two: 3 workers wanted.", exactly=True).search(said)
-    assert not shape("step 3/9 lag 0.123\n", exactly=False).search(said)
+    assert Shape("...\nstep 3/9 reward 0.123\n", exactly=False).is_in(said)
+    assert Shape("Pool ...: 2 workers wanted.", exactly=True).is_in(said)
+    assert Shape("warm-up\n...\nPool two: 1 workers", exactly=False).is_in(said)
+    assert not Shape("Pool two: 1 workers\n...\nwarm-up", exactly=False).is_in(said)
+    assert not Shape("Pool two: 3 workers wanted.", exactly=True).is_in(said)
+    assert not Shape("step 3/9 lag 0.123\n", exactly=False).is_in(said)
+
+
+def test_an_output_that_is_half_printed_is_soon_read() -> None:
+    row = "one" + " " * 150 + "\n" + "1" + "  0" * 50
+    shape = Shape("a 1\n...\nb ... 2\n...\none ... 1 0 0\n...\ntwo 1 0\n...\nend", exactly=False)
+    assert not shape.is_in("\n".join(["a 1", "b c 2", *[row] * 40]))
