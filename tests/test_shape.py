@@ -1,5 +1,6 @@
 """`make shape` counts what it says, over sources that it never imports; and Headway keeps the shape that it has."""
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,16 @@ def test_functions_and_files_are_short(headway: dict[str, Any]) -> None:
     sizes = {path: (ROOT / path).read_text().count("\n") for path in tracked_files() if path.endswith(".py")}
     longer = {path for path, lines in sizes.items() if lines > MOST_FILE_LINES and path.split("/")[0] in ROOMS}
     assert longer == set(LONGER_FILES)
+
+
+def test_a_contract_names_all_that_lies_in_a_folder_of_folders() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    exhaustive = {name for one in contracts if one.get("exhaustive") for name in one["containers"]}
+    packages = {Path(path).parent for path in tracked_files() if path.endswith("/__init__.py")}
+    holding = {".".join(one.parent.parts) for one in packages if one.parent in packages and one.parts[0] in ROOMS}
+    assert holding - exhaustive == set()
+    [acyclic] = [set(one["ancestors"]) for one in contracts if one["type"] == "acyclic_siblings"]
+    assert acyclic == set(ROOMS)
 
 
 @pytest.fixture
