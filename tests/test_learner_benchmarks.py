@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.grouped_experts import routed_counts
 from benchmarks.peer_losses.__main__ import difference
+from benchmarks.peer_losses.imitated import imitated
 from benchmarks.peer_losses.ours import composed
 from benchmarks.peer_losses.sample import draw
 from benchmarks.stage_throughput.data import write as write_records
@@ -212,6 +213,9 @@ def test_peers_get_the_same_batch_as_we_and_their_losses_are_told_apart() -> Non
     wide, narrow = (composed("ppo_clip", {"clip_high": clip})(sample) for clip in (0.28, 0.2))
     assert difference(wide, wide) == 0
     assert difference(wide, narrow) > 1e-3
+    completions, turns = (imitated(trained)(sample) for trained in ("completion", "assistant"))
+    assert difference(completions, completions) == 0
+    assert difference(completions, turns) > 1e-3
 
 
 def test_where_no_peer_is_installed_the_comparison_says_how_to() -> None:

@@ -12,7 +12,7 @@ from .sample import Outcome, draw
 
 TOLERANCE = 1e-8
 SINGLE_TOLERANCE = 1e-6
-"""Where a peer rounds to float32 itself."""
+"""Where a peer rounds to float32 itself, or transformers does."""
 
 
 def difference(ours: Outcome, theirs: Outcome) -> float:
@@ -26,16 +26,17 @@ def difference(ours: Outcome, theirs: Outcome) -> float:
 def main() -> int:
     """Prints the report; the exit status."""
     try:
-        from . import of_trl, of_trl_distillation, of_trl_preferences, of_verl
+        from . import of_trl, of_trl_distillation, of_trl_imitation, of_trl_preferences, of_verl
     except ModuleNotFoundError as error:
         sys.exit(
             f"{error}: `make peer-losses` installs verl and TRL into an environment of their own and runs this there."
         )
     torch.set_default_dtype(torch.float64)  # of the constants that a peer makes tensors of
-    of_peer = {"verl": [of_verl], "trl": [of_trl, of_trl_preferences, of_trl_distillation]}
+    of_peer = {"verl": [of_verl], "trl": [of_trl, of_trl_imitation, of_trl_preferences, of_trl_distillation]}
     settings = {peer: [one for part in parts for one in part.settings()] for peer, parts in of_peer.items()}
     found = {f"{peer} {version(peer)}": compared(each) for peer, each in settings.items()}
-    coarse = dict.fromkeys(of_trl_preferences.SINGLE_PRECISION, SINGLE_TOLERANCE)
+    single = of_trl_imitation.SINGLE_PRECISION | of_trl_preferences.SINGLE_PRECISION
+    coarse = dict.fromkeys(single, SINGLE_TOLERANCE)
     agree = {
         peer: sum(difference <= coarse.get(name, TOLERANCE) for name, difference in one.items())
         for peer, one in found.items()
