@@ -18,6 +18,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
+from broker.config import MAX_TOKENS
 from broker.schema import (
     SCHEMA_VERSION,
     BroadcastGroup,
@@ -54,8 +55,8 @@ _NUMBERS = (
     7,
     255,
     1 << 16,
-    codec.MAX_TOKENS - 6,
-    codec.MAX_TOKENS,
+    MAX_TOKENS - 6,
+    MAX_TOKENS,
     1 << 31,
     (1 << 32) - 1,
     1 << 40,
@@ -210,7 +211,7 @@ def _bomb(chance: Random) -> bytes:
 @cache
 def _bombs() -> tuple[bytes, ...]:
     """Few bytes that unfold to 64 MiB, or to as many as they should; with the size stated and without."""
-    sizes = (3 * 6, 3 * 9, 3 * codec.MAX_TOKENS, 64 << 20)
+    sizes = (3 * 6, 3 * 9, 3 * MAX_TOKENS, 64 << 20)
     packers = [zstandard.ZstdCompressor(level=1, write_content_size=stated) for stated in (True, False)]
     return tuple(packer.compress(bytes(size)) for size in sizes for packer in packers)
 

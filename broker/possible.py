@@ -1,9 +1,9 @@
 """The learner checks every sample before it trains it, and a worker every segment before it goes on after it, as they
 trust no other worker.
 
-The codec has checked by then that the parts of a frame agree with each other (`codec.check_trajectory`); this compares
-them with the run: its identity, the prompt, the model's vocabulary and experts, the longest response, the weights that
-were announced.
+The codec has checked by then that the parts of a frame agree with each other (`wire/checks.py`); this compares them
+with the run: its identity, the prompt, the model's vocabulary and experts, the longest response, the weights that were
+announced.
 """
 
 from collections.abc import Sequence

@@ -13,6 +13,8 @@ or the proximal policy's logprobs. Losses must be finite where the mask is 0, wh
     both, ratio flipped for A > 0     aspo
     a smooth gate                     sapo
     nothing                           unclipped (token ratio), policy_gradient (no ratio)
+
+The invariant: a token's loss depends on its own sequence alone, so neither packing nor the number of ranks changes it.
 """
 
 from collections.abc import Callable

@@ -11,7 +11,7 @@ A function of tokens returns losses_T [T], 0 where the mask is 0, to be aggregat
 pairs returns losses_P [P], one per pair: sequence 2p of the row is the chosen response of pair p, sequence 2p + 1 the
 rejected one, so a row holds whole pairs. A function of single responses returns losses_S [S].
 
-Nothing is averaged here: the caller divides sums over tokens, pairs or responses by their number in the whole batch, so
-neither packing nor the number of ranks changes a loss. Logarithms of ratios are clamped per token as in
+The invariant: nothing is averaged here. The caller divides sums over tokens, pairs or responses by their number in the
+whole batch, so neither packing nor the number of ranks changes a loss. Logarithms of ratios are clamped per token as in
 `algorithms.ratios`.
 """

@@ -15,7 +15,7 @@ from broker.client.leases import Leases
 from broker.connection import connection, verbs
 from broker.possible import check_possible
 from broker.schema import Probe, Trajectory, WeightVersion
-from broker.wire import codec
+from broker.wire import frames
 from learner.experience.stream import Experience
 from learner.rows import packing
 from weightsync.publish.publisher import Publication, Publisher
@@ -118,7 +118,7 @@ def _rewind_fork() -> None:
 
 def _frame_checksum() -> None:
     """Bytes are believed."""
-    patch.object(codec, "zlib", SimpleNamespace(crc32=lambda body, kind: 0)).start()
+    patch.object(frames, "zlib", SimpleNamespace(crc32=lambda body, kind: 0)).start()
 
 
 def _identity_check() -> None:

@@ -1,85 +1,37 @@
 """Wire structs <-> frames.
 
-A frame is: magic, schema number, kind, crc32 of these two and the body, length, body. Most bodies are msgpack. Those of
-trajectories, segments and requests for scores are a msgpack envelope around raw little-endian buffers, because lists of
-numbers in msgpack are a hundred times slower: tokens (prompt, then response) as a plane of low 16 bits and a plane of
-high bytes under zstd level 1, fp32 logprobs as they are (they do not compress), the loss mask as bits, a teacher's
-logprobs if there is one, its candidates in each place and their logprobs if it was asked for some, and where routers
-are replayed the chosen experts, under zstd too. Decoding any bytes ends in a value or a FrameError.
+Most bodies of frames are msgpack. Those of trajectories, segments and requests for scores are a msgpack envelope around
+raw little-endian buffers, because lists of numbers in msgpack are a hundred times slower: tokens (prompt, then
+response) as a plane of low 16 bits and a plane of high bytes under zstd level 1, fp32 logprobs as they are (they do not
+compress), the loss mask as bits, a teacher's logprobs if there is one, its candidates in each place and their logprobs
+if it was asked for some, and where routers are replayed the chosen experts, under zstd too. Decoding any bytes ends in
+a value or a FrameError.
 """
 
-import math
-import struct
-import zlib
-from typing import Literal, TypeVar
+from typing import Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from broker.config import MAX_TOKENS as MAX_TOKENS
-from broker.errors import DamagedFrameError, FrameError, SchemaMismatchError
-from broker.schema import (
-    SCHEMA_VERSION,
-    BroadcastGroup,
-    ModelFiles,
-    PoolInfo,
-    Probe,
-    Prompt,
-    RunRules,
-    RunStatus,
-    ScoreRequest,
-    ScorerInfo,
-    Segment,
-    StepMetrics,
-    Trajectory,
-    TrajectoryId,
-    Turn,
-    VersionSpan,
-    WeightManifest,
-    WeightVersion,
-    WorkerInfo,
+from broker.config import MAX_TOKENS
+from broker.errors import FrameError
+from broker.schema import ScoreRequest, Segment, Trajectory, TrajectoryId, Turn, VersionSpan
+
+from .buffers import ExpertsHead, pack_experts, pack_tokens, unpack_experts, unpack_tokens
+from .checks import MAX_CANDIDATES, check_score_request, check_segment, check_trajectory
+from .frames import (
+    ENVELOPE_LENGTH,
+    KINDS,
+    SCORE_REQUEST,
+    SEGMENT,
+    TRAJECTORY,
+    T,
+    frame_of,
+    open_enveloped,
+    open_frame,
+    unpack,
 )
-
-from .buffers import (
-    ExpertsHead,
-    check_experts,
-    pack_experts,
-    pack_tokens,
-    unpack_experts,
-    unpack_tokens,
-)
-
-MAGIC = b"HDWY"
-MAX_FRAME_BYTES = 256 << 20
-MAX_TOKEN_ID = (1 << 24) - 1
-MAX_CANDIDATES = 1024
-"""The most candidates of a teacher in one place."""
-
-_HEADER = struct.Struct("<4sHHII")
-_ENVELOPE_LENGTH = struct.Struct("<I")
-_TRAJECTORY, _SEGMENT, _SCORE_REQUEST = 1, 12, 14
-_KINDS: dict[type, int] = {
-    Prompt: 2,
-    WeightManifest: 3,
-    BroadcastGroup: 4,
-    ModelFiles: 5,
-    WorkerInfo: 6,
-    StepMetrics: 7,
-    RunStatus: 8,
-    Probe: 9,
-    RunRules: 10,
-    WeightVersion: 11,
-    PoolInfo: 13,
-    ScorerInfo: 15,
-}
-
-_READABLE_SINCE: dict[int, int] = {_KINDS[Prompt]: 7, _KINDS[StepMetrics]: 7}
-"""Kinds whose frames of an earlier schema number are read, each with the first such number. Their structs got
-only fields with defaults since, and a run that a later version of Headway resumes finds them on its server. Frames of
-all other kinds must have the present number."""
-
-T = TypeVar("T", bound=msgspec.Struct)
 
 
 class _SegmentEnvelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -127,12 +79,12 @@ class _ScoreEnvelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 
 def encode(value: msgspec.Struct) -> bytes:
     """Return the frame of any wire struct but a trajectory or a segment."""
-    return _frame(_KINDS[type(value)], msgspec.msgpack.encode(value))
+    return frame_of(KINDS[type(value)], msgspec.msgpack.encode(value))
 
 
 def decode(frame: bytes, kind: type[T]) -> T:
     """Return the struct in the frame, which must be of this kind. Raises FrameError."""
-    return _unpack(_open(frame, _KINDS[kind], kind.__name__), kind)
+    return unpack(open_frame(frame, KINDS[kind], kind.__name__), kind)
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
@@ -163,12 +115,12 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
         _bytes_of(trajectory.candidate_tokens, "<i4"),
         _bytes_of(trajectory.candidate_logprobs, "<f4"),
     )
-    return _enveloped(_TRAJECTORY, envelope, tokens, trajectory, *taught, experts)
+    return enveloped(TRAJECTORY, envelope, tokens, trajectory, *taught, experts)
 
 
 def decode_trajectory(frame: bytes) -> Trajectory:
     """Return the trajectory in the frame, checked; its arrays do not share the frame's memory. Raises FrameError."""
-    envelope, rest = _open_enveloped(frame, _TRAJECTORY, "Trajectory", _Envelope)
+    envelope, rest = open_enveloped(frame, TRAJECTORY, "Trajectory", _Envelope)
     length, total = envelope.response_length, envelope.prompt_length + envelope.response_length
     if min(envelope.prompt_length, length) < 0:
         raise FrameError(f"{envelope.tid}: a negative length")
@@ -217,12 +169,12 @@ def encode_segment(segment: Segment) -> bytes:
             len(tokens),
         )
     )
-    return _enveloped(_SEGMENT, envelope, tokens, segment, experts)
+    return enveloped(SEGMENT, envelope, tokens, segment, experts)
 
 
 def decode_segment(frame: bytes) -> Segment:
     """Return the segment in the frame, checked; its arrays do not share the frame's memory. Raises FrameError."""
-    envelope, rest = _open_enveloped(frame, _SEGMENT, "Segment", _SegmentEnvelope)
+    envelope, rest = open_enveloped(frame, SEGMENT, "Segment", _SegmentEnvelope)
     length = envelope.length
     if length < 0:
         raise FrameError(f"{envelope.tid}: a negative length")
@@ -247,18 +199,18 @@ def decode_segment(frame: bytes) -> Segment:
 
 def encode_score_request(request: ScoreRequest) -> bytes:
     """Return the request's frame. Raises FrameError where it has no tokens, or impossible ones."""
-    _check_score_request(request)
+    check_score_request(request)
     lengths = len(request.prompt_tokens), len(request.response_tokens)
     tokens = pack_tokens(request.prompt_tokens, request.response_tokens)
     envelope = msgspec.msgpack.encode(
         _ScoreEnvelope(request.identity, *lengths, request.temperature, request.top_k, len(tokens))
     )
-    return _frame(_SCORE_REQUEST, _ENVELOPE_LENGTH.pack(len(envelope)), envelope, tokens)
+    return frame_of(SCORE_REQUEST, ENVELOPE_LENGTH.pack(len(envelope)), envelope, tokens)
 
 
 def decode_score_request(frame: bytes) -> ScoreRequest:
     """Return the request in the frame, checked. Raises FrameError."""
-    envelope, rest = _open_enveloped(frame, _SCORE_REQUEST, "ScoreRequest", _ScoreEnvelope)
+    envelope, rest = open_enveloped(frame, SCORE_REQUEST, "ScoreRequest", _ScoreEnvelope)
     start, total = envelope.prompt_length, envelope.prompt_length + envelope.response_length
     if min(start, envelope.response_length) < 0 or total > MAX_TOKENS or len(rest) != envelope.token_bytes:
         raise FrameError(f"a request for scores of {total} tokens; at most {MAX_TOKENS} are allowed")
@@ -270,215 +222,19 @@ def decode_score_request(frame: bytes) -> ScoreRequest:
         temperature=envelope.temperature,
         top_k=envelope.top_k,
     )
-    _check_score_request(request)
+    check_score_request(request)
     return request
 
 
-def _check_score_request(request: ScoreRequest) -> None:
-    total = len(request.prompt_tokens) + len(request.response_tokens)
-    if not len(request.response_tokens) or total > MAX_TOKENS:
-        raise FrameError(f"a request for scores of {total} tokens, {len(request.response_tokens)} in the response")
-    if not (math.isfinite(request.temperature) and request.temperature > 0):
-        raise FrameError(f"a request for scores at temperature {request.temperature}")
-    if not 0 <= request.top_k <= MAX_CANDIDATES:
-        raise FrameError(f"a request for {request.top_k} candidates; at most {MAX_CANDIDATES} are allowed")
-    for tokens in (request.prompt_tokens, request.response_tokens):
-        _check_tokens("a request for scores", tokens)
-
-
-def check_segment(segment: Segment) -> None:
-    """Raises FrameError unless the parts agree."""
-    length, tid = len(segment.tokens), segment.tid
-    if length == 0 or min(segment.index, segment.start) < 0 or segment.start + length > MAX_TOKENS:
-        raise FrameError(f"{tid}: segment {segment.index} of {length} tokens at {segment.start}")
-    if len(segment.behavior_logprobs) != length or len(segment.loss_mask) != length:
-        raise FrameError(
-            f"{tid}: {length} tokens in a segment, but {len(segment.behavior_logprobs)} logprobs and a loss mask of"
-            f" {len(segment.loss_mask)}"
-        )
-    _check_spans(tid, segment.spans, segment.start, segment.start + length)
-    _check_tokens(tid, segment.tokens)
-    _check_logprobs(tid, segment.behavior_logprobs)
-    _check_mask(tid, segment.loss_mask)
-    _check_turns(tid, segment.turns)
-    ends = [turn.end for turn in segment.turns]
-    if not segment.loss_mask[-1] or ends != [segment.start + end for _, end in _sampled(segment.loss_mask)[:-1]]:
-        raise FrameError(f"{tid}: segment {segment.index} has turns up to {ends}, and a loss mask that says otherwise")
-    if segment.experts is not None:
-        check_experts(str(tid), segment.experts)
-        fed = len(segment.experts)
-        if fed < length or (segment.index > 0 and fed != length):  # the first segment has the prompt's experts, too
-            raise FrameError(f"{tid}: segment {segment.index} of {length} tokens with the experts of {fed}")
-
-
-def check_trajectory(trajectory: Trajectory) -> None:
-    """Raises FrameError unless the parts agree: lengths, spans without gaps, tokens and logprobs in their
-    ranges."""
-    length = len(trajectory.response_tokens)
-    if length == 0 or length + len(trajectory.prompt_tokens) > MAX_TOKENS:
-        raise FrameError(f"{trajectory.tid}: {length} response tokens; 1 to {MAX_TOKENS} with the prompt are allowed")
-    if len(trajectory.behavior_logprobs) != length or len(trajectory.loss_mask) != length:
-        raise FrameError(
-            f"{trajectory.tid}: {length} response tokens, but {len(trajectory.behavior_logprobs)} logprobs "
-            f"and a loss mask of {len(trajectory.loss_mask)}"
-        )
-    _check_spans(trajectory.tid, trajectory.spans, 0, length)
-    _check_tokens(trajectory.tid, trajectory.prompt_tokens)
-    _check_tokens(trajectory.tid, trajectory.response_tokens)
-    _check_logprobs(trajectory.tid, trajectory.behavior_logprobs)
-    _check_teacher(trajectory.tid, trajectory.teacher_logprobs, length)
-    _check_candidates(trajectory, length)
-    if trajectory.experts is not None:
-        check_experts(str(trajectory.tid), trajectory.experts)
-        fed = len(trajectory.prompt_tokens) + length - 1
-        if len(trajectory.experts) != fed:
-            raise FrameError(
-                f"{trajectory.tid}: {fed} tokens were fed to sample the response, but there are the experts of"
-                f" {len(trajectory.experts)}"
-            )
-    _check_mask(trajectory.tid, trajectory.loss_mask)
-    _check_turns(trajectory.tid, trajectory.turns)
-    turns = [(turn.start, turn.end) for turn in trajectory.turns]
-    if turns and (not trajectory.loss_mask[-1] or turns != _sampled(trajectory.loss_mask)):
-        raise FrameError(f"{trajectory.tid}: turns {turns}, and a loss mask that says otherwise")
-    if not all(math.isfinite(reward) for reward in (trajectory.reward, *trajectory.rewards.values())):
-        raise FrameError(f"{trajectory.tid}: a reward that is not finite: {trajectory.reward}, {trajectory.rewards}")
-
-
-def _check_spans(tid: TrajectoryId, spans: tuple[VersionSpan, ...], start: int, end: int) -> None:
-    position = start
-    for span in spans:
-        if span.start != position or span.end <= span.start:
-            raise FrameError(f"{tid}: version span [{span.start}, {span.end}) does not follow {position}")
-        if span.version.step < 0 or span.version.incarnation < 0:
-            raise FrameError(f"{tid}: a negative weight version {span.version}")
-        position = span.end
-    if position != end:
-        raise FrameError(f"{tid}: version spans end at {position}, the tokens at {end}")
-
-
-def _check_mask(tid: TrajectoryId, mask: NDArray[np.uint8]) -> None:
-    if mask.max() > 1:
-        raise FrameError(f"{tid}: a loss mask is 0 or 1, not {mask.max()}")
-
-
-def _check_turns(tid: TrajectoryId, turns: tuple[Turn, ...]) -> None:
-    position = 0
-    for turn in turns:
-        if not position <= turn.start < turn.end or not math.isfinite(turn.reward):
-            raise FrameError(f"{tid}: a turn [{turn.start}, {turn.end}) after {position}, with reward {turn.reward}")
-        position = turn.end + 1  # between two turns lies an answer of the environment
-
-
-def _sampled(mask: NDArray[np.uint8]) -> list[tuple[int, int]]:
-    """Return the runs of sampled tokens as (start, end). The first run is empty where the mask begins with an
-    environment's tokens."""
-    edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=np.int8(1), append=np.int8(0)))
-    bounds = [0, *edges.tolist()]
-    return list(zip(bounds[::2], bounds[1::2], strict=True))
-
-
-def _check_tokens(tid: TrajectoryId | str, tokens: NDArray[np.int32]) -> None:
-    if (
-        len(tokens) and np.ascontiguousarray(tokens).view(np.uint32).max() > MAX_TOKEN_ID
-    ):  # as unsigned, a negative token id is huge
-        raise FrameError(f"{tid}: token ids outside [0, {MAX_TOKEN_ID}]")
-
-
-def _check_logprobs(tid: TrajectoryId, logprobs: NDArray[np.float32]) -> None:
-    if not np.isfinite(logprobs).all():
-        raise FrameError(f"{tid}: a behaviour logprob that is not finite")
-
-
-def _check_teacher(tid: TrajectoryId, logprobs: NDArray[np.float32] | None, length: int) -> None:
-    if logprobs is None:
-        return
-    if len(logprobs) != length:
-        raise FrameError(f"{tid}: {length} response tokens, but {len(logprobs)} logprobs of the teacher")
-    if not np.isfinite(logprobs).all():
-        raise FrameError(f"{tid}: a teacher's logprob that is not finite")
-
-
-def _check_candidates(trajectory: Trajectory, length: int) -> None:
-    tid, tokens, logprobs = trajectory.tid, trajectory.candidate_tokens, trajectory.candidate_logprobs
-    if tokens is None and logprobs is None:
-        return
-    if tokens is None or logprobs is None or trajectory.teacher_logprobs is None:
-        raise FrameError(f"{tid}: candidates of a teacher without all of their tokens and logprobs, and its own")
-    if tokens.shape != logprobs.shape or len(tokens) != length or not 1 <= tokens.shape[1] <= MAX_CANDIDATES:
-        raise FrameError(
-            f"{tid}: {length} response tokens, but a teacher's candidates of shape {tokens.shape}, and {logprobs.shape}"
-            f" logprobs of them; at most {MAX_CANDIDATES} are allowed in each place"
-        )
-    _check_tokens(tid, tokens.reshape(-1))
-    if not np.isfinite(logprobs).all():
-        raise FrameError(f"{tid}: a candidate's logprob that is not finite")
-    if (logprobs[:, 1:] > logprobs[:, :-1]).any():
-        raise FrameError(f"{tid}: a teacher's candidates that do not begin with the likeliest")
-
-
-def _enveloped(kind: int, envelope: bytes, tokens: bytes, sampled: Trajectory | Segment, *others: bytes) -> bytes:
-    """Return the frame; the inverse of `_open_enveloped` and `_cut`. `others` are the buffers after the loss mask."""
+def enveloped(kind: int, envelope: bytes, tokens: bytes, sampled: Trajectory | Segment, *others: bytes) -> bytes:
+    """Return the frame; the inverse of `open_enveloped` and `_cut`. `others` are the buffers after the loss mask."""
     mask = np.packbits(sampled.loss_mask).tobytes()
-    size = _ENVELOPE_LENGTH.pack(len(envelope))
-    return _frame(kind, size, envelope, tokens, _bytes_of(sampled.behavior_logprobs, "<f4"), mask, *others)
+    size = ENVELOPE_LENGTH.pack(len(envelope))
+    return frame_of(kind, size, envelope, tokens, _bytes_of(sampled.behavior_logprobs, "<f4"), mask, *others)
 
 
 def _bytes_of(values: NDArray[np.float32] | NDArray[np.int32] | None, dtype: Literal["<f4", "<i4"]) -> bytes:
     return b"" if values is None else values.astype(dtype, copy=False).tobytes()
-
-
-def _frame(kind: int, *parts: bytes) -> bytes:
-    length, crc = sum(map(len, parts)), _seed(SCHEMA_VERSION, kind)
-    if length + _HEADER.size > MAX_FRAME_BYTES:
-        raise FrameError(f"a frame of {length} bytes; at most {MAX_FRAME_BYTES} are allowed")
-    for part in parts:
-        crc = zlib.crc32(part, crc)
-    return b"".join((_HEADER.pack(MAGIC, SCHEMA_VERSION, kind, crc, length), *parts))
-
-
-def _seed(schema: int, kind: int) -> int:
-    """Return the checksum of the header's schema number and kind; magic and length are checked by themselves."""
-    return schema << 16 | kind
-
-
-def _open_enveloped(frame: bytes, kind: int, name: str, envelope: type[T]) -> tuple[T, memoryview]:
-    """Return the envelope, and the buffers after it."""
-    body = _open(frame, kind, name)
-    if len(body) < _ENVELOPE_LENGTH.size:
-        raise FrameError(f"a {name} frame without an envelope")
-    (size,) = _ENVELOPE_LENGTH.unpack_from(body)
-    start = _ENVELOPE_LENGTH.size + size
-    return _unpack(body[_ENVELOPE_LENGTH.size : start], envelope), body[start:]
-
-
-def _open(frame: bytes, expected: int, name: str) -> memoryview:
-    if not _HEADER.size <= len(frame) <= MAX_FRAME_BYTES:
-        raise DamagedFrameError(f"a frame of {len(frame)} bytes; {_HEADER.size} to {MAX_FRAME_BYTES} are allowed")
-    magic, schema, kind, crc, length = _HEADER.unpack_from(frame)
-    if magic != MAGIC:
-        raise DamagedFrameError(f"no frame of ours: it begins with {magic!r}")
-    body = memoryview(frame)[_HEADER.size :]
-    if length != len(body):
-        raise DamagedFrameError(f"a frame that says {length} bytes and has {len(body)}: truncated or overlong")
-    if zlib.crc32(body, _seed(schema, kind)) != crc:
-        raise DamagedFrameError(f"a frame of {len(frame)} bytes whose checksum does not match: corrupt")
-    if (
-        not _READABLE_SINCE.get(kind, SCHEMA_VERSION) <= schema <= SCHEMA_VERSION
-    ):  # known only now: the checksum shows that the number is not damaged
-        raise SchemaMismatchError(
-            f"a frame of schema {schema}, this is schema {SCHEMA_VERSION}: run the same version of Headway everywhere"
-        )
-    if kind != expected:
-        raise FrameError(f"a frame of kind {kind} where a {name} ({expected}) should be")
-    return body
-
-
-def _unpack(body: memoryview, kind: type[T]) -> T:
-    try:
-        return msgspec.msgpack.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
-        raise FrameError(f"a frame that holds no {kind.__name__}: {error}") from error
 
 
 def _cut_experts(rest: memoryview, tid: TrajectoryId, head: ExpertsHead | None) -> tuple[memoryview, memoryview]:

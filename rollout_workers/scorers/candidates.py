@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from broker.client.scoring import Scores
-from broker.wire.codec import MAX_TOKEN_ID
+from broker.wire.checks import MAX_TOKEN_ID
 
 from .base import ScoringError
 

@@ -39,7 +39,7 @@ from broker.schema import (
     WeightVersion,
     WorkerInfo,
 )
-from broker.wire import buffers, codec
+from broker.wire import buffers, checks, codec, frames
 from broker.wire.codec import (
     decode,
     decode_score_request,
@@ -173,8 +173,8 @@ def test_a_trajectory_comes_back_bit_for_bit(length: int, prompt_length: int, cu
     edges = sorted({0, length, *(cut for cut in cuts if cut < length)})
     one = msgspec.structs.replace(
         trajectory(LEASE, 1),
-        prompt_tokens=chance.integers(0, codec.MAX_TOKEN_ID + 1, prompt_length, np.int32),
-        response_tokens=chance.integers(0, codec.MAX_TOKEN_ID + 1, length, np.int32),
+        prompt_tokens=chance.integers(0, checks.MAX_TOKEN_ID + 1, prompt_length, np.int32),
+        response_tokens=chance.integers(0, checks.MAX_TOKEN_ID + 1, length, np.int32),
         behavior_logprobs=-chance.exponential(10, length).astype(np.float32),
         loss_mask=chance.integers(0, 2, length, np.uint8),
         spans=tuple(VersionSpan(a, b, WeightVersion(1, i)) for i, (a, b) in enumerate(pairwise(edges))),
@@ -329,7 +329,7 @@ def test_a_body_mutated_under_a_right_checksum_never_raises_anything_else(data: 
     for _ in range(data.draw(st.integers(1, 4))):
         body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
     with suppress(FrameError):
-        codec.check_trajectory(decode_trajectory(header(1, bytes(body))))
+        checks.check_trajectory(decode_trajectory(header(1, bytes(body))))
 
 
 @given(st.binary(max_size=200))
@@ -359,7 +359,7 @@ def test_another_schema_a_foreign_magic_another_kind_and_nothing() -> None:
 
 def test_an_oversized_frame_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     frame = encode(PROBE)
-    monkeypatch.setattr(codec, "MAX_FRAME_BYTES", len(frame) - 1)
+    monkeypatch.setattr(frames, "MAX_FRAME_BYTES", len(frame) - 1)
     with pytest.raises(FrameError, match="are allowed"):
         encode(PROBE)
     with pytest.raises(FrameError, match="bytes"):
@@ -444,7 +444,8 @@ def test_parts_that_contradict_each_other_are_refused(changes: dict[str, Any], c
 
 def test_more_tokens_than_allowed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     frame = encode_trajectory(trajectory(LEASE, 1))
-    monkeypatch.setattr(codec, "MAX_TOKENS", 8)
+    for module in (checks, codec):
+        monkeypatch.setattr(module, "MAX_TOKENS", 8)
     with pytest.raises(FrameError, match="at most 8"):
         decode_trajectory(frame)
     with pytest.raises(FrameError, match="1 to 8"):
@@ -452,7 +453,7 @@ def test_more_tokens_than_allowed_are_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_every_struct_that_is_encoded_has_a_kind_of_its_own() -> None:
-    kinds = codec._KINDS
+    kinds = frames.KINDS
     assert len(set(kinds.values())) == len(kinds)
     assert set(kinds) == {type(value) for value in STRUCTS}
     assert WeightManifest in kinds

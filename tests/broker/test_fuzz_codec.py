@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.broken_frames import Subject, broken_frame, subjects
 from benchmarks.fuzz_decoder import examine, fuzz
-from broker.wire import codec
+from broker.wire import codec, frames
 
 MOST_BYTES = 64 << 20
 """While it is decoded, a trajectory of the largest length that is allowed takes about 50 MiB."""
@@ -33,12 +33,13 @@ def test_broken_frames_ask_for_no_more_memory_than_the_largest_trajectory() -> N
 
 
 def test_every_decoder_is_a_subject_and_takes_whole_frames() -> None:
-    enveloped = {codec._TRAJECTORY, codec._SEGMENT, codec._SCORE_REQUEST}
-    assert {subject.kind for subject in subjects()} == enveloped | {*codec._KINDS.values()}
+    enveloped = {frames.TRAJECTORY, frames.SEGMENT, frames.SCORE_REQUEST}
+    assert {subject.kind for subject in subjects()} == enveloped | {*frames.KINDS.values()}
     assert all(examine(subject, frame) for subject in subjects() for frame in subject.frames)
 
 
 def test_a_decoder_that_lets_another_error_through_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec, "_unpack", lambda body, kind: msgspec.msgpack.decode(body, type=kind))
+    for module in (codec, frames):
+        monkeypatch.setattr(module, "unpack", lambda body, kind: msgspec.msgpack.decode(body, type=kind))
     findings = fuzz(seed=0, chunk=0, inputs=400).findings
     assert any("ValidationError" in finding for finding in findings)

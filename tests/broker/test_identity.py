@@ -11,7 +11,7 @@ from broker.client.batches import new_identity
 from broker.client.leases import AppendOutcome, SubmitOutcome
 from broker.errors import ForeignRunError
 from broker.schema import ModelFiles, Segment, VersionSpan, WeightVersion
-from broker.wire import codec
+from broker.wire import codec, frames
 
 from .scenario import FRESH, Scenario, begin, broadcast_group, groups, prompt, rules, trajectory
 from .test_client import WORKER
@@ -46,7 +46,7 @@ async def test_what_another_version_of_headway_left_keeps_nobody_from_going_on(
     keys, execute = broker._connection.keys, broker._connection.execute
     await execute("SET", keys("config"), b"{}")
     with monkeypatch.context() as before:
-        before.setattr(codec, "SCHEMA_VERSION", codec.SCHEMA_VERSION - 1)
+        before.setattr(frames, "SCHEMA_VERSION", frames.SCHEMA_VERSION - 1)
         await execute("SET", keys("broadcast"), codec.encode(broadcast_group(9)))
         await execute("SET", keys("model"), codec.encode(ModelFiles(files={})))
     assert await leftover.status.config() is None, "no learner of this version has come"

@@ -12,7 +12,7 @@ from broker.connection.driver import Command
 from broker.errors import SchemaMismatchError
 from broker.schema import TrajectoryId, WeightVersion
 from broker.staleness import may_admit
-from broker.wire import codec
+from broker.wire import frames
 from broker.wire.codec import encode
 
 from .scenario import begin, group_id, groups, of_another_schema, prompt, rules, trajectory
@@ -110,7 +110,7 @@ async def test_prompts_that_an_earlier_version_fed_are_leased(broker: Broker, mo
     """A run that was resumed after an upgrade finds them on its server."""
     run = await begin(broker, rules(0))
     with monkeypatch.context() as before:
-        before.setattr(codec, "SCHEMA_VERSION", 7)
+        before.setattr(frames, "SCHEMA_VERSION", 7)
         blob = encode(prompt(0))
     await broker._connection.execute("SET", broker._connection.keys.prompt(group_id(0)), blob)
     (lease,) = (await run.lease(1, 0)).leases

@@ -7,8 +7,10 @@
     learner ──► archiver.py ──► Archive │ directory.py, broker.py │ ArchiveReader ──► pull.py ──► worker
 
 An archive holds blobs, named by version and digest: those of an anchor, which is a whole version, bucket by bucket, and
-the deltas that lead on from it. The learner serves every version by itself, too, so an archive may fail at any time: a
-worker fetches a blob that is missing or damaged there from the learner.
+the deltas that lead on from it.
+
+The invariant: an archive may fail at any time. The learner serves every version by itself, too, and a worker fetches a
+blob that is missing or damaged in the archive from the learner.
 """
 
 from pathlib import Path

@@ -10,5 +10,6 @@
     state.py         checkpoints that any layout loads            cpu_shim.py  runs Megatron without CUDA
     replayed_router.py   experts that a batch says to take
 
-With `model.dtype: bfloat16` parameters are bf16, a critic's head too; gradients, masters and moments are fp32.
+The invariant: gradients, masters and moments are fp32. With `model.dtype: bfloat16` parameters are bf16, a critic's
+head too.
 """

@@ -1,1 +1,12 @@
-"""The way of a version's tensors into the memory that an engine computes with."""
+"""The way of a version's tensors into the memory that an engine computes with.
+
+    named tensors ─► loading.py                        into a module whose names are those of the files
+                  ─► placement.py ─► held_rows.py ─► direct_loading.py     into one that fuses, stacks and shards
+                  ─► shared_tensors.py                 into other processes, which map the memory
+    sleeping.py    saves what an engine loses in its sleep and no version brings back
+
+Every engine uses these modules, and none of them knows which engine does.
+
+The invariant: an engine's parameters hold what its own loader would have put there, bit for bit. A shortcut is taken
+only after it gave the same bits once.
+"""

@@ -4,5 +4,5 @@
                      ├─ arrival           waits for all that was sampled before a pause
                      └─ calls ─► vLLM's processes: extension ─► transfer (names: those by which vLLM loads)
 
-This module imports nothing, because vLLM's processes import `extension` before they load a model.
+The invariant: this module imports nothing, because vLLM's processes import `extension` before they load a model.
 """

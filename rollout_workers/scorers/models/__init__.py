@@ -1,4 +1,12 @@
-"""The models that scorers run, by the kind of their scorer. `base.py` of the room above has their seam, `Runner`."""
+"""The models that scorers run, by the kind of their scorer.
+
+    requests ─► loading.py: sequences of several lengths as one batch ─► reward_model.py: a score of each
+                                                                      └► teacher.py: logprobs of each token
+
+`base.py` of the room above has their seam, `Runner`, and `candidates.py` the checks of a teacher's likeliest tokens.
+
+The invariant: an answer depends on its own request alone, whatever else is in the batch, up to rounding.
+"""
 
 from pathlib import Path
 

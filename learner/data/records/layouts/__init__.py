@@ -1,7 +1,11 @@
 """The layouts of files: which columns each has, and how one row of it becomes records.
 
+    row ─► reader.py: prompts, completions, numbers ─► conversations.py, preferences.py, labelled.py ─► records
+
 `opening.py` chooses a layout by the columns of the first rows, or by the name in a recipe. One row may give several
 records: a list with scores gives all its pairs.
+
+The invariant: a row becomes whole records, or a RowError that says what it lacks.
 """
 
 from collections.abc import Callable
