@@ -13,42 +13,37 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from typing import Literal
 
-import msgspec
-
 from broker.client.broker import Broker
-from broker.client.leases import AppendOutcome, AppendReply, SubmitOutcome
-from broker.errors import BrokerError, FrameError, SickWorkerError
-from broker.schema import Lease, Segment, Trajectory, WorkerInfo
+from broker.client.leases import SubmitOutcome
+from broker.errors import SickWorkerError
+from broker.schema import Lease, WorkerInfo
 from weightsync.config import WeightsConfig
 from weightsync.receive.subscriber import Subscriber
 
 from .config import EvalConfig, SamplingConfig, WorkersConfig
 from .decoding import Decoding
-from .engines.base import Engine, GenerationRequest
+from .engines.base import Engine
 from .environments.base import Environment
 from .environments.single_turn import SingleTurn
 from .health.own import EngineHealth
 from .health.rules import Verdict
 from .outages import Outages
-from .rewards.base import Reward, UnscoredError
+from .rewards.base import Reward
 from .run_end import RunEnd
-from .samples.episode import Episodes, JudgedTurn
+from .samples.engine_use import EngineUse
+from .samples.episode import Episodes
 from .samples.evaluating import Evaluating
-from .samples.generation import EngineFailedError, generate, room, sample_seed
 from .samples.held_leases import HeldLeases
-from .samples.recorder import Recorder
-from .samples.segments import SegmentLog
+from .samples.leased import LeasedSamples
+from .samples.submissions import Submissions
 from .samples.taught import AskedTeacher
-from .samples.throughput import Throughput
-from .samples.tracing import UNTRACED, SampleTrace, SampleTracer
+from .samples.tracing import UNTRACED, SampleTracer
 from .swaps.colocation import BorrowedDevice
 from .swaps.turns import SwapTurns
 from .swaps.weights import HeldWeights
 
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.02, 0.2
 """Seconds between two requests for leases: the shortest after a success, up to the longest after refusals."""
-CONFIRM_S = 1.0
-"""Seconds between two questions for which submissions are durable."""
 FAREWELL_S = 4.0
 """Seconds that a leaving worker spends at most on each of four steps: handing back samples that it generates,
 submitting finished ones, handing back those that are not scored by then, and saying goodbye."""
@@ -104,32 +99,22 @@ class Worker:
         self._lease_ttl_s = lease_ttl_s
         self._worker = worker
         self._engine_kind = engine_kind
-        self._records_experts = records_experts
-        self._tracer = tracer
         self._outages = Outages(broker.url)
         self._alive_s = MISSED_HEARTBEATS * config.heartbeat_s
         self._held = HeldLeases(broker.leases, lease_ttl_s)
         self._wake = asyncio.Event()
+        self._submissions = Submissions(broker.leases, self._outages)
         self._weights = self._held_weights(weights)
+        self._use = self._engine_use()
         self._device = self._borrowed_device() if is_colocated else None
+        self._samples = self._leased_samples(records_experts, tracer)
         self._evaluating = self._sampler_of_held_out(evaluation or EvalConfig())
         self._admitting = asyncio.Lock()
-        self._generated = Throughput()
-        self._requests = 0
-        """Requests that the engine runs now."""
-        self._health = EngineHealth(look_s=config.heartbeat_s, stall_s=config.stall_s, errors=config.engine_errors)
         self._verdict: Verdict | None = None
         self._on_sick = on_sick
         self._farewell_s = farewell_s
         self._run_end = RunEnd(config.patience_s)
         self._end = ""
-        self.outcomes = dict.fromkeys(SubmitOutcome, 0)
-        """Submissions by outcome. A duplicate was accepted before and its reply was lost; a fenced one is void."""
-        self.resumed_tokens = 0
-        """Tokens of segments that other workers generated and this worker continued."""
-        self.unscored = 0
-        """Samples that the worker gave up because no reward function could score them."""
-        self._last_unscored = ""
 
     def _held_weights(self, weights: WeightsConfig) -> HeldWeights:
         """Return the engine's weights, which are swapped when it is this worker's turn."""
@@ -145,9 +130,36 @@ class Worker:
             on_swap=self._note_swap,
         )
 
+    def _engine_use(self) -> EngineUse:
+        """Return the engine as samples use it: the worker ends once its rules find it unfit."""
+        config = self._config
+        health = EngineHealth(look_s=config.heartbeat_s, stall_s=config.stall_s, errors=config.engine_errors)
+        return EngineUse(self._engine, health, lambda: self._weights.may_sample, self._fall_sick)
+
     def _borrowed_device(self) -> BorrowedDevice:
         """Return the device that the engine shares with the learner, in turns."""
         return BorrowedDevice(self._broker, self._engine, self._worker, self._outages, self._weights, self._set_aside)
+
+    def _leased_samples(self, records_experts: bool, tracer: SampleTracer) -> LeasedSamples:
+        """Return the samples that may be trained."""
+        return LeasedSamples(
+            self._broker.leases,
+            self._held,
+            self._use,
+            self._episodes,
+            self._teacher,
+            self._submissions,
+            self._outages,
+            worker=self._worker,
+            lease_ttl_s=self._lease_ttl_s,
+            decoding=self._decoding,
+            sampling=self._sampling,
+            config=self._config,
+            records_experts=records_experts,
+            tracer=tracer,
+            reach=self._weights.reach,
+            on_change=self._wake.set,
+        )
 
     def _sampler_of_held_out(self, evaluation: EvalConfig) -> Evaluating:
         """Return this worker's part of the evaluations that the learner asks for."""
@@ -158,12 +170,27 @@ class Worker:
             self._decoding,
             self._sampling,
             evaluation,
-            self._generate,
+            self._use.generate,
             worker=self._worker,
             lease_ttl_s=self._lease_ttl_s,
             max_model_len=self._engine.max_model_len,
             on_change=self._wake.set,
         )
+
+    @property
+    def outcomes(self) -> dict[SubmitOutcome, int]:
+        """Submissions by outcome."""
+        return self._submissions.outcomes
+
+    @property
+    def unscored(self) -> int:
+        """Samples that the worker gave up because no reward function could score them."""
+        return self._submissions.unscored
+
+    @property
+    def resumed_tokens(self) -> int:
+        """Tokens of segments that other workers generated and this worker continued."""
+        return self._samples.resumed_tokens
 
     async def run(self) -> str:
         """Work until the worker is drained (returns "drained") or the run is over (returns its state).
@@ -173,7 +200,7 @@ class Worker:
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                parts = [self._beat(), self._confirm(), self._weights.follow()]
+                parts = [self._beat(), self._submissions.confirm(), self._weights.follow()]
                 if self._device is not None:
                     parts.append(self._device.follow())
                 background = [tasks.create_task(part) for part in parts]
@@ -204,42 +231,9 @@ class Worker:
                 await self._evaluating.fill(self._room(), tasks.create_task)
                 leases = await self._lease()
                 for lease in leases:
-                    self._begin(lease, tasks)
+                    self._samples.begin(lease, tasks.create_task)
             was_woken = await self._wait(None if self._is_full() else wait_s)
             wait_s = SHORTEST_WAIT_S if leases or was_woken else min(2 * wait_s, LONGEST_WAIT_S)
-
-    def _begin(self, lease: Lease, tasks: asyncio.TaskGroup) -> None:
-        prompt_length = len(lease.prompt.token_ids) if self._records_experts else None
-        recorder = Recorder(lease.segments, prompt_length=prompt_length)
-        segments = SegmentLog(lease, recorder, self._append, self._config)
-        self._held.hold(lease, segments, tasks.create_task(self._sample(lease, recorder, segments)))
-
-    async def _sample(self, lease: Lease, recorder: Recorder, segments: SegmentLog) -> None:
-        with self._tracer.sample(lease, recorder) as trace:
-            try:
-                judged = await self._judged(lease, recorder, segments, trace)
-                taught = None if self._teacher is None else await self._teacher.teach(lease.prompt, recorder)
-            except EngineFailedError:
-                await self._outages.ride_out(lambda: self._held.hand_back(lease))
-            except UnscoredError as error:
-                self._mark_generated(lease)
-                await self._give_up(lease, str(error))
-            else:
-                trajectory = recorder.to_trajectory(lease, judged.components, judged.reward, self._worker)
-                if taught is not None:
-                    trajectory = msgspec.structs.replace(trajectory, **taught._asdict())
-                trace.submitted(trajectory, await self._submit(lease, trajectory))
-        self._held.forget(lease)
-        self._wake.set()
-
-    async def _judged(self, lease: Lease, recorder: Recorder, segments: SegmentLog, trace: SampleTrace) -> JudgedTurn:
-        """Generate the sample to its end, and return the judgement of its last turn."""
-        async with segments:
-            judged = await self._play(lease, recorder, segments, trace)
-            self._mark_generated(lease)
-        # Tokens of weights that fail their verification later must not reach the learner.
-        await self._weights.reach(recorder.newest_version)
-        return judged or await self._episodes.judge(lease.prompt, recorder, 0, trace)
 
     def _note_swap(self) -> None:
         """Note that the engine holds another version: it may be evaluated, and more samples may be leased with it."""
@@ -250,11 +244,6 @@ class Worker:
     async def _until_evaluated(self) -> bool:
         """Wait before a swap until the engine's version is needed no more. Returns whether it had to wait."""
         return await self._evaluating.until_over()
-
-    def _mark_generated(self, lease: Lease) -> None:
-        """Note that the engine has room already, before this sample is scored and submitted."""
-        self._held.mark_generated(lease)
-        self._wake.set()
 
     async def _set_aside(self) -> None:
         """Hand back every sample that is being generated; this worker or another one continues it later. The engine's
@@ -274,91 +263,6 @@ class Worker:
             return reply.leases
         return ()
 
-    async def _play(
-        self, lease: Lease, recorder: Recorder, segments: SegmentLog, trace: SampleTrace
-    ) -> JudgedTurn | None:
-        if recorder.tokens:
-            log.info("%s goes on after %d tokens", lease.tid, len(recorder.tokens))
-            self.resumed_tokens += len(recorder.tokens)
-            await self._weights.reach(recorder.newest_version)  # within a sample versions never go back
-        request = self._request(lease)
-        return await self._episodes.play(
-            lease.prompt,
-            recorder,
-            lambda: self._generate(request, recorder, segments.note),
-            lambda: room(request, recorder, self._engine.max_model_len),
-            trace,
-        )
-
-    async def _generate(
-        self, request: GenerationRequest, recorder: Recorder, on_tokens: Callable[[], None] | None = None
-    ) -> None:
-        """Generate one turn."""
-
-        def note(count: int) -> None:
-            self._generated.add(count)
-            if on_tokens is not None:
-                on_tokens()
-
-        if not self._requests:
-            self._generated.expect()
-        self._requests += 1
-        self._generated.run(self._sampling_now())
-        try:
-            await generate(self._engine, request, recorder, note)
-        except (BrokerError, FrameError):  # of the segments
-            raise
-        except Exception as error:
-            log.exception("the engine failed at %s", request.request_id)
-            self._fall_sick(self._health.failed(error))
-            raise EngineFailedError(self._health.last_error) from error
-        finally:
-            self._requests -= 1
-            self._generated.run(self._sampling_now())
-
-    def _sampling_now(self) -> int:
-        """Return how many requests the engine has and may sample for."""
-        return self._requests if self._weights.may_sample else 0
-
-    def _request(self, lease: Lease) -> GenerationRequest:
-        return GenerationRequest(
-            request_id=f"{lease.tid}:{lease.token}",
-            prompt_tokens=lease.prompt.token_ids,
-            max_new_tokens=self._sampling.max_new_tokens,
-            temperature=self._sampling.temperature,
-            top_p=self._sampling.top_p,
-            top_k=self._sampling.top_k,
-            stop_token_ids=list(self._decoding.stop_token_ids),
-            seed=sample_seed(self._sampling.seed, lease.tid.group, lease.tid.sample),
-        )
-
-    async def _append(self, lease: Lease, segment: Segment) -> AppendReply | None:
-        """Append a segment. Returns None while the broker is away: generation goes on, and a later segment has the
-        tokens."""
-        # As for a whole sample: no worker may continue what failing weights sampled.
-        await self._weights.reach(segment.spans[-1].version)
-        with self._outages:
-            reply = await self._broker.leases.append(lease, segment, self._lease_ttl_s)
-            if reply.outcome is AppendOutcome.FENCED:
-                self._held.lose(lease)
-                self._wake.set()
-            return reply
-        return None
-
-    async def _submit(self, lease: Lease, trajectory: Trajectory) -> SubmitOutcome:
-        """Submit the sample, again and again until the broker answers, so that no work is lost."""
-        outcome = await self._outages.ride_out(lambda: self._broker.leases.submit(lease, trajectory))
-        self.outcomes[outcome] += 1
-        return outcome
-
-    async def _give_up(self, lease: Lease, reason: str) -> None:
-        """Give the sample up, so that a worker generates it anew: its present text may be what the reward function
-        cannot score."""
-        self.unscored += 1
-        self._last_unscored = f"{self.unscored} samples could not be scored; the last one: {reason}"
-        log.warning("%s: %s", lease.tid, reason)
-        await self._outages.ride_out(lambda: self._broker.leases.give_up(lease, reason))
-
     async def _beat(self) -> None:
         """Renew the leases, report, and learn whether the run goes on. Raises HeadwayError if the engine hangs."""
         while True:
@@ -368,21 +272,13 @@ class Worker:
                     self.request_drain()
                 self._note_state(await self._broker.status.state())
             self._wake.set()
-            self._generated.run(self._sampling_now())
-            self._fall_sick(self._health.look(self._sampling_now(), self._generated.total))
+            self._use.look()
             await asyncio.sleep(self._config.heartbeat_s)
-
-    async def _confirm(self) -> None:
-        """Have the server make submissions durable. That takes up to a second, hence not with the heartbeat."""
-        while True:
-            await asyncio.sleep(CONFIRM_S)
-            with self._outages:
-                if again := await self._broker.leases.confirm():
-                    log.warning("the server had lost %d submissions that it gets again", again)
 
     def info(self) -> WorkerInfo:
         """Return what this worker reports of itself. Any thread may ask."""
         version = None if self._weights.is_paused else self._weights.version
+        generated = self._use.generated
         return WorkerInfo(
             worker=self._worker,
             host=socket.gethostname(),
@@ -394,18 +290,18 @@ class Worker:
             wants_broadcast=self._subscriber.joins_groups and not self._end,
             capacity=self._engine.capacity,
             active=len(self._held) + len(self._evaluating),
-            generated_tokens=self._generated.total,
-            submitted=self.outcomes[SubmitOutcome.ACCEPTED] + self.outcomes[SubmitOutcome.DUPLICATE],
-            tokens_per_s=self._generated.per_second(),
+            generated_tokens=generated.total,
+            submitted=self._submissions.taken,
+            tokens_per_s=generated.per_second(),
             swaps=self._weights.swaps,
             last_error=self._weights.last_error
             or self._subscriber.last_error
             or self._outages.last_error
-            or self._last_unscored
-            or self._health.last_error,
-            silent_s=self._generated.silent_s() if self._sampling_now() else 0.0,
-            busy_s=self._generated.busy_s,
-            slot_s=self._generated.slot_s,
+            or self._submissions.last_error
+            or self._use.last_error,
+            silent_s=self._use.silent_s,
+            busy_s=generated.busy_s,
+            slot_s=generated.slot_s,
             broker_calls=self._broker.answered,
             broker_s=self._broker.answer_s,
             swap_s=self._weights.swap_s,

@@ -1,8 +1,8 @@
 """One sample in a worker: generated, recorded token by token, saved in segments, held by a lease.
 
-    held_leases.py ─► episode.py ─► generation.py ─► recorder.py ─► trajectory
-    renewed, lost     turns         one turn          │    tokens, logprobs, versions
-                                                      └─► segments.py ─► broker
+    leased.py ──► episode.py ─► engine_use.py ─► generation.py ─► recorder.py ─► trajectory ─► submissions.py
+        │         turns         counted, judged   one turn          │                          handed in, durable
+        └► held_leases.py: renewed, lost                            └─► segments.py ─► broker
 
     taught.py, chosen_experts.py     what a trajectory carries besides: a teacher's logprobs, the router's experts
     evaluating.py, held_out.py       samples of held-out prompts, which are never trained

@@ -10,6 +10,9 @@ from typing import cast
 import msgspec
 
 from broker.errors import HeadwayError
+from broker.schema import Lease
+from rollout_workers.config import SamplingConfig
+from rollout_workers.decoding import Decoding
 from rollout_workers.engines.base import Chunk, Engine, FinishReason, GenerationRequest
 
 from .recorder import EngineOutputError, Recorder
@@ -62,6 +65,20 @@ async def _record(chunks: object, recorder: Recorder, on_tokens: Callable[[int],
             reason = chunk.finish_reason
     if reason != "interrupted":
         recorder.finished()
+
+
+def request_of(lease: Lease, sampling: SamplingConfig, decoding: Decoding) -> GenerationRequest:
+    """Return the request for a whole response to the lease's prompt."""
+    return GenerationRequest(
+        request_id=f"{lease.tid}:{lease.token}",
+        prompt_tokens=lease.prompt.token_ids,
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop_token_ids=list(decoding.stop_token_ids),
+        seed=sample_seed(sampling.seed, lease.tid.group, lease.tid.sample),
+    )
 
 
 def sample_seed(seed: int | None, group: str, sample: int) -> int | None:

@@ -43,10 +43,12 @@ FIGURES = (
 class Watched(Protocol):
     """What is read of a `rollout_workers.worker.Worker`, from another thread than its own."""
 
-    outcomes: dict[SubmitOutcome, int]
-    resumed_tokens: int
-    unscored: int
-
+    @property
+    def outcomes(self) -> dict[SubmitOutcome, int]: ...
+    @property
+    def resumed_tokens(self) -> int: ...
+    @property
+    def unscored(self) -> int: ...
     def info(self) -> WorkerInfo: ...
 
 
