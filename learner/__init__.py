@@ -15,7 +15,7 @@
     backends/       models in shards, trained over ranks: FSDP2, Megatron Core
     checkpoints/    checkpoints on the disk, and the choice of one to resume from
     planning/       how much memory a recipe takes, before anything starts
-    config.py       the settings
+    config.py, algorithm_config.py   the settings; those of the loss
     ranks.py        messages between ranks; rank 0 alone talks to the broker
 
 The invariant: given the same batches, the learner ends with the same weights, bit for bit, however often it was killed

@@ -17,7 +17,7 @@ from algorithms.supervised.preferences import PREFERENCES
 from algorithms.supervised.scores import bradley_terry
 from algorithms.supervised.unpaired import kto, reference_point_of, reference_point_sums
 from algorithms.supervised.values import clipped_value_loss
-from learner.config import AlgorithmConfig
+from learner.algorithm_config import AlgorithmConfig
 from learner.objective.objective import Objective
 
 from .sample import Outcome, Sample

@@ -21,7 +21,7 @@ import msgspec
 from broker.schema import StepMetrics
 from deploy.recipe.loading import dump_recipe, load_recipe
 from deploy.recipe.recipe import Recipe
-from learner.config import AlgorithmConfig
+from learner.algorithm_config import AlgorithmConfig
 
 from .compositions import COMPOSITIONS
 

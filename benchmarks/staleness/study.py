@@ -78,7 +78,7 @@ def check(trials: Iterable[Trial]) -> None:
     """Before hours go by: raises for a composition that the learner refuses."""
     import msgspec
 
-    from learner.config import AlgorithmConfig
+    from learner.algorithm_config import AlgorithmConfig
     from learner.objective.composition import check_algorithm
 
     for keys in {trial.name: trial.algorithm for trial in trials}.values():

@@ -19,8 +19,8 @@ from deploy.roles.backend import recipe_backend
 from deploy.roles.learner import recipe_updater
 from deploy.roles.stage import fine_tune
 from deploy.terminal import Terminal
+from learner.algorithm_config import AlgorithmConfig
 from learner.backends.base import Backend
-from learner.config import AlgorithmConfig
 from learner.data.prompts import open_prompts
 from learner.data.prompts.cursor import PromptCursor
 from learner.models.model import load_tokenizer

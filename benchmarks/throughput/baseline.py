@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from learner.config import AlgorithmConfig, OptimizerConfig
+from learner.algorithm_config import AlgorithmConfig
+from learner.config import OptimizerConfig
 from learner.objective.objective import Objective
 from learner.ranks import Ranks
 from learner.rows.batch import PackedBatch

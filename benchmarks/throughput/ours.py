@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from learner.algorithm_config import AlgorithmConfig
 from learner.backends import open_backend
-from learner.config import AlgorithmConfig, ModelConfig, OptimizerConfig
+from learner.config import ModelConfig, OptimizerConfig
 from learner.objective.objective import Objective
 from learner.ranks import Ranks
 from learner.rows.packing import PackableSequence, pack

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from broker.connection.address import without_secrets
 from broker.errors import ConfigError
-from learner.config import AlgorithmConfig, preset_defaults
+from learner.algorithm_config import AlgorithmConfig, preset_defaults
 
 from .checks import check_values
 from .colocation import colocated_defaults

@@ -10,8 +10,8 @@ import msgspec
 from msgspec import Meta
 
 from broker.config import BrokerConfig, StalenessConfig
+from learner.algorithm_config import AlgorithmConfig
 from learner.config import (
-    AlgorithmConfig,
     CheckpointConfig,
     LearnerConfig,
     ModelConfig,

@@ -21,10 +21,10 @@ from deploy.run.comparison import ComparedWeights, Comparison, changed_settings
 from deploy.run.directory import CHECKPOINTS, EXPERIENCE, REPLAYS
 from deploy.run.report import METRICS, lineage, read_lines, summarize
 from deploy.run.stage_output import after_stages
+from learner.algorithm_config import AlgorithmConfig, preset_defaults
 from learner.backends.base import Backend
 from learner.checkpoints.checkpoint import Checkpoint, CheckpointStore
 from learner.checkpoints.weights_digest import saved_tensors, weights_digest
-from learner.config import AlgorithmConfig, preset_defaults
 from learner.experience.log import ExperienceLog
 from learner.ranks import Ranks
 from learner.stages.loop import TrainedStep

@@ -25,7 +25,7 @@ from broker.errors import ConfigError
 from broker.user_code.kinds import unknown_kind
 from broker.user_code.options import unknown_option
 from broker.user_code.roots import load
-from learner.config import AlgorithmConfig
+from learner.algorithm_config import AlgorithmConfig
 
 from .pairs import PAIR_MEAN, check_pairs, compares_with_reference, is_of_pairs
 

@@ -27,8 +27,8 @@ from algorithms.supervised.distillation import reverse_kl_distillation, teacher_
 from algorithms.supervised.imitation import sft
 from algorithms.tokens import Tokens
 from broker.errors import HeadwayError
+from learner.algorithm_config import AlgorithmConfig
 from learner.backends.base import TokenLoss
-from learner.config import AlgorithmConfig
 from learner.rows.batch import PackedBatch
 
 from .composition import (

@@ -11,7 +11,7 @@ from algorithms.corrections import PAIR_CORRECTIONS
 from algorithms.supervised.preferences import PREFERENCES, REFERENCE_FREE
 from broker.errors import ConfigError
 from broker.schema import Group
-from learner.config import AlgorithmConfig
+from learner.algorithm_config import AlgorithmConfig
 from learner.rows.packing import PackableSequence
 
 BEST_AGAINST_WORST = "best_against_worst"

@@ -12,7 +12,7 @@ import torch
 from algorithms.rewards import length_normalized, overlong_penalty
 from broker.errors import HeadwayError
 from broker.schema import Group, Trajectory
-from learner.config import RewardShapingConfig
+from learner.algorithm_config import RewardShapingConfig
 
 from .composition import Advantage
 

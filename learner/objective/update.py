@@ -16,8 +16,9 @@ from algorithms.kl import ESTIMATORS
 from algorithms.metrics import summarize, summarize_by_lag
 from algorithms.rewards import kl_shaped
 from broker.schema import Group, Trajectory
+from learner.algorithm_config import AlgorithmConfig
 from learner.backends.base import Backend, Stored, Trained
-from learner.config import AlgorithmConfig, LearnerConfig, OptimizerConfig
+from learner.config import LearnerConfig, OptimizerConfig
 from learner.ranks import Ranks
 from learner.rows.batch import PackedBatch
 from learner.rows.cost import DEFAULT_COST, CostModel

@@ -5,7 +5,7 @@ import msgspec
 import pytest
 
 from algorithms.presets import PRESETS
-from learner.config import AlgorithmConfig
+from learner.algorithm_config import AlgorithmConfig
 from learner.objective.composition import check_algorithm, needs_proximal
 
 

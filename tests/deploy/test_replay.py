@@ -11,7 +11,7 @@ from deploy.roles.replay import Replay, replayed_recipe
 from deploy.run.comparison import ComparedWeights, Comparison, changed_settings, comparison_json, verdict
 from deploy.run.directory import find_run
 from deploy.run.trained import original_recipe
-from learner.config import AggregationConfig
+from learner.algorithm_config import AggregationConfig
 from learner.experience.log import ExperienceLog
 from learner.stages.replay import ReplayError
 from tests.learner.batches import batch

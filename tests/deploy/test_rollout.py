@@ -13,7 +13,8 @@ from deploy.recipe.loading import recipe_to_bytes
 from deploy.recipe.recipe import Recipe, RunConfig
 from deploy.roles import joining
 from deploy.roles import worker as rollout
-from learner.config import AlgorithmConfig, LearnerConfig, PromptsConfig
+from learner.algorithm_config import AlgorithmConfig
+from learner.config import LearnerConfig, PromptsConfig
 from rollout_workers.config import RewardConfig, SamplingConfig
 
 A_MOMENT_S = 0.02

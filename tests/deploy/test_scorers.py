@@ -29,7 +29,7 @@ from deploy.recipe.scorers import impossible_scorers
 from deploy.roles.learner import rules_of
 from deploy.roles.scorer import score
 from deploy.terminal import Terminal
-from learner.config import AlgorithmConfig, DistillationConfig
+from learner.algorithm_config import AlgorithmConfig, DistillationConfig
 from learner.models.model import model_files
 from rollout_workers.config import RewardConfig, SamplingConfig, ScorersConfig, TeacherConfig, WorkersConfig
 from rollout_workers.outages import Outages

@@ -16,11 +16,12 @@ from msgspec.structs import replace
 from algorithms.presets import PRESETS
 from broker.client.batches import TakenBatch
 from broker.schema import Group, WeightVersion
+from learner.algorithm_config import AlgorithmConfig
 from learner.backends import open_backend
 from learner.backends.base import Backend
 from learner.checkpoints.checkpoint import CheckpointStore
 from learner.checkpoints.weights_digest import weights_digest
-from learner.config import AlgorithmConfig, LearnerConfig, RecordsConfig, SftPhaseConfig, StageConfig
+from learner.config import LearnerConfig, RecordsConfig, SftPhaseConfig, StageConfig
 from learner.data.prompts.cursor import PromptCursor
 from learner.experience.stream import Experience
 from learner.objective.composition import needs_critic, needs_reference

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from algorithms.presets import PRESETS
+from learner.algorithm_config import AlgorithmConfig
 from learner.backends import open_backend
 from learner.backends.base import Backend, TokenLoss
-from learner.config import AlgorithmConfig, LearnerConfig
+from learner.config import LearnerConfig
 from learner.objective.composition import needs_reference
 from learner.objective.critic import Critic
 from learner.objective.objective import Objective

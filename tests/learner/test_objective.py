@@ -14,7 +14,7 @@ from algorithms.presets import PRESETS
 from algorithms.segments import spread
 from broker.errors import ConfigError, HeadwayError
 from broker.schema import Group, Prompt, Trajectory, TrajectoryId
-from learner.config import AdvantageConfig, AlgorithmConfig, RewardShapingConfig
+from learner.algorithm_config import AdvantageConfig, AlgorithmConfig, RewardShapingConfig
 from learner.objective import composition
 from learner.objective.composition import open_advantage, open_corrections
 from learner.objective.objective import Objective, supervised_loss, whole_report

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from algorithms.presets import PRESETS
 from broker.schema import Trajectory, TrajectoryId, Turn, VersionSpan, WeightVersion
-from learner.config import AlgorithmConfig
+from learner.algorithm_config import AlgorithmConfig
 from learner.models.shape import shape_of
 from learner.objective.objective import Objective
 from learner.rows.cost import DEFAULT_COST, CostModel

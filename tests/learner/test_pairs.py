@@ -7,8 +7,9 @@ import torch
 from msgspec import structs
 
 from broker.schema import Group
+from learner.algorithm_config import AlgorithmConfig
 from learner.backends import open_backend
-from learner.config import AlgorithmConfig, LearnerConfig
+from learner.config import LearnerConfig
 from learner.objective.objective import Objective
 from learner.objective.update import JudgedBatch, Updater
 from learner.ranks import Ranks

@@ -10,9 +10,10 @@ import torch
 
 from algorithms.presets import PRESETS
 from broker.schema import Group
+from learner.algorithm_config import AlgorithmConfig, KlConfig
 from learner.backends import open_backend
 from learner.backends.base import Backend
-from learner.config import AlgorithmConfig, KlConfig, LearnerConfig
+from learner.config import LearnerConfig
 from learner.objective.composition import needs_reference
 from learner.objective.critic import Critic
 from learner.objective.objective import Objective

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from learner.algorithm_config import AggregationConfig, AlgorithmConfig
 from learner.backends import open_backend
-from learner.config import AggregationConfig, AlgorithmConfig, LearnerConfig
+from learner.config import LearnerConfig
 from learner.objective.objective import Objective
 from learner.objective.update import Updater
 from learner.ranks import Ranks

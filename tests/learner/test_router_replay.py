@@ -18,13 +18,14 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from broker.errors import ConfigError
 from broker.schema import Trajectory
+from learner.algorithm_config import AlgorithmConfig, KlConfig
 from learner.backends import open_backend
 from learner.backends.base import Backend
 from learner.backends.fsdp.layers import prepare_layers
 from learner.backends.fsdp.policy import FEW_EXPERTS, Policy, ValueModel
 from learner.backends.fsdp.replayed_router import _route
 from learner.backends.replayed_choice import Recorded
-from learner.config import AlgorithmConfig, ComputeConfig, KlConfig, LayoutConfig, LearnerConfig
+from learner.config import ComputeConfig, LayoutConfig, LearnerConfig
 from learner.models.model import load_config, load_model
 from learner.objective.objective import Objective
 from learner.objective.update import Updater

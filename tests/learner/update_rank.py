@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from algorithms.presets import PRESETS
+from learner.algorithm_config import AlgorithmConfig
 from learner.backends import open_backend
-from learner.config import AlgorithmConfig, LearnerConfig
+from learner.config import LearnerConfig
 from learner.objective.composition import needs_critic
 from learner.objective.critic import Critic
 from learner.objective.objective import Objective
