@@ -1,6 +1,7 @@
 """A real server for every test that asks, on a unix socket of its own."""
 
 import logging
+import os
 import signal
 import uuid
 from collections.abc import AsyncIterator, Generator, Iterator
@@ -12,6 +13,9 @@ from hypothesis import settings
 from broker import Broker, open_broker
 from broker.server.embedded import EmbeddedServer
 
+# Tests share the cores with each other and with the processes that they start. Threads of torch that wait for each
+# other there cost several times what they compute.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("no-deadline", deadline=None)  # a busy machine is no failure
 settings.load_profile("no-deadline")
 # Ctrl-C is ignored where the tests run in the background, and so would it be by all processes that they start.

@@ -1,5 +1,7 @@
-"""`make test-quick` runs the files that `quick.txt` names."""
+"""`make test-quick` runs the files that `quick.txt` names; tests compute with one thread each."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parent
@@ -23,3 +25,8 @@ def test_every_room_and_seam_has_files_among_the_quick_tests() -> None:
     assert all((TESTS.parent / path).is_file() for path in files)
     assert {Path(path).parts[1] for path in files} >= ROOMS
     assert files >= SEAMS
+
+
+def test_torch_has_one_thread_in_tests_and_in_what_they_start() -> None:
+    asked = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
+    assert subprocess.run(asked, capture_output=True, text=True, check=True).stdout == "1\n"
