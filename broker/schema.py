@@ -463,8 +463,8 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     micro_batches: int
     """Forward and backward passes, over all replicas of the model."""
     packing_efficiency: float | None = None
-    """The share of `learner.micro_batch_tokens` that the mean micro-batch filled. It is above 1 where sequences are
-    longer than that."""
+    """The share of `learner.micro_batch_tokens` that the mean micro-batch filled; tokens that are computed once count
+    once. It is above 1 where sequences are longer than that."""
     loss: float | None
     """The loss; None: it was not finite."""
     grad_norm: float | None

@@ -256,6 +256,13 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = 32
     group_size: Annotated[int, Meta(ge=1, description="samples of one prompt (G)")] = 8
     micro_batch_tokens: Annotated[int, Meta(ge=1, description="packed tokens of one forward pass")] = 16384
+    prefix_sharing: Annotated[
+        Literal["auto", "on", "off"],
+        Meta(
+            description="tokens that samples share at their beginnings, such as a group's prompt, are computed once:"
+            " auto: where that is the quicker plan; on: wherever samples of a prompt share any; off: never"
+        ),
+    ] = "off"
     updates_per_step: Annotated[
         int, Meta(ge=1, description="optimizer updates in one step, each on a share of its batch")
     ] = 1

@@ -101,6 +101,16 @@ def peak_flops(device_name: str) -> float | None:
 
 
 SHAPES = {
+    "smollm2-135m": Shape(
+        hidden=576,
+        intermediate=1536,
+        layers=30,
+        heads=9,
+        key_value_heads=3,
+        head_dim=64,
+        vocabulary=49152,
+        is_tied=True,
+    ),
     "qwen3-0.6b": Shape(hidden=1024, intermediate=3072, layers=28, heads=16, key_value_heads=8, is_tied=True),
     "qwen3-1.7b": Shape(hidden=2048, intermediate=6144, layers=28, heads=16, key_value_heads=8, is_tied=True),
     "qwen3-4b": Shape(hidden=2560, intermediate=9728, layers=36, heads=32, key_value_heads=8, is_tied=True),

@@ -209,7 +209,7 @@ def _metrics(step: TrainedStep, trajectories: Sequence[Trajectory], total_steps:
         mixed_version_trajectories=sum(len({s.version for s in t.spans}) > 1 for t in trajectories),
         trained_tokens=sum(int(s.loss_mask.sum()) for s in sequences),
         packed_tokens=packed_tokens,
-        packing_efficiency=packed_tokens / step.update.budget_tokens,
+        packing_efficiency=step.update.computed_tokens / step.update.budget_tokens,
         micro_batches=step.update.micro_batches,
         loss=_finite(step.update.loss),
         grad_norm=_finite(step.update.grad_norm),

@@ -20,6 +20,8 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from broker.errors import HeadwayError
 
+from .paths import Copies, Paths, copied, own_places
+
 ATTENTION_NAME = "headway_packed"
 
 BUCKET_SPREAD = 1.5
@@ -46,6 +48,12 @@ class Buckets:
     """[sum of S * L] int64, the packed token at every padded place; padding repeats token 0."""
     places: torch.Tensor
     """[T] int64, the padded place of every packed token."""
+    copies: Copies | None = None
+    """Where keys and values of a token lie, if sequences share tokens; None: each lies in its place alone."""
+
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Buckets":
+        copies = None if self.copies is None else self.copies.moved(move)
+        return replace(self, gather=move(self.gather), places=move(self.places), copies=copies)
 
 
 class HeadExchange(Protocol):
@@ -70,6 +78,9 @@ class PackedLayout:
     """The padded rows; None if the variable-length kernel is used."""
     exchange: HeadExchange | None = None
     """The exchange with the ranks that share a row; None if this rank has all tokens."""
+    paths: Paths | None = None
+    """What sequences share, for the variable-length kernel, where `cu_seqlens` bounds paths; None: they share nothing,
+    or `buckets` say it."""
 
     @classmethod
     def of(cls, cu_seqlens: torch.Tensor, *, varlen: bool = False) -> "PackedLayout":
@@ -81,12 +92,36 @@ class PackedLayout:
         buckets = None if varlen else plan_buckets(cu_seqlens)
         return cls(cu_seqlens=cu_seqlens, max_seqlen=int(lengths.max()), buckets=buckets)
 
-    def moved(self, move: Callable[[torch.Tensor], torch.Tensor], exchange: HeadExchange | None) -> "PackedLayout":
+    @classmethod
+    def of_paths(
+        cls, cu_runs: torch.Tensor, cu_paths: torch.Tensor, paths: torch.Tensor, *, varlen: bool = False
+    ) -> "PackedLayout":
+        """Returns the layout of at least one run of a row whose sequences share beginnings; the tensors are those of
+        `learner.rows.tree.PrefixTree`, on the CPU."""
+        longest, copies = int(cu_paths.diff().max()), Copies.of(cu_runs, cu_paths, paths)
+        if varlen:
+            found = Paths(cu_runs, int(cu_runs.diff().max()), paths, copies)
+            return cls(cu_seqlens=cu_paths, max_seqlen=longest, buckets=None, paths=found)
+        buckets = plan_buckets(cu_paths)
+        buckets = Buckets(
+            shapes=buckets.shapes,
+            gather=paths[buckets.gather],
+            places=buckets.places[own_places(cu_runs, cu_paths)],
+            copies=copies.at(buckets.places),
+        )
+        return cls(cu_seqlens=cu_paths, max_seqlen=longest, buckets=buckets)
+
+    def moved(
+        self, move: Callable[[torch.Tensor], torch.Tensor], exchange: HeadExchange | None = None
+    ) -> "PackedLayout":
         """Returns the layout with its tensors moved by `move`; attention then goes through `exchange`."""
-        buckets = self.buckets
-        if buckets is not None:
-            buckets = replace(buckets, gather=move(buckets.gather), places=move(buckets.places))
-        return replace(self, cu_seqlens=move(self.cu_seqlens), buckets=buckets, exchange=exchange)
+        return replace(
+            self,
+            cu_seqlens=move(self.cu_seqlens),
+            buckets=None if self.buckets is None else self.buckets.moved(move),
+            exchange=exchange,
+            paths=None if self.paths is None else self.paths.moved(move),
+        )
 
 
 def plan_buckets(cu_seqlens: torch.Tensor) -> Buckets:
@@ -154,10 +189,12 @@ def bucketed_attention(
     """[T, H, D], exact on any device, in any dtype: padding stands after real keys, where causality hides it.
 
     Forward and backward of 256 sequences of 12 to 48 tokens on one core take a quarter of the time of a call of
-    scaled_dot_product_attention for every sequence.
+    scaled_dot_product_attention for every sequence. Where sequences share tokens, T are the tokens of the row, and
+    the queries of shared ones are computed again in each sequence, which keeps one of their outputs.
     """
     sizes = [size * longest for size, longest in buckets.shapes]
-    q, k, v = (torch.split(_pad(rows, buckets), sizes) for rows in (query_THD, key_TKD, value_TKD))
+    padded = (_pad(query_THD, buckets), _pad_copies(key_TKD, buckets), _pad_copies(value_TKD, buckets))
+    q, k, v = (torch.split(rows, sizes) for rows in padded)
     outputs = [_causal_rows(*parts, scale) for parts in zip(q, k, v, buckets.shapes, strict=True)]
     attended: torch.Tensor = _Unpad.apply(torch.cat(outputs), buckets.places)  # type: ignore[no-untyped-call]
     return attended
@@ -170,6 +207,11 @@ _uncompiled_attention = torch.compiler.disable(bucketed_attention)  # type: igno
 def _pad(rows_T: torch.Tensor, buckets: Buckets) -> torch.Tensor:
     padded: torch.Tensor = _Pad.apply(rows_T, buckets.gather, buckets.places)  # type: ignore[no-untyped-call]
     return padded
+
+
+def _pad_copies(rows_T: torch.Tensor, buckets: Buckets) -> torch.Tensor:
+    """Moves keys or values to all their places. (A query keeps the output of one place, so `_pad` is right for it.)"""
+    return _pad(rows_T, buckets) if buckets.copies is None else copied(rows_T, buckets.gather, buckets.copies)
 
 
 def _causal_rows(
@@ -188,12 +230,24 @@ def varlen_attention(
     layout: PackedLayout,
     scale: float,
 ) -> torch.Tensor:
-    """[T, H, D], computed by torch's variable-length kernel."""
-    cu, longest = layout.cu_seqlens, -(-layout.max_seqlen // LENGTH_STEP) * LENGTH_STEP
+    """[T, H, D], computed by torch's variable-length kernel. It counts causality from the end of a path, where the
+    queries of its run stand."""
+    cu_keys, paths = layout.cu_seqlens, layout.paths
+    cu_queries, longest = cu_keys, _rounded(layout.max_seqlen)
+    longest_run = longest
+    if paths is not None:
+        cu_queries, longest_run = paths.cu_runs, _rounded(paths.longest_run)
+        key_TKD, value_TKD = (copied(rows, paths.index, paths.copies) for rows in (key_TKD, value_TKD))
     options = _varlen_options(is_grouped=query_THD.shape[1] != key_TKD.shape[1])
-    attended = varlen_attn(query_THD, key_TKD, value_TKD, cu, cu, longest, longest, scale=scale, **options)
+    attended = varlen_attn(
+        query_THD, key_TKD, value_TKD, cu_queries, cu_keys, longest_run, longest, scale=scale, **options
+    )
     assert isinstance(attended, torch.Tensor)
     return attended
+
+
+def _rounded(length: int) -> int:
+    return -(-length // LENGTH_STEP) * LENGTH_STEP
 
 
 def _varlen_options(is_grouped: bool) -> dict[str, Any]:

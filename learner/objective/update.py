@@ -61,6 +61,8 @@ class Update:
     learning_rate: float
     micro_batches: int
     """The number of micro-batches of all replicas together."""
+    computed_tokens: int
+    """The tokens of all micro-batches; those that sequences share count once where they are computed once."""
     budget_tokens: int
     """The tokens for which these micro-batches have room."""
     algorithm: dict[str, float]
@@ -206,6 +208,7 @@ class Updater:
             grad_norm=next((norm for norm in norms if not math.isfinite(norm)), max(norms)),
             learning_rate=learning_rate,
             micro_batches=micro_batches,
+            computed_tokens=self._computed_tokens(parts),
             budget_tokens=micro_batches * self._learner.micro_batch_tokens,
             algorithm={**summarize(whole), **parts[0].estimates, **_means(critic_reports)},
             by_lag=summarize_by_lag(whole),
@@ -295,6 +298,10 @@ class Updater:
         assert self._reward_kl is not None
         return self._reward_kl(batch.behavior_logprobs_T, reference_T.to(batch.loss_mask_T.device), batch.loss_mask_T)
 
+    def _computed_tokens(self, parts: Sequence[_Part]) -> int:
+        """Returns the tokens of all replicas' micro-batches. Collective."""
+        return int(self._ranks.sum([sum(batch.num_positions for part in parts for batch in part.batches)])[0])
+
     def _pack(self, units: Sequence[Unit]) -> list[PackedBatch]:
         rows = pack_units(
             units,
@@ -302,6 +309,7 @@ class Updater:
             replicas=self._ranks.replicas,
             micro_batch_tokens=self._learner.micro_batch_tokens,
             cost=self._cost,
+            prefix_sharing=self._learner.prefix_sharing,
         )
         return [row.batch for row in rows]
 

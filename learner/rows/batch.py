@@ -11,6 +11,8 @@ import torch
 
 from algorithms.tokens import Tokens
 
+from .tree import PrefixTree
+
 
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch:
@@ -45,6 +47,9 @@ class PackedBatch:
     teacher_logprobs_TC: torch.Tensor | None = None
     """[T, C] float32, the teacher's logprobs of these candidates, falling along a row; -inf fills a place without a
     token. No row of a trained token is without one."""
+    tree: PrefixTree | None = None
+    """How to compute tokens that sequences share once. None: each sequence is computed by itself. Results are the same
+    but for rounding, so a backend may ignore it."""
 
     @property
     def without_candidates(self) -> "PackedBatch":
@@ -63,3 +68,8 @@ class PackedBatch:
     @property
     def num_tokens(self) -> int:
         return self.token_ids_T.numel()
+
+    @property
+    def num_positions(self) -> int:
+        """The tokens that a backend computes: fewer than `num_tokens` where sequences share some."""
+        return self.num_tokens if self.tree is None else self.tree.num_positions

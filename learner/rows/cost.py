@@ -15,6 +15,8 @@ from numpy.typing import ArrayLike, NDArray
 if TYPE_CHECKING:
     from learner.models.shape import ModelShape
 
+    from .tree import Size
+
 FLOPS_PER_BYTE = 200
 """The operations that a GPU does while it reads one byte of its memory: an H200 989 TFLOP/s in bfloat16 at 4.8 TB/s."""
 
@@ -35,6 +37,10 @@ class CostModel:
         """Returns the cost [S] of each sequence alone, without the fixed part."""
         lengths_S = np.asarray(lengths, np.float64)
         return lengths_S * (self.per_token + self.per_pair * lengths_S)
+
+    def of_tree(self, size: "Size") -> float:
+        """Returns the cost of sequences that are computed as one tree, without the fixed part."""
+        return self.per_token * size.positions + self.per_pair * size.pairs
 
     def of_micro_batch(self, lengths: ArrayLike) -> float:
         """Returns the cost of sequences that are computed together."""

@@ -22,6 +22,7 @@ from broker.staleness import is_too_stale, lag_of
 from .batch import PackedBatch
 from .cost import DEFAULT_COST, CostModel
 from .routing import Routing
+from .tree import Labels, grow, labels_of
 
 Plan = list[list[list[int]]]
 """[replica][micro-batch] -> indices of its sequences, ascending."""
@@ -121,19 +122,26 @@ def labelled(token_ids: NDArray[np.int32], loss_mask: NDArray[np.uint8]) -> Pack
     )
 
 
-def plan(lengths: Sequence[int], replicas: int, micro_batch_tokens: int, cost: CostModel = DEFAULT_COST) -> Plan:
+def plan(
+    lengths: Sequence[int],
+    replicas: int,
+    micro_batch_tokens: int,
+    cost: CostModel = DEFAULT_COST,
+    costs: Sequence[float] | None = None,
+) -> Plan:
     """Plans every sequence exactly once. Every replica gets the same number of micro-batches, at least one, some empty.
 
     A micro-batch holds at most `micro_batch_tokens`, or a single longer sequence; none is ever cut. There are no more
     micro-batches than best-fit decreasing needs. The k-th ones of all replicas cost about the same, since replicas wait
-    for each other after each; whole replicas cost about the same, too. O(n log n).
+    for each other after each; whole replicas cost about the same, too. O(n log n). `costs` has the cost of each where
+    that does not follow from its length.
     """
     longest_first = np.argsort(-np.asarray(lengths, np.int64), kind="stable")
     sorted_lengths = np.asarray(lengths, np.int64)[longest_first]
-    costs = cost.of_sequences(sorted_lengths)
-    bins = _few_bins(sorted_lengths, costs, replicas, micro_batch_tokens)
+    sorted_costs = cost.of_sequences(sorted_lengths) if costs is None else np.asarray(costs, np.float64)[longest_first]
+    bins = _few_bins(sorted_lengths, sorted_costs, replicas, micro_batch_tokens)
     shares: Plan = [[] for _ in range(replicas)]
-    for replica, chosen in _in_rows(bins, costs.tolist(), replicas):
+    for replica, chosen in _in_rows(bins, sorted_costs.tolist(), replicas):
         shares[replica].append(sorted(longest_first[chosen].tolist()))
     return shares
 
@@ -257,8 +265,9 @@ def pack(
     return [concatenate([sequences[index] for index in chosen]) for chosen in micro_batches]
 
 
-def concatenate(sequences: Sequence[PackableSequence]) -> PackedBatch:
-    """Returns one micro-batch of these sequences, in this order."""
+def concatenate(sequences: Sequence[PackableSequence], *, is_tree: bool = False) -> PackedBatch:
+    """Returns one micro-batch of these sequences, in this order. With `is_tree` tokens that they share at their
+    beginnings are computed once."""
     lengths = [len(sequence.token_ids) for sequence in sequences]
     masks = [_after_prompt(s, s.loss_mask, np.float32) for s in sequences]
     logprobs = [_after_prompt(s, s.behavior_logprobs * (s.loss_mask != 0), np.float32) for s in sequences]
@@ -276,7 +285,17 @@ def concatenate(sequences: Sequence[PackableSequence]) -> PackedBatch:
         teacher_logprobs_T=_joined_teacher(sequences),
         candidates_TC=_joined_candidates(sequences, lambda candidates: candidates.token_ids.astype(np.int64)),
         teacher_logprobs_TC=_joined_candidates(sequences, lambda candidates: candidates.logprobs),
+        tree=grow([labels(sequence) for sequence in sequences]) if is_tree else None,
     )
+
+
+def labels(sequence: PackableSequence) -> Labels:
+    """Returns what must agree where the sequence shares tokens with others: experts to replay and candidates, too."""
+    candidates = sequence.candidates
+    if candidates is None:
+        return labels_of(sequence.token_ids, sequence.experts)
+    names_LC = np.pad(candidates.token_ids, ((sequence.prompt_length, 0), (0, 0)))
+    return labels_of(sequence.token_ids, sequence.experts, names_LC[1:])
 
 
 def _joined_experts(sequences: Sequence[PackableSequence]) -> torch.Tensor | None:

@@ -1,7 +1,8 @@
 """Units of sequences that a loss compares, such as the two responses of a pair, packed whole into one micro-batch.
 
 A row holds its units one after another, and each unit's sequences in their order. The plan is that of `packing`, for
-which a unit counts as one sequence of all its tokens.
+which a unit counts as one sequence of all its tokens, and units that share tokens as one sequence of those that are
+computed (`clusters`).
 """
 
 from collections.abc import Sequence
@@ -12,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from .batch import PackedBatch
+from .clusters import PrefixSharing, clusters_of
 from .cost import DEFAULT_COST, CostModel
-from .packing import PackableSequence, concatenate, plan
+from .packing import PackableSequence, concatenate
 
 Unit = Sequence[PackableSequence]
 """Sequences that stay together."""
@@ -29,15 +31,24 @@ class Row:
 
 
 def pack_units(
-    units: Sequence[Unit], *, replica: int, replicas: int, micro_batch_tokens: int, cost: CostModel = DEFAULT_COST
+    units: Sequence[Unit],
+    *,
+    replica: int,
+    replicas: int,
+    micro_batch_tokens: int,
+    cost: CostModel = DEFAULT_COST,
+    prefix_sharing: PrefixSharing = "off",
 ) -> list[Row]:
     """Returns this replica's rows, at least one, some perhaps empty. All ranks call it with the same units in the same
     order. A unit that is longer than `micro_batch_tokens` gets a row of its own."""
-    lengths = [sum(len(sequence.token_ids) for sequence in unit) for unit in units]
-    return [
-        Row(batch=concatenate([sequence for index in chosen for sequence in units[index]]), units=tuple(chosen))
-        for chosen in plan(lengths, replicas, micro_batch_tokens, cost)[replica]
-    ]
+    clusters, planned = clusters_of(units, replicas, micro_batch_tokens, cost, prefix_sharing)
+    rows = []
+    for chosen in planned[replica]:
+        members = tuple(unit for index in chosen for unit in clusters[index].units)
+        is_tree = any(clusters[index].is_shared for index in chosen)
+        sequences = [sequence for unit in members for sequence in units[unit]]
+        rows.append(Row(batch=concatenate(sequences, is_tree=is_tree), units=members))
+    return rows
 
 
 def response_values(values_T: torch.Tensor, batch: PackedBatch, unit: Unit, first: int) -> list[NDArray[np.float32]]:

@@ -131,7 +131,14 @@ def test_a_sample_that_was_left_out_counts_as_taken_and_not_as_trained(chosen: t
     sequences = tuple(from_trajectory(one, advantages=1.0, step=0, max_lag=0) for one in trajectories)
     figures = {"pairs": len(chosen) // 2, "groups_without_pair": 1 - len(chosen) // 2}
     update = Update(
-        loss=0.5, grad_norm=1.0, learning_rate=0.1, micro_batches=1, budget_tokens=64, algorithm={"ess": 1.0}, by_lag={}
+        loss=0.5,
+        grad_norm=1.0,
+        learning_rate=0.1,
+        micro_batches=1,
+        computed_tokens=48,
+        budget_tokens=64,
+        algorithm={"ess": 1.0},
+        by_lag={},
     )
     judged = JudgedBatch(sequences=sequences, trajectories=trajectories, rewards=reward_stats([taken]), figures=figures)
     step = TrainedStep(version=WeightVersion(1, 0), groups=[taken], judged=judged, update=update, laps=laps.laps)

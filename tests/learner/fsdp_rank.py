@@ -16,8 +16,8 @@ from learner.backends import open_backend
 from learner.backends.base import Backend
 from learner.backends.fsdp.backend import FsdpBackend
 from learner.config import ComputeConfig, LayoutConfig
-from learner.rows.packing import concatenate, pack
-from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences
+from learner.rows.packing import PackableSequence, concatenate, plan
+from tests.learner.tiny import OPTIMIZER, alike, model_config, ratio_loss, sequences
 
 LENGTHS = ([90, 6, 7, 19, 11, 3, 25, 14], [13])
 """Of each step's sequences: the second leaves a rank with none, and makes an odd row."""
@@ -65,9 +65,17 @@ def run(case: Case, directory: Path) -> None:
         save_file(tensors, directory / "tensors.safetensors")
 
 
+def step_sequences(number: int) -> list[PackableSequence]:
+    """The first step's begin alike."""
+    given = sequences(LENGTHS[number], seed=number)
+    return given if number else alike(given, 6)
+
+
 def step(backend: Backend, number: int) -> Result:
-    packable = sequences(LENGTHS[number], seed=number)
-    batches = pack(packable, backend.replica, backend.replicas, BUDGET)
+    """The first step computes once what sequences share."""
+    packable = step_sequences(number)
+    planned = plan([len(one.token_ids) for one in packable], backend.replicas, BUDGET)[backend.replica]
+    batches = [concatenate([packable[index] for index in chosen], is_tree=number == 0) for chosen in planned]
     denominator = float(sum(s.loss_mask.sum() for s in packable))
     loss, norm, reports = backend.step(batches, ratio_loss(batches, denominator), 0.9, 1e-3)
     assert len(reports) == len(batches)

@@ -140,14 +140,14 @@ def test_a_sequence_never_sees_its_neighbours(architecture: str) -> None:
     assert not torch.allclose(before[10:20], after[10:20])
 
 
-def reference_steps(architecture: str, *lengths: list[int]) -> tuple[PreTrainedModel, list[list[float]]]:
+def reference_steps(architecture: str, *steps: list[PackableSequence]) -> tuple[PreTrainedModel, list[list[float]]]:
     """The same steps with an ordinary model, AdamW and clipping."""
     model = load_model(model_config(architecture), 3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=OPTIMIZER.weight_decay)
     results = []
-    for seed, given in enumerate(lengths):
+    for given in steps:
         optimizer.zero_grad()
-        loss = ordinary_loss(model, sequences(given, seed=seed), 0.9)
+        loss = ordinary_loss(model, given, 0.9)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.max_grad_norm)
         optimizer.step()
@@ -159,7 +159,7 @@ def reference_steps(architecture: str, *lengths: list[int]) -> tuple[PreTrainedM
 @pytest.mark.parametrize("budget", [1, 30, 1000])
 def test_any_split_into_micro_batches_makes_the_same_step(architecture: str, budget: int) -> None:
     backend = open_backend("fsdp", model_config(architecture), OPTIMIZER, seed=3)
-    model, expected = reference_steps(architecture, LENGTHS, LENGTHS)
+    model, expected = reference_steps(architecture, *(sequences(LENGTHS, seed=seed) for seed in (0, 1)))
     for seed, (loss, norm) in enumerate(expected):
         given = sequences(LENGTHS, seed=seed)
         batches = pack(given, 0, 1, budget)
@@ -221,7 +221,7 @@ RANKS = {
 @pytest.mark.parametrize("count", RANKS)
 def test_any_ranks_equal_one(count: int, tmp_path: Path) -> None:
     for number, (case, ranks) in enumerate(zip(RANKS[count], ranks_of(tmp_path, RANKS[count], count), strict=True)):
-        model, expected = reference_steps(case.architecture, *fsdp_rank.LENGTHS)
+        model, expected = reference_steps(case.architecture, *map(fsdp_rank.step_sequences, (0, 1)))
         has_empty = any(result.empty for results in ranks for result in results)
         assert has_empty is (case.layout.context < count), "a rank without a sequence must have been tried"
         for results in ranks:

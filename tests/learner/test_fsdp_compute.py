@@ -26,7 +26,7 @@ from learner.backends.fsdp.policy import Policy
 from learner.config import ComputeConfig, LayoutConfig
 from learner.models.model import load_model
 from learner.rows.packing import concatenate, pack
-from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences, share
+from tests.learner.tiny import OPTIMIZER, alike, model_config, ratio_loss, sequences, share
 
 LENGTHS = [7, 12, 5, 20, 3, 9]
 LAYERS = 2
@@ -99,7 +99,7 @@ def test_layers_of_any_number_and_length_are_compiled_once(
         return graph
 
     def kernel(q: torch.Tensor, k: Any, v: Any, cu: Any, also_cu: Any, longest: int, also: int, **options: Any) -> Any:
-        return opaque(q, longest, options["scale"])
+        return opaque(q + k.square().mean() + v.mean(), longest, options["scale"])
 
     torch._dynamo.reset()
     experts: dict[str, Any] = {"num_experts": 9} if architecture == "qwen3_moe" else {}
@@ -110,12 +110,13 @@ def test_layers_of_any_number_and_length_are_compiled_once(
     monkeypatch.setattr(learner.models.attention, "varlen_attn", kernel)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     prepare_layers(compiled.layers, ComputeConfig(compile=True, recompute=recompute))
-    for lengths in (LENGTHS, [30, 4], [1100, 7]):
-        batch = concatenate(sequences(lengths))
-        losses = [share(batch, policy(batch, 0.8), 10.0) for policy in (compiled, plain)]
-        torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
-        losses[0].backward()
-    assert len(graphs) == 1
+    for is_tree in (False, True):
+        for lengths in (LENGTHS, [30, 4], [1100, 7]):
+            batch = concatenate(alike(sequences(lengths), 3), is_tree=is_tree)
+            losses = [share(batch, policy(batch, 0.8), 10.0) for policy in (compiled, plain)]
+            torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
+            losses[0].backward()
+        assert len(graphs) == 1 + is_tree, "rows with shared tokens have a variant of their own"
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])

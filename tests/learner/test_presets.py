@@ -19,6 +19,7 @@ from learner.objective.critic import Critic
 from learner.objective.objective import Objective
 from learner.objective.update import Updater
 from learner.ranks import Ranks
+from learner.rows.clusters import PrefixSharing
 from learner.rows.packing import concatenate, from_trajectory
 from tests.learner.batches import group
 from tests.learner.tiny import OPTIMIZER, VOCABULARY, model_config
@@ -33,7 +34,9 @@ def configured(preset: str, **others: object) -> AlgorithmConfig:
     return msgspec.convert({**PRESETS[preset].algorithm, **others}, AlgorithmConfig)
 
 
-def build(config: AlgorithmConfig, *, has_reference: bool = False) -> tuple[Updater, Backend]:
+def build(
+    config: AlgorithmConfig, *, has_reference: bool = False, prefix_sharing: PrefixSharing = "off"
+) -> tuple[Updater, Backend]:
     torch.set_num_threads(1)
     backend = open_backend("fsdp", MODEL, OPTIMIZER, seed=3)
     ranks = Ranks(0, 1, 0, 1, is_lead=True)
@@ -48,7 +51,7 @@ def build(config: AlgorithmConfig, *, has_reference: bool = False) -> tuple[Upda
         open_backend("fsdp", MODEL, OPTIMIZER, seed=4) if has_reference else None,
         critic,
         algorithm=config,
-        learner=LearnerConfig(micro_batch_tokens=40),
+        learner=LearnerConfig(micro_batch_tokens=40, prefix_sharing=prefix_sharing),
         optimizer=OPTIMIZER,
         temperature=1.0,
         max_new_tokens=16,

@@ -1,5 +1,7 @@
 """Models of a few thousand parameters and sequences to train them on."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -38,6 +40,15 @@ def sequences(lengths: list[int], seed: int = 0) -> list[PackableSequence]:
     """Random tokens with a prompt of a third, random masks, logprobs and advantages."""
     rng = np.random.default_rng(seed)
     return [_sequence(rng, length) for length in lengths]
+
+
+def alike(given: Sequence[PackableSequence], count: int) -> list[PackableSequence]:
+    """The sequences with the first `count` tokens of the first one."""
+    beginning = given[0].token_ids[:count]
+    return [
+        replace(one, token_ids=np.concatenate([beginning, one.token_ids[count:]])[: len(one.token_ids)])
+        for one in given
+    ]
 
 
 def _sequence(rng: np.random.Generator, length: int) -> PackableSequence:

@@ -93,7 +93,8 @@ class PackedModel(nn.Module):
 
     def whole_hidden(self, batch: PackedBatch) -> torch.Tensor:
         """[T, H] the last layer's output at the tokens of all ranks that share the row."""
-        return self.context.gathered(self.hidden(self.row(batch)))[: batch.num_tokens]
+        row = self.row(dataclasses.replace(batch, tree=None))
+        return self.context.gathered(self.hidden(row))[: batch.num_tokens]
 
 
 class Policy(PackedModel):

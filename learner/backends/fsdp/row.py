@@ -1,15 +1,16 @@
 """A packed batch is prepared for a rank's device, so that the forward pass never waits for a number from the device.
 
-T tokens of the batch, N of this rank, L layers with experts, K experts chosen for a token, C candidates in its place.
+T tokens of the batch, N positions of this rank (fewer where sequences share tokens), L layers with experts, K experts
+chosen for a token, C candidates in its place.
 """
 
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from learner.models.attention import PackedLayout
 from learner.rows.batch import PackedBatch
+from learner.rows.positions import Positions
 
 from .context import ContextGroup
 
@@ -22,46 +23,48 @@ class FsdpRow:
     token_ids_N: torch.Tensor
     position_ids_N: torch.Tensor
     next_ids_N: torch.Tensor
-    """[N] the token after each; of no meaning for the last of a sequence."""
+    """[N] the token that each position predicts; of no meaning for the last of a sequence."""
     has_previous_T: torch.Tensor
     """[T] bool, False where a sequence begins; without the dummy sequence."""
     layout: PackedLayout
-    """The layout of the whole row: every rank's attention sees all of its tokens."""
+    """The layout of the whole row: every rank's attention sees all of its positions."""
     experts_NLK: torch.Tensor | None
     """[N, L, K] experts to replay; see `PackedBatch`."""
     next_candidates_NC: torch.Tensor | None = None
     """[N, C] the candidates for the place after each token; see `PackedBatch`."""
+    predictor_T: torch.Tensor | None = None
+    """[T] the position of the whole row that predicts each token; None: it is the token before."""
 
     @classmethod
     def of(cls, batch: PackedBatch, context: ContextGroup, device: torch.device, *, varlen: bool) -> "FsdpRow":
         """Return this rank's part of `batch` on its device. `varlen`: see `PackedLayout`."""
-        padding = -batch.num_tokens % context.size
-        token_ids_T = F.pad(batch.token_ids_T, (0, padding))
-        dummy = torch.arange(padding, device=batch.position_ids_T.device)
-        position_ids_T = torch.cat([batch.position_ids_T, dummy])
-        ends = torch.full((min(padding, 1),), batch.num_tokens + padding, dtype=torch.int32)
-        layout = PackedLayout.of(torch.cat([batch.cu_seqlens.cpu(), ends]), varlen=varlen)
-        experts_TLK = batch.experts_TLK
-        if experts_TLK is not None:
-            experts_TLK = F.pad(experts_TLK, (0, 0, 0, 0, 0, padding), value=-1)
-        candidates_TC = batch.candidates_TC
-        if candidates_TC is not None:
-            candidates_TC = _moved(context.own(F.pad(candidates_TC, (0, 0, 0, padding)).roll(-1, 0)), device)
+        positions = Positions.of(batch, context.size)
+
+        def own(values_T: torch.Tensor | None) -> torch.Tensor | None:
+            return None if values_T is None else _moved(context.own(values_T), device)
+
+        token_ids_N, next_ids_N = positions.here(batch.token_ids_T), positions.after(batch.token_ids_T)
         return cls(
-            token_ids_N=_moved(context.own(token_ids_T), device),
-            position_ids_N=_moved(context.own(position_ids_T), device),
-            next_ids_N=_moved(context.own(token_ids_T.roll(-1)), device),
+            token_ids_N=_moved(context.own(token_ids_N), device),
+            position_ids_N=_moved(context.own(positions.position_ids(batch)), device),
+            next_ids_N=_moved(context.own(next_ids_N), device),
             has_previous_T=_moved(batch.position_ids_T > 0, device),
-            layout=layout.moved(lambda tensor: _moved(tensor, device), context if context.size > 1 else None),
-            experts_NLK=None if experts_TLK is None else _moved(context.own(experts_TLK), device),
-            next_candidates_NC=candidates_TC,
+            layout=positions.layout(batch, varlen=varlen).moved(
+                lambda tensor: _moved(tensor, device), context if context.size > 1 else None
+            ),
+            experts_NLK=own(None if batch.experts_TLK is None else positions.here(batch.experts_TLK, -1)),
+            next_candidates_NC=own(None if batch.candidates_TC is None else positions.after(batch.candidates_TC)),
+            predictor_T=None if positions.tree is None else _moved(positions.tree.predictor_T, device),
         )
 
     def at_next_token(self, next_T: torch.Tensor) -> torch.Tensor:
         """[T, ...] values of all tokens but the row's last, moved to the token that follows; 0 where a sequence
         begins."""
-        num_tokens = len(self.has_previous_T)
-        moved_T = torch.cat([next_T.new_zeros(1, *next_T.shape[1:]), next_T[: num_tokens - 1]])
+        if self.predictor_T is not None:
+            moved_T = next_T[self.predictor_T]
+        else:
+            num_tokens = len(self.has_previous_T)
+            moved_T = torch.cat([next_T.new_zeros(1, *next_T.shape[1:]), next_T[: num_tokens - 1]])
         return moved_T.where(self.has_previous_T.view(-1, *[1] * (next_T.dim() - 1)), 0.0)
 
 

@@ -40,7 +40,7 @@ class MegatronBackend(TrainedParts):
 
     def hidden(self, batch: PackedBatch) -> torch.Tensor:
         """[T, W] the input of the output head, for comparisons of logits."""
-        return self._evaluated([batch], 1.0, wants_hidden=True)[0]
+        return self._evaluated([dataclasses.replace(batch, tree=None)], 1.0, wants_hidden=True)[0]
 
     def step(
         self, batches: Sequence[PackedBatch], loss: TokenLoss, temperature: float, learning_rate: float

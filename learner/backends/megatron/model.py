@@ -80,15 +80,14 @@ class PackedGpt(GPTModel):
         if row.wants_hidden:
             return gathered(hidden_pW, context)[: row.num_tokens]
         next_P = gathered(self.next_outputs(hidden_pW, row), context)
-        has_previous_P = (row.position_ids_P > 0).view(-1, *[1] * (next_P.dim() - 1))
-        return next_P.roll(1, 0).where(has_previous_P, 0.0)[: row.num_tokens]
+        return row.at_next_token(next_P)
 
     def next_outputs(self, hidden_pW: torch.Tensor, row: MegatronRow) -> torch.Tensor:
         """[p] for each token the logprob of the one that follows; with candidates, or of the likeliest, as `head`."""
         group, context = groups.tensor(), groups.context()
-        targets_P = row.token_ids_P.roll(-1)
-        if row.candidates_PK is not None:
-            targets_P = torch.cat([targets_P[:, None], row.candidates_PK.roll(-1, 0)], dim=1)
+        targets_P = row.next_ids_P
+        if row.next_candidates_PK is not None:
+            targets_P = torch.cat([targets_P[:, None], row.next_candidates_PK], dim=1)
         targets_p = row.part(targets_P, context.rank(), context.size())
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         weight = tied if tied is not None else self.output_layer.weight
@@ -99,7 +98,7 @@ class PackedGpt(GPTModel):
         }
         if row.top:
             return likeliest(hidden_pW, weight, row.top, row.temperature, **vocabulary)
-        if row.candidates_PK is not None:
+        if row.next_candidates_PK is not None:
             return own_first(candidate_logprobs(hidden_pW, weight, targets_p, row.temperature, **vocabulary))
         logprobs = confident_logprobs if row.wants_confidence else token_logprobs
         return logprobs(hidden_pW, weight, targets_p, row.temperature, **vocabulary)

@@ -1,19 +1,19 @@
-"""One micro-batch as Megatron's layers take it: a packed row of tokens, padded until every rank gets an equal part.
+"""One micro-batch as Megatron's layers take it: a packed row, padded until every rank gets an equal part.
 
-T real tokens, P >= T padded ones, C ranks that share them, D head width; K candidates in the place of a token.
+T tokens, P positions with padding (fewer than T where sequences share tokens), C ranks that share them, D head width; K
+candidates in the place of a token.
 """
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from learner.backends.replayed_choice import Recorded
 from learner.models.attention import PackedLayout
 from learner.rows.batch import PackedBatch
+from learner.rows.positions import Positions
 
 
 @dataclass
@@ -23,7 +23,8 @@ class MegatronRow(PackedSeqParams):
     num_tokens: int = 0
     """T; 0 for the placeholder of an empty micro-batch."""
     token_ids_P: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    position_ids_P: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    next_ids_P: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    """[P] the token that each position predicts; of no meaning where there is none."""
     cos_PD: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     sin_PD: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     layout: PackedLayout | None = None
@@ -35,10 +36,21 @@ class MegatronRow(PackedSeqParams):
     wants_hidden: bool = False
     top: int = 0
     """The number of likeliest tokens wanted in each place; 0: logprobs are."""
-    candidates_PK: torch.Tensor | None = None
-    """[P, K] `PackedBatch.candidates_TC`."""
+    next_candidates_PK: torch.Tensor | None = None
+    """[P, K] the candidates for the place after each token; see `PackedBatch.candidates_TC`."""
     wants_confidence: bool = False
     """`PackedBatch.wants_confidence`."""
+
+    has_previous_T: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    """[T] bool, False where a sequence begins."""
+    predictor_T: torch.Tensor | None = None
+    """[T] the position that predicts each token; None: it is the one before."""
+
+    def at_next_token(self, next_P: torch.Tensor) -> torch.Tensor:
+        """[T, ...] values of positions, moved to the tokens that they predict; 0 where a sequence begins."""
+        is_tree = self.predictor_T is not None
+        moved_T = next_P[self.predictor_T] if is_tree else next_P.roll(1, 0)[: self.num_tokens]
+        return moved_T.where(self.has_previous_T.view(-1, *[1] * (next_P.dim() - 1)), 0.0)
 
     def part(self, values_P: torch.Tensor, rank: int, size: int) -> torch.Tensor:
         """[P / C] the part of rank `rank` of `size`."""
@@ -53,39 +65,30 @@ def padded_length(num_tokens: int, multiple: int) -> int:
 def make_row(
     batch: PackedBatch, rotary: Any, length: int, tally_2: torch.Tensor, *, device: torch.device, varlen: bool
 ) -> MegatronRow:
-    """Return a row of P = `length` tokens. `rotary`: transformers' own module, with every kind of scaling.
+    """Return a row of P = `length` positions. `rotary`: transformers' own module, with every kind of scaling.
 
     The padding is a sequence of its own at the row's end, whose results are dropped. `tally_2`: where routers that
     replay count disagreement.
     """
-    token_ids, positions, ends = batch.token_ids_T, batch.position_ids_T, batch.cu_seqlens
+    positions = Positions.of(batch, length=length)
+
+    def moved(values: torch.Tensor) -> torch.Tensor:
+        return values.to(device, non_blocking=True)
+
+    position_ids = moved(positions.position_ids(batch))
+    cos, sin = rotary(torch.empty((), device=device), position_ids[None])
     experts, candidates = batch.experts_TLK, batch.candidates_TC
-    if missing := length - batch.num_tokens:
-        token_ids = F.pad(token_ids, (0, missing))
-        positions = torch.cat([positions, torch.arange(missing, device=positions.device)])
-        ends = torch.cat([ends, ends[-1:] + missing])
-        experts = None if experts is None else F.pad(experts, (0, 0, 0, 0, 0, missing), value=-1)
-        candidates = None if candidates is None else F.pad(candidates, (0, 0, 0, missing))
-    layout = PackedLayout.of(ends, varlen=varlen)
-    positions = positions.to(device, non_blocking=True)
-    cos, sin = rotary(torch.empty((), device=device), positions[None])
     return MegatronRow(
         qkv_format="thd",
         num_tokens=batch.num_tokens,
-        token_ids_P=token_ids.to(device, non_blocking=True),
-        position_ids_P=positions,
+        token_ids_P=moved(positions.here(batch.token_ids_T)),
+        next_ids_P=moved(positions.after(batch.token_ids_T)),
         cos_PD=cos[0],
         sin_PD=sin[0],
-        layout=on_device(layout, device),
-        recorded=None if experts is None else Recorded(experts.to(device, non_blocking=True), tally_2),
-        candidates_PK=None if candidates is None else candidates.to(device, non_blocking=True),
+        layout=positions.layout(batch, varlen=varlen).moved(moved),
+        recorded=None if experts is None else Recorded(moved(positions.here(experts, -1)), tally_2),
+        next_candidates_PK=None if candidates is None else moved(positions.after(candidates)),
         wants_confidence=batch.wants_confidence,
+        has_previous_T=moved(batch.position_ids_T > 0),
+        predictor_T=None if positions.tree is None else moved(positions.tree.predictor_T),
     )
-
-
-def on_device(layout: PackedLayout, device: torch.device) -> PackedLayout:
-    """Move a layout to the device. It was computed on the CPU, where sizes are known without waiting for a GPU."""
-    buckets = layout.buckets
-    if buckets is not None:
-        buckets = dataclasses.replace(buckets, gather=buckets.gather.to(device), places=buckets.places.to(device))
-    return dataclasses.replace(layout, cu_seqlens=layout.cu_seqlens.to(device, non_blocking=True), buckets=buckets)

@@ -108,7 +108,7 @@ class Schedule:
         """Return the rows. Interleaved stages take them in rounds of as many as there are stages, all of one length."""
         missing = -len(batches) % self._num_stages if self._is_interleaved else 0
         all_batches = [*batches, *[_nothing(batches[0])] * missing]
-        lengths = [padded_length(batch.num_tokens, self._multiple) for batch in all_batches]
+        lengths = [padded_length(batch.num_positions, self._multiple) for batch in all_batches]
         if self._is_interleaved:
             lengths = [max(lengths)] * len(lengths)
         rows = [self._row(batch, length) for batch, length in zip(all_batches, lengths, strict=True)]

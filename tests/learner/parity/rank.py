@@ -21,7 +21,7 @@ from learner.backends import open_backend
 from learner.backends.base import Backend
 from learner.config import ComputeConfig, ModelConfig
 from learner.rows.batch import PackedBatch
-from learner.rows.packing import pack, plan
+from learner.rows.packing import concatenate, plan
 from tests.learner.tiny import ratio_loss
 
 from .cases import LEARNING_RATE, OPTIMIZER, TEMPERATURE, Job, read_jobs
@@ -107,8 +107,11 @@ def _step(backend: Backend, job: Job, step: int) -> tuple[float, float]:
 
 
 def _batches(backend: Backend, job: Job, step: int) -> list[PackedBatch]:
+    """All steps but the first compute once what sequences share."""
     shape = SHAPES[job.setting.shape]
-    return pack(step_sequences(shape, step), backend.replica, backend.replicas, shape.micro_batch_tokens)
+    given = step_sequences(shape, step)
+    planned = plan(shape.lengths, backend.replicas, shape.micro_batch_tokens)[backend.replica]
+    return [concatenate([given[index] for index in chosen], is_tree=step > 0) for chosen in planned]
 
 
 def _export(backend: Backend, path: Path) -> None:

@@ -1,0 +1,98 @@
+"""Rows in which sequences share their beginnings: attention along paths, each of which ends in a run of its own.
+
+    row      a b c d e f | g h | i           runs of the row, computed once
+    paths    a b c d e f   a b c d g h       the keys of each run: what its sequence shares, then the run itself
+             a b c d g i
+
+The queries of a run are the last tokens of its path, so that causality is that of a sequence. A key that several paths
+share is copied into each of them, and its gradient is the sum over its copies.
+
+Shapes: N tokens of the row, R runs, P tokens of all paths together.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Copies of the tokens of a row, each token at least once. They may lie among others, which are padding."""
+
+    order: torch.Tensor
+    """[P] int64, the place of every copy; the copies of the row's first token first."""
+    offsets: torch.Tensor
+    """[N] int64, where in `order` the copies of each token begin."""
+
+    @classmethod
+    def of(cls, cu_runs: torch.Tensor, cu_paths: torch.Tensor, paths_P: torch.Tensor) -> "Copies":
+        """Returns where the tokens of a row lie in its paths, as `Paths` lays them out. O(P).
+
+        A token is in the path of its own run and in those of the runs that follow, up to the last one that shares it.
+        """
+        own_N, runs_N = own_places(cu_runs, cu_paths), _runs(cu_runs)
+        counts_N = torch.bincount(paths_P, minlength=len(own_N))
+        offsets_N = counts_N.cumsum(0) - counts_N
+        later_P = torch.arange(len(paths_P)) - offsets_N.repeat_interleave(counts_N)
+        depths_P = (own_N - cu_paths[runs_N]).repeat_interleave(counts_N)
+        return cls(cu_paths[runs_N.repeat_interleave(counts_N) + later_P] + depths_P, offsets_N)
+
+    def at(self, places_P: torch.Tensor) -> "Copies":
+        """Returns the copies where place p of the paths lies at `places_P[p]`."""
+        return Copies(places_P[self.order], self.offsets)
+
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Copies":
+        return Copies(move(self.order), move(self.offsets))
+
+
+@dataclass(frozen=True)
+class Paths:
+    """The runs of a row and what their queries attend to, for the variable-length kernel."""
+
+    cu_runs: torch.Tensor
+    """[R + 1] int32, where each run begins; the last entry is N."""
+    longest_run: int
+    index: torch.Tensor
+    """[P] int64, the token of the row at every place of the paths, one path after another."""
+    copies: Copies
+
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Paths":
+        return Paths(move(self.cu_runs), self.longest_run, move(self.index), self.copies.moved(move))
+
+
+class _Copied(torch.autograd.Function):
+    """Copies rows. The gradient of a row is the sum over its copies, always added in the same order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows_N: torch.Tensor, index: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(order, offsets)
+        return rows_N.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        order, offsets = ctx.saved_tensors
+        flat = gradients[0].reshape(len(gradients[0]), -1)
+        summed_N = F.embedding_bag(order, flat, offsets, mode="sum")
+        return summed_N.view(-1, *gradients[0].shape[1:]), None, None, None
+
+
+def copied(rows_N: torch.Tensor, index: torch.Tensor, copies: Copies) -> torch.Tensor:
+    """[len(index), ...] the rows at `index`. Entries of it that are no copy are padding, whose gradient is dropped."""
+    found: torch.Tensor = _Copied.apply(rows_N, index, copies.order, copies.offsets)  # type: ignore[no-untyped-call]
+    return found
+
+
+def own_places(cu_runs: torch.Tensor, cu_paths: torch.Tensor) -> torch.Tensor:
+    """[N] int64, the place of every token of the row in the path of its own run."""
+    ends = (cu_paths[1:] - cu_runs[1:]).long()
+    return torch.arange(int(cu_runs[-1])) + ends[_runs(cu_runs)]
+
+
+def _runs(cu_runs: torch.Tensor) -> torch.Tensor:
+    """[N] int64, the run of every token of the row."""
+    return torch.arange(len(cu_runs) - 1).repeat_interleave(cu_runs.diff().long())

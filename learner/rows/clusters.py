@@ -1,0 +1,145 @@
+"""Which units of sequences are computed together because they share tokens.
+
+Samples of a group share at least their prompt, so they belong into one micro-batch; but what one replica computes for
+all of them may keep the others waiting. So groups are also planned in halves, quarters and so on, and the plan is kept
+that takes the least time by the cost model. All units of a cluster have one prompt. What else they share, also with
+other clusters of a row, the tree finds.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal, TypeAlias
+
+from .cost import CostModel
+from .packing import PackableSequence, Plan, labels, plan
+from .tree import Labels, Size, size_of
+
+PrefixSharing: TypeAlias = Literal["auto", "on", "off"]
+
+LEAST_SAVED = 0.1
+"""The least share of tokens that a cluster must save to be worth its copies of keys and values."""
+
+KEYS_OF_A_TOKEN = 16
+"""The copies of a token's key and value in one layer that take as much memory as all activations of a token there. With
+grouped heads it is 25 (SmolLM2) to 70 (Qwen3-30B-A3B), without them 11."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Units that lie in one micro-batch."""
+
+    units: tuple[int, ...]
+    room: int
+    """The tokens of a micro-batch's budget that it takes."""
+    cost: float
+    is_shared: bool
+    """Whether its shared tokens are computed once."""
+
+
+def clusters_of(
+    units: Sequence[Sequence[PackableSequence]],
+    replicas: int,
+    micro_batch_tokens: int,
+    cost: CostModel,
+    prefix_sharing: PrefixSharing,
+) -> tuple[list[Cluster], Plan]:
+    """Returns clusters that hold every unit once, and the plan of them. Every rank gets the same.
+
+    auto: the plan that takes the least time; on: of those that share tokens; off: each unit is a cluster.
+    """
+    lengths = [sum(len(sequence.token_ids) for sequence in unit) for unit in units]
+    costs = cost.of_sequences(lengths).tolist()
+    alone = [Cluster((index,), lengths[index], costs[index], is_shared=False) for index in range(len(units))]
+    found = [(alone, _planned(alone, replicas, micro_batch_tokens))]
+    if prefix_sharing != "off" and units:
+        shared = [
+            (clusters, _planned(clusters, replicas, micro_batch_tokens))
+            for clusters in _divided(units, alone, replicas, micro_batch_tokens, cost, prefix_sharing)
+        ]
+        found = shared + (found if prefix_sharing == "auto" or not shared else [])
+    return min(found, key=lambda one: _duration(one[0], one[1], cost))
+
+
+def _divided(
+    units: Sequence[Sequence[PackableSequence]],
+    alone: Sequence[Cluster],
+    replicas: int,
+    budget: int,
+    cost: CostModel,
+    prefix_sharing: PrefixSharing,
+) -> Iterator[list[Cluster]]:
+    """Yields the clusters of whole groups, of halves and so on, as long as any cluster shares tokens; a single replica
+    has no use for halves."""
+    groups = _groups(units)
+    if max(sum(len(units[index]) for index in group) for group in groups) < 2:
+        return
+    trees = _Trees(units, alone, budget, cost, 0.0 if prefix_sharing == "on" else LEAST_SAVED)
+    parts, largest = 1, max(len(group) for group in groups)
+    while parts == 1 or (replicas > 1 and parts < largest):
+        clusters = [cluster for group in groups for part in _cut(group, parts) for cluster in trees.of(part)]
+        if any(cluster.is_shared for cluster in clusters):
+            yield clusters
+        parts *= 2
+
+
+def _groups(units: Sequence[Sequence[PackableSequence]]) -> list[list[int]]:
+    """Returns the runs of units with the same prompt."""
+
+    def prompt(index: int) -> bytes:
+        first = units[index][0]
+        return first.token_ids[: first.prompt_length].tobytes()
+
+    return [list(members) for _, members in groupby(range(len(units)), key=prompt)]
+
+
+def _cut(group: Sequence[int], parts: int) -> list[Sequence[int]]:
+    size = -(-len(group) // parts)
+    return [group[start : start + size] for start in range(0, len(group), size)]
+
+
+class _Trees:
+    """Turns units of one prompt into clusters, as few as the budget allows."""
+
+    def __init__(
+        self,
+        units: Sequence[Sequence[PackableSequence]],
+        alone: Sequence[Cluster],
+        budget: int,
+        cost: CostModel,
+        least_saved: float,
+    ) -> None:
+        self._labels: list[list[Labels]] = [[labels(sequence) for sequence in unit] for unit in units]
+        self._alone = alone
+        self._budget = budget
+        self._cost = cost
+        self._least_saved = least_saved
+
+    def of(self, units: Sequence[int]) -> list[Cluster]:
+        """Returns the clusters of these units, each alone if too little is shared."""
+        size = size_of([one for index in units for one in self._labels[index]])
+        tokens = sum(self._alone[index].room for index in units)
+        if size.positions > (1 - self._least_saved) * sum(len(one) for index in units for one in self._labels[index]):
+            return [self._alone[index] for index in units]
+        room = _room(size)
+        if min(room, tokens) > self._budget and len(units) > 1:
+            return [cluster for half in _cut(units, 2) for cluster in self.of(half)]
+        return [Cluster(tuple(units), room, self._cost.of_tree(size), is_shared=True)]
+
+
+def _room(size: Size) -> int:
+    return size.positions + (size.path_tokens - size.positions) // KEYS_OF_A_TOKEN
+
+
+def _planned(clusters: Sequence[Cluster], replicas: int, budget: int) -> Plan:
+    return plan([cluster.room for cluster in clusters], replicas, budget, costs=[cluster.cost for cluster in clusters])
+
+
+def _duration(clusters: Sequence[Cluster], planned: Plan, cost: CostModel) -> float:
+    """Returns the cost of all rounds of micro-batches; replicas wait for the costliest one of each.
+
+    It adds in order, so that ranks on other machines choose the same plan.
+    """
+    rounds = zip(*planned, strict=True)
+    costliest: list[float] = [max(sum(clusters[index].cost for index in chosen) for chosen in one) for one in rounds]
+    return sum(costliest) + cost.per_micro_batch * len(costliest)
