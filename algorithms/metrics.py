@@ -25,7 +25,7 @@ LAGS = (0, 1, 3, 7, 15)
 LAG_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 512, 1000)
 """The largest lag of each bucket of `by_lag`, in versions; the last bucket has all larger lags, too."""
 BY_LAG = "by_lag/"
-"""How names of sums by lag begin."""
+"""The beginning of the names of sums by lag."""
 
 
 def masked_mean(name: str, values_T: torch.Tensor, mask_T: torch.Tensor) -> Metrics:

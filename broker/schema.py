@@ -284,7 +284,7 @@ class BroadcastGroup(msgspec.Struct, frozen=True, kw_only=True):
     members: tuple[str, ...]
     """The names of the workers."""
     at_once: int
-    """How many members are a wave."""
+    """Members of one wave."""
 
 
 class SampleLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -299,7 +299,7 @@ class SampleLimits(msgspec.Struct, frozen=True, kw_only=True):
     has_teacher: bool = False
     """Whether the run learns from a teacher, whose logprobs every sample then has."""
     candidates: int | None = None
-    """How many candidates of the teacher every sample has in each place; 0: none."""
+    """Candidates of the teacher that every sample has in each place; 0: none."""
 
 
 class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -394,11 +394,11 @@ class PoolInfo(msgspec.Struct, frozen=True, kw_only=True):
     ended_s: dict[str, float] = {}
     """The processes that ended last, and the seconds since; each by the tag at the end of its worker's name."""
     wanted: int = 0
-    """How many workers `scale` asked for last; written when the report is read."""
+    """Workers that `scale` asked for last; written when the report is read."""
 
 
 class LagFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one step trained of one bucket of lag; a figure is None where nothing of that lag has it."""
+    """Figures of one bucket of lag in one step; a figure is None where nothing of that lag has it."""
 
     trajectories: int
     """Trajectories whose oldest trained token is of this lag."""
@@ -446,8 +446,8 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     response_length_histogram: dict[int, int] = {}
     """Trained samples by the tokens of their response, up to a power of two."""
     by_lag: dict[int, LagFigures] = {}
-    """What was trained of each lag: rewards, ESS, shares clipped and masked. The key is the largest lag of a bucket:
-    0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 512 or 1000. Only buckets that occur are there."""
+    """Figures of each lag that was trained: rewards, ESS, shares clipped and masked. The key is the largest lag of a
+    bucket: 0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 512 or 1000. Only buckets that occur are there."""
     groups: int
     """Groups that the step trained."""
     trajectories: int
@@ -495,7 +495,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueDepths(msgspec.Struct, frozen=True, kw_only=True):
-    """How many of the run's groups and samples are in which state."""
+    """Counts of the run's groups and samples in each state."""
 
     pool: int
     """Groups fed and not yet admitted."""
@@ -565,7 +565,7 @@ class ScoringQueue(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that several scorers could not answer."""
     expired_leases: int
     bytes: int
-    """What the server holds of them, answers that were not collected included."""
+    """Bytes of requests and answers that the server holds, with those that were not collected."""
 
 
 class Tallies(msgspec.Struct, frozen=True, kw_only=True):
@@ -587,7 +587,7 @@ class Tallies(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Silence(msgspec.Struct, frozen=True):
-    """How long a living worker has not been heard of, by the server's clock."""
+    """Seconds since a living worker was last heard of, by the server's clock."""
 
     heard_s: float
     """The time since its last heartbeat."""
@@ -656,7 +656,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     refused_lately: int = 0
     """Samples refused in the last minute that no honest worker of this run sends; at most the last 1000 are counted."""
     refused_workers: int = 0
-    """How many worker processes sent them."""
+    """Worker processes that sent them."""
     pools: tuple[PoolInfo, ...] = ()
     """The pools whose supervisors are alive, sorted by name."""
     faults: tuple[Fault, ...] = ()
@@ -684,7 +684,7 @@ class RunRules(msgspec.Struct, frozen=True, kw_only=True):
     max_leases_per_worker: int = 0
     """The most leases of one worker; 0: as many as it asks for."""
     replicas: int = 0
-    """How many replicas must have a commit before the learner relies on it."""
+    """Replicas that must have a commit before the learner relies on it."""
     lease_ttl_s: float = 3600.0
     """The longest time for which a lease is given or renewed, even if a worker asks for more."""
     lease_hold_s: float = 86400.0

@@ -134,7 +134,7 @@ class DistillationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
     @property
     def candidates(self) -> int:
-        """How many of its likeliest tokens the teacher names in each place."""
+        """The number of its likeliest tokens that the teacher names in each place."""
         return self.top_k if self.coefficient > 0 else 0
 
 

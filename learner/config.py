@@ -79,7 +79,7 @@ class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class BestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which checkpoint is the best; it stays beside the newest ones."""
+    """The choice of the best checkpoint, which stays beside the newest ones."""
 
     metric: Annotated[
         Literal[

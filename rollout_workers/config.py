@@ -10,7 +10,7 @@ REWARDS = ("arithmetic", "math_verify", "reasoning_gym", "reward_model")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which inference engine a worker runs and how large it is."""
+    """The inference engine that a worker runs, and its size."""
 
     kind: Annotated[
         str,
@@ -31,7 +31,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class SamplingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How an engine samples responses, in training and in evaluation."""
+    """The way in which an engine samples responses, in training and in evaluation."""
 
     max_new_tokens: Annotated[
         int,
@@ -129,7 +129,7 @@ class TeacherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class EnvironmentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which environment ends an episode after a turn, or says what the model reads before it goes on."""
+    """The environment that ends an episode after a turn, or says what the model reads before it goes on."""
 
     kind: Annotated[
         str,

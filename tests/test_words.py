@@ -11,7 +11,7 @@ from benchmarks.shape import ROOMS
 from .docs.pages import markdown_pages
 
 ROOT = Path(__file__).parent.parent
-NO_SENTENCE = re.compile(r"(Of|That)\b")
+NO_SENTENCE = re.compile(r"(Of|That|What|How|Which|Where|Who)\b")
 """Words with which no docstring begins: it has a subject and a verb, or names its thing."""
 NO_ACTOR = re.compile(r"\b(whoever|nobody|somebody)\b", re.IGNORECASE)
 """Words in place of worker, learner, caller, reader."""

@@ -7,7 +7,7 @@ from msgspec import Meta
 
 
 class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How weights travel from the learner to the engines, and how long learner and workers wait for them."""
+    """The way of weights from the learner to the engines, and how long learner and workers wait for them."""
 
     transport: Annotated[
         str,

@@ -79,7 +79,7 @@ class EvaluationResult:
 
 @dataclass(frozen=True)
 class EvaluationProgress:
-    """How far an evaluation is."""
+    """The progress of an evaluation."""
 
     samples: int
     done: int

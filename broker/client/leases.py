@@ -92,7 +92,7 @@ class Leases:
 
     @property
     def storage(self) -> Storage:
-        """How payloads and segments are stored; the caller sets it before the first lease."""
+        """The way in which payloads and segments are stored; the caller sets it before the first lease."""
         return self._blobs.storage
 
     async def lease(self, worker: str, version: WeightVersion, count: int, ttl_s: float) -> LeaseReply:

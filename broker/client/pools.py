@@ -20,7 +20,7 @@ MOST_WORKERS = 4096
 
 
 class Pools:
-    """How many workers each pool runs, and how many it should."""
+    """The workers that each pool runs, and the number that it should run."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -66,7 +66,7 @@ class ScoringReply:
 
 @dataclass(frozen=True)
 class Collected:
-    """How far a request is."""
+    """The progress of a request."""
 
     state: Literal["waiting", "unknown", "answered", "failed"]
     """`unknown`: the server has lost it, so it is to be asked again."""

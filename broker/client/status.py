@@ -41,7 +41,7 @@ _WARNINGS = 100
 """The most complaints about unreadable reports that a client keeps: a worker that sends one may send many."""
 
 _SESSION_MS = 120_000
-"""How long a session lasts after a heartbeat: see heartbeat.lua."""
+"""Milliseconds that a session lasts after a heartbeat: see heartbeat.lua."""
 _LATE = 0.5
 """A worker is late after this share of the time for which a heartbeat keeps it alive; it sends several in that time."""
 

@@ -83,7 +83,7 @@ class Strays:
         self._sweeping: asyncio.Task[None] | None = None
         self._said = ""
         self.storage = Storage()
-        """How workers store blobs; the caller sets it before the first sweep."""
+        """The way in which workers store blobs; the caller sets it before the first sweep."""
 
     async def begin(self, owner: Owner) -> None:
         """Sweeps from now on until `end`. Where memory is short already it returns after the first sweep."""

@@ -16,7 +16,7 @@ from .blobs import Blobs
 from .unconfirmed import Submission, Unconfirmed
 
 ATTEMPTS = 3
-"""How often a blob is stored that is gone when the script looks for it."""
+"""The number of times that the worker stores a blob that is gone when the script looks for it."""
 _DURABLE_TIMEOUT_MS = 2000
 _AT_A_TIME = 2
 """Calls under way: while the server works on one, the worker prepares the next."""

@@ -1,4 +1,4 @@
-"""What the learner and the workers of a run may wait for: the batch of the next step, and the oldest unfinished groups.
+"""The learner and the workers of a run may wait for the batch of the next step, or for the oldest unfinished groups.
 
 A look costs the server a few reads, however many groups the run has.
 """
@@ -39,7 +39,7 @@ class UnfinishedGroup:
 
 @dataclass(frozen=True)
 class StepProgress:
-    """How far the next step has come, by the server's clock."""
+    """The progress of the next step, by the server's clock."""
 
     quiet_s: float
     """The time since a batch was taken, a version announced or the run claimed."""

@@ -61,7 +61,7 @@ class HostPool:
         self._shared = [Host(program) for _ in range(processes)]
         self._alone = Host(program, most_places=1)
         self.repeated = 0
-        """How many calls had to be made once more."""
+        """Calls that had to be made once more."""
 
     async def open(self) -> None:
         """Start the hosts to which calls go first, so that no call waits for an import.

@@ -1,4 +1,4 @@
-"""What `headway data inspect` shows: a table of uses, what is wrong, and examples with the trained tokens marked."""
+"""The pages of `headway data inspect`: a table of uses, what is wrong, and examples with the trained tokens marked."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What the commands about trained models print around the roles' own work."""
+"""The commands about trained models print this around the roles' own work."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""What users may import from Headway, seam by seam."""
+"""The names that users may import from Headway, seam by seam."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class Part:
     title: str
     key: str
     contract: str
-    """How Headway makes and calls it, in which process, and what happens when it fails."""
+    """Says how Headway makes and calls it, in which process, and what happens when it fails."""
     example: str
     """The file of the example, below `example/`."""
     names: tuple[Name, ...]

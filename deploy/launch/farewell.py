@@ -1,4 +1,4 @@
-"""How a role says that its work is done. Exit code 0 does not say so: a user's code may call `os._exit(0)`."""
+"""A role says that its work is done. Exit code 0 does not say so: a user's code may call `os._exit(0)`."""
 
 import os
 from pathlib import Path

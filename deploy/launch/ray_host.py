@@ -1,4 +1,4 @@
-"""What runs inside a Ray actor: it starts one child process on the node where Ray placed it, and watches it.
+"""The class inside a Ray actor: it starts one child process on the node where Ray placed it, and watches it.
 
 Ray starts this class wherever it finds room; the child is the same one that the `local` launcher starts. It is tethered
 to the actor's process, so it ends with the actor, whose end Ray brings about when the node or the driver is gone.
@@ -22,7 +22,7 @@ CANNOT_START = 127
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended."""
+    """The end of a command."""
 
     code: int
     """Its exit code; negative: the signal that ended it."""

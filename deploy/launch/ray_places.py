@@ -1,4 +1,4 @@
-"""What Ray sets aside for each command, and the placement group of its pool."""
+"""The resources that Ray sets aside for each command, and the placement group of its pool."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -33,7 +33,7 @@ OTHER_PACE = 1.25
 
 @dataclass(frozen=True, kw_only=True)
 class Targets:
-    """Where the rule wants a pool."""
+    """The range in which the rule keeps a pool."""
 
     least: int = 1
     most: int
@@ -47,7 +47,7 @@ class Targets:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What the rule looks at."""
+    """The figures that the rule looks at."""
 
     wanted: int
     """Workers that the pool should have."""
@@ -95,7 +95,7 @@ class Decision:
     reason: str
     """The same words for the same cause."""
     figures: str
-    """What the rule saw, in words."""
+    """The figures that the rule saw, in words."""
 
     def __str__(self) -> str:
         return f"{self.figures}: {self.reason}."

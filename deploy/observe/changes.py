@@ -1,4 +1,4 @@
-"""What happened in a run between two looks at it, a line for each event."""
+"""The events in a run between two looks at it, a line for each."""
 
 from collections.abc import Iterator
 

@@ -12,7 +12,7 @@ MEANINGS = {
     "silent": "was set aside, as it does not answer",
     "slow": "was set aside, as it is slow",
 }
-"""What the rules say of a worker, by their names."""
+"""The rules' sentences on a worker, by the names of the rules."""
 
 
 class FaultNews:

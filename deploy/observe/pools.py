@@ -1,4 +1,4 @@
-"""Which of a run's pools a user means, and which workers are of a pool."""
+"""Finds the pool of a run that a user means, and the workers of a pool."""
 
 from collections.abc import Iterable
 

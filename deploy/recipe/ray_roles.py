@@ -1,4 +1,4 @@
-"""What a recipe's launcher.options.roles ask of Ray for each role and pool: GPUs, nodes, environment and placement."""
+"""A recipe's launcher.options.roles ask Ray for GPUs, nodes, environment and placement of each role and pool."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
@@ -20,7 +20,7 @@ LEARNER, WORKER, SCORER = ROLES = ("learner", "worker", "scorer")
 
 
 class RayRole(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one process of a role or of a pool asks of Ray."""
+    """The resources that one process of a role or of a pool asks Ray for."""
 
     gpus: Annotated[
         Annotated[float, Meta(ge=0, le=1024)] | None,

@@ -67,7 +67,7 @@ LAUNCHERS = ("local", "ray")
 
 
 class LauncherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How `headway run` starts the processes of its roles."""
+    """The way in which `headway run` starts the processes of its roles."""
 
     kind: Annotated[str, Meta(description=f"{', '.join(LAUNCHERS)}, or your own as package.module:Class")] = "local"
     options: Annotated[dict[str, Any], Meta(description="keyword arguments of the launcher")] = {}

@@ -72,7 +72,7 @@ class KnownSink:
     package: str = ""
     """The module of a package that not every installation has; empty: none."""
     remedy: str = ""
-    """How to install it."""
+    """The command that installs it."""
 
 
 SINKS = {

@@ -1,4 +1,4 @@
-"""Which stage's model each stage of a recipe starts from, and which stages' models a recipe names as `stage:NAME`.
+"""Finds the stage whose model each stage of a recipe starts from, and the models that a recipe names as `stage:NAME`.
 
 model ──► sft ──► rl            starts_from: the nearest stage before that leaves a policy, or the one it names
            └────► reward_model  path: stage:reward_model in rewards, a critic, or the options of a later stage
@@ -19,7 +19,7 @@ from .recipe import Recipe
 MODEL = "model"
 """As `starts_from`: the recipe's own model."""
 REFERENCE = "stage:"
-"""How a path begins that means the model of a stage."""
+"""The beginning of a path that means the model of a stage."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,99}")
 _OPTIONS = re.compile(r"stages\[\d+\]\.options\..*", re.DOTALL)
 

@@ -1,4 +1,4 @@
-"""How a recipe and its overrides name a stage: `stages.sft.phases=[]`, and `sft`, an older spelling of the warm-up."""
+"""A recipe and its overrides name a stage: `stages.sft.phases=[]`, and `sft`, an older spelling of the warm-up."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""What workers ask scorers through: the scorers of reward models and of the teacher, as the recipe names them."""
+"""Workers ask the scorers of reward models and of the teacher, as the recipe names them."""
 
 from typing import TYPE_CHECKING
 

@@ -26,7 +26,7 @@ LOOKS = 5
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True):
-    """What the autoscaler saw at one look, and what it decided."""
+    """One look of the autoscaler: the figures that it saw, and its decision."""
 
     pool: str
     load: Load

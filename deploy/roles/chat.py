@@ -22,11 +22,11 @@ from rollout_workers.samples.recorder import Recorder
 from .engine import OwnSettings, open_trained
 
 INCOMPLETE = "\ufffd"
-"""What a decoder writes for a character whose last bytes are still to come."""
+"""The sign that a decoder writes for a character whose last bytes are still to come."""
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model has answered."""
+    """The model's answer."""
 
     text: str
     tokens: int

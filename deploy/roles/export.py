@@ -39,7 +39,7 @@ class ExportError(HeadwayError):
 
 
 class Export(msgspec.Struct, frozen=True, kw_only=True):
-    """What was written, and how well it agrees with the backend."""
+    """The files that were written, and their agreement with the backend."""
 
     directory: str
     checkpoint: str

@@ -32,7 +32,7 @@ place of another one changes logprobs, and scores, by about 1."""
 
 
 class Agreement(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the logprobs, or the scores, of two implementations of one model are apart."""
+    """The distance between the logprobs, or the scores, of two implementations of one model."""
 
     backend: str
     compared: Literal["logprobs", "scores"] = "logprobs"

@@ -48,7 +48,7 @@ class Shard:
 
 
 class Generated(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process has done."""
+    """The work that one process has done."""
 
     out: str
     model: str

@@ -1,4 +1,4 @@
-"""How a role without a recipe joins a run: it waits for the run's configuration, and notices when that changes."""
+"""A role without a recipe joins a run: it waits for the run's configuration, and notices when that changes."""
 
 import asyncio
 import logging

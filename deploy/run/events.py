@@ -67,7 +67,7 @@ class HeartbeatEvent(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[WorkerInfo, ...]
     """The last heartbeat of each living worker."""
     queues: QueueDepths
-    """How many groups and samples wait, are generated, ready or taken."""
+    """Counts of the groups and samples that wait, are generated, ready or taken."""
     ages: QueueAges = QueueAges()
     tallies: Tallies = Tallies()
     announced: WeightVersion | None = None
@@ -113,4 +113,4 @@ class StageEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 Event = StepEvent | EvaluationEvent | HeartbeatEvent | StageEvent
-"""What a sink is given."""
+"""A sink gets these events."""

@@ -1,4 +1,4 @@
-"""What happened to a run between its steps: learners that went on, steps that they abandoned, updates that were
+"""Events of a run between its steps: learners that went on, steps that they abandoned, updates that were
 skipped."""
 
 from collections.abc import Iterator, Sequence

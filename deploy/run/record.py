@@ -34,7 +34,7 @@ MISSING = {
     METRICS: "No step has been trained in this directory yet, or the file was moved away.",
     CONFIG: "The run's recipe is unknown.",
 }
-"""What it means that a file is missing. The others are missing for good reasons: a run need not be evaluated."""
+"""The meaning of a file that is missing. The others are missing for good reasons: a run need not be evaluated."""
 
 
 @dataclass(frozen=True, kw_only=True)

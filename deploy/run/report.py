@@ -44,7 +44,7 @@ AnyLine = TypeVar("AnyLine", StepMetrics, TrainedLine, EvaluationEvent, StageEve
 
 
 class FileLines(Generic[AnyLine]):
-    """What a file of JSON lines held, and what of it could not be read."""
+    """The values of a file of JSON lines, and the lines that could not be read."""
 
     def __init__(self, path: Path, kind: type[AnyLine]) -> None:
         """Read the file; a missing one has no lines. Raises HeadwayError if the system refuses it."""

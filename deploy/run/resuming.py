@@ -1,4 +1,4 @@
-"""Which keys of a recipe a resumed run may change.
+"""The keys of a recipe that a resumed run may change.
 
     FIXED     never: trained steps, or the run's place in its prompts, would mean something else
     ANEW      only with --regenerate: the old value made the samples and batches that wait to be trained

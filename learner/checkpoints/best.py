@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class BestCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Which checkpoint is the best, and by what."""
+    """The best checkpoint, and the metric by which it is."""
 
     metric: str
     mode: Literal["max", "min"]

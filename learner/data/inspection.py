@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .prompts.rendering import Renderer
 
 USES: dict[str, type[Any] | None] = {"rl": None, "sft": Conversation, "preferences": Preference, "kto": Labelled}
-"""What a file may be used for, and the records that this needs; reinforcement learning takes prompts."""
+"""The uses of a file, each with the records that it needs; reinforcement learning takes prompts."""
 
 
 class Broken(msgspec.Struct, frozen=True, kw_only=True):

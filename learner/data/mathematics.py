@@ -38,7 +38,7 @@ class MathSet(NamedTuple):
     answer: Callable[[str], str | None]
     """Returns the final answer in a solution; None if there is none."""
     form: str
-    """Where an answer stands, for errors."""
+    """The place of an answer, for errors."""
     subset: str | None
     """The subset on a hub."""
 

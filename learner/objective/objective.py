@@ -57,7 +57,7 @@ class Denominators(NamedTuple):
 
 
 class Current(NamedTuple):
-    """What the policy that is trained says of a micro-batch, with gradient."""
+    """The trained policy's outputs on a micro-batch, with gradient."""
 
     logprobs_T: torch.Tensor
     """[T] of the tokens."""

@@ -47,7 +47,7 @@ class JudgedBatch:
     rewards: RewardStats
     """The rewards of all trajectories of the step's groups."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """How many pairs the step trains, and how many groups gave none; empty for other losses."""
+    """Counts of the pairs that the step trains and of the groups that gave none; empty for other losses."""
 
 
 @dataclass(frozen=True, kw_only=True)

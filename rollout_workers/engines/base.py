@@ -11,7 +11,7 @@ from broker.schema import Experts, WeightVersion
 from .held import Held
 
 FinishReason = Literal["stop", "length"]
-"""How a response ends: with a stop token, or at its longest length."""
+"""The end of a response: at a stop token, or at its longest length."""
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
 """Hugging Face parameter names with full (unsharded) tensors, in host memory or on a GPU."""

@@ -1,4 +1,4 @@
-"""How many GPUs a worker's engine takes, which GPUs each worker gets, and a lock so that engines start on a GPU one by
+"""The GPUs that a worker's engine takes, those that each worker gets, and a lock so that engines start on a GPU one by
 one."""
 
 import fcntl

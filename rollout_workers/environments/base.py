@@ -20,7 +20,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
     score: float
     """The weighted sum of the reward functions for the last answer."""
     finish_reason: str
-    """How the last turn ended: "stop", or "length" if no further turn may follow."""
+    """The end of the last turn: "stop", or "length" if no further turn may follow."""
     room: int
     """Tokens that are left for what the environment says and for all that the model answers."""
 

@@ -71,7 +71,7 @@ def silent(unheard_s: float, stall_s: float) -> Verdict | None:
 
 @dataclass(frozen=True)
 class GenerationPace:
-    """What a worker has generated within a window."""
+    """The tokens that a worker has generated within a window."""
 
     tokens: int
     busy_s: float

@@ -40,7 +40,7 @@ class EngineUse:
 
     @property
     def sampling_now(self) -> int:
-        """How many requests the engine has and may sample for."""
+        """Requests that the engine has and may sample for."""
         return self._requests if self._may_sample() else 0
 
     @property

@@ -1,4 +1,4 @@
-"""What a teacher says of the tokens of a finished sample."""
+"""Asks a teacher for its logprobs of the tokens of a finished sample."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""Which requests a scorer takes to its model: any program may hold a worker's password, so no request is trusted."""
+"""A scorer takes only fit requests to its model: any program may hold a worker's password, so no request is trusted."""
 
 from dataclasses import dataclass
 

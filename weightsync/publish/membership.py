@@ -1,4 +1,4 @@
-"""Which workers receive broadcasts: pure functions of heartbeats and of the versions that workers missed.
+"""Chooses the workers that receive broadcasts: pure functions of heartbeats and of the versions that workers missed.
 
 A worker that missed a deadline stays out until its heartbeat shows a version at least as new as the one that it
 missed: it has pulled, so it runs again. This needs no clock.

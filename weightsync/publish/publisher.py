@@ -47,7 +47,7 @@ from .sender import Sender
 
 @dataclass(frozen=True)
 class PublishReport:
-    """What one publication cost, and which workers it reached."""
+    """The cost of one publication, and the workers that it reached."""
 
     version: WeightVersion
     seconds: float

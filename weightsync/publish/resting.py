@@ -1,4 +1,4 @@
-"""How long members that all checked in but cannot connect to each other are left to pull: every attempt costs a
+"""Members that all checked in but cannot connect to each other are left to pull for a while: every attempt costs a
 deadline."""
 
 from weightsync.deadline import Deadline

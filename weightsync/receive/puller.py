@@ -32,7 +32,7 @@ class Pulled:
 
     buckets: tuple[torch.Tensor, ...]
     deltas: int
-    """How many deltas were applied; 0: all buckets were fetched whole."""
+    """Deltas that were applied; 0: all buckets were fetched whole."""
     failure: str
     """Why deltas were of no use, or ""."""
 

@@ -27,7 +27,7 @@ from weightsync.transports.rendezvous import Board, Rendezvous, translated
 from .deliveries import Arriving
 
 WAVE_OVERDUE_S = 2.0
-"""How long after a wave's deadline the learner may take to give it up and begin with the next one."""
+"""Seconds after a wave's deadline that the learner may take to give it up and begin with the next one."""
 
 
 class JoinedGroup:
@@ -47,7 +47,7 @@ class JoinedGroup:
         """Set to end the wait for this worker's wave."""
         self._wave = group.members.index(worker) // group.at_once
         self._earlier_waves_s = self._wave * (group.timeout_s + WAVE_OVERDUE_S)
-        """How long the earlier waves may take."""
+        """Seconds that the earlier waves may take."""
 
     @property
     def longest_s(self) -> float:

@@ -127,7 +127,7 @@ def _encode_block(old: Elements, new: Elements, compressor: zstandard.ZstdCompre
 
 
 class _Measured(NamedTuple):
-    """What a block's header says: how many elements change, and where in the block its steps begin and end."""
+    """A block's header: the number of elements that change, and where in the block its steps begin and end."""
 
     changed: int
     steps_at: int

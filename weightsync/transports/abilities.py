@@ -34,7 +34,7 @@ class KnownTransport:
 
     abilities: TransportAbilities
     remedy: str
-    """What to install or change where it does not work."""
+    """The package to install or the setting to change where it does not work."""
     examine: Callable[[TorchFacts], tuple[bool, str]]
     """Returns whether it works on this machine, and what it moves or what is missing, for `headway doctor`."""
 

@@ -194,7 +194,7 @@ class _Collective:
     ends_by_abort: bool = False
     """No timeout of its own ends an operation."""
     remedy: str = ""
-    """What a user should check where no group can be formed."""
+    """The things that a user should check where no group can be formed."""
 
 
 COLLECTIVES = {

@@ -90,7 +90,7 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     evaluations: list[EvaluationEvent]
     events: list[Happening]
     earlier_events: int = 0
-    """How many events there are before those in `events`."""
+    """The number of events before those in `events`."""
     recipe: str
     """YAML; empty if it is unknown."""
     samples: list[ShownSample] = []

@@ -1,4 +1,4 @@
-"""Where the samples and tokens of each weight version are, from a look at a run and from its last steps."""
+"""The places of the samples and tokens of each weight version, from a look at a run and from its last steps."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ _NO_GROUPS = VersionGroups(step=0, generating=0, ready=0, dropped=0)
 
 
 class HeldVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the samples of one weight version are."""
+    """The places of the samples of one weight version."""
 
     version: str
     is_announced: bool
     workers: int
-    """How many workers' engines hold it."""
+    """Workers whose engines hold it."""
     generating: int
     """Samples that these workers hold leases of."""
     groups_generating: int

@@ -24,7 +24,7 @@ from .versions import HeldVersion, held_versions
 POLL_S = 1.0
 MOST_MISSING = 20
 REMEMBERED_S = 600
-"""How long the page names a worker that was lost."""
+"""Seconds for which the page names a worker that was lost."""
 KEPT_POINTS = 120
 """Points of a sparkline: two minutes of looks."""
 SHARE = 10
@@ -49,7 +49,7 @@ class Missing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Live(msgspec.Struct, frozen=True, kw_only=True):
-    """What a live page asks for each second."""
+    """The answer that a live page asks for each second."""
 
     at: str
     """The time of the look, in UTC, as ISO 8601 has it."""
@@ -58,13 +58,13 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
     """Why a part of the page is old or missing; empty if none is."""
     status: dict[str, Any] | None = None
-    """What `headway status --json` prints; of the workers those from `first` on, if the page asked for a window."""
+    """The output of `headway status --json`; of the workers those from `first` on, if the page asked for a window."""
     missing: list[Missing] = []
     """Workers that missed heartbeats or are dead, and those lost in the last minutes, the newest first."""
     first: int = 0
     """The place of the first worker shown, in the order of their names."""
     workers: int = 0
-    """How many workers are alive."""
+    """Workers that are alive."""
     versions: list[HeldVersion] = []
     rates: dict[str, list[float]] = {}
     """Tokens per second at the last looks, generated and trained."""

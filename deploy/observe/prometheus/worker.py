@@ -41,7 +41,7 @@ FIGURES = (
 
 
 class Watched(Protocol):
-    """What is read of a `rollout_workers.worker.Worker`, from another thread than its own."""
+    """The part of a `rollout_workers.worker.Worker` that is read from another thread than its own."""
 
     @property
     def outcomes(self) -> dict[SubmitOutcome, int]: ...

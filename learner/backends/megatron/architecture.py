@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 Head = Literal["policy", "value", "score"]
-"""What the last pipeline stage ends with: the model's own head, or one of a single output; a score's has no bias."""
+"""The end of the last pipeline stage: the model's own head, or one of a single output; a score's has no bias."""
 
 SUPPORTED = ("llama", "qwen2", "qwen3", "qwen3_moe")
 

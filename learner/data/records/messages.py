@@ -23,7 +23,7 @@ ROLES = {
     "function": "tool",
     "ipython": "tool",
 }
-"""What files write -> roles of chat templates; `function_call` becomes an assistant's message with a call."""
+"""The words of files -> roles of chat templates; `function_call` becomes an assistant's message with a call."""
 OPENING = ("system", "developer")
 
 

@@ -29,7 +29,7 @@ FIRST_ROWS = 100
 
 
 class RecordOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How a file is read. By default all of it is told by its columns, and a broken row is an error."""
+    """Options of reading a file. By default all of it is told by its columns, and a broken row is an error."""
 
     format: str = ""
     """The name of a layout, such as alpaca; empty: the one that fits the columns."""

@@ -37,7 +37,7 @@ _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class LengthLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What becomes of conversations that are too long."""
+    """The fate of conversations that are too long."""
 
     max_tokens: Annotated[int, Meta(ge=0, description="tokens of the longest conversation; 0: no limit")] = 0
     too_long: Annotated[

@@ -19,7 +19,7 @@ MOST_RATE = 100.0
 MOST_FACTOR = 1e9
 """The loss is computed in float32."""
 HELD_OUT = "held_out/"
-"""How the names of metrics of held-out records begin."""
+"""The beginning of the names of metrics of held-out records."""
 
 
 class BestOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,7 +45,7 @@ class TrainingOptions(msgspec.Struct, frozen=True, kw_only=True):
     too_long: Literal["refuse", "drop", "cut_end", "cut_prompt"] = "refuse"
     """A longer one is an error, is left out, loses its last tokens, or the first ones of its prompt."""
     epochs: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
-    """How often each record is trained."""
+    """The number of times that each record is trained."""
     max_steps: Annotated[int, Meta(ge=0, le=MOST_COUNT)] = 0
     """The number of steps at which the stage ends before its epochs do; 0: it does not."""
     batch_size: Annotated[int, Meta(ge=1, le=MOST_RECORDS)] = 64
@@ -64,7 +64,7 @@ class TrainingOptions(msgspec.Struct, frozen=True, kw_only=True):
     keep: Literal["last", "best"] = "last"
     """The model that the stage leaves: of the last step, or of the best measurement."""
     best: BestOptions | None = None
-    """Which measurement is the best, with `keep: best`; null: that of the lowest held-out loss."""
+    """The measurement that decides the best model, with `keep: best`; null: that of the lowest held-out loss."""
     keep_last: Annotated[int, Meta(ge=1, le=10_000)] = 1
     """The newest checkpoints that a running stage has on disk, besides the best one. One that is damaged is passed over
     for the one before it."""
@@ -112,7 +112,7 @@ class UnpairedOptions(TrainingOptions, frozen=True, kw_only=True):
     """The responses with their judgements, and the options of KTO (`algorithms.supervised.unpaired.kto`)."""
 
     beta: Annotated[float, Meta(gt=0, le=MOST_FACTOR)] = 0.1
-    """How strongly the model is held to its reference."""
+    """The strength with which the model is held to its reference."""
     desirable_weight: Annotated[float, Meta(ge=0, le=MOST_FACTOR)] = 1.0
     """The weight of a desirable response. Raise it where these are few."""
     undesirable_weight: Annotated[float, Meta(ge=0, le=MOST_FACTOR)] = 1.0
@@ -128,7 +128,7 @@ class DistillationOptions(TrainingOptions, frozen=True, kw_only=True):
     """The teacher's likeliest tokens that the loss compares, in each place, eight bytes each on the disk. Where it is
     the vocabulary, the loss is exact."""
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
-    """What the loss measures between teacher and student."""
+    """The divergence that the loss measures between teacher and student."""
     beta: Annotated[float, Meta(gt=0, lt=1)] = 0.5
     """The weight in jsd, which is like forward_kl near 0, and like reverse_kl near 1."""
     cross_entropy_weight: Annotated[float, Meta(ge=0, le=1)] = 0.0

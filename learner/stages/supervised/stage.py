@@ -29,7 +29,7 @@ EMPTY = Row(batch=concatenate([]), units=())
 
 
 class Task(Protocol):
-    """What a kind of stage trains."""
+    """The model, data and loss that a kind of stage trains."""
 
     units: Sequence[Unit]
     """The records that are trained, as sequences that stay together."""

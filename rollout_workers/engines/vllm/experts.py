@@ -1,4 +1,4 @@
-"""Which experts vLLM's routers chose (`enable_return_routed_experts`), as rows of `Chunk.experts`.
+"""The experts that vLLM's routers chose (`enable_return_routed_experts`), as rows of `Chunk.experts`.
 
 With a request's first token vLLM's engine sends the rows of its prompt from `routed_experts_prompt_start` on, and with
 every other token the row of the token before it. It does not send rows of tokens again that it computes anew, after a

@@ -1,4 +1,4 @@
-"""Which of vLLM's options a configuration in the broker may set: sizes and switches.
+"""The options of vLLM that a configuration in the broker may set: sizes and switches.
 
 Other options name modules, classes, files or addresses (`worker_cls`, `load_format`, `tokenizer`, `trust_remote_code`,
 ...), and vLLM would import or read what they name. A worker takes those from its own command line only.

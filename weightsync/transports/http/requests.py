@@ -22,7 +22,7 @@ _HEAD_S = 10.0
 _HEAD_BYTES = 2048
 _GET = b"GET "
 _SEND_BUFFER_BYTES = 1 << 20
-"""What the system buffers of a bucket: a slow line still takes that long to read once the bucket has been sent."""
+"""The bytes of a bucket that the system buffers: a slow line still reads them once the bucket has been sent."""
 _CHUNK_BYTES = 1 << 20
 """Bytes that are sent before the thread goes on to another connection; each chunk has the whole timeout."""
 

@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 READ, WRITE, PAUSE = selectors.EVENT_READ, selectors.EVENT_WRITE, 0
 _LOOK_S = 0.25
-"""How often all visits are resumed to check their deadlines."""
+"""Seconds between two moments at which all visits are resumed to check their deadlines."""
 _PAUSE_S = 0.005
 STRANGERS = 64
-"""How many visitors that have not shown the secret each thread keeps."""
+"""Visitors that each thread keeps though they have not shown the secret."""
 _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
 

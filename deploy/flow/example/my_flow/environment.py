@@ -1,4 +1,4 @@
-"""What happens after an answer."""
+"""An environment: it answers each answer of the model."""
 
 from rollout_workers.environments import Episode, Step
 

@@ -1,4 +1,4 @@
-"""How a step's samples become a loss."""
+"""An objective: it makes a loss of a step's samples."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What is asked: sums of two small numbers."""
+"""A source of prompts: sums of two small numbers."""
 
 import random
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""How an answer is judged."""
+"""A reward: it judges an answer."""
 
 from typing import Any
 

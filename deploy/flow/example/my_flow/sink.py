@@ -1,4 +1,4 @@
-"""Where the figures of a run go."""
+"""A sink: it gets the figures of a run."""
 
 import csv
 from pathlib import Path

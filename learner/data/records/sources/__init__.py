@@ -1,4 +1,4 @@
-"""Where rows come from: files of several formats, data sets on hubs, and descriptions that lie beside files.
+"""Sources of rows: files of several formats, data sets on hubs, and descriptions that lie beside files.
 
     files.py          JSON, JSON lines, Parquet, Arrow, text, saved directories: told by their first bytes
     hubs.py           `hf:OWNER/NAME`, `modelscope:OWNER/NAME`, one row after the other

@@ -22,7 +22,7 @@ _MEDIA = ("images", "videos", "audios")
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
-    """What a data set's description says of its file."""
+    """A data set's description of its file."""
 
     file: Path
     layout: str

@@ -14,7 +14,7 @@ from broker.errors import ConfigError
 from learner.data.records.base import Row, RowError
 
 PlacedRow = tuple[str, Row | RowError]
-"""Where a row stands, and the row, or why it cannot be read."""
+"""The place of a row, and the row, or the reason why it cannot be read."""
 
 FOREIGN = {
     b"\x1f\x8b": ("packed by gzip", "Unpack it with `gunzip` first"),
