@@ -98,10 +98,26 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 1
 
 
+class ScorerEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What runs the models of scorers."""
+
+    kind: Annotated[
+        str,
+        Meta(
+            description="transformers (CPUs and GPUs), vllm (its pooling runner for reward models, its prompt logprobs"
+            " for teachers), or your own as package.module:Class"
+        ),
+    ] = "transformers"
+    options: Annotated[
+        dict[str, object], Meta(description="arguments of vLLM's engine, or options of your own class, as they are")
+    ] = {}
+
+
 class ScorersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The processes that hold models which score responses: those of each reward_model and of the teacher."""
 
     count: Annotated[int, Meta(ge=0, description="processes that `headway run` starts for each scorer")] = 1
+    engine: ScorerEngineConfig = ScorerEngineConfig()
     device: Annotated[str, Meta(description="torch device of the models, cpu or cuda")] = "cpu"
     devices: Annotated[
         tuple[int | str, ...],

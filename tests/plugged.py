@@ -1,21 +1,24 @@
-"""An engine and a transport as a user writes them: a module outside of this repository, named by import path."""
+"""An engine, a transport and a runtime of scorers as a user writes them: a module outside of this repository, named by
+import path."""
 
 from pathlib import Path
 
 ENGINE = "plugged:ForwardEngine"
 TRANSPORT = "plugged:FileTransport"
+RUNTIME = "plugged:ForwardRunner"
 
 SOURCE = '''
 import asyncio, tempfile, time
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from broker.errors import HeadwayError, WeightSyncError
 from rollout_workers.engines.abilities import EngineAbilities
 from rollout_workers.engines.base import Chunk
 from rollout_workers.engines.placing.loading import Filling, fill, load_tensors
+from rollout_workers.scorers.candidates import joined
 from weightsync.transports.abilities import TransportAbilities
 
 
@@ -141,6 +144,36 @@ class FileTransport:
                 raise WeightSyncError("the group of files was closed by another member")
             deadline.check("a bucket in a file")
             time.sleep(0.001)
+
+
+class ForwardRunner:
+    """A forward for every request."""
+
+    def __init__(self, asked, config):
+        self._is_teacher = asked.kind == "teacher"
+        opener = AutoModelForCausalLM if self._is_teacher else AutoModelForSequenceClassification
+        self._model = opener.from_pretrained(asked.path).eval()
+        self.vocabulary, self.longest = self._model.config.vocab_size, self._model.config.max_position_embeddings
+        self._shared = AutoConfig.from_pretrained(asked.policy).vocab_size if asked.policy else self.vocabulary
+
+    @torch.no_grad()
+    def score(self, requests):
+        return [self._logprobs(one) if self._is_teacher else self._score(one) for one in requests]
+
+    def _score(self, request):
+        hidden = self._model.base_model(torch.tensor([self._tokens(request)])).last_hidden_state
+        return self._model.score(hidden)[0, -1].numpy()
+
+    def _logprobs(self, request):
+        tokens, start = self._tokens(request), len(request.prompt_tokens)
+        logits = self._model(torch.tensor([tokens])).logits[0, start - 1 : -1] / request.temperature
+        logprobs = logits.log_softmax(-1)
+        best = logprobs[:, : self._shared].topk(request.top_k)
+        own = logprobs.gather(1, torch.tensor(tokens[start:])[:, None])[:, 0]
+        return joined(own.numpy(), best.indices.numpy(), best.values.numpy())
+
+    def _tokens(self, request):
+        return [*request.prompt_tokens.tolist(), *request.response_tokens.tolist()]
 
 
 class Deaf:

@@ -20,6 +20,7 @@ from broker.installation import TorchFacts, version_of
 from deploy.terminal import styled
 from learner.backends.abilities import BACKENDS
 from rollout_workers.engines import ENGINES
+from rollout_workers.scorers.runtimes import RUNTIMES
 from weightsync.transports.abilities import TRANSPORTS
 
 PROBE_DEADLINE_S = 60.0
@@ -54,6 +55,8 @@ class MachineReport(msgspec.Struct, frozen=True, kw_only=True):
     engines: tuple[Finding, ...]
     backends: tuple[Finding, ...]
     transports: tuple[Finding, ...]
+    scorers: tuple[Finding, ...]
+    """The kinds of `scorers.engine`."""
     rewards: tuple[Finding, ...]
     ready: bool
     """Whether `headway run arithmetic.yaml` works."""
@@ -69,6 +72,7 @@ def examine() -> MachineReport:
         engines=engines,
         backends=backends,
         transports=_transports(torch),
+        scorers=tuple(_finding(name, known.examine(torch), known.remedy) for name, known in RUNTIMES.items()),
         rewards=(
             _package("math-verify", "reward math_verify"),
             _package("reasoning-gym", "reward and prompts reasoning_gym"),
@@ -82,7 +86,7 @@ def report_tables(report: MachineReport) -> RenderableType:
     table = Table(box=None, padding=(0, 2), show_header=False)
     for column in ("name", "works", "detail"):
         table.add_column(column, overflow="fold")
-    for section in ("machine", "servers", "engines", "backends", "transports", "rewards"):
+    for section in ("machine", "servers", "engines", "backends", "transports", "scorers", "rewards"):
         table.add_row(styled((section, "bold")))
         for found in getattr(report, section):
             remedy = f"\n{found.remedy}" if found.remedy and not found.works else ""

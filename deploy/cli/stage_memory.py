@@ -18,6 +18,9 @@ from learner.planning.scorer import scorer_bytes
 from learner.stages.kinds import options_of
 from learner.stages.supervised.options import DistillationOptions
 from rollout_workers.engines.gpus import gpus_of
+from rollout_workers.scorers.runtimes import abilities_of as runtime_abilities
+from rollout_workers.scorers.runtimes import gpus_of as gpus_of_runtime
+from rollout_workers.scorers.runtimes.cache import cache_tokens
 from weightsync.transports.abilities import abilities_of, broadcast_device
 
 
@@ -134,10 +137,25 @@ def _scorer(recipe: Recipe, scorer: Scorer, shapes: Shapes) -> ScorerMemory:
         shape = shapes.at(scorer.path)
     except ConfigError as error:
         return replace(one, problem=str(error))
-    has_vocabulary = scorer.kind != REWARD_MODEL
-    return replace(one, total=scorer_bytes(shape, config.dtype, config.batch_tokens, has_vocabulary=has_vocabulary))
+    return replace(one, total=_bytes(recipe, scorer, shape) // gpus_of_runtime(config.engine))
+
+
+def _bytes(recipe: Recipe, scorer: Scorer, shape: ModelShape) -> int:
+    """Return the bytes of a scorer's model, on all GPUs of its process together."""
+    config, abilities = recipe.scorers, runtime_abilities(recipe.scorers.engine)
+    step = abilities.step_tokens.get(scorer.kind)
+    cache = cache_tokens(config.batch_tokens, recipe.engine.max_model_len) if abilities.keeps_cache else 0
+    return scorer_bytes(
+        shape,
+        config.dtype,
+        step or config.batch_tokens,
+        has_vocabulary=scorer.kind != REWARD_MODEL,
+        logits_tokens=step,
+        cache_tokens=cache,
+    )
 
 
 def _gpus(recipe: Recipe) -> Iterator[str]:
     devices = recipe.scorers.devices
-    yield from dict.fromkeys(str(devices[number % len(devices)]) for number in range(recipe.scorers.count) if devices)
+    named = (str(devices[number % len(devices)]) for number in range(recipe.scorers.count) if devices)
+    yield from dict.fromkeys(gpu for one in named for gpu in one.split(","))

@@ -14,9 +14,10 @@ from deploy.recipe.recipe import Recipe
 from deploy.run.directory import CONFIG
 from deploy.run.stage_output import Planned
 from learner.experience.rewind import Rewind
-from rollout_workers.config import EngineConfig
+from rollout_workers.config import EngineConfig, ScorersConfig
 from rollout_workers.engines import abilities_of
 from rollout_workers.engines.gpus import gpus_of
+from rollout_workers.scorers.runtimes import gpus_of as gpus_of_runtime
 
 from .base import BROKER, Command, Resources
 
@@ -165,6 +166,11 @@ def learner_resources(recipe: Recipe) -> Resources:
     learner = recipe.learner
     gpus = 0 if learner.device == "cpu" else learner.processes
     return Resources(processes=learner.processes, threads=learner.threads, gpus=gpus)
+
+
+def scorer_gpus(scorers: ScorersConfig) -> int:
+    """Return the GPUs of one process of a scorer."""
+    return 0 if scorers.device == "cpu" else gpus_of_runtime(scorers.engine)
 
 
 def engine_gpus(engine: EngineConfig) -> int:

@@ -19,7 +19,7 @@ from broker.server.access import Role
 from deploy.observe.live import watch
 from deploy.recipe.colocation import worker_gpus
 from deploy.recipe.data_checks import check_data
-from deploy.recipe.operators import passed_on
+from deploy.recipe.operators import passed_on, passed_on_to_scorers
 from deploy.recipe.packages import check_packages
 from deploy.recipe.placement import check_placement
 from deploy.recipe.pools import MAIN, pools_of
@@ -42,6 +42,7 @@ from .commands import (
     learner_command,
     prepare_command,
     rewind_arguments,
+    scorer_gpus,
     server_command,
     stage_command,
 )
@@ -245,12 +246,12 @@ class Local:
             url=self._url_of(Role.SCORER, server),
             run=self.recipe.run.name,
             scorer=scorer.name,
-            arguments=(),
+            arguments=passed_on_to_scorers(self.recipe),
             private=private,
             logs=directory / "logs",
             threads=config.threads,
             devices=[str(device) for device in config.devices],
-            gpus=0 if config.device == "cpu" else 1,
+            gpus=scorer_gpus(config),
             prefix=name,
             pool=name,
         )

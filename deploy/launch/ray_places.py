@@ -14,7 +14,7 @@ from deploy.recipe.ray_roles import LEARNER, SCORER, WHERE, WORKER, RayRole, ray
 from deploy.recipe.scorers import POOL, scorers_of
 
 from .base import Command, Resources
-from .commands import engine_gpus, learner_resources
+from .commands import engine_gpus, learner_resources, scorer_gpus
 
 if TYPE_CHECKING:
     from deploy.recipe.recipe import Recipe
@@ -87,7 +87,7 @@ def _wanted(recipe: "Recipe") -> Iterator[_Wanted]:
     for pool in pools_of(recipe):
         yield _Wanted(WORKER, pool.name, engine_gpus(pool.recipe.engine), pool.count)
     for scorer in scorers_of(recipe):
-        yield _Wanted(SCORER, POOL + scorer.name, int(recipe.scorers.device != "cpu"), recipe.scorers.count)
+        yield _Wanted(SCORER, POOL + scorer.name, scorer_gpus(recipe.scorers), recipe.scorers.count)
 
 
 def _claims(resources: Resources, role: RayRole, *, reserves_cpus: bool) -> dict[str, Any]:

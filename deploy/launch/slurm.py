@@ -23,7 +23,7 @@ from broker.errors import ConfigError
 from broker.server.access import Role, User
 from broker.server.credentials import Credentials
 from deploy.recipe.loading import dump_recipe
-from deploy.recipe.operators import passed_on
+from deploy.recipe.operators import passed_on, passed_on_to_scorers
 from deploy.recipe.pools import MAIN, pools_of
 from deploy.recipe.recipe import Recipe
 from deploy.recipe.scorers import POOL, scorers_of
@@ -32,7 +32,7 @@ from deploy.run.stage_output import planned
 from deploy.run.whole_files import replace_file
 
 from .base import Command, Resources
-from .commands import engine_gpus, learner_resources
+from .commands import engine_gpus, learner_resources, scorer_gpus
 
 BROKER, LEARNER, WORKERS, SCORERS, STOP = "broker", "learner", "workers", "scorers", "stop"
 ROLES = (BROKER, LEARNER, WORKERS, SCORERS, STOP)
@@ -189,8 +189,12 @@ def _scorers(recipe: Recipe, directory: Path) -> Iterator[_Job]:
             role=SCORERS,
             name=f"{POOL}{scorer.name}",
             options=("--nodes=1", "--ntasks=1", f"--array=0-{config.count - 1}"),
-            resources=Resources(threads=config.threads, gpus=0 if config.device == "cpu" else 1),
-            settings={**_login(Role.SCORER, directory), "SCORER": scorer.name},
+            resources=Resources(threads=config.threads, gpus=scorer_gpus(config)),
+            settings={
+                **_login(Role.SCORER, directory),
+                "SCORER": scorer.name,
+                "ARGUMENTS": passed_on_to_scorers(recipe),
+            },
         )
 
 

@@ -15,6 +15,7 @@ from rollout_workers.config import REWARDS, EngineConfig
 from rollout_workers.engines import ENGINES, abilities_of
 from rollout_workers.engines.gpus import shares
 from rollout_workers.environments import check_environment
+from rollout_workers.scorers.runtimes import RUNTIMES
 from weightsync.config import WeightsConfig
 from weightsync.transports.abilities import TRANSPORTS
 from weightsync.transports.abilities import abilities_of as transport_abilities
@@ -49,6 +50,7 @@ def _check_kinds(recipe: Recipe, source: str) -> None:
     check_engine(recipe.engine, source)
     for index, pool in enumerate(pools_of(recipe, source)):
         _check_kind(pool.recipe.engine.kind, ENGINES, f"{source}: workers.pools[{index}].engine.kind")
+    _check_kind(recipe.scorers.engine.kind, RUNTIMES, f"{source}: scorers.engine.kind")
     _check_kind(recipe.weights.transport, TRANSPORTS, f"{source}: weights.transport")
     if recipe.has_prompts:
         _check_kind(recipe.prompts.kind, PROMPTS, f"{source}: prompts.kind")

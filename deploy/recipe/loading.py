@@ -46,14 +46,18 @@ def hint_of(path: str | Path) -> str:
 def with_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     """Return the same recipe with `a.b=c` overrides. Raises ConfigError.
 
-    An engine of another kind starts with no options: those of the recipe's engine are not its own.
+    An engine of another kind, of workers or of scorers, starts with no options: those of the recipe's engine are not
+    its own.
     """
     if not overrides:
         return recipe
     name = recipe.run.name
     raw = msgspec.msgpack.decode(msgspec.msgpack.encode(recipe))  # with lists, which overrides can change, not tuples
-    if apply_overrides(raw, overrides, name)["engine"]["kind"] != recipe.engine.kind:
+    wanted = apply_overrides(raw, overrides, name)
+    if wanted["engine"]["kind"] != recipe.engine.kind:
         raw["engine"]["options"] = {}
+    if wanted["scorers"]["engine"]["kind"] != recipe.scorers.engine.kind:
+        raw["scorers"]["engine"]["options"] = {}
     return _to_recipe(apply_overrides(raw, overrides, name), name)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from broker.errors import ConfigError
 from broker.user_code.roots import ImportRoots
 from rollout_workers.engines import abilities_of
+from rollout_workers.scorers.runtimes import abilities_of as runtime_abilities
 
 from .files import apply_overrides
 from .recipe import Recipe
@@ -37,10 +38,45 @@ def check_stored(recipe: Recipe, overrides: Sequence[str], allowed: Sequence[str
     return roots
 
 
+def check_stored_scorers(recipe: Recipe, overrides: Sequence[str]) -> ImportRoots:
+    """Return what a scorer may import for `recipe`, as `check_stored` does for a worker. Raises ConfigError."""
+    own = apply_overrides({"scorers": {"engine": {"options": {}}}}, overrides, "override")["scorers"]["engine"]
+    roots = ImportRoots((str(own["kind"]),) if "kind" in own else ())
+    kind = recipe.scorers.engine.kind
+    if ":" in kind:
+        roots.check(kind, "scorers.engine.kind")
+    for name in _refused_of_scorers(recipe):
+        if name not in own.get("options", {}):
+            raise ConfigError(
+                f"scorers.engine.options.{name} is not taken from the run's configuration: what it names, vLLM may"
+                " import, read or run. If you trust whoever started the run's learner, give it to the scorers"
+                f" themselves: headway scorers scorers.engine.options.{name}=VALUE."
+            )
+    return roots
+
+
+def roots_of_scorers(recipe: Recipe) -> ImportRoots:
+    """Return the roots of scorers for a recipe that was given to this process: exactly what it names."""
+    kind = recipe.scorers.engine.kind
+    return ImportRoots((kind,) if ":" in kind else ())
+
+
+def passed_on_to_scorers(recipe: Recipe) -> list[str]:
+    """Return overrides with which scorers on this machine trust the recipe that this command was given."""
+    engine = recipe.scorers.engine
+    kind = [f"scorers.engine.kind={engine.kind}"] if ":" in engine.kind else []
+    options = [
+        f"scorers.engine.options.{name}={json.dumps(engine.options[name])}" for name in _refused_of_scorers(recipe)
+    ]
+    return kind + options
+
+
 def check_paths(recipe: Recipe) -> None:
-    """Raise ConfigError for a path that neither workers nor the learner would import."""
+    """Raise ConfigError for a path that workers, scorers or the learner would not import."""
     for key, path in _paths(recipe):
         roots_of(recipe).check(path, key)
+    if ":" in recipe.scorers.engine.kind:
+        roots_of_scorers(recipe).check(recipe.scorers.engine.kind, "scorers.engine.kind")
     for index, sink in enumerate(recipe.metrics):  # the learner imports these, and has its recipe from its own operator
         if ":" in sink.kind:
             ImportRoots((sink.kind,)).check(sink.kind, f"metrics[{index}].kind")
@@ -61,6 +97,12 @@ def _refused(recipe: Recipe) -> Iterator[tuple[str, Any]]:
     """Yield the options that a stored configuration may not set."""
     takes_stored = abilities_of(recipe.engine).takes_stored
     return ((name, value) for name, value in recipe.engine.options.items() if not takes_stored(name, value))
+
+
+def _refused_of_scorers(recipe: Recipe) -> list[str]:
+    engine = recipe.scorers.engine
+    takes_stored = runtime_abilities(engine).takes_stored
+    return [name for name, value in engine.options.items() if not takes_stored(name, value)]
 
 
 def _paths(recipe: Recipe) -> Iterator[tuple[str, str]]:

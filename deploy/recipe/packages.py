@@ -3,10 +3,12 @@
 from broker.user_code.roots import ImportRoots
 from learner.backends import check_installed as check_backend_installed
 from rollout_workers.engines import abilities_of, check_asked, check_installed
+from rollout_workers.scorers.runtimes import check_installed as check_runtime_installed
 
 from .operators import check_paths, roots_of
 from .pools import pools_of
 from .recipe import Recipe
+from .scorers import scorers_of
 from .sinks import check_sink_packages
 
 
@@ -20,6 +22,8 @@ def check_packages(recipe: Recipe, *, has_workers: bool) -> None:
     check_backend_installed(recipe.learner.backend)
     check_sink_packages(recipe.metrics)
     if has_workers:
+        if recipe.scorers.count and scorers_of(recipe):
+            check_runtime_installed(recipe.scorers.engine.kind)
         for one in (recipe, *(pool.recipe for pool in pools_of(recipe))):
             check_installed(one.engine.kind)
             check_asked(

@@ -9,6 +9,7 @@ from typing import Literal
 from broker.client.scoring import MAX_ANSWER_BYTES
 from broker.errors import ConfigError
 from rollout_workers.rewards import reward_names
+from rollout_workers.scorers.runtimes import abilities_of, gpus_of
 
 from .recipe import Recipe
 from .stage_graph import REFERENCE
@@ -83,6 +84,25 @@ def impossible_scorers(recipe: Recipe) -> Iterator[str]:
     names = [scorer.name for scorer in scorers_of(recipe)]
     if len(set(names)) < len(names):
         yield f"two scorers have one name ({', '.join(names)})."
+    yield from _impossible_engine(recipe)
+
+
+def _impossible_engine(recipe: Recipe) -> Iterator[str]:
+    scorers, temperature = recipe.scorers, recipe.sampling.temperature
+    engine = scorers.engine
+    if recipe.teacher.path and temperature != 1 and not abilities_of(engine).any_temperature:
+        yield (
+            f"scorers.engine.kind={engine.kind} gives a teacher's logprobs at temperature 1 alone, and"
+            f" sampling.temperature is {temperature:g}. Set sampling.temperature=1, or"
+            " scorers.engine.kind=transformers."
+        )
+    each = gpus_of(engine)
+    few = [str(device) for device in scorers.devices if len(str(device).split(",")) < each]
+    if few and scorers.device != "cpu":
+        yield (
+            f"scorers.devices gives {few[0]!r} to one process, whose engine takes {each} GPUs. Name {each} of them"
+            " together, such as '0,1'."
+        )
 
 
 def check_started_by_hand(recipe: Recipe) -> None:

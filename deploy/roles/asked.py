@@ -1,8 +1,10 @@
 """Workers ask the scorers of reward models and of the teacher, as the recipe names them."""
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from broker.client.broker import Broker
+from deploy.recipe.operators import roots_of_scorers
 from deploy.recipe.recipe import Recipe
 from deploy.recipe.scorers import REWARD_MODEL, scorers_of
 from rollout_workers.config import RewardConfig
@@ -24,13 +26,14 @@ def asking(broker: Broker, worker: str = "") -> "ScorerOpener":
 
 def holding(recipe: Recipe) -> "ScorerOpener":
     """Return what opens reward models in this process, for commands that have no broker."""
-    from rollout_workers.scorers.models import open_runner
     from rollout_workers.scorers.own import OwnScorer
+    from rollout_workers.scorers.runtimes import open_runner
 
     keys = {scorer.name: scorer.key for scorer in scorers_of(recipe)}
 
     def opened(name: str, config: RewardConfig) -> "TokenScorer":
-        return OwnScorer(lambda: open_runner(REWARD_MODEL, config.path, recipe.scorers, key=keys[name]))
+        open_one = partial(open_runner, REWARD_MODEL, config.path, recipe.scorers, key=keys[name])
+        return OwnScorer(partial(open_one, most_tokens=recipe.engine.max_model_len, roots=roots_of_scorers(recipe)))
 
     return opened
 

@@ -13,8 +13,9 @@ import uvloop
 
 from broker.client.broker import Broker, open_broker
 from broker.schema import ScorerInfo
-from broker.user_code.roots import import_directory
+from broker.user_code.roots import ImportRoots, import_directory
 from deploy.recipe.loading import recipe_from_bytes, with_overrides
+from deploy.recipe.operators import check_stored_scorers
 from deploy.recipe.recipe import Recipe
 from deploy.recipe.scorers import Scorer, scorer_named
 
@@ -42,6 +43,7 @@ async def _run(url: str, run: str, process: str, name: str, overrides: Sequence[
         if stored is None:
             return
         recipe = with_overrides(recipe_from_bytes(stored), overrides)
+        roots = check_stored_scorers(recipe, overrides)
         scorer = scorer_named(recipe, name)
 
         def part(config: bytes) -> object:
@@ -49,15 +51,17 @@ async def _run(url: str, run: str, process: str, name: str, overrides: Sequence[
             return scorer_named(now, scorer.name), now.scorers, now.model, _limits(now, scorer)
 
         async with drained_when_changed(broker, stored, drain, part):
-            await _serve(broker, recipe, scorer, process, drain)
+            await _serve(broker, recipe, scorer, process, drain, roots)
     finally:
         await broker.close()
 
 
-async def _serve(broker: Broker, recipe: Recipe, scorer: Scorer, process: str, drain: asyncio.Event) -> None:
+async def _serve(
+    broker: Broker, recipe: Recipe, scorer: Scorer, process: str, drain: asyncio.Event, roots: ImportRoots
+) -> None:
     from rollout_workers.model_files import fetch_model
     from rollout_workers.scorers.fitness import RequestLimits
-    from rollout_workers.scorers.models import open_runner
+    from rollout_workers.scorers.runtimes import open_runner
     from rollout_workers.scorers.serving import Serving
 
     await broker.scoring.report(_loading(recipe, scorer, process), LOADING_S)
@@ -67,7 +71,14 @@ async def _serve(broker: Broker, recipe: Recipe, scorer: Scorer, process: str, d
             await broker.scoring.leave(process)
             return
         loading = asyncio.to_thread(
-            open_runner, scorer.kind, _located(scorer.path), recipe.scorers, key=scorer.key, policy=policy
+            open_runner,
+            scorer.kind,
+            _located(scorer.path),
+            recipe.scorers,
+            key=scorer.key,
+            policy=policy,
+            most_tokens=recipe.engine.max_model_len,
+            roots=roots,
         )
         try:
             runner = await loading

@@ -66,6 +66,7 @@ FREE = frozenset(
         "engine": "kind max_concurrent dtype device threads options",
         "environment": "kind options deadline_s processes",
         "teacher": "path deadline_s",
+        "scorers.engine": "kind options",
         "scorers": "count device devices dtype batch_tokens threads",
         "workers": "count pools devices heartbeat_s max_restarts metrics_port metrics_host patience_s probe_swaps"
         " segment_tokens segment_s engine_errors stall_s slow_factor slow_window_s",

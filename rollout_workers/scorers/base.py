@@ -1,6 +1,8 @@
 """The seams of scorers: what a worker asks, and what runs a model in a scorer's process."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from broker.client.scoring import Scores
@@ -37,8 +39,26 @@ class TokenScorer(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScoringModel:
+    """The model of a scorer, as a runtime is told to load it."""
+
+    kind: str
+    """`reward_model` or `teacher`."""
+    path: str
+    """Its directory, or a hub id."""
+    key: str
+    """The key of the path in the recipe, which errors name."""
+    policy: Path | None = None
+    """The directory of the configuration that says which tokens may be candidates; without one the teacher's all
+    may."""
+    most_tokens: int | None = None
+    """The most tokens of prompt and response that it is asked for; None: all that its positions allow."""
+
+
 class Runner(Protocol):
-    """A model that scores token sequences, loaded in this process."""
+    """A model that scores token sequences, loaded in this process. A runtime opens it, which is called with a
+    `ScoringModel` and a `ScorersConfig` and raises UnfitModelError for a model that it cannot load."""
 
     vocabulary: int
     """The number of token ids that it knows."""

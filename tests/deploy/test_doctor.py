@@ -53,7 +53,7 @@ def test_tables_show_remedies_only_where_something_is_missing() -> None:
     finding = doctor.Finding(name="vllm", works=False, detail="not installed", remedy="pip install [vllm]")
     fine = doctor.Finding(name="fsdp", works=True, detail="torch", remedy="never shown")
     report = doctor.MachineReport(
-        machine=(), servers=(), engines=(finding,), backends=(fine,), transports=(), rewards=(), ready=False
+        machine=(), servers=(), engines=(finding,), backends=(fine,), transports=(), scorers=(), rewards=(), ready=False
     )
     console = Terminal(record=True, width=100, file=io.StringIO())
     console.print(doctor.report_tables(report))

@@ -10,7 +10,13 @@ from broker.client.batches import CheckpointMark
 from broker.errors import ConfigError
 from broker.schema import RunRules
 from deploy.recipe.loading import load_recipe, recipe_from_bytes, recipe_to_bytes, with_overrides
-from deploy.recipe.operators import check_stored, passed_on, roots_of
+from deploy.recipe.operators import (
+    check_stored,
+    check_stored_scorers,
+    passed_on,
+    passed_on_to_scorers,
+    roots_of,
+)
 from deploy.recipe.recipe import Recipe
 
 
@@ -83,6 +89,32 @@ def test_a_stored_option_that_may_run_code_is_refused_unless_the_operator_sets_i
         check_stored(recipe, (), ())
     own = (f"engine.options.{option}",)
     check_stored(with_overrides(recipe, own), own, ())
+
+
+SCORERS = ("scorers.engine.kind=vllm",)
+
+
+@pytest.mark.parametrize("option", ["worker_cls=my.Worker", "load_format=my_plugin", "hf_overrides={x: 1}"])
+def test_what_a_scorer_might_run_its_own_operator_names(option: str) -> None:
+    recipe, own = stored(*SCORERS, f"scorers.engine.options.{option}"), (f"scorers.engine.options.{option}",)
+    with pytest.raises(
+        ConfigError, match=rf"^scorers\.engine\.options\.{own[0].split('.')[3].split('=')[0]} is not tak"
+    ):
+        check_stored_scorers(recipe, ())
+    check_stored_scorers(with_overrides(recipe, own), own)
+    check_stored_scorers(stored(*SCORERS, "scorers.engine.options={enforce_eager: false}"), ())
+    with pytest.raises(ConfigError, match=r"^scorers\.engine\.kind: .*is not imported"):
+        check_stored_scorers(stored("scorers.engine.kind='torch.hub:load'"), ())
+
+
+def test_the_recipe_of_ones_own_command_is_passed_on_to_its_scorers() -> None:
+    recipe = load_recipe("arithmetic.yaml", [*SCORERS, "scorers.engine.options={load_format: x, block_size: 16}"])
+    assert passed_on_to_scorers(recipe) == ['scorers.engine.options.load_format="x"']
+    own = passed_on_to_scorers(load_recipe("arithmetic.yaml", ["scorers.engine.kind='torch.hub:load'"]))
+    assert own == ["scorers.engine.kind=torch.hub:load"]
+    other = with_overrides(recipe, own)
+    assert other.scorers.engine.options == {}, "they are another engine's"
+    check_stored_scorers(other, own).load("torch.hub:load", "scorers.engine.kind")
 
 
 def test_sizes_and_switches_are_taken() -> None:

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
+from broker.errors import ConfigError
 from deploy.cli.memory_pages import as_builtins, page, report
 from deploy.recipe.loading import load_recipe
 from deploy.terminal import Terminal
 from learner.config import ModelConfig, RandomModelConfig
-from learner.models.model import load_tokenizer
+from learner.models.model import load_config, load_tokenizer
+from rollout_workers.scorers.runtimes.vllm.start import bytes_of_token
 from tests.deploy.test_cli import headway, run_main
 
 RECIPE = """
@@ -143,6 +145,26 @@ def test_scorers_are_counted_where_they_lie(recipe: Path, larger: str) -> None:
     assert report(load_recipe(recipe, scorers), device_gb).fits is False
     assert "The scorers do not fit" in shown(recipe, device_gb, *scorers)
     assert report(load_recipe(recipe, [*scorers, "scorers.device=cpu"]), device_gb).fits
+
+
+def test_a_scorers_engine_decides_its_memory_and_its_gpus(recipe: Path, larger: str) -> None:
+    """vLLM keeps keys and values of what it is asked for, and splits a model over several GPUs."""
+    scorers = (
+        f"teacher.path={larger}",
+        "scorers={device: cuda, devices: ['2,3', '4,5'], count: 2, batch_tokens: 4096}",
+    )
+    vllm = [*scorers, "scorers.engine.kind=vllm"]
+    (one,) = report(load_recipe(recipe, vllm)).scorers
+    (more,) = report(load_recipe(recipe, [*vllm, "scorers.batch_tokens=8192"])).scorers
+    halves = [*scorers, "scorers.engine={kind: vllm, options: {tensor_parallel_size: 2}}"]
+    (half,) = report(load_recipe(recipe, halves)).scorers
+    assert one.gpus == ["2", "3", "4", "5"]
+    assert one.total is not None
+    assert more.total is not None
+    assert more.total - one.total == 4096 * bytes_of_token(load_config(ModelConfig(path=larger)), "float32")
+    assert half.total == one.total // 2
+    with pytest.raises(ConfigError, match=r"scorers.devices gives '2' to one process, whose engine takes 2 GPUs"):
+        load_recipe(recipe, [*halves, "scorers.devices=[2]"])
 
 
 def test_a_scorer_whose_model_is_not_known_is_told(recipe: Path) -> None:

@@ -31,11 +31,19 @@ from deploy.roles.scorer import score
 from deploy.terminal import Terminal
 from learner.algorithm_config import AlgorithmConfig, DistillationConfig
 from learner.models.model import model_files
-from rollout_workers.config import RewardConfig, SamplingConfig, ScorersConfig, TeacherConfig, WorkersConfig
+from rollout_workers.config import (
+    RewardConfig,
+    SamplingConfig,
+    ScorerEngineConfig,
+    ScorersConfig,
+    TeacherConfig,
+    WorkersConfig,
+)
 from rollout_workers.outages import Outages
 from rollout_workers.scorers.asking import AskedScorer
 from rollout_workers.scorers.base import UnfitModelError
 from tests.broker.scenario import FRESH
+from tests.rollout_workers.marks import VLLM
 from tests.rollout_workers.reward_models import TOKENS, save_model, score_of
 
 from .runs import run_status
@@ -58,13 +66,31 @@ def test_a_teachers_answer_fits_into_the_server(top_k: int, *, is_refused: bool)
     assert not is_refused or "set top_k to at most 511" in found[0]
 
 
-async def begin(broker: Broker, directory: Path, *rewards: Path, teacher: str = "") -> None:
+@pytest.mark.parametrize(
+    ("kind", "temperature", "is_refused"), [("vllm", 1.0, False), ("vllm", 0.7, True), ("transformers", 0.7, False)]
+)
+def test_an_engine_that_knows_one_temperature_teaches_at_that_alone(
+    kind: str, temperature: float, *, is_refused: bool
+) -> None:
+    recipe = Recipe(
+        run=RunConfig(name="r"),
+        teacher=TeacherConfig(path="hub/teacher"),
+        sampling=SamplingConfig(temperature=temperature),
+        scorers=ScorersConfig(engine=ScorerEngineConfig(kind=kind)),
+    )
+    told = f"scorers.engine.kind={kind} gives a teacher's logprobs at temperature 1 alone, and sampling.temperature is"
+    assert [one.startswith(told) for one in impossible_scorers(recipe)] == [True] * is_refused
+
+
+async def begin(
+    broker: Broker, directory: Path, *rewards: Path, teacher: str = "", engine: str = "transformers"
+) -> None:
     """A learner claims a run with reward models in these directories; the policy's tokenizer is in `directory`."""
     recipe = Recipe(
         run=RunConfig(name=broker.run),
         rewards=tuple(RewardConfig(kind="reward_model", path=str(path)) for path in rewards),
         teacher=TeacherConfig(path=teacher),
-        scorers=ScorersConfig(batch_tokens=64),
+        scorers=ScorersConfig(batch_tokens=64, engine=ScorerEngineConfig(kind=engine)),
         workers=WorkersConfig(heartbeat_s=0.1),
         broker=BrokerConfig(lease_ttl_s=LEASE_TTL_S),
     )
@@ -140,6 +166,24 @@ async def test_every_sample_is_scored_once_while_scorers_are_missing_killed_and_
         second.terminate()
         assert await second.wait() == 0
         assert not [info for info in (await broker.status.snapshot()).scorers if "second" in info.process]
+    await asked.close()
+
+
+@pytest.mark.parametrize("engine", [pytest.param("vllm", marks=VLLM)])
+async def test_a_scorer_on_another_engine_answers_and_leaves_when_it_is_told(
+    broker: Broker, tmp_path: Path, engine: str
+) -> None:
+    model = save_model(tmp_path / "rm", scores=True)
+    await begin(broker, tmp_path, tmp_path / "rm", engine=engine)
+    asked = AskedScorer(broker.scoring, Outages(broker.url), NAME, hold_s=30)
+    rng = np.random.default_rng(0)
+    tokens = [rng.integers(0, TOKENS, 2 + n).tolist() for n in range(40)]
+    async with process(broker, "first") as first, asyncio.timeout(180):
+        found = np.concatenate(await asyncio.gather(*(asked.score(each[:1], each[1:]) for each in tokens)))
+        np.testing.assert_allclose(found, [score_of(model, each) for each in tokens], rtol=1e-4, atol=1e-5)
+        first.terminate()
+        assert await first.wait() == 0
+    assert not (await broker.status.snapshot()).scorers
     await asked.close()
 
 

@@ -115,7 +115,7 @@ def test_each_scorer_has_a_script_with_its_gpu_and_password() -> None:
             "x",
             "--dry-run",
         ]
-        assert line.endswith('-m deploy scorers --count 1 --scorer "$SCORER"')
+        assert line.endswith('-m deploy scorers --count 1 --scorer "$SCORER" "${ARGUMENTS[@]}"')
         assert answer(words) == 0
     launch("teacher.path=T", "scorers.count=0")
     assert not list(scripts.glob("scorer-*.sh"))

@@ -25,7 +25,7 @@ from learner.planning.planned import PlannedModel, RankMemory
 from learner.planning.scorer import scorer_bytes
 from learner.rows.packing import pack
 from rollout_workers.config import ScorersConfig
-from rollout_workers.scorers.models import open_runner
+from rollout_workers.scorers.runtimes import open_runner
 from tests.learner.tiny import OPTIMIZER, model_config, sequences
 
 QWEN3_8B = Qwen3Config(

@@ -16,7 +16,7 @@ _SHAPE = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
-    "head_dim": 8,
+    "head_dim": 32,
     "intermediate_size": 32,
     "max_position_embeddings": 64,
     "initializer_range": 0.5,

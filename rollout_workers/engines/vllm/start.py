@@ -117,8 +117,9 @@ def measured_gpus(arguments: Mapping[str, Any], count: int) -> list[str]:
     return [current_platform.get_device_uuid(number) for number in range(count)]
 
 
-def check_head_dim(architecture: Any) -> None:
-    """Raise for a head size that has no kernel on a CPU: vLLM would start with it and die at the first request."""
+def check_head_dim(architecture: Any, remedy: str = "engine.kind=embedded") -> None:
+    """Raise for a head size that has no kernel on a CPU: vLLM would start with it and die at the first request.
+    `remedy`: the setting that runs the model without vLLM."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
@@ -128,5 +129,5 @@ def check_head_dim(architecture: Any) -> None:
     if current_platform.is_cpu() and head_dim not in sizes:
         raise HeadwayError(
             f"vLLM's CPU attention has no kernel for head_dim={head_dim}, only for {sizes}: change the model's "
-            "head_dim or use engine.kind=embedded"
+            f"head_dim or use {remedy}"
         )

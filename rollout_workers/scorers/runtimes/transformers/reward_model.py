@@ -9,25 +9,24 @@ from numpy.typing import NDArray
 from broker.client.scoring import Scores
 from broker.schema import ScoreRequest
 from rollout_workers.config import ScorersConfig
-from rollout_workers.scorers.base import UnfitModelError
+from rollout_workers.scorers.base import ScoringModel
+from rollout_workers.scorers.runtimes.files import check_labels, longest_of
+from rollout_workers.scorers.runtimes.sequences import sequence
 
-from .loading import load, longest_of, padded, sequence
+from .loading import load, padded
 
 
 class RewardModel:
     """Scores whole responses with `transformers.AutoModelForSequenceClassification`."""
 
-    def __init__(self, path: str, config: ScorersConfig, key: str) -> None:
+    def __init__(self, asked: ScoringModel, config: ScorersConfig) -> None:
         """Raise UnfitModelError for a model without a trained head of one output."""
         from transformers import AutoModelForSequenceClassification
 
-        self._model = load(AutoModelForSequenceClassification, path, config, key)
-        if self._model.config.num_labels != 1:
-            raise UnfitModelError(
-                f"{key}: {path} has {self._model.config.num_labels} labels; a reward model has one (num_labels: 1)."
-            )
+        self._model = load(AutoModelForSequenceClassification, asked, config)
+        check_labels(self._model.config, asked)
         self.vocabulary = self._model.get_input_embeddings().num_embeddings
-        self.longest = longest_of(self._model)
+        self.longest = longest_of(self._model.config)
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Scores]:
         """Return [1] float32 for each request."""

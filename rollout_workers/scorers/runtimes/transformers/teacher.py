@@ -1,7 +1,6 @@
 """A teacher: a causal language model that says how likely it finds each token of a response."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -9,10 +8,12 @@ import torch
 from broker.client.scoring import Scores
 from broker.schema import ScoreRequest
 from rollout_workers.config import ScorersConfig
-from rollout_workers.scorers.base import UnfitModelError
+from rollout_workers.scorers.base import ScoringModel, UnfitModelError
 from rollout_workers.scorers.candidates import joined
+from rollout_workers.scorers.runtimes.files import longest_of, shared_tokens
+from rollout_workers.scorers.runtimes.sequences import sequence
 
-from .loading import load, longest_of, padded, sequence, vocabulary_of
+from .loading import load, padded
 
 _LOGITS_AT_A_TIME = 1 << 26
 """Logits that are held in float32 at one time: 256 MiB."""
@@ -22,17 +23,16 @@ _TOLERANCE = 1e-3
 class TeacherModel:
     """Scores response tokens with `transformers.AutoModelForCausalLM`."""
 
-    def __init__(self, path: str, config: ScorersConfig, key: str, policy: Path | None = None) -> None:
-        """Raise UnfitModelError for a model whose output is not its head of its last hidden states. `policy`: the
-        directory of the configuration that says which tokens may be candidates; without one the teacher's all may."""
+    def __init__(self, asked: ScoringModel, config: ScorersConfig) -> None:
+        """Raise UnfitModelError for a model whose output is not its head of its last hidden states."""
         from transformers import AutoModelForCausalLM
 
-        self._model = load(AutoModelForCausalLM, path, config, key)
+        self._model = load(AutoModelForCausalLM, asked, config)
         self._head = self._model.get_output_embeddings()
         self.vocabulary = self._model.get_input_embeddings().num_embeddings
-        self.longest = longest_of(self._model)
-        self._shared = self.vocabulary if policy is None else min(self.vocabulary, vocabulary_of(policy))
-        self._check_head(path, key)
+        self.longest = longest_of(self._model.config)
+        self._shared = shared_tokens(self.vocabulary, asked.policy)
+        self._check_head(asked)
 
     @torch.inference_mode()
     def score(self, requests: Sequence[ScoreRequest]) -> list[Scores]:
@@ -69,11 +69,12 @@ class TeacherModel:
         return found
 
     @torch.inference_mode()
-    def _check_head(self, path: str, key: str) -> None:
+    def _check_head(self, asked: ScoringModel) -> None:
         ids_BL = torch.arange(min(4, self.vocabulary), device=self._model.device)[None]
         logits = self._model(input_ids=ids_BL, use_cache=False).logits.float()
         ours = self._head(self._hidden(ids_BL, torch.ones_like(ids_BL))).float()
         if not torch.allclose(ours, logits, rtol=_TOLERANCE, atol=_TOLERANCE * float(logits.abs().max())):
             raise UnfitModelError(
-                f"{key}: {path} changes its logits after its output head, as by a soft cap, which a teacher may not."
+                f"{asked.key}: {asked.path} changes its logits after its output head, as by a soft cap, which a teacher"
+                " may not."
             )

@@ -1,0 +1,94 @@
+"""Runtimes load the models of scorers and run them; a recipe chooses one by `scorers.engine.kind`.
+
+    open_runner ── ScoringModel, ScorersConfig ──► transformers/ or vllm/ ──► Runner, which `serving.py` asks
+
+`base.py` of the room above has the seam, `Runner`. `transformers/` runs on CPUs and GPUs, one padded batch at a time;
+`vllm/` packs batches and keeps the prompts that the samples of a group share. Each states its abilities in a module
+that imports neither torch nor the library, and is registered in `RUNTIMES`. `files.py` reads what a model's files say,
+for both.
+
+The invariant: all runtimes give a request the same scores, but for rounding.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from broker.errors import ConfigError
+from broker.installation import is_installed
+from broker.user_code.kinds import unknown_kind
+from broker.user_code.own import make_own
+from broker.user_code.roots import ImportRoots, load
+from rollout_workers.config import ScorerEngineConfig, ScorersConfig
+from rollout_workers.scorers.base import Runner, ScoringModel
+
+from .abilities import KnownRuntime, RuntimeAbilities
+from .transformers.abilities import TRANSFORMERS
+from .vllm.abilities import VLLM
+
+KINDS = ("reward_model", "teacher")
+KEY = "scorers.engine.kind"
+
+RUNTIMES: dict[str, KnownRuntime] = {"transformers": TRANSFORMERS, "vllm": VLLM}
+
+
+def abilities_of(config: ScorerEngineConfig) -> RuntimeAbilities:
+    """Return the abilities of the runtime `config.kind`. A user's own, which is not imported for this, counts as one
+    that keeps every promise."""
+    return RUNTIMES[config.kind].abilities if config.kind in RUNTIMES else RuntimeAbilities()
+
+
+def gpus_of(config: ScorerEngineConfig) -> int:
+    """Return how many GPUs one process takes. Raises ConfigError for a size that is no positive integer."""
+    count = 1
+    for option in abilities_of(config).gpu_options:
+        size = config.options.get(option, 1)
+        if type(size) is not int or size < 1:
+            raise ConfigError(f"scorers.engine.options.{option} is {size!r}; expected an integer >= 1.")
+        count *= size
+    return count
+
+
+def check_installed(kind: str) -> None:
+    """Raise ConfigError, with the remedy, if the package of the runtime `kind` is missing."""
+    known = RUNTIMES.get(kind)
+    if known is not None and known.package is not None and not is_installed(known.package[0]):
+        raise ConfigError(f"{KEY}={kind} needs {known.package[1]}, which is not installed. {known.remedy}")
+
+
+def open_runner(
+    kind: str,
+    path: str,
+    config: ScorersConfig,
+    *,
+    key: str,
+    policy: Path | None = None,
+    most_tokens: int | None = None,
+    roots: ImportRoots | None = None,
+) -> Runner:
+    """Load the model in `path`, a directory or a hub id, which the recipe names under `key`.
+
+    `policy`: the directory with the tokenizer of the model that is trained, which the scorer's must equal.
+    `most_tokens`: the most tokens of prompt and response that it will be asked for. `roots`: the modules below which a
+    user's own runtime may be imported; by default Headway's own and the working directory's. Raises UnfitModelError for
+    a model that is missing, of another kind or of another vocabulary, and ConfigError for a runtime that cannot be
+    opened.
+    """
+    from .files import check_same_tokenizer
+
+    assert kind in KINDS, kind
+    engine = config.engine
+    if engine.kind not in RUNTIMES and ":" not in engine.kind:
+        raise unknown_kind(engine.kind, RUNTIMES, KEY)
+    check_installed(engine.kind)
+    if policy is not None:
+        check_same_tokenizer(path, policy, key)
+    asked = ScoringModel(kind=kind, path=path, key=key, policy=policy, most_tokens=most_tokens)
+
+    def opened(opener: Any) -> Runner:
+        runner: Runner = opener(asked, config)
+        return runner
+
+    if known := RUNTIMES.get(engine.kind):
+        return opened(load(known.opener, KEY))
+    own: Runner = make_own(engine.kind, Runner, KEY, opened, roots=roots or ImportRoots())
+    return own

@@ -1,0 +1,96 @@
+"""What the files of a scorer's model say of it, and what is wrong with them."""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rollout_workers.scorers.base import ScoringModel, UnfitModelError
+
+
+def check_same_tokenizer(path: str, policy: Path, key: str) -> None:
+    """Raise UnfitModelError unless a token id means the same to the scorer's model as to the policy. A directory
+    without a tokenizer is taken at its word."""
+    from transformers import AutoTokenizer
+
+    ours = AutoTokenizer.from_pretrained(policy, trust_remote_code=False).get_vocab()
+    if Path(path).is_dir() and not (Path(path) / "tokenizer_config.json").exists():
+        return
+    with reading(path, key):
+        theirs = AutoTokenizer.from_pretrained(path, trust_remote_code=False).get_vocab()
+    for token, number in sorted(ours.items(), key=lambda item: item[1]):
+        if theirs.get(token) != number:
+            raise UnfitModelError(
+                f"{key}: {path} has another tokenizer than the policy: {token!r} is token {number} of the policy and"
+                f" {theirs.get(token, 'no token')} there. A scorer is given the policy's tokens, so take a model that"
+                " was trained from one of the policy's family."
+            )
+
+
+def shared_tokens(vocabulary: int, policy: Path | None) -> int:
+    """Return how many token ids a teacher of `vocabulary` ids and the policy both have. Of the policy's directory only
+    the configuration need be there."""
+    from transformers import AutoConfig
+
+    if policy is None:
+        return vocabulary
+    known = AutoConfig.from_pretrained(policy, trust_remote_code=False).get_text_config().vocab_size
+    return min(vocabulary, int(known))
+
+
+def longest_of(config: Any) -> int:
+    """Return the most tokens that the positions of the model with this `config` allow."""
+    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
+
+
+def check_labels(config: Any, asked: ScoringModel) -> None:
+    """Raise UnfitModelError unless a reward model's `config` has one label."""
+    if config.num_labels != 1:
+        raise UnfitModelError(
+            f"{asked.key}: {asked.path} has {config.num_labels} labels; a reward model has one (num_labels: 1)."
+        )
+
+
+def check_head(config: Any, asked: ScoringModel) -> None:
+    """Raise UnfitModelError unless the files of the model with this `config` have the weights of its head."""
+    if asked.kind == "teacher" and config.get_text_config().tie_word_embeddings:
+        return
+    head = "score" if asked.kind == "reward_model" else "lm_head"
+    with reading(asked.path, asked.key):
+        names = _stored_names(asked.path)
+    if not any(name.split(".")[-2:] == [head, "weight"] for name in names):
+        raise no_weights(asked, [f"{head}.weight"])
+
+
+def _stored_names(path: str) -> Iterable[str]:
+    """Return the names of the weights in a directory, or of a hub id."""
+    from safetensors import safe_open
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+    from transformers.utils.hub import cached_file
+
+    try:
+        index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME)
+    except OSError:  # the weights are in one file
+        with safe_open(cached_file(path, SAFE_WEIGHTS_NAME), "np") as file:
+            return list(file.keys())
+    return list(json.loads(Path(str(index)).read_text())["weight_map"])
+
+
+def no_weights(asked: ScoringModel, missing: Sequence[str]) -> UnfitModelError:
+    """Return the error for a model without these weights."""
+    head = "a sequence classifier" if asked.kind == "reward_model" else "a causal language model"
+    return UnfitModelError(
+        f"{asked.key}: {asked.path} has no weights {', '.join(missing[:3])} and is not {head} that was trained."
+    )
+
+
+@contextmanager
+def reading(path: str, key: str) -> Iterator[None]:
+    """Turn what libraries raise for the files of the model in `path` into UnfitModelError, which names `key`."""
+    if path.startswith(("/", ".", "~")) and not Path(path).is_dir():
+        raise UnfitModelError(f"{key}: there is no directory {path}. Give the directory of a model, or a hub id.")
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise UnfitModelError(f"{key}: {path} cannot be loaded: {' '.join(str(error).split())[:500]}") from error

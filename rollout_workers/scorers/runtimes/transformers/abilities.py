@@ -1,0 +1,11 @@
+"""The abilities of transformers as a runtime of scorers. This module does not import transformers."""
+
+from rollout_workers.engines.embedded.abilities import EMBEDDED
+from rollout_workers.scorers.runtimes.abilities import KnownRuntime, RuntimeAbilities
+
+TRANSFORMERS = KnownRuntime(
+    opener="rollout_workers.scorers.runtimes.transformers.start:open_transformers",
+    abilities=RuntimeAbilities(),
+    remedy=EMBEDDED.remedy,
+    examine=EMBEDDED.examine,
+)
