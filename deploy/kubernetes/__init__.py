@@ -3,6 +3,7 @@
     base/broker/    Valkey: a StatefulSet with its data on a volume
     base/learner/   the learner: a StatefulSet with the run's directory on a volume; learner.sh resumes a run
     base/workers/   a pool of workers: a Deployment, of which each pod is one worker
+    base/scorers/   a reward model or a teacher: a Deployment, of which each pod is one process that scores
     base/autoscaler/   `headway autoscale --serve` for a pool, which KEDA asks
     base/ray/       a RayJob of KubeRay in place of learner and workers, which runs `headway ray up`
     base/network/   who may reach whom

@@ -4,7 +4,8 @@
                  recipe.yaml          the recipe as the learner's pod reads it
                  learner.yaml         a patch: CPUs and GPUs of the learner
                  pools/NAME/          a pool's number of workers, their arguments, CPUs and GPUs; what KEDA reads
-                 rayjob.yaml          with --ray, instead of learner.yaml and pools/
+                 scorers/NAME/        the same of a reward model or the teacher
+                 rayjob.yaml          with --ray, instead of learner.yaml, pools/ and scorers/
                  base/                as it is shipped
                  secrets/             passwords, users and the server's certificate; kept by later launches
 
@@ -28,16 +29,17 @@ from broker.server.access import Role, User
 from broker.server.credentials import Credentials
 from deploy.recipe.files import to_yaml
 from deploy.recipe.loading import dump_recipe
-from deploy.recipe.operators import passed_on
+from deploy.recipe.operators import passed_on, passed_on_to_scorers
 from deploy.recipe.pools import MAIN, pools_of
 from deploy.recipe.recipe import Recipe
-from deploy.recipe.scorers import check_started_by_hand
+from deploy.recipe.scorers import check_models_for_pods, scorers_of
 from deploy.recipe.sinks import SinkConfig
 from deploy.run.directory import writable
 from deploy.run.whole_files import replace_file
 
 from .base import Resources
-from .commands import engine_gpus, learner_resources
+from .commands import engine_gpus, learner_resources, scorer_gpus
+from .kubernetes_pods import GPU, KUSTOMIZATION, ScorerPods, WorkerPods, cpus_of, label_of, patch
 
 IMAGE = "headway"
 """The name that stands for Headway's image in the manifests."""
@@ -47,10 +49,8 @@ RAY_BROKER = (
     "?password_file=/etc/headway/broker/password&ssl_ca_certs=/etc/headway/broker/ca.crt"
 )
 """The broker's URL in a RayJob, whose processes share one user."""
-GPU = "nvidia.com/gpu"
 METRICS_PORT = 9464
 """The port at which learner and workers serve metrics, which are also the answer to probes."""
-AUTOSCALER_PORT = 8080
 PULL_PORTS = (40000, 40009)
 """Ports at which the learner serves weights: among those that the network policies leave to the system's choice."""
 SECRETS = "secrets"
@@ -93,103 +93,26 @@ def write_manifests(recipe: Recipe, directory: Path, options: KubernetesOptions)
 def manifests(recipe: Recipe, options: KubernetesOptions) -> dict[str, str]:
     """Return the text of each file but the secrets, by its path below the launch directory. Raises ConfigError."""
     _check(recipe, options)
-    pools = list(_pools(recipe, options))
-    contents: dict[str, Any] = {"kustomization.yaml": _kustomization(recipe, options, pools)}
+    pools, scorers = list(_pools(recipe, options)), list(_scorers(recipe))
+    deployments: list[WorkerPods | ScorerPods] = [*pools, *scorers]
+    contents: dict[str, Any] = {"kustomization.yaml": _kustomization(recipe, options, deployments)}
     if options.has_ray:
         contents["rayjob.yaml"] = _ray_job(recipe, pools)
     else:
-        contents["learner.yaml"] = _patch("StatefulSet", "headway-learner", "learner", learner_resources(recipe))
-        for pool in pools:
-            contents |= {f"{pool.place}/{name}": content for name, content in pool.files().items()}
+        contents["learner.yaml"] = patch("StatefulSet", "headway-learner", "learner", learner_resources(recipe))
+        for pods in deployments:
+            contents |= {f"{pods.place}/{name}": content for name, content in pods.files().items()}
     written = {name: _yaml(content) for name, content in contents.items()}
     written["recipe.yaml"] = dump_recipe(_for_pods(recipe, options))
     return written | dict(_shipped(_BASE, "base"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Pool:
-    """The Deployment of one pool."""
-
-    name: str
-    count: int
-    arguments: Sequence[str]
-    resources: Resources
-    namespace: str
-    most: int | None
-    """The most workers to which KEDA scales it; None: KEDA does not."""
-
-    @property
-    def place(self) -> str:
-        return f"pools/{_label(self.name)}"
-
-    @property
-    def suffix(self) -> str:
-        return "" if self.name == MAIN else f"-{_label(self.name)}"
-
-    def files(self) -> dict[str, Any]:
-        """Return the content of each file."""
-        label = _label(self.name)
-        patches, resources = [{"path": "workers.yaml"}], ["../../base/workers"]
-        written: dict[str, Any] = {"workers.yaml": self._workers(label)}
-        if self.most is not None:
-            patches.append({"path": "autoscaler.yaml"})
-            resources += ["../../base/autoscaler", "scaledobject.yaml"]
-            written["autoscaler.yaml"] = self._autoscaler(label, self.most)
-            written["scaledobject.yaml"] = self._scaled_object(self.most)
-        own = {
-            "resources": resources,
-            **({"nameSuffix": self.suffix} if self.suffix else {}),
-            "labels": [{"pairs": {"headway/pool": label}, "includeSelectors": True}],
-            "patches": patches,
-        }
-        return {"kustomization.yaml": _KUSTOMIZATION | own, **written}
-
-    def _workers(self, label: str) -> dict[str, Any]:
-        patch = _patch("Deployment", "headway-workers", "worker", self.resources)
-        if self.most is None:
-            patch["spec"]["replicas"] = self.count
-        own = [argument.replace("$", "$$") for argument in self.arguments]  # $(NAME) is a variable there
-        patch["spec"]["template"]["spec"]["containers"][0]["args"] = [f"--pool={label}.$(POD_NAME)", *own]
-        return patch
-
-    def _autoscaler(self, label: str, most: int) -> dict[str, Any]:
-        container = {"name": "autoscaler", "args": [f"--pool={label}", f"--most={most}"]}
-        return _on_containers("Deployment", "headway-autoscaler", container)
-
-    def _scaled_object(self, most: int) -> dict[str, Any]:
-        """Return what KEDA reads. It takes the number wanted as the number of pods, and waits for nothing besides: the
-        rule has waited already."""
-        url = f"http://headway-autoscaler{self.suffix}.{self.namespace}.svc:{AUTOSCALER_PORT}/"
-        trigger = {
-            "type": "metrics-api",
-            "metricType": "AverageValue",
-            "metadata": {"url": url, "valueLocation": "wanted", "targetValue": "1"},
-        }
-        behaviour = {"scaleDown": {"stabilizationWindowSeconds": 0}}
-        spec = {
-            "scaleTargetRef": {"name": f"headway-workers{self.suffix}"},
-            "minReplicaCount": 0,
-            "maxReplicaCount": most,
-            "pollingInterval": 10,
-            "cooldownPeriod": 60,
-            "advanced": {"horizontalPodAutoscalerConfig": {"behavior": behaviour}},
-            "triggers": [trigger],
-        }
-        return {
-            "apiVersion": "keda.sh/v1alpha1",
-            "kind": "ScaledObject",
-            "metadata": {"name": "headway-workers"},
-            "spec": spec,
-        }
-
-
 _BASE = files("deploy") / "kubernetes" / "base"
-_KUSTOMIZATION = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
 
 
 def _check(recipe: Recipe, options: KubernetesOptions) -> None:
     if not options.has_ray:
-        check_started_by_hand(recipe)
+        check_models_for_pods(recipe)
     if not recipe.broker.is_embedded:
         raise ConfigError("`headway launch kubernetes` starts a server of its own: leave broker.url out.")
     if recipe.run.is_colocated:
@@ -197,7 +120,7 @@ def _check(recipe: Recipe, options: KubernetesOptions) -> None:
     names = [MAIN, *(pool.name for pool in pools_of(recipe))]
     if unknown := sorted({*options.pools, *options.keda} - set(names)):
         raise ConfigError(f"The recipe has no pool {unknown[0]!r}, only {', '.join(sorted(names))}.")
-    labels = [_label(name) for name in names]
+    labels = [label_of(name) for name in names]
     if twice := [name for name, label in zip(names, labels, strict=True) if labels.count(label) > 1]:
         raise ConfigError(f"The names of the pools {' and '.join(twice)} are the same on Kubernetes: change one.")
     if not re.fullmatch(r"[a-z0-9][\w./:-]*(@sha256:[0-9a-f]{64})?", options.image):
@@ -206,13 +129,8 @@ def _check(recipe: Recipe, options: KubernetesOptions) -> None:
         raise ConfigError("With --ray, Ray places the workers: leave --keda out.")
     if options.keda and not options.namespace:
         raise ConfigError("KEDA asks from another namespace: name this run's own with --namespace.")
-    if options.namespace and options.namespace != _label(options.namespace):
+    if options.namespace and options.namespace != label_of(options.namespace):
         raise ConfigError(f"--namespace {options.namespace!r} must be lower-case letters, digits and dashes.")
-
-
-def _label(name: str) -> str:
-    """Return the name in the characters of a DNS label, such as a part of a pod's name must have."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:30].rstrip("-")
 
 
 def _for_pods(recipe: Recipe, options: KubernetesOptions) -> Recipe:
@@ -229,12 +147,12 @@ def _for_pods(recipe: Recipe, options: KubernetesOptions) -> Recipe:
     )
 
 
-def _pools(recipe: Recipe, options: KubernetesOptions) -> Iterator[_Pool]:
+def _pools(recipe: Recipe, options: KubernetesOptions) -> Iterator[WorkerPods]:
     served = [f"workers.metrics_port={METRICS_PORT}", "workers.metrics_host=0.0.0.0"]
     main = (MAIN, recipe.workers.count, recipe, passed_on(recipe))
     others = [(pool.name, pool.count, pool.recipe, pool.arguments()) for pool in pools_of(recipe)]
     for name, count, own, arguments in (main, *others):
-        yield _Pool(
+        yield WorkerPods(
             name=name,
             count=options.pools.get(name, count),
             arguments=[*arguments, *served],
@@ -244,7 +162,17 @@ def _pools(recipe: Recipe, options: KubernetesOptions) -> Iterator[_Pool]:
         )
 
 
-def _ray_job(recipe: Recipe, pools: Sequence[_Pool]) -> Any:
+def _scorers(recipe: Recipe) -> Iterator[ScorerPods]:
+    for scorer in scorers_of(recipe) if recipe.scorers.count else ():
+        yield ScorerPods(
+            name=scorer.name,
+            count=recipe.scorers.count,
+            arguments=passed_on_to_scorers(recipe),
+            resources=Resources(threads=recipe.scorers.threads, gpus=scorer_gpus(recipe.scorers)),
+        )
+
+
+def _ray_job(recipe: Recipe, pools: Sequence[WorkerPods]) -> Any:
     """Return the RayJob: its head has room for the learner, and each pod of a group for one worker of its pool."""
     job = yaml.safe_load((_BASE / "ray" / "rayjob.yaml").read_text())
     cluster = job["spec"]["rayClusterSpec"]
@@ -252,7 +180,12 @@ def _ray_job(recipe: Recipe, pools: Sequence[_Pool]) -> Any:
     cluster["headGroupSpec"] = _with_room(cluster["headGroupSpec"], learner_resources(recipe))
     cluster["workerGroupSpecs"] = [
         _with_room(group, pool.resources)
-        | {"groupName": _label(pool.name), "replicas": pool.count, "minReplicas": pool.count, "maxReplicas": pool.count}
+        | {
+            "groupName": label_of(pool.name),
+            "replicas": pool.count,
+            "minReplicas": pool.count,
+            "maxReplicas": pool.count,
+        }
         for pool in pools
     ]
     return job
@@ -262,38 +195,28 @@ def _with_room(group: dict[str, Any], resources: Resources) -> dict[str, Any]:
     """Return a copy of the group whose pods have these CPUs and GPUs. Ray counts CPUs by their limit."""
     own = deepcopy(group)
     (container,) = own["template"]["spec"]["containers"]
-    cpus = _cpus(resources)
+    cpus = cpus_of(resources)
     container["resources"]["requests"]["cpu"] = cpus
     container["resources"]["limits"] = {"cpu": cpus, **({GPU: resources.gpus} if resources.gpus else {})}
     return own
 
 
-def _cpus(resources: Resources) -> str:
-    return f"{(resources.threads or 1) * resources.processes}"
-
-
-def _patch(kind: str, name: str, container: str, resources: Resources) -> dict[str, Any]:
-    """Return a strategic merge patch that sets the resources of a container."""
-    gpus = {"limits": {GPU: resources.gpus}} if resources.gpus else {}
-    return _on_containers(kind, name, {"name": container, "resources": {"requests": {"cpu": _cpus(resources)}, **gpus}})
-
-
-def _on_containers(kind: str, name: str, container: dict[str, Any]) -> dict[str, Any]:
-    spec = {"template": {"spec": {"containers": [container]}}}
-    return {"apiVersion": "apps/v1", "kind": kind, "metadata": {"name": name}, "spec": spec}
-
-
-def _kustomization(recipe: Recipe, options: KubernetesOptions, pools: Sequence[_Pool]) -> dict[str, Any]:
+def _kustomization(
+    recipe: Recipe, options: KubernetesOptions, deployments: Sequence[WorkerPods | ScorerPods]
+) -> dict[str, Any]:
     namespace = {"namespace": options.namespace} if options.namespace else {}
     if options.has_ray:
         roles, own = [Role.LEARNER], ["base/ray", "rayjob.yaml"]
         more: dict[str, Any] = {"generatorOptions": {"disableNameSuffixHash": True}}  # a RayJob's would not follow
     else:
-        roles = [Role.LEARNER, Role.WORKER, *([Role.OBSERVER] if options.keda else [])]
-        own, more = ["base/learner", *(pool.place for pool in pools)], {"patches": [{"path": "learner.yaml"}]}
+        has_scorers = any(isinstance(pods, ScorerPods) for pods in deployments)
+        some = {Role.SCORER: has_scorers, Role.OBSERVER: bool(options.keda)}
+        roles = [Role.LEARNER, Role.WORKER, *(role for role, is_there in some.items() if is_there)]
+        own = ["base/learner", *(pods.place for pods in deployments)]
+        more = {"patches": [{"path": "learner.yaml"}]}
     server = [*_login(Role.OBSERVER), *(f"{SECRETS}/{name}" for name in SERVER_FILES)]  # its probes are an observer's
     return {
-        **_KUSTOMIZATION,
+        **KUSTOMIZATION,
         **namespace,
         "resources": ["base/network", "base/broker", *own],
         **more,

@@ -105,14 +105,15 @@ def _impossible_engine(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def check_started_by_hand(recipe: Recipe) -> None:
-    """Raise ConfigError where a recipe's scorers would have to be started by what starts learner and workers only."""
-    if recipe.scorers.count and (found := scorers_of(recipe)):
-        names = ", ".join(scorer.name for scorer in found)
-        raise ConfigError(
-            f"The run needs scorers ({names}), for which `headway launch kubernetes` writes no pods. Give it"
-            " scorers.count=0, and start them with `headway scorers` where they reach the broker."
-        )
+def check_models_for_pods(recipe: Recipe) -> None:
+    """Raise ConfigError for a scorer whose model only a learner's pod has."""
+    for scorer in scorers_of(recipe) if recipe.scorers.count else ():
+        if scorer.path.startswith(REFERENCE):
+            raise ConfigError(
+                f"{scorer.key} is {scorer.path}, which an earlier stage leaves on the volume of the learner's pod, and"
+                " the pods of scorers do not see that. Run the stage before, and give a hub id, or a directory that the"
+                " scorers' pods mount; or set scorers.count=0, and start `headway scorers` where the model is."
+            )
 
 
 def check_scorers(recipe: Recipe) -> None:

@@ -21,7 +21,8 @@ import yaml
 from broker.connection.address import Address
 from broker.server.access import Role
 from deploy.cli.main import answer, cli
-from deploy.launch.kubernetes import AUTOSCALER_PORT, METRICS_PORT, PULL_PORTS
+from deploy.launch.kubernetes import METRICS_PORT, PULL_PORTS
+from deploy.launch.kubernetes_pods import AUTOSCALER_PORT
 from deploy.launch.pool import DRAIN_WORKER_S
 from deploy.recipe.loading import load_recipe
 from deploy.roles.alone import _own_of
@@ -47,6 +48,11 @@ from .kubernetes_objects import (
 
 POOLS = "workers.pools=[{name: Big_1, count: 3, engine: {kind: vllm, options: {tensor_parallel_size: 2, model: $x}}}]"
 CUDA = ("learner.processes=4", "learner.threads=2", "learner.device=cuda")
+SCORED = (
+    "rewards=[{kind: reward_model, path: org/reward}]",
+    "teacher.path=org/teacher",
+    "scorers={count: 2, device: cuda, threads: 3, engine: {kind: vllm, options: {load_format: $x}}}",
+)
 SCALED = ("--namespace", "rl", "--keda", "Big_1=8")
 BROKER, LEARNER, WORKER = (
     {"app.kubernetes.io/name": "headway", "app.kubernetes.io/component": role}
@@ -68,7 +74,7 @@ def launched_once(tmp_path_factory: pytest.TempPathFactory, *arguments: str) -> 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> list[Object]:
     image = ("--image", "registry.example:5000/headway:0.1.0")
-    return launched_once(tmp_path_factory, POOLS, *CUDA, *image, *SCALED)
+    return launched_once(tmp_path_factory, POOLS, *SCORED, *CUDA, *image, *SCALED)
 
 
 @pytest.fixture
@@ -143,6 +149,13 @@ def test_the_learners_recipe_has_the_ports_and_the_place_that_pods_have() -> Non
         (["--namespace", "My_space"], "--namespace 'My_space' must be lower-case letters, digits and dashes."),
         (["--keda", "4"], "KEDA asks from another namespace: name this run's own with --namespace."),
         (["--keda", "small=2", "--namespace", "rl"], "The recipe has no pool 'small', only workers."),
+        (
+            [
+                "rewards=[{kind: reward_model, path: 'stage:rm'}]",
+                "stages=[{kind: reward_model, name: rm, options: {data: {path: x.jsonl}}}, {kind: rl}]",
+            ],
+            "rewards[0].path is stage:rm, which an earlier stage leaves on the volume of the learner's pod",
+        ),
         (["--ray", "--keda", "4"], "With --ray, Ray places the workers: leave --keda out."),
         (["learner.step=3"], "unknown key learner.step"),
     ],
@@ -198,7 +211,7 @@ def test_all_that_reaches_the_cluster_has_only_fields_of_its_kind(objects: list[
 def test_every_name_that_a_pod_needs_exists(objects: list[Object]) -> None:
     exist = {name_of(one) for one in objects}
     needed = {name for pod in pods_of(objects).values() for name in references(pod)}
-    assert len(needed) == 7
+    assert len(needed) == 8
     assert needed <= exist
     services = {one["spec"]["serviceName"] for one in objects if one["kind"] == "StatefulSet"}
     hosts = {Address.parse(url).url.split("@")[1].split(":")[0] for url in urls(objects)}
@@ -268,10 +281,32 @@ def test_only_roles_reach_the_broker_and_weights_go_between_learner_and_workers(
     assert [one["spec"]["egress"] for one in policies if "egress" in one["spec"]] == [[]]
 
 
+def test_a_scorer_has_its_own_number_gpu_and_secret_and_reaches_the_broker_alone(objects: list[Object]) -> None:
+    policies, pods = [one for one in objects if one["kind"] == "NetworkPolicy"], pods_of(objects)
+    broker = pods["StatefulSet/headway-broker"]["metadata"]["labels"]
+    others = [pod["metadata"]["labels"] for name, pod in pods.items() if "scorers" not in name]
+    names = {"reward-model": "reward_model", "teacher": "teacher"}
+    assert {f"Deployment/headway-scorers-{label}" for label in names} == {name for name in pods if "scorers" in name}
+    for label, name in names.items():
+        deployment = named(objects, f"Deployment/headway-scorers-{label}")
+        pod = pods[f"Deployment/headway-scorers-{label}"]
+        (container,) = containers_of(pod)
+        assert deployment["spec"]["replicas"] == 2
+        assert container["args"] == [f"--scorer={name}", 'scorers.engine.options.load_format="$$x"']
+        assert container["resources"]["requests"]["cpu"] == "3"
+        assert container["resources"]["limits"] == {"nvidia.com/gpu": 1}
+        secrets = [one["secret"]["secretName"] for one in pod["spec"]["volumes"] if "secret" in one]
+        assert [one.startswith("headway-scorer") for one in secrets] == [True]
+        labels = pod["metadata"]["labels"]
+        assert admits(policies, Port(broker, 6379), labels=labels)
+        assert not any(admits(policies, Port(labels, 32768), labels=one) for one in others)
+    assert not list((launch("teacher.path=org/t", "scorers.count=0") / "scorers").glob("*"))
+
+
 def test_probes_and_ports_are_those_that_the_roles_serve(objects: list[Object]) -> None:
     for name, pod in pods_of(objects).items():
         (container,) = containers_of(pod)
-        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        ports = {port["name"]: port["containerPort"] for port in container.get("ports", [])}
         for probe in (value for key, value in container.items() if key.endswith("Probe")):
             if "httpGet" in probe:
                 assert probe["httpGet"] in ({"path": "/metrics", "port": "metrics"}, {"path": "/", "port": "http"})
@@ -324,7 +359,13 @@ def test_an_image_may_have_a_tag_or_a_digest(image: str, entry: dict[str, str]) 
 
 def test_every_headway_command_of_a_container_is_one_that_the_command_line_takes(objects: list[Object]) -> None:
     lines = [line for pod in pods_of(objects).values() for line in lines_of(pod, objects)]
-    assert sorted({line[0] for line in lines}) == ["autoscale", "broker", "learner", "workers"]
+    assert sorted({line[0] for line in lines}) == [
+        "autoscale",
+        "broker",
+        "learner",
+        "scorers",
+        "workers",
+    ]
     for line in lines:
         check_line(line)
     with pytest.raises(click.UsageError, match="--poll"):
