@@ -57,6 +57,15 @@ def test_calls_of_a_reward_are_measured_in_a_thread_and_in_the_pool() -> None:
         assert all(way["calls_per_s"] > 0 and way["own_cpu_us_per_call"] > 0 for way in ways.values())
 
 
+def test_scorers_are_measured_in_the_batches_that_they_make(tmp_path: Path) -> None:
+    small = ("--groups", "3", "--group-size", "4", "--batch-tokens", "256", "--models", str(tmp_path))
+    result = last_line("benchmarks.scorers", "--device", "cpu", "--engines", "transformers", *small)
+
+    assert result["transformers"]["samples_per_s"] > 0
+    assert 1 < result["transformers"]["mean_batch"] < 12
+    assert result["failed"] == {}
+
+
 def test_corrections_are_compared_at_exact_lags(tmp_path: Path) -> None:
     command = ("benchmarks.staleness", "--quick", "--processes", "1", "--out", str(tmp_path))
     result = last_line(*command)

@@ -174,7 +174,7 @@ class Serving:
     async def _score_on(self) -> None:
         while not self._end:
             self._arrived.clear()
-            if batch := _batch(list(self._held.values()), self._batch_tokens()):
+            if batch := next_batch(list(self._held.values()), self._batch_tokens()):
                 await self._score(batch)
                 self._room.set()
             else:
@@ -259,7 +259,7 @@ def _length(lease: ScoreLease) -> int:
     return len(lease.request.prompt_tokens) + len(lease.request.response_tokens)
 
 
-def _batch(held: Sequence[ScoreLease], batch_tokens: int) -> list[ScoreLease]:
+def next_batch(held: Sequence[ScoreLease], batch_tokens: int) -> list[ScoreLease]:
     """Return the first lease and others of about its length, so that little is padded."""
     if not held:
         return []
