@@ -93,17 +93,17 @@ fenced, rejected, highest_step (of all versions ever offered or announced), payl
 wasted_tokens, resumed_tokens, discarded_tokens, trimmed_samples, skipped_evaluations; skipped_evaluation (the last
 version that it counts); archive_bytes; feed_closed, watermark, committed_step, newest_step (highest of the weights that
 have sampled), is_rewound, state, started, adopted (the server's id when a learner last told it all that it knows);
-claimed_at, announced_at, pinned_at, waiting_since (when the learner first asked for a batch that is not ready; the
-server's clock).
+recipe (a digest of `config`); claimed_at,
+announced_at, pinned_at, waiting_since (when the learner first asked for a batch that is not ready; the server's clock).
 
 Fields of `group:G`: size, length (of the prompt, up to a power of two), prompt (a digest of its frame), round, state
 (pool, open, ready, pinned; lost: without its prompt), index (admission number), queued_at (when its round's samples
 were offered to workers; server's clock), floor (lowest weight step in this round), newest (highest), bytes, done,
 trimmed, ready_at (when it had all its samples), waited (seconds from then until it was taken), pin (step); for each
-sample I token:I, step:I (the lowest of its lease
+sample I token:I (it says for which incarnation's weights and when it was given), step:I (the lowest of its lease
 and segments, then of its submission), oldest:I (lowest of its segments), by:I (its last holder: name and session, with
-a `?` behind a name that belongs to another session), under:I (incarnation of the weights that it was leased for),
-since:I (when it was leased, or got its last tokens), and once submitted bytes:I and payload:I.
+a `?` behind a name that belongs to another session), since:I (when a segment brought it tokens), and once submitted
+bytes:I and payload:I.
 
 Fields of `evaluation:V`: size (samples), samples (of each prompt), done, mixed (samples that had tokens of other
 versions), keep (seconds for which workers keep the version), seen (when a worker last had a sample for no longer than

@@ -91,9 +91,9 @@ def _check_tokens(tid: TrajectoryId, tokens: NDArray[np.int32], limits: SampleLi
 def _check_logprobs(
     tid: TrajectoryId, logprobs: NDArray[np.float32], loss_mask: NDArray[np.uint8], whose: str = "behaviour"
 ) -> None:
-    if len(logprobs) and float(logprobs.max()) > LOGPROB_ROUNDING:
+    if len(logprobs) and np.maximum.reduce(logprobs) > LOGPROB_ROUNDING:
         raise FrameError(f"{tid}: a {whose} logprob of {logprobs.max():g}; none is above 0")
-    if logprobs[loss_mask == 0].any():
+    if b"\0" in loss_mask.tobytes() and logprobs[loss_mask == 0].any():  # most samples have no other tokens
         raise FrameError(f"{tid}: a {whose} logprob of a token that was not sampled; it has none, which is told as 0")
 
 

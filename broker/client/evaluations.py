@@ -135,6 +135,7 @@ class Evaluations:
             ttl_s,
             secrets.token_hex(8),
             self._holder(worker),
+            self._connection.recipe,
             *_samples(held),
             absent=[_NO_EVALUATION, []],
         )

@@ -4,6 +4,7 @@ A lease expires on the server's clock and then goes to another worker under a ne
 segments that were appended; a worker that comes late is fenced.
 """
 
+import asyncio
 import logging
 import secrets
 from collections import defaultdict
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from hashlib import sha1
 from typing import Any
 
 from msgspec.structs import replace
@@ -62,6 +64,8 @@ class NoMoreLeases(StrEnum):
     """The store is full."""
     WORKER_LIMIT = "worker limit"
     """The worker holds broker.max_leases_per_worker leases already."""
+    RECIPE = "recipe"
+    """A learner has claimed the run with another configuration than the one that the worker obeys."""
     FINISHED = "finished"
     PAUSED = "paused"
     """The learner has announced nothing that the worker could hold, or the run is stopped."""
@@ -89,11 +93,19 @@ class Leases:
         self._submissions = Submissions(connection, self._blobs)
         self.limits = SampleLimits()
         """The bounds of this run's samples; the caller sets them before the first lease."""
+        self.recipe_changed = asyncio.Event()
+        """Set once the server refuses leases because the run has another configuration than `obey` was told."""
 
     @property
     def storage(self) -> Storage:
         """The way in which payloads and segments are stored; the caller sets it before the first lease."""
         return self._blobs.storage
+
+    def obey(self, config: bytes) -> None:
+        """Tells the server with every request that this worker obeys the configuration that `StatusBoard.config`
+        returned. A worker that never says it is given leases under any."""
+        self._connection.recipe = sha1(config, usedforsecurity=False).hexdigest()
+        self.recipe_changed.clear()
 
     async def lease(self, worker: str, version: WeightVersion, count: int, ttl_s: float) -> LeaseReply:
         """Leases up to `count` samples for an engine that holds `version`. Leases whose reply was lost expire. Raises
@@ -108,6 +120,7 @@ class Leases:
             ttl_s,
             secrets.token_hex(8),
             f"{worker} {self._connection.session}",
+            self._connection.recipe,
             *(f"{tid} {token}" for tid, token in held.items()),
             absent=[b"absent", b"paused", b"0.0"],
         )
@@ -119,6 +132,8 @@ class Leases:
             )
         incarnation, highest_step = map(int, highest.split(b"."))
         newest = WeightVersion(incarnation, max(version.step, highest_step))
+        if reason == NoMoreLeases.RECIPE.encode():
+            self.recipe_changed.set()
         leases = await self._fetched([_Granted.read(one) for one in granted], worker, newest, ttl_s)
         held.update((lease.tid, lease.token) for lease in leases)
         return LeaseReply(leases, state.decode(), NoMoreLeases(reason.decode()) if reason else None)
@@ -248,6 +263,8 @@ class Leases:
     async def _with_segments(
         self, lease: Lease, frames: Sequence[bytes | None], oldest: int, newest: WeightVersion
     ) -> Lease:
+        if not frames:
+            return lease
         segments: list[Segment] = []
         for index, frame in enumerate(frames):
             try:

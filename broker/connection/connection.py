@@ -75,6 +75,8 @@ class Connection:
         """The identity of the run that this client belongs to; empty until it has met one (see `join`)."""
         self.session = session or secrets.token_hex(16)
         """Proves to the server which worker calls: no other process leases, reports, sleeps or leaves in its name."""
+        self.recipe = ""
+        """A digest of the configuration that this worker obeys; empty where it does not say."""
         self.server_id = ""
         """The server that this client claimed the run on; learner verbs are refused by any other one."""
         self.answered_since_s = -math.inf

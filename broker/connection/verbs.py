@@ -34,7 +34,7 @@ SHARED = tuple(
     )
 )
 """The files that scripts include, in this order, as each uses the ones before it."""
-_STATE = "local call, KEYS, ARGV, IDENTITY, is_there, forks, highest, SERVER\n"
+_STATE = "local call, KEYS, ARGV, IDENTITY, is_there, forks, highest, clock, has_refused, risen, SERVER\n"
 _INCLUDE, _FLAGS = "-- include:", "-- flags:"
 
 

@@ -11,11 +11,11 @@ local tokens = whole(6, 'tokens', 0, 2147483647)
 versions(8, #ARGV)
 local ttl = seconds(7, limit('lease_ttl_s', 3600))
 local had = call('HMGET', group_key(g), 'round', 'state', 'token:' .. i, 'payload:' .. i, 'oldest:' .. i, 'step:' .. i,
-  'newest', 'by:' .. i, 'under:' .. i)
+  'newest', 'by:' .. i)
 local mine = had[1] == round and had[3] == ARGV[2] and had[2] == 'open' and not had[4]
 local newest, is_void = newest_of(9, #ARGV)
 local oldest, from = tonumber(ARGV[8]), had[6]
-if mine and is_older_than_lease(oldest, from, had[9], 9, #ARGV) then
+if mine and is_older_than_lease(oldest, from, told_by(had[3]), 9, #ARGV) then
   blame(ARGV[1], had[8], 'a segment of step ' .. oldest .. ' under a lease for weights of step ' .. from)
   is_void = true
 end

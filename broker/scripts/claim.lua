@@ -30,7 +30,7 @@ if call('GET', PUBLIC .. 'owner') ~= redis.sha1hex(owner) then -- else this repe
   call('HDEL', META, 'waiting_since')
   call('HSETNX', META, 'started', now())
   for a = 10, 8 + 2 * ARGV[9], 2 do call('HSET', META, ARGV[a], ARGV[a + 1]) end
-  call('SET', PUBLIC .. 'config', ARGV[5])
+  store_config(ARGV[5])
   -- Another version of Headway stored these for all roles; this version cannot read them.
   if string.match(call('GET', PUBLIC .. 'verbs') or '', '^%S+') ~= string.match(VERBS, '^%S+') then
     for _, name in ipairs({ 'broadcast', 'model', 'manifest:offered', 'manifest:announced' }) do

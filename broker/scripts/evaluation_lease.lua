@@ -1,5 +1,5 @@
 -- include: lib_base lib_arguments lib_samples lib_groups lib_evaluations
--- evaluation_lease(version, count, ttl_s, nonce, holder, {sample, token}...)
+-- evaluation_lease(version, count, ttl_s, nonce, holder, recipe | '', {sample, token}...)
 --   -> {samples that are not done, or -1 where there is no evaluation of the version, {sample that the caller lost...},
 --       {sample, token, prompt frame}...}
 -- Leases samples of the evaluation of the version that the caller's engine holds, and renews those that it has. A
@@ -9,17 +9,19 @@
 -- Touches: evaluating:*, evaluation:*, begun:*; reads session:*, serving, quarantined, prompt:evaluation:*.
 local version, wanted, ttl = text(1, 'version', 50), whole(2, 'count', 0, 1000), seconds(3, limit('lease_ttl_s', 3600))
 local nonce, holder, is_alive = text(4, 'nonce', 64), evaluator(5)
+local recipe = text(6, 'recipe', 64)
 if not string.match(nonce, '^%w+$') then refuse('nonce') end
 local key, queue, time = evaluation_key(version), evaluating_key(version), now()
 local size, samples, done, keep = unpack(call('HMGET', key, 'size', 'samples', 'done', 'keep'))
 if not size or call('SISMEMBER', P .. 'quarantined', holder) == 1 then return { -1, {} } end
+if recipe ~= '' and recipe ~= meta('recipe') then return { size - done, {} } end -- it would draw them by other rules
 
 local held, lost, has_fresh, count = {}, {}, false, 0
 local function note(i)
   held[i] = true
   has_fresh = has_fresh or not is_begun(version, i, keep, 1)
 end
-for a = 6, #ARGV, 2 do
+for a = 7, #ARGV, 2 do
   local i, token = whole(a, 'sample', 0, size - 1), text(a + 1, 'token', 64)
   local is_left = call('ZSCORE', queue, i)
   if is_left and call('HGET', key, 'token:' .. i) == token then

@@ -18,8 +18,8 @@ for a = 4, #ARGV, 3 do
     call('PERSIST', blob)
     call('SREM', LOST, g)
     if field(g, 'state') == 'lost' then
-      call('HSET', group_key(g), 'state', 'open', 'prompt', redis.sha1hex(call('GET', blob)))
-      enqueue(g)
+      call('HSET', group_key(g), 'prompt', redis.sha1hex(call('GET', blob)))
+      enqueue(g, fields(g, 'index', 'round', 'size'))
       reply[1] = reply[1] + 1
     end
     if call('EXISTS', group_key(g)) == 0 then

@@ -1,8 +1,10 @@
 -- include: lib_base lib_arguments lib_samples lib_tokens
--- lease(incarnation, step, count, ttl_s, nonce, holder, 'member token' held...)
+-- lease(incarnation, step, count, ttl_s, nonce, holder, recipe | '', 'member token' held...)
 --   -> {state, reason, 'incarnation.highest step', {member, token} or {member, token, oldest step, segment...}...}
 -- Leases admitted samples that have no lease (expired, handed back, never begun), those due first, then newly admitted
 -- groups, then copies of samples that others hold and do not get on with.
+-- `recipe` is a digest of the configuration that the worker obeys. One that obeys another than the run's gets no leases:
+-- its samples would be drawn by other rules.
 -- A process that uses the name of another worker is told apart by its session and not refused: otherwise a process that
 -- takes a name first could keep the worker of that name from working.
 -- Touches: meta, tally, pool, retry, leases, open, group:*, segments:*; reads session:*, refused, standing.
@@ -11,19 +13,21 @@ local wanted, nonce, holder = whole(3, 'count', 0, 1000000), text(5, 'nonce', 64
 if not string.match(nonce, '^%x+$') then refuse('nonce') end
 local worker, session = string.match(holder, '^(%w[%w._-]*) (%w+)$')
 if not worker then refuse('holder') end
+local recipe = text(7, 'recipe', 64)
 if is_of_another(worker, session) then holder = worker .. '? ' .. session end
 local known = call('HMGET', META, 'state', 'on_over_bound', 'incarnation', 'announced_incarnation', 'announced_step',
   'max_lag', 'groups_per_step', 'max_leases_per_worker', 'admitted', 'dropped', 'payload_bytes', 'max_bytes',
-  'archive_bytes', 'highest_step', 'lease_ttl_s', 'lease_hold_s', 'segment_s', 'waiting_since')
-local state, on_over_bound = known[1] or 'absent', known[2]
-for a = 3, #known do known[a] = tonumber(known[a] or '') end
+  'archive_bytes', 'highest_step', 'lease_ttl_s', 'lease_hold_s', 'segment_s', 'waiting_since', 'recipe')
+local state, on_over_bound, obeyed = known[1] or 'absent', known[2], known[19]
+for a = 3, 18 do known[a] = tonumber(known[a] or '') end
 local newest_incarnation, announced_incarnation, announced, lag, groups_per_step = unpack(known, 3, 7)
 local reply, given, time = { state, '', (newest_incarnation or 0) .. '.' .. (known[14] or 0) }, 0, now()
-local held, copied, n_held = {}, {}, #ARGV - 6
-local ttl = seconds(4, known[15] or 3600)
-for a = 7, #ARGV do
+local held, copied, n_held = {}, {}, #ARGV - 7
+local deadline = string.format('%.6f', time + seconds(4, known[15] or 3600))
+for a = 8, #ARGV do
   held[ARGV[a]] = true
-  copied[string.match(ARGV[a], '^(%S+) copy') or ''] = true
+  local ends = string.find(ARGV[a], ' copy', 1, true)
+  if ends then copied[string.sub(ARGV[a], 1, ends - 1)] = true end
 end
 
 local function refuse(reason) reply[2] = reason return reply end
@@ -36,6 +40,7 @@ for _, name in ipairs({ holder, copier }) do
 end
 if not announced or state == 'stopped' or incarnation > newest_incarnation then return refuse('paused') end
 if step > (known[14] or 0) + FORGOTTEN then return refuse('paused') end
+if recipe ~= '' and recipe ~= obeyed then return refuse('recipe') end
 -- A sample begun with weights of an abandoned branch, or with weights too old for the next step, could not be trained.
 if step + lag < announced or (incarnation < announced_incarnation and step > announced)
   or is_abandoned(incarnation, step) then
@@ -45,6 +50,8 @@ local limit = known[8] or 0
 wanted = math.min(wanted, 1000) -- bounds the arguments of one command
 if limit > 0 then wanted = math.min(wanted, limit - n_held) end
 if wanted <= 0 then return refuse('worker limit') end
+
+local nonce_of_these = nonce_of_lease(nonce, incarnation)
 
 local function may(index) return math.floor(index / groups_per_step) <= step + lag end
 
@@ -71,36 +78,38 @@ end
 -- it holds, and never gets the same sample twice. Adds members to `handed`, and deadlines and members to `leased` (as
 -- ZADD takes them).
 local function hand(g, samples, handed, leased)
-  local names, set, n, lowest, is_raised = { 'floor' }, {}, 1, nil, false
+  local names, set, revived, n, lowest, is_raised = { 'floor' }, {}, {}, 1, nil, false
   for _, i in ipairs(samples.numbers) do
-    names[n + 1], names[n + 2], names[n + 3] = 'token:' .. i, 'step:' .. i, 'oldest:' .. i
-    n = n + 3
+    names[n + 1], names[n + 2], names[n + 3], names[n + 4] = 'token:' .. i, 'step:' .. i, 'oldest:' .. i, 'since:' .. i
+    n = n + 4
   end
   local had = call('HMGET', group_key(g), unpack(names))
   n = 0
   for a, m in ipairs(samples) do
-    local token, had_from, oldest, segments = had[3 * a - 1], had[3 * a], had[3 * a + 1], nil
+    local token, had_from, oldest, segments = had[4 * a - 2], had[4 * a - 1], had[4 * a], nil
     if given < wanted and not copied[m] and not (token and held[m .. ' ' .. token]) then
       if oldest then segments, oldest = usable_segments(g, m, samples.numbers[a], tonumber(oldest)) end
       local from = math.min(step, oldest or step)
       given = given + 1
-      token = token_of(m, nonce)
-      set[n + 1], set[n + 2], set[n + 3], set[n + 4] = names[3 * a - 1], token, names[3 * a], from
+      token = token_of(m, nonce_of_these)
+      if had[4 * a + 1] then revived[#revived + 1] = 'since:' .. samples.numbers[a] end
+      set[n + 1], set[n + 2], set[n + 3], set[n + 4] = names[4 * a - 2], token, names[4 * a - 1], from
       set[n + 5], set[n + 6] = 'by:' .. samples.numbers[a], holder
-      set[n + 7], set[n + 8] = 'since:' .. samples.numbers[a], time
-      set[n + 9], set[n + 10] = 'under:' .. samples.numbers[a], incarnation
-      n = n + 10
+      n = n + 6
       lowest = math.min(lowest or from, from)
       is_raised = is_raised or (had_from and tonumber(had_from) < from)
       reply[given + 3] = segments and { m, token, oldest, unpack(segments) } or { m, token }
       local at = #handed
-      handed[at + 1], leased[2 * at + 1], leased[2 * at + 2] = m, time + ttl, m
+      handed[at + 1], leased[2 * at + 1], leased[2 * at + 2] = m, deadline, m
     end
   end
   if not lowest then return end
-  call('HSET', group_key(g), unpack(set))
   local floor = tonumber(had[1] or '')
-  if not floor or lowest < floor then set_floor(g, lowest, 'open') elseif is_raised then refloor(g) end
+  local is_lower = not floor or lowest < floor
+  if is_lower then set[n + 1], set[n + 2] = 'floor', lowest end
+  call('HSET', group_key(g), unpack(set))
+  if #revived > 0 then call('HDEL', group_key(g), unpack(revived)) end
+  if is_lower then call('ZADD', OPEN, lowest, g) elseif is_raised then refloor(g) end
 end
 
 -- Offers samples with expired leases to all workers. The holder keeps its token, and the sample, until another worker
@@ -157,10 +166,10 @@ local function admit()
   if reason then return call('ZCARD', P .. 'pool') == 0 and 'no prompts' or reason end
   local g = call('ZPOPMIN', P .. 'pool')[1]
   if not g then return 'no prompts' end
+  local length, round, size = fields(g, 'length', 'round', 'size')
   count('admitted')
-  tally('dispatched_by_prompt_length', field(g, 'length'))
-  call('HSET', group_key(g), 'index', index, 'state', 'open')
-  enqueue(g)
+  tally('dispatched_by_prompt_length', length)
+  enqueue(g, index, round, size)
   index = index + 1
 end
 
@@ -183,7 +192,7 @@ local function copy_samples(g, is_due)
     local m, had = member(g, round, a - 1), tonumber(oldest[a] or '')
     local is_under_way = tokens[a] and not payloads[a]
     local is_mine = copied[m] or held[m .. ' ' .. (tokens[a] or '')]
-    if given < wanted and is_under_way and not is_mine and is_due(a - 1, tonumber(since[a] or time)) then
+    if given < wanted and is_under_way and not is_mine and is_due(a - 1, moved_at(tokens[a], since[a]) or time) then
       given = given + 1
       copied[m] = true
       if had and is_too_old(had) then had = nil end

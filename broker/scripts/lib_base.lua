@@ -5,12 +5,24 @@
 -- call. Scripts see only the names of payloads and segments, never their bytes.
 local META = P .. 'meta'
 local RETRY, LEASES, OPEN, READY = P .. 'retry', P .. 'leases', P .. 'open', P .. 'ready'
+local REFUSED = P .. 'refused'
 -- How many weight versions displays show, the newest ones.
 local SHOWN_VERSIONS = 32
 
-local function now() local t = call('TIME') return t[1] + t[2] / 1e6 end
+local function now()
+  if not clock then
+    local t = call('TIME')
+    clock = t[1] + t[2] / 1e6
+  end
+  return clock
+end
 local function meta(field) return call('HGET', META, field) end
 local function number(field) return tonumber(meta(field) or '') or 0 end
+-- Returns true if the learner has refused a sample whose group is not settled yet.
+local function is_any_refused()
+  if has_refused == nil then has_refused = call('EXISTS', REFUSED) == 1 end
+  return has_refused
+end
 -- Both add to counters, and never of a run that is not there: a deleted run would come back with them.
 local function is_run()
   if is_there == nil then is_there = call('EXISTS', META) == 1 end

@@ -2,6 +2,7 @@
 -- which the caller belongs. Values that the shared files keep during one call are reset here; `_STATE` in
 -- broker/connection/verbs.py declares them.
 call, KEYS, ARGV, is_there, forks, highest = redis.call, keys, arguments, nil, nil, nil
+clock, has_refused, risen = nil, nil, nil
 IDENTITY = string.match(KEYS[1], ':of:(%x*)$')
 
 -- A caller of a run that was deleted or overwritten must not reach the run that has its name now. This is also the

@@ -1,5 +1,11 @@
 -- The effects of a claim on the run. A re-assertion has them once more where the server has lost the claim.
 
+-- Stores the resolved recipe, and the digest by which workers tell which one they obey.
+local function store_config(config)
+  call('SET', PUBLIC .. 'config', config)
+  call('HSET', META, 'recipe', redis.sha1hex(config))
+end
+
 -- Frees the archived weights, which are those of the previous learner.
 local function forget_archive()
   for _, name in ipairs(call('SMEMBERS', P .. 'archive')) do call('UNLINK', PUBLIC .. name) end

@@ -23,33 +23,38 @@ end
 local function announced_step() return tonumber(meta('announced_step') or '') end
 
 -- Frees the blobs of a group's current round and takes its samples from every queue, which fences their leases.
--- Returns the group's size.
+-- Returns the group's size, and false if it is pinned: then it is in no queue.
 local function free_round(g)
-  local size, round, pin, state = fields(g, 'size', 'round', 'pin', 'state')
-  local all = members(g, round, size)
+  local size, round, pin, state, bytes = fields(g, 'size', 'round', 'pin', 'state', 'bytes')
+  local all, is_queued = members(g, round, size), state ~= 'pinned'
   for i, oldest in ipairs(by_sample(g, 'oldest', size)) do
-    if oldest then discard_segments(g, all[i], i - 1) end
+    if oldest then
+      discard_segments(g, all[i], i - 1)
+      bytes = field(g, 'bytes')
+    end
   end
   free_blobs(by_sample(g, 'payload', size))
-  if state ~= 'pinned' then -- a pinned group is in no queue
+  if is_queued then
     for _, queue in ipairs({ LEASES, RETRY }) do call('ZREM', queue, unpack(all)) end
     for _, queue in ipairs({ OPEN, READY }) do call('ZREM', queue, g) end
   end
   if pin then call('LREM', batch_key(pin), 0, g) end
-  local bytes = tonumber(field(g, 'bytes') or '') or 0
-  if bytes > 0 then count('payload_bytes', -bytes) end
-  return size
+  if (tonumber(bytes or '') or 0) > 0 then count('payload_bytes', -bytes) end
+  return size, is_queued
 end
 
 -- Frees the current round of a group that stays in the run, and removes the round's fields from its hash.
+-- Returns the group's size.
 local function clear_round(g)
   local names = { 'floor', 'newest', 'bytes', 'done', 'pin', 'trimmed', 'ready_at', 'waited' }
-  for i = 0, free_round(g) - 1 do
-    for _, name in ipairs({ 'token:', 'step:', 'by:', 'since:', 'under:', 'bytes:', 'payload:' }) do
+  local size = free_round(g)
+  for i = 0, size - 1 do
+    for _, name in ipairs({ 'token:', 'step:', 'by:', 'since:', 'bytes:', 'payload:' }) do
       names[#names + 1] = name .. i
     end
   end
   call('HDEL', group_key(g), unpack(names))
+  return size
 end
 
 -- Returns true if all samples are there with which the group is to be trained.
@@ -61,15 +66,14 @@ end
 -- Begins a group's next round: all of its samples are generated anew under the same index. A group whose prompt is
 -- gone waits until the learner feeds it again.
 local function requeue(g)
-  clear_round(g)
-  call('HINCRBY', group_key(g), 'round', 1)
+  local size = clear_round(g)
+  local round = call('HINCRBY', group_key(g), 'round', 1)
   if call('EXISTS', PROMPT .. g) == 0 then
     call('HSET', group_key(g), 'state', 'lost')
     call('SADD', LOST, g)
     return
   end
-  call('HSET', group_key(g), 'state', 'open')
-  enqueue(g)
+  enqueue(g, field(g, 'index'), round, size)
 end
 
 -- Has sample i of a pinned group generated anew in the same round. The group is open until that sample is submitted.
@@ -79,8 +83,8 @@ local function redo(g, i)
   free_blob(payload)
   call('HINCRBY', group_key(g), 'bytes', -bytes)
   count('payload_bytes', -bytes)
-  call('HDEL', group_key(g), 'pin', 'token:' .. i, 'step:' .. i, 'by:' .. i, 'since:' .. i, 'under:' .. i,
-    'bytes:' .. i, 'payload:' .. i)
+  call('HDEL', group_key(g), 'pin', 'token:' .. i, 'step:' .. i, 'by:' .. i, 'since:' .. i, 'bytes:' .. i,
+    'payload:' .. i)
   call('HSET', group_key(g), 'state', 'open')
   call('HINCRBY', group_key(g), 'done', -1)
   call('ZADD', RETRY, index, member(g, round, i))
@@ -125,13 +129,15 @@ end
 
 -- Removes a group that was trained or dropped. Its name stays in `names` as long as a feed could name it again.
 local function settle(g, names)
-  local size = free_round(g)
-  if call('EXISTS', REFUSED) == 1 then
+  local size, is_queued = free_round(g)
+  if is_any_refused() then
     for i = 0, size - 1 do call('SREM', REFUSED, g .. ':' .. i) end
   end
   call('UNLINK', PROMPT .. g, group_key(g))
-  call('ZREM', POOL, g)
-  call('SREM', LOST, g)
+  if is_queued then
+    call('ZREM', POOL, g)
+    call('SREM', LOST, g)
+  end
   if g >= (meta('watermark') or '') then call('ZADD', names, 0, g) end
 end
 
@@ -151,24 +157,29 @@ local function is_settled(g)
     or (call('EXISTS', group_key(g)) == 0 and g < (meta('watermark') or ''))
 end
 
--- Gives standing to the holders of a group's samples, and takes it from those that have not asked for long.
-local function give_standing(g)
-  local seen = {}
-  for _, holder in ipairs(by_sample(g, 'by', size_of(g))) do
-    if holder and not seen[holder] then call('ZADD', STANDING, now(), holder) end
-    seen[holder] = true
+-- Gives standing to the holders of a group's samples, once in a call, and takes it from those that have not asked for
+-- long.
+local function give_standing(g, size)
+  if not risen then
+    risen = {}
+    call('ZREMRANGEBYSCORE', STANDING, '-inf', now() - STANDING_S)
   end
-  call('ZREMRANGEBYSCORE', STANDING, '-inf', now() - STANDING_S)
+  for _, holder in ipairs(by_sample(g, 'by', size)) do
+    if holder and not risen[holder] then
+      call('ZADD', STANDING, now(), holder)
+      risen[holder] = true
+    end
+  end
 end
 
 -- Settles a group that the learner has trained for good, even where a server that lost writes has another state of it.
 -- Returns 1, or 0 if the group was settled already.
 local function settle_trained(g)
-  local had = call('HMGET', group_key(g), 'state', 'length', 'pin', 'floor')
+  local had = call('HMGET', group_key(g), 'state', 'length', 'pin', 'floor', 'size')
   if not had[1] and is_settled(g) then return 0 end
   if not had[1] or had[1] == 'pool' then count('admitted') end
   if had[2] then tally('trained_by_prompt_length', had[2]) end
-  if had[3] then give_standing(g) end
+  if had[3] then give_standing(g, had[5]) end
   if had[3] and had[4] then tally('trained_by_lag', had[3] - had[4]) end
   if had[1] then settle(g, SETTLED) elseif g >= (meta('watermark') or '') then call('ZADD', SETTLED, 0, g) end
   count('trained')

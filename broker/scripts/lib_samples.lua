@@ -1,13 +1,10 @@
 -- Transitions of single samples: queued, handed back, refused for the weights that sampled them.
 
-local function enqueue(g)
-  local round, index, size = fields(g, 'round', 'index', 'size')
+-- Offers all samples of an open group to workers, under the index that it has.
+local function enqueue(g, index, round, size)
   local scored = {}
-  call('HSET', group_key(g), 'queued_at', now())
-  for _, m in ipairs(members(g, round, size)) do
-    scored[#scored + 1] = index
-    scored[#scored + 1] = m
-  end
+  call('HSET', group_key(g), 'state', 'open', 'index', index, 'queued_at', now())
+  for a, m in ipairs(members(g, round, size)) do scored[2 * a - 1], scored[2 * a] = index, m end
   call('ZADD', RETRY, unpack(scored))
 end
 
@@ -21,7 +18,7 @@ end
 local function hand_back(m)
   local g, _, i = parse(m)
   local oldest = field(g, 'oldest:' .. i)
-  call('HDEL', group_key(g), 'token:' .. i, 'by:' .. i, 'since:' .. i, 'under:' .. i)
+  call('HDEL', group_key(g), 'token:' .. i, 'by:' .. i, 'since:' .. i)
   if oldest then call('HSET', group_key(g), 'step:' .. i, oldest) else call('HDEL', group_key(g), 'step:' .. i) end
   call('ZREM', LEASES, m)
   call('ZADD', RETRY, field(g, 'index'), m)

@@ -15,6 +15,18 @@ local function is_of_before(m, token)
   return server ~= string.sub(server_id(), 1, 8)
 end
 
+-- The nonce of a lease says for which incarnation's weights it was given, and when (in ms, by the server's clock).
+local function nonce_of_lease(nonce, incarnation)
+  return nonce .. 'x' .. incarnation .. 'x' .. string.format('%.0f', 1000 * now())
+end
+-- Returns the incarnation and the time in seconds, or nothing for another token.
+local function told_by(token)
+  local incarnation, ms = string.match(token or '', '^%x+x(%d+)x(%d+)%.')
+  return incarnation, ms and ms / 1000
+end
+-- Returns when a sample was leased, or got its last tokens; `since` is when segments brought it some.
+local function moved_at(token, since) return tonumber(since or '') or select(2, told_by(token)) end
+
 -- A holder without its name and session, which are secret.
 local function digest_of(holder)
   return string.match(holder, '^%? (%x+)$') or string.sub(redis.sha1hex(P .. holder), 1, 16)
@@ -33,7 +45,7 @@ local function copy_of(m, token)
 end
 
 -- Holders whose samples were trained have standing, as long as they ask for leases.
-local STANDING, REFUSED, STANDING_S = P .. 'standing', P .. 'refused', 600
+local STANDING, STANDING_S = P .. 'standing', 600
 local function has_standing(holder)
   if call('ZSCORE', STANDING, holder) then return true end
   local digest = digest_of(holder)
@@ -52,5 +64,6 @@ end
 -- A sample that was refused once is accepted only from holders with standing, while any of them is alive: else a
 -- program that begins again under new names could spoil it for ever.
 local function is_barred(g, i, holder)
-  return call('SISMEMBER', REFUSED, g .. ':' .. i) == 1 and not has_standing(holder) and is_any_with_standing_alive()
+  return is_any_refused() and call('SISMEMBER', REFUSED, g .. ':' .. i) == 1 and not has_standing(holder)
+    and is_any_with_standing_alive()
 end

@@ -17,7 +17,7 @@ if not is_ours then
   call('SET', PUBLIC .. 'owner', owner)
   call('SET', PUBLIC .. 'identity', IDENTITY)
   call('HSETNX', META, 'started', now())
-  call('SET', PUBLIC .. 'config', ARGV[7])
+  store_config(ARGV[7])
 end
 
 local mark, step, is_rewound, is_anew = ARGV[5], tonumber(ARGV[6]), ARGV[9] == '1', ARGV[10] == '1'
@@ -79,6 +79,7 @@ local function pin_again(step, g, round, size)
     clear_round(g)
   end
   call('ZREM', READY, g)
+  call('SREM', LOST, g)
   call('HSET', group_key(g), 'round', round, 'state', 'pinned', 'pin', step)
   call('RPUSH', batch_key(step), g)
   call('ZADD', PINNED, step, step)

@@ -11,7 +11,7 @@ for a = 2, #ARGV, 2 do
   local g, round, i = sample(a)
   local had = call('HMGET', group_key(g), 'round', 'token:' .. i, 'payload:' .. i, 'state', 'since:' .. i)
   local is_wanted = had[1] == round and not had[3] and had[4] == 'open'
-  if is_wanted and had[2] == token and tonumber(had[5] or time) >= earliest then
+  if is_wanted and had[2] == token and (moved_at(had[2], had[5]) or time) >= earliest then
     call('ZADD', LEASES, deadline, m)
     call('ZREM', RETRY, m)
   elseif not (is_wanted and copy_of(m, token)) then

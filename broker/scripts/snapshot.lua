@@ -1,4 +1,4 @@
--- include: lib_base lib_arguments lib_workers lib_pools lib_scoring
+-- include: lib_base lib_arguments lib_tokens lib_workers lib_pools lib_scoring
 -- flags: no-writes allow-oom
 -- snapshot() -> {meta, tally, {pool, retry, leases, ready, pinned groups}, {StepMetrics frame...}, {worker, frame...},
 --   {worker that is quarantined...}, {{tid, worker, reason} of dead letters, newest first...},
@@ -78,7 +78,7 @@ local function queue_ages()
   for _, g in ipairs(call('ZRANGE', READY, 0, MOST_AGES - 1)) do ready[#ready + 1] = since(g, 'ready_at') end
   for _, m in ipairs(call('ZRANGE', LEASES, 0, MOST_AGES - 1)) do
     local g, _, i = parse(m)
-    leased[#leased + 1] = since(g, 'since:' .. i)
+    leased[#leased + 1] = moved_at(fields(g, 'token:' .. i, 'since:' .. i))
   end
   for _, m in ipairs(call('ZRANGE', RETRY, 0, 0)) do next_one[1] = since(parse(m), 'queued_at') end
   local oldest, mean = ages(ready)

@@ -32,13 +32,13 @@ local function submit(a, last)
   local newest_now, is_void = newest_of(a + 7, last)
   local g, round, i = parse(m)
   local key = group_key(g)
-  local had_round, state, had_token, had_payload, had_from, under, oldest, newest, size, done, had_bytes, floor =
-    fields(g, 'round', 'state', 'token:' .. i, 'payload:' .. i, 'step:' .. i, 'under:' .. i, 'oldest:' .. i, 'newest',
+  local had_round, state, had_token, had_payload, had_from, by, oldest, newest, size, done, had_bytes, floor =
+    fields(g, 'round', 'state', 'token:' .. i, 'payload:' .. i, 'step:' .. i, 'by:' .. i, 'oldest:' .. i, 'newest',
       'size', 'done', 'bytes', 'floor')
   local copied_from, copier = copy_of(m, token)
   local mine = had_round == round and (had_token == token or (copier and not had_payload)
     or (is_again and may_take(m, token)))
-  local holder = copier or (had_token == token and field(g, 'by:' .. i)) or nil
+  local holder = copier or (had_token == token and by) or nil
   if mine and had_payload then
     -- The same payload comes again, as its reply was lost: SET has put a time to live on it, which must go.
     if had_payload == payload then keep_blob(payload) else free_blob(payload) end
@@ -47,7 +47,7 @@ local function submit(a, last)
   if mine and is_impossible(newest_now) and not is_again then
     blame(m, holder, 'tokens of weights ' .. newest_now .. ', which were never announced')
     is_void = true
-  elseif mine and had_token == token and is_older_than_lease(tonumber(from), had_from, under, a + 7, last) then
+  elseif mine and had_token == token and is_older_than_lease(tonumber(from), had_from, told_by(token), a + 7, last) then
     blame(m, holder, 'tokens of step ' .. from .. ' under a lease for weights of step ' .. had_from)
     is_void = true
   end
@@ -75,12 +75,14 @@ local function submit(a, last)
     had_bytes = field(g, 'bytes')
   end
   done = (done or 0) + 1
-  local is_done = done == tonumber(size)
-  call('HSET', key, 'token:' .. i, token, 'payload:' .. i, payload, 'bytes:' .. i, bytes, 'step:' .. i, from,
-    'done', done, 'bytes', (had_bytes or 0) + bytes)
+  local set = { 'payload:' .. i, payload, 'bytes:' .. i, bytes, 'done', done, 'bytes', (had_bytes or 0) + bytes }
+  local function also(name, value) set[#set + 1], set[#set + 2] = name, value end
+  if had_token ~= token then also('token:' .. i, token) end
+  if had_from ~= from then also('step:' .. i, from) end
+  call('HSET', key, unpack(set))
   note_newest(g, newest, newest_now)
   if had_from ~= from then floor = refloor(g) end
-  if is_done then
+  if done == tonumber(size) then
     call('ZREM', OPEN, g)
     make_ready(g, floor)
   end

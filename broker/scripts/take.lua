@@ -140,7 +140,7 @@ local function pin(ready, need)
   call('ZADD', PINNED, step, step)
   call('HSET', META, 'pinned_at', now())
   call('HDEL', META, 'waiting_since')
-  for _, g in ipairs(call('LRANGE', batch_key(step - 1), 0, -1)) do give_standing(g) end -- it was trained
+  for _, g in ipairs(call('LRANGE', batch_key(step - 1), 0, -1)) do give_standing(g, size_of(g)) end -- it was trained
 end
 
 local function nothing_more_comes()

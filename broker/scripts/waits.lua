@@ -1,4 +1,4 @@
--- include: lib_base
+-- include: lib_base lib_tokens
 -- flags: no-writes allow-oom
 -- waits() -> {seconds by this server's clock, meta, newest step with a batch | '', groups of that batch,
 --   is a learner alive, floor of the youngest group that the next step would train | '',
@@ -21,7 +21,7 @@ end
 
 -- Returns {sample, holder, since, is leased}; the holder without its session, which is secret.
 local function missing(m, i, by, since)
-  return { i, name_of(by or ''), since or '', call('ZSCORE', LEASES, m) and 1 or 0 }
+  return { i, name_of(by or ''), since and string.format('%.3f', since) or '', call('ZSCORE', LEASES, m) and 1 or 0 }
 end
 
 local function described(g)
@@ -29,10 +29,10 @@ local function described(g)
   local size = tonumber(had[1] or '') or 0
   local found = { g, size, tonumber(had[2] or '') or 0, had[3] or '' }
   if size == 0 then return found end
-  local by, since = by_sample(g, 'by', size), by_sample(g, 'since', size)
+  local by, since, tokens = by_sample(g, 'by', size), by_sample(g, 'since', size), by_sample(g, 'token', size)
   for a, payload in ipairs(by_sample(g, 'payload', size)) do
     if not payload and #found < 4 + MOST_SAMPLES then
-      found[#found + 1] = missing(member(g, had[4], a - 1), a - 1, by[a], since[a])
+      found[#found + 1] = missing(member(g, had[4], a - 1), a - 1, by[a], moved_at(tokens[a], since[a]))
     end
   end
   return found

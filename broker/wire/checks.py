@@ -29,7 +29,7 @@ def check_score_request(request: ScoreRequest) -> None:
     if not 0 <= request.top_k <= MAX_CANDIDATES:
         raise FrameError(f"a request for {request.top_k} candidates; at most {MAX_CANDIDATES} are allowed")
     for tokens in (request.prompt_tokens, request.response_tokens):
-        _check_tokens("a request for scores", tokens)
+        check_tokens("a request for scores", tokens)
 
 
 def check_segment(segment: Segment) -> None:
@@ -43,9 +43,9 @@ def check_segment(segment: Segment) -> None:
             f" {len(segment.loss_mask)}"
         )
     _check_spans(tid, segment.spans, segment.start, segment.start + length)
-    _check_tokens(tid, segment.tokens)
+    check_tokens(tid, segment.tokens)
     _check_logprobs(tid, segment.behavior_logprobs)
-    _check_mask(tid, segment.loss_mask)
+    check_mask(tid, segment.loss_mask)
     _check_turns(tid, segment.turns)
     ends = [turn.end for turn in segment.turns]
     if not segment.loss_mask[-1] or ends != [segment.start + end for _, end in _sampled(segment.loss_mask)[:-1]]:
@@ -60,6 +60,14 @@ def check_segment(segment: Segment) -> None:
 def check_trajectory(trajectory: Trajectory) -> None:
     """Raises FrameError unless the parts agree: lengths, spans without gaps, tokens and logprobs in their
     ranges."""
+    check_parts(trajectory)
+    check_mask(trajectory.tid, trajectory.loss_mask)
+    for tokens in (trajectory.prompt_tokens, trajectory.response_tokens):
+        check_tokens(trajectory.tid, tokens)
+
+
+def check_parts(trajectory: Trajectory) -> None:
+    """Raises FrameError unless the parts agree, whatever the tokens are and the loss mask has besides 0."""
     length = len(trajectory.response_tokens)
     if length == 0 or length + len(trajectory.prompt_tokens) > MAX_TOKENS:
         raise FrameError(f"{trajectory.tid}: {length} response tokens; 1 to {MAX_TOKENS} with the prompt are allowed")
@@ -69,8 +77,6 @@ def check_trajectory(trajectory: Trajectory) -> None:
             f"and a loss mask of {len(trajectory.loss_mask)}"
         )
     _check_spans(trajectory.tid, trajectory.spans, 0, length)
-    _check_tokens(trajectory.tid, trajectory.prompt_tokens)
-    _check_tokens(trajectory.tid, trajectory.response_tokens)
     _check_logprobs(trajectory.tid, trajectory.behavior_logprobs)
     _check_teacher(trajectory.tid, trajectory.teacher_logprobs, length)
     _check_candidates(trajectory, length)
@@ -82,7 +88,6 @@ def check_trajectory(trajectory: Trajectory) -> None:
                 f"{trajectory.tid}: {fed} tokens were fed to sample the response, but there are the experts of"
                 f" {len(trajectory.experts)}"
             )
-    _check_mask(trajectory.tid, trajectory.loss_mask)
     _check_turns(trajectory.tid, trajectory.turns)
     turns = [(turn.start, turn.end) for turn in trajectory.turns]
     if turns and (not trajectory.loss_mask[-1] or turns != _sampled(trajectory.loss_mask)):
@@ -103,8 +108,9 @@ def _check_spans(tid: TrajectoryId, spans: tuple[VersionSpan, ...], start: int, 
         raise FrameError(f"{tid}: version spans end at {position}, the tokens at {end}")
 
 
-def _check_mask(tid: TrajectoryId, mask: NDArray[np.uint8]) -> None:
-    if mask.max() > 1:
+def check_mask(tid: TrajectoryId, mask: NDArray[np.uint8]) -> None:
+    """Raises FrameError unless each entry is 0 or 1; the mask must have some."""
+    if np.maximum.reduce(mask) > 1:
         raise FrameError(f"{tid}: a loss mask is 0 or 1, not {mask.max()}")
 
 
@@ -124,15 +130,16 @@ def _sampled(mask: NDArray[np.uint8]) -> list[tuple[int, int]]:
     return list(zip(bounds[::2], bounds[1::2], strict=True))
 
 
-def _check_tokens(tid: TrajectoryId | str, tokens: NDArray[np.int32]) -> None:
+def check_tokens(tid: TrajectoryId | str, tokens: NDArray[np.int32]) -> None:
+    """Raises FrameError unless all tokens are in [0, MAX_TOKEN_ID]."""
     if (
-        len(tokens) and np.ascontiguousarray(tokens).view(np.uint32).max() > MAX_TOKEN_ID
+        len(tokens) and np.maximum.reduce(np.ascontiguousarray(tokens).view(np.uint32)) > MAX_TOKEN_ID
     ):  # as unsigned, a negative token id is huge
         raise FrameError(f"{tid}: token ids outside [0, {MAX_TOKEN_ID}]")
 
 
 def _check_logprobs(tid: TrajectoryId, logprobs: NDArray[np.float32]) -> None:
-    if not np.isfinite(logprobs).all():
+    if b"\0" in np.isfinite(logprobs).tobytes():  # twice as fast as `all` for the tokens of one sample
         raise FrameError(f"{tid}: a behaviour logprob that is not finite")
 
 
@@ -156,7 +163,7 @@ def _check_candidates(trajectory: Trajectory, length: int) -> None:
             f"{tid}: {length} response tokens, but a teacher's candidates of shape {tokens.shape}, and {logprobs.shape}"
             f" logprobs of them; at most {MAX_CANDIDATES} are allowed in each place"
         )
-    _check_tokens(tid, tokens.reshape(-1))
+    check_tokens(tid, tokens.reshape(-1))
     if not np.isfinite(logprobs).all():
         raise FrameError(f"{tid}: a candidate's logprob that is not finite")
     if (logprobs[:, 1:] > logprobs[:, :-1]).any():

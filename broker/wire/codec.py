@@ -19,7 +19,7 @@ from broker.errors import FrameError
 from broker.schema import ScoreRequest, Segment, Trajectory, TrajectoryId, Turn, VersionSpan
 
 from .buffers import ExpertsHead, pack_experts, pack_tokens, unpack_experts, unpack_tokens
-from .checks import MAX_CANDIDATES, check_score_request, check_segment, check_trajectory
+from .checks import MAX_CANDIDATES, check_mask, check_parts, check_score_request, check_segment, check_tokens
 from .frames import (
     ENVELOPE_LENGTH,
     KINDS,
@@ -89,8 +89,11 @@ def decode(frame: bytes, kind: type[T]) -> T:
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
     """Return the trajectory's frame. Raises FrameError where its parts contradict each other."""
-    check_trajectory(trajectory)
-    tokens = pack_tokens(trajectory.prompt_tokens, trajectory.response_tokens)
+    check_parts(trajectory)
+    check_mask(trajectory.tid, trajectory.loss_mask)
+    sequence = np.concatenate((trajectory.prompt_tokens, trajectory.response_tokens))
+    check_tokens(trajectory.tid, sequence)
+    tokens = pack_tokens(sequence)
     experts_head, experts = pack_experts(trajectory.experts)
     envelope = msgspec.msgpack.encode(
         _Envelope(
@@ -146,7 +149,7 @@ def decode_trajectory(frame: bytes) -> Trajectory:
         candidate_tokens=candidate_tokens,
         candidate_logprobs=candidate_logprobs,
     )
-    check_trajectory(trajectory)
+    check_parts(trajectory)  # planes of three bytes and bits hold no other tokens and masks than allowed ones
     return trajectory
 
 

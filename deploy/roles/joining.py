@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 from broker.client.broker import Broker
@@ -39,7 +39,11 @@ async def fetch_config(broker: Broker) -> bytes:
 async def drained_when_changed(
     broker: Broker, stored: bytes, drain: asyncio.Event, part: Callable[[bytes], object]
 ) -> AsyncIterator[None]:
-    """Drain the role once its `part` of the run's configuration has changed; then raise ConfigChangedError."""
+    """Drain the role once its `part` of the run's configuration has changed; then raise ConfigChangedError.
+
+    A worker gets no leases from the claim with another configuration on, until it has seen that its part is the same.
+    """
+    broker.leases.obey(stored)
     watch = asyncio.create_task(_watch_config(broker, stored, part))
     watch.add_done_callback(lambda _: drain.set())
     try:
@@ -53,15 +57,19 @@ async def drained_when_changed(
 
 async def _watch_config(broker: Broker, stored: bytes, part: Callable[[bytes], object]) -> None:
     while True:
-        await asyncio.sleep(CONFIG_CHECK_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CONFIG_CHECK_S):
+                await broker.leases.recipe_changed.wait()
         try:
             now = await broker.status.config() or stored
         except ForeignRunError:
             raise
         except BrokerError:  # an outage, which the role logs itself
+            await asyncio.sleep(CONFIG_POLL_S)
             continue
         if now != stored and part(now) != part(stored):
             raise ConfigChangedError(f"The configuration of run {broker.run} has changed since this process started.")
+        broker.leases.obey(now)
 
 
 async def or_drained(wanted: Coroutine[Any, Any, T], drain: asyncio.Event) -> T | None:

@@ -73,10 +73,7 @@ class Recorder:
     @property
     def turn_start(self) -> int:
         """Response position of the first token of the current turn."""
-        for back, is_sampled in enumerate(reversed(self.loss_mask)):
-            if not is_sampled:
-                return len(self.loss_mask) - back
-        return 0
+        return bytes(self.loss_mask).rfind(0) + 1
 
     def hear(self, said: Sequence[int], reward: float) -> None:
         """Note that the environment gave `reward` for the turn that has ended and says these tokens before the next."""

@@ -53,6 +53,6 @@ class Throughput:
         return counted / seconds if seconds > 0 else 0.0
 
     def _forget(self) -> None:
-        horizon = self._clock() - self._window_s
+        horizon = self._last_s - self._window_s
         while self._counts and self._counts[0][0] < horizon:
             self._counts.popleft()

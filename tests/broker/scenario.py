@@ -147,9 +147,10 @@ async def begin(
     group_size: int = 2,
     checkpoint: CheckpointMark = FRESH,
     resume: bool = False,
+    config: bytes = b"recipe",
 ) -> Scenario:
     """Claims the run and feeds groups 0 to `fed`; announces the initial weights of a fresh run."""
-    claim = await broker.batches.claim(checkpoint=checkpoint, rules=rules, config=b"recipe", resume=resume)
+    claim = await broker.batches.claim(checkpoint=checkpoint, rules=rules, config=config, resume=resume)
     scenario = Scenario(broker, claim)
     await broker.prompts.feed([prompt(i, group_size) for i in range(fed)], claim.owner)
     if claim.highest_announced is None and checkpoint == FRESH:

@@ -2,8 +2,10 @@
 
 import asyncio
 import random
+from typing import Any
 
 import pytest
+import redis
 
 from broker import Broker, open_broker
 from broker.client.batches import CheckpointMark, NotReady, TakenBatch
@@ -31,6 +33,18 @@ async def test_take_gives_whole_groups_and_the_same_ones_again(broker: Broker) -
     assert await run.take(0) == groups(0, 1)
     assert await run.take(1) == groups(2, 3)
     assert await run.take(0) == groups(0, 1)
+
+
+async def test_a_sample_costs_the_server_few_commands(broker: Broker, url: str) -> None:
+    run = await begin(broker, rules(64, groups_per_step=8), fed=8, group_size=8)
+    with redis.Redis.from_url(url) as server:
+        server.config_resetstat()
+        leases = (await run.lease(64, 0)).leases
+        await asyncio.gather(*(run.submit(lease, 0) for lease in leases))
+        assert len(await run.take(0, 8) or ()) == 8
+        await broker.batches.commit(run.owner, 1)
+        counted: Any = server.info("commandstats")
+    assert sum(entry["calls"] for entry in counted.values()) / 64 < 12
 
 
 async def test_ages_are_of_what_waits_and_a_batch_keeps_how_long_its_groups_waited(broker: Broker) -> None:

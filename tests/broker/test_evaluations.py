@@ -229,3 +229,12 @@ async def test_a_quarantined_worker_gets_none(broker: Broker, run: Scenario) -> 
 async def test_there_is_none_before_a_learner_has_claimed_the_run(broker: Broker) -> None:
     assert (await broker.evaluations.lease("w", V0, 9, LONG_S)).left is None
     await broker.evaluations.release([EvaluationLease(V0, 0, "x", HELD_OUT[0], "w")])
+
+
+async def test_a_worker_that_obeys_another_recipe_gets_no_samples(run: Scenario) -> None:
+    await run.broker.evaluations.ask(run.owner, V0, HELD_OUT, 1)
+    run.broker.leases.obey(b"another one")
+    reply = await run.broker.evaluations.lease("w", V0, 9, LONG_S)
+    assert (reply.left, reply.leases) == (3, ())
+    run.broker.leases.obey(b"recipe")
+    assert len(await leased(run.broker, 9)) == 3

@@ -64,7 +64,7 @@ class Hostile:
     def lease(self, count: int, ttl_s: float = 30, *, step: int = 0, holder: str = "evil 1") -> list[list[bytes]]:
         """{member, token} of each; behind them, where it has segments, their oldest step and names."""
         nonce = f"{random.getrandbits(64):x}"
-        leased: list[list[bytes]] = self.call("lease", 1, step, count, ttl_s, nonce, holder)[3:]
+        leased: list[list[bytes]] = self.call("lease", 1, step, count, ttl_s, nonce, holder, "")[3:]
         return leased
 
     def submit(self, leased: list[bytes], oldest: int, newest: int, *, frame: bytes = b"junk") -> bytes:
@@ -227,13 +227,16 @@ async def test_it_hands_in_no_evaluation_sample_that_another_one_holds(cast: Cas
     await cast.learner.evaluations.ask(cast.run.owner, version, [prompt(100), prompt(101)], 1)
     await cast.worker.status.heartbeat(WORKER, 30)
     (lease,) = (await cast.worker.evaluations.lease("w", version, 1, 30)).leases
-    _, _, (other, token, _) = cast.hostile.call("evaluation_lease", "1.0", 9, 1e9, "abc", "evil 1")
+    _, _, (other, token, _) = cast.hostile.call("evaluation_lease", "1.0", 9, 1e9, "abc", "evil 1", "")
     assert other != lease.sample
     for tokens in (token, b"x", b""):
         said = ["1.0", lease.sample, tokens, "1.0", "1.0", 1, 1.0, 1, "evil 1"]
         assert cast.hostile.call("evaluation_submit", *said) == b"fenced"
         assert cast.hostile.call("evaluation_release", "1.0", lease.sample, tokens) == 0
-        assert cast.hostile.call("evaluation_lease", "1.0", 9, 30, "abc", "evil 1", lease.sample, tokens) == [2, [0]]
+        assert cast.hostile.call("evaluation_lease", "1.0", 9, 30, "abc", "evil 1", "", lease.sample, tokens) == [
+            2,
+            [0],
+        ]
     for place, junk in ((1, -1), (1, "x"), (5, 2), (6, "nan"), (6, "inf"), (6, "1e999999"), (6, "x" * 99), (7, -1)):
         said = ["1.0", other, token, "1.0", "1.0", 1, 1.0, 1, "evil 1"]
         said[place] = junk
@@ -252,17 +255,17 @@ async def test_it_keeps_no_evaluation_sample_for_itself(cast: Cast, auditor: Aud
     await cast.learner.evaluations.ask(cast.run.owner, version, [prompt(100), prompt(101)], 2, keep_s)
     held: list[Any] = []
     for _ in range(4):
-        held += cast.hostile.call("evaluation_lease", "1.0", 9, 30, "abc", "evil 1")[2:]
+        held += cast.hostile.call("evaluation_lease", "1.0", 9, 30, "abc", "evil 1", "")[2:]
     mine = tuple[EvaluationLease, ...]()
     async with asyncio.timeout(20):
         while len(mine) < 4:
             await asyncio.sleep(0.05)
             said = [part for sample, token, _ in held for part in (sample, token)]
-            assert cast.hostile.call("evaluation_lease", "1.0", 9, 30, "abc", "evil 1", *said)[1] == []
+            assert cast.hostile.call("evaluation_lease", "1.0", 9, 30, "abc", "evil 1", "", *said)[1] == []
             mine += (await cast.worker.evaluations.lease(WORKER.worker, version, 9, 30, mine)).leases
         while (await cast.learner.evaluations.look(cast.run.owner, version)).quiet_s < 2 * keep_s:
             await asyncio.sleep(0.05)
-            cast.hostile.call("evaluation_lease", "1.0", 9, 30, "abc", f"evil {random.getrandbits(32)}", *said)
+            cast.hostile.call("evaluation_lease", "1.0", 9, 30, "abc", f"evil {random.getrandbits(32)}", "", *said)
     assert sorted(lease.sample for lease in mine) == [0, 1, 2, 3]
     assert not {lease.token for lease in mine} & {token.decode() for _, token, _ in held}
     (sample, token, _), *_ = held
@@ -394,7 +397,7 @@ async def test_strikes_of_copies_end_their_holder(cast: Cast) -> None:
     copies = cast.hostile.lease(3)
     assert len(copies) == 3
     assert [cast.hostile.submit(one, 0, 1000) for one in copies] == [b"fenced"] * 3
-    assert cast.hostile.call("lease", 1, 0, 1, 30, "a", "evil 1")[1] == b"quarantined"
+    assert cast.hostile.call("lease", 1, 0, 1, 30, "a", "evil 1", "")[1] == b"quarantined"
 
 
 async def test_it_reports_under_no_name_of_another(cast: Cast) -> None:
@@ -694,7 +697,7 @@ class Fuzz:
             "turn": [token, "1", 30, 0.5],
             "awake": ["evil", "s", 30, 1],
             "asleep": ["evil", "s"],
-            "evaluation_lease": ["1.0", 2, 0.1, "abc", "evil 1", 0, "abc"],
+            "evaluation_lease": ["1.0", 2, 0.1, "abc", "evil 1", "", 0, "abc"],
             "evaluation_submit": ["1.0", self._random.randrange(4), "abc", "1.0", "1.0", 1, 0.5, 3, "evil 1"],
             "evaluation_release": ["1.0", self._random.randrange(4), "abc"],
             "heartbeat": ["evil", "s", 1000, b"junk", 1],

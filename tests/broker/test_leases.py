@@ -15,7 +15,7 @@ from broker.staleness import may_admit
 from broker.wire import frames
 from broker.wire.codec import encode
 
-from .scenario import begin, group_id, groups, of_another_schema, prompt, rules, trajectory
+from .scenario import FRESH, Scenario, begin, group_id, groups, of_another_schema, prompt, rules, trajectory
 
 A_MOMENT_S = 0.05
 
@@ -61,6 +61,22 @@ async def test_stale_weights_are_refused(broker: Broker) -> None:
     assert (await run.lease(1, 0)).reason == "stale weights"
     ahead = await broker.leases.lease("w", WeightVersion(2, 2), 1, 30)
     assert (ahead.leases, ahead.reason) == ((), "paused")  # weights that this run knows nothing of
+
+
+async def test_a_worker_that_obeys_another_recipe_gets_no_leases(broker: Broker) -> None:
+    run = await begin(broker, rules(4), fed=4)
+    broker.leases.obey(b"recipe")
+    assert len((await run.lease(1, 0)).leases) == 1
+    claimed = await broker.batches.claim(checkpoint=FRESH, rules=rules(4), config=b"warmer", resume=True)
+    await Scenario(broker, claimed).announce(0)
+    for _ in range(2):
+        reply = await run.lease(9, 0)
+        assert (reply.leases, reply.reason) == ((), "recipe")
+        assert broker.leases.recipe_changed.is_set()
+        broker.leases.obey(b"colder")
+    broker.leases.obey(await broker.status.config() or b"")
+    assert not broker.leases.recipe_changed.is_set()
+    assert len((await run.lease(2, 0)).leases) == 2
 
 
 async def test_a_retry_is_given_before_new_groups_and_only_to_weights_that_may(broker: Broker) -> None:

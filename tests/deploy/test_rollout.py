@@ -7,6 +7,7 @@ import pytest
 
 from broker import Broker
 from broker.client.batches import CheckpointMark
+from broker.client.leases import NoMoreLeases
 from broker.errors import ConfigError
 from broker.schema import RunRules
 from deploy.recipe.loading import recipe_to_bytes
@@ -16,6 +17,7 @@ from deploy.roles import worker as rollout
 from learner.algorithm_config import AlgorithmConfig
 from learner.config import LearnerConfig, PromptsConfig
 from rollout_workers.config import RewardConfig, SamplingConfig
+from tests.broker.scenario import begin, rules
 
 A_MOMENT_S = 0.02
 
@@ -60,6 +62,28 @@ async def test_a_worker_of_another_configuration_is_drained_and_fails(broker: Br
     await claim(broker, stored(**change))
     with pytest.raises(joining.ConfigChangedError, match=f"configuration of run {broker.run} has changed"):
         await working
+
+
+@pytest.mark.parametrize("change", [{"max_new_tokens": 9}, {"steps": 9}])
+async def test_no_sample_is_leased_by_the_recipe_of_before_a_claim(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch, change: dict[str, int]
+) -> None:
+    monkeypatch.setattr(joining, "CONFIG_CHECK_S", 3600.0)  # the refused worker looks at once
+    run = await begin(broker, rules(1), config=stored())
+    working = asyncio.create_task(work(broker))
+    assert len((await run.lease(1, 0)).leases) == 1
+    await claim(broker, stored(**change))
+    reply = await run.lease(1, 0)
+    assert (reply.leases, reply.reason) == ((), NoMoreLeases.RECIPE)
+    if "steps" not in change:
+        with pytest.raises(joining.ConfigChangedError):
+            await working
+        return
+    async with asyncio.timeout(30):
+        while not (await run.lease(1, 0)).leases:  # noqa: ASYNC110 - the change is none of a worker's business
+            await asyncio.sleep(A_MOMENT_S)
+    assert not working.done()
+    working.cancel()
 
 
 async def test_a_configuration_that_cannot_be_read_ends_the_worker_too(broker: Broker) -> None:
