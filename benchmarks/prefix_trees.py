@@ -65,7 +65,7 @@ def measure(backend: Backend, batches: list[PackedBatch], device: str, repeats: 
         _wait(device)
         began = time.perf_counter()
         proximal = backend.logprobs(batches, 1.0)
-        loss, _, _ = backend.step(batches, _loss(batches, proximal), 1.0, 1e-6)
+        _, grad_norm, _ = backend.step(batches, _loss(batches, proximal), 1.0, 1e-6)
         _wait(device)
         took_s.append(time.perf_counter() - began)
     tokens = sum(batch.num_tokens for batch in batches)
@@ -77,7 +77,7 @@ def measure(backend: Backend, batches: list[PackedBatch], device: str, repeats: 
         "computed": sum(batch.num_positions for batch in batches),
         "micro_batches": len(batches),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device == "cuda" else None,
-        "loss": loss,
+        "grad_norm": grad_norm,
     }
 
 

@@ -206,6 +206,19 @@ def test_long_sequences_are_measured(models: Path, tmp_path: Path) -> None:
     assert chunked["grad_norms"] == pytest.approx(plain["grad_norms"], rel=2e-2)
 
 
+@pytest.mark.slow
+def test_prefix_trees_are_measured(models: Path) -> None:
+    command = ("benchmarks.prefix_trees", "--shape", "toy", "--device", "cpu", "--models", str(models))
+    sizes = ("--groups", "1,4", "--prompts", "16", "--responses", "8", "--samples", "8", "--repeats", "1")
+    alone, shared = last_line(*command, *sizes)["cases"]
+    for case in (alone, shared):
+        for setting in ("auto", "on"):
+            assert case[setting]["grad_norm"] == pytest.approx(case["off"]["grad_norm"], rel=1e-3)
+        assert case["off"]["computed"] == case["off"]["tokens"] == case["on"]["tokens"]
+    assert alone["auto"]["computed"] == alone["auto"]["tokens"]
+    assert shared["auto"]["computed"] < 0.7 * shared["auto"]["tokens"]
+
+
 def test_peers_get_the_same_batch_as_we_and_their_losses_are_told_apart() -> None:
     sample = draw()
     for values_T in (sample.current_T, sample.mask_T, sample.spread(sample.advantages_S)):
