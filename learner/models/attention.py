@@ -7,6 +7,7 @@ with every sequence, `use_cache=False` and no attention mask.
 Shapes: T packed tokens, S sequences, L longest of a bucket, H query heads, K key/value heads, D head width.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -244,6 +245,25 @@ def varlen_attention(
     )
     assert isinstance(attended, torch.Tensor)
     return attended
+
+
+@functools.cache
+def check_alignment(device: torch.device) -> None:
+    """Raises UnsupportedModelError unless the kernel counts causality from the end of queries and keys, on which
+    `PackedLayout.of_paths` relies: the only query of two tokens must attend to both."""
+    query, key = (torch.zeros(length, 1, 64, dtype=torch.bfloat16, device=device) for length in (1, 2))
+    cu_queries, cu_keys = (torch.tensor([0, length], dtype=torch.int32, device=device) for length in (1, 2))
+    value = torch.arange(2, dtype=torch.bfloat16, device=device).view(2, 1, 1).expand(2, 1, 64).contiguous()
+    options = _varlen_options(is_grouped=False)
+    attended = varlen_attn(query, key, value, cu_queries, cu_keys, LENGTH_STEP, LENGTH_STEP, scale=1.0, **options)
+    assert isinstance(attended, torch.Tensor)
+    mean = float(attended.float().mean())
+    if abs(mean - 0.5) > 0.01:
+        raise UnsupportedModelError(
+            f"torch {torch.__version__}'s variable-length attention on {device} does not count causality from the end"
+            f" of queries and keys (the mean of 0 and 1 came out as {mean:.3f}), so tokens that samples share cannot be"
+            " computed once. Set learner.prefix_sharing=off."
+        )
 
 
 def _rounded(length: int) -> int:

@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
+import learner.backends.fsdp.row
 import learner.models.attention
 from broker.errors import ConfigError
 from learner.backends import open_backend
@@ -108,6 +109,7 @@ def test_layers_of_any_number_and_length_are_compiled_once(
     for policy in (compiled, plain):
         policy._varlen = True
     monkeypatch.setattr(learner.models.attention, "varlen_attn", kernel)
+    monkeypatch.setattr(learner.backends.fsdp.row, "check_alignment", lambda device: None)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     prepare_layers(compiled.layers, ComputeConfig(compile=True, recompute=recompute))
     for is_tree in (False, True):

@@ -1,5 +1,6 @@
 """Tokens that sequences share are computed once, and no result differs from that of each sequence by itself."""
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -20,7 +21,13 @@ from learner.backends import open_backend
 from learner.backends.fsdp.layers import prepare_layers
 from learner.backends.fsdp.policy import Policy
 from learner.config import ComputeConfig
-from learner.models.attention import PackedLayout, bucketed_attention, varlen_attention
+from learner.models.attention import (
+    PackedLayout,
+    UnsupportedModelError,
+    bucketed_attention,
+    check_alignment,
+    varlen_attention,
+)
 from learner.models.model import load_model
 from learner.objective.composition import needs_reference
 from learner.rows.batch import PackedBatch
@@ -140,11 +147,29 @@ def test_attention_along_paths_is_that_of_whole_sequences(varlen: bool, monkeypa
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
 
 
+@pytest.mark.parametrize("is_from_the_end", [True, False])
+def test_a_kernel_that_counts_causality_from_the_beginning_is_refused(
+    is_from_the_end: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kernel(q: Any, k: Any, v: Any, cu: Any, cu_keys: Any, *_: Any, scale: float, **__: Any) -> torch.Tensor:
+        return one_by_one(q, k, v, cu, cu_keys, scale) if is_from_the_end else v[:1]
+
+    monkeypatch.setattr(learner.models.attention, "varlen_attn", kernel)
+    check_alignment.cache_clear()
+    expected = (
+        contextlib.nullcontext() if is_from_the_end else pytest.raises(UnsupportedModelError, match="sharing=off")
+    )
+    with expected:
+        check_alignment(torch.device("cpu"))
+    check_alignment.cache_clear()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_kernel_attends_along_paths(dtype: torch.dtype) -> None:
     """Gradients too. bfloat16 rounds to 2^-8, and up to 6 copies of a key are added."""
+    check_alignment(torch.device("cuda", 0))
     lengths, rng = [700, 80, 300], np.random.default_rng(0)
     lists = [[*range(500), *rng.integers(0, 9, length)] for length in (*lengths, 2, 1200, 64)]
     tree = tree_of(lists)

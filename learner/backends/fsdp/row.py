@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from learner.models.attention import PackedLayout
+from learner.models.attention import PackedLayout, check_alignment
 from learner.rows.batch import PackedBatch
 from learner.rows.positions import Positions
 
@@ -39,6 +39,8 @@ class FsdpRow:
     def of(cls, batch: PackedBatch, context: ContextGroup, device: torch.device, *, varlen: bool) -> "FsdpRow":
         """Return this rank's part of `batch` on its device. `varlen`: see `PackedLayout`."""
         positions = Positions.of(batch, context.size)
+        if varlen and batch.tree is not None:
+            check_alignment(device)
 
         def own(values_T: torch.Tensor | None) -> torch.Tensor | None:
             return None if values_T is None else _moved(context.own(values_T), device)

@@ -11,7 +11,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from learner.backends.replayed_choice import Recorded
-from learner.models.attention import PackedLayout
+from learner.models.attention import PackedLayout, check_alignment
 from learner.rows.batch import PackedBatch
 from learner.rows.positions import Positions
 
@@ -71,6 +71,8 @@ def make_row(
     replay count disagreement.
     """
     positions = Positions.of(batch, length=length)
+    if varlen and batch.tree is not None:
+        check_alignment(device)
 
     def moved(values: torch.Tensor) -> torch.Tensor:
         return values.to(device, non_blocking=True)
