@@ -1,20 +1,24 @@
 """How many samples a student needs to reach its teacher: on-policy distillation, and RL from the same start.
 
-    python -m benchmarks.distillation --output DIR [--timeout-s 900] [--teacher DIR --student DIR] [key=value ...]
+    python -m benchmarks.distillation --output DIR [--seeds 3] [--timeout-s 900] [--teacher DIR --student DIR]
+        [key=value ...]
 
 The recipe is distill.yaml. Its stages `teacher` and `student` come first, unless their models are given; then two runs
 start from the student and train as many samples in each step: `distillation` one sample of each of 64 prompts, `grpo`
-eight of each of 8. Both are evaluated on the same held-out prompts every few steps. `key=value` are overrides of both,
-such as `evaluation.every_steps=5`. What has ended is not run again: give the same output to go on. The last line is
-one JSON object: pass rates by trained samples, and the samples after which a run is within 0.05 of its teacher.
+eight of each of 8. Both are evaluated on the same held-out prompts every few steps. All of this is done for each seed,
+and counts only as shown where every seed shows it. `key=value` are overrides of both, such as `learner.steps=60`. What
+has ended is not run again: give the same output to go on, or with more seeds. The last line is one JSON object: for
+each seed the pass rates by trained samples and the samples after which a run is within 0.05 of its teacher; of all
+seeds the means, and whether distillation came so close on fewer samples than RL. If not, the exit status is 1.
 """
 
 import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from deploy.recipe.loading import load_recipe
@@ -23,38 +27,73 @@ from deploy.run.report import EVALUATIONS, SUMMARY, lineage, read_lines
 
 RECIPE, WARM = "distill.yaml", "warm"
 CLOSE = 0.05
+DEFAULTS = ("learner.steps=40", "evaluation.every_steps=5")
 RUNS: dict[str, tuple[str, ...]] = {
     "distillation": (),
     "grpo": ("algorithm={preset: grpo}", "teacher={}", "learner.groups_per_step=8", "learner.group_size=8"),
 }
 
+Figures = dict[str, Any]
+"""Of one seed: its number, the teacher's pass rate, and of each run its pass rates."""
 
-def main() -> None:
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, default=3, help="so many, from 0")
     parser.add_argument("--teacher", type=Path)
     parser.add_argument("--student", type=Path)
     parser.add_argument("--timeout-s", type=float, default=900.0)
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
-    output = options.output.resolve()
+    seeds = [_figures(seed, options) for seed in range(options.seeds)]
+    of_all = summary_of(seeds)
+    print(json.dumps({"seeds": seeds, "of_all": of_all}))
+    return int(not of_all["distillation_needs_fewer_samples"])
+
+
+def summary_of(seeds: Sequence[Figures]) -> dict[str, Any]:
+    """The means over seeds, the samples that each needed (null: not reached), and what they show."""
+    reached = {name: [seed[name]["samples_to_reach_teacher"] for seed in seeds] for name in RUNS}
+    pairs = zip(reached["distillation"], reached["grpo"], strict=True)
+    return {
+        "teacher": fmean(seed["teacher"] for seed in seeds),
+        **{name: _means([seed[name]["pass_rate_by_samples"] for seed in seeds]) for name in RUNS},
+        "samples_to_reach_teacher": reached,
+        "least_over_teacher_at_last": {name: min(_last_over_teacher(seed, name) for seed in seeds) for name in RUNS},
+        "distillation_needs_fewer_samples": all(own is not None and (rl is None or own < rl) for own, rl in pairs),
+    }
+
+
+def rates_of(by_samples: dict[int, float], of_teacher: float) -> dict[str, Any]:
+    """A run's pass rates, and after how many samples one is close to its teacher's."""
+    reached = [count for count, rate in by_samples.items() if rate >= of_teacher - CLOSE]
+    return {"pass_rate_by_samples": by_samples, "samples_to_reach_teacher": min(reached, default=None)}
+
+
+def _means(rates: Sequence[Mapping[int, float]]) -> dict[int, float]:
+    return {count: fmean(each[count] for each in rates) for count in rates[0]}
+
+
+def _last_over_teacher(seed: Figures, name: str) -> float:
+    """The pass rate after the last step less the teacher's."""
+    rates: Mapping[int, float] = seed[name]["pass_rate_by_samples"]
+    return rates[max(rates)] - float(seed["teacher"])
+
+
+def _figures(seed: int, options: argparse.Namespace) -> Figures:
+    output, timeout_s = options.output.resolve() / f"seed-{seed}", options.timeout_s
+    own = (*DEFAULTS, *options.overrides, f"run.seed={seed}")
     teacher, student = options.teacher, options.student
     if teacher is None or student is None:
-        _headway(output, options.timeout_s, "--until", "student", f"run.name={WARM}")
+        _headway(output, timeout_s, "--until", "student", f"run.name={WARM}", f"run.seed={seed}")
         warm = output / WARM
         teacher, student = warm / "sft", warm / "stages" / "2-student"
-    pass_rate_of_teacher = _pass_rate(output, teacher.resolve(), options.timeout_s)
-    print(json.dumps(_figures(output, teacher.resolve(), student.resolve(), pass_rate_of_teacher, options)))
-
-
-def _figures(
-    output: Path, teacher: Path, student: Path, of_teacher: float, options: argparse.Namespace
-) -> dict[str, Any]:
-    found: dict[str, Any] = {"teacher": of_teacher}
+    teacher, student = teacher.resolve(), student.resolve()
+    found: Figures = {"seed": seed, "teacher": _pass_rate(output, teacher, timeout_s, seed)}
     for name, overrides in RUNS.items():
-        arguments = [f"teacher.path={teacher}", *overrides, *options.overrides]
-        directory = _train(output, name, student, options.timeout_s, arguments)
-        found[name] = _rates(directory, of_teacher)
+        directory = _train(output, name, student, timeout_s, [f"teacher.path={teacher}", *overrides, *own])
+        found[name] = rates_of(_by_samples(directory), found["teacher"])
     return found
 
 
@@ -66,19 +105,18 @@ def _train(output: Path, name: str, model: Path, timeout_s: float, overrides: Se
     return directory
 
 
-def _pass_rate(output: Path, teacher: Path, timeout_s: float) -> float:
+def _pass_rate(output: Path, teacher: Path, timeout_s: float, seed: int) -> float:
     """The teacher's, as that of a run that trains nothing from it."""
-    idle = ("learner.steps=1", "optimizer.learning_rate=0", f"teacher.path={teacher}")
+    idle = ("learner.steps=1", "optimizer.learning_rate=0", f"teacher.path={teacher}", f"run.seed={seed}")
     directory = _train(output, "of-teacher", teacher, timeout_s, idle)
     return _evaluations(directory)[0].pass_rate
 
 
-def _rates(directory: Path, of_teacher: float) -> dict[str, Any]:
+def _by_samples(directory: Path) -> dict[int, float]:
+    """The run's pass rates on held-out prompts, by the samples trained before."""
     learner = load_recipe(directory / "config.yaml").learner
     samples = learner.groups_per_step * learner.group_size
-    rates = {one.step * samples: one.pass_rate for one in _evaluations(directory)}
-    reached = [count for count, rate in rates.items() if rate >= of_teacher - CLOSE]
-    return {"pass_rate_by_samples": rates, "samples_to_reach_teacher": min(reached, default=None)}
+    return {one.step * samples: one.pass_rate for one in _evaluations(directory)}
 
 
 def _evaluations(directory: Path) -> list[EvaluationEvent]:
@@ -91,4 +129,4 @@ def _headway(output: Path, timeout_s: float, *arguments: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,6 +6,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from benchmarks import distillation
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -86,3 +90,21 @@ def test_corrections_are_compared_at_exact_lags(tmp_path: Path) -> None:
 
     assert last_line(*command) == result, "nothing is done twice"
     assert (tmp_path / "runs.jsonl").read_text() == runs
+
+
+@pytest.mark.parametrize(("student", "shows"), [([0.3, 0.86, 0.9], True), ([0.3, 0.84, 0.86], False)])
+def test_distillation_is_ahead_of_rl_only_if_it_is_with_each_seed(student: list[float], shows: bool) -> None:
+    def of_seed(teacher: float, **runs: list[float]) -> distillation.Figures:
+        rates = {
+            name: distillation.rates_of(dict(zip((0, 64, 128), each, strict=True)), teacher)
+            for name, each in runs.items()
+        }
+        return {"teacher": teacher, **rates}
+
+    seeds = [of_seed(0.9, distillation=student, grpo=[0.3, 0.7, 0.88])]
+    seeds.append(of_seed(0.8, distillation=[0.2, 0.6, 0.78], grpo=[0.2, 0.5, 0.7]))
+    found = distillation.summary_of(seeds)
+    assert found["samples_to_reach_teacher"] == {"distillation": [64 if shows else 128, 128], "grpo": [128, None]}
+    assert found["distillation_needs_fewer_samples"] == shows
+    assert found["grpo"] == pytest.approx({0: 0.25, 64: 0.6, 128: 0.79})
+    assert found["least_over_teacher_at_last"]["grpo"] == pytest.approx(-0.1)
