@@ -42,7 +42,7 @@ UNITS = 4
 """Records: the second step has one, which leaves a rank with none."""
 
 
-def metrics(name: str, directory: Path) -> list[dict[str, float]]:
+def metrics(name: str, directory: Path, micro_batch_tokens: int = 40) -> list[dict[str, float]]:
     """Of each step of the stage."""
     torch.set_num_threads(1)
     seen: list[dict[str, float]] = []
@@ -51,7 +51,7 @@ def metrics(name: str, directory: Path) -> list[dict[str, float]]:
     of_units: dict[str, Any] = of_records if kind in ("reward_model", "sft", "kto") else {"units": UNITS}
     stage, _ = OPEN[kind](
         directory,
-        micro_batch_tokens=40,
+        micro_batch_tokens=micro_batch_tokens,
         backend_kind=backend_kind,
         report=lambda progress: seen.append({"loss": progress.loss, **progress.metrics}),
         **of_units,

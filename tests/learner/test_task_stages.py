@@ -84,8 +84,8 @@ def test_packing_changes_no_metric(kind: str, micro_batch_tokens: int, tmp_path:
 
 
 @pytest.mark.parametrize("name", preference_rank.STAGES)
-def test_two_ranks_equal_one(name: str, of_two_ranks: list[Any], tmp_path: Path) -> None:
-    one = preference_rank.metrics(f"{name.split()[0]} fsdp", tmp_path)
+def test_two_ranks_that_pack_equal_one_that_does_not(name: str, of_two_ranks: list[Any], tmp_path: Path) -> None:
+    one = preference_rank.metrics(f"{name.split()[0]} fsdp", tmp_path, micro_batch_tokens=1)
     assert of_two_ranks[0] == of_two_ranks[1]
     for number, (step, expected) in enumerate(zip(of_two_ranks[0][name], one, strict=True)):
         if number:  # before the first step all rewards are 0 but for rounding, whose sign decides the accuracy
