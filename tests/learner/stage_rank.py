@@ -10,14 +10,11 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from learner.backends import open_backend
-from tests.learner.stage_cases import MODEL, OPEN, Left, left
-from tests.learner.tiny import OPTIMIZER
+from tests.learner.stage_cases import OPEN, Left, left
 
 
 def main(directory: Path, backend_kind: str) -> None:
     torch.set_num_threads(1)
-    open_backend(backend_kind, MODEL, OPTIMIZER)  # the first one sets the process's generators
     found = {name: runs(name, directory / name, backend_kind) for name in OPEN}
     (directory / "left.json").write_bytes(msgspec.json.encode(found))
     dist.destroy_process_group()

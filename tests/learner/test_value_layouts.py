@@ -55,6 +55,7 @@ def test_a_layout_computes_what_fsdp_computes(what: str, number: int, ran: Path,
     ranks = [msgspec.json.decode((ran / f"rank_{rank}.json").read_bytes()) for rank in range(PROCESSES)]
     stories = [msgspec.convert(stories[f"{what} {number}"], Story) for stories in ranks]
     for story in stories:
+        assert story.moved == [], "the process's generator goes on as it would without the model"
         assert story.losses == pytest.approx(expected.losses, rel=1e-4)
         assert story.norms == pytest.approx(expected.norms, rel=1e-3)
     for step, values in enumerate(expected.values):

@@ -4,6 +4,8 @@ python -m torch.distributed.run --nproc-per-node 2 -m tests.learner.values_rank 
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,8 @@ class Story(msgspec.Struct, kw_only=True):
     values: list[list[float]] = []
     """At the start and after each step, the sum of each sequence's values; 0 for those of other replicas."""
     is_lead: bool = True
+    moved: list[str] = []
+    """The models that were opened so far and left the process's generator elsewhere."""
 
 
 def told(backend: ValueBackend, steps: range) -> Story:
@@ -79,9 +83,11 @@ def _values(backend: ValueBackend) -> list[float]:
 def run(directory: Path, model: ModelConfig, layouts: list[LayoutConfig]) -> dict[str, Story]:
     """Each layout's critic resumes besides what the layout before it had saved after a step."""
     stories: dict[str, Story] = {}
+    moved: list[str] = []
     for number, layout in enumerate(layouts):
         options: dict[str, Any] = {"seed": 5, "layout": layout}
-        critic = open_backend("megatron", model, OPTIMIZER, head="value", **options)
+        with _watched(moved, f"critic {number}"):
+            critic = open_backend("megatron", model, OPTIMIZER, head="value", **options)
         first = told(critic, range(1))
         critic.save(directory / f"critic_{number}")
         rest = told(critic, range(1, STEPS))
@@ -90,10 +96,20 @@ def run(directory: Path, model: ModelConfig, layouts: list[LayoutConfig]) -> dic
         with critic.off_device():
             pass
         stories[f"resumed {number}"] = _joined(first, told(critic, range(1, STEPS)))
-        scores = open_backend("megatron", model, OPTIMIZER, head="score", **options)
+        with _watched(moved, f"scores {number}"):
+            scores = open_backend("megatron", model, OPTIMIZER, head="score", **options)
         stories[f"scores {number}"] = told(scores, range(STEPS))
+        stories[f"scores {number}"].moved = list(moved)
         scores.save(directory / f"scores_{number}")
     return stories
+
+
+@contextmanager
+def _watched(moved: list[str], what: str) -> Iterator[None]:
+    before = torch.get_rng_state()
+    yield
+    if not torch.equal(before, torch.get_rng_state()):
+        moved.append(what)
 
 
 def _joined(first: Story, rest: Story) -> Story:

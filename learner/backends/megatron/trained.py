@@ -44,6 +44,7 @@ class TrainedParts:
         layout: LayoutConfig = LayoutConfig(),
         compute: ComputeConfig = ComputeConfig(),
     ) -> None:
+        """Open the model. The process's generators of random numbers stay as they are."""
         _import_megatron()
         self._hugging_face = load_config(model)
         self._tokenizer = load_tokenizer(model)
@@ -52,10 +53,12 @@ class TrainedParts:
         check_layout(layout, count_ranks(), self._architecture, self._dtype.itemsize)
         self._device = join_ranks(device)
         self._layout = layout
-        here = join(layout)
+        # Megatron seeds the process's generators, and layers draw weights that are replaced.
+        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+            here = join(layout)
+            self._build(compute, optimizer)
         self.rank, self.world_size = here.rank, here.world_size
         self.replica, self.replicas, self.is_lead = here.replica, here.replicas, here.is_lead
-        self._build(compute, optimizer)
         self._state.read(self._source(model, seed))
 
     def _source(self, model: ModelConfig, seed: int) -> Read:
