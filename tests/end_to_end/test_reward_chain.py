@@ -2,11 +2,14 @@
 
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from deploy.recipe.loading import load_recipe
 from deploy.recipe.recipe import Recipe
@@ -16,11 +19,15 @@ from deploy.roles.learner import recipe_updater, seed_generators
 from deploy.run.directory import EXPERIENCE
 from deploy.run.stage_output import after_stages
 from deploy.run.trained import original_recipe
+from learner.config import LayoutConfig
 from learner.experience.log import ExperienceLog
 from learner.objective.update import Updater
 from learner.ranks import Ranks
+from learner.stages.loop import TrainedStep
 from learner.stages.replay import replay
+from tests.rollout_workers.reward_models import save_model
 
+from .recipes import write_recipe
 from .records import lineage, summary
 from .terminals import DEADLINE_S, Terminal, Terminals
 
@@ -28,6 +35,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 RECIPE = "sft-rm-ppo.yaml"
 STEPS = 25
+FEW = 8
 SHORTER = (f"learner.steps={STEPS}", "checkpoint.every_steps=5", "evaluation.prompts=0")
 STAGES = (Path("sft"), Path("stages", "2-reward_model"))
 BY_THE_RULE = ("rewards=[{kind: arithmetic}]", "evaluation.pass_reward=1.0")
@@ -67,10 +75,54 @@ def test_a_chain_that_is_killed_in_each_stage_ends_with_a_better_policy(terminal
     assert after > before + 0.08, "a policy that only fools the reward model is right no more often"
 
 
+def test_ppo_on_megatron_computes_what_fsdp_computes_though_it_is_killed(terminals: Terminals) -> None:
+    """Policy, reference and a critic that starts from the reward model, each over two pipeline stages."""
+    home = terminals.directory("run")
+    save_model(home / "rm", scores=True)
+    model = str(home / "rm")
+    path = write_recipe(
+        home,
+        rewards=[{"kind": "reward_model", "path": model}],
+        algorithm={"preset": "ppo", "critic": {"path": model, "learning_rate": 1e-3}, "kl": {"coefficient": 0.02}},
+        learner={"steps": FEW, "backend": "megatron", "processes": 2, "layout": {"pipeline": 2}},
+        checkpoint={"every_steps": 2},
+    )
+    run = home / "runs" / "tiny"
+    first = terminals.open("run", "run", path)
+    _kill_once(first, (run / "checkpoints" / "1" / "step_2").exists)
+    terminals.open("run", "run", path, "--resume").succeeds()
+
+    steps = lineage(run / "metrics.jsonl")
+    assert [step["step"] for step in steps] == list(range(FEW))
+    assert {step["incarnation"] for step in steps} == {1, 2}
+    replayed, learner = _replayed_by_fsdp(original_recipe(run), run)
+    for step, one in zip(steps, replayed, strict=True):
+        assert step["loss"] == pytest.approx(one.update.loss, abs=1e-4)
+        for name in ("value_loss", "value_mean", "value_grad_norm", "kl_reference"):
+            assert step["algorithm"][name] == pytest.approx(one.update.algorithm[name], rel=1e-3, abs=1e-5), name
+    assert abs(steps[0]["algorithm"]["value_mean"]) > 0.1, "the critic starts with the scores of the reward model"
+    (last,) = (run / "checkpoints").glob(f"*/step_{FEW}")
+    left = load_file(last / "model.safetensors")
+    policy: Any = learner.models[0]
+    for name, tensor in policy.named_tensors():
+        torch.testing.assert_close(left[name], tensor, rtol=0, atol=1e-3)
+
+
+def _replayed_by_fsdp(recipe: Recipe, run: Path) -> tuple[list[TrainedStep], Updater]:
+    """The run's batches, trained by an uninterrupted learner of one process."""
+    learner = msgspec.structs.replace(recipe.learner, backend="fsdp", processes=1, layout=LayoutConfig())
+    again = _opened(msgspec.structs.replace(recipe, learner=learner))
+    return list(replay(again, ExperienceLog(run / EXPERIENCE), range(FEW))), again
+
+
 def _kill(terminal: Terminal, record: Path, steps: int) -> None:
     """SIGKILL to the command once the record has so many steps."""
+    _kill_once(terminal, lambda: record.exists() and len(record.read_text().splitlines()) >= steps)
+
+
+def _kill_once(terminal: Terminal, is_due: Callable[[], bool]) -> None:
     deadline = time.monotonic() + DEADLINE_S
-    while not record.exists() or len(record.read_text().splitlines()) < steps:
+    while not is_due():
         assert terminal.exit_code() is None, terminal.tail()
         assert time.monotonic() < deadline, terminal.tail()
         time.sleep(0.05)
