@@ -99,7 +99,7 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class ScorerEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What runs the models of scorers."""
+    """The engine that runs the models of scorers."""
 
     kind: Annotated[
         str,

@@ -19,10 +19,12 @@ from broker.errors import ConfigError
 from broker.schema import ScoreRequest
 from broker.user_code.roots import ImportRoots
 from rollout_workers.config import ScorerEngineConfig, ScorersConfig
-from rollout_workers.scorers.base import Runner, UnfitModelError
+from rollout_workers.scorers.base import Runner, ScoringModel, UnfitModelError
 from rollout_workers.scorers.candidates import parted
 from rollout_workers.scorers.own import OwnScorer
 from rollout_workers.scorers.runtimes import RUNTIMES, abilities_of, gpus_of, open_runner
+from rollout_workers.scorers.runtimes.cache import BLOCK_TOKENS
+from rollout_workers.scorers.runtimes.vllm.start import SEQUENCES, arguments_of
 from tests import plugged
 
 from .marks import VLLM
@@ -201,6 +203,20 @@ def test_a_model_of_another_tokenizer_is_refused_and_one_with_another_padding_to
     save_model(tmp_path / "other", scores=True, alphabet="9876543210+-*=,#^")
     with pytest.raises(UnfitModelError, match=r"another tokenizer than the policy: '0' is token 0 of the policy and 9"):
         open_runner("reward_model", str(tmp_path / "other"), CONFIG, key=KEY, policy=policy)
+
+
+def test_vllm_reserves_on_each_gpu_the_cache_of_what_a_scorer_is_asked_for(tmp_path: Path) -> None:
+    text = save_model(tmp_path, scores=False).config
+    asked = ScoringModel(kind="teacher", path=str(tmp_path), key=KEY)
+    halves = ScorerEngineConfig(kind="vllm", options={"tensor_parallel_size": 2, "max_num_seqs": 7})
+    whole, half = (
+        arguments_of(asked, ScorersConfig(batch_tokens=100, engine=engine), text, MOST_TOKENS)
+        for engine in (ScorerEngineConfig(kind="vllm"), halves)
+    )
+    numbers = 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim
+    assert whole["kv_cache_memory_bytes"] == 4 * numbers * (100 + MOST_TOKENS + 2 * BLOCK_TOKENS)
+    assert half["kv_cache_memory_bytes"] == whole["kv_cache_memory_bytes"] // 2
+    assert (whole["max_num_seqs"], half["max_num_seqs"]) == (SEQUENCES, 7)
 
 
 def test_what_runtimes_state_is_known_without_torch() -> None:

@@ -1,4 +1,4 @@
-"""What the files of a scorer's model say of it, and what is wrong with them."""
+"""Reads the files of a scorer's model, and says what is wrong with them."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence

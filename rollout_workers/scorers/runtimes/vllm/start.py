@@ -7,6 +7,7 @@ from broker.errors import ConfigError
 from rollout_workers.config import ScorersConfig
 from rollout_workers.engines.vllm.start import check_head_dim, prepare_environment
 from rollout_workers.scorers.base import Runner, ScoringModel, UnfitModelError
+from rollout_workers.scorers.runtimes import gpus_of
 from rollout_workers.scorers.runtimes.cache import cache_tokens
 from rollout_workers.scorers.runtimes.files import check_head, check_labels, longest_of, reading, shared_tokens
 
@@ -59,7 +60,7 @@ def arguments_of(asked: ScoringModel, config: ScorersConfig, text: Any, most_tok
         "max_num_seqs": SEQUENCES,
         "max_num_batched_tokens": STEP_TOKENS[asked.kind],
         "enable_chunked_prefill": True,
-        "kv_cache_memory_bytes": tokens * bytes_of_token(text, config.dtype),
+        "kv_cache_memory_bytes": tokens * bytes_of_token(text, config.dtype) // gpus_of(config.engine),
         "gpu_memory_utilization": 0.01,  # vLLM refuses to start where less of a GPU is free
         "async_scheduling": False,
         "enforce_eager": True,
@@ -76,11 +77,11 @@ def bytes_of_token(text: Any, dtype: str) -> int:
 
 
 def _arguments_of_kind(asked: ScoringModel, text: Any) -> dict[str, Any]:
-    from vllm.config import PoolerConfig
-
     architecture = {"architectures": [_causal_class(asked, text)]}
     if asked.kind == "teacher":  # vLLM reads no cache for a prompt whose logprobs it tells
         return {"runner": "generate", "max_logprobs": -1, "enable_prefix_caching": False, "hf_overrides": architecture}
+    from vllm.config import PoolerConfig
+
     return {
         "runner": "pooling",
         "convert": "classify",
