@@ -262,7 +262,7 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             description="tokens that samples share at their beginnings, such as a group's prompt, are computed once:"
             " auto: where that is the quicker plan; on: wherever samples of a prompt share any; off: never"
         ),
-    ] = "off"
+    ] = "auto"
     updates_per_step: Annotated[
         int, Meta(ge=1, description="optimizer updates in one step, each on a share of its batch")
     ] = 1

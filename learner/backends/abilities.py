@@ -15,6 +15,9 @@ class BackendAbilities:
     """Keys of `learner.layout` that it can split a model by."""
     lacks: Mapping[str, str] = field(default_factory=dict)
     """Switches of `learner.compute` that it cannot turn on, with the reason for each."""
+    computes_trees: bool = False
+    """Whether it computes tokens once that sequences share (`PackedBatch.tree`), so that more of them fit into a row.
+    For a class of the user's own, `learner.prefix_sharing=on` says that it does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +58,7 @@ BACKENDS: dict[str, KnownBackend] = {
         critic="learner.backends.fsdp.backend:FsdpValueBackend",
         scores="learner.backends.fsdp.backend:FsdpScoreBackend",
         plan="learner.planning.fsdp:plan",
-        abilities=BackendAbilities(splits=("context",)),
+        abilities=BackendAbilities(splits=("context",), computes_trees=True),
         remedy="A torch>=2.11 built with torch.distributed is needed.",
         examine=_fsdp,
     ),
@@ -65,6 +68,7 @@ BACKENDS: dict[str, KnownBackend] = {
         scores="learner.backends.megatron.backend:MegatronScoreBackend",
         plan="learner.planning.megatron:plan",
         abilities=BackendAbilities(
+            computes_trees=True,
             lacks={
                 "compile": "megatron's layers are not compiled.",
                 "offload_optimizer": "megatron shards the optimizer's state over replicas and context ranks; raise"

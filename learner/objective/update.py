@@ -17,10 +17,12 @@ from algorithms.metrics import summarize, summarize_by_lag
 from algorithms.rewards import kl_shaped
 from broker.schema import Group, Trajectory
 from learner.algorithm_config import AlgorithmConfig
+from learner.backends import abilities_of
 from learner.backends.base import Backend, Stored, Trained
 from learner.config import LearnerConfig, OptimizerConfig
 from learner.ranks import Ranks
 from learner.rows.batch import PackedBatch
+from learner.rows.clusters import PrefixSharing
 from learner.rows.cost import DEFAULT_COST, CostModel
 from learner.rows.packing import PackableSequence, concatenate, from_trajectory, plan
 from learner.rows.routing import Routing
@@ -118,6 +120,7 @@ class Updater:
         is_in_reward = algorithm.kl.coefficient > 0 and algorithm.kl.place == "reward"
         self._reward_kl = ESTIMATORS[algorithm.kl.kind] if reference and is_in_reward else None
         self._learner = learner
+        self._prefix_sharing = _prefix_sharing(learner)
         self._optimizer = optimizer
         self._temperature = temperature
         self._max_new_tokens = max_new_tokens
@@ -309,7 +312,7 @@ class Updater:
             replicas=self._ranks.replicas,
             micro_batch_tokens=self._learner.micro_batch_tokens,
             cost=self._cost,
-            prefix_sharing=self._learner.prefix_sharing,
+            prefix_sharing=self._prefix_sharing,
         )
         return [row.batch for row in rows]
 
@@ -323,6 +326,12 @@ class Updater:
             return None
         own = [dataclasses.replace(batch.without_candidates, experts_TLK=None) for batch in batches]
         return self._reference.logprobs(own, self._temperature)
+
+
+def _prefix_sharing(learner: LearnerConfig) -> PrefixSharing:
+    """Returns the setting; where it is auto, off for a backend that would hold each sample by itself."""
+    is_chosen = learner.prefix_sharing != "auto" or abilities_of(learner.backend).computes_trees
+    return learner.prefix_sharing if is_chosen else "off"
 
 
 def _means(reports: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -17,6 +17,7 @@ CHANGED = (
     "learner.steps=12",
     "learner.group_size=3",
     "learner.micro_batch_tokens=256",
+    "learner.prefix_sharing=off",
     "learner.updates_per_step=2",
     "learner.compute.recompute=full",
     "optimizer.learning_rate=1e-3",
