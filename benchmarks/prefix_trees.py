@@ -5,8 +5,8 @@
 
 A step is what GRPO asks of the backend: proximal logprobs of all samples, then an update. Responses have lengths around
 --responses (lognormal, at most four times as long) and share nothing, so trees save prompts alone. Each case is packed
-by `pack_units` under `learner.prefix_sharing` off, auto and on. `tokens` are those of all samples, `computed` those
-that went through the layers. The last line is one JSON object.
+by `pack_units` under each value of `learner.prefix_sharing`. `tokens` are those of all samples, `computed` those that
+went through the layers. The last line is one JSON object.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from learner.rows.cost import CostModel
 from learner.rows.packing import PackableSequence
 from learner.rows.units import pack_units
 
-SHARINGS: tuple[PrefixSharing, ...] = ("off", "auto", "on")
+SHARINGS: tuple[PrefixSharing, ...] = ("never", "auto", "always")
 SPREAD = 0.5
 """Standard deviation of the logarithm of a response's length."""
 
@@ -122,7 +122,7 @@ def measured_case(
         figures = measure(backend, [row.batch for row in rows], options.device, options.repeats)
         found[prefix_sharing] = {**figures, "pack_s": pack_s}
     for prefix_sharing in SHARINGS[1:]:
-        found[f"times_faster_{prefix_sharing}"] = round(found["off"]["step_s"] / found[prefix_sharing]["step_s"], 3)
+        found[f"times_faster_{prefix_sharing}"] = round(found["never"]["step_s"] / found[prefix_sharing]["step_s"], 3)
     return found
 
 

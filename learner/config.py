@@ -257,10 +257,10 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     group_size: Annotated[int, Meta(ge=1, description="samples of one prompt (G)")] = 8
     micro_batch_tokens: Annotated[int, Meta(ge=1, description="packed tokens of one forward pass")] = 16384
     prefix_sharing: Annotated[
-        Literal["auto", "on", "off"],
+        Literal["auto", "always", "never"],
         Meta(
             description="tokens that samples share at their beginnings, such as a group's prompt, are computed once:"
-            " auto: where that is the quicker plan; on: wherever samples of a prompt share any; off: never"
+            " auto: where that is the quicker plan; always: wherever samples of a prompt share any"
         ),
     ] = "auto"
     updates_per_step: Annotated[

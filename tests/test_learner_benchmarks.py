@@ -212,9 +212,9 @@ def test_prefix_trees_are_measured(models: Path) -> None:
     sizes = ("--groups", "1,4", "--prompts", "16", "--responses", "8", "--samples", "8", "--repeats", "1")
     alone, shared = last_line(*command, *sizes)["cases"]
     for case in (alone, shared):
-        for setting in ("auto", "on"):
-            assert case[setting]["grad_norm"] == pytest.approx(case["off"]["grad_norm"], rel=1e-3)
-        assert case["off"]["computed"] == case["off"]["tokens"] == case["on"]["tokens"]
+        for setting in ("auto", "always"):
+            assert case[setting]["grad_norm"] == pytest.approx(case["never"]["grad_norm"], rel=1e-3)
+        assert case["never"]["computed"] == case["never"]["tokens"] == case["always"]["tokens"]
     assert alone["auto"]["computed"] == alone["auto"]["tokens"]
     assert shared["auto"]["computed"] < 0.7 * shared["auto"]["tokens"]
 

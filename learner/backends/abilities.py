@@ -17,7 +17,7 @@ class BackendAbilities:
     """Switches of `learner.compute` that it cannot turn on, with the reason for each."""
     computes_trees: bool = False
     """Whether it computes tokens once that sequences share (`PackedBatch.tree`), so that more of them fit into a row.
-    For a class of the user's own, `learner.prefix_sharing=on` says that it does."""
+    For a class of the user's own, `learner.prefix_sharing=always` says that it does."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -262,7 +262,7 @@ def check_alignment(device: torch.device) -> None:
         raise UnsupportedModelError(
             f"torch {torch.__version__}'s variable-length attention on {device} does not count causality from the end"
             f" of queries and keys (the mean of 0 and 1 came out as {mean:.3f}), so tokens that samples share cannot be"
-            " computed once. Set learner.prefix_sharing=off."
+            " computed once. Set learner.prefix_sharing=never."
         )
 
 

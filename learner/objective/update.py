@@ -329,9 +329,9 @@ class Updater:
 
 
 def _prefix_sharing(learner: LearnerConfig) -> PrefixSharing:
-    """Returns the setting; where it is auto, off for a backend that would hold each sample by itself."""
+    """Returns the setting; where it is auto, never for a backend that would hold each sample by itself."""
     is_chosen = learner.prefix_sharing != "auto" or abilities_of(learner.backend).computes_trees
-    return learner.prefix_sharing if is_chosen else "off"
+    return learner.prefix_sharing if is_chosen else "never"
 
 
 def _means(reports: Sequence[dict[str, float]]) -> dict[str, float]:

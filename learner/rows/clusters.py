@@ -15,7 +15,7 @@ from .cost import CostModel
 from .packing import PackableSequence, Plan, labels, plan
 from .tree import Labels, Size, size_of
 
-PrefixSharing: TypeAlias = Literal["auto", "on", "off"]
+PrefixSharing: TypeAlias = Literal["auto", "always", "never"]
 
 LEAST_SAVED = 0.1
 """The least share of tokens that a cluster must save to be worth its copies of keys and values."""
@@ -46,13 +46,13 @@ def clusters_of(
 ) -> tuple[list[Cluster], Plan]:
     """Returns clusters that hold every unit once, and the plan of them. Every rank gets the same.
 
-    auto: the plan that takes the least time; on: of those that share tokens; off: each unit is a cluster.
+    auto: the plan that takes the least time; always: of those that share tokens; never: each unit is a cluster.
     """
     lengths = [sum(len(sequence.token_ids) for sequence in unit) for unit in units]
     costs = cost.of_sequences(lengths).tolist()
     alone = [Cluster((index,), lengths[index], costs[index], is_shared=False) for index in range(len(units))]
     found = [(alone, _planned(alone, replicas, micro_batch_tokens))]
-    if prefix_sharing != "off" and units:
+    if prefix_sharing != "never" and units:
         shared = [
             (clusters, _planned(clusters, replicas, micro_batch_tokens))
             for clusters in _divided(units, alone, replicas, micro_batch_tokens, cost, prefix_sharing)
@@ -74,7 +74,7 @@ def _divided(
     groups = _groups(units)
     if max(sum(len(units[index]) for index in group) for group in groups) < 2:
         return
-    trees = _Trees(units, alone, budget, cost, 0.0 if prefix_sharing == "on" else LEAST_SAVED)
+    trees = _Trees(units, alone, budget, cost, 0.0 if prefix_sharing == "always" else LEAST_SAVED)
     parts, largest = 1, max(len(group) for group in groups)
     while parts == 1 or (replicas > 1 and parts < largest):
         clusters = [cluster for group in groups for part in _cut(group, parts) for cluster in trees.of(part)]

@@ -37,7 +37,7 @@ def pack_units(
     replicas: int,
     micro_batch_tokens: int,
     cost: CostModel = DEFAULT_COST,
-    prefix_sharing: PrefixSharing = "off",
+    prefix_sharing: PrefixSharing = "never",
 ) -> list[Row]:
     """Returns this replica's rows, at least one, some perhaps empty. All ranks call it with the same units in the same
     order. A unit that is longer than `micro_batch_tokens` gets a row of its own."""

@@ -157,7 +157,7 @@ def test_a_kernel_that_counts_causality_from_the_beginning_is_refused(
     monkeypatch.setattr(learner.models.attention, "varlen_attn", kernel)
     check_alignment.cache_clear()
     expected = (
-        contextlib.nullcontext() if is_from_the_end else pytest.raises(UnsupportedModelError, match="sharing=off")
+        contextlib.nullcontext() if is_from_the_end else pytest.raises(UnsupportedModelError, match="sharing=never")
     )
     with expected:
         check_alignment(torch.device("cpu"))
@@ -267,13 +267,13 @@ def test_no_preset_trains_otherwise(preset: str, monkeypatch: pytest.MonkeyPatch
     """Proximal and reference logprobs, a critic, pairs, loss, gradient norm and weights of a whole step."""
     monkeypatch.setattr("tests.learner.test_presets.group", lambda number: alike_groups([number])[0])
     config, found = configured(preset), []
-    sharings: tuple[PrefixSharing, ...] = ("off", "on")
+    sharings: tuple[PrefixSharing, ...] = ("never", "always")
     for prefix_sharing in sharings:
         updater, backend = build(config, has_reference=needs_reference(config), prefix_sharing=prefix_sharing)
         judged = updater.judge(sampled(backend, range(4)), 0)
         packed = updater.pack(judged.sequences)
         has_tree = any(batch.tree is not None for part in packed for batch in part)
-        assert has_tree is (prefix_sharing == "on")
+        assert has_tree is (prefix_sharing == "always")
         update = updater.update(packed, 0)
         found.append((update.loss, update.grad_norm, update.algorithm, weights(backend)))
     (loss, norm, metrics, after), (tree_loss, tree_norm, tree_metrics, tree_after) = found
@@ -292,7 +292,7 @@ def test_values_and_scores_are_those_of_separate_sequences() -> None:
 
 
 @settings(deadline=None, max_examples=50)
-@drawn(st.integers(1, 4), st.integers(20, 300), st.sampled_from(["auto", "on", "off"]), st.integers(0, 5))
+@drawn(st.integers(1, 4), st.integers(20, 300), st.sampled_from(["auto", "always", "never"]), st.integers(0, 5))
 def test_every_unit_is_packed_once_within_the_budget(
     replicas: int, budget: int, prefix_sharing: PrefixSharing, groups: int
 ) -> None:
@@ -308,16 +308,16 @@ def test_every_unit_is_packed_once_within_the_budget(
     for row in packed:
         assert row.batch.num_positions <= budget or len(row.units) == 1
         assert row.batch.token_ids_T.tolist() == [token for unit in row.units for token in units[unit][0].token_ids]
-    if prefix_sharing == "on" and groups and budget > 100:
+    if prefix_sharing == "always" and groups and budget > 100:
         assert sum(row.batch.num_positions for row in packed) < sum(row.batch.num_tokens for row in packed)
 
 
 def test_rows_without_shared_tokens_are_what_they_were() -> None:
     units = [[sequence] for sequence in sequences([9, 30, 4, 12, 7])]
-    for prefix_sharing in ("auto", "on"):
+    for prefix_sharing in ("auto", "always"):
         rows, expected = (
             pack_units(units, replica=0, replicas=2, micro_batch_tokens=30, prefix_sharing=sharing_)
-            for sharing_ in (prefix_sharing, "off")
+            for sharing_ in (prefix_sharing, "never")
         )
         assert [row.units for row in rows] == [row.units for row in expected]
         assert all(row.batch.tree is None for row in rows)

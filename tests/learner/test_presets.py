@@ -35,7 +35,7 @@ def configured(preset: str, **others: object) -> AlgorithmConfig:
 
 
 def build(
-    config: AlgorithmConfig, *, has_reference: bool = False, prefix_sharing: PrefixSharing = "off"
+    config: AlgorithmConfig, *, has_reference: bool = False, prefix_sharing: PrefixSharing = "never"
 ) -> tuple[Updater, Backend]:
     torch.set_num_threads(1)
     backend = open_backend("fsdp", MODEL, OPTIMIZER, seed=3)
