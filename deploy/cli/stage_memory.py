@@ -88,7 +88,7 @@ def largest_of(stages: list[StageMemory]) -> StageMemory:
 def _stage(recipe: Recipe, stage: StageConfig, shapes: Shapes) -> StageMemory:
     planned = PlannedModel(shape=shapes.policy, learner=recipe.learner, dtype=recipe.model.dtype)
     if stage.has_workers:
-        return _of_learner(recipe, stage, planned)
+        return _of_learner(recipe, stage, planned, shapes)
     if stage.kind == REWARD_MODEL:
         planned = scored(planned)
         return StageMemory(name=stage.name, models="reward model", planned=planned, ranks=plan_memory(planned))
@@ -101,11 +101,18 @@ def _stage(recipe: Recipe, stage: StageConfig, shapes: Shapes) -> StageMemory:
     return largest_of([taught, trained])
 
 
-def _of_learner(recipe: Recipe, stage: StageConfig, planned: PlannedModel) -> StageMemory:
-    has_reference, has_critic = needs_reference(recipe.algorithm), needs_critic(recipe.algorithm)
-    planned = replace(planned, has_reference=has_reference, has_critic=has_critic, versions=_versions(recipe))
-    models = ["policy", *(["reference"] if has_reference else []), *(["critic"] if has_critic else [])]
+def _of_learner(recipe: Recipe, stage: StageConfig, planned: PlannedModel, shapes: Shapes) -> StageMemory:
+    has_reference, critic = needs_reference(recipe.algorithm), _critic(recipe, shapes)
+    planned = replace(planned, has_reference=has_reference, critic=critic, versions=_versions(recipe))
+    models = ["policy", *(["reference"] if has_reference else []), *(["critic"] if critic else [])]
     return StageMemory(name=stage.name, models=", ".join(models), planned=planned, ranks=plan_memory(planned))
+
+
+def _critic(recipe: Recipe, shapes: Shapes) -> ModelShape | None:
+    if not needs_critic(recipe.algorithm):
+        return None
+    path = recipe.algorithm.critic.path
+    return shapes.at(path) if path else shapes.policy
 
 
 def _versions(recipe: Recipe) -> dict[int, int]:

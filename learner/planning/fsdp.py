@@ -23,7 +23,6 @@ def _rank(planned: PlannedModel, rank: int) -> RankMemory:
     is_elsewhere = planned.learner.compute.offload_optimizer or not planned.is_trained
     on_device = 0 if is_elsewhere else MOMENTS * elements
     reference = FP32 * elements if planned.has_reference else 0
-    critic = 2 * FP32 * elements + on_device if planned.has_critic else 0
     return RankMemory(
         rank=rank,
         part=f"1/{ranks} of every tensor",
@@ -33,7 +32,7 @@ def _rank(planned: PlannedModel, rank: int) -> RankMemory:
         gathered=_gathered_bytes(planned),
         activations=activation_bytes(planned, range(planned.shape.layers), in_flight=1.0, selective=_selective),
         head=head_bytes(planned),
-        other_models=reference + critic,
+        other_models=reference,
         published=published_bytes(planned, rank),
     )
 

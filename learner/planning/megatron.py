@@ -28,7 +28,6 @@ def _rank(planned: PlannedModel, rank: int) -> RankMemory:
     parameters, gradients = planned.compute_bytes * (dense + experts), FP32 * (dense + experts)
     master = FP32 * shard if planned.dtype == "bfloat16" else 0
     reference = parameters + master if planned.has_reference else 0
-    critic = parameters + gradients + master + MOMENTS * shard if planned.has_critic else 0
     return RankMemory(
         rank=rank,
         part=_stage_name(planned, stage, layers),
@@ -38,7 +37,7 @@ def _rank(planned: PlannedModel, rank: int) -> RankMemory:
         gathered=0,
         activations=activation_bytes(planned, layers, _in_flight(planned, stage), _selective),
         head=head_bytes(planned) if stage == layout.pipeline - 1 else 0,
-        other_models=reference + critic,
+        other_models=reference,
         published=published_bytes(planned, rank),
     )
 

@@ -32,14 +32,32 @@ def plan_memory(planned: PlannedModel) -> list[RankMemory]:
         raise ConfigError(f"learner.backend: nothing is known of what `{backend}` holds; use {' or '.join(BACKENDS)}.")
     check_splits(backend, known.abilities.splits, planned.learner.layout)
     ranks: list[RankMemory] = load(known.plan, "learner.backend")(planned)
-    return sorted(ranks, key=lambda held: (-held.total, held.rank))
+    if planned.critic is not None:
+        alone = replace(planned, shape=planned.critic, critic=None, has_reference=False, versions={})
+        ranks = _in_turn(ranks, plan_memory(scored(alone)))
+    return _largest_first(ranks)
+
+
+def _in_turn(ranks: list[RankMemory], critic: list[RankMemory]) -> list[RankMemory]:
+    """Returns the ranks with a critic, which keeps its state there and works when the policy does not."""
+    beside = {held.rank: held for held in critic}
+    return [
+        replace(
+            held,
+            gathered=max(held.gathered, beside[held.rank].gathered),
+            activations=max(held.activations, beside[held.rank].activations),
+            head=max(held.head, beside[held.rank].head),
+            other_models=held.other_models + beside[held.rank].states,
+        )
+        for held in ranks
+    ]
 
 
 def plan_teaching(student: PlannedModel, teacher: ModelShape) -> list[RankMemory]:
     """Returns every rank's memory, largest first, while a teacher on the student's ranks is asked, before the student's
     first step. Neither has gradients or moments then, and only the teacher is at work."""
     of_student, of_teacher = (
-        plan_memory(replace(student, shape=shape, is_trained=False, has_reference=False, has_critic=False, versions={}))
+        plan_memory(replace(student, shape=shape, is_trained=False, has_reference=False, critic=None, versions={}))
         for shape in (student.shape, teacher)
     )
     asked = {held.rank: held for held in of_teacher}
@@ -49,10 +67,14 @@ def plan_teaching(student: PlannedModel, teacher: ModelShape) -> list[RankMemory
             gathered=asked[held.rank].gathered,
             activations=asked[held.rank].activations,
             head=asked[held.rank].head,
-            other_models=asked[held.rank].parameters + asked[held.rank].optimizer,
+            other_models=asked[held.rank].states,
         )
         for held in of_student
     ]
+    return _largest_first(ranks)
+
+
+def _largest_first(ranks: list[RankMemory]) -> list[RankMemory]:
     return sorted(ranks, key=lambda held: (-held.total, held.rank))
 
 

@@ -29,15 +29,18 @@ class RankMemory:
     head: int
     """A chunk of logits, and the gradient of the output head's weight while it is summed."""
     other_models: int
-    """The reference of the KL penalty, the critic of gae, which takes about as much as the policy, and the teacher of
-    distillation."""
+    """The reference of the KL penalty, the critic of gae, and the teacher of distillation."""
     published: int
     """Whole versions of the weights, kept for engines."""
 
     @property
+    def states(self) -> int:
+        """What the model and its training take between two steps."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
     def total(self) -> int:
-        states = self.parameters + self.gradients + self.optimizer
-        return states + self.gathered + self.activations + self.head + self.other_models + self.published
+        return self.states + self.gathered + self.activations + self.head + self.other_models + self.published
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +52,8 @@ class PlannedModel:
     dtype: Literal["float32", "bfloat16"]
     """`model.dtype`, the number format of the forward and backward pass."""
     has_reference: bool = False
-    has_critic: bool = False
+    critic: ModelShape | None = None
+    """The model of the critic of gae, which may be another one than the policy."""
     is_trained: bool = True
     """Whether it is updated. A teacher is only read: it has neither gradients nor moments, and keeps no activations."""
     has_vocabulary: bool = True

@@ -99,6 +99,15 @@ def larger(tmp_path: Path) -> str:
     return str(tmp_path / "larger")
 
 
+def test_a_critic_that_starts_from_another_model_is_counted_with_its_size(recipe: Path, larger: str) -> None:
+    ppo = ("algorithm.preset=ppo", "learner.backend=fsdp", "learner.layout={tensor: 1, pipeline: 1}")
+    own = report(load_recipe(recipe, ppo)).ranks[0]
+    found = report(load_recipe(recipe, [*ppo, f"algorithm.critic.path={larger}"])).ranks[0]
+    assert found.states == own.states
+    assert found.other_models > 8 * own.other_models > 0
+    assert found.activations > own.activations, "the larger one decides, as they work in turn"
+
+
 def test_the_largest_stage_decides_and_each_has_a_line(recipe: Path, larger: str) -> None:
     data = "data: {path: x.jsonl}"
     stages = (

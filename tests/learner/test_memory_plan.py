@@ -247,11 +247,12 @@ def test_moments_in_cpu_memory_are_not_on_the_device() -> None:
 
 def test_other_models_are_counted() -> None:
     plan = planned(QWEN3_8B, processes=8)
-    asked: list[dict[str, Any]] = [{}, {"has_reference": True}, {"has_critic": True}]
+    asked: list[dict[str, Any]] = [{}, {"has_reference": True}, {"critic": plan.shape}]
     held, with_reference, with_critic = (plan_memory(replace(plan, **others))[0] for others in asked)
     assert held.other_models == 0
     assert with_reference.other_models == held.parameters
-    assert with_critic.other_models == held.parameters + held.gradients + held.optimizer
+    assert with_critic.other_models == plan_memory(scored(plan))[0].states
+    assert with_critic.activations == held.activations, "they work in turn"
 
 
 def test_a_reference_of_megatron_is_its_parameters_and_masters() -> None:
