@@ -41,7 +41,7 @@ meeting:NAME          hash    the learner's words to a group's members          
 joining:NAME          hash    the members' words to the learner and each other   an hour         say (HSET)
 fault:N               string  why a worker was set aside (JSON); N: 0 to f       an hour         report (SET)
 durable               string  empty; a client waits until its write is on disk   1 s             make_durable
-bell                  stream  one entry, new with every offer to a group         the run         ring (XADD)
+bell                  stream  one entry, new with every version and group         the run         version, put
 archive*              set     names of the archived blobs of weights             until a claim   archive, claim
 archive:NAME:N        string  a piece of an archived blob                        TTL, unlisted   archive (SET)
 model                 string  model files without weights (frame)                the run         put_model
@@ -87,13 +87,13 @@ refused*              set     samples (G:I) that the learner refused once       
 standing*             zset    holders whose samples were trained, by the time    10 minutes      take, commit, lease
                               when they last asked for leases
 
-Fields of `meta`: incarnation; announced_* and offered_* (incarnation, step, by: a digest of the token); the rules
-(`schema.RunRules`); the counters admitted, dropped, uninformative (of these), trained, requeued, expired_leases,
-fenced, rejected, highest_step (of all versions ever offered or announced), payload_bytes, generated_tokens,
-wasted_tokens, resumed_tokens, discarded_tokens, trimmed_samples, skipped_evaluations; skipped_evaluation (the last
-version that it counts); archive_bytes; feed_closed, watermark, committed_step, newest_step (highest of the weights that
-have sampled), is_rewound, state, started, adopted (the server's id when a learner last told it all that it knows);
-recipe (a digest of `config`); claimed_at,
+Fields of `meta`: incarnation; announced_* and offered_* (incarnation, step, by: a digest of the token); group (another
+text whenever a broadcast group is stored); the rules (`schema.RunRules`); the counters admitted, dropped, uninformative
+(of these), trained, requeued, expired_leases, copied_leases, fenced, rejected, highest_step (of all versions ever
+offered or announced), payload_bytes, generated_tokens, wasted_tokens, resumed_tokens, discarded_tokens,
+trimmed_samples, skipped_evaluations; skipped_evaluation (the last version that it counts); archive_bytes; feed_closed,
+watermark, committed_step, newest_step (highest of the weights that have sampled), is_rewound, state, started, adopted
+(the server's id when a learner last told it all that it knows); recipe (a digest of `config`); claimed_at,
 announced_at, pinned_at, waiting_since (when the learner first asked for a batch that is not ready; the server's clock).
 
 Fields of `group:G`: size, length (of the prompt, up to a power of two), prompt (a digest of its frame), round, state

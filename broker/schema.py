@@ -533,6 +533,8 @@ class QueueDepths(msgspec.Struct, frozen=True, kw_only=True):
     """Groups dropped because all their samples got the same reward."""
     trimmed_samples: int = 0
     """Samples that their groups went without."""
+    copied_leases: int = 0
+    """Leases of samples beside another worker's, which did not get on with them."""
     skipped_evaluations: int = 0
     """Evaluations by workers that gave no result, as no worker kept their version until all samples were done."""
 

@@ -42,7 +42,7 @@ from .swaps.colocation import BorrowedDevice
 from .swaps.turns import SwapTurns
 from .swaps.weights import HeldWeights
 
-SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.02, 0.2
+SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.02, 0.5
 """Seconds between two requests for leases: the shortest after a success, up to the longest after refusals."""
 FAREWELL_S = 4.0
 """Seconds that a leaving worker spends at most on each of four steps: handing back samples that it generates,
@@ -224,16 +224,19 @@ class Worker:
 
     async def _keep_engine_full(self, tasks: asyncio.TaskGroup) -> None:
         """Lease as many samples as the engine has room for, whenever there is room or something has changed."""
-        wait_s = SHORTEST_WAIT_S
+        wait_s, before = SHORTEST_WAIT_S, (0, self._weights.usable)
         while not self._end:
             self._wake.clear()
+            now = self._room(), self._weights.usable
+            if now != before:  # heartbeats wake this loop, too, and tell nothing new
+                wait_s, before = SHORTEST_WAIT_S, now
             async with self._admitting:
                 await self._evaluating.fill(self._room(), tasks.create_task)
                 leases = await self._lease()
                 for lease in leases:
                     self._samples.begin(lease, tasks.create_task)
-            was_woken = await self._wait(None if self._is_full() else wait_s)
-            wait_s = SHORTEST_WAIT_S if leases or was_woken else min(2 * wait_s, LONGEST_WAIT_S)
+            await self._wait(None if self._is_full() else wait_s)
+            wait_s = SHORTEST_WAIT_S if leases else min(2 * wait_s, LONGEST_WAIT_S)
 
     def _note_swap(self) -> None:
         """Note that the engine holds another version: it may be evaluated, and more samples may be leased with it."""
@@ -267,10 +270,10 @@ class Worker:
         """Renew the leases, report, and learn whether the run goes on. Raises HeadwayError if the engine hangs."""
         while True:
             with self._outages:
-                await self._held.renew()  # first: if the server refuses the report, no lease may be lost
-                if await self._broker.status.heartbeat(self.info(), self._alive_s):
+                heard = await self._held.report(self._broker.status, self.info(), self._alive_s)
+                if heard.is_dismissed:
                     self.request_drain()
-                self._note_state(await self._broker.status.state())
+                self._note_state(heard.state)
             self._wake.set()
             self._use.look()
             await asyncio.sleep(self._config.heartbeat_s)
@@ -347,12 +350,11 @@ class Worker:
         places = capacity - len(self._evaluating)
         return min(places - self._held.generating, MOST_UNSUBMITTED * capacity - len(self._held))
 
-    async def _wait(self, timeout_s: float | None) -> bool:
-        """Wait for a wake-up. Returns False if `timeout_s` seconds passed first."""
+    async def _wait(self, timeout_s: float | None) -> None:
+        """Wait for a wake-up, for `timeout_s` seconds at most."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                return await self._wake.wait()
-        return False
+                await self._wake.wait()
 
     async def _wind_down(self) -> None:
         if self._verdict is not None:

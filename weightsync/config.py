@@ -59,8 +59,8 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = None
     poll_s: Annotated[
         float,
-        Meta(gt=0, description="how often a worker looks for a new version or group; members of a group are told"),
-    ] = 0.05
+        Meta(gt=0, description="seconds between two looks of a worker for a version or group that it was not told of"),
+    ] = 1.0
     swaps_at_once: Annotated[
         float,
         Meta(

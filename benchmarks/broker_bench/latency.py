@@ -1,8 +1,10 @@
 """How long a lease, a submission and a take take while a thousand workers share the server.
 
-The workers are coroutines of one process, each with a `Broker` and so with connections of its own, as if it were a
+The workers are coroutines of a few processes, each with a `Broker` and so with connections of its own, as if it were a
 process; the learner is another process. A worker holds one sample at a time and "generates" it in a random time, so
-that the load is what so many workers ask for, not all that the server can bear.
+that the load is what so many workers ask for, not all that the server can bear. It waits at the bell and looks for
+versions as real workers do. What the server says of its own time per command tells its work from that of the clients,
+which share the machine's cores with it.
 """
 
 import asyncio
@@ -10,10 +12,13 @@ import multiprocessing
 import random
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+import redis
 import uvloop
 
 from broker import Broker, open_broker
@@ -28,8 +33,13 @@ from .worker import TTL_S, sampled_by
 RUN = "latency"
 FRAME_BYTES = 10_000
 HEARTBEAT_S = 1.0
+PROCESSES = 4
+"""Processes that the workers share; one alone would be what is measured."""
 _MAX_LAG = 64
-_VERSION_POLL_S = 0.05
+_LOOK_S = 1.0
+
+_Result = tuple[list[float], list[float], float, float]
+"""Leases and submissions in seconds, and the monotonic times of the beginning and the end."""
 
 
 def crowds(*, counts: Sequence[int], samples_per_s: float, samples: int) -> list[dict[str, Any]]:
@@ -47,116 +57,165 @@ def measure(*, workers: int, generate_s: float, samples: int, heartbeat_s: float
     that it does between the first worker's start and the last sample, connecting included.
     """
     with fresh_server("everysec") as server:
-        context = multiprocessing.get_context("spawn")
-        mine, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(server.url, theirs, workers, generate_s, samples, heartbeat_s))
+        processes = min(PROCESSES, workers)
+        load = _Load(server.url, generate_s, heartbeat_s, workers // processes, samples // processes)
         run = Run(groups=(samples + 3 * workers + 10 * BATCH) // GROUP_SIZE, max_lag=_MAX_LAG)
         before = cpu_seconds(server.pid)
-        takes = uvloop.run(_learn(server.url, run, process, mine))
-        spent = cpu_seconds(server.pid) - before
-        leases, submits, wall_s = mine.recv()
-        process.join()
+        began_s = time.perf_counter()
+        takes, results = uvloop.run(_learn(run, load, processes))
+        wall_s, spent = time.perf_counter() - began_s, cpu_seconds(server.pid) - before
+        commands = _commands(server.url, wall_s)
     return {
         "workers": workers,
         "mean_generation_s": generate_s,
-        "samples_per_s": round(samples / wall_s),
+        "samples_per_s": round(samples / (max(one[3] for one in results) - min(one[2] for one in results))),
         "heartbeat_s": heartbeat_s,
         "server_cpu_us_per_sample": round(1e6 * spent / (samples + workers)),
+        "server_share_of_a_core": round(spent / wall_s, 3),
+        "server_commands": commands,
         "frame_bytes": FRAME_BYTES,
-        "lease_ms": _percentiles(leases),
-        "submit_ms": _percentiles(submits),
+        "lease_ms": _percentiles([lease for one in results for lease in one[0]]),
+        "submit_ms": _percentiles([submit for one in results for submit in one[1]]),
         "take_64_and_decode_ms": _percentiles(takes),
     }
 
 
-async def _learn(url: str, run: Run, process: Any, pipe: Connection) -> list[float]:
-    """Trains until the workers have finished."""
-    broker = await open_broker(url, RUN)
+def _commands(url: str, wall_s: float) -> dict[str, dict[str, float]]:
+    """What the server says of the commands that cost it most: calls a second, and microseconds of each."""
+    with redis.Redis.from_url(url) as client:
+        stats: dict[str, dict[str, float]] = client.info("commandstats")
+    dearest = sorted(stats, key=lambda name: stats[name]["usec"], reverse=True)[:6]
+    return {
+        name.removeprefix("cmdstat_"): {
+            "per_s": round(stats[name]["calls"] / wall_s, 1),
+            "us": round(stats[name]["usec_per_call"], 1),
+        }
+        for name in dearest
+    }
+
+
+async def _learn(run: Run, load: "_Load", count: int) -> tuple[list[float], list[_Result]]:
+    """Trains until the workers of so many processes have finished."""
+    broker, context = await open_broker(load.url, RUN), multiprocessing.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(count)]
+    processes = [context.Process(target=_work, args=(load, theirs, n)) for n, (_, theirs) in enumerate(pipes)]
     try:
         learner = await Learner.begin(broker, run)
-        process.start()
+        for process in processes:
+            process.start()
         training = asyncio.create_task(learner.train())
-        while not (pipe.poll() and learner.take_s):
+        while not (all(mine.poll() for mine, _ in pipes) and learner.take_s):
             if training.done():
                 training.result()
-            if process.exitcode:
-                raise RuntimeError("the workers' process has failed")
+            if any(process.exitcode for process in processes):
+                raise RuntimeError("a process of workers has failed")
             await asyncio.sleep(0.1)
         training.cancel()
-        return learner.take_s
+        return learner.take_s, [mine.recv() for mine, _ in pipes]
     finally:
+        for mine, _ in pipes:
+            mine.close()  # the workers end
+        for process in processes:
+            process.join()
         await broker.close()
 
 
-def _work(url: str, pipe: Connection, workers: int, generate_s: float, samples: int, heartbeat_s: float) -> None:
-    pipe.send(uvloop.run(_crowd(_Crowd(url, generate_s, heartbeat_s), workers, samples)))
+@dataclass(frozen=True)
+class _Load:
+    """What one process of workers does."""
+
+    url: str
+    generate_s: float
+    heartbeat_s: float
+    workers: int
+    samples: int
 
 
-async def _crowd(crowd: "_Crowd", workers: int, samples: int) -> tuple[list[float], list[float], float]:
-    """(leases, submissions, all together), in seconds; every worker's first sample does not count."""
-    working = [asyncio.create_task(crowd.follow_versions())]
-    working += [asyncio.create_task(crowd.worker(f"w{index}")) for index in range(workers)]
+def _work(load: _Load, pipe: Connection, number: int) -> None:
+    uvloop.run(_crowd(load, pipe, number))
+
+
+async def _crowd(load: _Load, pipe: Connection, number: int) -> None:
+    """Sends the result once there are enough samples, and goes on until the other processes have enough, too; every
+    worker's first sample does not count."""
+    crowd, first, enough = _Crowd(load, number), load.workers, load.workers + load.samples
+    working = [asyncio.create_task(crowd.worker(f"w{number}-{index}")) for index in range(load.workers)]
     started = 0.0
-    while len(crowd.submit_s) < workers + samples:
+    while True:
         await asyncio.sleep(0.01)
         for task in working:
             if task.done():
                 task.result()
-        if not started and len(crowd.submit_s) >= workers:
+        if not started and len(crowd.submit_s) >= first:
             started = time.perf_counter()
-    for task in working:
-        task.cancel()
-    return crowd.lease_s[workers:], crowd.submit_s[workers:], time.perf_counter() - started
+        if started and len(crowd.submit_s) >= enough:
+            break
+    pipe.send((crowd.lease_s[first:], crowd.submit_s[first:enough], started, time.perf_counter()))
+    await asyncio.to_thread(pipe.poll, None)  # until the other end is closed
 
 
 class _Crowd:
-    """Workers that share nothing but a clock and the knowledge of the announced version."""
+    """Workers that share nothing but a clock."""
 
-    def __init__(self, url: str, generate_s: float, heartbeat_s: float) -> None:
-        self._url = url
-        self._generate_s = generate_s
-        self._heartbeat_s = heartbeat_s
-        self._version = WeightVersion(1, 0)
+    def __init__(self, load: _Load, number: int) -> None:
+        self._load = load
         self._payloads = payloads_of(FRAME_BYTES)
-        self._random = random.Random(0)
+        self._random = random.Random(number)
         self.lease_s: list[float] = []
         self.submit_s: list[float] = []
 
-    async def follow_versions(self) -> None:
-        broker = await open_broker(self._url, RUN)
-        while True:
-            _, announced = await broker.versions.current()
-            self._version = announced or self._version
-            await asyncio.sleep(_VERSION_POLL_S)
-
     async def worker(self, name: str) -> None:
-        await asyncio.sleep(self._random.uniform(0, self._generate_s))
-        broker, held = await open_broker(self._url, RUN), list[Lease]()
+        await asyncio.sleep(self._random.uniform(0, self._load.generate_s))
+        one = _Worker(await open_broker(self._load.url, RUN), name)
         async with asyncio.TaskGroup() as tasks:
-            if self._heartbeat_s:
-                tasks.create_task(self._beat(broker, name, held))
-            tasks.create_task(self._sample(broker, name, held))
+            tasks.create_task(one.hear())
+            tasks.create_task(one.look())
+            if self._load.heartbeat_s:
+                tasks.create_task(one.beat(self._load.heartbeat_s))
+            tasks.create_task(self._sample(one))
 
-    async def _beat(self, broker: Broker, name: str, held: list[Lease]) -> None:
-        """As a worker does it."""
+    async def _sample(self, one: "_Worker") -> None:
         while True:
-            await broker.leases.renew(held, TTL_S)
-            await broker.status.heartbeat(_info(name, self._version, len(held)), TTL_S)
-            await broker.status.state()
-            await asyncio.sleep(self._heartbeat_s)
-
-    async def _sample(self, broker: Broker, name: str, held: list[Lease]) -> None:
-        while True:
-            asked, version = time.perf_counter(), self._version
-            reply = await broker.leases.lease(name, version, 1, TTL_S)
+            asked, version = time.perf_counter(), one.version
+            reply = await one.broker.leases.lease(one.name, version, 1, TTL_S)
             self.lease_s.append(time.perf_counter() - asked)
-            held[:] = reply.leases
-            await asyncio.sleep(self._random.uniform(0.5, 1.5) * self._generate_s)
+            one.held = reply.leases
+            await asyncio.sleep(self._random.uniform(0.5, 1.5) * self._load.generate_s)
             for lease in reply.leases:
                 trajectory = sampled_by(version, self._payloads.named(lease.tid))
                 asked = time.perf_counter()
-                assert await broker.leases.submit(lease, trajectory) is SubmitOutcome.ACCEPTED
+                assert await one.broker.leases.submit(lease, trajectory) is SubmitOutcome.ACCEPTED
                 self.submit_s.append(time.perf_counter() - asked)
+
+
+class _Worker:
+    """What a worker does beside its samples, as `rollout_workers.worker` and `weightsync.receive.subscriber` do it."""
+
+    def __init__(self, broker: Broker, name: str) -> None:
+        self.broker = broker
+        self.name = name
+        self.version = WeightVersion(1, 0)
+        self.held: Sequence[Lease] = ()
+        self._was_rung = asyncio.Event()
+
+    async def hear(self) -> None:
+        heard = b"0"
+        while True:
+            heard = await self.broker.meetings.wait_for_bell(heard)
+            self._was_rung.set()
+
+    async def look(self) -> None:
+        while True:
+            self._was_rung.clear()
+            self.version = (await self.broker.versions.glance()).announced or self.version
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):
+                    await self._was_rung.wait()
+
+    async def beat(self, heartbeat_s: float) -> None:
+        while True:
+            await self.broker.status.heartbeat(_info(self.name, self.version, len(self.held)), TTL_S, self.held, TTL_S)
+            await asyncio.sleep(heartbeat_s)
 
 
 def _info(name: str, version: WeightVersion, active: int) -> WorkerInfo:

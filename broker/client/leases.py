@@ -8,7 +8,7 @@ import asyncio
 import logging
 import secrets
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -142,12 +142,16 @@ class Leases:
         """Moves the deadlines, and returns the tokens of lost leases, whose generation must stop."""
         if not leases:
             return set()
-        _, *tokens = await self._connection.script("renew", ttl_s, *_members(leases))
+        _, *tokens = await self._connection.script("renew", ttl_s, *members(leases))
         lost = {token.decode() for token in tokens}
+        self.forget_lost(leases, lost)
+        return lost
+
+    def forget_lost(self, leases: Sequence[Lease], lost: Collection[str]) -> None:
+        """Forgets those of the leases whose tokens are lost: the worker may be given these samples again."""
         for lease in leases:
             if lease.token in lost:
                 self._forget(lease)
-        return lost
 
     async def append(self, lease: Lease, segment: Segment, ttl_s: float) -> AppendReply:
         """Keeps a segment for the worker that goes on with the sample, and renews the lease. Raises FrameError."""
@@ -193,7 +197,7 @@ class Leases:
     async def release(self, leases: Sequence[Lease]) -> None:
         """Hands leases back at once, with their segments, for other workers to take."""
         if leases:
-            await self._connection.script("release", *_members(leases))
+            await self._connection.script("release", *members(leases))
         for lease in leases:
             self._forget(lease)
 
@@ -220,7 +224,7 @@ class Leases:
             return await self._fetch(granted, worker, newest, ttl_s)
         except HeadwayError:
             with suppress(BrokerError):
-                await self._connection.script("release", *_members(granted))
+                await self._connection.script("release", *members(granted))
             raise
 
     async def _fetch(
@@ -234,7 +238,7 @@ class Leases:
         for one in granted:
             first.setdefault(one.tid.group, one)
         commands: list[Command] = [("GET", keys.blob(name)) for one in granted for name in one.segments]
-        blobs = await self._connection.script("prompts", *_members(tuple(first.values())))
+        blobs = await self._connection.script("prompts", *members(tuple(first.values())))
         segments = await self._connection.pipeline(commands) if commands else []
         prompts = {
             one.tid.group: await self._prompt(one, blob) for one, blob in zip(first.values(), blobs, strict=True)
@@ -319,5 +323,6 @@ def _choices(segment: Segment) -> tuple[object, ...] | None:
     return None if segment.experts is None else (*segment.experts.shape[1:], segment.experts.dtype)
 
 
-def _members(leases: "Sequence[Lease | _Granted]") -> list[str]:
+def members(leases: "Sequence[Lease | _Granted]") -> list[str]:
+    """Returns {member, token}... as scripts take them."""
     return [argument for lease in leases for argument in (str(lease.tid), lease.token)]

@@ -1,11 +1,12 @@
-"""The learner and the members of a broadcast group exchange words here, and ring a bell to make the others look.
+"""The learner and the members of a broadcast group exchange words here, and workers wait at a bell for news.
 
-    learner   says what lies in `meeting:NAME`, which no worker may write, and rings `bell`
-    members   say what lies in `joining:NAME`, hear both, and wait at the bell
+    learner   says what lies in `meeting:NAME`, which no worker may write
+    members   say what lies in `joining:NAME`, and hear both
+    server    rings `bell` with every version that the learner offers or announces, and with every new group
 
 Promised: where learner and members have said words under one key, the learner's is heard; words of one meeting are
 never heard in another; a meeting is gone a while after its last word. Not promised: that words outlive the server, nor
-that a member hears every ring: a waiting member looks from time to time in any case.
+that a worker hears every ring: a waiting worker looks from time to time in any case.
 """
 
 from collections.abc import Sequence
@@ -57,10 +58,6 @@ class Meetings:
     async def end(self, name: str) -> None:
         """Ends the meeting and deletes its words. For the learner; idempotent."""
         await self._connection.execute("UNLINK", self._said(name, True), self._said(name, False))
-
-    async def ring(self) -> None:
-        """Wakes every process that waits at the bell."""
-        await self._connection.execute("XADD", self._connection.keys("bell"), "MAXLEN", 1, "*", "rung", "")
 
     async def wait_for_bell(self, heard: bytes) -> bytes:
         """Returns the name of a ring after that of `heard` (b"0": of any), or `heard` where none comes for a while."""

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from math import inf
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -17,6 +17,7 @@ from broker.keys import PREFIX, check_worker_name, is_name, run_of
 from broker.owner import Owner
 from broker.schema import (
     DeadLetter,
+    Lease,
     PoolInfo,
     QueueAges,
     QueueDepths,
@@ -33,6 +34,7 @@ from broker.schema import (
 from broker.wire.codec import decode, encode
 
 from .faults import read_faults
+from .leases import members
 from .versions import put_blob
 
 _KEPT_STEPS = 512
@@ -47,6 +49,17 @@ _LATE = 0.5
 
 T = TypeVar("T", bound=msgspec.Struct)
 log = logging.getLogger(__name__)
+
+
+class Heard(NamedTuple):
+    """The server's answer to a worker's report."""
+
+    is_dismissed: bool
+    """Whether `dismiss` asked the worker to drain."""
+    state: str
+    """The state of the run; "absent" where no learner has claimed it yet."""
+    lost: frozenset[str]
+    """The tokens of lost leases, whose generation must stop."""
 
 
 class StatusBoard:
@@ -73,22 +86,25 @@ class StatusBoard:
         Verbs.read(verbs, self._connection.run)
         return bytes(blob)
 
-    async def heartbeat(self, info: WorkerInfo, ttl_s: float) -> bool:
-        """Reports that a worker is alive for so long, and returns whether `dismiss` asked it to drain. Raises
-        ForeignRunError, and BrokerError for an invalid name."""
+    async def heartbeat(
+        self, info: WorkerInfo, ttl_s: float, leases: Sequence[Lease] = (), lease_ttl_s: float = 0.0
+    ) -> "Heard":
+        """Reports that a worker is alive for so long, and renews its leases as `Leases.renew` does. Raises
+        ForeignRunError, and BrokerError for an invalid name or a report that is refused; leases are renewed then, too.
+        """
         check_worker_name(info.worker)
         if not self._connection.identity:
             await self._connection.join()
         info = replace(info, identity=self._connection.identity, last_error=_storable(info.last_error))
         serves = info.version is not None and info.state != "draining"
-        said = (info.worker, self._connection.session, int(1000 * ttl_s), encode(info), int(serves))
-        beat = asyncio.create_task(self._connection.script("heartbeat", *said, absent=None))
+        said = (info.worker, self._connection.session, int(1000 * ttl_s), encode(info), int(serves), lease_ttl_s)
+        beat = asyncio.create_task(self._connection.script("heartbeat", *said, *members(leases), absent=[1, b"absent"]))
         self._beats.add(beat)
         beat.add_done_callback(self._forget)
-        reply = await asyncio.shield(beat)
-        if reply == 0:
+        standing, state, *lost = await asyncio.shield(beat)
+        if standing == 0:
             self._warn_once(f"name {info.worker}", f"Another worker {info.worker} is alive: this one is not listed.")
-        return bool(reply == 2)
+        return Heard(standing == 2, state.decode(), frozenset(token.decode() for token in lost))
 
     async def dismiss(self, worker: str, manner: Literal["drain", "quarantine"]) -> bool:
         """Asks a living worker to hand its work back and leave, or lets it have no more leases.
@@ -317,6 +333,7 @@ def _queues(meta: dict[str, str], sizes: Sequence[int]) -> QueueDepths:
         dropped_stale=number["dropped"] - number["uninformative"],
         requeued_stale=number["requeued"],
         expired_leases=number["expired_leases"],
+        copied_leases=number["copied_leases"],
         fenced=number["fenced"],
         rejected=number["rejected"],
         payload_bytes=number["payload_bytes"],
@@ -336,6 +353,7 @@ _COUNTERS = (
     "trained",
     "requeued",
     "expired_leases",
+    "copied_leases",
     "fenced",
     "rejected",
     "payload_bytes",

@@ -5,7 +5,7 @@ import asyncio
 import logging
 import secrets
 from contextlib import suppress
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
@@ -19,6 +19,15 @@ log = logging.getLogger(__name__)
 
 _STAGED_TTL_S = 60
 T = TypeVar("T", WeightManifest, BroadcastGroup, ModelFiles)
+
+
+class Glance(NamedTuple):
+    """The newest versions, and which broadcast group is stored."""
+
+    offered: WeightVersion | None
+    announced: WeightVersion | None
+    group: bytes | None
+    """Another text whenever a group is stored, so that no worker reads all its members again and again."""
 
 
 class Versions:
@@ -51,10 +60,15 @@ class Versions:
     async def announced(self) -> WeightManifest | None:
         return await self._get("manifest:announced", WeightManifest)
 
+    async def glance(self) -> "Glance":
+        """Returns what the learner says of its weights, in one cheap round trip."""
+        _, *held, group = await self._connection.script("glance", absent=[None] * 6)
+        return Glance(_version(held[0], held[1]), _version(held[2], held[3]), group)
+
     async def current(self) -> tuple[WeightVersion | None, WeightVersion | None]:
-        """Returns (offered, announced), in one cheap round trip."""
-        _, *held = await self._connection.script("glance", absent=[None] * 5)
-        return _version(held[0], held[1]), _version(held[2], held[3])
+        """Returns (offered, announced)."""
+        offered, announced, _ = await self.glance()
+        return offered, announced
 
     async def put_group(self, owner: Owner, group: BroadcastGroup) -> None:
         await self._store("broadcast", owner, encode(replace(group, identity=self._connection.identity)))

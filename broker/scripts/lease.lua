@@ -225,6 +225,8 @@ end
 
 collect_expired()
 hand_all()
+local exclusive = given
 if given < wanted then hand_copies() end
+if given > exclusive then count('copied_leases', given - exclusive) end
 if given > 0 then tally('dispatched_by_lag', math.max(0, announced - step), given) end
 return reply

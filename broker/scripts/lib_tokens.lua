@@ -44,6 +44,27 @@ local function copy_of(m, token)
   return step, '? ' .. digest
 end
 
+-- Renews leases for ARGV[a] seconds, also expired ones that no other worker has taken, but none that had no new segment
+-- for `lease_hold_s`. ARGV[a + 1] and the following ones are their members and tokens. Returns the tokens of leases that
+-- the caller has lost.
+local function renew_leases(a)
+  local time, lost = now(), {}
+  local deadline, earliest = time + seconds(a, limit('lease_ttl_s', 3600)), time - limit('lease_hold_s', 86400)
+  for b = a + 1, #ARGV, 2 do
+    local m, token = ARGV[b], text(b + 1, 'token', 200)
+    local g, round, i = sample(b)
+    local had = call('HMGET', group_key(g), 'round', 'token:' .. i, 'payload:' .. i, 'state', 'since:' .. i)
+    local is_wanted = had[1] == round and not had[3] and had[4] == 'open'
+    if is_wanted and had[2] == token and (moved_at(had[2], had[5]) or time) >= earliest then
+      call('ZADD', LEASES, deadline, m)
+      call('ZREM', RETRY, m)
+    elseif not (is_wanted and copy_of(m, token)) then
+      lost[#lost + 1] = token
+    end
+  end
+  return lost
+end
+
 -- Holders whose samples were trained have standing, as long as they ask for leases.
 local STANDING, STANDING_S = P .. 'standing', 600
 local function has_standing(holder)

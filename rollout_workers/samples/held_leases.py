@@ -6,7 +6,8 @@ import logging
 import msgspec
 
 from broker.client.leases import Leases
-from broker.schema import Lease
+from broker.client.status import Heard, StatusBoard
+from broker.schema import Lease, WorkerInfo
 
 from .segments import SegmentLog
 
@@ -59,15 +60,16 @@ class HeldLeases:
             held.task.cancel()
             self.forget(lease)
 
-    async def renew(self) -> None:
-        """Renew all leases, and stop generating the samples of lost ones."""
+    async def report(self, status: StatusBoard, info: WorkerInfo, alive_s: float) -> Heard:
+        """Report that the worker is alive for `alive_s` and renew all leases, in one call, and stop generating the
+        samples of lost ones. Returns the answer."""
         asked = [held.lease for held in self._held.values()]
-        if not asked:
-            return
-        gone = await self._leases.renew(asked, self._ttl_s)
+        heard = await status.heartbeat(info, alive_s, asked, self._ttl_s)
+        self._leases.forget_lost(asked, heard.lost)
         for lease in asked:
-            if lease.token in gone:
+            if lease.token in heard.lost:
                 self.lose(lease)
+        return heard
 
     async def hand_back(self, lease: Lease) -> None:
         """Append the newest tokens of a sample whose generation has ended, and release it, so that a worker can

@@ -32,6 +32,7 @@ _WITHOUT_OWNER = {
     "refused",
     "standing",
     "secret",
+    "bell",
     "verbs",
     "tally",
     "config",

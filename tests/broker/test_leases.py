@@ -4,18 +4,21 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
+from msgspec.structs import replace
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from broker import Broker, open_broker
 from broker.client.leases import SubmitOutcome
+from broker.client.status import Heard
 from broker.connection.driver import Command
-from broker.errors import SchemaMismatchError
+from broker.errors import BrokerError, SchemaMismatchError
 from broker.schema import TrajectoryId, WeightVersion
 from broker.staleness import may_admit
 from broker.wire import frames
 from broker.wire.codec import encode
 
 from .scenario import FRESH, Scenario, begin, group_id, groups, of_another_schema, prompt, rules, trajectory
+from .test_codec import WORKER
 
 A_MOMENT_S = 0.05
 
@@ -147,13 +150,27 @@ async def test_an_expired_lease_goes_to_another_worker_and_the_late_one_is_fence
     await asyncio.sleep(2 * A_MOMENT_S)
     taken_over = (await run.lease(5, 0, worker="v")).leases
     assert [lease.tid for lease in taken_over] == [slow[1].tid]
-    assert await broker.leases.renew(slow, 30) == {slow[0].token, slow[1].token}  # done, and lost
+    lost = {slow[0].token, slow[1].token}  # done, and lost
+    assert await broker.leases.renew(slow, 30) == lost
+    assert await broker.status.heartbeat(WORKER, 30, slow, 30) == Heard(False, "claimed", frozenset(lost))
     assert await run.submit(slow[1], 0) is SubmitOutcome.FENCED
     assert await run.submit(taken_over[0], 0) is SubmitOutcome.ACCEPTED
     queues = await run.queues()
     assert (queues.expired_leases, queues.fenced, queues.ready, queues.leased) == (1, 1, 1, 0)
     payloads = await broker._connection.scan(broker._connection.keys("payload:*"))
     assert len(payloads) == 2  # the fenced one's was freed
+
+
+async def test_a_report_renews_leases_also_where_it_is_refused(broker: Broker, url: str) -> None:
+    run = await begin(broker, rules(0, groups_per_step=1), group_size=2)
+    mine = (await run.lease(2, 0, ttl_s=A_MOMENT_S)).leases
+    assert (await broker.status.heartbeat(WORKER, 30, mine[:1], 30)).lost == set()
+    with pytest.raises(BrokerError, match="frame"):
+        await broker.status.heartbeat(replace(WORKER, host="h" * 16384), 30, mine[1:], 30)
+    await asyncio.sleep(2 * A_MOMENT_S)
+    other = await open_broker(url, broker.run)
+    assert (await other.leases.lease("v", WeightVersion(1, 0), 2, 30)).leases == ()
+    await other.close()
 
 
 async def test_a_worker_is_not_given_what_it_holds_but_keeps_it(broker: Broker, url: str) -> None:

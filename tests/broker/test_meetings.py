@@ -6,23 +6,31 @@ from broker import Broker
 from broker.client.meetings import LIFETIME_S
 from broker.server.embedded import EmbeddedServer
 
+from .scenario import begin, broadcast_group, manifest, rules
 from .topologies import ask
 
 
 async def ring_and_hear(broker: Broker) -> None:
-    """All who wait are woken, and who comes late is, too."""
-    meetings = broker.meetings
-    heard = await meetings.wait_for_bell(b"0")
-    assert heard == b"0"
-    waiting = [asyncio.create_task(meetings.wait_for_bell(heard)) for _ in range(3)]
-    await meetings.ring()
-    first, *others = await asyncio.gather(*waiting)
-    assert first != heard
-    assert others == [first, first]
-    assert await meetings.wait_for_bell(b"0") == first
-    await meetings.ring()
-    await meetings.ring()
-    assert await meetings.wait_for_bell(first) > first
+    """Every new version and group wakes all who wait, and who comes late, too; only a group has another name then."""
+    run, meetings, versions = await begin(broker, rules(0)), broker.meetings, broker.versions
+    heard, before = await meetings.wait_for_bell(b"0"), await versions.glance()
+    assert heard != b"0"
+    for ring in (
+        versions.offer(run.owner, manifest(1, 1)),
+        run.announce(1),
+        versions.put_group(run.owner, broadcast_group()),
+    ):
+        waiting = [asyncio.create_task(meetings.wait_for_bell(heard)) for _ in range(3)]
+        await ring
+        rung, *others = await asyncio.gather(*waiting)
+        assert others == [rung, rung]
+        assert await meetings.wait_for_bell(b"0") == rung > heard
+        heard, glance = rung, await versions.glance()
+        assert glance != before
+        assert (glance.group != before.group) == (
+            glance.announced == before.announced and glance.offered == before.offered
+        )
+        before = glance
 
 
 async def test_the_bell_wakes_all_who_wait_and_is_not_missed(broker: Broker) -> None:

@@ -96,12 +96,12 @@ async def test_a_workers_user_reports_and_does_not_scale(server: EmbeddedServer,
 async def test_one_process_is_asked_to_drain_and_no_other_of_its_name(broker: Broker, url: str, run_name: str) -> None:
     worker = await open_broker(url, run_name)
     assert not await broker.status.dismiss(WORKER.worker, "drain")
-    assert not await worker.status.heartbeat(WORKER, LONG_S)
+    assert not (await worker.status.heartbeat(WORKER, LONG_S)).is_dismissed
     assert await broker.status.dismiss(WORKER.worker, "drain")
-    assert await worker.status.heartbeat(WORKER, LONG_S)
+    assert (await worker.status.heartbeat(WORKER, LONG_S)).is_dismissed
     await worker.status.leave(WORKER.worker)
     successor = await open_broker(url, run_name)
-    assert not await successor.status.heartbeat(WORKER, LONG_S)
+    assert not (await successor.status.heartbeat(WORKER, LONG_S)).is_dismissed
     for client in (worker, successor):
         await client.close()
 
@@ -111,7 +111,7 @@ async def test_a_process_in_quarantine_gets_no_leases(broker: Broker, url: str, 
     await worker.status.heartbeat(WORKER, LONG_S)
     assert (await worker.leases.lease(WORKER.worker, WeightVersion(1, 0), 1, LONG_S)).leases
     assert await broker.status.dismiss(WORKER.worker, "quarantine")
-    assert not await worker.status.heartbeat(WORKER, LONG_S)
+    assert not (await worker.status.heartbeat(WORKER, LONG_S)).is_dismissed
     with pytest.raises(QuarantinedError):
         await worker.leases.lease(WORKER.worker, WeightVersion(1, 0), 1, LONG_S)
     assert (await broker.status.snapshot()).quarantined == (WORKER.worker,)

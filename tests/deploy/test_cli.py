@@ -346,13 +346,14 @@ async def test_pools_and_workers_are_told_from_another_terminal(
     assert drained.returncode == 1
     assert drained.stdout == "Asked to hand their work back and leave: w-0.\n"
     assert f"No worker w-9 is alive in run {broker.run}. Its workers: w-0." in " ".join(drained.stderr.split())
-    assert not await broker.status.heartbeat(worker("w-1", None), 60.0)
+    assert not (await broker.status.heartbeat(worker("w-1", None), 60.0)).is_dismissed
     doubtful = headway("quarantine", "w-", cwd=tmp_path, **to_run)
     assert (doubtful.returncode, doubtful.stdout) == (1, "")
     assert "w- may be any of w-0, w-1: give more of the name." in " ".join(doubtful.stderr.split())
     by_part = headway("drain", "1", "--json", cwd=tmp_path, **to_run)
     assert json.loads(by_part.stdout) == {"run": broker.run, "drain": ["w-1"], "unknown": []}
-    assert [await broker.status.heartbeat(worker(name, None), 60.0) for name in ("w-0", "w-1")] == [True, True]
+    for name in ("w-0", "w-1"):
+        assert (await broker.status.heartbeat(worker(name, None), 60.0)).is_dismissed
 
 
 def watching_status(url: str, run: str, cwd: Path) -> "subprocess.Popen[str]":

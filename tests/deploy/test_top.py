@@ -123,7 +123,7 @@ async def test_d_drains_and_x_quarantines_the_worker_under_the_cursor_once_confi
 
         await pilot.press("up", "d", "down", "y")  # the question's worker, wherever the cursor went meanwhile
         await until(pilot, app, lambda text: "Asked to hand their work back and leave: w1." in text)
-        assert await status.heartbeat(worker("w1", WeightVersion(1, 0)), ALIVE_S)
+        assert (await status.heartbeat(worker("w1", WeightVersion(1, 0)), ALIVE_S)).is_dismissed
 
         await status.leave("w1")
         await until(pilot, app, lambda text: "w1 node" not in text)

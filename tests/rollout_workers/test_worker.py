@@ -3,16 +3,17 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from broker.client.broker import Broker
-from broker.errors import BrokerError, ServerRestartedError, SickWorkerError
-from broker.schema import Group, Lease, ModelFiles, Prompt, WeightVersion, WorkerInfo
+from broker.errors import ServerRestartedError, SickWorkerError
+from broker.schema import Group, ModelFiles, Prompt, WeightVersion
 from broker.server.embedded import EmbeddedServer
+from rollout_workers import worker as worker_module
 from rollout_workers.engines.base import Chunk, Engine, GenerationRequest
 from rollout_workers.model_files import ModelFilesError, fetch_model, write_model
 from rollout_workers.rewards.base import RewardError, Score, UnscoredError
@@ -222,24 +223,26 @@ async def test_a_lost_lease_stops_its_generation(brokers: tuple[Broker, Broker],
         assert worker.info().submitted == 0
 
 
-async def test_a_report_that_is_refused_costs_no_lease(
+async def test_a_heartbeat_makes_an_idle_worker_ask_once_for_leases(
     brokers: tuple[Broker, Broker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learner, deliveries, renewed = await Learner.start(brokers[0], groups=1), Deliveries(), asyncio.Event()
+    learner, deliveries, verbs = await Learner.start(brokers[0], groups=0), Deliveries(), list[str]()
+    script = brokers[1]._connection.script
 
-    async def refuse(info: WorkerInfo, ttl_s: float) -> None:
-        raise BrokerError("4096 workers are alive")
+    def noted(name: str, *arguments: Any, **others: Any) -> Coroutine[Any, Any, Any]:
+        verbs.append(name)
+        return script(name, *arguments, **others)
 
-    async def renew(leases: Sequence[Lease], ttl_s: float) -> set[str]:
-        renewed.set()
-        return set()
-
-    monkeypatch.setattr(brokers[1].status, "heartbeat", refuse)
-    monkeypatch.setattr(brokers[1].leases, "renew", renew)
-    worker = make_worker(brokers[1], make_engine(tmp_path), deliveries, max_new_tokens=LONG)
+    monkeypatch.setattr(brokers[1]._connection, "script", noted)
+    monkeypatch.setattr(worker_module, "LONGEST_WAIT_S", 3600.0)
+    worker = make_worker(brokers[1], make_engine(tmp_path), deliveries, heartbeat_s=0.1)
     await learner.publish(0, deliveries)
-    async with running(worker), asyncio.timeout(20):
-        await renewed.wait()
+    async with running(worker):
+        await until(lambda: verbs.count("lease") > 10)
+        verbs.clear()
+        await until(lambda: verbs.count("heartbeat") == 10)
+    assert verbs.count("lease") <= 14
+    assert "renew" not in verbs
 
 
 async def test_a_failing_reward_ends_the_worker_and_hands_its_leases_back(

@@ -31,7 +31,7 @@ PATIENCE_S = 40.0
 # Asks the driver's library: processes that are forked from one that has begun with CUDA cannot use it.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 ON_GPUS = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-CONFIG = WeightsConfig(broadcast_timeout_s=TIMEOUT_S, bucket_bytes=1 << 16)
+CONFIG = WeightsConfig(broadcast_timeout_s=TIMEOUT_S, bucket_bytes=1 << 16, poll_s=0.05)
 
 
 def weights(seed: int) -> list[tuple[str, torch.Tensor]]:

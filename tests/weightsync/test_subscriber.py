@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from broker import Broker
 from broker.errors import BrokerUnavailableError, FencedError, VersionRegressionError
-from broker.schema import Probe, WeightManifest, WeightVersion
+from broker.schema import BroadcastGroup, Probe, WeightManifest, WeightVersion
 from tests.weightsync.conftest import CONFIG, InProcessWorker, Learner, pull_then_receive, served_bytes, weights
 from tests.weightsync.interruptions import damaged_bucket
 from tests.weightsync.worker_process import HEARTBEAT_TTL_S, worker_info
@@ -287,14 +287,24 @@ async def test_an_offer_does_not_repeat_what_the_announced_version_says(
     assert len(announced.tensors) == len(announced.fingerprints) == len(weights(2))
 
 
-async def test_a_member_is_told_of_an_offer(learner: Learner, start_inside: StartInside) -> None:
-    worker = start_inside("w")
+async def test_a_worker_is_told_of_versions_and_groups(
+    learner: Learner, start_inside: StartInside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not look by itself, and reads the group of many members only where there is a new one."""
+    worker, read = start_inside("w", replace(CONFIG, poll_s=3600)), list[int]()
+    versions = worker.subscriber._broker.versions
+    group = versions.group
+
+    async def noted() -> BroadcastGroup | None:
+        read.append(1)
+        return await group()
+
+    monkeypatch.setattr(versions, "group", noted)
     await pull_then_receive(learner, worker)
-    worker.subscriber._config = replace(CONFIG, poll_s=3600)
     waiting = asyncio.create_task(worker.next())
-    await asyncio.sleep(3 * CONFIG.poll_s)  # from now on it does not look again by itself
     for step in (2, 3):
         assert (await asyncio.to_thread(learner.publish)).members == ("w",)
         assert await waiting == WeightVersion(1, step)
         waiting = asyncio.create_task(worker.next())
     waiting.cancel()
+    assert len(read) == 1

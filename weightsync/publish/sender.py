@@ -114,7 +114,6 @@ class Sender:
         reached: list[str] = []
         failures: list[str] = []
         try:
-            rendezvous.ring()
             for number, wave in enumerate(waves):
                 if number:
                     rendezvous.begin(version, number)

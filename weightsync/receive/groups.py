@@ -3,10 +3,9 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
 
 from broker import Broker
-from broker.errors import BrokerError, WeightSyncError
+from broker.errors import WeightSyncError
 from broker.schema import BroadcastGroup, WeightManifest
 from broker.user_code.roots import ImportRoots
 from weightsync.transports.rendezvous import Board
@@ -21,44 +20,35 @@ class GroupFollower:
     """Tries to join the group of each record once: a record that a dead learner left, or that was closed without this
     worker, is not tried again."""
 
-    def __init__(
-        self,
-        broker: Broker,
-        worker: str,
-        threads: BoundedThreads,
-        poll_s: float,
-        on_offer: Callable[[], None],
-        roots: ImportRoots | None = None,
-    ) -> None:
-        """`on_offer` is called whenever the learner begins to send a version to the joined group."""
+    def __init__(self, broker: Broker, worker: str, threads: BoundedThreads, roots: ImportRoots | None = None) -> None:
         self._roots = roots
         self._broker = broker
         self._worker = worker
         self._threads = threads
-        self._poll_s = poll_s
-        self._on_offer = on_offer
+        self._read: bytes | None = None
+        """Names the group that was read last: see `broker.client.versions.Glance`."""
         self._seen: BroadcastGroup | None = None
         """The newest group of the run, whether it names this worker or not."""
         self._joined: JoinedGroup | None = None
         self._joining: asyncio.Task[None] | None = None
-        self._hearing: asyncio.Task[None] | None = None
 
     @property
     def epoch(self) -> int:
         """The joined epoch, 0 if none."""
         return 0 if self._joined is None else self._joined.group.epoch
 
-    async def follow(self) -> None:
-        """Follow the run's groups until the broker raises an error. It may then be called again: a joined group stays
-        joined."""
-        while True:
-            group = await self._broker.versions.group()
-            if group is not None and group != self._seen:
-                self.leave()
-                self._seen = group
-                if self._worker in group.members:
-                    self._joining = asyncio.create_task(self._join(group))
-            await asyncio.sleep(self._poll_s)
+    async def look(self, name: bytes | None) -> None:
+        """Read the run's group where `name` is not that of the group read last, and begin to join it. Raises the
+        broker's errors; a joined group then stays joined."""
+        if name is None or name == self._read:
+            return
+        group = await self._broker.versions.group()
+        self._read = name
+        if group is not None and group != self._seen:
+            self.leave()
+            self._seen = group
+            if self._worker in group.members:
+                self._joining = asyncio.create_task(self._join(group))
 
     async def joined_for(self, manifest: WeightManifest) -> JoinedGroup | None:
         """Return the group to which `manifest` is broadcast, once formed, or None if this worker is not in it.
@@ -81,9 +71,6 @@ class GroupFollower:
         if self._joining is not None:
             self._joining.cancel()
             self._joining = None
-        if self._hearing is not None:
-            self._hearing.cancel()
-            self._hearing = None
         if self._joined is not None:
             self._joined.close()
             self._joined = None
@@ -98,21 +85,5 @@ class GroupFollower:
                 cancelled,
                 overdue_s=2 * group.timeout_s + 1,
             )
-            if self._joined is not None:
-                self._hearing = asyncio.create_task(self._hear())
         except WeightSyncError as error:
             logger.warning("%s stays out of broadcast group %d: %s", self._worker, group.epoch, error)
-
-    async def _hear(self) -> None:
-        """Call `on_offer` at every ring of the bell. A worker that misses one, as the broker is away or busy, finds the
-        offer at its next poll."""
-        heard = b"0"
-        while True:
-            try:
-                rung = await self._broker.meetings.wait_for_bell(heard)
-            except BrokerError:
-                await asyncio.sleep(self._poll_s)
-                continue
-            if rung != heard:
-                heard = rung
-                self._on_offer()

@@ -15,7 +15,8 @@ import torch
 from msgspec.structs import replace
 
 from broker import Broker
-from broker.errors import BrokerUnavailableError, WeightSyncError
+from broker.client.versions import Glance
+from broker.errors import BrokerError, BrokerUnavailableError, WeightSyncError
 from broker.schema import WeightManifest, WeightVersion
 from broker.user_code.roots import ImportRoots
 from weightsync.config import WeightsConfig
@@ -30,6 +31,8 @@ from .pulls import Pulls
 from .receiver import JoinedGroup
 
 logger = logging.getLogger(__name__)
+_AFTER_OUTAGE_S = 0.05
+"""Seconds until the broker is asked again; a call that fails has been repeated for seconds."""
 _OVERDUE_S = 1.0
 _STOP_SHARE = 0.25
 """The share of a broadcast's deadline that a stopped pull has to give its memory back, while the group waits."""
@@ -46,7 +49,7 @@ class Subscriber:
         self._broker = broker
         self._config = config
         self._threads = BoundedThreads()
-        self._groups = GroupFollower(broker, worker, self._threads, config.poll_s, lambda: self._was_rung.set(), roots)
+        self._groups = GroupFollower(broker, worker, self._threads, roots)
         self.joins_groups = config.follow == "broadcast"
         """False: the worker follows by pull, and keeps the pulled version as the base for deltas."""
         self._worker = worker
@@ -68,8 +71,10 @@ class Subscriber:
         self._outage: BrokerUnavailableError | None = None
         """The error that keeps the background work from the broker."""
         self._was_rung = asyncio.Event()
-        """Set when the learner has rung the bell for this worker's group: there is an offer, so look before
-        `poll_s`."""
+        """Set when the bell has rung: there is news, so look before `poll_s`."""
+        self._glance = Glance(None, None, None)
+        """What the learner said at the last look."""
+        self._has_looked = asyncio.Event()
         self.last_error = ""
         """Why the last broadcast or pull failed, or fetched a whole version instead of deltas; "" again after the next
         version."""
@@ -115,6 +120,7 @@ class Subscriber:
         ended it; the next call starts ended work anew."""
         self._arrived.clear()
         self._outage = None
+        self._was_rung.set()  # the engine may have failed to take what the last look found
         if self._following is None:
             self._following = asyncio.create_task(self._follow())
         arrival = asyncio.create_task(self._arrived.wait())
@@ -131,9 +137,9 @@ class Subscriber:
     async def _follow(self) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
-                if self.joins_groups:
-                    tasks.create_task(self._outlive_outages(self._groups.follow))
-                tasks.create_task(self._outlive_outages(self._follow_versions))
+                tasks.create_task(self._hear())
+                for follow in (self._look, self._follow_versions):
+                    tasks.create_task(self._outlive_outages(follow))
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
 
@@ -146,21 +152,45 @@ class Subscriber:
             except BrokerUnavailableError as error:
                 self._outage = error
                 self._arrived.set()
-                await asyncio.sleep(self._config.poll_s)
+                await asyncio.sleep(_AFTER_OUTAGE_S)
+
+    async def _hear(self) -> None:
+        """Look at every ring of the bell. A worker that misses one, as the broker is away or busy, finds the news when
+        it looks next."""
+        heard = b"0"
+        while True:
+            try:
+                rung = await self._broker.meetings.wait_for_bell(heard)
+            except BrokerError:
+                await asyncio.sleep(_AFTER_OUTAGE_S)
+                continue
+            if rung != heard:
+                heard = rung
+                self._was_rung.set()
+
+    async def _look(self) -> None:
+        """Look for versions and groups, also while a version is received: the learner may begin a group meanwhile."""
+        while True:
+            self._was_rung.clear()
+            self._glance = await self._broker.versions.glance()
+            if self.joins_groups:
+                await self._groups.look(self._glance.group)
+            self._has_looked.set()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._config.poll_s):
+                    await self._was_rung.wait()
 
     async def _follow_versions(self) -> None:
         while True:
-            offered, announced = await self._broker.versions.current()
+            await self._has_looked.wait()
+            self._has_looked.clear()
+            offered, announced, _ = self._glance
             # Once a version is announced its broadcast is over, and a worker that missed it pulls.
             is_under_way = self.joins_groups and offered is not None and offered != announced
             if offered is not None and is_under_way and offered != self._tried and self._inbox.is_newer(offered):
                 await self._receive(offered)
             elif announced is not None and self._inbox.is_newer(announced):
                 self._fetch(announced)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._config.poll_s):
-                    await self._was_rung.wait()
-            self._was_rung.clear()
 
     def _fetch(self, announced: WeightVersion) -> None:
         if (kept := self._inbox.take_kept(announced)) is not None:

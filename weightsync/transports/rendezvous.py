@@ -82,10 +82,6 @@ class Rendezvous:
             deadline.pause(pause_s)
         raise AssertionError
 
-    def ring(self) -> None:
-        """Tell all members that there is an offer."""
-        self._board.call(self._board.meetings.ring())
-
     def begin(self, version: WeightVersion, wave: int) -> None:
         """Tell a wave of members that `version` is sent to it from now on."""
         self._say(_turn_key(version, wave), b"")
