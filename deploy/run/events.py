@@ -6,9 +6,12 @@ from collections.abc import Mapping
 import msgspec
 
 from broker.schema import (
+    PoolInfo,
     QueueAges,
     QueueDepths,
     RunStatus,
+    ScorerInfo,
+    ScoringQueue,
     StepMetrics,
     Tallies,
     VersionGroups,
@@ -74,6 +77,16 @@ class HeartbeatEvent(msgspec.Struct, frozen=True, kw_only=True):
     """The version that workers are to hold."""
     versions: tuple[VersionGroups, ...] = ()
     """Groups by weight version, the newest first."""
+    pools: tuple[PoolInfo, ...] = ()
+    """The pools whose supervisors are alive."""
+    scorers: tuple[ScorerInfo, ...] = ()
+    """The scorer processes that are alive."""
+    scoring: tuple[ScoringQueue, ...] = ()
+    """The requests of each scorer."""
+    late_workers: int = 0
+    """Living workers that missed heartbeats: they are dead, stand still or are cut off."""
+    quarantined_workers: int = 0
+    """Worker processes that get no more leases."""
 
     @classmethod
     def of(cls, status: RunStatus, metrics: StepMetrics) -> "HeartbeatEvent":
@@ -93,6 +106,11 @@ class HeartbeatEvent(msgspec.Struct, frozen=True, kw_only=True):
             tallies=status.tallies,
             announced=status.announced,
             versions=status.versions,
+            pools=status.pools,
+            scorers=status.scorers,
+            scoring=status.scoring,
+            late_workers=sum(silence.is_late or silence.has_ended for silence in status.silences.values()),
+            quarantined_workers=len(status.quarantined),
         )
 
 

@@ -6,10 +6,27 @@ from typing import Any
 
 import msgspec
 
-from broker.schema import LagFigures, QueueAges, QueueDepths, RunStatus, StepMetrics, WeightVersion, WorkerInfo
+from broker.schema import (
+    LagFigures,
+    PoolInfo,
+    QueueAges,
+    QueueDepths,
+    RunStatus,
+    ScorerInfo,
+    ScoringQueue,
+    StepMetrics,
+    WeightVersion,
+    WorkerInfo,
+)
 from deploy.observe.sinks.base import SinkRun
 from deploy.observe.sinks.jsonl import JsonlSink
 from deploy.run.events import EvaluationEvent, StageEvent, StepEvent
+
+POOL = PoolInfo(pool="gpu", host="node", pid=1, running=3, leaving=1, restarting=0, given_up=2, wanted=4)
+SCORER = ScorerInfo(process="s1", scorer="quality", kind="model", host="node", pid=2, state="ready", device="cpu")
+SCORING = ScoringQueue(
+    scorer="quality", waiting=5, leased=2, oldest_s=1.5, answered=40, failed=1, expired_leases=3, bytes=4096
+)
 
 
 def step_metrics(step: int, *, incarnation: int = 1, reward: float = 0.5, total_steps: int = 60) -> StepMetrics:

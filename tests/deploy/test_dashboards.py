@@ -20,7 +20,7 @@ from deploy.observe.prometheus.run import RunCollector
 from deploy.observe.prometheus.worker import WorkerCollector
 from deploy.run.events import HeartbeatEvent
 
-from .runs import evaluation, run_status, step_event, step_metrics
+from .runs import POOL, SCORER, SCORING, evaluation, run_status, step_event, step_metrics
 from .sinks.scrapes import Sample, scrape
 from .test_worker_metrics import Stub
 
@@ -44,7 +44,9 @@ def served() -> dict[Sample, float]:
     tallies = Tallies(trained_by_prompt_length={8: 4}, dispatched_by_lag={0: 30})
     ages = replace(run_status().ages, next_sample_s=1.0)
     held = (VersionGroups(0, generating=1, ready=1, dropped=0),)
-    status = replace(run_status(), tallies=tallies, ages=ages, versions=held)
+    status = replace(
+        run_status(), tallies=tallies, ages=ages, versions=held, pools=(POOL,), scorers=(SCORER,), scoring=(SCORING,)
+    )
     for event in (step, evaluation(1, 0, 0.5), HeartbeatEvent.of(status, step_metrics(0))):
         run.note(event)
     found: dict[Sample, float] = {}

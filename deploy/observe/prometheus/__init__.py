@@ -4,6 +4,7 @@
     worker ──────────────────────────────────────────────────────┴─► endpoint.MetricsEndpoint ◄─ GET /metrics
 
     families.py                 a metric's name, help and the figures that it shows
+    pools.py                    pools, workers that do not work as they should, and scorers
     grafana.json, alerts.yaml   a dashboard and alerting rules, which `headway metrics` prints
 
 A name is `headway_<part>_<what>_<unit>`, in seconds, bytes, tokens and steps; names in `_total` only grow while the

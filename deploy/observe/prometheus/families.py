@@ -46,6 +46,15 @@ def metric(name: str, text: str, values: Mapping[str, float | None], label: str 
     return made
 
 
+def by_name(name: str, text: str, labels: tuple[str, str], values: Mapping[tuple[str, str], float]) -> Metric:
+    """Return the same with two labels, whose values are the keys of `values`."""
+    kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+    made = kind(name, text, labels=labels)
+    for of, value in values.items():
+        made.add_metric(of, value)
+    return made
+
+
 def shown(families: Iterable[Family], figures: Figures) -> Iterator[Metric]:
     """Yield each of the families with its figures."""
     return (family.of(figures) for family in families)

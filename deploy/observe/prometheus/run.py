@@ -14,6 +14,7 @@ from deploy.run.figures import generated_per_s
 from learner.experience.drift import drift_of
 
 from .families import STATES, Family, metric, shown
+from .pools import of_pools, of_scorers
 
 LAG_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 512, 1000)
 """Upper bounds of the histograms' buckets, in steps, those of `by_lag` in metrics.jsonl.
@@ -93,6 +94,11 @@ QUEUES = (
     ),
     Family("headway_broker_trimmed_samples_total", "Samples that their groups went without.", "trimmed_samples"),
     Family("headway_broker_expired_leases_total", "Leases that their worker lost.", "expired_leases"),
+    Family(
+        "headway_broker_copied_leases_total",
+        "Leases of samples beside another worker's, which did not get on with them.",
+        "copied_leases",
+    ),
     Family(
         "headway_broker_refused_samples_total",
         "Samples refused: late or duplicate, or impossible.",
@@ -285,6 +291,8 @@ class RunCollector(Collector):
             "At least so far apart are the lengths of begun and of trained prompts, from 0 (alike) to 1.",
             {"": drift_of(tallies, self._heartbeat.queues)},
         )
+        yield from of_pools(self._heartbeat)
+        yield from of_scorers(self._heartbeat)
         rate = generated_per_s(workers)
         yield metric("headway_pool_tokens_per_second", "Tokens that the workers generate.", {"": rate})
         yield metric(

@@ -14,7 +14,17 @@ from msgspec.structs import replace
 
 from algorithms import metrics as of_loss
 from broker.errors import ConfigError
-from broker.schema import LagFigures, QueueAges, QueueDepths, StepMetrics, Tallies, VersionGroups, WeightVersion
+from broker.schema import (
+    LagFigures,
+    QueueAges,
+    QueueDepths,
+    Silence,
+    StepMetrics,
+    Tallies,
+    VersionGroups,
+    WeightVersion,
+)
+from deploy.observe.prometheus.pools import POOL_STATES
 from deploy.observe.prometheus.run import AGES, BY_LAG, LAG_BUCKETS, LAST_STEP, QUEUES, SUMS
 from deploy.observe.sinks import open_sinks
 from deploy.observe.sinks.delivery import Sinks
@@ -22,7 +32,18 @@ from deploy.observe.sinks.prometheus import PrometheusSink
 from deploy.recipe.sinks import PrometheusOptions, SinkConfig
 from deploy.run.events import Event, HeartbeatEvent
 from learner.experience.drift import drift_of
-from tests.deploy.runs import evaluation, open_record, run_status, sink_run, stage_event, step_event, step_metrics
+from tests.deploy.runs import (
+    POOL,
+    SCORER,
+    SCORING,
+    evaluation,
+    open_record,
+    run_status,
+    sink_run,
+    stage_event,
+    step_event,
+    step_metrics,
+)
 
 from .scrapes import figure, scrape
 
@@ -117,7 +138,17 @@ def test_the_endpoint_shows_the_pool_and_the_queues_of_the_last_look() -> None:
         cut_by_response_length={8: 3},
     )
     held = (VersionGroups(7, generating=5, ready=0, dropped=0), VersionGroups(4, generating=2, ready=3, dropped=1))
-    status = replace(run_status(), tallies=tallies, announced=WeightVersion(1, 7), versions=held)
+    status = replace(
+        run_status(),
+        tallies=tallies,
+        announced=WeightVersion(1, 7),
+        versions=held,
+        pools=(POOL,),
+        scorers=(SCORER,),
+        scoring=(SCORING,),
+        quarantined=("evil",),
+        silences={"w0": Silence(0.1, is_late=False), "w1": Silence(9.0, is_late=True)},
+    )
     heartbeat = HeartbeatEvent.of(status, step_metrics(3))
     gone = replace(heartbeat, workers=heartbeat.workers[:1])
     with endpoint(evaluation(1, 0, 0.25), step_event(0), heartbeat) as sink:
@@ -146,6 +177,19 @@ def test_the_endpoint_shows_the_pool_and_the_queues_of_the_last_look() -> None:
     assert figure(found, "headway_pool_weight_step", worker="node-worker-0-ab12") == 37
     assert figure(found, "headway_pool_weight_step", worker="node-worker-1-cd34") is None, "it has no version yet"
     assert figure(found, "headway_pool_worker_tokens_per_second", worker="node-worker-0-ab12") == 2500
+    assert figure(found, "headway_pool_late_workers") == figure(found, "headway_pool_quarantined_workers") == 1
+    for state in POOL_STATES:
+        assert figure(found, "headway_pool_processes", pool="gpu", state=state) == getattr(POOL, state)
+    of = {"scorer": "quality"}
+    for state in ("waiting", "leased"):
+        assert figure(found, "headway_scorer_requests", state=state, **of) == getattr(SCORING, state)
+    for outcome in ("answered", "failed"):
+        ended = figure(found, "headway_scorer_requests_ended_total", outcome=outcome, **of)
+        assert ended == getattr(SCORING, outcome)
+    assert figure(found, "headway_scorer_processes", state="ready", **of) == 1
+    assert figure(found, "headway_scorer_oldest_request_seconds", **of) == SCORING.oldest_s
+    assert figure(found, "headway_scorer_expired_leases_total", **of) == SCORING.expired_leases
+    assert figure(found, "headway_scorer_stored_bytes", **of) == SCORING.bytes
     assert figure(found, "headway_broker_length_drift_ratio") == drift_of(tallies, status.queues) > 0.5
     assert figure(found, "headway_learner_pass_rate") == 0.25
     assert figure(found, "headway_run_info", run="arithmetic", identity="0123456789abcdef") == 1
