@@ -53,6 +53,13 @@ def test_memory_is_watched_while_prompts_go_through() -> None:
     assert result["client_rss_bytes"]["flat"] == (result["client_rss_bytes"]["slope_per_prompt"] < 1e4)
 
 
+def test_what_metrics_cost_is_measured() -> None:
+    result = last_line("benchmarks.metrics_cost", "--steps", "20", "--scrapes", "2", "--workers", "4")
+
+    assert result["workers"] == 4
+    assert all(result[name] > 0 for name in ("server_look_ms", "learner_scrape_ms", "learner_share", "worker_share"))
+
+
 def test_calls_of_a_reward_are_measured_in_a_thread_and_in_the_pool() -> None:
     result = last_line("benchmarks.reward_calls", "--calls", "100")
 

@@ -142,7 +142,7 @@ def served(directory: Path, workers: int, steps: int) -> Iterator[tuple[Embedded
     """Yield a server and the run's URL there, whose workers are heard of again and again."""
     with EmbeddedServer(directory) as server:
         broker = BlockingBroker(server.url, RUN)
-        broker.call(_begin(broker, steps))
+        broker.call(begin(broker, steps))
         over = threading.Event()
         thread = threading.Thread(target=_beat, args=(broker, workers, steps, over), daemon=True)
         thread.start()
@@ -154,7 +154,7 @@ def served(directory: Path, workers: int, steps: int) -> Iterator[tuple[Embedded
             broker.close()
 
 
-async def _begin(broker: BlockingBroker, steps: int) -> None:
+async def begin(broker: BlockingBroker, steps: int) -> None:
     status, prompts = broker.broker.status, broker.broker.prompts
     rules = RunRules(max_lag=4, groups_per_step=GROUPS)
     claim = await broker.broker.batches.claim(checkpoint=CheckpointMark(0, 0), rules=rules, config=b"", resume=False)
