@@ -13,6 +13,7 @@ SEAMS = {
     "tests/rollout_workers/test_asked_scorers.py",
     "tests/rollout_workers/test_engine_embedded.py",
     "tests/rollout_workers/test_episodes.py",
+    "tests/rollout_workers/test_scorer_engines.py",
     "tests/weightsync/test_transports.py",
 }
 """A fast file of each seam; of a slower one `quick.txt` names a single test."""
