@@ -21,7 +21,7 @@ from broker.user_code.roots import ImportRoots, load
 from rollout_workers.config import ScorerEngineConfig, ScorersConfig
 from rollout_workers.scorers.base import Runner, ScoringModel
 
-from .abilities import KnownRuntime, RuntimeAbilities
+from .abilities import KnownRuntime, RuntimeAbilities, gpus_with
 from .transformers.abilities import TRANSFORMERS
 from .vllm.abilities import VLLM
 
@@ -39,13 +39,7 @@ def abilities_of(config: ScorerEngineConfig) -> RuntimeAbilities:
 
 def gpus_of(config: ScorerEngineConfig) -> int:
     """Return how many GPUs one process takes. Raises ConfigError for a size that is no positive integer."""
-    count = 1
-    for option in abilities_of(config).gpu_options:
-        size = config.options.get(option, 1)
-        if type(size) is not int or size < 1:
-            raise ConfigError(f"scorers.engine.options.{option} is {size!r}; expected an integer >= 1.")
-        count *= size
-    return count
+    return gpus_with(config, abilities_of(config))
 
 
 def check_installed(kind: str) -> None:

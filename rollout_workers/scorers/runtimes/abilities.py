@@ -3,7 +3,9 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from broker.errors import ConfigError
 from broker.installation import TorchFacts
+from rollout_workers.config import ScorerEngineConfig
 
 
 def _always(option: str, value: object) -> bool:
@@ -42,3 +44,15 @@ class KnownRuntime:
     """The command or advice that installs what it needs."""
     examine: Callable[[TorchFacts], tuple[bool, str]]
     """Return whether the runtime works on this machine and what was found, for `headway doctor`."""
+
+
+def gpus_with(config: ScorerEngineConfig, abilities: RuntimeAbilities) -> int:
+    """Return how many GPUs one process of a runtime with these abilities takes. Raises ConfigError for a size that is
+    no positive integer."""
+    count = 1
+    for option in abilities.gpu_options:
+        size = config.options.get(option, 1)
+        if type(size) is not int or size < 1:
+            raise ConfigError(f"scorers.engine.options.{option} is {size!r}; expected an integer >= 1.")
+        count *= size
+    return count

@@ -7,11 +7,11 @@ from broker.errors import ConfigError
 from rollout_workers.config import ScorersConfig
 from rollout_workers.engines.vllm.start import check_head_dim, prepare_environment
 from rollout_workers.scorers.base import Runner, ScoringModel, UnfitModelError
-from rollout_workers.scorers.runtimes import gpus_of
+from rollout_workers.scorers.runtimes.abilities import gpus_with
 from rollout_workers.scorers.runtimes.cache import cache_tokens
 from rollout_workers.scorers.runtimes.files import check_head, check_labels, longest_of, reading, shared_tokens
 
-from .abilities import STEP_TOKENS
+from .abilities import STEP_TOKENS, VLLM
 from .engine import BatchEngine
 from .reward_model import VllmRewardModel
 from .teacher import VllmTeacher
@@ -60,7 +60,9 @@ def arguments_of(asked: ScoringModel, config: ScorersConfig, text: Any, most_tok
         "max_num_seqs": SEQUENCES,
         "max_num_batched_tokens": STEP_TOKENS[asked.kind],
         "enable_chunked_prefill": True,
-        "kv_cache_memory_bytes": tokens * bytes_of_token(text, config.dtype) // gpus_of(config.engine),
+        "kv_cache_memory_bytes": tokens
+        * bytes_of_token(text, config.dtype)
+        // gpus_with(config.engine, VLLM.abilities),
         "gpu_memory_utilization": 0.01,  # vLLM refuses to start where less of a GPU is free
         "async_scheduling": False,
         "enforce_eager": True,
