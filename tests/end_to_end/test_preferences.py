@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 PAIRS = "stages.dpo.options.data={path: pairs.jsonl}"
 STEPS = 60
 ONLINE_STEPS = 12
-TAUGHT_STEPS = 16
+TAUGHT_STEPS = 20
 SAMPLES = 32 * 8
 """Samples of a step of online-dpo.yaml."""
 
@@ -98,7 +98,7 @@ def test_a_student_becomes_as_good_as_its_teacher_by_the_teachers_logprobs_of_it
     run = terminals.directory("taught") / "runs" / "distill"
     summary = json.loads((run / "summary.json").read_text())
     assert summary["eval_after"] >= summary["eval_before"] + 0.2, summary
-    assert summary["eval_after"] >= _pass_rate(_tuned(whole) / "stage.json") - 0.15, summary
+    assert summary["eval_after"] >= _pass_rate(_tuned(whole) / "stage.json") - 0.05, summary
     assert (summary["trained_twice"], summary["max_lag_seen"] <= 2) == (0, True)
     steps = _lines(run / "metrics.jsonl")
     divergences = [step["algorithm"]["reverse_kl"] for step in steps]
