@@ -1,4 +1,3 @@
-# mypy: disable-error-code="attr-defined"
 """A run that was deleted or overwritten is not the one that has its name now."""
 
 from collections.abc import AsyncIterator
@@ -10,11 +9,11 @@ from broker import Broker, open_broker
 from broker.client.batches import new_identity
 from broker.client.leases import AppendOutcome, SubmitOutcome
 from broker.errors import ForeignRunError
-from broker.schema import ModelFiles, Segment, VersionSpan, WeightVersion
+from broker.schema import SCHEMA_VERSION, ModelFiles, Segment, VersionSpan, WeightVersion
 from broker.wire import codec, frames
 
 from .scenario import FRESH, Scenario, begin, broadcast_group, groups, prompt, rules, trajectory
-from .test_client import WORKER
+from .test_codec import WORKER
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ async def test_what_another_version_of_headway_left_keeps_nobody_from_going_on(
     keys, execute = broker._connection.keys, broker._connection.execute
     await execute("SET", keys("config"), b"{}")
     with monkeypatch.context() as before:
-        before.setattr(frames, "SCHEMA_VERSION", frames.SCHEMA_VERSION - 1)
+        before.setattr(frames, "SCHEMA_VERSION", SCHEMA_VERSION - 1)
         await execute("SET", keys("broadcast"), codec.encode(broadcast_group(9)))
         await execute("SET", keys("model"), codec.encode(ModelFiles(files={})))
     assert await leftover.status.config() is None, "no learner of this version has come"

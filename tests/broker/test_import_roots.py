@@ -1,7 +1,7 @@
-# mypy: disable-error-code="misc"
 """What a configuration from the network may have imported, and what it may not: with real modules on a real path."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,7 @@ a_number = 3
 
 
 @pytest.fixture
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A user's directory with modules of their own, and packages that are installed in an environment below it."""
     home, installed = tmp_path / "home", tmp_path / "home" / ".venv" / "packages"
     (home / "my_package").mkdir(parents=True)

@@ -1,7 +1,7 @@
-# mypy: disable-error-code="arg-type"
 """A sample that its worker cannot finish goes on elsewhere after its last segment."""
 
 import asyncio
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -102,7 +102,7 @@ async def test_segments_come_in_order_and_a_repeated_one_counts_once(broker: Bro
 async def test_a_lost_reply_appends_once(broker: Broker) -> None:
     run = await begin(broker, rules(0, groups_per_step=1), group_size=1)
     (lease,) = (await run.lease(1, 0)).leases
-    arguments = [str(lease.tid), lease.token, 0, f"segment:{lease.tid}:x", 10, 4, TTL_S, 0, 1, 0]
+    arguments: list[Any] = [str(lease.tid), lease.token, 0, f"segment:{lease.tid}:x", 10, 4, TTL_S, 0, 1, 0]
     store = ("SET", broker._connection.keys(f"segment:{lease.tid}:x"), b"0123456789", "PX", 60_000)
     for _ in range(2):  # as the connection repeats what it got no answer to
         assert await broker._connection.script("append", *arguments, before=[store]) == [b"appended", 1]

@@ -1,7 +1,7 @@
-# mypy: disable-error-code="arg-type"
 """A worker notices that a learner has taken its run over with another configuration."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -53,7 +53,7 @@ async def work(broker: Broker) -> None:
 
 
 @pytest.mark.parametrize("change", [{"max_new_tokens": 9}, {"router_replay": True}])
-async def test_a_worker_of_another_configuration_is_drained_and_fails(broker: Broker, change: dict[str, int]) -> None:
+async def test_a_worker_of_another_configuration_is_drained_and_fails(broker: Broker, change: dict[str, Any]) -> None:
     await claim(broker, stored())
     working = asyncio.create_task(work(broker))
     await claim(broker, stored(steps=9))  # none of a worker's business

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="var-annotated"
 """Stages in a recipe: what it may say of them, in which order they run, and what each starts from."""
 
 import json
@@ -202,7 +201,8 @@ def test_a_run_of_before_resumes_in_either_form(has_stages: bool, tmp_path: Path
     (directory / SETTINGS).write_bytes(msgspec.json.encode(settings))
     check_resumable(load(tmp_path, stages=[SFT, RL]), None)
     check_resumable(before, None)
-    for other in ({"stages": [SFT, SFT, RL]}, {"stages": [RL]}, {"sft": {"phases": []}}):
+    others: list[dict[str, Any]] = [{"stages": [SFT, SFT, RL]}, {"stages": [RL]}, {"sft": {"phases": []}}]
+    for other in others:
         with pytest.raises(ConfigError, match=r"the stages before the learner are over|the warm-up is over"):
             check_resumable(load(tmp_path, **other), None)
 

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="attr-defined"
 """The log on disk: what it gives back is what was trained, or nothing."""
 
 import logging
@@ -7,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.schema import Group
+from broker.schema import SCHEMA_VERSION, Group
 from broker.wire import frames
 from learner.experience.frames import GroupFrames
 from learner.experience.log import ExperienceLog
@@ -108,10 +107,10 @@ def test_batches_of_another_version_of_headway_are_not_held(
     opened = ExperienceLog(tmp_path, PLENTY)
     opened.record(0, batch(0))
     with monkeypatch.context() as before:
-        before.setattr(frames, "SCHEMA_VERSION", frames.SCHEMA_VERSION - 1)
+        before.setattr(frames, "SCHEMA_VERSION", SCHEMA_VERSION - 1)
         opened.record(1, batch(1))
     assert ExperienceLog(tmp_path, PLENTY).held_until(0) == 1
-    assert f"schema {frames.SCHEMA_VERSION - 1}, this is schema {frames.SCHEMA_VERSION}" in caplog.text
+    assert f"schema {SCHEMA_VERSION - 1}, this is schema {SCHEMA_VERSION}" in caplog.text
 
 
 def test_the_oldest_go_when_it_is_full(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

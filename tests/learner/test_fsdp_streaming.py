@@ -1,5 +1,5 @@
-# mypy: disable-error-code="arg-type"
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from learner.config import ModelConfig
 from learner.models.model import load_model, load_tokenizer
 from tests.learner.tiny import OPTIMIZER, model_config
 
-ARCHITECTURES = {
+ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
     "qwen3": {},

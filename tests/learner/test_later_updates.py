@@ -1,4 +1,3 @@
-# mypy: disable-error-code="return-value"
 """With several updates a step, each is the published loss of the weights that it begins with, for every preset."""
 
 import functools
@@ -117,7 +116,7 @@ def responses_of(seen: Sequence[Seen], proximal: Backend) -> tuple[list[Response
                     if batch.loss_mask_T[t] > 0
                 ]
             )
-    return responses, places
+    return [*responses], places
 
 
 def candidates_at(batch: PackedBatch, current_T: torch.Tensor, t: int) -> list[tuple[torch.Tensor, float]]:

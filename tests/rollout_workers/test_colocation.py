@@ -1,4 +1,3 @@
-# mypy: disable-error-code="assignment, attr-defined"
 """A worker whose engine has the device in turns: real broker and engine; the learner's side is moved by hand."""
 
 import asyncio
@@ -16,8 +15,7 @@ from rollout_workers.swaps import colocation
 from rollout_workers.swaps.colocation import staying_awake, until_engine_may_open
 from rollout_workers.worker import Worker
 
-from .loop import Deliveries, Learner, make_engine, make_worker
-from .test_worker import running, until
+from .loop import Deliveries, Learner, make_engine, make_worker, running, until
 
 LONG_S = 1000.0
 TOKENS = 200
@@ -203,7 +201,7 @@ async def test_samples_whose_leases_come_late_are_handed_back(brokers: tuple[Bro
         await answer.wait()
         return reply
 
-    leases.lease = slow
+    leases.lease = slow  # type: ignore[assignment, method-assign]
     async with at_work(brokers[1], engine, deliveries, max_new_tokens=TOKENS):
         await asked.wait()
         assert await learner.broker.phases.train(learner.owner) == ("worker-1",)

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="attr-defined"
 """Engines are asked for what they state, never for their names; one of the user's own states it too."""
 
 import subprocess
@@ -13,7 +12,8 @@ from deploy.recipe.colocation import worker_gpus
 from deploy.recipe.loading import load_recipe
 from deploy.recipe.packages import check_packages
 from rollout_workers.config import EngineConfig
-from rollout_workers.engines import ENGINES, EngineAbilities, abilities_of, open_engine
+from rollout_workers.engines import ENGINES, abilities_of, open_engine
+from rollout_workers.engines.abilities import EngineAbilities
 from rollout_workers.engines.gpus import gpus_of
 from tests import plugged
 

@@ -1,7 +1,7 @@
-# mypy: disable-error-code="arg-type"
 """Tokens, logprobs and version spans of one sample, its segments, and the engine output that is refused."""
 
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -29,7 +29,9 @@ LEASE = Lease(
 )
 
 
-def chunk(tokens: list[int], version: WeightVersion = V1, finish: str | None = None) -> Chunk:
+def chunk(
+    tokens: list[int], version: WeightVersion = V1, finish: Literal["stop", "length", "interrupted"] | None = None
+) -> Chunk:
     return Chunk(token_ids=tokens, logprobs=[-float(t) for t in tokens], version=version, finish_reason=finish)
 
 

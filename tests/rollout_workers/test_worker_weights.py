@@ -1,4 +1,3 @@
-# mypy: disable-error-code="assignment, unreachable"
 """How a worker comes to its weights and proves them: a real server and engine; the learner's side is moved by hand."""
 
 import asyncio
@@ -75,7 +74,7 @@ async def test_published_weights_reach_the_engine_by_pull_and_then_by_broadcast(
             assert (await publish(0)).members == ()
             groups = await asyncio.to_thread(blocking.call, learner.take(0))
             assert {s.version for g in groups for t in g.trajectories for s in t.spans} == {learner.version(0)}
-            step, members = 0, ()
+            step, members = 0, tuple[str, ...]()
             async with asyncio.timeout(60):
                 while not members:
                     step += 1

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="union-attr"
 """A learner without training, and workers without engines, around the real broker."""
 
 import asyncio
@@ -22,6 +21,7 @@ from tests.weightsync.processes import ForkedProcess
 from tests.weightsync.worker_process import HEARTBEAT_TTL_S, fingerprint, worker_info
 from weightsync.config import WeightsConfig
 from weightsync.publish.publisher import Publisher, PublishReport
+from weightsync.receive.deliveries import Delivery
 from weightsync.receive.subscriber import Subscriber
 from weightsync.transports.http.requests import Found
 from weightsync.transports.rendezvous import Board
@@ -170,6 +170,7 @@ class InProcessWorker:
         """The next version, checked and taken over."""
         async with asyncio.timeout(PATIENCE_S):
             delivery = await self.subscriber.wait_for_version(self.version)
+        assert isinstance(delivery, Delivery)
         version = delivery.manifest.version
         assert fingerprint(delivery.tensors) == fingerprint(weights(version.step))
         self.version = version

@@ -1,11 +1,10 @@
-# mypy: disable-error-code="attr-defined"
 """A limit on bytes a second, counted on a clock of the test's own."""
 
 import math
+import time
 
 import pytest
 
-from weightsync import pace
 from weightsync.deadline import Deadline
 from weightsync.pace import Pace
 
@@ -16,7 +15,7 @@ class Clock(Deadline):
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(math.inf)
         self.now = 100.0
-        monkeypatch.setattr(pace.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
     def pause(self, seconds: float) -> None:
         self.now += max(0.0, seconds)

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="union-attr"
 """Pulls that are superseded by a broadcast while they are under way."""
 
 import asyncio
@@ -13,6 +12,7 @@ from msgspec.structs import replace
 from broker.schema import WeightManifest, WeightVersion
 from tests.weightsync.conftest import CONFIG, PATIENCE_S, InProcessWorker, Learner, pull_then_receive
 from weightsync.deadline import Deadline
+from weightsync.receive.deliveries import Delivery
 
 StartInside = Callable[[str], InProcessWorker]
 HOLD_S = 0.3
@@ -61,7 +61,7 @@ async def test_a_broadcast_lands_in_the_memory_of_the_pull_that_it_supersedes(
     assert (await asyncio.to_thread(learner.publish)).members == ("w",)
     assert await waiting == WeightVersion(1, 2)
     lent = worker.subscriber._inbox._lent
-    assert lent is not None
+    assert isinstance(lent, Delivery)
     assert [bucket.data_ptr() for bucket in lent.landed.buckets] == pulled_into
 
 

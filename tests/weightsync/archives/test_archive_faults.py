@@ -1,10 +1,10 @@
-# mypy: disable-error-code="assignment, attr-defined"
 """What becomes of full disks, damaged files and directories that are not there: the learner serves."""
 
 import asyncio
 import errno
 import os
 import re
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,14 +18,12 @@ from tests.weightsync.archives.follower import (
     NAME,
     WHOLE_BYTES,
     Follower,
-    announced,
     archived,
     files,
     in_directory,
     publish,
 )
-from tests.weightsync.conftest import TIMEOUT_S, Learner
-from weightsync.archives import directory
+from tests.weightsync.conftest import TIMEOUT_S, Learner, announced
 from weightsync.archives.base import anchor_names, delta_name
 from weightsync.archives.directory import DirectoryArchive, DirectoryReader
 from weightsync.config import WeightsConfig
@@ -51,7 +49,7 @@ async def test_a_full_disk_costs_a_warning_and_the_learner_serves(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr(directory.os, "fsync", full)
+        patched.setattr(os, "fsync", full)
         await publish(learner, 2)
     assert "No space left on device" in caplog.text
     assert (await announced(broker)).archived is None
@@ -73,7 +71,7 @@ async def test_too_little_room_for_a_whole_version_is_told_before_it_is_written(
     class Usage:
         free = WHOLE_BYTES - 1
 
-    monkeypatch.setattr(directory.shutil, "disk_usage", lambda _: Usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage)
     await publish(learner, 3)
     assert f"has {WHOLE_BYTES - 1} bytes free, and a whole version needs {WHOLE_BYTES}" in caplog.text
     assert (await archived(broker)).anchor is None
@@ -86,7 +84,7 @@ async def test_a_file_system_that_hangs_holds_the_learner_for_the_deadline_only(
 ) -> None:
     await publish(learner, 2)
     hanging = threading.Event()
-    monkeypatch.setattr(directory.os, "fsync", lambda _: hanging.wait(20))
+    monkeypatch.setattr(os, "fsync", lambda _: hanging.wait(20))
     for _ in range(2):
         await asyncio.to_thread(learner.publish)
         assert (await announced(broker)).archived is None
@@ -160,7 +158,7 @@ async def test_a_file_removed_in_mid_read_is_superseded_then_the_learners(
         read(name, *rest)  # type: ignore[arg-type]
         (folder / last).unlink(missing_ok=True)
 
-    follower.reader.read = vanishing
+    follower.reader.read = vanishing  # type: ignore[assignment, method-assign]
     with pytest.raises(SupersededError):
         await follower.pull(manifest)
     await follower.pull(manifest)
@@ -183,7 +181,7 @@ async def test_a_worker_whose_copy_of_the_archive_lags_asks_the_learner(
             raise SupersededError(f"{name} is not there yet")
         read(name, *rest)  # type: ignore[arg-type]
 
-    follower.reader.read = lagging
+    follower.reader.read = lagging  # type: ignore[assignment, method-assign]
     await publish(learner, 3)
     with pytest.raises(SupersededError):
         await follower.pull()

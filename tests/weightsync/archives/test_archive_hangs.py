@@ -1,4 +1,3 @@
-# mypy: disable-error-code="attr-defined"
 """An archive that answers no more: files that nobody writes to (FIFOs) hold whoever opens or reads them."""
 
 import asyncio
@@ -17,15 +16,13 @@ from tests.weightsync.archives.follower import (
     NAME,
     WHOLE_BYTES,
     Follower,
-    announced,
     archived,
     files,
     in_broker,
     in_directory,
     publish,
 )
-from tests.weightsync.conftest import TIMEOUT_S, Learner, WorkerProcess
-from weightsync.archives import directory
+from tests.weightsync.conftest import TIMEOUT_S, Learner, WorkerProcess, announced
 from weightsync.archives.directory import DirectoryReader
 from weightsync.config import WeightsConfig
 from weightsync.pace import Pace
@@ -152,7 +149,7 @@ def test_what_comes_too_late_touches_nothing(
     os.write(writer, b"in ")
     data = bytearray(9)
     with monkeypatch.context() as patched:
-        patched.setattr(directory.os, "fstat", lambda _: SimpleNamespace(st_size=len(data)))
+        patched.setattr(os, "fstat", lambda _: SimpleNamespace(st_size=len(data)))
         with pytest.raises(UnreachableError):
             reader.read(NAME, memoryview(data), Pace(None), FOREVER)
     (late,) = reader._left

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="attr-defined"
 """Weights in the memory of the server: in pieces, counted, and within limits."""
 
 import asyncio
@@ -15,12 +14,11 @@ from tests.weightsync.archives.follower import (
     NAME,
     WHOLE_BYTES,
     Follower,
-    announced,
     archived,
     in_broker,
     publish,
 )
-from tests.weightsync.conftest import TIMEOUT_S, Learner
+from tests.weightsync.conftest import TIMEOUT_S, Learner, announced
 from weightsync.archives import open_archive, open_reader
 from weightsync.config import WeightsConfig
 from weightsync.pace import Pace

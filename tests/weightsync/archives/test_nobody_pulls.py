@@ -1,4 +1,3 @@
-# mypy: disable-error-code="attr-defined"
 """An archive ends with its last reader: nothing stays in it, nor in the learner's memory."""
 
 import asyncio
@@ -13,8 +12,8 @@ from broker import Broker
 from broker.errors import WeightSyncError
 from broker.schema import Archived, DeltaSpec, WeightVersion
 from tests.broker.scenario import hidden
-from tests.weightsync.archives.follower import Follower, announced, archived, files, in_broker, in_directory, publish
-from tests.weightsync.conftest import CONFIG, TIMEOUT_S, Learner, weights
+from tests.weightsync.archives.follower import Follower, archived, files, in_broker, in_directory, publish
+from tests.weightsync.conftest import CONFIG, TIMEOUT_S, Learner, announced, weights
 from tests.weightsync.worker_process import HEARTBEAT_TTL_S, worker_info
 from weightsync.archives.archiver import Archiver
 from weightsync.config import WeightsConfig

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="attr-defined"
 """Workers that pull from an archive: what they find there, and what does not stay there."""
 
 import asyncio
@@ -17,13 +16,12 @@ from tests.weightsync.archives.follower import (
     WHOLE_BYTES,
     Follower,
     NoLearner,
-    announced,
     archived,
     files,
     in_directory,
     publish,
 )
-from tests.weightsync.conftest import InProcessWorker, Learner, WorkerProcess
+from tests.weightsync.conftest import InProcessWorker, Learner, WorkerProcess, announced
 from weightsync.archives.base import anchor_names, delta_name
 from weightsync.config import WeightsConfig
 from weightsync.deadline import Deadline
