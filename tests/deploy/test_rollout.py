@@ -66,7 +66,7 @@ async def test_a_worker_of_another_configuration_is_drained_and_fails(broker: Br
 
 @pytest.mark.parametrize("change", [{"max_new_tokens": 9}, {"steps": 9}])
 async def test_no_sample_is_leased_by_the_recipe_of_before_a_claim(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch, change: dict[str, int]
+    broker: Broker, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(joining, "CONFIG_CHECK_S", 3600.0)  # the refused worker looks at once
     run = await begin(broker, rules(1), config=stored())

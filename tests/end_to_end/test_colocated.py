@@ -61,16 +61,17 @@ class Run:
     def events(self) -> list[Event]:
         return events(self._witnessed)
 
-    def until(self, is_it: Callable[[Event], bool], after: int = 0) -> Event:
-        """The first event of which it is so, when so many are there already."""
+    def until(self, is_it: Callable[[Event], bool], after: int = 0, times: int = 1) -> Event:
+        """The event of which it is so for the last of so many times, when so many are there already. It looks seldom
+        enough to leave the cores to the run."""
         deadline = time.monotonic() + DEADLINE_S
         while True:
-            for event in self.events()[after:]:
-                if is_it(event):
-                    return event
+            found = [event for event in self.events()[after:] if is_it(event)]
+            if len(found) >= times:
+                return found[times - 1]
             self._terminals.check()
             assert time.monotonic() < deadline, self.events()[-20:]
-            time.sleep(0.002)
+            time.sleep(0.01)
 
     def check(self) -> None:
         """Trained as it should be, and nobody was on the device with anybody else."""
@@ -134,7 +135,7 @@ def test_workers_that_are_killed_asleep_and_at_work_hold_nobody_up(terminals: Te
 def test_a_learner_that_is_killed_while_it_trains_is_resumed(terminals: Terminals) -> None:
     run = Run(terminals, max_lag=0, steps=7)
     headway = run.start()
-    run.until(lambda event: sum(other.what == "back" for other in run.events()) == 5)
+    run.until(lambda event: event.what == "back", times=5)
     os.kill(learner_below(headway), signal.SIGKILL)
     assert headway.wait() == 1
     assert children_left() == []
