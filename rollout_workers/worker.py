@@ -35,7 +35,7 @@ from .samples.episode import Episodes
 from .samples.evaluating import Evaluating
 from .samples.held_leases import HeldLeases
 from .samples.leased import LeasedSamples
-from .samples.submissions import Submissions
+from .samples.submissions import WorkerSubmissions
 from .samples.taught import AskedTeacher
 from .samples.tracing import UNTRACED, SampleTracer
 from .swaps.colocation import BorrowedDevice
@@ -103,7 +103,7 @@ class Worker:
         self._alive_s = MISSED_HEARTBEATS * config.heartbeat_s
         self._held = HeldLeases(broker.leases, lease_ttl_s)
         self._wake = asyncio.Event()
-        self._submissions = Submissions(broker.leases, self._outages)
+        self._submissions = WorkerSubmissions(broker.leases, self._outages)
         self._weights = self._held_weights(weights)
         self._use = self._engine_use()
         self._device = self._borrowed_device() if is_colocated else None

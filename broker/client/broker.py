@@ -3,11 +3,13 @@
 import asyncio
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 
 import uvloop
 
-from broker.connection.connection import ANSWER_S, Connection
+from broker.connection.connection import ANSWER_S, Connection, without_password
+from broker.errors import BrokerError
 
 from .archive import ArchivedBlobs
 from .batches import Batches
@@ -102,8 +104,10 @@ class BlockingBroker:
     """A broker for code that is not asynchronous: coroutines run on an event loop in a thread of its own."""
 
     def __init__(self, url: str, run: str, *, timeout_s: float = ANSWER_S, session: str = "") -> None:
+        self._url = without_password(url)
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="broker", daemon=True)
+        self._is_open, self._ending = True, threading.Lock()
         self._thread.start()
         try:
             self.broker = self.call(open_broker(url, run, timeout_s=timeout_s, session=session))
@@ -113,20 +117,41 @@ class BlockingBroker:
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """`blocking.call(blocking.broker.batches.take(...))`: returns the coroutine's result, or raises
-        its error. Any thread may call it."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        its error. Any thread may call it. Raises BrokerError where another thread has closed this client meanwhile."""
+        with self._ending:
+            if not self._is_open:
+                coroutine.close()
+                raise self._closed()
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
+        except CancelledError as error:
+            raise self._closed() from error
         except BaseException:
             future.cancel()  # no-op if it is done; else a Ctrl-C here must not leave it running
             raise
 
     def close(self) -> None:
-        if not self._loop.is_closed():
+        """Ends calls that other threads wait for, and closes the connection."""
+        if self._is_open:
             self.call(self.broker.close())
             self._stop()
 
+    def _closed(self) -> BrokerError:
+        return BrokerError(f"The connection to the broker at {self._url} has been closed: open another one.")
+
     def _stop(self) -> None:
+        with self._ending:
+            self._is_open = False
+        asyncio.run_coroutine_threadsafe(_end_the_others(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+async def _end_the_others() -> None:
+    """Ends all that runs on this loop: a caller in another thread would wait for ever for what stands still."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

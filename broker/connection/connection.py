@@ -6,22 +6,16 @@ Every command may be sent twice, as a reply can be lost, so every verb is idempo
 import asyncio
 import math
 import secrets
-import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from redis.exceptions import (
-    AskError,
-    AuthenticationError,
     BusyLoadingError,
-    ClusterDownError,
-    MasterDownError,
     OutOfMemoryError,
     RedisError,
     ResponseError,
-    TryAgainError,
 )
 from redis.exceptions import ConnectionError as LostConnectionError
 from redis.exceptions import TimeoutError as SlowServerError
@@ -30,9 +24,9 @@ from broker.errors import BrokerError, BrokerUnavailableError, ForeignRunError
 from broker.keys import Keys
 from broker.owner import Owner
 
-from .address import PASSWORD_FILE, PASSWORD_FILE_OPTION, Address, without_password
+from .address import Address, without_password
 from .driver import Argument, Command
-from .refusals import foreign, translated
+from .refusals import ends_by_itself, foreign, is_lasting, translated, unavailable
 from .round_trips import RoundTrips
 from .routes import open_routes
 from .verbs import Verbs, library, new_secret
@@ -44,7 +38,6 @@ T = TypeVar("T")
 ANSWER_S = 10.0
 """A server that has not answered for so long counts as away."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
-_MOVED_KEY = "access a non local key"
 _NOT_LOADED, _NO_LIBRARY = "Function not found", "Library not found"
 _PAGE = 1000
 """Keys that a server looks at in one call of SCAN."""
@@ -127,10 +120,11 @@ class Connection:
         """Takes the identity of the run that has the name now, for a client that has none yet."""
         if not self.identity:
             await self.join()
+        had_none = not self.identity
         try:
             return await self._attempt(call)
         except ForeignRunError:
-            if self.identity:
+            if not had_none:
                 raise
             await self.join()  # a learner has claimed it meanwhile
             return await self._attempt(call)
@@ -285,10 +279,10 @@ class Connection:
             try:
                 return await self._noted(send)
             except (LostConnectionError, SlowServerError, BusyLoadingError, OSError) as error:
-                if time.monotonic() + pause_s >= deadline or _is_lasting(error):
-                    raise self._unavailable(error) from error
+                if time.monotonic() + pause_s >= deadline or is_lasting(error):
+                    raise unavailable(error, url=self.url, timeout_s=self._timeout_s) from error
             except ResponseError as error:
-                if not _ends_by_itself(error) or time.monotonic() + pause_s >= deadline:
+                if not ends_by_itself(error) or time.monotonic() + pause_s >= deadline:
                     raise translated(error, run=self.run, url=self.url, server_id=self.server_id) from error
             except RedisError as error:
                 raise BrokerError(
@@ -309,24 +303,6 @@ class Connection:
         self.answered_since_s = min(self.answered_since_s, time.monotonic())
         return reply
 
-    def _unavailable(self, error: Exception) -> BrokerUnavailableError:
-        reason = str(error) or type(error).__name__
-        if _is_caused_by(error, ssl.SSLCertVerificationError):
-            return BrokerUnavailableError(
-                f"The broker at {self.url} shows a certificate that is not to be trusted ({reason}): name its "
-                "authority's certificate in broker.url as ?ssl_ca_certs=FILE, and the host as the certificate has it."
-            )
-        if _is_caused_by(error, AuthenticationError):
-            return BrokerUnavailableError(
-                f"The broker at {self.url} refuses our user or password ({reason}): take the URL that its "
-                "`headway broker` prints for our role, or put the user into the URL (redis://USER@HOST) and name a "
-                f"file with the password: ?{PASSWORD_FILE_OPTION}=FILE there, or ${PASSWORD_FILE}."
-            )
-        return BrokerUnavailableError(
-            f"No answer from the broker at {self.url} within {self._timeout_s:g} s ({reason}). "
-            "Is it running? Start one with `headway broker`, or set broker.url."
-        )
-
 
 def pairs(flat: Any) -> list[tuple[str, str]]:
     """Returns the fields of a hash from a reply of either version of the protocol."""
@@ -343,29 +319,12 @@ class _NotLoadedError(LostConnectionError):
     """The server lacks the run's functions: the learner loads them when it claims the run."""
 
 
-def _is_lasting(error: BaseException) -> bool:
-    """Returns whether trying again cannot help: a password or the server's certificate is refused."""
-    return _is_caused_by(error, (AuthenticationError, ssl.SSLCertVerificationError))
-
-
-def _is_caused_by(error: BaseException | None, kinds: type[Exception] | tuple[type[Exception], ...]) -> bool:
-    """Returns whether the error or one of its causes is of these kinds: the driver wraps refusals as lost
-    connections."""
-    return isinstance(error, kinds) or (error is not None and _is_caused_by(error.__context__, kinds))
-
-
 def _accepted(replies: list[Any]) -> list[Any]:
     """Returns the replies, or raises the first refusal among them."""
     for reply in replies:
         if isinstance(reply, RedisError):
             raise reply
     return replies
-
-
-def _ends_by_itself(error: ResponseError) -> bool:
-    """Returns whether the refusal ends by itself: the cluster moves slots or elects a primary."""
-    is_moving = isinstance(error, (AskError, TryAgainError, ClusterDownError)) or _MOVED_KEY in str(error)
-    return is_moving and not isinstance(error, MasterDownError)
 
 
 async def _replied(server: RoundTrips, *commands: Command) -> list[Any]:

@@ -1,6 +1,17 @@
 """Translates the refusals of scripts and servers into Headway's errors."""
 
-from redis.exceptions import NoPermissionError, OutOfMemoryError, ResponseError
+import ssl
+
+from redis.exceptions import (
+    AskError,
+    AuthenticationError,
+    ClusterDownError,
+    MasterDownError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ResponseError,
+    TryAgainError,
+)
 
 from broker.errors import (
     BrokerError,
@@ -11,12 +22,15 @@ from broker.errors import (
     VersionRegressionError,
 )
 
+from .address import PASSWORD_FILE, PASSWORD_FILE_OPTION
+
 _PASSING = ("MISCONF", "READONLY", "CLUSTERDOWN", "TRYAGAIN", "MASTERDOWN", "NOREPLICAS", "MOVED", "ASK", "BUSY")
 """Refusals that end once the server is repaired: a full disk, a failover."""
 
 _NOT_ALLOWED_INSIDE = ("ACL failure in script", "The user executing the script can't")
 """The beginnings of the error for a function that did something that its caller may not do; Redis 7.0 has the
 second."""
+_MOVED_KEY = "access a non local key"
 
 
 def translated(error: ResponseError, *, run: str, url: str, server_id: str) -> BrokerError:
@@ -90,3 +104,40 @@ def _refused_by_server(error: ResponseError, url: str) -> BrokerError:
             " embedded server of an earlier version: stop it and start it again."
         )
     return BrokerError(f"The server at {url} refused a command: {error}")
+
+
+def unavailable(error: Exception, *, url: str, timeout_s: float) -> BrokerUnavailableError:
+    """Returns the error for a server that has not answered within `timeout_s`, or that refuses our user."""
+    reason = str(error) or type(error).__name__
+    if _is_caused_by(error, ssl.SSLCertVerificationError):
+        return BrokerUnavailableError(
+            f"The broker at {url} shows a certificate that is not to be trusted ({reason}): name its "
+            "authority's certificate in broker.url as ?ssl_ca_certs=FILE, and the host as the certificate has it."
+        )
+    if _is_caused_by(error, AuthenticationError):
+        return BrokerUnavailableError(
+            f"The broker at {url} refuses our user or password ({reason}): take the URL that its "
+            "`headway broker` prints for our role, or put the user into the URL (redis://USER@HOST) and name a "
+            f"file with the password: ?{PASSWORD_FILE_OPTION}=FILE there, or ${PASSWORD_FILE}."
+        )
+    return BrokerUnavailableError(
+        f"No answer from the broker at {url} within {timeout_s:g} s ({reason}). "
+        "Is it running? Start one with `headway broker`, or set broker.url."
+    )
+
+
+def is_lasting(error: BaseException) -> bool:
+    """Returns whether trying again cannot help: a password or the server's certificate is refused."""
+    return _is_caused_by(error, (AuthenticationError, ssl.SSLCertVerificationError))
+
+
+def ends_by_itself(error: ResponseError) -> bool:
+    """Returns whether the refusal ends by itself: the cluster moves slots or elects a primary."""
+    is_moving = isinstance(error, (AskError, TryAgainError, ClusterDownError)) or _MOVED_KEY in str(error)
+    return is_moving and not isinstance(error, MasterDownError)
+
+
+def _is_caused_by(error: BaseException | None, kinds: type[Exception] | tuple[type[Exception], ...]) -> bool:
+    """Returns whether the error or one of its causes is of these kinds: the driver wraps refusals as lost
+    connections."""
+    return isinstance(error, kinds) or (error is not None and _is_caused_by(error.__context__, kinds))

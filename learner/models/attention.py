@@ -21,7 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from broker.errors import HeadwayError
 
-from .paths import Copies, Paths, copied, own_places
+from .paths import Paths, TokenCopies, copied, own_places
 
 ATTENTION_NAME = "headway_packed"
 
@@ -49,8 +49,8 @@ class Buckets:
     """[sum of S * L] int64, the packed token at every padded place; padding repeats token 0."""
     places: torch.Tensor
     """[T] int64, the padded place of every packed token."""
-    copies: Copies | None = None
-    """Where keys and values of a token lie, if sequences share tokens; None: each lies in its place alone."""
+    copies: TokenCopies | None = None
+    """The places of each token's keys and values, if sequences share tokens; None: each lies in its place alone."""
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Buckets":
         copies = None if self.copies is None else self.copies.moved(move)
@@ -80,8 +80,8 @@ class PackedLayout:
     exchange: HeadExchange | None = None
     """The exchange with the ranks that share a row; None if this rank has all tokens."""
     paths: Paths | None = None
-    """What sequences share, for the variable-length kernel, where `cu_seqlens` bounds paths; None: they share nothing,
-    or `buckets` say it."""
+    """The tokens that sequences share, for the variable-length kernel, where `cu_seqlens` bounds paths; None: they
+    share nothing, or `buckets` say it."""
 
     @classmethod
     def of(cls, cu_seqlens: torch.Tensor, *, varlen: bool = False) -> "PackedLayout":
@@ -99,7 +99,7 @@ class PackedLayout:
     ) -> "PackedLayout":
         """Returns the layout of at least one run of a row whose sequences share beginnings; the tensors are those of
         `learner.rows.tree.PrefixTree`, on the CPU."""
-        longest, copies = int(cu_paths.diff().max()), Copies.of(cu_runs, cu_paths, paths)
+        longest, copies = int(cu_paths.diff().max()), TokenCopies.of(cu_runs, cu_paths, paths)
         if varlen:
             found = Paths(cu_runs, int(cu_runs.diff().max()), paths, copies)
             return cls(cu_seqlens=cu_paths, max_seqlen=longest, buckets=None, paths=found)

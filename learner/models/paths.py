@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 
 @dataclass(frozen=True)
-class Copies:
+class TokenCopies:
     """Copies of the tokens of a row, each token at least once. They may lie among others, which are padding."""
 
     order: torch.Tensor
@@ -28,7 +28,7 @@ class Copies:
     """[N] int64, where in `order` the copies of each token begin."""
 
     @classmethod
-    def of(cls, cu_runs: torch.Tensor, cu_paths: torch.Tensor, paths_P: torch.Tensor) -> "Copies":
+    def of(cls, cu_runs: torch.Tensor, cu_paths: torch.Tensor, paths_P: torch.Tensor) -> "TokenCopies":
         """Returns where the tokens of a row lie in its paths, as `Paths` lays them out. O(P).
 
         A token is in the path of its own run and in those of the runs that follow, up to the last one that shares it.
@@ -40,12 +40,12 @@ class Copies:
         depths_P = (own_N - cu_paths[runs_N]).repeat_interleave(counts_N)
         return cls(cu_paths[runs_N.repeat_interleave(counts_N) + later_P] + depths_P, offsets_N)
 
-    def at(self, places_P: torch.Tensor) -> "Copies":
+    def at(self, places_P: torch.Tensor) -> "TokenCopies":
         """Returns the copies where place p of the paths lies at `places_P[p]`."""
-        return Copies(places_P[self.order], self.offsets)
+        return TokenCopies(places_P[self.order], self.offsets)
 
-    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Copies":
-        return Copies(move(self.order), move(self.offsets))
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "TokenCopies":
+        return TokenCopies(move(self.order), move(self.offsets))
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Paths:
     longest_run: int
     index: torch.Tensor
     """[P] int64, the token of the row at every place of the paths, one path after another."""
-    copies: Copies
+    copies: TokenCopies
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Paths":
         return Paths(move(self.cu_runs), self.longest_run, move(self.index), self.copies.moved(move))
@@ -81,7 +81,7 @@ class _Copied(torch.autograd.Function):
         return summed_N.view(-1, *gradients[0].shape[1:]), None, None, None
 
 
-def copied(rows_N: torch.Tensor, index: torch.Tensor, copies: Copies) -> torch.Tensor:
+def copied(rows_N: torch.Tensor, index: torch.Tensor, copies: TokenCopies) -> torch.Tensor:
     """[len(index), ...] the rows at `index`. Entries of it that are no copy are padding, whose gradient is dropped."""
     found: torch.Tensor = _Copied.apply(rows_N, index, copies.order, copies.offsets)  # type: ignore[no-untyped-call]
     return found

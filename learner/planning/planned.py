@@ -35,7 +35,7 @@ class RankMemory:
 
     @property
     def states(self) -> int:
-        """What the model and its training take between two steps."""
+        """The memory that the model and its training take between two steps."""
         return self.parameters + self.gradients + self.optimizer
 
     @property

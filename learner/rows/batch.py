@@ -48,7 +48,7 @@ class PackedBatch:
     """[T, C] float32, the teacher's logprobs of these candidates, falling along a row; -inf fills a place without a
     token. No row of a trained token is without one."""
     tree: PrefixTree | None = None
-    """How to compute tokens that sequences share once. None: each sequence is computed by itself. Results are the same
+    """The plan that computes shared tokens once. None: each sequence is computed by itself. Results are the same
     but for rounding, so a backend may ignore it."""
 
     @property

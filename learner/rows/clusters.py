@@ -1,4 +1,4 @@
-"""Which units of sequences are computed together because they share tokens.
+"""Decides which units of sequences are computed together because they share tokens.
 
 Samples of a group share at least their prompt, so they belong into one micro-batch; but what one replica computes for
 all of them may keep the others waiting. So groups are also planned in halves, quarters and so on, and the plan is kept
@@ -26,7 +26,7 @@ grouped heads it is 25 (SmolLM2) to 70 (Qwen3-30B-A3B), without them 11."""
 
 
 @dataclass(frozen=True)
-class Cluster:
+class UnitCluster:
     """Units that lie in one micro-batch."""
 
     units: tuple[int, ...]
@@ -43,14 +43,14 @@ def clusters_of(
     micro_batch_tokens: int,
     cost: CostModel,
     prefix_sharing: PrefixSharing,
-) -> tuple[list[Cluster], Plan]:
+) -> tuple[list[UnitCluster], Plan]:
     """Returns clusters that hold every unit once, and the plan of them. Every rank gets the same.
 
     auto: the plan that takes the least time; always: of those that share tokens; never: each unit is a cluster.
     """
     lengths = [sum(len(sequence.token_ids) for sequence in unit) for unit in units]
     costs = cost.of_sequences(lengths).tolist()
-    alone = [Cluster((index,), lengths[index], costs[index], is_shared=False) for index in range(len(units))]
+    alone = [UnitCluster((index,), lengths[index], costs[index], is_shared=False) for index in range(len(units))]
     found = [(alone, _planned(alone, replicas, micro_batch_tokens))]
     if prefix_sharing != "never" and units:
         shared = [
@@ -63,12 +63,12 @@ def clusters_of(
 
 def _divided(
     units: Sequence[Sequence[PackableSequence]],
-    alone: Sequence[Cluster],
+    alone: Sequence[UnitCluster],
     replicas: int,
     budget: int,
     cost: CostModel,
     prefix_sharing: PrefixSharing,
-) -> Iterator[list[Cluster]]:
+) -> Iterator[list[UnitCluster]]:
     """Yields the clusters of whole groups, of halves and so on, as long as any cluster shares tokens; a single replica
     has no use for halves."""
     groups = _groups(units)
@@ -104,7 +104,7 @@ class _Trees:
     def __init__(
         self,
         units: Sequence[Sequence[PackableSequence]],
-        alone: Sequence[Cluster],
+        alone: Sequence[UnitCluster],
         budget: int,
         cost: CostModel,
         least_saved: float,
@@ -115,7 +115,7 @@ class _Trees:
         self._cost = cost
         self._least_saved = least_saved
 
-    def of(self, units: Sequence[int]) -> list[Cluster]:
+    def of(self, units: Sequence[int]) -> list[UnitCluster]:
         """Returns the clusters of these units, each alone if too little is shared."""
         size = size_of([one for index in units for one in self._labels[index]])
         tokens = sum(self._alone[index].room for index in units)
@@ -124,18 +124,18 @@ class _Trees:
         room = _room(size)
         if min(room, tokens) > self._budget and len(units) > 1:
             return [cluster for half in _cut(units, 2) for cluster in self.of(half)]
-        return [Cluster(tuple(units), room, self._cost.of_tree(size), is_shared=True)]
+        return [UnitCluster(tuple(units), room, self._cost.of_tree(size), is_shared=True)]
 
 
 def _room(size: Size) -> int:
     return size.positions + (size.path_tokens - size.positions) // KEYS_OF_A_TOKEN
 
 
-def _planned(clusters: Sequence[Cluster], replicas: int, budget: int) -> Plan:
+def _planned(clusters: Sequence[UnitCluster], replicas: int, budget: int) -> Plan:
     return plan([cluster.room for cluster in clusters], replicas, budget, costs=[cluster.cost for cluster in clusters])
 
 
-def _duration(clusters: Sequence[Cluster], planned: Plan, cost: CostModel) -> float:
+def _duration(clusters: Sequence[UnitCluster], planned: Plan, cost: CostModel) -> float:
     """Returns the cost of all rounds of micro-batches; replicas wait for the costliest one of each.
 
     It adds in order, so that ranks on other machines choose the same plan.

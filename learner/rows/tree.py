@@ -31,7 +31,7 @@ Labels = NDArray[np.int32]
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixTree:
-    """How a row of sequences is computed; N is less than T."""
+    """The way in which a row of sequences is computed; N is less than T."""
 
     places_N: torch.Tensor
     """[N] int64, the packed token that each position stands for; the next packed token is the one that it predicts."""
@@ -64,7 +64,7 @@ class PrefixTree:
 
 @dataclass(frozen=True)
 class Size:
-    """What sequences cost that are computed as one tree."""
+    """The cost of sequences that are computed as one tree."""
 
     positions: int
     """N"""

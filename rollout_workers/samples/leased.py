@@ -20,7 +20,7 @@ from .generation import EngineFailedError, request_of, room
 from .held_leases import HeldLeases
 from .recorder import Recorder
 from .segments import SegmentLog
-from .submissions import Submissions
+from .submissions import WorkerSubmissions
 from .taught import AskedTeacher
 from .tracing import SampleTrace, SampleTracer
 
@@ -37,7 +37,7 @@ class LeasedSamples:
         use: EngineUse,
         episodes: Episodes,
         teacher: AskedTeacher | None,
-        submissions: Submissions,
+        submissions: WorkerSubmissions,
         outages: Outages,
         *,
         worker: str,

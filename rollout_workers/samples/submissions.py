@@ -12,7 +12,7 @@ CONFIRM_S = 1.0
 log = logging.getLogger(__name__)
 
 
-class Submissions:
+class WorkerSubmissions:
     """Hands samples in, again and again until the broker answers, so that no work is lost."""
 
     def __init__(self, leases: Leases, outages: Outages) -> None:

@@ -3,9 +3,11 @@
 import asyncio
 import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+from redis.exceptions import ResponseError
 
 from broker import BlockingBroker, Broker, open_broker
 from broker.client.batches import Owner
@@ -25,11 +27,12 @@ from .scenario import FRESH, begin, groups, manifest, of_another_schema, of_no_r
 from .test_codec import STEP, WORKER
 
 
+@pytest.mark.parametrize("joins_elsewhere", [False, True], ids=["one task", "another task joins first"])
 async def test_who_asks_while_the_run_is_claimed_for_the_first_time_joins_it(
-    broker: Broker, url: str, monkeypatch: pytest.MonkeyPatch
+    broker: Broker, url: str, monkeypatch: pytest.MonkeyPatch, joins_elsewhere: bool
 ) -> None:
     late = await open_broker(url, broker.run)
-    join = late._connection.join
+    join, run = late._connection.join, late._connection._run
 
     async def join_and_be_overtaken() -> str:
         found = await join()
@@ -37,7 +40,16 @@ async def test_who_asks_while_the_run_is_claimed_for_the_first_time_joins_it(
             await begin(broker, rules(0))
         return found
 
+    async def run_and_be_overtaken(*call: Any, **how: Any) -> Any:
+        try:
+            return await run(*call, **how)
+        except ResponseError:
+            if joins_elsewhere:
+                await join()
+            raise
+
     monkeypatch.setattr(late._connection, "join", join_and_be_overtaken)
+    monkeypatch.setattr(late._connection, "_run", run_and_be_overtaken)
     assert (await late.status.snapshot()).state == "claimed"
     await late.close()
 
@@ -262,6 +274,28 @@ async def test_an_out_of_memory_server_says_so_and_commits_still_free(tmp_path: 
         assert await run.take(0) == groups(0, 1)
         assert await broker.batches.commit(run.owner, 1) == 2
         await broker.close()
+
+
+def test_closing_the_blocking_facade_ends_what_other_threads_wait_for(url: str, run_name: str) -> None:
+    blocking, said = BlockingBroker(url, run_name), list[str]()
+    waits = threading.Event()
+
+    async def wait_for_ever() -> None:
+        waits.set()
+        await asyncio.Event().wait()
+
+    def call() -> None:
+        with pytest.raises(BrokerError) as caught:
+            blocking.call(wait_for_ever())
+        said.append(str(caught.value))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert waits.wait(20)
+    blocking.close()
+    thread.join(20)
+    call()
+    assert said == [f"The connection to the broker at {without_password(url)} has been closed: open another one."] * 2
 
 
 def test_the_blocking_facade(url: str, run_name: str) -> None:

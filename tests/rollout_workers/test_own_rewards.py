@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -105,13 +106,17 @@ async def test_a_function_that_never_scored_anything_ends_the_worker_after_three
     assert raised.value.exit_code == LASTING_EXIT
 
 
-async def test_one_that_has_worked_has_as_long_as_a_call_may_take(open_own: Any) -> None:
-    score = await open_own("exits", deadline_s=1.0)
+async def test_one_that_has_worked_has_as_long_as_a_call_may_take(
+    open_own: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock_s = 0.0
+    monkeypatch.setattr("rollout_workers.rewards.failures.time", SimpleNamespace(monotonic=lambda: clock_s))
+    score = await open_own("exits", deadline_s=20.0)
     await score("7")
     for _ in range(3):
         with pytest.raises(UnscoredError):
             await score("exit")
-    await asyncio.sleep(1.1)
+    clock_s = 20.1
     with pytest.raises(RewardError, match="on 4 samples in a row"):
         await score("exit")
     await score("7")

@@ -73,7 +73,7 @@ class Subscriber:
         self._was_rung = asyncio.Event()
         """Set when the bell has rung: there is news, so look before `poll_s`."""
         self._glance = Glance(None, None, None)
-        """What the learner said at the last look."""
+        """The learner's words at the last look."""
         self._has_looked = asyncio.Event()
         self.last_error = ""
         """Why the last broadcast or pull failed, or fetched a whole version instead of deltas; "" again after the next
