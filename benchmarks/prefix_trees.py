@@ -36,6 +36,7 @@ from learner.rows.packing import PackableSequence
 from learner.rows.units import pack_units
 
 SHARINGS: tuple[PrefixSharing, ...] = ("never", "auto", "always")
+WARM_UPS = 2
 SPREAD = 0.5
 """Standard deviation of the logarithm of a response's length."""
 
@@ -57,28 +58,32 @@ def samples(count: int, group: int, prompt: int, response: int, vocabulary: int)
             )
 
 
-def measure(backend: Backend, batches: list[PackedBatch], device: str, repeats: int) -> dict[str, Any]:
-    """The median duration of a step, packing left out, and the memory that it takes at most."""
-    took_s = []
-    _reset_peak(device)
-    for _ in range(2 + repeats):
-        _wait(device)
-        began = time.perf_counter()
-        proximal = backend.logprobs(batches, 1.0)
-        _, grad_norm, _ = backend.step(batches, _loss(batches, proximal), 1.0, 1e-6)
-        _wait(device)
-        took_s.append(time.perf_counter() - began)
-    tokens = sum(batch.num_tokens for batch in batches)
-    step_s = statistics.median(took_s[2:])
-    return {
-        "step_s": round(step_s, 4),
-        "tokens_per_s": round(tokens / step_s),
-        "tokens": tokens,
-        "computed": sum(batch.num_positions for batch in batches),
-        "micro_batches": len(batches),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device == "cuda" else None,
-        "grad_norm": grad_norm,
-    }
+def measure(
+    backend: Backend, plans: dict[PrefixSharing, list[PackedBatch]], device: str, repeats: int
+) -> dict[str, dict[str, Any]]:
+    """The median duration of a step of each plan, packing left out, and the memory that it takes at most. The plans
+    take turns, so that a busy machine slows all of them."""
+    took_s: dict[str, list[float]] = {name: [] for name in plans}
+    found: dict[str, dict[str, Any]] = {}
+    for _ in range(WARM_UPS + repeats):
+        for name, batches in plans.items():
+            _reset_peak(device)
+            began = time.perf_counter()
+            proximal = backend.logprobs(batches, 1.0)
+            _, grad_norm, _ = backend.step(batches, _loss(batches, proximal), 1.0, 1e-6)
+            _wait(device)
+            took_s[name].append(time.perf_counter() - began)
+            found[name] = {
+                "computed": sum(batch.num_positions for batch in batches),
+                "micro_batches": len(batches),
+                "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device == "cuda" else None,
+                "grad_norm": grad_norm,
+            }
+    tokens = sum(batch.num_tokens for batch in plans["never"])
+    for setting, figures in found.items():
+        step_s = statistics.median(took_s[setting][WARM_UPS:])
+        figures |= {"step_s": round(step_s, 4), "tokens_per_s": round(tokens / step_s), "tokens": tokens}
+    return found
 
 
 def _loss(batches: list[PackedBatch], proximal: list[torch.Tensor]) -> TokenLoss:
@@ -93,7 +98,6 @@ def _loss(batches: list[PackedBatch], proximal: list[torch.Tensor]) -> TokenLoss
 
 def _reset_peak(device: str) -> None:
     if device == "cuda":
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
 
@@ -107,7 +111,8 @@ def measured_case(
 ) -> dict[str, Any]:
     """One group size and prompt under every setting."""
     given = list(samples(options.samples, group, prompt, options.responses, shape.vocabulary))
-    found: dict[str, Any] = {"group": group, "prompt": prompt}
+    plans: dict[PrefixSharing, list[PackedBatch]] = {}
+    pack_s = {}
     for prefix_sharing in SHARINGS:
         began = time.perf_counter()
         rows = pack_units(
@@ -118,9 +123,12 @@ def measured_case(
             cost=cost,
             prefix_sharing=prefix_sharing,
         )
-        pack_s = round(time.perf_counter() - began, 4)
-        figures = measure(backend, [row.batch for row in rows], options.device, options.repeats)
-        found[prefix_sharing] = {**figures, "pack_s": pack_s}
+        pack_s[prefix_sharing] = round(time.perf_counter() - began, 4)
+        plans[prefix_sharing] = [row.batch for row in rows]
+    measured = measure(backend, plans, options.device, options.repeats)
+    found: dict[str, Any] = {"group": group, "prompt": prompt}
+    for prefix_sharing in SHARINGS:
+        found[prefix_sharing] = {**measured[prefix_sharing], "pack_s": pack_s[prefix_sharing]}
     for prefix_sharing in SHARINGS[1:]:
         found[f"times_faster_{prefix_sharing}"] = round(found["never"]["step_s"] / found[prefix_sharing]["step_s"], 3)
     return found
