@@ -21,12 +21,14 @@ from broker.schema import RunStatus
 from broker.server.access import Role
 from broker.server.credentials import url_as
 from deploy.observe.prometheus.families import Family
-from deploy.observe.prometheus.run import AGES, BY_LAG, LAST_STEP, QUEUES, SUMS
+from deploy.observe.prometheus.pools import POOL_STATES
+from deploy.observe.prometheus.run import AGES, BY_LAG, LAST_STEP, QUEUES, SUMS, TALLIES
 from deploy.observe.prometheus.worker import FIGURES
 from deploy.observe.status import RECENT_STEPS
 from deploy.run.directory import newest_endpoint
 from tests.broker.topologies import wait_until
 from tests.deploy.page.test_dashboard import get_json
+from tests.deploy.sinks.curves import every_curve
 from tests.deploy.sinks.scrapes import Sample, figure, scrape
 from tests.deploy.test_dashboards import expressions, printed
 
@@ -58,6 +60,8 @@ class Views:
     workers: dict[str, dict[Sample, float]]
     page: dict[str, Any]
     live: dict[str, Any]
+    tensorboard: dict[str, dict[int, float]]
+    """Each curve's values by step."""
     answers: dict[str, list[Any]]
     """What a Prometheus server answers to the queries of the dashboard and of the alerts; empty without a server."""
 
@@ -80,7 +84,7 @@ def of_a_run(terminals: Terminals) -> Views:
         workers={"count": WORKERS, "metrics_port": ports[1]},
         broker={"lease_ttl_s": HELD_S},
         evaluation={"prompts": 4},
-        metrics=[{"kind": "jsonl"}, {"kind": "prometheus", "options": {"port": ports[0]}}],
+        metrics=[{"kind": "jsonl"}, {"kind": "tensorboard"}, {"kind": "prometheus", "options": {"port": ports[0]}}],
     )
     headway, run = terminals.open("run", "run", recipe), terminals.root / "run" / "runs" / "tiny"
     with attached(terminals, headway, run) as watch:
@@ -139,6 +143,7 @@ def seen(terminals: Terminals, run: Path, learners_port: int, workers_port: int)
         workers=dict(of_workers(workers_port)),
         page=get_json(address, "/page.json")["runs"][0],
         live=get_json(address, "/live.json"),
+        tensorboard=every_curve(run / "tensorboard"),
         answers=answers(terminals.root / "prometheus", [learners_port, *of_workers_ports(workers_port)]),
     )
 
@@ -233,6 +238,23 @@ def test_curves_are_those_of_the_record(views: Views) -> None:
         assert seconds == [line[name] for line in views.steps], name
 
 
+def test_curves_of_tensorboard_are_those_of_the_record(views: Views) -> None:
+    """In float32, as TensorBoard stores them."""
+    found, lines = views.tensorboard, {line["step"]: line for line in views.steps}
+    told = {
+        tag.removeprefix("step/"): curve for tag, curve in found.items() if tag.removeprefix("step/") in views.steps[0]
+    }
+    assert {"reward_mean", "lag_mean", "lag_max", "trained_tokens", "take_s"} < told.keys()
+    for name, curve in told.items():
+        assert curve == pytest.approx({step: line[name] for step, line in lines.items()}, rel=1e-5), name
+    rates = {step: line["trained_tokens"] / line["step_s"] for step, line in lines.items()}
+    assert found["step/trained_tokens_per_s"] == pytest.approx(rates, rel=1e-5)
+    assert found["evaluation/pass_rate"][0] == pytest.approx(views.evaluations[0]["pass_rate"])
+    for name, depth in views.status["queues"].items():
+        assert found[f"queues/{name}"][views.steps[-1]["step"]] == pytest.approx(depth), name
+    assert found["workers/living"][views.steps[-1]["step"]] == WORKERS
+
+
 def test_lag_is_the_same_everywhere(views: Views) -> None:
     counts = lags(views.steps)
     histogram = "headway_learner_trajectory_lag_steps"
@@ -295,6 +317,10 @@ def test_queues_are_the_same_everywhere_and_add_up(views: Views) -> None:
     assert [(version["generating"], version["ready"], version["dropped"]) for version in versions] == [
         groups for one in shown if any(groups := (one["groups_generating"], one["groups_ready"], one["groups_dropped"]))
     ]
+    for name, _, field, label in TALLIES:
+        counted = {dict(labels)[label]: value for (of, labels), value in views.learner.items() if of == name}
+        assert counted == views.status["tallies"][field] == views.live["status"]["tallies"][field], field
+    assert sum(views.status["tallies"]["dispatched_by_lag"].values()) >= len(views.steps) * GROUPS * SAMPLES
     trained = sum(line["groups"] for line in views.steps)
     assert queues["admitted"] == trained + queues["ready"] + queues["open"]
     accepted = sum(worker["submitted"] for worker in views.status["workers"])
@@ -318,6 +344,18 @@ def test_workers_are_the_same_everywhere(views: Views) -> None:
         assert (shown["swap_s"], shown["paused_s"]) == (worker["swap_s"], 0)
         assert worker["swap_s"] > 0
     assert figure(views.learner, "headway_pool_workers", state="idle") == WORKERS
+
+
+def test_pools_are_the_same_everywhere(views: Views) -> None:
+    (pool,), (on_page,) = views.status["pools"], views.live["status"]["pools"]
+    of = pool["pool"]
+    shown = {state: figure(views.learner, "headway_pool_processes", pool=of, state=state) for state in POOL_STATES}
+    assert shown == {state: pool[state] for state in POOL_STATES} == {state: on_page[state] for state in POOL_STATES}
+    assert (shown["wanted"], shown["running"]) == (WORKERS, WORKERS)
+    assert views.status["quarantined"] == views.live["status"]["quarantined"] == []
+    assert not any(worker["is_late"] or worker["has_ended"] for worker in views.status["workers"])
+    for name in ("headway_pool_quarantined_workers", "headway_pool_late_workers"):
+        assert figure(views.learner, name) == 0, name
 
 
 @pytest.mark.skipif(not IS_INSTALLED, reason="prometheus, of Debian's package prometheus, is not installed")

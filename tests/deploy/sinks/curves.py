@@ -23,3 +23,9 @@ def curves(directory: Path) -> "EventAccumulator":
 def curve(directory: Path, tag: str) -> Figures:
     """One curve of it."""
     return {point.step: point.value for point in curves(directory).Scalars(tag)}
+
+
+def every_curve(directory: Path) -> dict[str, Figures]:
+    """All of its curves, by tag."""
+    found = curves(directory)
+    return {tag: {point.step: point.value for point in found.Scalars(tag)} for tag in found.Tags()["scalars"]}
