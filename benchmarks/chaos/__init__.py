@@ -5,14 +5,16 @@
        │    ──idle connections──► server, and whatever else listens
        │    ──no room on disk───► learner, server
        │    ──hang, exit, raise─► the reward
+       │    ──kill -9, junk─────► scorers of a reward model
        └──kill -9, power loss, full memory, damaged payloads──► server ◄──pills, hoarded leases── hostile workers
                                                                   │
     trail of every learner ──lineage of the last checkpoint──► audit: lost, trained twice, over the bound, corrupt,
                                                                off the lineage, off the identity, poisoned
 
-Everything is the product, down to its recipe, but four doubles that are cheap and whose output can be computed again:
-the model (`backend`), the inference engine (`engine`), the reward and the prompts (`tasks`). Faults last `minutes`;
-then the run is left to finish its prompts, so that what is lost can be counted exactly.
+Everything is the product, down to its recipe, but five doubles that are cheap and whose output can be computed again:
+the model (`backend`), the inference engine (`engine`), the reward, the reward model (`scorer`) and the prompts
+(`tasks`). Workers evaluate beside training. Faults last `minutes`; then the run is left to finish its prompts, so that
+what is lost can be counted exactly.
 
 The audit follows the last checkpoint back through the checkpoints that its learners resumed from. Only steps of
 this lineage were trained; what a crash threw away was not. `--without NAME` takes one protection out of the product
@@ -20,5 +22,6 @@ this lineage were trained; what a crash threw away was not. `--without NAME` tak
 `--against NAME` strikes likewise and takes nothing out. Such trials keep no experience log, nor does every second pair
 of seeds; odd seeds have the server sync every write; in half of the seeds workers take part in broadcasts instead of
 pulling. Full disks are small file systems that we mount, which needs root; elsewhere only the learner is kept from
-writing. What learner, server and workers hold (memory, descriptors, threads) is in the JSON by sixths of the trial.
+writing. What learner, server, scorers and workers hold (memory, descriptors, threads) is in the JSON by sixths of the
+trial.
 """

@@ -96,6 +96,8 @@ class SlowEngine:
 
 
 def _tid_of(request_id: str) -> TrajectoryId:
-    """The worker names requests `group:round:sample:...`."""
+    """The worker names requests `group:round:sample:...`, those of evaluations `eval:place:...`."""
     group, round_, sample, *_ = request_id.split(":")
+    if group == "eval":
+        return TrajectoryId(group, 0, int(round_))
     return TrajectoryId(group, int(round_), int(sample))

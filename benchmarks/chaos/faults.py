@@ -34,6 +34,7 @@ class Scene:
 
     learner: Role
     workers: list[Role]
+    scorers: list[Role]
     links: dict[str, Link]
     server: FragileServer
     learners_disk: Disk
@@ -69,6 +70,7 @@ class Faults:
             "kill server": self._kill_server,
             "blackout": self._black_out,
             "power loss": self._lose_power,
+            "kill scorer": self._kill_scorer,
             "stop worker": self._stop_worker,
             "stop learner": self._stop_learner,
             "revive learner": self._revive_learner,
@@ -78,6 +80,7 @@ class Faults:
             "damage blob": self._damage_blob,
             "send pill": self._scene.hostile.send,
             "hoard leases": self._scene.hostile.hoard,
+            "ask junk": self._scene.hostile.ask,
             "wake leftover": self._scene.leftovers.wake,
             "flood": self._flood,
             "fill disk": self._fill_disk,
@@ -113,6 +116,10 @@ class Faults:
 
     async def _kill_worker(self, rng: random.Random) -> None:
         await self._kill("worker", rng.choice(self._workers))
+
+    async def _kill_scorer(self, rng: random.Random) -> None:
+        if self._scene.scorers:
+            await self._kill("scorer", rng.choice(self._scene.scorers))
 
     async def _kill_learner(self, rng: random.Random) -> None:
         async with self._learner_lock:

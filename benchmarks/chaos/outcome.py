@@ -37,6 +37,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Sent by hostile workers, by kind."""
     quarantined: int
     """How often a hostile worker got no more leases."""
+    junk_requests: dict[str, int]
+    """Asked of the reward model by hostile workers, by kind."""
+    skipped_evaluations: int
+    """Those that gave no result, as no worker kept the version for long enough."""
     hoards: int
     """How often a hostile worker took all leases that it could get, under ever new names."""
     hoarded: int

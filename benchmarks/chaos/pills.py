@@ -15,12 +15,13 @@ import numpy as np
 from msgspec.structs import replace
 
 from broker import Broker
+from broker.client.scoring import new_request_name
 from broker.client.unconfirmed import Submission
 from broker.errors import BrokerError, QuarantinedError
-from broker.schema import Lease, Segment, Trajectory, TrajectoryId, VersionSpan, WeightVersion
+from broker.schema import Lease, ScoreRequest, Segment, Trajectory, TrajectoryId, VersionSpan, WeightVersion
 from broker.wire.codec import encode_trajectory
 
-from .tasks import LONGEST, VOCABULARY, logprobs_of, response_length, response_tokens
+from .tasks import LONGEST, SCORER, VOCABULARY, logprobs_of, response_length, response_tokens
 from .trial import LEASE_TTL_S, MAX_LAG, RUN
 
 HOSTILE = "hostile"
@@ -28,6 +29,8 @@ HOSTILE = "hostile"
 ANOTHER_RUN = "f" * 16
 LEASES = 2
 """That one takes at a time."""
+JUNK = 4
+"""Requests that one asks at a time."""
 ATTEMPTS, AGAIN_S = 40, 0.05
 TIMEOUT_S = 1.0
 Pill = Callable[[Trajectory], Trajectory]
@@ -79,6 +82,24 @@ PILLS: dict[str, Pill] = {
     "another sample's": lambda one: replace(one, tid=replace(one.tid, sample=one.tid.sample + 1)),
 }
 """By what is wrong with it; besides, there are `RUBBISH` and `SEGMENT`."""
+
+
+def _request(prompt: int, response: int, token: int = 7, temperature: float = 1.0, top_k: int = 0) -> ScoreRequest:
+    prompt_tokens, response_tokens = (np.full(length, token, np.int32) for length in (prompt, response))
+    return ScoreRequest(
+        prompt_tokens=prompt_tokens, response_tokens=response_tokens, temperature=temperature, top_k=top_k
+    )
+
+
+REQUESTS: dict[str, ScoreRequest] = {
+    "a token beyond the vocabulary": _request(8, 4, VOCABULARY),
+    "no prompt": _request(0, 4),
+    "too long": _request(8, LONGEST + 1),
+    "much too long": _request(8, 60_000),
+    "a temperature near 0": _request(8, 4, temperature=1e-30),
+    "a teacher's candidates": _request(8, 4, top_k=9),
+}
+"""What is asked of the reward model, by what is wrong with it; besides, there is `RUBBISH`."""
 RUBBISH, SEGMENT = "no frame at all", "a segment"
 
 
@@ -91,6 +112,7 @@ class Hostile:
         self._broker = Broker(url, RUN, timeout_s=TIMEOUT_S)
         self.sent: Counter[str] = Counter()
         self.quarantined = 0
+        self.asked: Counter[str] = Counter()
         self.hoards = 0
         self.hoarded = 0
 
@@ -109,6 +131,22 @@ class Hostile:
         except BrokerError:
             await self._begin_anew()
 
+    async def ask(self, rng: random.Random) -> None:
+        """Puts a few requests that no scorer can answer before those of honest workers."""
+        kind, worker = rng.choice(sorted({*REQUESTS, RUBBISH})), f"{HOSTILE}-{self._generation}"
+        names = [new_request_name() for _ in range(JUNK)]
+        try:
+            if kind == RUBBISH:
+                said = [part for name in names for part in (name, b"rubbish")]
+                asker = worker, self._broker.session
+                await self._broker.scoring._connection.script("score_ask", SCORER, *asker, LEASE_TTL_S, 1.0, *said)
+            else:
+                requests = dict.fromkeys(names, REQUESTS[kind])
+                await self._broker.scoring.ask(SCORER, requests, ttl_s=LEASE_TTL_S, hold_s=1.0, worker=worker)
+            self.asked[kind] += len(names)
+        except BrokerError:
+            await self._begin_anew()
+
     async def hoard(self, rng: random.Random) -> None:
         """Takes all samples that it can get for a few times as long as a lease lasts, under one new name after the
         other, and hands none in."""
@@ -119,8 +157,10 @@ class Hostile:
             with suppress(BrokerError):
                 _, version = await broker.versions.current()
                 if version is not None:
-                    held = await broker.leases.lease(f"{HOSTILE}-{rng.getrandbits(32):x}", version, 1000, LEASE_TTL_S)
-                    self.hoarded += len(held.leases)
+                    name = f"{HOSTILE}-{rng.getrandbits(32):x}"
+                    held = await broker.leases.lease(name, version, 1000, LEASE_TTL_S)
+                    evaluated = await broker.evaluations.lease(name, version, 1000, LEASE_TTL_S)
+                    self.hoarded += len(held.leases) + len(evaluated.leases)
             await asyncio.sleep(AGAIN_S)
         with suppress(BrokerError):
             await broker.close()

@@ -25,9 +25,10 @@ from .outcome import Outcome
 from .pills import Hostile
 from .process import Role, warm_up
 from .protections import PROTECTIONS, mean_s_against
+from .scorer import run_scorer
 from .server import FragileServer
 from .trail import Beginning, Lineage
-from .trial import GROUP_SIZE, WORKERS, Trial
+from .trial import GROUP_SIZE, SCORERS, WORKERS, Trial
 from .vitals import Vitals
 from .witness import Witness
 from .worker import run_worker
@@ -54,7 +55,8 @@ class _Stage:
         self._vitals = Vitals(self._pids)
         self._tallies: list[Tally] = []
         self._workers = [f"worker-{number}" for number in range(WORKERS)]
-        self._links = {name: Link(self._server.port) for name in (LEARNER, *self._workers)}
+        self._scorers = [f"scorer-{number}" for number in range(SCORERS if trial.has_scorers else 0)]
+        self._links = {name: Link(self._server.port) for name in (LEARNER, *self._workers, *self._scorers)}
         self._roles = {name: Role(name, partial(self._command, name)) for name in self._links}
 
     async def play(self) -> Outcome:
@@ -114,6 +116,7 @@ class _Stage:
                 yield Scene(
                     learner=self._roles[LEARNER],
                     workers=[self._roles[name] for name in self._workers],
+                    scorers=[self._roles[name] for name in self._scorers],
                     links=self._links,
                     server=self._server,
                     learners_disk=self._disk,
@@ -129,13 +132,17 @@ class _Stage:
 
     def _pids(self) -> dict[str, list[int]]:
         workers = [self._roles[name].pid for name in self._workers]
+        scorers = [self._roles[name].pid for name in self._scorers]
         found = {"learner": [self._roles[LEARNER].pid], "server": [self._server.pid], "worker": workers}
+        found |= {"scorer": scorers} if scorers else {}
         return {role: [pid for pid in pids if pid is not None] for role, pids in found.items()}
 
     def _command(self, name: str) -> tuple[Any, tuple[Any, ...]]:
         url = self._links[name].url
         if name == LEARNER:
             return run_learner, (self._trial, url)
+        if name in self._scorers:
+            return run_scorer, (self._trial, url, name)
         tally = shared.RawValue(Tally)
         self._tallies.append(tally)
         return run_worker, (self._trial, url, name, tally)
@@ -184,6 +191,8 @@ class _Stage:
             unexpelled_leftovers=scene.leftovers.unexpelled,
             pills=dict(scene.hostile.sent),
             quarantined=scene.hostile.quarantined,
+            junk_requests=dict(scene.hostile.asked),
+            skipped_evaluations=queues.skipped_evaluations if queues else 0,
             hoards=scene.hostile.hoards,
             hoarded=scene.hostile.hoarded,
             rewards_repeated=self._rewards_repeated(),

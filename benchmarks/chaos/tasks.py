@@ -23,6 +23,9 @@ LONGEST = 200
 _MEDIAN_LENGTH, _SPREAD = 24.0, 0.7
 WEIGHTS, OVERWRITTEN_WEIGHTS = "weights", "overwritten weights"
 """What the one tensor is called: of the trial's run, and of the one whose name it has taken."""
+SCORER = "reward_model"
+"""The name of the reward model, where the trial has one."""
+ROUNDING = 1e-6
 OF_ANOTHER_RUN = "sampled by another run's weights"
 _MIX_A, _MIX_B = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
@@ -50,6 +53,11 @@ def logprobs_of(tokens: NDArray[np.int32]) -> NDArray[np.float32]:
     return -(1 + tokens % 997).astype(np.float32) / np.float32(997)
 
 
+def scores_of(tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+    """The answer of the reward model to a response: [1]."""
+    return np.array([zlib.crc32(tokens.astype("<i4").tobytes()) % 997 / 997], np.float32)
+
+
 def what_is_wrong(prompt: Prompt, trajectory: Trajectory) -> str:
     """Empty, or how it differs from what an engine made for this sample."""
     tid, spans = trajectory.tid, trajectory.spans
@@ -66,6 +74,9 @@ def what_is_wrong(prompt: Prompt, trajectory: Trajectory) -> str:
         return f"token {int(np.argmin(trajectory.response_tokens == made))} was not sampled for this place"
     if not np.array_equal(trajectory.behavior_logprobs, logprobs_of(made)):
         return "the logprobs are those of other tokens"
+    score = trajectory.rewards.get(SCORER)
+    if score is not None and abs(score - float(scores_of(made)[0])) > ROUNDING:
+        return "the reward model's score is that of another response"
     return ""
 
 

@@ -8,16 +8,19 @@ import msgspec
 from deploy.recipe.recipe import Recipe
 from learner.checkpoints.checkpoint import CheckpointStore
 
-from .tasks import ALPHABET, LONGEST, OVERWRITTEN_WEIGHTS, WEIGHTS
+from .tasks import ALPHABET, LONGEST, OVERWRITTEN_WEIGHTS, SCORER, WEIGHTS
 from .user_code import PROMPT_TOKENS
 
 RUN = "chaos"
 WORKERS = 4
+SCORERS = 2
 CAPACITY = 12
 """Samples that a worker generates at once."""
 GROUP_SIZE = 4
 GROUPS_PER_STEP = 4
 STEP_S = 0.05
+EVALUATED = 6
+"""Prompts of an evaluation."""
 SHARE_OF_STEPS = 0.8
 """Of a slow trial's time; the rest is for outages."""
 GROUPS_PER_MINUTE = 240
@@ -96,6 +99,11 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
         return "reward" if self.against else "erratic_reward"
 
     @property
+    def has_scorers(self) -> bool:
+        """Does a reward model judge the samples, too, and do workers evaluate?"""
+        return not self.against and not self.is_overwritten
+
+    @property
     def recipe(self) -> Recipe:
         """The product's own configuration, with our doubles where it takes a user's code."""
         return msgspec.convert(
@@ -108,7 +116,10 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
                     "shuffle": False,
                     "epochs": 1,
                 },
-                "rewards": [{"kind": f"{_USER_CODE}:{self.reward}", "signature": "verl", "deadline_s": 2.0}],
+                "rewards": [
+                    {"kind": f"{_USER_CODE}:{self.reward}", "signature": "verl", "deadline_s": 2.0},
+                    *([{"kind": SCORER, "path": "tiny", "deadline_s": 2.0}] if self.has_scorers else []),
+                ],
                 "staleness": {"max_lag": MAX_LAG},
                 "learner": {
                     "backend": "benchmarks.chaos.backend:TinyBackend",
@@ -127,7 +138,12 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
                 "workers": {"count": WORKERS, "heartbeat_s": 0.4, "segment_tokens": 8, "segment_s": 1.0},
                 "weights": {"host": "127.0.0.1", "broadcast_timeout_s": 2.0, "poll_s": 0.1},
                 "broker": {"lease_ttl_s": LEASE_TTL_S},
-                "evaluation": {"prompts": 0},
+                "evaluation": {
+                    "prompts": EVALUATED if self.has_scorers else 0,
+                    "every_steps": 30,
+                    "where": "workers",
+                    "hold_s": 2.0,
+                },
             },
             Recipe,
         )

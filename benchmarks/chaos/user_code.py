@@ -13,6 +13,7 @@ PROMPT_TOKENS = 8
 HANGS, EXITS, RAISES = 0.002, 0.002, 0.002
 """Shares of calls."""
 HANGS_S = 3600.0
+_HELD_OUT = 10_000_000
 
 
 class FinitePrompts:
@@ -26,8 +27,8 @@ class FinitePrompts:
         return Item(content=text_of(position), ground_truth="", data_source="chaos")
 
     def held_out(self, count: int) -> list[Item]:
-        """None: nothing is evaluated."""
-        return []
+        """Numbers beyond those of any trial."""
+        return [self.train(0, _HELD_OUT + number) for number in range(count)]
 
 
 def text_of(position: int) -> str:

@@ -46,6 +46,8 @@ class Witness:
                 return queues.leased > 0 or queues.pinned > 0
             case "learner":
                 return queues.pinned > 0 or await self._is_publishing()
+        if any(info.process == role and info.held for info in status.scorers):
+            return True
         return queues.leased > 0 and any(info.worker == role and info.active for info in status.workers)
 
     async def _is_publishing(self) -> bool:

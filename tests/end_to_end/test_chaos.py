@@ -68,10 +68,10 @@ def test_a_short_trial_loses_nothing() -> None:
     assert trial.returncode == 0, trial.stdout + trial.stderr
     outcome = json.loads(trial.stdout.splitlines()[-1])
     assert outcome.items() >= CLEAN.items()
-    assert outcome["kills"].keys() == {"learner", "server", "worker"}
+    assert outcome["kills"].keys() >= {"learner", "server", "worker"}
     assert outcome["broadcasts"]
     assert min(outcome["leftovers"], outcome["floods"]) > 0
-    assert outcome["vitals"].keys() == {"learner", "server", "worker"}
+    assert outcome["vitals"].keys() == {"learner", "scorer", "server", "worker"}
 
 
 def test_steps_of_an_abandoned_branch_do_not_count(tmp_path: Path) -> None:

@@ -1,0 +1,46 @@
+"""One scorer process: the product's, with a double of the model whose score of a response the audit can compute."""
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from unittest.mock import patch
+
+import rollout_workers.scorers.runtimes
+from broker.client.broker import open_broker
+from broker.client.scoring import Scores
+from broker.errors import ForeignRunError
+from broker.schema import ScoreRequest
+from deploy.roles import scorer as scoring
+from deploy.roles.joining import ConfigChangedError
+from rollout_workers.config import ScorersConfig
+
+from .process import BEGIN_ANEW, enter
+from .tasks import LONGEST, SCORER, VOCABULARY, scores_of
+from .trial import BROKER_TIMEOUT_S, RUN, Trial
+from .user_code import PROMPT_TOKENS
+
+
+def run_scorer(trial: Trial, url: str, name: str) -> None:
+    """The process: ends with code 0 when the run is finished, with BEGIN_ANEW where the product would begin anew."""
+    enter(trial.directory, name)
+    patch.object(rollout_workers.scorers.runtimes, "open_runner", TinyRunner).start()
+    patch.object(scoring, "open_broker", partial(open_broker, timeout_s=BROKER_TIMEOUT_S)).start()
+    try:
+        scoring.score(url, RUN, name, SCORER, ())
+    except (ForeignRunError, ConfigChangedError) as error:
+        print(error, flush=True)
+        sys.exit(BEGIN_ANEW)
+
+
+class TinyRunner:
+    """The model's double; it needs no time."""
+
+    vocabulary = VOCABULARY
+    longest = PROMPT_TOKENS + LONGEST
+
+    def __init__(self, kind: str, path: str, config: ScorersConfig, **named: object) -> None:
+        """The double takes what `open_runner` takes, and loads nothing."""
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[Scores]:
+        """One number for each."""
+        return [scores_of(request.response_tokens) for request in requests]
