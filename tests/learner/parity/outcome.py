@@ -86,12 +86,10 @@ def merged(parts: list[Outcome]) -> Outcome:
 def deviations(got: Outcome, expected: Outcome, start: Tensors) -> dict[str, float]:
     """By kind the largest |got - expected| / |expected|, Frobenius norms, over its tensors.
 
-    Parameters: over the norm of what training changed in them since `start`.
+    Parameters: over the norm of what training changed in them since `start`. Losses: over the largest one of a step, as
+    the terms of a single one may cancel each other.
     """
-    found = {
-        "loss": max(map(_apart, got.losses, expected.losses[-len(got.losses) :])),
-        "grad_norm": max(map(_apart, got.norms, expected.norms[-len(got.norms) :])),
-    }
+    found = {"loss": _apart(got.losses, expected.losses), "grad_norm": _apart(got.norms, expected.norms)}
     for kind, values in got.tensors.items():
         zeros = start if kind == "parameters" else {}
         found[kind] = max(
@@ -100,8 +98,10 @@ def deviations(got: Outcome, expected: Outcome, start: Tensors) -> dict[str, flo
     return found
 
 
-def _apart(got: float, expected: float) -> float:
-    return abs(got - expected) / abs(expected)
+def _apart(got: list[float], expected: list[float]) -> float:
+    """The largest difference of a step that both took, over the largest number of all steps."""
+    differences = [abs(ours - theirs) for ours, theirs in zip(got, expected[-len(got) :], strict=True)]
+    return max(differences) / max(map(abs, expected))
 
 
 def relative(got: torch.Tensor, expected: torch.Tensor, zero: torch.Tensor | None = None) -> float:
