@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from broker.errors import ConfigError
-from broker.installation import is_installed
 from broker.user_code.kinds import unknown_kind
 from broker.user_code.own import make_own
 from broker.user_code.roots import ImportRoots, load
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 SLEEPING = ("sleep", "wake")
 """Methods that an engine may lack if its abilities say that it does not sleep."""
 
-ENGINES: dict[str, KnownEngine] = {"embedded": EMBEDDED, "vllm": VLLM}
+ENGINES: dict[str, KnownEngine[EngineAbilities]] = {"embedded": EMBEDDED, "vllm": VLLM}
 
 
 def abilities_of(config: EngineConfig, roots: ImportRoots | None = None) -> EngineAbilities:
@@ -48,9 +47,8 @@ def abilities_of(config: EngineConfig, roots: ImportRoots | None = None) -> Engi
 
 def check_installed(kind: str) -> None:
     """Raise ConfigError, with the remedy, if the package of the engine `kind` is missing."""
-    known = ENGINES.get(kind)
-    if known is not None and known.package is not None and not is_installed(known.package[0]):
-        raise ConfigError(f"engine.kind={kind} needs {known.package[1]}, which is not installed. {known.remedy}")
+    if known := ENGINES.get(kind):
+        known.check_installed(f"engine.kind={kind}")
 
 
 def check_asked(kind: str, abilities: EngineAbilities, *, tells_experts: bool, sleeps: bool) -> None:

@@ -1,12 +1,17 @@
 """The abilities that an engine states before it starts, so that no other code depends on its name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from broker.installation import TorchFacts
+from broker.errors import ConfigError
+from broker.installation import TorchFacts, is_installed
+
+A = TypeVar("A")
 
 
-def _always(option: str, value: object) -> bool:
+def takes_all(option: str, value: object) -> bool:
+    """Return True: an option of any name and value may come from the broker's configuration."""
     return True
 
 
@@ -30,22 +35,40 @@ class EngineAbilities:
     """The same part where the option is not given."""
     tells_experts: bool = True
     """Whether it can report which experts it chose, as `algorithm.router_replay` needs."""
-    takes_stored: Callable[[str, object], bool] = _always
+    takes_stored: Callable[[str, object], bool] = takes_all
     """Return whether the engine takes an option of this name and value from the broker's configuration, because the
     option makes it import, read and run nothing. The default takes all: an operator's own engine knows what its options
     do."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class KnownEngine:
-    """An engine that comes with Headway."""
+class KnownEngine(Generic[A]):
+    """An engine that comes with Headway: of workers, or of scorers. `A`: the abilities that such engines state."""
 
     opener: str
     """Import path of the class or function that opens it, called like a user's own class."""
-    abilities: EngineAbilities
+    abilities: A
     package: tuple[str, str] | None = None
     """(module, name) of the package that must be installed besides Headway."""
     remedy: str
     """The command or advice that installs what it needs."""
     examine: Callable[[TorchFacts], tuple[bool, str]]
     """Return whether the engine works on this machine and what was found, for `headway doctor`."""
+
+    def check_installed(self, setting: str) -> None:
+        """Raise ConfigError, with the remedy, if its package is missing. `setting`: what asks for it, such as
+        `engine.kind=vllm`."""
+        if self.package is not None and not is_installed(self.package[0]):
+            raise ConfigError(f"{setting} needs {self.package[1]}, which is not installed. {self.remedy}")
+
+
+def gpus_with(options: Mapping[str, object], gpu_options: Sequence[str], key: str) -> int:
+    """Return the product of those options of an engine that say how many GPUs it takes; one that is not given counts as
+    1. `key`: the options' place in the recipe. Raises ConfigError for a size that is no positive integer."""
+    count = 1
+    for option in gpu_options:
+        size = options.get(option, 1)
+        if type(size) is not int or size < 1:
+            raise ConfigError(f"{key}.{option} is {size!r}; expected an integer >= 1.")
+        count *= size
+    return count

@@ -12,19 +12,13 @@ from broker.errors import ConfigError
 from rollout_workers.config import EngineConfig
 
 from . import abilities_of
-from .abilities import EngineAbilities
+from .abilities import EngineAbilities, gpus_with
 
 
 def gpus_of(engine: EngineConfig, abilities: EngineAbilities | None = None) -> int:
     """Return how many GPUs one engine takes. `abilities`: those of an imported engine; by default those that are known
     without an import. Raises ConfigError for a size that is no positive integer."""
-    count = 1
-    for option in (abilities or abilities_of(engine)).gpu_options:
-        size = engine.options.get(option, 1)
-        if type(size) is not int or size < 1:
-            raise ConfigError(f"engine.options.{option} is {size!r}; expected an integer >= 1.")
-        count *= size
-    return count
+    return gpus_with(engine.options, (abilities or abilities_of(engine)).gpu_options, "engine.options")
 
 
 def shares(devices: Sequence[int | str], engine: EngineConfig, abilities: EngineAbilities | None = None) -> list[str]:

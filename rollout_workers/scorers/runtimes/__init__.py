@@ -13,22 +13,21 @@ The invariant: all runtimes give a request the same scores, but for rounding.
 from pathlib import Path
 from typing import Any
 
-from broker.errors import ConfigError
-from broker.installation import is_installed
 from broker.user_code.kinds import unknown_kind
 from broker.user_code.own import make_own
 from broker.user_code.roots import ImportRoots, load
 from rollout_workers.config import ScorerEngineConfig, ScorersConfig
+from rollout_workers.engines.abilities import KnownEngine, gpus_with
 from rollout_workers.scorers.base import Runner, ScoringModel
 
-from .abilities import KnownRuntime, RuntimeAbilities, gpus_with
+from .abilities import RuntimeAbilities
 from .transformers.abilities import TRANSFORMERS
 from .vllm.abilities import VLLM
 
 KINDS = ("reward_model", "teacher")
 KEY = "scorers.engine.kind"
 
-RUNTIMES: dict[str, KnownRuntime] = {"transformers": TRANSFORMERS, "vllm": VLLM}
+RUNTIMES: dict[str, KnownEngine[RuntimeAbilities]] = {"transformers": TRANSFORMERS, "vllm": VLLM}
 
 
 def abilities_of(config: ScorerEngineConfig) -> RuntimeAbilities:
@@ -39,14 +38,13 @@ def abilities_of(config: ScorerEngineConfig) -> RuntimeAbilities:
 
 def gpus_of(config: ScorerEngineConfig) -> int:
     """Return how many GPUs one process takes. Raises ConfigError for a size that is no positive integer."""
-    return gpus_with(config, abilities_of(config))
+    return gpus_with(config.options, abilities_of(config).gpu_options, "scorers.engine.options")
 
 
 def check_installed(kind: str) -> None:
     """Raise ConfigError, with the remedy, if the package of the runtime `kind` is missing."""
-    known = RUNTIMES.get(kind)
-    if known is not None and known.package is not None and not is_installed(known.package[0]):
-        raise ConfigError(f"{KEY}={kind} needs {known.package[1]}, which is not installed. {known.remedy}")
+    if known := RUNTIMES.get(kind):
+        known.check_installed(f"{KEY}={kind}")
 
 
 def open_runner(

@@ -1,12 +1,13 @@
 """The abilities of vLLM as a runtime of scorers. This module does not import vLLM."""
 
+from rollout_workers.engines.abilities import KnownEngine
 from rollout_workers.engines.vllm.abilities import VLLM as ENGINE
-from rollout_workers.scorers.runtimes.abilities import KnownRuntime, RuntimeAbilities
+from rollout_workers.scorers.runtimes.abilities import RuntimeAbilities
 
 STEP_TOKENS = {"reward_model": 8192, "teacher": 2048}
 """The most tokens that go through a model at once. A teacher's logits of so many tokens lie in memory twice."""
 
-VLLM = KnownRuntime(
+VLLM = KnownEngine(
     opener="rollout_workers.scorers.runtimes.vllm.start:open_vllm",
     abilities=RuntimeAbilities(
         any_temperature=False,

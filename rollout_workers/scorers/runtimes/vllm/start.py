@@ -5,9 +5,9 @@ from typing import Any
 
 from broker.errors import ConfigError
 from rollout_workers.config import ScorersConfig
+from rollout_workers.engines.abilities import gpus_with
 from rollout_workers.engines.vllm.start import check_head_dim, prepare_environment
 from rollout_workers.scorers.base import Runner, ScoringModel, UnfitModelError
-from rollout_workers.scorers.runtimes.abilities import gpus_with
 from rollout_workers.scorers.runtimes.cache import cache_tokens
 from rollout_workers.scorers.runtimes.files import check_head, check_labels, longest_of, reading, shared_tokens
 
@@ -62,7 +62,7 @@ def arguments_of(asked: ScoringModel, config: ScorersConfig, text: Any, most_tok
         "enable_chunked_prefill": True,
         "kv_cache_memory_bytes": tokens
         * bytes_of_token(text, config.dtype)
-        // gpus_with(config.engine, VLLM.abilities),
+        // gpus_with(config.engine.options, VLLM.abilities.gpu_options, "scorers.engine.options"),
         "gpu_memory_utilization": 0.01,  # vLLM refuses to start where less of a GPU is free
         "async_scheduling": False,
         "enforce_eager": True,
