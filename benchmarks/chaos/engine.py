@@ -27,13 +27,15 @@ TOKENS_A_TICK = 2
 class Tally(ctypes.Structure):
     """Numbers in memory that outlives the process: kill -9 must not take them along."""
 
-    _fields_ = (("generated", ctypes.c_int64), ("resumed", ctypes.c_int64), ("repeated", ctypes.c_int64))
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("generated", "resumed", "repeated", "forgotten"))
     generated: int
     """Tokens."""
     resumed: int
     """Tokens that somebody else had generated."""
     repeated: int
     """Submissions made once more."""
+    forgotten: int
+    """Leases that a heartbeat did not renew."""
 
 
 class SlowEngine:

@@ -54,6 +54,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     full_memory: int
     damaged: int
     repeated_submissions: int
+    forgotten_renewals: int
     lost: int
     trained_twice: int
     over_lag_bound: int

@@ -202,6 +202,7 @@ class _Stage:
             full_memory=faults.others["full_memory"],
             damaged=faults.others["damaged"],
             repeated_submissions=sum(tally.repeated for tally in self._tallies),
+            forgotten_renewals=sum(tally.forgotten for tally in self._tallies),
             lost=found.lost,
             trained_twice=found.trained_twice,
             over_lag_bound=found.over_lag_bound,

@@ -14,6 +14,7 @@ import torch
 import rollout_workers.worker
 from broker.client import broker as client
 from broker.client.leases import Leases, SubmitOutcome
+from broker.client.status import Heard, StatusBoard
 from broker.errors import BrokerError, ForeignRunError
 from broker.schema import Lease, Trajectory, WorkerInfo
 from deploy.roles import worker as rollout
@@ -37,6 +38,7 @@ def run_worker(trial: Trial, url: str, name: str, tally: Tally) -> None:
     torch.set_num_threads(1)
     SlowEngine.tally = tally
     patch.object(client, "Leases", ErraticLeases).start()
+    patch.object(client, "StatusBoard", ErraticStatus).start()
     if not trial.broadcasts:
         patch.object(rollout_workers.worker, "Worker", PullingWorker).start()
     patch.object(rollout, "open_broker", partial(client.open_broker, timeout_s=BROKER_TIMEOUT_S)).start()
@@ -54,12 +56,20 @@ class PullingWorker(Worker):
         return msgspec.structs.replace(super().info(), wants_broadcast=False)
 
 
-class ErraticLeases(Leases):
-    """Forgets to renew some leases, hands some samples in late, and some once more when nobody expects it."""
+class ErraticStatus(StatusBoard):
+    """Forgets to renew some leases."""
 
-    async def renew(self, leases: Sequence[Lease], ttl_s: float) -> set[str]:
-        """All but the forgotten ones."""
-        return await super().renew([one for one in leases if not _is_chosen(one, "forgotten", FORGOTTEN)], ttl_s)
+    async def heartbeat(
+        self, info: WorkerInfo, ttl_s: float, leases: Sequence[Lease] = (), lease_ttl_s: float = 0.0
+    ) -> Heard:
+        """Renews all but the forgotten ones."""
+        renewed = [one for one in leases if not _is_chosen(one, "forgotten", FORGOTTEN)]
+        SlowEngine.tally.forgotten += len(leases) - len(renewed)
+        return await super().heartbeat(info, ttl_s, renewed, lease_ttl_s)
+
+
+class ErraticLeases(Leases):
+    """Hands some samples in late, and some once more when nobody expects it."""
 
     async def submit(self, lease: Lease, trajectory: Trajectory) -> SubmitOutcome:
         """Perhaps late, perhaps again later."""

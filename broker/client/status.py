@@ -88,7 +88,7 @@ class StatusBoard:
 
     async def heartbeat(
         self, info: WorkerInfo, ttl_s: float, leases: Sequence[Lease] = (), lease_ttl_s: float = 0.0
-    ) -> "Heard":
+    ) -> Heard:
         """Reports that a worker is alive for so long, and renews its leases as `Leases.renew` does. Raises
         ForeignRunError, and BrokerError for an invalid name or a report that is refused; leases are renewed then, too.
         """
