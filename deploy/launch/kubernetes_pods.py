@@ -54,11 +54,10 @@ class WorkerPods:
         return {"kustomization.yaml": KUSTOMIZATION | own, **written}
 
     def _workers(self, label: str) -> dict[str, Any]:
-        patched = patch("Deployment", "headway-workers", "worker", self.resources)
+        arguments = [f"--pool={label}.$(POD_NAME)", *map(_literal, self.arguments)]
+        patched = patch("Deployment", "headway-workers", "worker", self.resources, arguments)
         if self.most is None:
             patched["spec"]["replicas"] = self.count
-        arguments = [f"--pool={label}.$(POD_NAME)", *map(_literal, self.arguments)]
-        patched["spec"]["template"]["spec"]["containers"][0]["args"] = arguments
         return patched
 
     def _autoscaler(self, label: str, most: int) -> dict[str, Any]:
@@ -107,10 +106,9 @@ class ScorerPods:
 
     def files(self) -> dict[str, Any]:
         """Return the content of each file."""
-        patched = patch("Deployment", "headway-scorers", "scorer", self.resources)
-        patched["spec"]["replicas"] = self.count
         arguments = [f"--scorer={self.name}", *map(_literal, self.arguments)]
-        patched["spec"]["template"]["spec"]["containers"][0]["args"] = arguments
+        patched = patch("Deployment", "headway-scorers", "scorer", self.resources, arguments)
+        patched["spec"]["replicas"] = self.count
         own = {
             "resources": ["../../base/scorers"],
             "nameSuffix": f"-{label_of(self.name)}",
@@ -130,12 +128,12 @@ def cpus_of(resources: Resources) -> str:
     return f"{(resources.threads or 1) * resources.processes}"
 
 
-def patch(kind: str, name: str, container: str, resources: Resources) -> dict[str, Any]:
-    """Return a strategic merge patch that sets the resources of a container."""
+def patch(kind: str, name: str, container: str, resources: Resources, arguments: Sequence[str] = ()) -> dict[str, Any]:
+    """Return a strategic merge patch that sets the resources of a container, and its arguments if there are any."""
     gpus = {"limits": {GPU: resources.gpus}} if resources.gpus else {}
-    return on_containers(
-        kind, name, {"name": container, "resources": {"requests": {"cpu": cpus_of(resources)}, **gpus}}
-    )
+    requested = {"requests": {"cpu": cpus_of(resources)}, **gpus}
+    own = {"args": list(arguments)} if arguments else {}
+    return on_containers(kind, name, {"name": container, "resources": requested, **own})
 
 
 def on_containers(kind: str, name: str, container: dict[str, Any]) -> dict[str, Any]:
