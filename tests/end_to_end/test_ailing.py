@@ -26,7 +26,8 @@ from msgspec.structs import replace
 from rollout_workers.engines.embedded.engine import open_embedded
 
 AILMENTS = {"worker-1": "fails", "worker-2": "hangs", "worker-3": "is slow", "worker-4": "computes otherwise"}
-TOKEN_S = {"is slow": 0.3}
+TOKEN_S = {"is slow": 0.8}
+UNHURRIED_S = 0.06
 
 
 def ailing(config, model_dir, *, seed):
@@ -41,8 +42,9 @@ def ailing(config, model_dir, *, seed):
         async for chunk in well(request):
             last = len(chunk.token_ids) - 1
             for n, token in enumerate(chunk.token_ids):
-                # a well engine is not too fast either: the run might be over before others are in their places
-                await asyncio.sleep(TOKEN_S.get(ailment, 0.02))
+                # well engines take their time too, until the test has seen all: the run might be over before
+                hurried = Path(__file__).with_name("hurry").exists()
+                await asyncio.sleep(TOKEN_S.get(ailment, 0.0 if hurried else UNHURRIED_S))
                 reason = chunk.finish_reason if n == last else None
                 yield replace(chunk, token_ids=[token], logprobs=chunk.logprobs[n : n + 1], finish_reason=reason)
             if ailment == "fails":
@@ -82,6 +84,7 @@ def test_workers_that_fall_ill_are_replaced_and_nothing_is_lost(terminals: Termi
             check_quarantine(terminals, watch, status)
             time.sleep(LOOK_S)
         watch.until("the learner has looked", lambda status: "it is slow" in (run / "logs/learner.log").read_text())
+        (home / "hurry").touch()
     headway.succeeds()
     check_trained(run, steps=STEPS, trajectories_per_step=16, max_lag=2)
     assert summary(run)["worker_restarts"] == len(RULES) + 1
