@@ -1,4 +1,4 @@
-"""A headless Chromium, where it and its driver are installed."""
+"""A headless Chromium, for tests that run where it and its driver are installed."""
 
 import shutil
 from collections.abc import Iterator

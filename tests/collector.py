@@ -1,4 +1,5 @@
-"""A collector of OpenTelemetry: a real HTTP server on this machine that takes OTLP, and what it was sent."""
+"""A collector of OpenTelemetry: a real HTTP server on this machine that takes OTLP and keeps the spans that it
+receives."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -42,14 +43,14 @@ class Collector:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variable that sends a process's spans here."""
+        """Return the variable that makes a process send its spans here."""
         return {"OTEL_EXPORTER_OTLP_ENDPOINT": self.url}
 
     def named(self, name: str) -> list[Received]:
         return [span for span in tuple(self.spans) if span.name == name]
 
     def below(self, parent: Received) -> list[Received]:
-        """The spans right below this one, in the order in which they began."""
+        """Return the spans directly below this one, in the order in which they began."""
         found = [span for span in tuple(self.spans) if (span.trace, span.parent) == (parent.trace, parent.span)]
         return sorted(found, key=lambda span: span.start_ns)
 

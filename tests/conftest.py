@@ -1,4 +1,4 @@
-"""A real server for every test that asks, on a unix socket of its own."""
+"""A real server on a unix socket of its own, for every test that asks for one."""
 
 import logging
 import os
@@ -23,7 +23,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option for tests whose tools have to be there: one that would be skipped fails with the reason."""
+    """Add `--no-skips`, under which a test that would be skipped for a missing tool fails with the reason."""
     parser.addoption("--no-skips", action="store_true", help="a test that would be skipped fails")
 
 
@@ -38,7 +38,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture(autouse=True)
 def state_of_the_process() -> Iterator[None]:
-    """What a command sets in this process holds for its own test only: the level of the log, and what signals do."""
+    """Restore the level of the log and the signal handlers, which a command under test may change for this process."""
     root = logging.getLogger()
     level = root.level
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -1,4 +1,4 @@
-"""A file system without room, for the test's own process."""
+"""A full file system, for the test's own process."""
 
 import resource
 import subprocess
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @contextmanager
 def no_files_over(nbytes: int) -> Iterator[None]:
-    """As on one that is full: no file grows beyond so many bytes."""
+    """Limit the size of every file to so many bytes, so that writes fail as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
     try:
@@ -20,7 +20,8 @@ def no_files_over(nbytes: int) -> Iterator[None]:
 
 @contextmanager
 def small_disk(directory: Path, nbytes: int) -> Iterator[Path]:
-    """`directory` is a file system of `nbytes` meanwhile; where we may not mount one, files have so little room."""
+    """Make `directory` a small file system of `nbytes` meanwhile; where mounting is not allowed, limit each file
+    instead."""
     directory.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "headway-test", str(directory)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:

@@ -1,5 +1,4 @@
-"""An engine, a transport and a runtime of scorers as a user writes them: a module outside of this repository, named by
-import path."""
+"""An engine, a transport and a scorer's runtime as a user writes them: a module outside of this repository."""
 
 from pathlib import Path
 
@@ -192,5 +191,5 @@ def told(config, model_dir, *, seed, sleeps):
 
 
 def write(directory: Path) -> None:
-    """plugged.py, to be named as `plugged:Name`."""
+    """Write plugged.py, whose classes a recipe names as `plugged:Name`."""
     (directory / "plugged.py").write_text(SOURCE)

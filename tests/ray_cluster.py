@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine, where Ray is installed."""
+"""A Ray cluster of several nodes on this machine, for tests that run where Ray is installed."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,7 +31,7 @@ def raylet_of(pid: int) -> int:
 
 @contextmanager
 def ray_cluster(**head: Any) -> Iterator[Any]:
-    """A cluster with this head, whose further nodes the test adds and removes. No process of it is left at the end."""
+    """Yield a cluster with this head; the test adds and removes further nodes. At the end no process of it is left."""
     import ray
     from ray.cluster_utils import Cluster
 

@@ -1,4 +1,4 @@
-"""The benchmark of asynchrony: its runs differ in nothing but when who works where; its responses are long-tailed."""
+"""The benchmark of asynchrony has runs that differ only in their schedule, and responses with a long-tailed length."""
 
 import argparse
 import json
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def recipe_of(part: str, **changes: Any) -> Any:
-    """As `headway` reads the part's command."""
+    """Return the recipe that `headway` reads from the part's command."""
     given = {"recipe": asynchrony.RECIPE, "model": Path("/m"), "output": Path("/o"), "steps": 19, "of": [], "gpus": 4}
     given |= {"overrides": [], "learner_gpus": 1, "workers_per_gpu": 2, **changes}
     command, recipe, *arguments = asynchrony._arguments(part, argparse.Namespace(**given))
@@ -116,7 +116,7 @@ def of_length(sample: Trajectory, tokens: int) -> Trajectory:
 
 
 def write_run(directory: Path, steps: int) -> None:
-    """What a run leaves: its k-th step trained a response of k and one of 10 k tokens."""
+    """Write the files of a run whose k-th step trained a response of k tokens and one of 10 k."""
     record, log = open_record(directory), ExperienceLog(directory / "experience", 1 << 20)
     for step in range(steps):
         metrics = bare_metrics(incarnation=1, step=step, trajectories=2, step_s=2.0, take_s=0.5)
@@ -170,7 +170,7 @@ def test_a_run_that_fails_stops_no_other_and_a_warm_up_that_fails_all(
 
 
 def terms_of(text: str) -> int:
-    """Of chain_sum's question: numbers and the signs between them."""
+    """Return the number of terms in a question of `chain_sum`."""
     return len(text.partition(": ")[2].removesuffix(" =").split()) // 2 + 1
 
 

@@ -1,4 +1,4 @@
-"""The benchmarks' entry points run and say what they promise to say; their figures are nobody's business here."""
+"""The benchmarks' entry points run and print the fields that they promise; these tests judge no figure."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def last_line(*command: str) -> Any:
-    """The JSON object that `python -m benchmarks...` prints last."""
+    """Return the JSON object that `python -m benchmarks...` prints last."""
     done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

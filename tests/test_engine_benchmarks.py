@@ -1,4 +1,4 @@
-"""The benchmarks of engines against the learner, and of a worker against its engine, measure what they say."""
+"""The benchmarks of engine against learner, and of worker against engine, measure the quantities that they name."""
 
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def test_engine_and_learner_agree_and_replay_takes_what_the_engine_chose(tmp_pat
 
 
 def send_elsewhere(samples: Path, experts: int) -> None:
-    """Every token to the next experts."""
+    """Send every token to the next experts."""
     frames = [decode_trajectory(frame) for frame in msgspec.msgpack.decode(samples.read_bytes(), type=list[bytes])]
     chosen = [one.experts for one in frames if one.experts is not None]
     moved = [

@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with both toys."""
+    """Return a folder with both toys."""
     directory = tmp_path_factory.mktemp("models")
     for name in ("toy", "toy-moe"):
         checkpoint.write(SHAPES[name], checkpoint.folder(directory, name, SHAPES[name]), "cpu")
@@ -47,14 +47,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def toy(models: Path, name: str = "toy") -> tuple[Any, dict[str, Any]]:
-    """The model in fp32, and what transformers says of its loading."""
+    """Return the model in fp32, and the report of transformers about its loading."""
     path = checkpoint.folder(models, name, SHAPES[name])
     model, said = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
     return model, said
 
 
 def last_line(*command: str, code: int = 0) -> Any:
-    """The JSON object that `python -m benchmarks...` prints last."""
+    """Return the JSON object that `python -m benchmarks...` prints last."""
     done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == code, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -71,7 +71,8 @@ def test_random_weights_are_a_whole_checkpoint(models: Path, name: str) -> None:
 
 
 def test_active_parameters_are_the_published_ones() -> None:
-    """Qwen3's model cards without the input embedding: 1.4 billion (and the tied head), 7.0 with 0.6 of head, 3.3."""
+    """The figures are those of Qwen3's model cards without the input embedding: 1.4, 7.0 and 3.3 billion, heads
+    included."""
     billions = {name: round(shape.active_parameters / 1e9, 2) for name, shape in SHAPES.items()}
     assert billions["qwen3-1.7b"] == pytest.approx(1.4 + 0.31, abs=0.02)
     assert billions["qwen3-8b"] == pytest.approx(6.95 + 0.62, abs=0.02)
@@ -94,7 +95,7 @@ def test_lengths_have_a_long_tail() -> None:
 
 
 def alone_logprobs(model: Any, sequence: PackableSequence) -> torch.Tensor:
-    """Of one sequence in a row of its own; 0 for its first token."""
+    """Return the logprobs of one sequence in a row of its own; 0 for its first token."""
     token_ids_L = torch.from_numpy(sequence.token_ids).long()
     logprobs_LV = model(input_ids=token_ids_L[None]).logits[0].log_softmax(-1)
     return torch.nn.functional.pad(logprobs_LV[:-1].gather(1, token_ids_L[1:, None])[:, 0], (1, 0))

@@ -1,4 +1,4 @@
-"""The benchmark of a pretrained model that learns: what it starts, what it keeps, how it reads a run's files."""
+"""The benchmark of a pretrained model that learns: the commands that it starts, and its reading of a run's files."""
 
 import json
 import subprocess
@@ -32,7 +32,7 @@ def study(output: Path, **changes: Any) -> Study:
 
 
 def recipe_of(part: str, output: Path, **changes: Any) -> Any:
-    """As `headway` reads what the part's command says."""
+    """Return the recipe that `headway` reads from the part's command."""
     command, recipe, *arguments = study(output, **changes)._arguments(part)
     assert command == ("sft" if part == SFT else "run")
     return load_recipe(recipe, [argument for argument in arguments if "=" in argument])
@@ -72,7 +72,7 @@ def test_a_learner_of_two_gpus_leaves_the_others_to_workers(tmp_path: Path) -> N
 
 
 def write_run(directory: Path, *, before: float, after: float, clip_fraction: float, max_lag: int = 2) -> None:
-    """What a run of three steps leaves; its second step was trained again by a learner that was resumed."""
+    """Write the files of a run of three steps; a resumed learner trained the second step again."""
     record = open_record(directory)
     record.write(evaluation(1, 0, before))
     for incarnation, step, lag in ((1, 0, 0), (1, 1, 9), (2, 1, 1), (2, 2, max_lag)):

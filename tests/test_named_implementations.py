@@ -1,4 +1,4 @@
-"""An implementation states what it can do: no code compares its name, but where it is registered."""
+"""An implementation states its abilities: only the file that registers it compares its name."""
 
 import ast
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ NAMES = {*ENGINES, *TRANSPORTS, *BACKENDS}
 
 
 def compared(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, name) of every comparison, membership or `case` that spells a registered name."""
+    """Return (line, name) of every comparison, membership or `case` that spells a registered name."""
     for node in ast.walk(tree):
         asked = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
         asked += [node.value] if isinstance(node, ast.MatchValue) else []

@@ -1,4 +1,4 @@
-"""For every seam a class of a user's own that lacks one method is refused in one paragraph that names the method."""
+"""For every seam, Headway refuses a user's class that lacks one method, in one paragraph that names the method."""
 
 import asyncio
 from collections.abc import Callable
@@ -107,7 +107,7 @@ OPENERS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's directory."""
+    """Return a user's directory."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("HEADWAY_IMPORT_PATH", str(tmp_path))
     return tmp_path

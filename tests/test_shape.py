@@ -1,4 +1,4 @@
-"""`make shape` counts what it says, over sources that it never imports; and Headway keeps the shape that it has."""
+"""`make shape` counts what it claims to count, in sources that it never imports, and Headway keeps its shape."""
 
 import ast
 import re
@@ -64,7 +64,7 @@ def test_a_contract_names_all_that_lies_in_a_folder_of_folders() -> None:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A small Headway; `learner` and `learner.data` import each other, as a folder and its parent may."""
+    """Write a small Headway; `learner` and `learner.data` import each other, as a folder and its parent may."""
     texts = {f"{room}/__init__.py": "" for room in ROOMS} | SOURCES
     for name, text in (texts | {"README.md": "two words\n\nand four more\n", "ARCHITECTURE.md": "one\n"}).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The benchmark of worker counts: its figures are those of the counted steps, and CPU time belongs to who used it."""
+"""The benchmark of worker counts takes its figures from the counted steps, and assigns CPU time to its users."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from tests.deploy.runs import bare_metrics, open_record
 
 
 def write_steps(directory: Path, steps: int) -> None:
-    """As a run does it: the first steps take ten times as long as those that count."""
+    """Write a run's steps: the first ones take ten times as long as those that count."""
     record = open_record(directory)
     for step in range(steps):
         seconds = 2.0 if step >= worker_counts.FIRST else 20.0

@@ -80,7 +80,8 @@ def gspo_token_losses(b: Ragged, advantages: list[float], low: float, high: floa
 
 
 def weighted_losses(b: Ragged, weight: Callable[[float, float, float, float], float]) -> torch.Tensor:
-    """-w A log pi for trained tokens, 0 for others; w of (token ratio, advantage, log pi, log anchor), a number."""
+    """Return -w A log pi for trained tokens and 0 for others. w(token ratio, advantage, log pi, log anchor) is a
+    number."""
     ratios = token_ratios(b).tolist()
     losses = []
     for s, row in b.rows():
@@ -125,7 +126,7 @@ def sapo_losses(b: Ragged, positive: float, negative: float) -> torch.Tensor:
 
 
 def binary_divergence(kind: str, log_p: float, log_q: float) -> float:
-    """Between "this token" and "any other"; infinite where p is 1 and q is not."""
+    """Return the divergence between "this token" and "any other"; it is infinite where p is 1 and q is not."""
     p, q = math.exp(min(log_p, 0)), math.exp(min(log_q, 0))
     if kind == "tv":
         return abs(p - q)

@@ -1,4 +1,4 @@
-"""Random packed batches, tame and nasty, and how a function is held against a float64 loop."""
+"""Random packed batches, tame and nasty, and the comparison of a function with a float64 loop."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -69,7 +69,7 @@ def make(case: str, seed: int = 0) -> Ragged:
         shift_T = torch.tensor([-1e4, 1e4, 30.0, -30.0, 0.5, -1e30, 0.0])[torch.arange(total) % 7]
     advantages_S = torch.randn(len(lengths), generator=generator)
     cu_seqlens = torch.tensor([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()], dtype=torch.int32)
-    # What stands at masked places must never matter.
+    # Values at masked places must never matter.
     current_T = torch.where(mask_T > 0, anchor_T + shift_T, torch.full_like(anchor_T, -1e30))
     lags_T = torch.randint(0, 5, (total,), generator=generator)
     return Ragged(cu_seqlens, mask_T, current_T, anchor_T, advantages_S, lags_T)
@@ -83,7 +83,7 @@ def assert_same(
     has_gradient: bool = True,
     tolerance: float = 1e-6,
 ) -> None:
-    """Values and gradients (of a weighted sum, so that every element counts) agree, and all are finite."""
+    """Assert that values and gradients (of a weighted sum, so that every element counts) agree and are finite."""
     single = Ragged(
         batch.cu_seqlens,
         batch.mask_T,
@@ -101,7 +101,7 @@ def assert_same(
         return
     weights = torch.linspace(0.5, 1.5, got.numel(), dtype=torch.float64).reshape(got.shape)
     got_gradient = torch.autograd.grad((got * weights.float()).sum(), single.current_T)[0]
-    if not expected.requires_grad:  # an oracle over no token at all
+    if not expected.requires_grad:  # the oracle met no token at all
         assert got_gradient.abs().sum() == 0
         return
     expected_gradient = torch.autograd.grad((expected * weights).sum(), double.current_T, allow_unused=True)[0]

@@ -21,7 +21,7 @@ SIZES = [[8, 8], [1, 2, 5, 3], [1], [1, 1], []]
 
 Advantage = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
 Rewards = list[list[float]]
-"""Of each group."""
+"""The rewards of each group."""
 
 
 def mean_std(own: float, group: list[float], batch: Rewards) -> float:
@@ -65,7 +65,7 @@ EQUATIONS = {
 
 
 def shuffled(rewards: Rewards, rng: random.Random) -> list[tuple[int, float]]:
-    """Groups need not lie together."""
+    """Permute sequences, because the members of a group need not lie together."""
     pairs = [(number, reward) for number, group in enumerate(rewards) for reward in group]
     rng.shuffle(pairs)
     return pairs
@@ -120,7 +120,7 @@ def test_the_batch_is_the_baseline_of_samples_without_a_group() -> None:
 
 
 def test_the_scale_is_that_of_the_centered_rewards() -> None:
-    """Groups that lie far apart do not shrink each other's advantages."""
+    """Groups whose means lie far apart do not shrink each other's advantages."""
     rewards_S, group_S = torch.tensor([0.0, 1.0, 100.0, 101.0]), torch.tensor([0, 0, 1, 1])
     advantages_S, _ = group_mean_global_std(rewards_S, group_S)
     torch.testing.assert_close(advantages_S, torch.tensor([-0.5, 0.5, -0.5, 0.5]) * 3**0.5)

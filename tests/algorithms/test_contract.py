@@ -1,5 +1,5 @@
 # mypy: disable-error-code="misc"
-"""What all of the mathematics promises: masked places never matter, and float64 in is float64 out."""
+"""All functions of the mathematics keep two promises: masked places never matter, and float64 in is float64 out."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -41,7 +41,7 @@ from tests.algorithms.test_corrections import ACTIVE, ACTIVE_SEED
 
 @dataclass(frozen=True)
 class Given:
-    """What a function may be called with; all floats have one dtype."""
+    """The values with which a function may be called; all floats have one dtype."""
 
     current_T: torch.Tensor
     anchor_T: torch.Tensor
@@ -179,7 +179,7 @@ def outputs(result: Any, at: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def spoiled(g: Given, garbage: float) -> Given:
-    """With this at every masked place of every argument."""
+    """Put this value at every masked place of every argument."""
     is_masked_T = g.mask == 0
 
     def with_garbage(values_T: torch.Tensor) -> torch.Tensor:
@@ -200,7 +200,7 @@ def spoiled(g: Given, garbage: float) -> Given:
 
 
 def gradient_of(call: Call, g: Given) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """What it gives, and the gradient of the sum of all that has one."""
+    """Return the call's results, and the gradient of the sum of all results that have one."""
     current_T = g.current_T.clone().requires_grad_()
     results = dict(outputs(call(replace(g, current_T=current_T))))
     total = sum((one.sum() for one in results.values() if one.requires_grad), 0 * torch.ones(()).double())

@@ -35,7 +35,7 @@ def likeliest(logits_TV: torch.Tensor, teacher_TV: torch.Tensor, k: int) -> tupl
 
 
 def divergence(p: torch.Tensor, q: torch.Tensor, kind: str, beta: float = 0.5) -> torch.Tensor:
-    """Of probabilities: p the teacher's, q the student's."""
+    """Return the divergence of a token's probabilities: p is the teacher's, q the student's."""
     if kind == "forward_kl":
         return p * torch.log(p / q)
     if kind == "reverse_kl":
@@ -114,7 +114,7 @@ def test_gradients_are_those_of_finite_differences(options: dict[str, Any]) -> N
 
 @every_setting
 def test_a_place_without_a_token_counts_for_neither(options: dict[str, Any]) -> None:
-    """A teacher may list fewer tokens at one place than at another; what the student has there is any number."""
+    """A teacher may list fewer tokens at one place than at another; the student's logprob there may be any number."""
     logits_TV, teacher_TV, mask_T = policies()
     student_TK, teacher_TK = likeliest(logits_TV, teacher_TV, 2)
     filled_TK = (

@@ -71,7 +71,7 @@ def test_clip_fraction_counts_trained_tokens_without_gradient(case: str) -> None
 
 
 LOW, HIGH = 0.11, 0.13
-"""Bounds that many tokens of the batches cross and none stands on."""
+"""Bounds that many tokens of the batches cross, while no token lies on one."""
 
 OTHERS: list[tuple[str, dict[str, float | str], Callable[[Ragged], torch.Tensor]]] = [
     ("ppo_clip", {"dual_clip": 1.3}, lambda b: oracles.dual_clipped_losses(b, 0.2, 0.2, 1.3)),

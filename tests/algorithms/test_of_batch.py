@@ -1,5 +1,5 @@
 # mypy: disable-error-code="call-arg"
-"""What corrections must know of a whole batch adds up over its parts, and is what the equations ask for."""
+"""The figures of a whole batch that corrections need add up over its parts, and are those of the equations."""
 
 import pytest
 import torch

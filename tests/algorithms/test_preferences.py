@@ -15,7 +15,7 @@ from tests.algorithms import oracles
 from tests.algorithms.ragged import Ragged, assert_same, every_case, make, stack
 
 Oracle = Callable[..., torch.Tensor]
-"""Of the logprobs of the trained tokens of both responses, their references', and options: the loss of a pair."""
+"""Returns the loss of a pair, from the logprobs of both responses' trained tokens, their references' and options."""
 
 SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("dpo", {}),
@@ -130,7 +130,7 @@ def test_robust_dpo_refuses_a_share_of_flipped_labels_that_it_cannot_correct(lab
 
 
 def test_length_desensitized_dpo_with_alpha_1_is_dpo_and_with_0_ignores_the_longer_tail() -> None:
-    """The chosen response is the longer one of the first pair, the rejected one of the second."""
+    """The chosen response is the longer one in the first pair, the rejected one in the second."""
     batch = _in_order(_pairs("ragged"), [0, 1, 3, 2])
     current_T = batch.current_T.clone().requires_grad_()
     inputs = (current_T, batch.anchor_T, batch.mask_T, batch.cu_seqlens)
@@ -357,12 +357,12 @@ def pairs_of(b: Ragged) -> list[tuple[list[torch.Tensor], ...]]:
 
 
 def log_ratios(b: Ragged) -> list[torch.Tensor]:
-    """Of every response."""
+    """Return the log ratio of every response."""
     return [_sum(_ratios([b.current_T[t] for t in row], [b.anchor_T[t] for t in row])) for _, row in b.trained()]
 
 
 def desirable(b: Ragged) -> torch.Tensor:
-    """Every second response."""
+    """Mark every second response as desirable."""
     return torch.arange(b.num_sequences) % 2 == 1
 
 
@@ -409,7 +409,7 @@ def _in_order(batch: Ragged, order: list[int]) -> Ragged:
 
 
 def _pairs(case: str, seed: int = 0) -> Ragged:
-    """A batch with an even number of sequences: the last one is left out where there is no partner for it."""
+    """Return a batch with an even number of sequences: the last one is left out where it has no partner."""
     batch = make(case, seed)
     return _part(batch, 0, batch.num_sequences - batch.num_sequences % 2)
 

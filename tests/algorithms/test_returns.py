@@ -20,7 +20,7 @@ DISCOUNTS = [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (0.97, 0.0), (0.0, 1.0)]
 
 
 def numbers(batch: Ragged, seed: int) -> torch.Tensor:
-    """[T] float64; something absurd at masked places, where it must not matter."""
+    """Return numbers [T] in float64, with an absurd one at each masked place, where it must not matter."""
     values_T = torch.randn(batch.mask_T.numel(), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return torch.where(batch.mask_T > 0, values_T, torch.full_like(values_T, torch.nan))
 
@@ -52,7 +52,7 @@ def to_go_loop(batch: Ragged, rewards_T: torch.Tensor, gamma: float) -> torch.Te
 
 
 def turns(batch: Ragged) -> Iterator[tuple[int, list[list[int]]]]:
-    """For each sequence the tokens of each of its turns."""
+    """Return, for each sequence, the tokens of each of its turns."""
     for s, row in batch.rows():
         runs = itertools.groupby(row, key=lambda t: bool(batch.mask_T[t] > 0))
         yield s, [list(run) for is_trained, run in runs if is_trained]
@@ -99,7 +99,7 @@ def test_returns_to_go_are_the_equation(case: str, gamma: float, dtype: torch.dt
 
 
 def test_long_sequences_of_all_lengths() -> None:
-    """Lengths around the powers of two, where the passes of the sum end."""
+    """The lengths lie around the powers of two, where the passes of the sum end."""
     lengths = torch.tensor([*range(1, 19), 31, 32, 33, 0, 64, 65, 300])
     total = int(lengths.sum())
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int()

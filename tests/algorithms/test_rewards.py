@@ -9,7 +9,7 @@ from tests.algorithms.ragged import Ragged, every_case, make
 
 
 def kl_of(batch: Ragged) -> torch.Tensor:
-    """[T] up to +-20; something absurd at masked places."""
+    """Return numbers [T] up to +-20, with an absurd one at each masked place."""
     kl_T = k1(batch.current_T, batch.anchor_T, batch.mask_T)
     return torch.where(batch.mask_T > 0, kl_T, torch.full_like(kl_T, torch.nan))
 

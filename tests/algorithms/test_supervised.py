@@ -105,7 +105,7 @@ def test_reverse_kl_distillation_is_the_equation(case: str) -> None:
 
 
 def test_reverse_kl_distillation_has_the_gradient_of_the_kl_in_expectation() -> None:
-    """Over all tokens of a vocabulary, each weighted with its probability under the student."""
+    """The expectation runs over all tokens of a vocabulary, each weighted with its probability under the student."""
     generator = torch.Generator().manual_seed(0)
     logits_V, teacher_V = torch.randn(2, 6, generator=generator, dtype=torch.float64)
     logits_V.requires_grad_()
@@ -121,7 +121,7 @@ def test_reverse_kl_distillation_has_the_gradient_of_the_kl_in_expectation() -> 
 
 
 def test_a_teachers_advantages_have_the_gradient_of_the_kl_in_expectation_however_old_the_samples() -> None:
-    """Over all tokens of a vocabulary, drawn from an older policy and weighed by their ratio to the student."""
+    """The tokens of a whole vocabulary are drawn from an older policy and weighed by their ratio to the student."""
     generator = torch.Generator().manual_seed(0)
     logits_V, teacher_V, behavior_V = torch.randn(3, 6, generator=generator, dtype=torch.float64)
     logits_V.requires_grad_()
@@ -172,7 +172,7 @@ def _softplus(x: torch.Tensor) -> torch.Tensor:
 
 
 def _values(batch: Ragged) -> Ragged:
-    """Values within reason: a network's outputs, not logprobs of impossible tokens."""
+    """Return values as a network puts them out, none as far off as the logprob of an impossible token."""
     limited_T = (batch.current_T - batch.anchor_T).clamp(-50, 50) + batch.anchor_T
     return replace(batch, current_T=torch.where(batch.mask_T > 0, limited_T, batch.current_T)).double(
         requires_grad=True

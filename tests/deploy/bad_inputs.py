@@ -1,4 +1,4 @@
-"""What users may hand to Headway that is no run: recipes, values, data files, command lines, and part of the answer."""
+"""Invalid input from users: recipes, values, data files and command lines, each with a part of the answer to it."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ RECIPE = {
 }
 HUGE = "9" * 30
 RUNS = "No answer from the broker"
-"""All that can be known before a server is asked is well."""
+"""The answer to input in which Headway finds no fault before it asks a server."""
 
 VALUES = [
     *[
@@ -303,7 +303,7 @@ FILES = [
 
 
 def rows(*changed: object) -> bytes:
-    """A good row, then these, each as JSON unless it is bytes, then one to be held out."""
+    """Return a good row, then these, each as JSON unless it is bytes, then one to be held out."""
     every = (ROW, *changed, {"prompt": "9+9=", "ground_truth": "18"})
     lines = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in every]
     return b"\n".join(lines) + b"\n"
@@ -369,7 +369,7 @@ DATA = [
 NOWHERE = "redis://127.0.0.1:1"
 CLEAN = "arithmetic.yaml"
 GARBAGE = [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"url": 1, "run": 2}', b'{"url": "redis://x"}', b"\x00" * 100]
-"""What a damaged disk may leave of a small file."""
+"""Contents that a small file may have after damage to its disk."""
 
 COMMANDS = [
     ("chat", "Missing argument 'MODEL'."),

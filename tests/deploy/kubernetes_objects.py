@@ -1,4 +1,4 @@
-"""The objects that a launch directory asks a cluster for, and what a cluster would make of them."""
+"""The objects that a launch directory asks a cluster for, and a reading of them as a cluster's."""
 
 import re
 import shutil
@@ -26,7 +26,7 @@ def launch(*arguments: str) -> Path:
 
 
 def closed(*required: str, **fields: Any) -> Object:
-    """A JSON schema of an object with these fields and no other."""
+    """Return a JSON schema of an object with these fields and no other."""
     return {
         "type": "object",
         "properties": fields,
@@ -69,7 +69,7 @@ SCALED_OBJECT = closed(
         },
     ),
 )
-"""The fields of KEDA's ScaledObject that the manifests use, and what KEDA's documentation says of them."""
+"""The fields of KEDA's ScaledObject that the manifests use, as KEDA's documentation describes them."""
 PARAMETERS = {"type": "object", "additionalProperties": TEXT}
 POD = {"type": "object"}  # see `check_schema`
 RAY_JOB = closed(
@@ -107,7 +107,7 @@ RAY_JOB = closed(
         ),
     ),
 )
-"""The same of KubeRay's RayJob."""
+"""The fields of KubeRay's RayJob that the manifests use."""
 CUSTOM = {"ScaledObject": SCALED_OBJECT, "RayJob": RAY_JOB}
 
 
@@ -119,7 +119,7 @@ class Port(NamedTuple):
 
 
 def rendered(directory: Path) -> list[Object]:
-    """What `kubectl apply -k` would send; skips the test where kubectl is missing."""
+    """Return the objects that `kubectl apply -k` would send; skip the test where kubectl is missing."""
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed")
     made = subprocess.run(["kubectl", "kustomize", str(directory)], capture_output=True, text=True, check=False)
@@ -129,7 +129,7 @@ def rendered(directory: Path) -> list[Object]:
 
 
 def objects_in(directory: Path) -> Iterator[Object]:
-    """The objects of all manifests below the directory, as they are written."""
+    """Return the objects of all manifests below the directory, as they are written."""
     for path in sorted(directory.rglob("*.yaml")):
         if path.name != "kustomization.yaml":
             yield from yaml.safe_load_all(path.read_text())
@@ -151,13 +151,13 @@ def name_of(one: Object) -> str:
 
 
 def named(objects: Sequence[Object], name: str) -> Object:
-    """The object of that kind and name, such as Deployment/headway-workers."""
+    """Return the object of that kind and name, such as Deployment/headway-workers."""
     (found,) = [one for one in objects if name_of(one) == name]
     return found
 
 
 def pods_of(objects: Sequence[Object]) -> dict[str, Object]:
-    """The template of each object that makes pods, by the object's name."""
+    """Return the template of each object that makes pods, by the object's name."""
     found = {name_of(one): one["spec"]["template"] for one in objects if "template" in one.get("spec", {})}
     for one in objects:
         if one["kind"] == "RayJob":
@@ -173,7 +173,7 @@ def containers_of(pod: Object) -> list[Object]:
 
 
 def references(pod: Object) -> Iterator[str]:
-    """The Secrets and ConfigMaps without which the pod would not start."""
+    """Return the Secrets and ConfigMaps without which the pod would not start."""
     for volume in pod["spec"].get("volumes", []):
         if "secret" in volume:
             yield f"Secret/{volume['secret']['secretName']}"
@@ -198,7 +198,7 @@ def selects(selector: Object, labels: Mapping[str, str]) -> bool:
 
 
 def admits(policies: Sequence[Object], to: Port, *, labels: Mapping[str, str], namespace: str = "") -> bool:
-    """Whether network policies let a pod with these labels reach a port; `namespace`: that of the pod, if another."""
+    """Whether network policies let a pod with these labels reach a port; `namespace` is that of the pod, if another."""
     about = [one["spec"] for one in policies if selects(one["spec"]["podSelector"], to.labels)]
     rules = [rule for spec in about if "Ingress" in spec["policyTypes"] for rule in spec.get("ingress", [])]
     return not about or any(
@@ -215,7 +215,7 @@ def _is_peer(peer: Object, labels: Mapping[str, str], namespace: str) -> bool:
 
 
 def headway_lines(container: Object, scripts: Mapping[str, str]) -> list[list[str]]:
-    """The command lines of `headway` that the container starts, by itself or in a script of `scripts`."""
+    """Return the command lines of `headway` that the container starts, by itself or in a script of `scripts`."""
     words = [*container.get("command", []), *container.get("args", [])]
     if words[0] == "headway":
         return [[word.replace("$$", "$") for word in words[1:]]]

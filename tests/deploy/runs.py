@@ -1,4 +1,4 @@
-"""Steps, workers and whole looks at a run, to show and to sum up."""
+"""Metrics of steps, workers' reports and states of runs, from which tests make displays and summaries."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +30,7 @@ SCORING = ScoringQueue(
 
 
 def step_metrics(step: int, *, incarnation: int = 1, reward: float = 0.5, total_steps: int = 60) -> StepMetrics:
-    """A step of two seconds, half a second of it waiting."""
+    """Return the metrics of a step of two seconds, of which the learner waited half a second."""
     return StepMetrics(
         incarnation=incarnation,
         step=step,
@@ -75,40 +75,40 @@ def step_metrics(step: int, *, incarnation: int = 1, reward: float = 0.5, total_
 
 
 def bare_metrics(**values: Any) -> StepMetrics:
-    """A step of which nothing is known but `values`: its other figures are 0, or left out where a step may do so."""
+    """Return a step with these `values`; its other figures are 0, or missing where a step may lack them."""
     zeros: dict[str, Any] = {field.name: 0 for field in msgspec.structs.fields(StepMetrics) if field.required}
     return StepMetrics(**zeros | {"lag_histogram": {}, "algorithm": {}} | values)
 
 
 def step_event(step: int, tids: Sequence[str] = (), *, incarnation: int = 1, reward: float = 0.5) -> StepEvent:
-    """The same step with what it trained."""
+    """Return the same step with the samples that it trained."""
     return StepEvent(metrics=step_metrics(step, incarnation=incarnation, reward=reward), tids=tuple(tids))
 
 
 def evaluation(incarnation: int, step: int, pass_rate: float) -> EvaluationEvent:
-    """A pass rate that was measured before `step`."""
+    """Return a pass rate that was measured before `step`."""
     return EvaluationEvent(incarnation=incarnation, step=step, pass_rate=pass_rate)
 
 
 def sink_run(directory: Path, identity: str = "") -> SinkRun:
-    """The run of that directory, for a sink."""
+    """Return the run of that directory as a sink receives it."""
     return SinkRun(name="arithmetic", identity=identity, directory=directory)
 
 
 def stage_event(steps: int, **figures: Any) -> StageEvent:
-    """A step of a `dpo` stage."""
+    """Return a step of a `dpo` stage."""
     return StageEvent(**{"steps": steps, "part": "dpo", "loss": 1 / steps, **figures})
 
 
 def open_record(directory: Path, identity: str = "") -> JsonlSink:
-    """The files of a run, as its learner writes them."""
+    """Open the files of a run as its learner does."""
     record = JsonlSink()
     record.open(sink_run(directory, identity))
     return record
 
 
 def worker(name: str, version: WeightVersion | None, *, last_error: str = "") -> WorkerInfo:
-    """A busy one."""
+    """Return the report of a busy worker."""
     return WorkerInfo(
         worker=name,
         host="node",
@@ -133,7 +133,7 @@ def worker(name: str, version: WeightVersion | None, *, last_error: str = "") ->
 
 
 def run_status(steps: int = 37) -> RunStatus:
-    """A run in its middle, with two workers; one has had an error with brackets in it."""
+    """Return the state of a run in its middle, with two workers; one has had an error with brackets in it."""
     metrics = tuple(step_metrics(step, reward=0.25 + step / 60) for step in range(steps))
     return RunStatus(
         run="arithmetic",

@@ -1,4 +1,4 @@
-"""A Slurm cluster of one node on this machine: munged, slurmctld and slurmd, all of a test's own."""
+"""A Slurm cluster of one node on this machine, which belongs to one test: munged, slurmctld and slurmd."""
 
 import os
 import pwd
@@ -47,7 +47,7 @@ PartitionName=main Nodes={host} Default=YES MaxTime=INFINITE State=UP
 
 
 def missing_programs() -> list[str]:
-    """The programs of a cluster that are not installed; Debian's slurm-wlm and munge have them."""
+    """Return the programs of a cluster that are not installed; Debian's slurm-wlm and munge have them."""
     return [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
 
 

@@ -1,4 +1,4 @@
-"""`headway acl`: a server takes what it prints, and the passwords are told apart from it."""
+"""A server accepts the output of `headway acl`, and the passwords are printed apart from it."""
 
 import asyncio
 from pathlib import Path
@@ -21,7 +21,7 @@ def acl(*arguments: str) -> Result:
 
 
 async def test_a_server_takes_the_file(tmp_path: Path, run_name: str) -> None:
-    printed = acl("--run", run_name, "--aclfile", "--redis-7.0")  # which newer ones take, too
+    printed = acl("--run", run_name, "--aclfile", "--redis-7.0")  # newer servers take this, too
     passwords = dict(line.split() for line in printed.stderr.splitlines())
     assert sorted(passwords) == sorted(f"headway-{role}-{run_name}" for role in Role)
     assert not [password for password in passwords.values() if password in printed.stdout]

@@ -1,6 +1,6 @@
-"""The autoscaler's rule on simulated pools: it finds the number of workers that is needed, and stays there.
+"""The autoscaler's rule finds the number of workers that simulated pools need, and stays there.
 
-And its looks at a real broker, of a run whose learner and workers are scripted.
+Other tests have it look at a run on a real broker whose learner and workers are scripted.
 """
 
 import math
@@ -30,7 +30,7 @@ CALM = Load(wanted=4, running=4, steps=9, wait=0.07, busy=0.9, lag=0.5, train_s=
 class Simulation:
     """A learner that trains `batch` samples a step for `train_s` seconds, and workers that each sample `rate` a second.
 
-    At most `batch * (max_lag + 1)` samples are under way or ready, as admission has it.
+    Admission allows at most `batch * (max_lag + 1)` samples under way or ready.
     """
 
     workers: int
@@ -43,11 +43,11 @@ class Simulation:
 
     @property
     def needed(self) -> int:
-        """Returns the fewest workers with which the learner hardly waits."""
+        """Return the fewest workers with which the learner hardly waits."""
         return math.ceil(self.batch / self.train_s / self.rate)
 
     def step(self) -> tuple[float, float, float]:
-        """Returns the seconds that the learner waited in a step, the share of places in use, and the queue's share of
+        """Return the seconds that the learner waited in a step, the share of places in use, and the queue's share of
         its bound."""
         rate = self.workers * self.rate
         waited = max(0.0, (self.batch - self.ready) / rate)
@@ -60,7 +60,7 @@ class Simulation:
 
 
 def play(simulation: Simulation, scaler: Autoscaler, rounds: int) -> list[int]:
-    """Lets the rule decide after every few steps; returns the numbers of workers that it chose."""
+    """Let the rule decide after every few steps, and return the numbers of workers that it chose."""
     chosen = []
     for _ in range(rounds):
         looks = [simulation.step() for _ in range(TARGETS.steps)]
@@ -99,7 +99,7 @@ def test_a_step_of_the_load_is_followed_out_and_a_drop_in(scaler: Autoscaler) ->
 
 
 def test_a_queue_that_ages_scales_in_before_the_lag_shows_it(scaler: Autoscaler) -> None:
-    """Samples are as old as the queue is long, of which the trained ones tell nothing yet."""
+    """The age of waiting samples grows with the queue; the samples trained now tell nothing of it yet."""
     simulation = Simulation(workers=16, rate=16.0)
     chosen = []
     for _ in range(30):

@@ -1,4 +1,4 @@
-"""Hundreds of bad recipes, data files and command lines: each is told in a paragraph, or runs; none is called a bug."""
+"""Headway answers hundreds of bad recipes, data files and command lines in one paragraph each, and calls none a bug."""
 
 import importlib
 import json
@@ -49,12 +49,13 @@ OPTIONS = (
 )
 """The modules that declare options of kinds."""
 TO_NOWHERE = f"broker.url={NOWHERE}"
-pytestmark = pytest.mark.filterwarnings("default")  # what libraries warn of is not what is asked here
+pytestmark = pytest.mark.filterwarnings("default")  # these tests ask for no warning of a library
 
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory with a good recipe and good data; a server that nobody runs is not waited for; who hangs fails."""
+    """Enter a directory with a good recipe and good data; no test waits for a missing server, and a test that hangs
+    fails."""
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith("HEADWAY_")]:
         monkeypatch.delenv(name)
@@ -75,7 +76,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def check(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """It ends, in a paragraph that says so, or in success."""
+    """Assert that the command ends in success, or in a paragraph that holds the expected answer."""
     code = answer(arguments)
     printed = capsys.readouterr()
     assert all(visible(character) == character for character in printed.out + printed.err)
@@ -155,7 +156,7 @@ def test_a_process_of_its_own(arguments: list[str | bytes], expected: str, place
 
 
 def unbounded(annotation: Any, path: str) -> Iterator[str]:
-    """The paths of numbers without an upper bound of their own."""
+    """Return the paths of numbers without an upper bound of their own."""
     kind = _plain(annotation)
     if get_origin(kind) is tuple:
         kind = _plain(get_args(kind)[0])
@@ -171,7 +172,7 @@ def test_every_number_of_a_recipe_has_bounds() -> None:
 
 
 def test_every_number_of_the_options_of_a_kind_has_bounds() -> None:
-    """Of stages and records, prompts, environments, sinks and launchers."""
+    """The options are those of stages, records, prompts, environments, sinks and launchers."""
     for module in OPTIONS:
         importlib.import_module(module)
     known = [kind for kind in below(msgspec.Struct) if is_of_a_kind(kind)]

@@ -1,4 +1,4 @@
-"""`headway chat`: what the model reads and says, and how an answer is stopped."""
+"""`headway chat` shows the model the conversation, prints its answers, and stops an answer at Ctrl-C."""
 
 import io
 import itertools
@@ -80,8 +80,10 @@ def test_an_answer_is_heard_piece_by_piece(model: Path) -> None:
 
 
 def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine's thread slows down after 20 tokens until the answer is stopped, however late this thread is: 59
-    tokens would leave no room for what was said before."""
+    """The engine's thread slows down after 20 tokens until the answer is stopped, however late this thread is.
+
+    With 59 tokens the context would have no room for the earlier turns.
+    """
     is_stopped, steps, step = threading.Event(), itertools.count(), Decoder.step
 
     def decode(decoder: Decoder) -> list[Sampled]:

@@ -279,7 +279,7 @@ def test_the_broker_serves_until_told_to_stop_and_keeps_its_data(tmp_path: Path)
 
 
 def exported(printed: IO[str]) -> tuple[str, str]:
-    """The role, and the URL that its two lines give it."""
+    """Return the role, and the URL that the role's two lines give it."""
     (setting,) = [word for word in shlex.split(printed.readline()) if word.startswith("HEADWAY_BROKER=")]
     commands = {"learner": Role.LEARNER, "workers": Role.WORKER, "scorers": Role.SCORER, "status": Role.OBSERVER}
     return commands[printed.readline().split()[1]], setting.partition("=")[2]
@@ -303,7 +303,7 @@ def test_what_is_wrong_with_a_server_is_said(settings: list[str], code: int, tol
 
 
 async def claimed(broker: Broker) -> Owner:
-    """A run with a learner, one step and one worker."""
+    """Return a run with a learner, one step and one worker."""
     rules = RunRules(
         max_lag=2,
         groups_per_step=32,

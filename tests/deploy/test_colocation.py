@@ -1,4 +1,4 @@
-"""What one key of a recipe implies: engines where the learner's ranks are, and how weights get there."""
+"""`placement: colocated` puts engines where the learner's ranks are, and decides how they get weights."""
 
 from pathlib import Path
 

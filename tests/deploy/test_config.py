@@ -1,4 +1,4 @@
-"""What a recipe may say, and word by word what a wrong one is told."""
+"""A recipe may set these keys, and a wrong one is refused in exactly these words."""
 
 from pathlib import Path
 

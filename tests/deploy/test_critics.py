@@ -21,7 +21,7 @@ from tests.learner.tiny import ALPHABET, OPTIMIZER
 
 @pytest.fixture(scope="module")
 def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of one that was trained for a step."""
+    """Return the directory of a reward model that was trained for a step."""
     directory = tmp_path_factory.mktemp("scores") / "left"
     backend = open_backend("fsdp", MODEL, OPTIMIZER, seed=3, head="score")
     row = concatenate([with_state_behind(tokens) for tokens in responses(5, 9)])
@@ -31,7 +31,7 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe_with(path: Path, directory: Path, alphabet: str = ALPHABET) -> Recipe:
-    """PPO for a policy of another architecture, whose critic starts from the model at `path`."""
+    """Return PPO's recipe for a policy of another architecture, whose critic starts from the model at `path`."""
     random = {**TINY["model"]["random"], "alphabet": alphabet}
     algorithm = {"preset": "ppo", "critic": {"path": str(path)}}
     return load_recipe(write_recipe(directory, model={"random": random}, algorithm=algorithm))

@@ -1,4 +1,4 @@
-"""The dashboard and the alerting rules query what the roles serve, and nothing else."""
+"""The dashboard and the alerting rules query only metrics that the roles serve."""
 
 import json
 import re
@@ -33,7 +33,7 @@ MATCHER = re.compile(r'(\w+)(=~|=)"([^"]*)"')
 
 @pytest.fixture(scope="module")
 def served() -> dict[Sample, float]:
-    """All that a learner and a worker serve."""
+    """Return the names of all metrics that a learner and a worker serve."""
     run = RunCollector()
     run.begin("arithmetic", "0123456789abcdef")
     step = step_event(0)
@@ -64,7 +64,7 @@ def printed(option: str) -> str:
 
 
 def expressions(content: Any) -> Iterator[str]:
-    """Every query in a file."""
+    """Return every query in a file."""
     if isinstance(content, dict):
         yield from (value for key, value in content.items() if key in ("expr", "definition"))
         content = list(content.values())

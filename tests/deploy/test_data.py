@@ -1,4 +1,4 @@
-"""`headway data` in this process: what a file is to each stage, and examples with the trained tokens marked."""
+"""`headway data` in this process tells the stages that can read a file, and marks the trained tokens of examples."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ PROMPT = {"prompt": "1+1=", "ground_truth": "2"}
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    """A directory with a tokenizer of characters."""
+    """Return a directory with a tokenizer of characters."""
     directory = tmp_path / "model"
     tokenizer_of(PLAIN).save_pretrained(directory)
     return str(directory)

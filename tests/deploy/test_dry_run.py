@@ -1,4 +1,4 @@
-"""What `--dry-run` prints: every command in the order of start, no password, and nothing is started or written."""
+"""`--dry-run` prints every command in the order of start and no password, and starts and writes nothing."""
 
 import json
 import subprocess

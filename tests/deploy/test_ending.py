@@ -1,4 +1,4 @@
-"""How processes end: each test has a command do something and leave something behind."""
+"""Processes end cleanly: each test has a command act in a certain way and leave certain threads or processes behind."""
 
 import subprocess
 from pathlib import Path
@@ -13,7 +13,7 @@ cli.cli.commands['doctor'].callback = command
 
 
 def ends(body: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """A process of the command `body`."""
+    """Run the command `body` in a process of its own, and return the ended process."""
     indented = "\n".join(f"    {line}" for line in body.splitlines())
     return run_main(COMMAND.format(body=indented) + "cli.main()", "doctor", cwd=cwd)
 
@@ -31,7 +31,7 @@ return 7"""
 
 
 def test_a_thread_of_a_group_that_lets_go_of_a_tensor_late_does_no_harm(tmp_path: Path) -> None:
-    """Those of gloo: the many operations are not done when the process ends."""
+    """The threads are gloo's: its many operations are still under way when the process ends."""
     body = """\
 import torch, torch.distributed as dist
 dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)

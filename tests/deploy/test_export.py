@@ -1,4 +1,4 @@
-"""`headway export`: what it writes is what the backend computes, and it appears whole or not at all."""
+"""A model that `headway export` writes computes the same as the backend, and appears as a whole or not at all."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ def _no_process_group_left() -> Iterator[None]:
 
 
 def make_run(directory: Path, backend: str = "fsdp") -> Path:
-    """A run with two checkpoints of other weights each, the older one of them the best."""
+    """Make a run with two checkpoints of different weights, the older one of them the best."""
     model = model_config("qwen3_moe", tied=False)
     recipe = load_recipe("arithmetic.yaml", [f"learner.backend={backend}"])
     directory.mkdir()
@@ -60,7 +60,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def export(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
-    """What the command says with --json; its error where it fails."""
+    """Return the command's --json output, or its error where it fails."""
     code = answer(["export", *map(str, arguments), "--json"])
     said = capsys.readouterr()
     return {"error": said.err} if code else {"code": code, **json.loads(said.out)}

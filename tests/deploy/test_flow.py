@@ -1,4 +1,4 @@
-"""`headway new flow`: what it writes passes its tests and trains, in processes of their own."""
+"""The example that `headway new flow` writes passes its tests and trains, in processes of its own."""
 
 import csv
 import json
@@ -26,7 +26,7 @@ SHORT = ("learner.steps=2", "stages.ShortestFirst.options.steps=4", "learner.gro
 
 
 def test_the_types_of_the_example_are_those_of_the_interface() -> None:
-    """What this asserts, the type checker does."""
+    """The type checker makes this test's assertion."""
     source: PromptSource = Sums(path="", seed=0)
     reward: RewardFunction = right
     objective: TokenObjective = clipped

@@ -1,4 +1,4 @@
-"""What a run's files hold where the disk is full, the directory is gone, or a line was torn."""
+"""A run's files stay readable where the disk is full, the directory is gone, or a line is torn."""
 
 import os
 import shutil
@@ -42,7 +42,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(path: Path) -> None:
-    """Until nothing more goes in."""
+    """Fill the disk until it takes no more bytes."""
     with path.open("ab", buffering=0) as file:
         try:
             while True:
@@ -52,7 +52,7 @@ def fill(path: Path) -> None:
 
 
 def write_until_full(record: JsonlSink) -> int:
-    """How many steps were written before the error."""
+    """Return the number of steps that were written before the error."""
     written = count()
     with pytest.raises(HeadwayError, match=r"jsonl.*Make room"):  # noqa: PT012 - which step fails is the disk's affair
         while True:

@@ -1,4 +1,4 @@
-"""`headway generate`: every prompt is answered once, however often the process is killed."""
+"""`headway generate` answers every prompt once, however often the process is killed."""
 
 import json
 import subprocess
@@ -35,7 +35,7 @@ def write(path: Path, prompts: list[Any]) -> Path:
 
 
 def generate(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
-    """What the command says with --json; its error where it fails."""
+    """Return the command's --json output, or its error where it fails."""
     code = answer(["generate", *map(str, arguments), "--json"])
     said = capsys.readouterr()
     return {"error": said.err} if code else {"code": code, **json.loads(said.out)}

@@ -1,4 +1,4 @@
-"""`headway generate --workers`: workers share the prompts, join and may be killed, as may the process that writes."""
+"""Workers of `headway generate --workers` share the prompts and join; they may be killed, and so may the writer."""
 
 import asyncio
 import json
@@ -53,7 +53,7 @@ def write(path: Path, count: int) -> Path:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file that may be written just now."""
+    """Return the whole lines of a file that another process may be writing."""
     return [json.loads(line) for line in path.read_bytes().rpartition(b"\n")[0].splitlines()] if path.exists() else []
 
 
@@ -91,7 +91,7 @@ def test_killed_workers_and_a_killed_writer_lose_no_prompt_and_answer_none_twice
 
 @contextmanager
 def worker_elsewhere(url: str, run: str, private: Path) -> Iterator[None]:
-    """A worker that is given the broker's URL and the name of the run. It leaves at the end of the run."""
+    """Start a worker that gets only the broker's URL and the name of the run. It leaves at the end of the run."""
 
     async def work() -> None:
         broker = await open_broker(url, run)
@@ -116,8 +116,10 @@ def test_a_worker_that_joined_by_the_url_goes_on_for_the_next_writer(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first writer ends at its eleventh line, and leaves its run at the server as a killed one does. Somebody has
-    leased prompts of it, and is never heard of again."""
+    """The first writer ends at its eleventh line and leaves its run on the server, as a killed one does.
+
+    A worker that has leased prompts of it is never heard of again.
+    """
     prompts, out, whole = write(tmp_path / "p.jsonl", 40), tmp_path / "a.jsonl", tmp_path / "whole.jsonl"
     arguments = ["generate", str(model), str(prompts), "--samples", "2", *SLOW, "--out"]
     by_workers = [*arguments, str(out), "--broker", server.url, "--run", "job", LEASE]
@@ -148,7 +150,7 @@ def test_a_worker_that_joined_by_the_url_goes_on_for_the_next_writer(
 
 @contextmanager
 def another_writer(url: str) -> Iterator[None]:
-    """A living process that answers the same prompts in the run."""
+    """Start a living process that answers the same prompts in the run."""
     with closing(BlockingBroker(url, "job")) as blocking:
         holding = blocking.broker.holding
         blocking.call(holding.begin(msgspec.structs.replace(Holder.this_process(), pid=os.getppid())))
@@ -186,7 +188,7 @@ def test_a_server_that_starts_again_without_its_data_costs_no_prompt(
 
 
 def lease_some(url: str) -> None:
-    """Lease prompts of the run, as a worker that is killed then."""
+    """Lease prompts of the run, as a worker does that is killed then."""
     with closing(BlockingBroker(url, "job")) as dead:
         reply = dead.call(dead.broker.leases.lease("dead-0", WeightVersion(1, 0), 5, 1.0))
         assert reply.leases

@@ -1,4 +1,4 @@
-"""The recipes for GPUs fit the GPUs that they name, with each of the models that they are for, one role on each GPU."""
+"""Each recipe for GPUs fits the GPUs that it names, with each of the models that it is for and one role on each GPU."""
 
 import json
 import shlex
@@ -74,7 +74,7 @@ GPU_GB = {"qwen3-8b": 80, "qwen3-32b": 141, "qwen3-30b-a3b": 141, "llama-3.1-8b"
 WAYS = ("", "dpo", "online-dpo", "sft-rm-ppo", "distill")
 ONE_MACHINE = ("qwen3-8b", "llama-3.1-8b")
 BASES = {("qwen3-30b-a3b", "sft-rm-ppo"): "qwen3-30b-a3b-fsdp"}
-"""The base of a model in a recipe that cannot take the model's usual one."""
+"""The base of a model that cannot use a recipe's usual base."""
 SCORED = ("sft-rm-ppo", "distill")
 SECOND_MACHINE = {
     True: ["headway workers --count 7 'workers.devices=[0,1,2,3,4,5,6]'", "headway scorers 'scorers.devices=[7]'"],
@@ -84,7 +84,7 @@ SECOND_MACHINE = {
 
 
 def path_of(model: str, directory: Path) -> str:
-    """Write the model's configuration, with the sizes that its publisher's says, and a small tokenizer."""
+    """Write the model's configuration with its publisher's sizes, and a small tokenizer."""
     AutoConfig.for_model(**MODELS[model]).save_pretrained(directory)
     load_tokenizer(ModelConfig(random=RandomModelConfig(architecture="qwen3", alphabet="ab"))).save_pretrained(
         directory

@@ -1,4 +1,4 @@
-"""A supervisor compares the workers of its own pool by what they report; what others report counts for nothing."""
+"""A supervisor compares the workers of its own pool by their reports; reports of other processes count for nothing."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ async def client(broker: Broker, url: str, run_name: str) -> BlockingBroker:
 
 
 def judge_of(**settings: float) -> Judge:
-    """A judge that has just read the run's configuration."""
+    """Return a judge that has just read the run's configuration."""
     judge = Judge()
     judge._config = WorkersConfig(slow_window_s=WINDOW_S, **settings)  # type: ignore[arg-type]
     judge._config_s = time.monotonic()
@@ -55,7 +55,7 @@ def report(client: BlockingBroker, name: str, tokens: int, busy_s: float) -> Non
 
 
 def judge_until(judge: Judge, client: BlockingBroker, pool: Pool, reports: Callable[[int], None]) -> None:
-    """Reports and looks, until some slot has a verdict, or for three windows."""
+    """Report and look until some slot has a verdict, or for three windows."""
     began, second = time.monotonic(), 0
     while time.monotonic() < began + 3 * WINDOW_S and not any(slot.verdict for slot in pool.slots.values()):
         second += 1
@@ -81,7 +81,7 @@ async def test_the_slow_worker_of_a_pool_is_named_with_its_figures(client: Block
 
 
 async def test_nobody_else_can_have_a_worker_set_aside(client: BlockingBroker, pool: Pool) -> None:
-    """Another process says that it is a worker of this pool, and slow, and that it is a fast one of its peers."""
+    """Another process reports as a worker of this pool that is slow, and as a fast one among its peers."""
 
     def reports(second: int) -> None:
         for number, slot in pool.slots.items():

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="arg-type"
-"""A server that dies under a run is started again where it was, and ends with the run whatever happens."""
+"""A server that dies under a run is started again with its address and data, and ends with the run in every case."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The manifests of `headway launch kubernetes`: their fields, what they refer to, and who may reach whom.
+"""The manifests of `headway launch kubernetes`: their fields, their references, and the network paths that they allow.
 
 No test has a cluster. `kubectl kustomize` renders the manifests, where it is installed.
 """
@@ -79,7 +79,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> list[Object]:
 
 @pytest.fixture
 def objects(launched: list[Object]) -> list[Object]:
-    """The test's own, which it may change."""
+    """Return objects of the test's own, which it may change."""
     return deepcopy(launched)
 
 
@@ -219,7 +219,7 @@ def test_every_name_that_a_pod_needs_exists(objects: list[Object]) -> None:
 
 
 def urls(objects: list[Object]) -> Iterator[str]:
-    """The URLs of the broker in the pods' environment, without the files that exist only in a pod."""
+    """Return the URLs of the broker in the pods' environment, without the files that exist only in a pod."""
     for pod in pods_of(objects).values():
         for container in containers_of(pod):
             for variable in container.get("env", []):
@@ -416,7 +416,7 @@ def test_the_value_that_keda_reads_is_one_that_the_autoscaler_serves(objects: li
     (scaled,) = [one for one in objects if one["kind"] == "ScaledObject"]
     metadata = scaled["spec"]["triggers"][0]["metadata"]
     assert metadata["valueLocation"] in Wanted.__struct_fields__
-    assert float(metadata["targetValue"]) == 1  # so that the number of pods is the value
+    assert float(metadata["targetValue"]) == 1  # so the number of pods is the value
     (line,) = lines_of(pods_of(objects)["Deployment/headway-autoscaler-big-1"], objects)
     (worker,) = lines_of(pods_of(objects)["Deployment/headway-workers-big-1"], objects)
     pool = next(word for word in line if word.startswith("--pool"))
@@ -437,7 +437,7 @@ def launched_on_ray(tmp_path_factory: pytest.TempPathFactory) -> list[Object]:
 
 @pytest.fixture
 def ray_objects(launched_on_ray: list[Object]) -> list[Object]:
-    """The test's own, which it may change."""
+    """Return objects of the test's own, which it may change."""
     return deepcopy(launched_on_ray)
 
 
@@ -477,7 +477,7 @@ def test_every_name_that_a_ray_pod_needs_exists_and_ray_pods_reach_the_broker(ra
     labels = pods["RayJob/headway/head"]["metadata"]["labels"]
     assert admits(policies, broker, labels=labels)
     assert admits(policies, Port(labels, 6379), labels=labels)
-    dashboard = Port(labels, 8265)  # whoever reaches it can run code
+    dashboard = Port(labels, 8265)  # a client that reaches it can run code
     assert admits(policies, dashboard, labels={}, namespace="kuberay-system")
     assert not admits(policies, dashboard, labels={"app": "stranger"})
     assert not admits(policies, dashboard, labels={}, namespace="monitoring")

@@ -1,6 +1,6 @@
-"""What the containers of `headway launch kubernetes` do, with the very commands and probes that the manifests name.
+"""The containers of `headway launch kubernetes` work, with the very commands and probes that the manifests name.
 
-A server on this machine takes the place of the broker's pod, and processes that of Headway's.
+A server on this machine takes the place of the broker's pod, and processes of the test take that of Headway's.
 """
 
 import os
@@ -56,7 +56,7 @@ def test_a_ray_job_that_is_tried_again_resumes(tmp_path: Path) -> None:
 
 
 def server_arguments(scripts: Path, port: int, has_tls: bool) -> list[str]:
-    """The arguments of the broker's container, with the paths and the port of this machine."""
+    """Return the arguments of the broker's container, with the paths and the port of this machine."""
     (broker,) = [one for one in objects_in(scripts / "base" / "broker") if one["kind"] == "StatefulSet"]
     (container,) = broker["spec"]["template"]["spec"]["containers"]
     data = scripts / "data"
@@ -75,7 +75,7 @@ def with_own(text: str, own: dict[str, str]) -> str:
 
 @pytest.fixture
 def served() -> Iterator[tuple[Path, int]]:
-    """A launch directory, and the port of a server that runs with the broker's own arguments, but without TLS."""
+    """Yield a launch directory, and the port of a server that runs with the broker's own arguments, but without TLS."""
     scripts, port = launch(), free_port()
     process = subprocess.Popen([find_server(), *server_arguments(scripts, port, has_tls=False)])
     try:
@@ -222,7 +222,7 @@ def test_the_shipped_scripts_are_clean() -> None:
 
 @pytest.fixture
 def client_program(tmp_path: Path) -> Path:
-    """A folder with `valkey-cli`, or with redis-cli under that name; it answers instead of the image's own."""
+    """Return a folder with `valkey-cli`, or with redis-cli under that name; it answers instead of the image's own."""
     found = shutil.which("valkey-cli") or shutil.which("redis-cli")
     if found is None:
         pytest.skip("neither valkey-cli nor redis-cli is installed")

@@ -1,4 +1,4 @@
-"""What every launcher keeps, as far as it starts processes; and how a recipe names one of the user's own."""
+"""Every launcher that starts processes keeps the same promises, and a recipe may name one of the user's own."""
 
 import json
 import signal
@@ -32,7 +32,7 @@ WAITS = (
 
 @pytest.fixture(scope="module")
 def ray_address() -> Iterator[str]:
-    """That of a cluster whose GPUs exist for Ray alone."""
+    """Yield the address of a cluster whose GPUs exist for Ray alone."""
     with ray_cluster(num_cpus=8, num_gpus=2) as cluster:
         yield cluster.address
 
@@ -60,7 +60,7 @@ def python(script: str, directory: Path) -> Command:
 
 
 def ended(handle: Handle) -> int:
-    """Its exit code."""
+    """Wait for the process to end, and return its exit code."""
     deadline = time.monotonic() + DEADLINE_S
     while (code := handle.exit_code()) is None:
         assert time.monotonic() < deadline, "it still runs"

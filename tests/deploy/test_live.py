@@ -1,4 +1,4 @@
-"""What a user sees while a run runs, on a terminal and in a pipe; and `headway status`."""
+"""The live lines of a run, on a terminal and in a pipe, and `headway status`."""
 
 import io
 import re
@@ -75,7 +75,7 @@ def test_a_worker_that_was_set_aside_is_told_once() -> None:
 
 
 class Script:
-    """A sequence of looks at a run in which nobody waits; the last one repeats."""
+    """A sequence of looks at a run, in which no process waits; the last one repeats."""
 
     def __init__(self, *looks: RunStatus | Exception) -> None:
         self._looks: Iterator[RunStatus | Exception] = iter(looks)

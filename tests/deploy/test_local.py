@@ -1,4 +1,4 @@
-"""`headway run` by its parts: what it suggests at the end, and the warm-up of a model that is there already."""
+"""The parts of `headway run`: its suggestions at the end, and the warm-up of a model that is there already."""
 
 import json
 from dataclasses import replace
@@ -20,7 +20,7 @@ from tests.end_to_end.recipes import MODEL, TINY
 
 
 def hints(directory: Path, code: int, *overrides: str) -> str:
-    """What is printed after a run with these overrides."""
+    """Return the lines that Headway prints after a run with these overrides."""
     recipe = load_recipe("arithmetic.yaml", overrides)
     said = StringIO()
     Local(recipe, "arithmetic.yaml", overrides, False, False, Terminal(file=said))._conclude(directory, code)

@@ -1,4 +1,4 @@
-"""What the learner's observer tells sinks, and when it looks at the workers for them."""
+"""The learner's observer tells sinks every step, and looks at the workers for them when that is due."""
 
 from collections import Counter
 from pathlib import Path
@@ -28,11 +28,11 @@ from tests.learner.batches import group
 from .runs import run_status, sink_run, step_event
 
 STEPS = 11
-"""Of two seconds each."""
+"""The number of steps, each of two seconds."""
 
 
 class Told(JsonlSink):
-    """The run's record, and what it was told."""
+    """The run's record, which keeps each event that it receives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def observer_of(sinks: Sinks, experience: Any) -> RunObserver:
 
 
 def train(sink: JsonlSink, experience: Any, directory: Path) -> None:
-    """As the learner's loop does."""
+    """Report the steps as the learner's loop does."""
     observer = observer_of(Sinks({"sink": sink}, sink_run(directory)), experience)
     for step in range(STEPS):
         observer.on_step(step)  # type: ignore[arg-type]

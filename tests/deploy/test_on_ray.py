@@ -1,4 +1,4 @@
-"""What Ray adds to a launcher: it chooses node and GPUs, a command may wait for its place, and a node may be lost."""
+"""Ray as a launcher chooses node and GPUs, lets a command wait for its place, and may lose a node."""
 
 import json
 import signal
@@ -40,7 +40,7 @@ def launcher(cluster: Any) -> Launcher:
 
 
 def waiting(directory: Path, resources: Resources = ANY) -> Command:
-    """A command that says its process and its GPUs, and stays."""
+    """Return a command that prints its process and its GPUs, and stays."""
     argv = (sys.executable, "-c", WAITS)
     return Command(name="w", argv=argv, log=directory / "w.log", cwd=directory, resources=resources)
 
@@ -53,7 +53,7 @@ def until(is_so: Callable[[], object]) -> None:
 
 
 def words_of(handle: Handle) -> list[str]:
-    """What the command says of itself."""
+    """Return the words that the command prints of itself."""
     until(handle.log)
     return handle.log().split()
 

@@ -1,4 +1,4 @@
-"""What clients that say nothing cost the servers of metrics and pages: no thread and no file beyond a bound."""
+"""Clients that stay silent cost the servers of metrics and pages no thread and no file beyond a bound."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""What a worker takes from the configuration in the broker: nothing that its own operator would have to answer for."""
+"""A worker takes nothing from the configuration in the broker for which its own operator would have to answer."""
 
 import asyncio
 import sys
@@ -21,12 +21,12 @@ from deploy.recipe.recipe import Recipe
 
 
 def stored(*overrides: str) -> Recipe:
-    """As a worker gets it."""
+    """Return the recipe as a worker gets it."""
     return recipe_from_bytes(recipe_to_bytes(load_recipe("arithmetic.yaml", overrides)))
 
 
 async def test_a_worker_that_finds_the_standard_library_in_its_configuration_runs_nothing(broker: Broker) -> None:
-    """Whoever can write to the broker has written it there."""
+    """A client that can write to the broker has put the name there."""
     config = recipe_to_bytes(stored("rewards=[{kind: 'subprocess:Popen', signature: trl}]"))
     rules = RunRules(max_lag=1, groups_per_step=1)
     await broker.batches.claim(checkpoint=CheckpointMark(0, 0), rules=rules, config=config, resume=False)

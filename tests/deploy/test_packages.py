@@ -1,4 +1,4 @@
-"""What is not installed is said before the warm-up, and only to those who need it."""
+"""Headway names a missing package before the warm-up, and only to users who need it."""
 
 import sys
 from pathlib import Path
@@ -15,7 +15,7 @@ from .runs import sink_run
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installation without extras."""
+    """Pretend that Headway is installed without extras."""
     for module in ("vllm", "megatron", "megatron.core", "tensorboard"):
         monkeypatch.setitem(sys.modules, module, None)
 

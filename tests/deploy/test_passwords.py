@@ -1,4 +1,4 @@
-"""Where the password of broker.url never goes: files, the broker itself, command lines."""
+"""The password of broker.url reaches no file, command line or value in the broker."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`headway plan-memory` as a user meets it."""
+"""`headway plan-memory`, as a user calls it."""
 
 import io
 import json
@@ -88,7 +88,7 @@ def test_the_reference_of_a_penalty_or_of_pairs_is_counted(override: str, recipe
 
 @pytest.fixture
 def larger(tmp_path: Path) -> str:
-    """The directory of a model's configuration, ten times as large as the recipe's model."""
+    """Return the directory of a model's configuration, ten times as large as the recipe's model."""
     config = AutoConfig.for_model(
         "qwen3", hidden_size=2048, intermediate_size=8192, num_hidden_layers=24, num_attention_heads=16, vocab_size=12
     )
@@ -157,7 +157,7 @@ def test_scorers_are_counted_where_they_lie(recipe: Path, larger: str) -> None:
 
 
 def test_a_scorers_engine_decides_its_memory_and_its_gpus(recipe: Path, larger: str) -> None:
-    """vLLM keeps keys and values of what it is asked for, and splits a model over several GPUs."""
+    """vLLM keeps keys and values of the requests that it gets, and splits a model over several GPUs."""
     scorers = (
         f"teacher.path={larger}",
         "scorers={device: cuda, devices: ['2,3', '4,5'], count: 2, batch_tokens: 4096}",
@@ -218,7 +218,8 @@ def test_what_a_colocated_run_keeps_where(recipe: Path) -> None:
 
 
 def test_versions_that_lie_on_gpus_are_counted_where_they_lie(recipe: Path) -> None:
-    """The learner's first GPU has the one that it sends, and the first one of each engine beside it that which came."""
+    """The learner's first GPU holds the version that it sends; the first one of each engine holds the received
+    version."""
     on_gpus = ("learner.device=cuda", "engine.kind=vllm", "weights.staging=device")
     turns = (*on_gpus, "run.placement=colocated", "engine.options.tensor_parallel_size=2", "workers.count=3")
     alone = published(recipe, *on_gpus, "weights.transport=nccl")
@@ -228,7 +229,7 @@ def test_versions_that_lie_on_gpus_are_counted_where_they_lie(recipe: Path) -> N
 
 
 def published(recipe: Path, *settings: str) -> list[float]:
-    """Versions in bfloat16, by rank."""
+    """Return how many versions in bfloat16 each rank holds."""
     found = as_builtins(report(load_recipe(recipe, settings)))
     ranks = sorted(found["ranks"], key=lambda rank: rank["rank"])
     return [rank["published"] / (2 * found["parameters"]) for rank in ranks]

@@ -1,4 +1,4 @@
-"""A pool of real processes that grows and shrinks while its supervisor runs, also at the word of another process."""
+"""A pool of real processes grows and shrinks while its supervisor runs, also when another process asks for it."""
 
 import socket
 import threading
@@ -78,7 +78,7 @@ def test_a_worker_without_a_place_does_not_count_as_running(tmp_path: Path) -> N
 
 
 class Crowded(LocalLauncher):
-    """A launcher with room for one worker. It starts the others all the same, and says that they wait."""
+    """A launcher with room for one worker. It starts the others all the same, and reports that they wait."""
 
     def start(self, command: Command) -> Child:
         return super().start(command) if command.name == "w0" else Waiting(command)
@@ -123,7 +123,7 @@ def test_a_worker_that_does_not_leave_is_killed(tmp_path: Path) -> None:
 
 @pytest.fixture
 def claimed(server: EmbeddedServer, run_name: str) -> Iterator[BlockingBroker]:
-    """Of a run that a learner has claimed."""
+    """Yield a client of a run that a learner has claimed."""
     client = BlockingBroker(server.url, run_name)
     client.call(begin(client.broker, rules(0)))
     yield client

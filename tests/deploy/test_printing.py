@@ -1,4 +1,4 @@
-"""What comes from elsewhere is shown on a terminal, and never obeyed by it."""
+"""A terminal shows text of others and never obeys it."""
 
 import io
 import json
@@ -25,7 +25,8 @@ from .runs import run_status, worker
 from .test_cli import clean_environment, headway
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9b31m\x7f\r\u202e\u2028[/][bold red]:skull:\udcff"
-"""Clears the screen, names the window, colours, deletes, goes back, turns round, is markup, and is half a character."""
+"""Text that clears the screen, names the window, colours, deletes, goes back, turns round, is markup, is half a
+character."""
 
 
 def is_harmless(printed: str) -> bool:

@@ -1,4 +1,4 @@
-"""A recipe says only what differs from its base."""
+"""A recipe holds only the keys in which it differs from its base."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The further pools of a recipe: their engines, what their workers are told, and what cannot be."""
+"""The further pools of a recipe: their engines, the arguments of their workers, and the settings that are refused."""
 
 import pytest
 

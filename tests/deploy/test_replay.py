@@ -1,4 +1,4 @@
-"""What a replay is compared by, and what it refuses, before anything is trained."""
+"""A replay states the figures that it compares, and is refused before it trains anything where it cannot work."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ RECIPE = load_recipe("arithmetic.yaml")
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """One that was moved here after it had trained three steps."""
+    """Return the directory of a run that was moved here after it had trained three steps."""
     directory = tmp_path / "moved"
     directory.mkdir()
     (directory / "config.yaml").write_text(dump_recipe(RECIPE))
@@ -91,7 +91,7 @@ def test_no_replay_overwrites_another(run: Path) -> None:
 
 
 def compared(*losses: float | None, changed: tuple[str, ...] = (), digest: str = "same") -> Comparison:
-    """To a run with losses of 0.01."""
+    """Return the comparison with a run that had losses of 0.01."""
     weights = ComparedWeights(step=3, checkpoint="step_3", replayed_digest=digest, original_digest="same")
     return Comparison(
         run="r",

@@ -81,7 +81,7 @@ def test_the_writer_survives_a_torn_line(tmp_path: Path) -> None:
 
 
 def write_run(directory: Path) -> None:
-    """Five steps, killed after the fourth, resumed at step 3."""
+    """Write a run of five steps, killed after the fourth and resumed at step 3."""
     record = open_record(directory)
     record.write(evaluation(1, 0, 0.25))
     for incarnation, steps in ((1, range(4)), (2, range(3, 5))):

@@ -1,4 +1,4 @@
-"""What a resumed run may change: every key has an answer, and the refusals say what to do."""
+"""A resumed run may change these keys and no others; every key has an answer, and the refusals name a remedy."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def test_every_key_is_in_exactly_one_class() -> None:
 
 
 def resume(directory: Path, *overrides: str, regenerate: bool = False) -> None:
-    """As `--resume` with these overrides would, up to where it starts anything."""
+    """Resume as `--resume` with these overrides would, up to the point where it starts processes."""
     recipe = load_recipe("arithmetic.yaml", (f"run.directory={directory}", *overrides))
     check_resumable(recipe, Rewind(step=4, regenerate=True) if regenerate else None)
     prepare(recipe, resume=True, overwrite=False)
@@ -78,7 +78,7 @@ def test_an_edited_config_is_compared_with_what_the_run_was_started_with(directo
     path.write_text(dump_recipe(edited))
     with pytest.raises(ConfigError, match="groups_per_step was 32"):
         check_resumable(load_recipe(path), None)
-    (directory / "arithmetic" / "settings.json").unlink()  # as before there was one
+    (directory / "arithmetic" / "settings.json").unlink()  # older runs have none
     check_resumable(load_recipe(path), None)
     path.write_text("learner: {groups_per_step: 4}\n")
     with pytest.raises(ConfigError, match="groups_per_step was 4"):

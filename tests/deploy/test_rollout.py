@@ -46,7 +46,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def work(broker: Broker) -> None:
-    """Until asked to drain, as a worker does that began with the default configuration."""
+    """Work as a worker that began with the default configuration, until it is asked to drain."""
     drain = asyncio.Event()
     async with joining.drained_when_changed(broker, stored(), drain, rollout._workers_part), asyncio.timeout(30):
         await drain.wait()
@@ -56,7 +56,7 @@ async def work(broker: Broker) -> None:
 async def test_a_worker_of_another_configuration_is_drained_and_fails(broker: Broker, change: dict[str, Any]) -> None:
     await claim(broker, stored())
     working = asyncio.create_task(work(broker))
-    await claim(broker, stored(steps=9))  # none of a worker's business
+    await claim(broker, stored(steps=9))  # this key does not concern workers
     await asyncio.sleep(5 * A_MOMENT_S)
     assert not working.done()
     await claim(broker, stored(**change))

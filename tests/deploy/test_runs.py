@@ -1,5 +1,5 @@
 # mypy: disable-error-code="arg-type, misc, union-attr"
-"""`headway runs`: several runs on one server, and one of them taken away."""
+"""`headway runs` lists several runs on one server, and deletes one of them."""
 
 import json
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def stored(url: str) -> Iterator["Stored"]:
 
 
 class Stored:
-    """What lies on the server, byte for byte."""
+    """The keys of runs on the server, byte for byte."""
 
     def __init__(self, client: redis.Redis) -> None:
         self._client = client
@@ -43,13 +43,13 @@ class Stored:
         return {key: self._client.dump(key) for key in sorted(keys)}
 
     def age(self, run: str) -> None:
-        """As if nobody had used the run for an hour."""
+        """Make the run look unused for an hour."""
         (key,) = self._client.keys(f"headway:{{{run}}}:hidden:*:meta")
         self._client.restore(key, 0, self._client.dump(key), replace=True, idletime=3600)
 
 
 async def make(url: str, run: str) -> None:
-    """A run with samples over two shards, a batch, a worker and a step."""
+    """Make a run with samples over two shards, a batch, a worker and a step."""
     broker = await open_broker(url, run)
     broker.leases.storage.payload_shards = 2
     made = await begin(broker, rules(1), fed=4)
@@ -66,7 +66,7 @@ async def test_list_and_show(url: str, server: EmbeddedServer, stored: Stored) -
     for run in SIMILAR:
         await make(url, run)
     stored.age("a")
-    for _ in range(1 if is_redis_7_0(server) else 2):  # looking is no use
+    for _ in range(1 if is_redis_7_0(server) else 2):  # looking counts as no use
         listed = {line["run"]: line for line in json.loads(headway("list", "--broker", url, "--json").stdout)}
         assert sorted(listed) == sorted(SIMILAR)
         assert listed["a"].pop("idle_s") >= 3600

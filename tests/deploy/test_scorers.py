@@ -1,5 +1,4 @@
-"""The scorer role on a real server: its processes may be killed, leave and be missing, and every sample gets its score
-once."""
+"""Scorers on a real server may be killed, leave and be missing, and every sample gets its score once."""
 
 import asyncio
 import io
@@ -85,7 +84,7 @@ def test_an_engine_that_knows_one_temperature_teaches_at_that_alone(
 async def begin(
     broker: Broker, directory: Path, *rewards: Path, teacher: str = "", engine: str = "transformers"
 ) -> None:
-    """A learner claims a run with reward models in these directories; the policy's tokenizer is in `directory`."""
+    """Claim a run with reward models in these directories; the policy's tokenizer is in `directory`."""
     recipe = Recipe(
         run=RunConfig(name=broker.run),
         rewards=tuple(RewardConfig(kind="reward_model", path=str(path)) for path in rewards),
@@ -106,7 +105,7 @@ async def begin(
 
 @asynccontextmanager
 async def process(broker: Broker, name: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A scorer's, killed at the end if it is still there."""
+    """Yield a scorer's process, and kill it at the end if it still runs."""
     environment = {**os.environ, "HEADWAY_BROKER": broker.url, "HEADWAY_RUN": broker.run}
     argv = [sys.executable, "-m", "deploy", "scorer", "--name", name]
     started = await asyncio.create_subprocess_exec(*argv, env=environment, stderr=asyncio.subprocess.PIPE)
@@ -119,7 +118,7 @@ async def process(broker: Broker, name: str) -> AsyncIterator[asyncio.subprocess
 
 
 async def until(broker: Broker, claim: Callable[[RunStatus], bool]) -> RunStatus:
-    """Until this holds of the run."""
+    """Wait until this holds of the run, and return its status."""
     async with asyncio.timeout(180):
         while not claim(status := await broker.status.snapshot()):  # noqa: ASYNC110 - it announces nothing
             await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""`headway autoscale --serve` on a real broker: what it answers about pods that each are a pool of one worker."""
+"""`headway autoscale --serve` on a real broker answers for pods that each are a pool of one worker."""
 
 import json
 import signal
@@ -39,7 +39,7 @@ def client(server: EmbeddedServer, run_name: str) -> Iterator[BlockingBroker]:
 
 
 def begin(client: BlockingBroker) -> Owner:
-    """A run that trains, of which four pods run, and one of another pool."""
+    """Begin a run that trains; four pods of it run, and one of another pool."""
     config = recipe_to_bytes(load_recipe("arithmetic.yaml"))
     claim = client.call(client.broker.batches.claim(checkpoint=FRESH, rules=rules(2), config=config, resume=False))
     client.call(client.broker.status.set_state(claim.owner, "training"))

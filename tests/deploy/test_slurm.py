@@ -1,7 +1,7 @@
-"""The batch scripts of `headway launch slurm`: their heads, their passwords, and how a job drains and goes on.
+"""The batch scripts of `headway launch slurm`: their heads, their passwords, and a job that drains and goes on.
 
-With HEADWAY_TEST_SLURM=1 a run goes through them on a real cluster of one node; Debian's slurm-wlm and munge have what
-that needs.
+With HEADWAY_TEST_SLURM=1 a run goes through them on a real cluster of one node; Debian's slurm-wlm and munge have the
+programs that this needs.
 """
 
 import json
@@ -47,7 +47,7 @@ def head(script: Path) -> list[str]:
 
 
 def settings(script: Path, *names: str) -> list[str]:
-    """What bash reads as the values of these settings."""
+    """Return the values that bash reads for these settings."""
     lines = [line for line in script.read_text().splitlines() if line.partition("=")[0] in names]
     shown = "; ".join(f'printf "%s\\n" "${{{name}[@]}}"' for name in names)
     text = "\n".join([*lines, shown])
@@ -198,7 +198,8 @@ time.sleep({seconds})
 
 @pytest.fixture
 def job(tmp_path: Path) -> Callable[..., "subprocess.Popen[str]"]:
-    """Starts the script of a worker, with a process in place of Headway's and a `scontrol` that only says its words."""
+    """Start the script of a worker, with a process in place of Headway's and a `scontrol` that only prints its
+    arguments."""
     scripts = launch()
     (scripts / "address").write_text("127.0.0.1:1\n")
     tools = tmp_path / "tools"
@@ -312,7 +313,7 @@ def test_a_run_on_a_cluster_drains_is_queued_again_and_ends(tmp_path: Path) -> N
 
 
 def steps_of(run: Path) -> list[int]:
-    """The steps that the run's learners have finished."""
+    """Return the steps that the run's learners have finished."""
     file = run / "metrics.jsonl"
     return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
 

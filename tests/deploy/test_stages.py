@@ -1,4 +1,4 @@
-"""Stages in a recipe: what it may say of them, in which order they run, and what each starts from."""
+"""Stages in a recipe: their keys, the order in which they run, and the weights from which each starts."""
 
 import json
 from dataclasses import replace
@@ -195,9 +195,9 @@ def test_a_run_of_before_resumes_in_either_form(has_stages: bool, tmp_path: Path
     before = load(tmp_path, sft={"phases": [PHASE]})
     directory = prepare(before, resume=False, overwrite=False)
     settings = msgspec.json.decode((directory / SETTINGS).read_bytes())
-    del settings["stages"]  # there were none
+    del settings["stages"]  # older recipes have none
     if has_stages:
-        settings["sft"], settings["stages"] = {}, [SFT, {"kind": "rl", "phases": [], "options": {}}]  # without names
+        settings["sft"], settings["stages"] = {}, [SFT, {"kind": "rl", "phases": [], "options": {}}]  # they lack names
     (directory / SETTINGS).write_bytes(msgspec.json.encode(settings))
     check_resumable(load(tmp_path, stages=[SFT, RL]), None)
     check_resumable(before, None)
@@ -254,7 +254,7 @@ def test_the_model_of_a_named_stage_is_a_directory_once_it_is_there(tmp_path: Pa
 def test_neither_a_name_nor_a_stage_beside_the_chain_makes_a_model_another_one(tmp_path: Path) -> None:
     old = load(tmp_path, stages=[SFT, OWN])
     made = origin(old, 1)
-    assert [sorted(stage) for stage in made["stages"]] == [["kind", "options", "phases"]] * 2  # as ever
+    assert [sorted(stage) for stage in made["stages"]] == [["kind", "options", "phases"]] * 2  # the form of old
     renamed = load(tmp_path, stages=[{**SFT, "name": "a"}, {**OWN, "name": "b", "starts_from": "a"}])
     beside = load(tmp_path, stages=[SFT, {**SFT, "name": "c"}, {**OWN, "starts_from": "sft"}])
     assert made == origin(renamed, 1) == origin(beside, 2) != origin(load(tmp_path, stages=[OWN]), 0)

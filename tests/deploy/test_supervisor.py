@@ -1,4 +1,4 @@
-"""Real child processes that live, die, drain and hang: nothing is lost sight of, nothing is left over."""
+"""Real child processes live, die, drain and hang: the supervisor loses sight of none and leaves none behind."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ def role(name: str, script: str, directory: Path, *, relay: bool = False) -> Com
 
 
 def drains(name: str, *, then: str = "sys.exit(0)") -> str:
-    """Runs until SIGTERM, then writes down when it ended."""
+    """Return a script that runs until SIGTERM, then writes down when it ended."""
     return (
         "import pathlib, signal, sys, time\n"
         "def end(*_):\n"
@@ -42,7 +42,7 @@ def drains(name: str, *, then: str = "sys.exit(0)") -> str:
 
 
 def once_up(directory: Path, names: list[str], *signals: signal.Signals) -> threading.Thread:
-    """When all have written NAME.up, send ourselves the signals, a moment apart."""
+    """Once all of them have written NAME.up, send this process the signals, a moment apart."""
 
     def send() -> None:
         await_files(*(directory / f"{name}.up" for name in names))
@@ -124,7 +124,7 @@ LEAVES = (
 
 
 def says_farewell(name: str, work: str, directory: Path) -> Command:
-    """A role that says when it has done its work."""
+    """Return the script of a role that prints a farewell when it has done its work."""
     script = LEAVES.format(root=os.getcwd(), work=work)
     return replace(role(name, script, directory), farewell=directory / f"{name}.farewell")
 
@@ -150,7 +150,7 @@ def test_a_worker_that_says_farewell_has_left(tmp_path: Path) -> None:
     supervisor = Supervisor(
         [Pool.of([says_farewell("w", "os._exit(0)", tmp_path)])], max_restarts=0, say=lambda _: None
     )
-    with pytest.raises(RoleFailedError):  # what the one before it said does not count
+    with pytest.raises(RoleFailedError):  # the farewell of the process before it does not count
         supervisor.run()
 
 
@@ -194,7 +194,7 @@ def test_a_worker_of_another_version_is_given_up_and_the_others_go_on(tmp_path: 
             assert time.monotonic() < deadline
             time.sleep(0.02)
         assert (pool.info().running, pool.info().restarting) == (1, 0)
-        time.sleep(0.3)  # for restarts that should not be
+        time.sleep(0.3)  # time in which a wrong restart would happen
         over.touch()
 
     thread = threading.Thread(target=look)
@@ -210,7 +210,7 @@ SICK = f"import sys; print('Error: the engine hangs.', flush=True); sys.exit({SI
 
 
 def test_a_sick_worker_is_replaced_as_long_as_others_are_well(tmp_path: Path) -> None:
-    """After longer and longer pauses, and with a remedy once restarts of other kinds would have come to an end."""
+    """The pauses grow longer, and a message names a remedy where restarts of other kinds would have come to an end."""
     said, over = list[str](), tmp_path / "over"
     learner = role("learner", f"import os, time\nwhile not os.path.exists({str(over)!r}): time.sleep(0.02)", tmp_path)
     sick = f"import os, time\nwhile not os.path.exists('w0.up'): time.sleep(0.02)\n{SICK}"

@@ -36,7 +36,8 @@ def text_of(content: RenderableType, width: int) -> str:
 
 
 def assert_whole(content: RenderableType, width: int, only_wide: Collection[str] = ()) -> None:
-    """Every word of a wide terminal stands on the narrow one as well, except these, and nothing is wider than that."""
+    """Assert that every word of a wide terminal stands on the narrow one too, except these, and nothing is wider than
+    that."""
     narrow = text_of(content, width)
     assert max(map(len, narrow.splitlines())) <= width
     assert "…" not in narrow

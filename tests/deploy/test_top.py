@@ -1,4 +1,4 @@
-"""`headway top` on the keys of a user: a real run in a real server, whose workers the test scripts."""
+"""`headway top` obeys a user's keys: a real run on a real server, whose workers the test scripts."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -30,7 +30,7 @@ DEADLINE_S = 60.0
 
 @pytest.fixture
 async def run(broker: Broker) -> Scenario:
-    """A run with a learner, two workers and two pools."""
+    """Return a run with a learner, two workers and two pools."""
     scenario = await begin(broker, rules(1), fed=8)
     await broker.status.set_state(scenario.owner, "training")
     await broker.holding.begin(Holder(host="node", pid=7, user="ali", since=0.0))
@@ -58,7 +58,7 @@ async def app(url: str, run: Scenario) -> AsyncIterator[Top]:
 
 
 def screen(app: Top) -> str:
-    """All that the widgets show, with single spaces."""
+    """Return the text of all widgets, with single spaces."""
     texts = [str(app.query_one(name, Static).content) for name in ("#head", "#waits")]
     for name in ("#workers", "#pools"):
         table = app.query_one(name, DataTable)

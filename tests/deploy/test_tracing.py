@@ -1,4 +1,4 @@
-"""Spans without a run: when there are any, their ids, the sampler, and a collector that is away."""
+"""Spans without a run: the conditions for making any, their ids, the sampler, and a collector that is away."""
 
 import logging
 import random
@@ -200,7 +200,7 @@ def send_to(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trained(step: int, tids: list[TrajectoryId]) -> Any:
-    """A step of these trajectories, each of whose phases took a second."""
+    """Return a step of these trajectories, each of whose phases took a second."""
     return SimpleNamespace(
         version=WeightVersion(1, step),
         judged=SimpleNamespace(trajectories=[SimpleNamespace(tid=tid) for tid in tids]),
@@ -216,7 +216,7 @@ def lease_of(tid: TrajectoryId) -> Lease:
 def play(
     samples: SampleTracer, tid: TrajectoryId, *, turns: int = 1, outcome: SubmitOutcome = SubmitOutcome.ACCEPTED
 ) -> None:
-    """As a worker does: turns of two tokens, with an answer of one token in between."""
+    """Record a sample as a worker does: turns of two tokens, with an answer of one token in between."""
     lease, recorder = lease_of(tid), Recorder()
     with samples.sample(lease, recorder) as trace:
         for turn in range(turns):

@@ -1,4 +1,4 @@
-"""What the learner's role tells the broker of its recipe."""
+"""The learner's role gives the broker its rules from the recipe."""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""What users get wrong, through the command line: one paragraph that helps, no traceback unless they ask for one."""
+"""The command line answers a user's mistake with one helpful paragraph, and with a traceback only if asked for one."""
 
 import json
 import socket
@@ -28,7 +28,7 @@ JSONL_RECIPE = {
 
 
 def check_error(*arguments: str, cwd: Path, message: str, **environment: str) -> None:
-    """It fails with exactly one paragraph."""
+    """Assert that the command fails with exactly one paragraph."""
     answer = headway(*arguments, cwd=cwd, HF_HUB_OFFLINE="1", **environment)
     assert answer.returncode not in (0, 70), answer.stderr
     assert message in answer.stderr
@@ -94,7 +94,7 @@ def test_a_taken_port(tmp_path: Path) -> None:
 
 @pytest.fixture
 def web_server() -> Iterator[str]:
-    """Somebody who answers, and is no Redis."""
+    """Yield the port of a server that answers, and is no Redis."""
     with closing(socket.create_server(("127.0.0.1", 0))) as listening:
 
         def answer() -> None:

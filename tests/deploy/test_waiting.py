@@ -1,5 +1,4 @@
-"""Who waits for whom: every situation in a real server, as `headway status`, the live lines and the learner's log tell
-it."""
+"""The chain of waiting roles in every situation, as `headway status`, the live lines and the learner's log print it."""
 
 import asyncio
 import io
@@ -34,7 +33,7 @@ HOLDER = Holder(host="node", pid=7, user="ali", since=0.0)
 
 
 async def scenario(broker: Broker, which: RunRules, *workers: WorkerInfo, fed: int = 8, size: int = 4) -> Scenario:
-    """A run whose learner and these workers are alive; its first weights are announced."""
+    """Begin a run whose learner and these workers are alive; its first weights are announced."""
     run = await begin(broker, which, fed=fed, group_size=size)
     await broker.status.set_state(run.owner, "training")
     await broker.holding.begin(HOLDER)
@@ -54,7 +53,7 @@ async def waits(broker: Broker) -> Waiting:
 
 
 async def keep_still(broker: Broker, seconds: float) -> None:
-    """Nothing has moved in this run for so long."""
+    """Make the run look as if nothing had moved in it for so long."""
     key = await hidden(broker, "meta")
     for name in ("claimed_at", "announced_at", "pinned_at"):
         await broker._connection.execute("HSET", key, name, time.time() - seconds)
@@ -281,7 +280,7 @@ def test_in_a_pipe_it_is_a_line_of_its_own_once() -> None:
 
 @pytest.fixture
 async def stuck(broker: Broker) -> Broker:
-    """A run of whose samples a worker makes no more tokens, for 100 s."""
+    """Return a run with samples for which a worker has made no token in 100 s."""
     run = await scenario(broker, rules(1), alive("w3", silent_s=90.0))
     await run.lease(8, 0, worker="w3")
     await keep_still(broker, 100.0)

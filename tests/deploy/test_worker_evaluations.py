@@ -1,4 +1,4 @@
-"""What the learner makes of the evaluations that workers make for it, or do not."""
+"""The learner takes the evaluations that workers made for it, and goes on where they made none."""
 
 import logging
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ HALF = (EvaluationResult(True, 1.0, 3), EvaluationResult(False, 0.0, 5))
 
 
 class Server:
-    """The evaluations as an `Experience` tells of them."""
+    """The evaluations that an `Experience` reports."""
 
     def __init__(self) -> None:
         self.held: dict[WeightVersion, EvaluationProgress] = {}
@@ -93,7 +93,7 @@ def test_what_nobody_can_complete_is_skipped_and_counted(
 ) -> None:
     evaluations.publishes(V0, is_due=True)
     server.set(V0, 1, quiet_s=LONG_S)
-    assert collected(evaluations) == []  # it is the newest, so workers may still come
+    assert collected(evaluations) == []  # this version is the newest, so workers may still evaluate it
     evaluations.publishes(V10, is_due=True)
     if is_lost:
         del server.held[V0]
@@ -136,7 +136,7 @@ def test_an_evaluation_that_goes_on_and_on_is_given_up(
     caplog: pytest.LogCaptureFixture,
     is_end: bool,
 ) -> None:
-    """Whatever workers say: one of them may renew its lease for ever."""
+    """One worker may renew its lease for ever; its reports keep no evaluation alive."""
     evaluations.publishes(V20, is_due=True)
     server.set(V20, 1)
     assert list(evaluations.collect(is_end=is_end)) == []

@@ -1,4 +1,4 @@
-"""A worker's endpoint for Prometheus shows what the worker reports of itself; workers of a machine share a range."""
+"""A worker's endpoint for Prometheus has the figures of its own reports; workers of a machine share a port range."""
 
 import asyncio
 import socket
@@ -24,7 +24,7 @@ from .sinks.scrapes import figure, scrape
 
 
 class Stub:
-    """A worker that has generated, resumed, submitted and swapped."""
+    """Stands for a worker that has generated, resumed, submitted and swapped."""
 
     def __init__(self, name: str = "node-worker-0-ab12") -> None:
         self.outcomes = {SubmitOutcome.ACCEPTED: 5, SubmitOutcome.DUPLICATE: 1, SubmitOutcome.FENCED: 2}

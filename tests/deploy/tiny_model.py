@@ -1,4 +1,4 @@
-"""A model of a few thousand random weights as files, outside of any run."""
+"""The files of a model of a few thousand random weights, outside of any run."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def make_model(directory: Path, chat_template: str | None = None) -> Path:
 
 
 def greedy(model: Path, prompt: str, new_tokens: int = 8) -> torch.Tensor:
-    """The tokens with which transformers continues the prompt."""
+    """Return the tokens with which transformers continues the prompt."""
     asked = torch.tensor([AutoTokenizer.from_pretrained(model)(prompt).input_ids])
     made = AutoModelForCausalLM.from_pretrained(model).generate(
         asked, attention_mask=torch.ones_like(asked), do_sample=False, max_new_tokens=new_tokens

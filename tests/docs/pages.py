@@ -1,4 +1,4 @@
-"""The repository's pages, and what they name."""
+"""The repository's pages, and the paths that they name."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ STAND_INS = {"prompts": "{kind: arithmetic}", "rewards": "[{kind: arithmetic}]",
 
 
 def tracked_files() -> list[str]:
-    """Paths of all files of the repository, those that are not added yet included."""
+    """Return the paths of all files of the repository, those that are not added yet included."""
     listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     output = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return [path for path in output.splitlines() if (ROOT / path).exists()]
@@ -30,6 +30,6 @@ def markdown_pages() -> list[Path]:
 
 
 def whole_recipe(block: str) -> str:
-    """A page's recipe, with stand-ins for what every recipe needs and this one leaves to the reader."""
+    """Return a page's recipe, with stand-ins for the sections that every recipe needs and this page leaves out."""
     sections = {line.partition(":")[0] for line in block.splitlines()}
     return block + "".join(f"{name}: {value}\n" for name, value in STAND_INS.items() if name not in sections)

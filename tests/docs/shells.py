@@ -1,4 +1,4 @@
-"""Shells in terminals of their own, as a reader has them: commands are typed, and keys are pressed."""
+"""Shells in terminals of their own, into which a test types commands and presses keys as a reader does."""
 
 import fcntl
 import os
@@ -23,19 +23,19 @@ ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|
 ROWS, COLUMNS = 50, 160
 POLL_S = 0.05
 MOST_SHOWN = 6000
-"""Characters of what it has printed that a failure shows."""
+"""A failure shows this many of the last characters that the shell has printed."""
 ENDED_WELL = (0, 128 + signal.SIGINT, 128 + signal.SIGTSTP)
-"""Exit codes of a command that is done, that was ended by Ctrl-C, or that stands still after Ctrl-Z."""
+"""Exit codes of a command that has finished, that Ctrl-C ended, or that Ctrl-Z suspended."""
 
 
 class Shown(Protocol):
-    """What a terminal may have printed. Its text tells a reader of a failure what was looked for."""
+    """A description of a terminal's text. Its own text tells the reader of a failure what was looked for."""
 
     def is_in(self, said: str) -> bool: ...
 
 
 class Shell:
-    """An interactive bash at a terminal. `said` is what its screen was told, without colours and movements."""
+    """An interactive bash at a terminal. `said` is the text that it printed, without colours and cursor movements."""
 
     def __init__(self, name: str, directory: Path, environment: Mapping[str, str], deadline_s: float) -> None:
         self.name, self._deadline_s = name, deadline_s
@@ -60,11 +60,11 @@ class Shell:
 
     @property
     def said(self) -> str:
-        """What it has printed since the last line was typed, that line included."""
+        """Return the text that the shell has printed since the last line was typed, that line included."""
         return ESCAPES.sub("", self._bytes[self._typed_at :].decode(errors="replace"))
 
     def type(self, lines: str) -> None:
-        """Give it the lines one after another, as soon as each one before is done. The last one may go on."""
+        """Type the lines, each as soon as the command before it has ended. The last command may go on."""
         for line in lines.splitlines():
             code = self.wait_for_prompt()
             assert code in ENDED_WELL, f"{self.name}: exit code {code}\n{self.said[-MOST_SHOWN:]}"
@@ -76,27 +76,27 @@ class Shell:
         os.write(self._screen, keys.encode())
 
     def wait_for_prompt(self) -> int:
-        """Wait until its command has ended, and return the exit code."""
+        """Wait until the shell's command has ended, and return its exit code."""
         self._until(lambda: PROMPT.search(self.said) is not None, "its command has ended")
         return int(PROMPT.findall(self.said)[-1])
 
     def wait_for(self, shown: Shown) -> None:
-        """Wait until it has printed this."""
+        """Wait until the shell has printed this."""
         self._until(lambda: self._has_printed(shown), f"it prints\n{shown}")
 
     def _has_printed(self, shown: Shown) -> bool:
-        """Whether it has; AssertionError where its command has ended without."""
+        """Whether the shell has printed this. Raises AssertionError where its command ended without printing it."""
         said = self.said
         is_printed = shown.is_in(said)
         assert is_printed or not PROMPT.search(said), f"{self.name} has not printed\n{shown}\nbut\n{said[-MOST_SHOWN:]}"
         return is_printed
 
     def running(self) -> list[psutil.Process]:
-        """Return the processes that still run in it."""
+        """Return the processes that still run in the shell."""
         return psutil.Process(self._process.pid).children(recursive=True)
 
     def close(self) -> None:
-        """End the shell and all that runs in it, at once."""
+        """End the shell and all processes in it, at once."""
         family = self.running()
         self._process.kill()
         for process in family:
@@ -120,7 +120,7 @@ class Shell:
 
 
 def _begin_at_a_terminal() -> None:
-    """Runs in the new process: keys of its terminal send it signals, even where those that started it ignore them."""
+    """Runs in the new process: keys of its terminal send it signals, even where its parent ignores them."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)

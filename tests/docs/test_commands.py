@@ -1,9 +1,9 @@
-"""Every block of commands or of a recipe in README and docs is executed by a test, or says what it needs.
+"""A test executes every block of commands or of a recipe in README and docs, or the block says what it needs.
 
 The HTML comment above a block says which: `<!-- test: FILE, ... -->` names the tests that execute its commands,
-`<!-- needs: ... -->` what no test has, `<!-- recipe -->` a recipe that is loaded here, `<!-- walk -->` that
-test_walk.py types the block into a terminal as it stands. Blocks of plain text are marked `text`. Whatever a block
-needs, its `headway` lines are parsed here, and its overrides are put on the recipe.
+`<!-- needs: ... -->` the means that no test has, `<!-- recipe -->` a recipe that is loaded here, `<!-- walk -->` that
+test_walk.py types the block into a terminal as it stands. Blocks of plain text are marked `text`. The tests here parse
+the `headway` lines of every block, and put its overrides on the recipe.
 """
 
 import re
@@ -38,7 +38,7 @@ class Block(NamedTuple):
 
 
 def blocks() -> list[Block]:
-    """All fenced blocks that are not plain text."""
+    """Return all fenced blocks that are not plain text."""
     found = [
         Block(page, *match.groups(default=""))
         for page in markdown_pages()
@@ -48,8 +48,10 @@ def blocks() -> list[Block]:
 
 
 def lines(program: str, among: list[Block] | None = None) -> Iterator[list[str]]:
-    """The words of every line, of all blocks or of those `among`, that calls the program; without comments, and without
-    what the shell does with the output."""
+    """Return the words of every line that calls the program, in all blocks or in those of `among`.
+
+    Comments are left out, and so is the part that redirects the output.
+    """
     for block in among or blocks():
         if block.language != "sh":
             continue
@@ -118,7 +120,7 @@ def test_every_make_line_names_a_target() -> None:
 
 
 def _calls(tests: str, command: str) -> bool:
-    """Whether the text of tests has the command as a word of a command line, or calls what it runs."""
+    """Whether the text of tests has the command as a word of a command line, or calls the command's function."""
     return re.search(rf"[\"' ]{command}[\"' ]|\b{command}\(", tests) is not None
 
 
@@ -130,7 +132,7 @@ def _command(words: list[str]) -> tuple[click.Command, list[str]]:
 
 
 def _connection(command: click.Command, words: list[str]) -> list[str]:
-    """What the environment gives a command in a terminal of its own."""
+    """Return the options that a terminal's environment would give to the command."""
     values = {"--broker": "redis://host", "--run": "first"}
     missing = {flag for option in command.params if option.required for flag in option.opts if flag in values}
     return [word for flag in sorted(missing - set(words)) for word in (flag, values[flag])]

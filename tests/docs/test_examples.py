@@ -22,7 +22,7 @@ SEVEN = Prompt(group="0-1", token_ids=[1], text="3+4=", ground_truth="7", data_s
 
 
 def example(guide: str, defines: str) -> str:
-    """The block of Python in a guide that defines the name."""
+    """Return the block of Python in a guide that defines the name."""
     (block,) = [block for block in PYTHON.findall((GUIDES / guide).read_text()) if f" {defines}" in block]
     return str(block)
 
@@ -56,7 +56,7 @@ def test_the_tables_of_the_guide_have_every_field_of_an_episode_and_a_step() -> 
 
 
 def recipes(guide: str, directory: Path) -> list[Recipe]:
-    """The recipes in a guide, each with what it leaves to the reader."""
+    """Return the recipes in a guide, each completed by the keys that it leaves to the reader."""
     path = directory / "own.yaml"
     loaded = []
     for block in RECIPE.findall((GUIDES / guide).read_text()):

@@ -1,4 +1,4 @@
-"""A figure stands in one place: the README quotes some from there, and no quotation differs from its source."""
+"""A figure stands in one place: the README quotes some, and every quotation equals its source."""
 
 import re
 
@@ -14,7 +14,7 @@ def cells(row: str) -> list[str]:
 
 
 def row(text: str, first: str) -> list[str]:
-    """The cells after the first one of the row that begins with it."""
+    """Return the cells after the first one, of the row that begins with it."""
     found = re.search(rf"^\| {re.escape(first)}(?: \([^|]*)? \|.*$", text, re.MULTILINE)
     assert found, first
     return cells(found[0])[1:]

@@ -1,4 +1,4 @@
-"""docs/guides/first-model.md, done in the page's order; what a command should print has to appear.
+"""A test types the commands of docs/guides/first-model.md in the page's order, and finds the output that it shows.
 
 `headway` runs in this process, since each command would import torch anew; the shell runs all other lines.
 """
@@ -19,7 +19,7 @@ from .test_walk import Shape
 
 PAGE = ROOT / "docs" / "guides" / "first-model.md"
 COMMANDS = ["data", "data", "train", "chat", "generate", "export"]
-"""What the page has its reader type, in this order."""
+"""The commands that the page has its reader type, in this order."""
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]*)")?\n(.*?)^```', re.M | re.S)
 
 
@@ -45,7 +45,7 @@ def test_a_reader_trains_asks_and_exports_by_the_page(
 
 
 def type_in(block: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """Do the block's lines, and return what its commands of Headway have printed."""
+    """Run the block's lines, and return the output of its `headway` commands."""
     shell, *commands = re.split(r"^headway ", block, flags=re.M)
     subprocess.run(["bash", "-ec", shell], check=True)
     said = ""

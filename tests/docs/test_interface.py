@@ -1,4 +1,4 @@
-"""The Python interface is what its page says, and changes only on purpose."""
+"""The Python interface is the one that its page lists, and changes only on purpose."""
 
 import ast
 
@@ -15,7 +15,7 @@ NAMES = [name for part in INTERFACE for name in part.names]
 
 
 def listing() -> str:
-    """Every name with its signature and those of its members, a line each."""
+    """Return every name with its signature and those of its members, a line each."""
     lines = []
     for part in INTERFACE:
         lines.append(part.key)

@@ -1,4 +1,4 @@
-"""What is read first stays short enough to be read."""
+"""The pages that a newcomer reads first stay short."""
 
 import pytest
 

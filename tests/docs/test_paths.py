@@ -87,7 +87,8 @@ def _is_path(code: str) -> bool:
 
 
 def _paths() -> set[str]:
-    """Files and folders of the repository, folders with a slash at their end; recipes that ship go by their names."""
+    """Return the files and folders of the repository, folders with a slash at their end; shipped recipes go by their
+    names."""
     files = set(tracked_files())
     folders = {f"{folder}/" for path in files for folder in PurePosixPath(path).parents}
     return files | folders | {PurePosixPath(path).name for path in files if path.startswith("deploy/recipes/")}

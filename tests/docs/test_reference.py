@@ -1,5 +1,5 @@
 # mypy: disable-error-code="attr-defined"
-"""The reference says something of everything that it lists."""
+"""The reference describes every key, command and field that it lists."""
 
 import importlib.util
 import sys

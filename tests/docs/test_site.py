@@ -1,4 +1,4 @@
-"""The site is built strictly, as `make docs` does it, so a dead link fails; its pages need no other host."""
+"""The site is built strictly, as `make docs` does it, so a dead link fails; its pages load nothing from other hosts."""
 
 import json
 import re
@@ -22,7 +22,7 @@ TITLED = {
     "power loss": "guarantees.html#power-loss-at-the-server",
     "lag bounded": "rules.html#where-and-why-lag-is-bounded",
 }
-"""What readers search for, and the section that answers it: the search prefers titles by far."""
+"""Words that readers search for, and the section that answers each: the search ranks matches in titles first."""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def search(site: Path) -> dict[str, Any]:
 
 
 def words(search: dict[str, Any], text: str) -> set[str]:
-    """The words that the search finds in a text."""
+    """Return the words that the search finds in a text."""
     return set(re.split(search["config"]["separator"], re.sub(r"<[^>]*>", " ", text).lower()))
 
 

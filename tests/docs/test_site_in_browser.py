@@ -1,4 +1,5 @@
-"""Every page of the site in headless Chromium, on a phone and in the dark: it fits, and asks no other host."""
+"""Every page of the site fits a phone's screen in headless Chromium, has a dark form, and loads nothing from other
+hosts."""
 
 import functools
 import threading

@@ -1,7 +1,8 @@
-"""docs/elastic.md, done as a reader does it: each block is typed into its terminal as it stands, in the page's order.
+"""A test types each block of docs/elastic.md into its terminal as it stands, in the page's order.
 
-What a terminal should print has to appear there; `...` stands for anything, and a number for any number unless the page
-says `exactly`. Only the two ports are replaced, by free ones. Most of its time processes start, which import torch.
+The output that the page shows has to appear there; `...` stands for any text, and a number for any number unless the
+page says `exactly`. The test replaces only the two ports, by free ones. Starting processes, which import torch, takes
+most of its time.
 """
 
 import json
@@ -38,7 +39,7 @@ DEADLINE_S = 180.0
 
 
 class Step(NamedTuple):
-    """Something that the page says to do, or to expect."""
+    """An action or an expected output of the page."""
 
     kind: str
     """`type`, `press`, `wait` for the prompt, `expect`, `expect exactly` or `open`."""
@@ -62,8 +63,11 @@ def steps(page: str) -> Iterator[Step]:
 
 
 class Shape:
-    """What a terminal prints if it prints this: any white space is like any other, and the parts between lines of `...`
-    follow one another. A part is searched once, so that a long output that lacks the last one is soon read."""
+    """The output that a terminal should print: white space matches any white space, lines of `...` match any text.
+
+    The parts between the lines of `...` follow one another. Each part is searched once, so that the search of a long
+    output that lacks the last part stays fast.
+    """
 
     def __init__(self, shown: str, *, exactly: bool) -> None:
         shown = re.sub(r"\A(\.\.\.\s)+|(\s\.\.\.)+\Z", "", shown.strip())
@@ -93,7 +97,7 @@ def _shape_of_word(word: str, exactly: bool) -> str:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A directory with the environment in which Headway is installed."""
+    """Return a directory with the environment in which Headway is installed."""
     (tmp_path / ".venv").symlink_to(sys.prefix)
     (tmp_path / "tmp").mkdir()
     return tmp_path

@@ -1,4 +1,5 @@
-"""What is released: a source archive, the wheel built from it, and an environment that has only this wheel of ours."""
+"""A release: a source archive, the wheel built from it, and an environment in which this wheel is the only part of
+ours."""
 
 import os
 import re
@@ -26,10 +27,10 @@ class Installation:
 
     programs: Path
     elsewhere: Path
-    """A directory that has nothing to do with Headway."""
+    """A directory outside of the repository."""
 
     def run(self, program: str, *arguments: str) -> str:
-        """What `program` of this environment prints; raises CalledProcessError if it fails."""
+        """Return the output of `program` of this environment. Raises CalledProcessError if it fails."""
         command = [str(self.programs / program), *arguments]
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HEADWAY_"))}
         return subprocess.run(
@@ -39,7 +40,7 @@ class Installation:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The unpacked source archive."""
+    """Return the directory of the unpacked source archive."""
     archive = _build("sdist", REPOSITORY, tmp_path_factory.mktemp("sdist"))
     unpacked = tmp_path_factory.mktemp("source")
     with tarfile.open(archive) as opened:
@@ -49,7 +50,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from the source archive, so that the archive is known to hold what a build needs."""
+    """Build the wheel from the source archive, which proves that the archive holds all that a build needs."""
     return _build("wheel", source, tmp_path_factory.mktemp("wheel"))
 
 
@@ -113,7 +114,7 @@ def test_the_changelog_tells_of_this_semantic_version() -> None:
 
 
 def _build(kind: str, directory: Path, output: Path) -> Path:
-    """The one file that hatchling makes of `directory`, without a network."""
+    """Return the only file that hatchling makes of `directory`, without a network."""
     _python("-m", "hatchling", "build", "--target", kind, "--directory", str(output), cwd=directory)
     (made,) = output.iterdir()
     return made

@@ -1,4 +1,4 @@
-"""The Dockerfiles, without Docker: a linter reads them, and what they copy is enough to build and install Headway."""
+"""The Dockerfiles, without Docker: a linter reads them, and the files that they copy suffice to build Headway."""
 
 import re
 import shutil
@@ -23,7 +23,7 @@ def lint(text: str) -> subprocess.CompletedProcess[str]:
 
 
 def copied(file: Path) -> list[str]:
-    """The sources of all COPY lines that copy from the repository."""
+    """Return the sources of all COPY lines that copy from the repository."""
     lines = re.findall(r"^COPY (?!--from)(.+)$", file.read_text(), re.M)
     return [source.rstrip("/") for line in lines for source in line.split()[:-1]]
 
@@ -79,7 +79,7 @@ def test_the_last_stage_runs_as_the_user_of_the_manifests(file: Path) -> None:
 
 @of_each
 def test_versions_are_those_of_constraints(file: Path, tmp_path: Path) -> None:
-    """Everything that pip fetches is pinned: by constraints.txt, or by what the base image has already."""
+    """pip takes every package's version from constraints.txt, or the base image has the package already."""
     text = file.read_text()
     assert all("-c " in line for line in re.findall(r"pip install[^\n]*", text))
     assert "constraints.txt" in text
@@ -95,6 +95,6 @@ def test_versions_are_those_of_constraints(file: Path, tmp_path: Path) -> None:
 
 
 def test_headway_can_be_installed_in_the_versions_of_constraints() -> None:
-    """They are what this environment has, so pip asks no index."""
+    """This environment has the versions of constraints.txt, so pip asks no index."""
     options = ["--dry-run", "--no-index", "--no-build-isolation", "--quiet", "-c", "constraints.txt"]
     subprocess.run([sys.executable, "-m", "pip", "install", *options, "."], cwd=ROOT, check=True)

@@ -1,4 +1,4 @@
-"""A run's directory to show, and an HTML page taken apart."""
+"""A run's directory that a page shows, and the elements of an HTML page."""
 
 from collections import Counter
 from html.parser import HTMLParser
@@ -13,7 +13,7 @@ from tests.deploy.runs import evaluation, open_record, step_event
 
 
 class Elements(HTMLParser):
-    """The elements of a document, and the text of those that scripts read."""
+    """The elements of a document, and the text of the elements that scripts read."""
 
     def __init__(self, document: str) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Elements(HTMLParser):
 
 
 def headway(*arguments: str) -> str:
-    """Run the command and return what it prints. Raises what it raises."""
+    """Run the command and return its output. Raises the command's exceptions."""
     answer = CliRunner(env={"COLUMNS": "200"}).invoke(cli, arguments, standalone_mode=False)
     if answer.exception is not None:
         raise answer.exception
@@ -44,7 +44,7 @@ def headway(*arguments: str) -> str:
 
 
 def write_run(directory: Path, *overrides: str) -> Path:
-    """Five steps, killed after the fourth, resumed at step 3; its learner wrote the summary."""
+    """Write a run of five steps, killed after the fourth and resumed at step 3; its learner wrote the summary."""
     directory.mkdir(parents=True)
     recipe = load_recipe("arithmetic.yaml", ("broker.url=redis://me:secret@host:1", *overrides))
     (directory / "config.yaml").write_text(dump_recipe(recipe))

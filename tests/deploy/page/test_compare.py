@@ -1,4 +1,4 @@
-"""The page of several runs: each run as its own report shows it, and what differs between their recipes."""
+"""The page of several runs shows each run as its own report does, and the differences between their recipes."""
 
 import json
 from pathlib import Path

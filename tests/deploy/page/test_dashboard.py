@@ -1,4 +1,4 @@
-"""The live page: what it says of a run, that it follows the run, and whom it answers."""
+"""The live page shows a run and follows it, and its server answers only requests for an address of its own."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ PATIENCE_S = 60.0
 
 
 def eventually(look: Callable[[], Any]) -> Any:
-    """The first true answer."""
+    """Return the first true answer. Raises AssertionError where none comes in time."""
     deadline = time.monotonic() + PATIENCE_S
     while not (found := look()):
         assert time.monotonic() < deadline
@@ -350,7 +350,7 @@ def test_a_taken_port_is_an_error_with_a_remedy() -> None:
 
 @contextmanager
 def dashboard(*arguments: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
-    """A dashboard in a process of its own, which Ctrl-C ends."""
+    """Yield a dashboard in a process of its own, which Ctrl-C ends."""
     command = [sys.executable, "-m", "deploy", "dashboard", *arguments, "--port", "0"]
     with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, cwd=cwd) as process:
         try:
@@ -362,7 +362,7 @@ def dashboard(*arguments: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
 
 @contextmanager
 def dashboard_url(*arguments: str, cwd: Path) -> Iterator[str]:
-    """The address of a dashboard, which tells programs nothing else."""
+    """Yield the address of a dashboard, the only line that it prints for programs."""
     with dashboard(*arguments, "--json", cwd=cwd) as process:
         assert process.stdout is not None
         assert process.stderr is not None

@@ -1,4 +1,4 @@
-"""The page of a run: what its JSON says, and that its HTML holds that JSON, asks no other host and obeys no text."""
+"""The page of a run: its JSON has the run's figures, its HTML holds that JSON, asks no other host and obeys no text."""
 
 import json
 from collections import Counter
@@ -20,7 +20,7 @@ from .pages import Elements, headway, write_run
 
 
 def pictured(directory: Path) -> dict[str, Any]:
-    """The only run of a report's JSON."""
+    """Return the only run of a report's JSON."""
     (run,) = json.loads(headway("report", str(directory), "--json"))["runs"]
     found: dict[str, Any] = run
     return found

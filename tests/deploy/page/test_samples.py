@@ -1,4 +1,4 @@
-"""The samples that a page shows: which ones, in which pieces, and as text."""
+"""The samples that a page shows: the choice of them, their pieces, and their text."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ WORDS = {f"w{number}": number for number in range(100)}
 
 
 def logged(directory: Path, step: int, *groups: Group) -> Path:
-    """Writes a batch into the run's experience log."""
+    """Write a batch into the run's experience log."""
     (directory / EXPERIENCE).mkdir(parents=True, exist_ok=True)
     path = directory / EXPERIENCE / f"step_{step}.zst"
     write_batch(path, "", step, groups)
@@ -30,7 +30,7 @@ def logged(directory: Path, step: int, *groups: Group) -> Path:
 
 
 def two_turns(step: int) -> Group:
-    """A group whose first sample is of two versions, with an environment's answer in between."""
+    """Return a group whose first sample is of two versions, with an environment's answer in between."""
     made = group(1, (0, 1, 2), step=step)
     first, *others = made.trajectories
     first = replace(
@@ -119,7 +119,7 @@ def test_samples_are_decoded_anew_once_there_is_a_tokenizer(tmp_path: Path) -> N
 
 
 def noted(calls: list[Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which adds each call of it to `calls`."""
+    """Wrap the function so that it adds each call of it to `calls`."""
 
     def call(*arguments: Any) -> Any:
         calls.append(arguments)

@@ -8,11 +8,11 @@ if TYPE_CHECKING:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 Figures = dict[int, float]
-"""By step."""
+"""A curve's values, by step."""
 
 
 def curves(directory: Path) -> "EventAccumulator":
-    """All that TensorBoard would show of `directory`."""
+    """Read everything that TensorBoard would show of `directory`."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found = EventAccumulator(str(directory))
@@ -21,11 +21,11 @@ def curves(directory: Path) -> "EventAccumulator":
 
 
 def curve(directory: Path, tag: str) -> Figures:
-    """One curve of it."""
+    """Return one curve of the directory."""
     return {point.step: point.value for point in curves(directory).Scalars(tag)}
 
 
 def every_curve(directory: Path) -> dict[str, Figures]:
-    """All of its curves, by tag."""
+    """Return all curves of the directory, by tag."""
     found = curves(directory)
     return {tag: {point.step: point.value for point in found.Scalars(tag)} for tag in found.Tags()["scalars"]}

@@ -1,4 +1,4 @@
-"""What a Prometheus server reads from an endpoint."""
+"""A reading of an endpoint as a Prometheus server does it."""
 
 import urllib.request
 
@@ -9,7 +9,7 @@ Sample = tuple[str, tuple[tuple[str, str], ...]]
 
 
 def scrape(url: str) -> dict[Sample, float]:
-    """Every figure at the endpoint."""
+    """Return every figure at the endpoint."""
     with urllib.request.urlopen(url, timeout=30) as answer:
         text = answer.read().decode()
     return {
@@ -20,5 +20,5 @@ def scrape(url: str) -> dict[Sample, float]:
 
 
 def figure(found: dict[Sample, float], name: str, **labels: str) -> float | None:
-    """One of them; None: there is no such figure."""
+    """Return one figure, or None where the endpoint has no such figure."""
     return found.get((name, tuple(sorted(labels.items()))))

@@ -1,4 +1,4 @@
-"""`metrics:` of a recipe: which sinks there are, what a wrong one is told, and one's own by import path."""
+"""`metrics:` of a recipe chooses the sinks, a user's own by import path; a wrong choice is refused with a remedy."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ class Half:
 
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a module outside of the repository."""
+    """Return the name of a module outside of the repository."""
     (tmp_path / "toy_sinks.py").write_text(TOY)
     monkeypatch.syspath_prepend(tmp_path)
     return "toy_sinks"

@@ -1,5 +1,7 @@
-"""What every sink keeps: events that were written are read back, after a resume as well. test_trackers.py says it of
-wandb, MLflow and trackio, whose packages need an environment of their own."""
+"""Every sink keeps one promise: events that a run wrote can be read back, after a resume as well.
+
+test_trackers.py proves it of wandb, MLflow and trackio, whose packages need an environment of their own.
+"""
 
 import json
 from dataclasses import replace as replace_run
@@ -27,24 +29,24 @@ from .scrapes import figure, scrape
 
 
 class Case(Protocol):
-    """A sink, and a reader of what it wrote that shares no code with it."""
+    """A sink, and a reader of its output that shares no code with it."""
 
     shows_history: bool
-    """False: it shows the last step alone."""
+    """Whether the sink shows all steps; False where it shows only the last one."""
 
     def sink(self) -> MetricSink: ...
     def look(self, sink: Any) -> None:
-        """Read what is gone once the sink is closed."""
+        """Read the figures that are gone once the sink is closed."""
         ...
 
     def rewards(self, directory: Path) -> Figures: ...
     def pass_rates(self, directory: Path) -> Figures: ...
     def workers(self, directory: Path) -> Figures | None:
-        """None: it keeps no heartbeats."""
+        """Return the reported figures, or None where the sink keeps no heartbeats."""
         ...
 
     def of_stage(self, directory: Path, name: str) -> Figures:
-        """Of the stage `2-dpo`."""
+        """Return the figures of the stage `2-dpo`."""
         ...
 
 
@@ -52,7 +54,7 @@ class Files:
     shows_history = True
 
     def look(self, sink: Any) -> None:
-        """There is nothing to read: the files stay."""
+        """There is nothing to read, because the files stay."""
 
 
 class Jsonl(Files):
@@ -119,7 +121,7 @@ class Prometheus:
 
 
 class Own(Files):
-    """A class of the user's own by an import path."""
+    """A case for a user's own class, named by an import path."""
 
     def sink(self) -> MetricSink:
         return make_sink(SinkConfig(kind=f"{__name__}:Notes"), "metrics[1]")
@@ -146,7 +148,7 @@ class Own(Files):
 
 
 class Notes:
-    """What `Own` loads: it appends every point of an event to one file."""
+    """The user's own class that `Own` loads: it appends every point of an event to one file."""
 
     is_record = False
     wants_heartbeats = True
@@ -171,7 +173,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 def write(case: Case, directory: Path, *events: Event, stage: str = "") -> None:
-    """As one learner, or one stage, does from its start to its end."""
+    """Write the events of one learner, or of one stage, from its start to its end."""
     sink, record = case.sink(), record_of(directory / "stages" / stage)
     sink.open(replace_run(sink_run(directory), stage=stage, record=record))
     for event in events:
@@ -181,7 +183,7 @@ def write(case: Case, directory: Path, *events: Event, stage: str = "") -> None:
 
 
 def shown(case: Case, curve: Figures) -> Figures:
-    """The part of a curve that the sink shows."""
+    """Return the part of a curve that the sink shows."""
     return curve if case.shows_history else dict(list(curve.items())[-1:])
 
 

@@ -1,4 +1,4 @@
-"""Whatever a sink does, the others are told every event and the caller goes on; what was lost is counted."""
+"""Whatever one sink does, the others receive every event and the caller goes on; lost events are counted."""
 
 import logging
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from tests.deploy.runs import sink_run, step_event
 
 
 class Noting:
-    """A sink that notes what it is told, once `before` lets it."""
+    """A sink that notes each event once `before` has returned."""
 
     def __init__(
         self, *, is_record: bool = False, before: Callable[[str], object] = lambda call: None, heartbeats: bool = False

@@ -1,4 +1,4 @@
-"""The learner's endpoint for Prometheus shows what the run's record says, and training waits for no scrape."""
+"""The learner's endpoint for Prometheus has the figures of the run's record, and training waits for no scrape."""
 
 import json
 import socket
@@ -51,12 +51,12 @@ HISTOGRAMS = {
     "lag_histogram": "headway_learner_trajectory_lag_steps",
     "token_lag_histogram": "headway_learner_token_lag_steps",
 }
-"""By the field of a step's line."""
+"""The histograms, by the field of a step's line."""
 
 
 @contextmanager
 def endpoint(*events: Event, directory: Path = Path()) -> Iterator[PrometheusSink]:
-    """The sink of a run that had these events."""
+    """Yield the sink of a run that had these events."""
     with closing(PrometheusSink(PrometheusOptions(port=0))) as sink:
         sink.open(sink_run(directory, "0123456789abcdef"))
         for event in events:
@@ -65,7 +65,7 @@ def endpoint(*events: Event, directory: Path = Path()) -> Iterator[PrometheusSin
 
 
 def varied(step: int) -> Event:
-    """A step that differs from the others in every figure."""
+    """Return a step that differs from the others in every figure."""
     event, factor = step_event(step, reward=step / 8), 1 + step / 7
     changed: dict[str, Any] = {
         name: type(value)(value * factor)
@@ -229,8 +229,8 @@ def test_a_scraper_that_does_not_read_holds_up_neither_training_nor_others(tmp_p
         socket.create_connection((address.hostname, address.port)) as deaf,
         Sinks({"record": open_record(tmp_path), "prometheus": sink}, sink_run(tmp_path)) as sinks,
     ):
-        silent.sendall(b"GET /metrics HTTP/1.1\r\n")  # and never the rest of its request
-        deaf.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")  # and never reads the answer
+        silent.sendall(b"GET /metrics HTTP/1.1\r\n")  # it never sends the rest of its request
+        deaf.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")  # it never reads the answer
         for step in range(50):
             sinks.write(step_event(step))
         while figure(scrape(sink.url), "headway_learner_step") != 49:

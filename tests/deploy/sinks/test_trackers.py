@@ -21,7 +21,7 @@ TRACKERS = ("wandb", "mlflow", "trackio")
 
 
 def tracker(what: str, kind: str, directory: Path) -> str:
-    """Run the program that writes or reads, in a process of its own: trackers keep state in their modules."""
+    """Run the program that writes or reads, in a process of its own, because trackers keep state in their modules."""
     own = {"TRACKIO_DIR": str(directory / "trackio"), "HF_HUB_OFFLINE": "1"}
     answer = subprocess.run(
         [sys.executable, "-m", "tests.deploy.sinks.trackers", what, kind, str(directory)],

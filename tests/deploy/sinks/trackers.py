@@ -1,4 +1,4 @@
-"""Reads back what experiment trackers wrote offline, each with its own package; run as a program in a fresh process.
+"""Read back the offline files of experiment trackers, each with its own package, as a program in a fresh process.
 
 python -m tests.deploy.sinks.trackers write|read KIND DIRECTORY
 """
@@ -23,7 +23,7 @@ Curves = dict[str, dict[int, float]]
 
 
 def write(kind: str, directory: Path) -> None:
-    """A run of three steps, which is resumed for a fourth."""
+    """Write a run of three steps, which is resumed for a fourth."""
     for steps, incarnation in ((range(3), 1), (range(3, 4), 2)):
         configs = (SinkConfig(kind="jsonl"), SinkConfig(kind=kind, options=_options(kind, directory)))
         with open_sinks(configs, sink_run(directory / "run", IDENTITY)) as sinks:
@@ -43,12 +43,15 @@ def _options(kind: str, directory: Path) -> dict[str, str]:
 
 
 def mlflow_store(directory: Path) -> str:
-    """A store without a server. MLflow takes a directory of files only with MLFLOW_ALLOW_FILE_STORE=true."""
+    """Return the URL of a store without a server.
+
+    MLflow takes a directory of files only with MLFLOW_ALLOW_FILE_STORE=true.
+    """
     return f"sqlite:///{directory}/mlflow.db"
 
 
 def read(kind: str, directory: Path) -> Curves:
-    """All curves of the one run that the tracker has."""
+    """Return all curves of the only run that the tracker has."""
     readers = {"wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio}
     return readers[kind](directory)
 
@@ -69,7 +72,8 @@ def _wandb(directory: Path) -> Curves:
 
 
 def _frames(data: bytes) -> Iterator[bytes]:
-    """The records of a log in LevelDB's format: blocks of 32 KiB; each part has a checksum, its length and its kind."""
+    """Yield the records of a log in LevelDB's format: blocks of 32 KiB; each part has a checksum, its length and its
+    kind."""
     at, record = 7, b""
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:
@@ -80,7 +84,7 @@ def _frames(data: bytes) -> Iterator[bytes]:
             return
         record += data[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a whole record, or its last part
             yield record
             record = b""
 
