@@ -25,7 +25,7 @@ LAYOUTS = {"fsdp": LayoutConfig(), "megatron": LayoutConfig(tensor=2)}
 
 
 class Held:
-    """A backend whose last rank's disk waits for the test, or breaks."""
+    """A backend whose last rank waits for the test before it writes to its disk, or fails to write."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend

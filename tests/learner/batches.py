@@ -1,4 +1,4 @@
-"""Batches as the broker hands them out, without a broker."""
+"""Batches as the broker returns them, without a broker."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from tests.learner.tiny import VOCABULARY
 
 
 def group(number: int, samples: tuple[int, ...] = (0, 1, 2), *, round_: int = 0, step: int = 0) -> Group:
-    """Random, from its number alone. `samples`: those that it has; a trimmed group lacks some."""
+    """Return a group that is random, from its number alone. It has these `samples`; a trimmed group lacks some."""
     name = f"0000-{number:08d}"
     prompt = Prompt(
         group=name,
@@ -40,5 +40,5 @@ def _trajectory(prompt: Prompt, tid: TrajectoryId, step: int) -> Trajectory:
 
 
 def batch(step: int) -> list[Group]:
-    """Two groups, the second trimmed."""
+    """Return two groups, the second trimmed."""
     return [group(2 * step), group(2 * step + 1, samples=(0, 2))]

@@ -22,19 +22,19 @@ from learner.rows.packing import PackableSequence, pack, plan
 from tests.learner.tiny import model_config, sequences
 
 LENGTHS = ([40, 6, 7, 19, 11, 3, 25, 14], [12], [9, 30, 4, 17])
-"""Of each step's sequences: the second leaves a rank with none."""
+"""The lengths of each step's sequences: the second step leaves a rank with none."""
 BUDGET = 30
 CLIP, GAMMA, LAM, LEARNING_RATE = 0.1, 0.98, 0.9, 3e-3
 OPTIMIZER = OptimizerConfig(weight_decay=0.1, max_grad_norm=0.5, epsilon=1e-5)
 
 
 class Result(msgspec.Struct):
-    """What one step made."""
+    """The results of one step."""
 
     metrics: dict[str, float]
-    """Of the batch, then of both updates on it."""
+    """The metrics of the batch, then of both updates on it."""
     advantages: dict[int, list[float]]
-    """Of this rank's sequences, by number."""
+    """The advantages of this rank's sequences, by number."""
     old_values: dict[int, list[float]]
 
 
@@ -52,7 +52,7 @@ def steps(backend: ValueBackend, budget: int = BUDGET) -> list[Result]:
 
 
 def step(backend: ValueBackend, given: Sequence[PackableSequence], budget: int) -> Result:
-    """Two updates on one batch, so that the second has values to clip."""
+    """Make two updates on one batch, so that the second has values to clip."""
     critic = critic_of(backend)
     batches = pack(given, backend.rank, backend.world_size, budget)
     old_values = critic.values(batches)

@@ -1,4 +1,4 @@
-"""A stage that distils a random teacher on random responses, as `preferences` has one on pairs."""
+"""A stage that distils a random teacher on random responses, as the stages in `preferences` train on pairs."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ OPTIONS = DistillationOptions(
 
 
 def conversations(count: int, seed: int = 0) -> list[Unit]:
-    """Ragged random responses to random prompts."""
+    """Return ragged random responses to random prompts."""
     return [pair[:1] for pair in pairs(count, seed)]
 
 

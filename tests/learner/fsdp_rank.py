@@ -1,4 +1,4 @@
-"""One rank of a learner, run by torchrun: two steps in every case, then what came out of them into a directory.
+"""One rank of a learner, run by torchrun: it takes two steps in every case and writes their results to a directory.
 
 python -m torch.distributed.run --nproc-per-node 2 -m tests.learner.fsdp_rank DIRECTORY CASE...
 """
@@ -20,27 +20,27 @@ from learner.rows.packing import PackableSequence, concatenate, plan
 from tests.learner.tiny import OPTIMIZER, alike, model_config, ratio_loss, sequences
 
 LENGTHS = ([90, 6, 7, 19, 11, 3, 25, 14], [13])
-"""Of each step's sequences: the second leaves a rank with none, and makes an odd row."""
+"""The lengths of each step's sequences: the second step leaves a rank with none, and makes an odd row."""
 BUDGET = 30
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """What is opened; written as JSON on the command line."""
+    """The settings of a case, which are written as JSON on the command line."""
 
     architecture: str
     layout: LayoutConfig = LayoutConfig()
     compute: ComputeConfig = ComputeConfig()
     is_large: bool = False
-    """Gradients go over the ranks, and weights are gathered, with every micro-batch."""
+    """Whether every micro-batch sends gradients over the ranks and gathers weights."""
 
 
 class Result(msgspec.Struct):
-    """What one step gave a rank."""
+    """The results of one step on one rank."""
 
     loss: float
     norm: float
     empty: int
-    """Micro-batches without a sequence."""
+    """The number of micro-batches without a sequence."""
 
 
 def run(case: Case, directory: Path) -> None:
@@ -66,13 +66,13 @@ def run(case: Case, directory: Path) -> None:
 
 
 def step_sequences(number: int) -> list[PackableSequence]:
-    """The first step's begin alike."""
+    """Return a step's sequences; those of the first step begin alike."""
     given = sequences(LENGTHS[number], seed=number)
     return given if number else alike(given, 6)
 
 
 def step(backend: Backend, number: int) -> Result:
-    """The first step computes once what sequences share."""
+    """Take one step; the first one computes shared tokens once."""
     packable = step_sequences(number)
     planned = plan([len(one.token_ids) for one in packable], backend.replicas, BUDGET)[backend.replica]
     batches = [concatenate([packable[index] for index in chosen], is_tree=number == 0) for chosen in planned]

@@ -1,4 +1,4 @@
-"""A disk that takes no more."""
+"""A limit on the size of files, which stands for a full disk."""
 
 import resource
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_file_larger_than(size: int) -> Iterator[None]:
-    """The kernel refuses to write on, as a full disk does."""
+    """Have the kernel refuse writes beyond the limit, as a full disk does."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

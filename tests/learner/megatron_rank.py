@@ -1,11 +1,11 @@
-"""One rank of the megatron backend, run by torchrun: the same story of every case, what came of it into a directory.
+"""One rank of the megatron backend, run by torchrun: it takes these steps in every case and writes their results.
 
     python -m torch.distributed.run --nproc-per-node 2 -m tests.learner.megatron_rank DIRECTORY CASE...
 
     NUMBER/start, reference ─► one step ─► one, followed ─► broken step ─► broken ─► another step ─► two
                                             └─ loaded ─► loaded ─► off the device ─► the same step ─► again
 
-Each is a checkpoint beside the exported tensors of that moment. Megatron is patched for a CPU process-wide, so no
+Each name is a checkpoint beside the exported tensors of that moment. Megatron is patched for a CPU process-wide, so no
 backend is opened in the process of the tests.
 """
 
@@ -37,32 +37,32 @@ REFERENCE_SEED = 7
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """What is opened; written as JSON on the command line."""
+    """The settings of a case, which are written as JSON on the command line."""
 
     architecture: str
     dtype: Any
     model: str
-    """Its Hugging Face directory, in fp32."""
+    """The model's Hugging Face directory, in fp32."""
     others: list[str]
-    """Checkpoints of other models, which are loaded in vain."""
+    """Checkpoints of other models; each attempt to load one has to fail."""
     layout: LayoutConfig = LayoutConfig()
 
 
 class Result(msgspec.Struct):
-    """What one rank was told, besides what it wrote."""
+    """The results of one rank, besides the files that it wrote."""
 
     replica: int
     logprobs: list[list[float]]
-    """Of its replica's tokens: at the start, after a step, of what was loaded."""
+    """The logprobs of its replica's tokens: at the start, after a step, and after loading."""
     is_broken_norm_finite: bool
     refusals: list[str]
-    """Of other models' checkpoints."""
+    """The errors at checkpoints of other models."""
     shims: int
-    """How often Megatron was patched."""
+    """The number of times that Megatron was patched."""
     gradient_bytes: tuple[int, int]
-    """In the buffers of the policy, which was trained, and of the reference."""
+    """The size of the gradient buffers of the policy, which was trained, and of the reference."""
     away_bytes: int
-    """Of the policy's parameters, masters, moments and gradients, while it was off the device."""
+    """Bytes of the policy's parameters, masters, moments and gradients while it was off the device."""
 
 
 def run(case: Case, directory: Path) -> None:
@@ -102,7 +102,7 @@ def _open(model: ModelConfig, case: Case, seed: int = 0) -> Backend:
 
 
 def _write(backend: Backend, path: Path) -> None:
-    """The checkpoint, and its tensors as engines get them."""
+    """Write the checkpoint, and its tensors as engines get them."""
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in backend.named_tensors()}
     backend.save(path)
     if backend.rank == 0:
@@ -110,7 +110,7 @@ def _write(backend: Backend, path: Path) -> None:
 
 
 def batches_of(replica: int, replicas: int, number: int) -> list[PackedBatch]:
-    """Of step `number`."""
+    """Return the batches of step `number`."""
     return pack(sequences(LENGTHS, seed=number), replica, replicas, BUDGET)
 
 
@@ -125,7 +125,7 @@ def _step(backend: Backend, number: int) -> None:
 
 
 def _broken_step(backend: Backend) -> float:
-    """Every gradient is not a number."""
+    """Take a step in which no gradient is a number."""
     batches = batches_of(backend.replica, backend.replicas, 0)
 
     def not_a_number(_: int, logprobs_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:

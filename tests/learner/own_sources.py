@@ -1,4 +1,4 @@
-"""What users write: a prompt source that behaves, and those that do not. A process of its own imports this."""
+"""Prompt sources as users write them, one that works and several that do not. A process of its own imports this."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ from learner.data.prompts.base import Item
 
 
 class ThreeTasks:
-    """It behaves."""
+    """A source that works."""
 
     def __init__(self, path: str, seed: int, answer: str = "yes") -> None:
         self._path = path
@@ -29,7 +29,7 @@ class ThreeTasks:
 
 
 class HangsAtTwo(ThreeTasks):
-    """As a hub that does not answer; notes each try in the file `path`."""
+    """Hangs as a hub does that gives no answer; it notes each try in the file `path`."""
 
     def train(self, epoch: int, position: int) -> Item:
         with Path(self._path).open("a") as tries:
@@ -40,7 +40,7 @@ class HangsAtTwo(ThreeTasks):
 
 
 class HangsOnce(ThreeTasks):
-    """On the first try of all processes."""
+    """Hangs on the first try of all processes."""
 
     def train(self, epoch: int, position: int) -> Item:
         if not Path(self._path).exists():
@@ -65,13 +65,13 @@ class WrongItems(ThreeTasks):
 
 
 def examples(path: str, seed: int, words: int) -> Iterator[Example]:
-    """As many as `words`."""
+    """Yield as many examples as `words`."""
     for number in range(words):
         yield Example(query=path, response=f"{seed} {number}")
 
 
 def examples_that_hang(path: str, seed: int) -> Iterator[Example]:
-    """After sixteen."""
+    """Yield sixteen examples, then hang."""
     yield from examples(path, seed, 16)
     time.sleep(600)
 

@@ -1,4 +1,4 @@
-"""One rank of stages over records, run by torchrun, one after another: each step's metrics into a file of the rank.
+"""One rank of stages over records, run by torchrun: it writes each step's metrics to a file of its own, stage by stage.
 
 python -m torch.distributed.run --nproc-per-node 2 -m tests.learner.preference_rank DIRECTORY
 """
@@ -39,11 +39,11 @@ OPEN: dict[str, Callable[..., tuple[Stage, Backend]]] = {
     "kto": opened_kto,
 }
 UNITS = 4
-"""Records: the second step has one, which leaves a rank with none."""
+"""The number of records: the second step has one, which leaves a rank with none."""
 
 
 def metrics(name: str, directory: Path, micro_batch_tokens: int = 40) -> list[dict[str, float]]:
-    """Of each step of the stage."""
+    """Return the metrics of each step of the stage."""
     torch.set_num_threads(1)
     seen: list[dict[str, float]] = []
     kind, backend_kind = name.split()

@@ -1,4 +1,4 @@
-"""What a stage over records is opened with; pairs of random responses, and a stage that trains them."""
+"""The parts of stages over records, pairs of random responses, and a stage that trains them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +36,7 @@ OPTIONS = PreferenceOptions(
 
 
 def arithmetic(records: int, max_operations: int = 2, *, split: str = "train") -> dict[str, Any]:
-    """The source of so many pairs of responses that end with the stop token."""
+    """Return the source of so many pairs of responses that end with the stop token."""
     options = {"records": records, "split": split, "min_operations": 1, "max_operations": max_operations}
     return {"kind": "arithmetic", "options": options}
 
@@ -54,7 +54,7 @@ SCORED = {
 
 
 def pairs(count: int, seed: int = 0) -> list[Unit]:
-    """Pairs of ragged random responses to random prompts."""
+    """Return pairs of ragged random responses to random prompts."""
     rng = np.random.default_rng(seed)
     return [_pair(rng) for _ in range(count)]
 
@@ -113,7 +113,7 @@ def parts_of(
     report: Callable[[Progress], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> StageParts:
-    """What a stage is opened with, and a model of its own."""
+    """Return the parts of a stage, and a model of its own."""
     backend: Any = open_backend(backend_kind, MODEL, OPTIMIZER, seed=3, head=head)
     ranks, tokenizer = Ranks.of(backend), load_tokenizer(MODEL)
     return StageParts(

@@ -1,5 +1,7 @@
-"""The loss of one update as a naive float64 loop over its trained tokens, from the published equations: that of every
-preset, and of other compositions that look at the whole update."""
+"""The loss of one update as a naive float64 loop over its trained tokens, from the published equations.
+
+There is one for every preset, and for other compositions that look at the whole update.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,7 +11,7 @@ import torch
 
 
 class Token(NamedTuple):
-    """A trained one; logprobs are float64 scalars, the current one with gradient."""
+    """A trained token; logprobs are float64 scalars, the current one with gradient."""
 
     current: torch.Tensor
     proximal: float
@@ -19,7 +21,7 @@ class Token(NamedTuple):
     reference: float = 0.0
     teacher: float = 0.0
     candidates: Sequence[tuple[torch.Tensor, float]] = ()
-    """Of each token that the teacher finds likeliest in this place: the policy's own logprob, and the teacher's."""
+    """The policy's own logprob and the teacher's, for each token that the teacher finds likeliest in this place."""
 
 
 Response = Sequence[Token]
@@ -27,7 +29,7 @@ MAX_NEW_TOKENS = 16
 
 
 def loss_of(name: str, responses: Sequence[Response]) -> torch.Tensor:
-    """Of all responses of the update; those without a trained token do not count."""
+    """Return the loss of all responses of the update; those without a trained token do not count."""
     responses = [response for response in responses if response]
     if name in OF_PAIRS:
         pairs = list(zip(responses[0::2], responses[1::2], strict=True))
@@ -63,7 +65,7 @@ def proximal_clip(weight: Callable[[Response, Token], float]) -> Callable[[Respo
 
 
 def distilled(student: Callable[[Token], float]) -> Callable[[Response], Losses]:
-    """The reverse KL of each token, with its sign turned, is what it is judged by."""
+    """Return losses whose advantage is the reverse KL of each token, with its sign turned."""
     clipped = proximal_clip(lambda _, t: min(lag_ratio(t), 2.0))
     return lambda tokens: clipped([t._replace(advantage=t.advantage + t.teacher - student(t)) for t in tokens])
 
@@ -71,7 +73,7 @@ def distilled(student: Callable[[Token], float]) -> Callable[[Response], Losses]
 def with_teacher(
     surrogate: Callable[[Response], Losses], weight: Callable[[Token], float], coefficient: float = 0.5
 ) -> Callable[[Response], Losses]:
-    """Half the estimate of KL(pi || teacher) beside another loss, weighed for the age of the sample."""
+    """Return half the estimate of KL(pi || teacher) beside another loss, weighed for the age of the sample."""
 
     def taught(tokens: Response) -> Losses:
         gaps = [float(t.current.detach()) - t.teacher for t in tokens]
@@ -84,7 +86,7 @@ def with_teacher(
 def over_candidates(
     surrogate: Callable[[Response], Losses], weight: Callable[[Token], float], coefficient: float = 0.5
 ) -> Callable[[Response], Losses]:
-    """Half of KL(pi || teacher) over the candidates, and all other tokens as one, beside another loss."""
+    """Return half of KL(pi || teacher) over the candidates, and all other tokens as one, beside another loss."""
 
     def divergence(t: Token) -> torch.Tensor:
         pairs = [(torch.exp(q), math.exp(p)) for q, p in t.candidates]
@@ -165,7 +167,7 @@ def with_mean_one(ratio: Callable[[Token], float]) -> Callable[[Sequence[Respons
 
 
 def within_second_moment(responses: Sequence[Response], losses: Sequence[Losses], budget: float = 0.04) -> list[Losses]:
-    """M2PO's mask: outward tokens of the update go, the furthest first, until the rest's mean square fits."""
+    """Return M2PO's mask: the furthest outward tokens of the update go first, until the rest's mean square fits."""
     moved = [[float(t.current.detach()) - t.behavior for t in tokens] for tokens in responses]
     rows = list(zip(responses, moved, strict=True))
     outward = [abs(x) for tokens, xs in rows for t, x in zip(tokens, xs, strict=True) if x * t.advantage > 0]
@@ -255,7 +257,7 @@ WHOLE = {
     "decoupled_m2po": within_second_moment,
     "clipped_m2po": within_second_moment,
 }
-"""What is done to the losses of all tokens of an update together."""
+"""Functions of the losses of all tokens of an update together."""
 
 
 Pair = Callable[[Response, Response], torch.Tensor]

@@ -1,4 +1,4 @@
-"""One rank of a learner that replays experts, run by torchrun: logprobs and one step of every case, into a directory.
+"""One rank of a learner that replays experts, run by torchrun: it writes each case's logprobs and one step's results.
 
 python -m torch.distributed.run --nproc-per-node 2 -m tests.learner.replay_rank DIRECTORY CASE...
 """
@@ -22,7 +22,7 @@ DENOMINATOR = 50.0
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """What is opened; written as JSON on the command line."""
+    """The settings of a case, which are written as JSON on the command line."""
 
     backend: str
     layout: LayoutConfig = LayoutConfig()
@@ -31,7 +31,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Result(msgspec.Struct):
-    """What a rank was told."""
+    """The results of one rank."""
 
     replica: int
     logprobs: list[float]

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="operator"
-"""Sequences with experts to be replayed, and what plain transformers in float64 makes of them."""
+"""Sequences with experts to be replayed, and the results of plain transformers in float64 for them."""
 
 import dataclasses
 from typing import Any
@@ -21,19 +21,20 @@ LAYERS, CHOSEN, EXPERTS = 4, 2, 8
 
 
 def model(experts: int = EXPERTS, **config: Any) -> ModelConfig:
-    """Each token is given `CHOSEN` of so many experts in each of `LAYERS` layers."""
+    """Describe a model in which each token takes `CHOSEN` of so many experts in each of `LAYERS` layers."""
     return model_config("qwen3_moe", num_experts=experts, **({"num_hidden_layers": LAYERS} | config))
 
 
 def with_experts(given: list[PackableSequence], experts: int, seed: int = 0) -> list[PackableSequence]:
-    """Random choices of two different ones for all tokens but the last."""
+    """Give each token but the last a random choice of two different experts."""
     rng = np.random.default_rng(seed)
     orders = [rng.random((len(one.token_ids) - 1, LAYERS, experts)).argsort(-1).astype(np.uint8) for one in given]
     return [dataclasses.replace(one, experts=order[..., :CHOSEN]) for one, order in zip(given, orders, strict=True)]
 
 
 def forced_model(config: ModelConfig, experts_TLK: torch.Tensor) -> PreTrainedModel:
-    """transformers' in float64, with a router that takes these experts for one sequence, as the paper defines it."""
+    """Return transformers' model in float64, whose router takes these experts for one sequence, as the paper defines
+    it."""
     model = load_model(config, 1).double()
     model.config._experts_implementation = "eager"  # grouped multiplications know no float64
     for number, layer in enumerate(model.model.layers):
@@ -58,7 +59,7 @@ def _forced(gate: nn.Module, experts_TK: torch.Tensor) -> object:
 def forced(
     config: ModelConfig, given: list[PackableSequence], denominator: float
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """[T] logprobs of all sequences, one at a time and never packed, and the gradient of `share` of all."""
+    """Return the logprobs [T] of all sequences, one at a time and never packed, and the gradient of `share` of all."""
     logprobs, gradients = [], dict[str, torch.Tensor]()
     for one in map(concatenate, [[sequence] for sequence in given]):
         assert one.experts_TLK is not None

@@ -19,19 +19,19 @@ STOP = load_tokenizer(MODEL).eos_token_id
 
 
 def responses(*lengths: int) -> list[NDArray[np.int32]]:
-    """Tokens that end with the stop token, and with which no padding token is among them."""
+    """Return tokens that end with the stop token, and among which there is no padding token."""
     texts = [sequence.token_ids % 17 for sequence in sequences(list(lengths))]
     return [np.append(tokens, np.int32(STOP)) for tokens in texts]
 
 
 def scores(backend: ValueBackend, texts: list[NDArray[np.int32]]) -> torch.Tensor:
-    """[S] of whole texts, in one row."""
+    """Return the scores [S] of whole texts, in one row."""
     row = concatenate([with_state_behind(tokens) for tokens in texts])
     return backend.values([row])[0][row.loss_mask_T > 0]
 
 
 def by_transformers(directory: Path, texts: list[NDArray[np.int32]]) -> torch.Tensor:
-    """[S] of the texts as one batch, padded as the saved tokenizer pads."""
+    """Return the scores [S] of the texts as one batch, padded as the saved tokenizer pads."""
     model = AutoModelForSequenceClassification.from_pretrained(directory)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     batch = tokenizer.pad({"input_ids": [tokens.tolist() for tokens in texts]}, return_tensors="pt")

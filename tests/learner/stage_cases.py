@@ -1,4 +1,5 @@
-"""Every stage as a new process would open it, on either backend, and what it leaves where it ran undisturbed or not."""
+"""Every stage as a new process opens it, on either backend, and the files of a disturbed and an undisturbed run of
+it."""
 
 import hashlib
 from collections.abc import Callable
@@ -46,7 +47,7 @@ SHARED: dict[str, Any] = {"batch_size": 3, "max_steps": STEPS, "epochs": STEPS, 
 
 
 class Killed(BaseException):
-    """The process is gone: nothing of the stage may see it coming."""
+    """Stands for the process's sudden end, which no code of the stage may handle."""
 
 
 @dataclass
@@ -66,7 +67,7 @@ class Watcher:
         return len(self.losses) >= self.stop_at
 
     def watches(self, backend_kind: str) -> dict[str, Any]:
-        """What `preferences.parts_of` is given."""
+        """Return the settings for `preferences.parts_of`."""
         return {
             "every_s": 0.0,
             "backend_kind": backend_kind,
@@ -76,7 +77,7 @@ class Watcher:
 
 
 class Open(Protocol):
-    """Open the stage as a new process would: fresh weights, and nothing known but what lies in `directory`."""
+    """Open the stage as a new process does: with fresh weights, and no knowledge but the files in `directory`."""
 
     def __call__(self, directory: Path, watcher: Watcher, backend_kind: str = "fsdp") -> tuple[Stage, Backend]: ...
 
@@ -111,7 +112,7 @@ def open_distill(directory: Path, watcher: Watcher, backend_kind: str = "fsdp") 
 def open_rl(
     directory: Path, watcher: Watcher, backend_kind: str = "fsdp", *, preset: str = "grpo", **changed: Any
 ) -> tuple[Stage, Backend]:
-    """With the batches that a broker would give, and nobody to publish to."""
+    """Open the stage with the batches that a broker would return, and with no engine to publish to."""
     algorithm = msgspec.convert(PRESETS[preset].algorithm | changed, AlgorithmConfig)
     backend = open_backend(backend_kind, MODEL, OPTIMIZER, seed=3)
     ranks, updater = Ranks.of(backend), updater_of(backend, algorithm, backend_kind)
@@ -139,7 +140,7 @@ def open_rl(
 
 
 class Batches:
-    """Of every step the same, however often it is asked for: two groups, the second trimmed, a version old."""
+    """The same batches at every request: two groups in each step, the second trimmed, one version old."""
 
     def take(self, step: int, *_: object, **__: object) -> TakenBatch:
         version = max(0, step - 1)
@@ -152,7 +153,7 @@ class Batches:
 
 
 def taught(group: Group) -> Group:
-    """With the logprobs that a teacher gives."""
+    """Add the logprobs that a teacher gives."""
     with_teacher = tuple(
         replace(one, teacher_logprobs=np.linspace(-2, 0, len(one.response_tokens), dtype=np.float32))
         for one in group.trajectories
@@ -205,10 +206,10 @@ OPEN: dict[str, Open] = {
 
 
 class Left(msgspec.Struct, kw_only=True):
-    """What a stage leaves at its end."""
+    """The files and figures that a stage leaves at its end."""
 
     losses: list[float]
-    """Of the steps that its last opening trained."""
+    """The losses of the steps that its last opening trained."""
     metrics: dict[str, Any]
     weights: str
     files: dict[str, str]
@@ -217,7 +218,7 @@ class Left(msgspec.Struct, kw_only=True):
 
 Disturbance = Literal["undisturbed", "killed", "stopped"]
 DATED = ("files.json", "digests.json", ".metadata")
-"""Files in which a time stands, or the digest of such a file."""
+"""Files that hold a time, or the digest of such a file."""
 
 
 def left(open_one: Open, directory: Path, backend_kind: str, disturbance: Disturbance) -> Left:

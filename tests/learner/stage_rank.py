@@ -1,4 +1,4 @@
-"""One rank that runs every stage to its end, undisturbed, killed and stopped: what each run leaves, into a file.
+"""One rank that runs every stage to its end, undisturbed, killed and stopped, and writes each run's results to a file.
 
 python -m torch.distributed.run --nproc-per-node 1 -m tests.learner.stage_rank DIRECTORY BACKEND
 """
@@ -21,7 +21,7 @@ def main(directory: Path, backend_kind: str) -> None:
 
 
 def runs(name: str, directory: Path, backend_kind: str) -> dict[str, Left]:
-    """What the stage leaves, by how it was disturbed."""
+    """Return the stage's results, by the disturbance."""
     return {
         disturbance: left(OPEN[name], directory / disturbance, backend_kind, disturbance)
         for disturbance in ("undisturbed", "killed", "stopped")

@@ -1,4 +1,5 @@
-"""A checkpoint that is written while training goes on: what is in it, and when the broker hears of it."""
+"""A checkpoint that is written while training goes on holds the state of its own step. The broker hears of it when it
+is durable."""
 
 import shutil
 import threading
@@ -62,7 +63,7 @@ def test_two_ranks_save_while_they_train(tmp_path: Path) -> None:
 
 @dataclass
 class Story:
-    """A learner of 64 bytes without a model, and what happened to it in order."""
+    """A learner of 64 bytes without a model, and the events of its training in order."""
 
     directory: Path
     stop_at: int = 99
@@ -101,7 +102,7 @@ class Story:
 
     def snapshot(self, directory: Path, *, is_copied: bool) -> Snapshot:
         assert is_copied
-        assert self.under_way is None  # what a checkpoint contains has been announced
+        assert self.under_way is None  # the checkpoint's contents have been announced
         step = self.learner.version.step
         self.events.append(("copied", step))
 
@@ -148,7 +149,7 @@ def test_training_goes_on_and_the_commit_waits(tmp_path: Path) -> None:
 
     def update_and_tell(packed: object, step: int) -> Any:
         updated = update(packed, step)
-        if step == EVERY:  # while the checkpoint before it is being written
+        if step == EVERY:  # the checkpoint before it is still being written
             assert story.happened("committed") == []
             is_trained.set()
         return updated
@@ -213,7 +214,7 @@ def test_a_bug_is_not_taken_for_a_full_disk(tmp_path: Path) -> None:
 def test_the_broker_forgets_no_more_than_the_checkpoint_contains(url: str) -> None:
     with experience(url, CheckpointMark(0, 0), after(9)) as (learner, blocking):
         learner.mark_dropped()
-        learner._cursor.mark_trained([learner._cursor.watermark])  # a step that is trained while it is written
+        learner._cursor.mark_trained([learner._cursor.watermark])  # trained while the checkpoint is written
         learner.commit(1)
         known = blocking.broker.batches._known
         assert known is not None
@@ -221,7 +222,7 @@ def test_the_broker_forgets_no_more_than_the_checkpoint_contains(url: str) -> No
 
 
 def test_every_rank_does_what_rank_0_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank without a broker hears each reason for waiting from rank 0, and then that nothing will come."""
+    """A rank without a broker hears each reason for waiting from rank 0, and then that there is nothing to wait for."""
     learner = Story(tmp_path).learner
     said = [*(wait.encode() for wait in (Wait.FOR_RANKS, Wait.FOR_COMMIT, Wait.FOR_RANKS, Wait.FOR_WEIGHTS)), b""]
     no_groups = msgspec.msgpack.encode([])

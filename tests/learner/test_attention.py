@@ -21,7 +21,7 @@ def projections(total: int, dtype: torch.dtype = torch.float64) -> list[torch.Te
 
 
 def one_by_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor, scale: float) -> torch.Tensor:
-    """softmax(q k' scale + causal mask) v, written out for every sequence and head."""
+    """Return softmax(q k' scale + causal mask) v, written out for every sequence and head."""
     outputs = []
     for start, end in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
         future = torch.full((end - start, end - start), float("-inf"), dtype=q.dtype).triu(1)

@@ -22,7 +22,7 @@ class Run:
         self.store = CheckpointStore(root, keep=1, best=self.best)
 
     def save(self, step: int, incarnation: int = 1) -> None:
-        """A checkpoint becomes durable, and others go."""
+        """Make a checkpoint durable, which removes others."""
         path = self.store.path(incarnation, step)
         path.mkdir(parents=True)
         (path / "config.json").write_text("{}")
@@ -31,7 +31,7 @@ class Run:
             shutil.rmtree(retired)
 
     def measure(self, step: int, value: float, metric: str = RATE) -> None:
-        """An evaluation has ended."""
+        """End an evaluation."""
         self.best.note(step, {metric: value})
         self.store.choose_best()
 
@@ -41,7 +41,7 @@ class Run:
 
     @property
     def chosen(self) -> tuple[int, int, float] | None:
-        """What the record says, and the link with it."""
+        """Return the best checkpoint of the record, after a check that the link agrees."""
         best = read_best(self.root)
         if best is None:
             assert not (self.root / "best").is_symlink()
@@ -61,7 +61,7 @@ def test_the_best_one_stays_beside_the_newest(run: Run) -> None:
     for step, value in ((10, 0.2), (20, 0.6), (30, 0.4), (40, 0.6)):
         run.save(step)
         run.measure(step, value)
-    assert run.chosen == (1, 20, 0.6)  # of equal ones the earliest
+    assert run.chosen == (1, 20, 0.6)  # the earliest of equal ones
     assert run.kept == ["1/step_20", "1/step_40"]
     run.save(50)
     run.measure(50, 0.7)
@@ -95,7 +95,7 @@ def test_a_checkpoint_stays_until_its_evaluation_is_over(run: Run) -> None:
         run.save(step)
     assert run.kept == ["1/step_10", "1/step_20", "1/step_30"]
     run.measure(10, 0.9)
-    awaited.clear()  # that of step 20 was skipped
+    awaited.clear()  # the evaluation of step 20 was skipped
     run.save(40)
     assert (run.chosen, run.kept) == ((1, 10, 0.9), ["1/step_10", "1/step_40"])
 
@@ -111,7 +111,7 @@ def test_it_is_found_after_a_restart(run: Run) -> None:
 
 
 def test_the_checkpoint_from_which_a_run_went_on_is_measured_again(run: Run) -> None:
-    """The evaluation is of the later incarnation, and the checkpoint of the earlier."""
+    """The evaluation belongs to the later incarnation, and the checkpoint to the earlier."""
     run.save(10)
     again = Run(run.root)
     again.measure(10, 0.9)

@@ -23,7 +23,7 @@ GOOD: dict[type, dict[str, Any]] = {
 
 
 class Broken(NamedTuple):
-    """A second line after a good one, or a whole file, and what the error must say."""
+    """A second line after a good one, or a whole file, and the words that the error must hold."""
 
     name: str
     kind: type

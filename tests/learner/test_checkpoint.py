@@ -28,7 +28,7 @@ def open_tiny(seed: int = 0, architecture: str = "qwen3_moe") -> FsdpBackend:
 
 
 def train(backend: FsdpBackend, steps: range) -> None:
-    """Batches and learning rates that depend on the process's generators."""
+    """Train on batches and with learning rates that depend on the process's generators."""
     for _ in steps:
         given = sequences([9, 14, 6], seed=int(np.random.randint(1000)))
         batches = pack(given, 0, 1, 16)
@@ -37,7 +37,7 @@ def train(backend: FsdpBackend, steps: range) -> None:
 
 
 def everything(backend: FsdpBackend) -> list[torch.Tensor]:
-    """Parameters, moments, step counters and what the generators give next."""
+    """Return parameters, moments, step counters and the next numbers of the generators."""
     moments = [value for state in backend._optimizer.state.values() for value in state.values()]
     parameters = [tensor for _, tensor in backend.named_tensors()]
     draws = torch.tensor([random.gauss(0, 1), np.random.standard_normal(), torch.rand(()).item()], dtype=torch.float64)
@@ -194,7 +194,7 @@ def test_the_newest_checkpoint_with_the_bytes_that_were_written_is_loaded(
 
 
 class OfTwo(Ranks):
-    """Rank 0 of two, of which the other one cannot have the first checkpoint."""
+    """Rank 0 of two; the other rank cannot load the first checkpoint."""
 
     def __init__(self, failure: int) -> None:
         super().__init__(rank=0, world_size=2, replica=0, replicas=1, is_lead=True)

@@ -1,5 +1,6 @@
 # mypy: disable-error-code="list-item"
-"""The learner's side of turns: who is on the device when, and whom the learner waits for."""
+"""The learner's side of turns: it and the engines are never on the device together, and it waits for engines to
+sleep."""
 
 import threading
 import time
@@ -43,7 +44,7 @@ def owner(blocking: BlockingBroker) -> Owner:
 
 
 class Model:
-    """Says where it is."""
+    """A model that notes whether it is on the device."""
 
     is_here = True
 
@@ -55,13 +56,13 @@ class Model:
 
 
 def of_one_rank(blocking: BlockingBroker, owner: Owner, *models: Any) -> LentDevice:
-    """The experience is only who asks the broker."""
+    """Return a device for one rank, whose experience only asks the broker."""
     asks: Any = SimpleNamespace(owner=owner, insist=lambda verb: blocking.call(verb()))
     return LentDevice(blocking.broker.phases, models, Ranks(0, 1, 0, 1, True), asks)
 
 
 class Clock:
-    """Stands still, but for what sleeps, and for outages."""
+    """A clock that moves only in sleeps and outages."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.time_s = 0.0
@@ -71,7 +72,7 @@ class Clock:
         self.time_s += seconds
 
     def answers(self, left: list[Any]) -> Callable[..., Any]:
-        """A verb that gives one after the other; before None there was a long outage."""
+        """Return a verb with these answers, one after the other; before None there is a long outage."""
 
         async def answer(*arguments: Any) -> Any:
             given = left.pop(0)
@@ -82,7 +83,7 @@ class Clock:
 
 
 def interrupted(owner: Owner) -> Any:
-    """An experience that was asked to stop while the broker is away."""
+    """Return an experience that is asked to stop while the broker is away."""
 
     def insist(verb: Callable[[], object]) -> object:
         raise Interrupted
@@ -96,7 +97,7 @@ def may_generate(blocking: BlockingBroker, ttl_s: float = LONG_S, *, is_awake: b
 
 @contextmanager
 def soon(act: Callable[[], object]) -> Iterator[None]:
-    """It happens a little later, and within the block."""
+    """Do this a little later, and within the block."""
     begun = threading.Event()
 
     def begin() -> None:
@@ -161,7 +162,7 @@ def test_an_outage_is_no_time_in_which_an_engine_could_have_fallen_asleep(
 def test_engines_that_the_server_has_forgotten_are_waited_for(
     server: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The learner asks the server that comes back before the worker does."""
+    """The server comes back, and the learner asks it before the worker does."""
     monkeypatch.setattr(phases, "AWAKE_S", LONG_S)
     model, answers, seen = Model(), list[object](), list[bool]()
     was_answered, is_named = threading.Event(), threading.Event()
@@ -217,7 +218,7 @@ def test_a_phase_lasts_as_long_as_it_is_renewed(
 
 
 def test_a_failure_leaves_the_device_to_engines(blocking: BlockingBroker, owner: Owner) -> None:
-    """There may be no memory to come back to."""
+    """The device may have no memory for the learner's model."""
     model = Model()
     with pytest.raises(ZeroDivisionError), of_one_rank(blocking, owner, model).engines_work():
         raise ZeroDivisionError
@@ -227,7 +228,7 @@ def test_a_failure_leaves_the_device_to_engines(blocking: BlockingBroker, owner:
 def test_a_learner_that_stops_without_a_broker_leaves_the_device_to_engines(
     blocking: BlockingBroker, owner: Owner
 ) -> None:
-    """Nobody says whether they sleep, and to wait would not make them."""
+    """No answer says whether engines sleep, and waiting would not make them sleep."""
     model = Model()
     turns = of_one_rank(blocking, owner, model)
 

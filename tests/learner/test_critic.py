@@ -94,7 +94,7 @@ class OrdinaryCritic:
 
 
 def loop_gae(one: PackableSequence, values: list[float]) -> tuple[dict[int, float], dict[int, float]]:
-    """Advantages and returns by trained token."""
+    """Return advantages and returns by trained token."""
     places = [one.prompt_length + int(t) for t in np.flatnonzero(one.loss_mask)]
     advantages: dict[int, float] = {}
     later, next_value = 0.0, 0.0
@@ -239,7 +239,7 @@ def test_advantages_are_whitened_over_trained_tokens_only() -> None:
 
 
 def everything(backend: FsdpValueBackend) -> dict[str, torch.Tensor]:
-    """Parameters, moments and step counters."""
+    """Return parameters, moments and step counters."""
     state = {name: parameter.full_tensor() for name, parameter in backend._module.named_parameters()}
     for name, parameter in backend._module.named_parameters():
         for key, value in backend._optimizer.state[parameter].items():
@@ -294,18 +294,18 @@ def test_bfloat16_leaves_the_head_in_fp32() -> None:
 
 
 class OwnBackend:
-    """A user's own, which can hold either model."""
+    """A user's own backend, which can hold either model."""
 
     def __init__(self, model: ModelConfig, optimizer: object, *, head: str = "policy", **layout: object) -> None:
         self.head = head
 
     def __getattr__(self, name: str) -> object:
-        """It offers whatever is asked of it."""
+        """Return an ability of any name."""
         return None
 
 
 class OwnPolicy:
-    """A user's own, which knows of no critic."""
+    """A user's own backend, which has no critic."""
 
     def __init__(self, model: ModelConfig, optimizer: object, *, seed: int, device: str, **layout: object) -> None:
         self.seed = seed

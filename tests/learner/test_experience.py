@@ -48,7 +48,7 @@ TOKENIZER = load_tokenizer(
 
 
 def after(polls: int) -> Callable[[], bool]:
-    """Asked so many times, it stops."""
+    """Return a function that asks to stop once it was called so many times."""
     asked = iter(range(polls))
     return lambda: next(asked, None) is None
 
@@ -119,7 +119,7 @@ def announced(blocking: BlockingBroker) -> WeightVersion | None:
 
 
 class Announcing:
-    """The broker's verb, held up or failing as a test says."""
+    """The broker's verb, which the test delays or lets fail."""
 
     def __init__(self, blocking: BlockingBroker, monkeypatch: pytest.MonkeyPatch) -> None:
         self._announce = blocking.broker.versions.announce
@@ -129,7 +129,7 @@ class Announcing:
         self._monkeypatch = monkeypatch
 
     def goes_on_once_settled(self, learner: Experience) -> None:
-        """Only a learner that waits for the announcement gets it."""
+        """Let the announcement go on only when the learner waits for it."""
         settle = learner.settle
 
         def settle_at_last() -> None:
@@ -146,7 +146,7 @@ class Announcing:
 
 
 def test_a_version_is_announced_beside_the_next_step(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is announced is what was published, whatever becomes of the tensors; the next one waits for it."""
+    """Later changes of the tensors do not change the announced version; the next version waits for the announcement."""
     with experience(url, CheckpointMark(0, 0), after(10_000)) as (learner, blocking):
         learner.feed()
         publish(learner, 0)
@@ -194,7 +194,7 @@ def test_a_learner_that_waits_for_a_batch_hears_that_it_is_superseded(
 def test_a_server_that_is_restarted_during_a_replay_makes_nobody_publish_twice(
     server: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It kept all that is replayed; what is asked for afterwards was not there before."""
+    """The server kept all steps that are replayed, and had nothing of the step that the learner asks for afterwards."""
     batch = train_two_steps(server.url, tmp_path / "log")
     with experience(server.url, CheckpointMark(1, 1), after(200), logged=tmp_path / "log") as (resumed, blocking):
         kill(server)
@@ -244,7 +244,7 @@ def test_a_server_that_forgot_what_is_replayed_makes_us_publish(server: Embedded
         assert announced(blocking) == WeightVersion(1, 3)
         forget_everything(server, tmp_path / "server")
         assert resumed.take(1) is Wait.FOR_WEIGHTS
-        publish(resumed, 1)  # what the loop does then
+        publish(resumed, 1)  # the loop does the same then
         assert announced(blocking) == WeightVersion(2, 1)
 
 
@@ -282,7 +282,7 @@ def test_a_stopping_learner_does_not_wait_for_a_dead_server(server: EmbeddedServ
 
 
 def generate(blocking: BlockingBroker, step: int, groups: int) -> list[str]:
-    """A worker with the weights of `step` finishes so many groups of two samples; their names."""
+    """Finish so many groups of two samples as a worker with the weights of `step`, and return their names."""
     version = WeightVersion(1, step)
     leases = blocking.call(blocking.broker.leases.lease("w", version, 2 * groups, 30.0)).leases
     for lease in leases:
@@ -297,7 +297,7 @@ def take(learner: Experience, step: int) -> list[Group]:
 
 
 def train_two_steps(url: str, logged: Path) -> list[Group]:
-    """A learner that is gone afterwards announced step 2; the batch of step 1."""
+    """Return the batch of step 1, which a learner took that announced step 2 and is gone afterwards."""
     with experience(url, CheckpointMark(0, 0), after(1), logged=logged) as (learner, blocking):
         publish(learner, 0)
         with pytest.raises(Interrupted):
@@ -332,13 +332,13 @@ def test_a_batch_of_which_the_server_lost_a_part_is_trained_whole(url: str, tmp_
         (name, *_) = blocking.call(blocking.broker._connection.scan(blocking_key(blocking, f"payload:{group}:*")))
         blocking.call(blocking.broker._connection.execute("UNLINK", name))
         assert tids_of(take(resumed, 1)) == tids_of(batch)
-        assert blocking.call(blocking.broker.status.snapshot()).queues.retry == 0  # nobody generates it again
+        assert blocking.call(blocking.broker.status.snapshot()).queues.retry == 0  # no worker generates it again
 
 
 def test_a_sample_that_the_server_has_otherwise_than_it_was_trained_is_trained_as_it_was(
     url: str, tmp_path: Path
 ) -> None:
-    """A server that lost its last seconds has the sample that was replaced in them, under the same name."""
+    """A server that lost its last seconds holds a sample that had been replaced then, under the same name."""
     batch = train_two_steps(url, tmp_path)
     with experience(url, CheckpointMark(1, 1), after(100), logged=tmp_path) as (resumed, blocking):
         trained = batch[2].trajectories[0]
@@ -367,7 +367,7 @@ def test_groups_that_were_dropped_do_not_hold_the_watermark_back(url: str) -> No
         trained = [group.prompt.group for group in take(learner, 0)]
         publish(learner, MAX_LAG + 1)
         with pytest.raises(Interrupted):
-            learner.take(MAX_LAG + 1)  # for which the others are too old
+            learner.take(MAX_LAG + 1)  # the other groups are too old for this step
         learner._cursor.mark_trained(trained)
         assert learner._cursor.watermark == f"0000-{GROUPS_PER_STEP:08d}"
         learner.mark_dropped()
@@ -379,7 +379,7 @@ def test_groups_that_teach_nothing_are_replaced_so_often_and_no_more(url: str, t
         publish(learner, 0)
         with pytest.raises(Interrupted):
             learner.take(0)
-        names = generate(blocking, 0, 3 * GROUPS_PER_STEP)  # all with the same reward
+        names = generate(blocking, 0, 3 * GROUPS_PER_STEP)  # all of them with the same reward
         learner._should_stop = after(3)
         taken = [group.prompt.group for group in take(learner, 0)]
         assert taken == names[GROUPS_PER_STEP : 2 * GROUPS_PER_STEP]
@@ -491,7 +491,7 @@ def test_a_slow_source_holds_up_no_other_call(url: str, monkeypatch: pytest.Monk
 
         drawn, cursor.next = cursor.next, slow  # type: ignore[method-assign]
         monkeypatch.setattr(feed, "DRAW_S", 0.0)
-        for fed in (1, 2):  # and what is drawn is fed before the rest is
+        for fed in (1, 2):  # the prompts drawn so far are fed before the rest
             learner.feed()
             assert blocking.call(blocking.broker.prompts.waiting())[0] == fed
         monkeypatch.setattr(feed, "DRAW_S", DEADLINE_S)

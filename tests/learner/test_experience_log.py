@@ -1,4 +1,4 @@
-"""The log on disk: what it gives back is what was trained, or nothing."""
+"""The log on disk returns exactly the batches that were trained, or nothing."""
 
 import logging
 import shutil
@@ -19,7 +19,7 @@ PLENTY = 1 << 20
 
 @pytest.fixture
 def log(tmp_path: Path) -> ExperienceLog:
-    """Three steps."""
+    """Return a log of three steps."""
     opened = ExperienceLog(tmp_path, PLENTY)
     for step in range(3):
         opened.record(step, batch(step))
@@ -27,7 +27,7 @@ def log(tmp_path: Path) -> ExperienceLog:
 
 
 def check_same(found: list[Group] | None, expected: list[Group]) -> None:
-    """To the last bit: their frames have every number in them."""
+    """Assert that the groups are equal to the last bit: their frames hold every number of them."""
     assert found is not None
     assert [GroupFrames.of(one) for one in found] == [GroupFrames.of(one) for one in expected]
 
@@ -91,7 +91,7 @@ def test_a_damaged_file_counts_as_not_held_and_so_do_later_ones(
     assert f"{file} is damaged" in caplog.text
     assert ExperienceLog(tmp_path).read(1) is None
     check_same(log.read(2), batch(2))
-    log.record(1, batch(1))  # as trained again
+    log.record(1, batch(1))  # the step is trained again
     check_same(log.read(1), batch(1))
 
 
@@ -103,7 +103,7 @@ def test_a_file_of_another_step_is_no_batch(log: ExperienceLog, tmp_path: Path) 
 def test_batches_of_another_version_of_headway_are_not_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """None is promised that cannot be read."""
+    """The log promises no batch that it cannot read."""
     opened = ExperienceLog(tmp_path, PLENTY)
     opened.record(0, batch(0))
     with monkeypatch.context() as before:

@@ -29,7 +29,7 @@ LENGTHS = [7, 12, 5, 20, 3, 9]
 
 
 def ordinary_logprobs(model: PreTrainedModel, batch: PackedBatch, temperature: float) -> torch.Tensor:
-    """An ordinary transformers forward of one sequence; 0 for its first token."""
+    """Return the logprobs of an ordinary transformers forward of one sequence; 0 for its first token."""
     logits = model(input_ids=batch.token_ids_T[None]).logits[0, :-1]
     log_softmax = (logits.float() / temperature).log_softmax(-1)
     return torch.nn.functional.pad(log_softmax.gather(1, batch.token_ids_T[1:, None])[:, 0], (1, 0))
@@ -42,7 +42,7 @@ def ordinary_hidden(model: PreTrainedModel, *lengths: int) -> torch.Tensor:
 
 
 def ordinary_loss(model: PreTrainedModel, given: list[PackableSequence], temperature: float) -> torch.Tensor:
-    """One sequence at a time, never packed."""
+    """Return the loss of one sequence at a time, never packed."""
     ones = [concatenate([sequence]) for sequence in given]
     shares = [share(one, ordinary_logprobs(model, one, temperature), trained_tokens(given)) for one in ones]
     return torch.stack(shares).sum()
@@ -106,7 +106,7 @@ def test_hidden_states_are_an_ordinary_forwards(architecture: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_kept_weights_make_bit_equal_steps_and_are_never_stale(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a large model are gathered for every layer; `logprobs` after anything that changes shards sees it."""
+    """A large model gathers its weights for every layer; `logprobs` after any change of shards sees the change."""
     config = model_config("qwen3", dtype=dtype)
     kept, follower = (open_backend("fsdp", config, OPTIMIZER, seed=3) for _ in range(2))
     monkeypatch.setattr(learner.backends.fsdp.sharding, "GATHERED_WEIGHT_BYTES", 0)
@@ -141,7 +141,7 @@ def test_a_sequence_never_sees_its_neighbours(architecture: str) -> None:
 
 
 def reference_steps(architecture: str, *steps: list[PackableSequence]) -> tuple[PreTrainedModel, list[list[float]]]:
-    """The same steps with an ordinary model, AdamW and clipping."""
+    """Take the same steps with an ordinary model, AdamW and clipping."""
     model = load_model(model_config(architecture), 3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=OPTIMIZER.weight_decay)
     results = []
@@ -176,7 +176,7 @@ PARAMETERS_ATOL = 3e-5
 
 
 def assert_parameters_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """By Hugging Face name; the experts of the reference are fused."""
+    """Compare parameters by Hugging Face name; the experts of the reference are fused."""
     for name, parameter in expected.items():
         if "experts" not in name:
             torch.testing.assert_close(got[name], parameter.detach(), rtol=0, atol=PARAMETERS_ATOL)
@@ -189,7 +189,7 @@ def assert_parameters_close(got: dict[str, torch.Tensor], expected: dict[str, to
 
 
 def ranks_of(directory: Path, cases: list[Case], count: int) -> list[list[list[Result]]]:
-    """[case][rank][step]"""
+    """Return results as [case][rank][step]."""
     given = [msgspec.json.encode(case).decode() for case in cases]
     run_ranks(fsdp_rank.__name__, count, directory, *given, timeout_s=280)
     return [
@@ -208,13 +208,13 @@ RANKS = {
         Case(architecture="qwen3", layout=LayoutConfig(context=2), compute=ComputeConfig(recompute="selective")),
         Case(architecture="qwen3_moe", layout=LayoutConfig(context=2), compute=ComputeConfig(offload_optimizer=True)),
     ],
-    3: [Case(architecture="qwen3_moe")],  # whose sizes 3 does not divide
+    3: [Case(architecture="qwen3_moe")],  # 3 divides none of its sizes
     4: [
         Case(architecture="qwen3", layout=LayoutConfig(context=4)),
         Case(architecture="qwen3_moe", layout=LayoutConfig(context=2), compute=ComputeConfig(recompute="full")),
     ],
 }
-"""By number of ranks. The models have 4 heads and 2 key/value heads, so 4 ranks hold copies of these."""
+"""The cases by number of ranks. The models have 4 heads and 2 key/value heads, so 4 ranks hold copies of these."""
 
 
 @pytest.mark.slow
@@ -307,7 +307,7 @@ def test_a_batch_without_anything_to_train_is_a_step() -> None:
 
 
 class OwnBackend:
-    """A user's own, found by its import path."""
+    """A user's own backend, found by its import path."""
 
     def __init__(
         self, model: ModelConfig, optimizer: OptimizerConfig, *, device: str, seed: int, **layout: object
@@ -315,7 +315,7 @@ class OwnBackend:
         self.arguments = (model, optimizer, device, seed)
 
     def __getattr__(self, name: str) -> object:
-        """It offers whatever is asked of it."""
+        """Return an ability of any name."""
         return None
 
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="arg-type, operator"
-"""Memory against time: none of it may change a result."""
+"""Settings that trade memory against time change no result."""
 
 import contextlib
 import functools
@@ -34,7 +34,7 @@ LAYERS = 2
 
 
 class Operations(TorchDispatchMode):
-    """Counts what runs while it is entered."""
+    """Counts the operations that run while it is entered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Operations(TorchDispatchMode):
 
 
 def gradients(compute: ComputeConfig, architecture: str) -> tuple[dict[str, torch.Tensor], Counter[str]]:
-    """Of one backward pass, with the operations that it ran."""
+    """Return the gradients of one backward pass, and the number of operations that it ran."""
     policy = Policy(load_model(model_config(architecture), 1), on_cpu=True, half_precision=False)
     prepare_layers(policy.layers, compute)
     batch = concatenate(sequences(LENGTHS))
@@ -59,7 +59,7 @@ def gradients(compute: ComputeConfig, architecture: str) -> tuple[dict[str, torc
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
 def test_recomputation_runs_again_what_it_says_and_changes_no_gradient(architecture: str) -> None:
     expected, none = gradients(ComputeConfig(), architecture)
-    matrices = 6 * LAYERS  # a dense layer's seventh is its last operation, whose result nobody needs again
+    matrices = 6 * LAYERS  # a dense layer's seventh is its last operation, whose result no later one needs
     for recompute, again in (("selective", 0), ("full", matrices)):
         got, count = gradients(ComputeConfig(recompute=recompute), architecture)
         assert got.keys() == expected.keys()
@@ -73,7 +73,7 @@ def test_recomputation_runs_again_what_it_says_and_changes_no_gradient(architect
 
 @torch.library.custom_op("headway_tests::attention", mutates_args=())
 def opaque(query: torch.Tensor, longest: int, scale: float) -> torch.Tensor:
-    """What a compiler sees of the variable-length kernel, which no CPU has."""
+    """Stand for the variable-length kernel, which no CPU has, as a compiler sees it."""
     return query * scale
 
 
@@ -92,7 +92,8 @@ opaque.register_autograd(
 def test_layers_of_any_number_and_length_are_compiled_once(
     architecture: str, recompute: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ten layers: of the variants of one function torch compiles eight. Graphs run as they are, uncompiled."""
+    """The model has ten layers, and torch compiles eight variants of one function. Graphs run as they are,
+    uncompiled."""
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
@@ -153,7 +154,7 @@ def assert_bit_identical(backend: Backend, other: Backend) -> None:
 @pytest.mark.parametrize("kind", [LlamaRMSNorm, Qwen3MoeRMSNorm, Olmo2RMSNorm])
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)])
 def test_a_fused_norm_is_the_models_own(kind: type[torch.nn.Module], dtype: torch.dtype, rounding: float) -> None:
-    """In bfloat16 to a unit in the last place, as transformers rounds twice and torch once."""
+    """In bfloat16 they agree up to a unit in the last place, because transformers rounds twice and torch once."""
     generator = torch.Generator().manual_seed(0)
     norms = torch.nn.ModuleList([kind(64), kind(64)]).to(dtype)
     weight = torch.randn(64, generator=generator).to(dtype)

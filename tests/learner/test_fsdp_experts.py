@@ -17,11 +17,11 @@ from tests.learner.tiny import model_config, sequences, share
 FEW_TOKENS = [3, 4]
 MANY_TOKENS = [7, 12, 5, 20, 3, 9]
 EXPERTS = 24
-"""Two of them for a token: more than seven tokens can choose."""
+"""A token chooses two experts, so there are more experts than seven tokens can choose."""
 
 
 def run(implementation: str, recompute: Any, lengths: list[int]) -> dict[str, torch.Tensor]:
-    """The loss and every gradient."""
+    """Return the loss and every gradient."""
     policy = Policy(load_model(model_config("qwen3_moe", num_experts=EXPERTS), 1), on_cpu=True, half_precision=False)
     assert policy.model.config._experts_implementation == EXPERTS_NAME
     policy.model.config._experts_implementation = implementation
@@ -72,7 +72,7 @@ def test_any_number_of_tokens_is_compiled_once_in_bfloat16() -> None:
 
 
 class Experts(torch.nn.Module):
-    """As transformers describes its own."""
+    """Experts with the attributes by which transformers describes its own."""
 
     def __init__(self, **said: object) -> None:
         super().__init__()

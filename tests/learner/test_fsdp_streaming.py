@@ -26,7 +26,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 def written(
     directory: Path, architecture: str, *, tied: bool = True, dtype: torch.dtype = torch.float32, size: str = "1GB"
 ) -> ModelConfig:
-    """A random model's files, its weights without pattern: constant norms and biases would hide a mistake."""
+    """Write a random model's files. No weights have a pattern, because constant norms and biases would hide a
+    mistake."""
     config = model_config(architecture, tied=tied, **ARCHITECTURES[architecture])
     model = load_model(config, 5)
     generator = torch.Generator().manual_seed(0)
@@ -38,7 +39,7 @@ def written(
 
 
 def opened(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> FsdpBackend:
-    """Without the way that needs memory for the whole model."""
+    """Open the model without the path that needs memory for all of it."""
     monkeypatch.setattr(learner.backends.fsdp.sharded_model, "load_model", None)
     backend = open_backend("fsdp", config, OPTIMIZER)
     assert isinstance(backend, FsdpBackend)
@@ -46,7 +47,7 @@ def opened(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> FsdpBackend:
 
 
 def assert_same(backend: FsdpBackend, model: PreTrainedModel) -> None:
-    """Parameters and buffers, those too that no file has."""
+    """Assert that parameters and buffers are equal, also those that no file has."""
     expected = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     streamed = backend._policy.model
     got = dict(streamed.named_parameters(remove_duplicate=False)) | dict(streamed.named_buffers())

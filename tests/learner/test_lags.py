@@ -1,4 +1,4 @@
-"""Figures by lag sum up to the figures over all, of one step and of several."""
+"""Figures by lag sum up to the figures over all lags, within one step and over several."""
 
 from typing import Any
 
@@ -58,7 +58,8 @@ def test_several_steps_have_the_figures_of_all_their_trajectories_and_tokens() -
 
 
 def figures(weights_T: np.ndarray[Any, Any]) -> LagFigures:
-    """Those of tokens with these ratios, and of as many trajectories; rewards and shares are the ratios, too."""
+    """Return figures of tokens with these ratios, and of as many trajectories, whose rewards and shares are the ratios
+    too."""
     mean = float(weights_T.mean())
     return LagFigures(
         trajectories=len(weights_T),

@@ -1,4 +1,4 @@
-"""With several updates a step, each is the published loss of the weights that it begins with, for every preset."""
+"""With several updates a step, each has the published loss of the weights with which it begins, for every preset."""
 
 import functools
 from collections.abc import Sequence
@@ -47,12 +47,12 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 MODEL = model_config("qwen3")
 FAST = msgspec.structs.replace(OPTIMIZER, learning_rate=0.02, max_grad_norm=10.0)
-"""So fast that the first update takes many tokens out of every trust region."""
+"""A rate so high that the first update takes many tokens out of every trust region."""
 
 
 @functools.cache
 def reference() -> Backend:
-    """The model that losses of pairs compare with; it is never trained."""
+    """Return the model with which losses of pairs compare; it is never trained."""
     return open_backend("fsdp", MODEL, FAST, seed=4)
 
 
@@ -66,7 +66,7 @@ class Seen(NamedTuple):
 
 
 def watch(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> list[list[Seen]]:
-    """What each of the backend's updates will see."""
+    """Return a list that collects the micro-batches of each of the backend's updates."""
     updates: list[list[Seen]] = []
     step = backend.step
 
@@ -90,7 +90,7 @@ def watch(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> list[list[Seen]]
 
 
 def responses_of(seen: Sequence[Seen], proximal: Backend) -> tuple[list[Response], list[torch.Tensor]]:
-    """The trained tokens of each sequence, and where their gradient will be: [T] of each micro-batch."""
+    """Return the trained tokens of each sequence, and the place of their gradient: [T] of each micro-batch."""
     responses, places = [], []
     batches = [one.batch for one in seen]
     plain = [batch.without_candidates for batch in batches]
@@ -126,7 +126,7 @@ def candidates_at(batch: PackedBatch, current_T: torch.Tensor, t: int) -> list[t
 
 
 def train(name: str, updates_per_step: int, monkeypatch: pytest.MonkeyPatch) -> list[list[Seen]]:
-    """What each update of one step sees; half of the tokens were sampled two versions ago."""
+    """Return the micro-batches of each update of one step; half of the tokens were sampled two versions ago."""
     config = msgspec.convert(ALGORITHMS[name], AlgorithmConfig)
     backend, ranks = open_backend("fsdp", MODEL, FAST, seed=3), Ranks(0, 1, 0, 1, is_lead=True)
     critic = None

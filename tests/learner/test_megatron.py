@@ -56,7 +56,7 @@ SHARINGS: dict[str, tuple[Sharing, list[tuple[int, ...]]]] = {
 
 
 def numbered(shapes: list[tuple[int, ...]]) -> tuple[torch.Tensor, ...]:
-    """No number occurs twice, and none is 0."""
+    """Return numbers among which none occurs twice and none is 0."""
     sizes = [math.prod(shape) for shape in shapes]
     parts = torch.split(torch.arange(1.0, 1 + sum(sizes)), sizes)
     return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
@@ -215,7 +215,7 @@ def test_nothing_is_patched_where_cuda_is_available(monkeypatch: pytest.MonkeyPa
 
 
 Story = tuple[Case, Path, list[Result]]
-"""A case, the directory of its checkpoints, and what each of its ranks was told."""
+"""A case, the directory of its checkpoints, and the results of each of its ranks."""
 
 Tensors = dict[str, torch.Tensor]
 KEYS = ("param", "exp_avg", "exp_avg_sq")
@@ -233,7 +233,7 @@ LAYOUTS = {
         ("qwen3", "float32", LayoutConfig(context=2)),
     ],
 }
-"""By number of ranks. Those that hold the same parameters share their masters and moments."""
+"""Layouts by number of ranks. Ranks that hold the same parameters share their masters and moments."""
 
 STORIES = [
     pytest.param(
@@ -249,7 +249,7 @@ OTHERS: dict[str, tuple[dict[str, int], str]] = {
     "wider": ({"hidden_size": 64}, "has the shape [64], the model's is [32]"),
     "shallower": ({"num_hidden_layers": 1}, "and 0 are another's, such as model.layers.1."),
 }
-"""Models whose checkpoints are loaded in vain, and the reason that a rank gives."""
+"""Models whose checkpoints must not load, and the reason that a rank gives."""
 
 
 @pytest.fixture(scope="module")
@@ -269,14 +269,14 @@ def stories_of_2(root: Path) -> list[Story]:
 
 @pytest.fixture(params=STORIES)
 def story(request: pytest.FixtureRequest) -> Story:
-    """All of as many ranks run when the first of them is asked for."""
+    """Return a case's story. All cases of equally many ranks run when the first of them is asked for."""
     count, number = request.param
     stories: list[Story] = request.getfixturevalue(f"stories_of_{count}")
     return stories[number]
 
 
 def case_of(root: Path, architecture: str, dtype: str, layout: LayoutConfig) -> Case:
-    """With its model's files, and checkpoints of others."""
+    """Return the case with its model's files, and checkpoints of others."""
     model, config = root / architecture, model_config(architecture)
     others = [root / f"{architecture}-{other}" for other in OTHERS]
     if not model.exists():
@@ -290,7 +290,7 @@ def case_of(root: Path, architecture: str, dtype: str, layout: LayoutConfig) -> 
 
 
 def write_checkpoint(config: ModelConfig, directory: Path) -> None:
-    """A checkpoint's state is three Hugging Face models."""
+    """Write a checkpoint, whose state is three Hugging Face models."""
     for key in KEYS:
         load_model(config).save_pretrained(directory / key)
     (directory / "optimizer.json").write_text('{"step": 1}')
@@ -313,7 +313,7 @@ def results_of(directory: Path, count: int) -> list[Result]:
 
 
 def state_of(checkpoint: Path) -> Tensors:
-    """fp32 masters and moments, and the number of updates."""
+    """Return the fp32 masters and moments, and the number of updates."""
     state = {
         f"{key}.{name}": tensor
         for key in KEYS
@@ -333,7 +333,7 @@ def masters_of(checkpoint: Path) -> Tensors:
 
 
 def are_equal(one: Tensors, other: Tensors) -> bool:
-    """Bit for bit."""
+    """Whether the states are equal bit for bit."""
     return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
@@ -382,7 +382,7 @@ def test_what_was_saved_is_loaded_bit_for_bit(story: Story) -> None:
 
 
 def test_logprobs_are_those_of_the_weights_that_were_stepped_to(story: Story) -> None:
-    """transformers says what they are, with the model that stands on top of the checkpoint."""
+    """transformers computes them, with the model that lies beside the checkpoint."""
     case, directory, results = story
     model = AutoModelForCausalLM.from_pretrained(directory / "one", dtype=torch.float32)
     replicas = 1 + max(result.replica for result in results)
@@ -396,7 +396,7 @@ def test_logprobs_are_those_of_the_weights_that_were_stepped_to(story: Story) ->
 
 @torch.no_grad()
 def ordinary(model: PreTrainedModel, batch: PackedBatch) -> list[torch.Tensor]:
-    """Of each sequence alone."""
+    """Return the logprobs of each sequence alone."""
     ends = batch.cu_seqlens.tolist()
     alone = [batch.token_ids_T[start:end] for start, end in itertools.pairwise(ends)]
     ones = [concatenate(sequences([len(token_ids_L)])) for token_ids_L in alone]

@@ -1,4 +1,4 @@
-"""What ranks are planned to hold, against published sizes and what the backends really hold."""
+"""The memory plan of ranks agrees with published sizes and with the bytes that the backends really hold."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -57,7 +57,7 @@ LLAMA_8B = LlamaConfig(
     vocab_size=128256,
 )
 SIZES = {8_190_735_360: QWEN3_8B, 30_532_122_624: QWEN3_30B_A3B, 8_030_261_248: LLAMA_8B}
-"""Parameters as published."""
+"""Models by their published number of parameters."""
 
 TINY: dict[str, Any] = {
     "hidden_size": 32,
@@ -161,7 +161,7 @@ def test_a_teacher_is_beside_a_student_without_gradients_and_moments(backend: st
 
 
 def test_megatron_ranks_split_what_their_layout_says() -> None:
-    """Two stages, two tensor-parallel ranks in each, which split the experts too, and two replicas."""
+    """Two stages have two tensor-parallel ranks each, which split the experts too, and two replicas."""
     shape = planned(TINY_MOE).shape
     ranks = plan_memory(planned(TINY_MOE, "megatron", 8, tensor=2, pipeline=2, expert=2))
     attention = 32 * 32 + 2 * 16 * 32 + 32 * 32
@@ -173,7 +173,7 @@ def test_megatron_ranks_split_what_their_layout_says() -> None:
     assert [held[rank].parameters for rank in range(8)] == [2 * first] * 4 + [2 * last] * 4
     assert [held[rank].gradients for rank in range(8)] == [4 * first] * 4 + [4 * last] * 4
     assert held[0].optimizer == 12 * first // 2
-    copied = 4 * whole + 32  # on both tensor-parallel ranks
+    copied = 4 * whole + 32  # both tensor-parallel ranks hold a copy
     assert total(ranks, "optimizer") == 12 * (shape.num_parameters + copied)
 
 
@@ -232,7 +232,7 @@ def test_activations_are_split_over_tensor_and_context_ranks() -> None:
 
 
 def test_early_stages_hold_more_micro_batches() -> None:
-    """One forward, one backward: the first of four stages holds four micro-batches of a quarter of the layers."""
+    """In one forward, one backward the first of four stages holds four micro-batches of a quarter of the layers."""
     alone = plan_memory(planned(QWEN3_8B, "megatron"))[0].activations
     ranks = sorted(plan_memory(planned(QWEN3_8B, "megatron", 4, pipeline=4)), key=lambda held: held.rank)
     assert [held.activations for held in ranks] == [alone * n // 4 for n in (4, 3, 2, 1)]

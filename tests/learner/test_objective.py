@@ -1,5 +1,5 @@
 # mypy: disable-error-code="arg-type, misc, union-attr"
-"""The composition: shares add up however the batch is cut, names are checked, reports combine."""
+"""The composition of a loss: shares add up however the batch is cut, names are checked, and reports combine."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -76,7 +76,7 @@ def algorithm(raw: dict[str, object]) -> AlgorithmConfig:
 
 
 def cut(objective: Objective, split: Split) -> Split:
-    """The split, or for a loss of pairs one of whole pairs: each lies where its chosen response was."""
+    """Return the split, or for a loss of pairs one of whole pairs: each pair goes where its chosen response was."""
     if not objective.is_of_pairs:
         return split
     return [[s for chosen in part if chosen % 2 == 0 for s in (chosen, chosen + 1)] for part in split]
@@ -101,7 +101,7 @@ class Whole:
         self.advantages_T = spread(advantages_S, torch.tensor(self.bounds)) * self.mask_T
 
     def with_candidates(self) -> "Whole":
-        """The same with three candidates of a teacher, of which the policy tells its own logprobs."""
+        """Add three candidates of a teacher, for which the policy reports its own logprobs."""
         generator = torch.Generator().manual_seed(1)
         logprobs_PTV = torch.randn(2, len(self.mask_T), 7, generator=generator).log_softmax(-1)
         self.teacher_TC, chosen_TC = logprobs_PTV[1].topk(3)
@@ -110,14 +110,14 @@ class Whole:
         return self
 
     def spoil(self, garbage: float) -> None:
-        """Put this at all masked places."""
+        """Put this value at all masked places."""
         for name in ("behavior_T", "proximal_T", "reference_T", "current_T", "advantages_T", "teacher_T"):
             values_T = getattr(self, name).clone()
             values_T[self.mask_T == 0] = garbage
             setattr(self, name, values_T)
 
     def part(self, sequences: Sequence[int]) -> tuple[PackedBatch, torch.Tensor]:
-        """The batch of these sequences, in this order, and the places of its tokens in the whole."""
+        """Return the batch of these sequences, in this order, and the places of its tokens in the whole."""
         places = [t for s in sequences for t in range(self.bounds[s], self.bounds[s + 1])]
         index_T = torch.tensor(places, dtype=torch.int64)
         lengths = [LENGTHS[s] for s in sequences]
@@ -135,7 +135,7 @@ class Whole:
         return batch, index_T
 
     def reports(self, objective: Objective, split: Sequence[Sequence[int]]) -> list[dict[str, float]]:
-        """What each micro-batch reports."""
+        """Return the report of each micro-batch."""
         parts = [self.part(sequences) for sequences in cut(objective, split)]
         logprobs = [[policy_T[i] for _, i in parts] for policy_T in (self.proximal_T, self.reference_T, self.current_T)]
         proximal, reference, current = logprobs
@@ -150,7 +150,7 @@ class Whole:
     def train(
         self, objective: Objective, split: Sequence[Sequence[int]]
     ) -> tuple[float, torch.Tensor, dict[str, float]]:
-        """(loss, gradient by token of the whole, metrics) of one update cut into micro-batches by `split`."""
+        """Return (loss, gradient by token of the whole, metrics) of one update cut into micro-batches by `split`."""
         current_T = self.current_T.clone().requires_grad_()
         parts = [self.part(sequences) for sequences in cut(objective, split)]
         loss = objective.token_loss(
@@ -281,7 +281,7 @@ def test_an_empty_micro_batch_has_a_loss_to_go_back_from(name: str) -> None:
 
 
 def test_the_composition_is_the_equation() -> None:
-    """Decoupled PPO with KL, as a float64 loop."""
+    """The equation is decoupled PPO with KL, as a float64 loop."""
     whole, config = Whole(), algorithm({**PRESETS["decoupled_ppo"].algorithm, **KL})
     loss, _, _ = whole.train(Objective(config), [range(len(LENGTHS))])
     expected, tokens = 0.0, float(whole.mask_T.sum())

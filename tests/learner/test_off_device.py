@@ -1,6 +1,6 @@
-"""A model that leaves its device for a while: bit for bit the same afterwards, and not there meanwhile.
+"""A model that leaves its device for a while frees the memory meanwhile, and is bit for bit the same afterwards.
 
-Over several ranks, and with Megatron: `fsdp_rank.py` and `megatron_rank.py`.
+`fsdp_rank.py` and `megatron_rank.py` prove it for several ranks, and for Megatron.
 """
 
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ def away(model: Trained, times: int) -> Iterator[None]:
 
 
 def trained(backend: Backend, leaves: bool) -> list[torch.Tensor]:
-    """Two steps, between which it leaves the device or not; what it is then, and what it says."""
+    """Take two steps, between which the model may leave the device, and return its state and its logprobs."""
     batches = pack(sequences([7, 12, 5, 20]), 0, 1, 25)
     for _ in range(2):
         with away(backend, 2) if leaves else nullcontext():

@@ -1,4 +1,4 @@
-"""Prompt sources of the user's own: in a process of their own, where what hangs or exits ends nothing but itself."""
+"""A user's own prompt source runs in a process of its own, so a hang or an exit ends nothing else."""
 
 import os
 from collections.abc import Iterator

@@ -25,7 +25,7 @@ costs_of = st.builds(CostModel, per_token=st.floats(0.1, 10), per_pair=st.floats
 
 
 def micro_batch_costs(planned: Plan, lengths: list[int], cost: CostModel) -> np.ndarray:
-    """[replica, micro-batch]"""
+    """Return the costs as [replica, micro-batch]."""
     return np.array([[cost.of_sequences([lengths[i] for i in batch]).sum() for batch in share] for share in planned])
 
 
@@ -62,7 +62,7 @@ def test_replicas_differ_by_one_sequence_where_the_budget_leaves_room(
 @settings(deadline=None)
 @given(lengths_of, st.integers(1, 5), st.integers(1, 500))
 def test_micro_batches_are_few(lengths: list[int], replicas: int, budget: int) -> None:
-    """Best-fit decreasing leaves one micro-batch half empty at most; longer sequences stand alone."""
+    """Best-fit decreasing leaves at most one micro-batch half empty; longer sequences stand alone."""
     count = len(plan(lengths, replicas, budget)[0])
     over = sum(length > budget for length in lengths)
     tokens = sum(length for length in lengths if length <= budget)
@@ -70,7 +70,7 @@ def test_micro_batches_are_few(lengths: list[int], replicas: int, budget: int) -
 
 
 def test_best_fit_finds_a_place_where_even_micro_batches_leave_none() -> None:
-    """Three even ones of 10 would get 7, 6 and 5 first, and have no room for what is left."""
+    """Three even micro-batches of 10 would get 7, 6 and 5 first, and have no room for the rest."""
     lengths = [7, 6, 5, 5, 4, 3]
     assert len(plan(lengths, 1, 10)[0]) == 3
     assert len(plan(lengths, 3, 10)[0]) == 1
@@ -78,7 +78,7 @@ def test_best_fit_finds_a_place_where_even_micro_batches_leave_none() -> None:
 
 @pytest.mark.parametrize(("count", "replicas"), [(256, 8), (1000, 8), (1000, 64)])
 def test_replicas_wait_little_for_each_other(count: int, replicas: int) -> None:
-    """Nearly the least there is, and as few micro-batches as the tokens fill."""
+    """The wait is nearly the least possible, with as few micro-batches as the tokens fill."""
     lengths, budget = long_tailed(count, 8192), 16384
     costs = micro_batch_costs(plan(lengths, replicas, budget), lengths, DEFAULT_COST)
     assert costs.shape[1] == math.ceil(math.ceil(sum(lengths) / budget) / replicas)
@@ -86,7 +86,7 @@ def test_replicas_wait_little_for_each_other(count: int, replicas: int) -> None:
 
 
 def test_a_long_sequence_gets_company_as_costly_as_itself() -> None:
-    """One sequence of 8,000 holds seven replicas up, which do as much meanwhile: the second round is short."""
+    """One sequence of 8,000 delays seven replicas, which do as much meanwhile: the second round is short."""
     lengths = [8000] + [100] * 1000
     cost = CostModel(per_token=1.0, per_pair=1 / 8000)
     costs = micro_batch_costs(plan(lengths, 8, 10000, cost), lengths, cost)
@@ -96,7 +96,7 @@ def test_a_long_sequence_gets_company_as_costly_as_itself() -> None:
 
 
 def test_cost_counts_what_transformers_would_compute() -> None:
-    """Forward FLOPs of the modules themselves: 2 a weight and token, and two products of all causal pairs."""
+    """The cost is the forward FLOPs of the modules: 2 per weight and token, and two products of all causal pairs."""
     from transformers import Qwen3MoeConfig
 
     config = Qwen3MoeConfig(
@@ -231,7 +231,7 @@ def test_tokens_over_the_bound_are_context_only() -> None:
 
 
 def test_what_an_environment_said_gets_no_gradient_and_no_ratio() -> None:
-    """Whatever the policies think of it, and however it is packed."""
+    """This holds for any logprob that a policy gives these tokens, and for any packing."""
     turns = (Turn(0, 2, 0.0), Turn(3, 4, 1.0))
     said = msgspec.structs.replace(trajectory(), behavior_logprobs=np.array([-1, -2, 0, -4], np.float32), turns=turns)
     packable = from_trajectory(said, advantages=0.5, step=7, max_lag=4)

@@ -1,4 +1,5 @@
-"""Pairs of sampled groups: which are made, what is trained of them, and that packing changes nothing."""
+"""Pairs of sampled groups: the choice of the pairs, the tokens that are trained, and a loss that packing never
+changes."""
 
 import msgspec
 import numpy as np
@@ -38,7 +39,7 @@ def updater_of(config: AlgorithmConfig, *, micro_batch_tokens: int = 40, updates
 
 
 def rewarded(number: int, rewards: list[float], *, untrained: int | None = None, step: int = 0) -> Group:
-    """A group with these rewards; of the sample `untrained` no token was sampled."""
+    """Return a group with these rewards; no token of the sample `untrained` was sampled."""
     whole = group(number, tuple(range(len(rewards))), step=step)
     trajectories = [
         structs.replace(one, reward=reward, loss_mask=np.full_like(one.loss_mask, place != untrained))

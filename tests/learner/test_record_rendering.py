@@ -1,4 +1,4 @@
-"""Conversations become tokens with a loss mask that is exact to the token, in whichever way a template states turns."""
+"""Conversations become tokens with a loss mask that is exact to the token, however a template writes turns."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ TWO_TURNS = Conversation(
 
 
 def tokenizer_of(template: str | None, merges: list[tuple[str, str]] | None = None) -> PreTrainedTokenizerFast:
-    """A tokenizer with a token for each character, and for each of the `merges`."""
+    """Return a tokenizer with a token for each character, and for each of the `merges`."""
     characters = [chr(code) for code in (10, *range(32, 127))]
     vocabulary = {text: number for number, text in enumerate([*characters, *("".join(pair) for pair in merges or [])])}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges or []))
@@ -63,7 +63,7 @@ def renderer_of(template: str | None, **limit: Any) -> ConversationRenderer:
 
 
 def marked(rendered: Rendered) -> str:
-    """The text, with what is trained in brackets."""
+    """Return the text, with its trained parts in brackets."""
     tokens = tokenizer_of(None).convert_ids_to_tokens(rendered.token_ids.tolist())
     return "".join(
         f"[{token}]" if bit else token for token, bit in zip(tokens, rendered.loss_mask, strict=True)

@@ -1,4 +1,4 @@
-"""Files of every known layout become typed records, each with its place; hubs are stood in for by their packages."""
+"""Files of every known layout become typed records, each with its place; packages stand in for hubs."""
 
 import json
 import sys
@@ -114,7 +114,7 @@ def test_every_layout_has_a_case() -> None:
     parametrized: Any = test_a_layout_is_told_by_its_columns
     cases = parametrized.pytestmark[0].args[1]
     names = {layout.name for layouts in LAYOUTS.values() for layout in layouts}
-    assert names - {case[0] for case in cases} == {"scored", "ranked"}  # below
+    assert names - {case[0] for case in cases} == {"scored", "ranked"}  # tests below cover these two
 
 
 def _placeless(record: Any) -> Any:
@@ -172,7 +172,7 @@ ROWS = [{"query": "q", "response": "a"}, {"query": "é", "response": "ü\n"}]
 
 
 def _saved(directory: Path) -> str:
-    """What `datasets` 5 leaves for these rows after `save_to_disk`."""
+    """Write the files that `datasets` 5 leaves for these rows after `save_to_disk`."""
     directory.mkdir()
     with pyarrow.OSFile(str(directory / "data-00000-of-00001.arrow"), "wb") as file:
         table = pyarrow.Table.from_pylist(ROWS)
@@ -281,7 +281,7 @@ DESCRIPTIONS: dict[str, Any] = {
 
 @pytest.fixture
 def factory(tmp_path: Path) -> Path:
-    """A directory as LLaMA-Factory has it."""
+    """Return a directory in LLaMA-Factory's layout."""
     (tmp_path / "dataset_info.json").write_text(json.dumps(DESCRIPTIONS))
     jsonl(tmp_path / "a.jsonl", {"ask": "q", "say": "a"})
     jsonl(tmp_path / "b.jsonl", {"turns": [HUMAN], "good": GPT, "bad": GPT_WORSE})

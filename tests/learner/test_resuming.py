@@ -1,4 +1,4 @@
-"""Where a learner begins: decided from its checkpoints, its log, and what the broker still has."""
+"""A learner decides where to begin from its checkpoints, its log, and the batches that the broker still has."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ CURSOR = cast(PromptCursor, SimpleNamespace(watermark="", trained_beyond=()))
 
 @dataclass
 class Server:
-    """A broker that answers claims with what it `has`, and keeps what it was told."""
+    """A broker that answers claims with the marks that it `has`, and keeps the learner's own."""
 
     has: Claim
     told: dict[str, Any] = field(default_factory=dict)
@@ -57,7 +57,7 @@ def claim(announced: int | None, **changes: Any) -> Claim:
 
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> CheckpointStore:
-    """At steps 2 and 4."""
+    """Return checkpoints at steps 2 and 4."""
     for step in (2, 4):
         directory = tmp_path / "checkpoints" / "1" / f"step_{step}"
         directory.mkdir(parents=True)

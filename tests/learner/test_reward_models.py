@@ -1,4 +1,4 @@
-"""Reward models: what they learn, the files that they leave, and how their scores are read."""
+"""Reward models learn from pairs, leave files that other programs read, and score as transformers does."""
 
 import json
 from pathlib import Path

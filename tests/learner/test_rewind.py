@@ -1,4 +1,4 @@
-"""Where a run can go back to, by its checkpoints and its log."""
+"""A run can go back to these places, by its checkpoints and its log."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from tests.learner.batches import batch
 
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> CheckpointStore:
-    """At steps 2, 4 and 6; incarnation 2 went back to 2 once, so that there was another step 4."""
+    """Return checkpoints at steps 2, 4 and 6; incarnation 2 went back to 2 once, so that there was another step 4."""
     for incarnation, step in ((1, 2), (1, 4), (1, 5), (2, 2), (2, 4), (3, 6)):
         directory = tmp_path / "checkpoints" / f"{incarnation}" / f"step_{step}"
         directory.mkdir(parents=True)
@@ -23,7 +23,7 @@ def checkpoints(tmp_path: Path) -> CheckpointStore:
 
 @pytest.fixture
 def log(tmp_path: Path) -> ExperienceLog:
-    """All six steps."""
+    """Return a log of all six steps."""
     opened = ExperienceLog(tmp_path / "experience", 1 << 20)
     for step in range(6):
         opened.record(step, batch(step))

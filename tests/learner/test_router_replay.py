@@ -1,5 +1,5 @@
 # mypy: disable-error-code="arg-type, assignment, union-attr"
-"""Experts that a batch says to take: the same pass where they are the router's own, a forced one where they are not."""
+"""Experts that a batch prescribes: the pass is the same where the router would choose them, and forced where not."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ MODELS = {
 
 
 def own_choices(policy: Policy, batch: PackedBatch) -> torch.Tensor:
-    """[T, L, K] int16"""
+    """Return the router's own choices, int16 [T, L, K]."""
     chosen: list[torch.Tensor] = []
     hooks = [
         layer.mlp.experts.register_forward_pre_hook(lambda _, arguments: chosen.append(arguments[1]))
@@ -63,7 +63,7 @@ def own_choices(policy: Policy, batch: PackedBatch) -> torch.Tensor:
 
 
 def passed(policy: Policy, batch: PackedBatch, denominator: float) -> dict[str, torch.Tensor]:
-    """The logprobs and every gradient."""
+    """Return the logprobs and every gradient."""
     policy.zero_grad()
     logprobs_T = policy(batch, TEMPERATURE)
     share(batch, logprobs_T, denominator).backward()
@@ -112,7 +112,7 @@ def test_a_step_reports_how_often_its_routers_disagree() -> None:
     own_TLK = own_choices(Policy(load_model(config, 1), on_cpu=True, half_precision=False), batch)
     recorded_TLK = own_TLK.flip(-1)  # in another order: no other choice
     missing = next(expert for expert in range(9) if expert not in own_TLK[0, -1])
-    recorded_TLK[0, -1, 0], recorded_TLK[5] = missing, -1  # of the last layer: no other choice depends on it
+    recorded_TLK[0, -1, 0], recorded_TLK[5] = missing, -1  # the last layer's: no other choice depends on it
     replayed = dataclasses.replace(batch, experts_TLK=recorded_TLK)
 
     def no_loss(_: int, logprobs_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
@@ -232,7 +232,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Result]]:
-    """What each of two ranks was told, in every case."""
+    """Return the results of each of two ranks, in every case."""
     directory = tmp_path_factory.mktemp("ranks")
     texts = [msgspec.json.encode(case).decode() for case in CASES.values()]
     run_ranks(replay_rank.__name__, 2, directory, *texts, timeout_s=240)
@@ -246,7 +246,7 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Result]]
 
 @pytest.fixture(scope="module")
 def expected() -> tuple[list[list[float]], float]:
-    """Of one replica and of each of two: the logprobs as its micro-batches have them; and the norm of the gradient."""
+    """Return the logprobs of one replica and of each of two, as packed in micro-batches, and the gradient's norm."""
     given = with_experts(sequences(LENGTHS), EXPERTS)
     logprobs_T, gradients = forced(model(), given, DENOMINATOR)
     by_tokens = {
@@ -277,7 +277,7 @@ def test_every_layout_takes_each_tokens_choices(
 
 
 def test_every_layout_counts_each_choice_once(layouts: dict[str, list[Result]]) -> None:
-    """Recomputation passes twice: of both counts."""
+    """Recomputation passes twice and doubles both counts."""
     fed = sum(LENGTHS) - len(LENGTHS)
     shares = set()
     for name, told in layouts.items():
@@ -293,7 +293,7 @@ def test_every_layout_counts_each_choice_once(layouts: dict[str, list[Result]]) 
 
 
 class Reference:
-    """A backend that remembers what it was asked about."""
+    """A backend that notes the batches of which it computes logprobs."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend

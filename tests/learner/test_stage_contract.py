@@ -1,4 +1,4 @@
-"""What every stage promises, whatever it trains: it leaves a model, and goes on where it was stopped or killed."""
+"""Every stage promises the same, whatever it trains: it leaves a model, and goes on where it was stopped or killed."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from tests.learner.torchrun import run_ranks
 KINDS = [name for name in OPEN if not name.startswith("rl ")]
 STAGES = pytest.mark.parametrize("open_one", [OPEN[name] for name in KINDS], ids=KINDS)
 BESIDE = {"rl online_dpo", "rl ppo"}
-"""Those with another model that changes beside the policy."""
+"""The stages with another model that changes beside the policy."""
 
 
 @STAGES
@@ -64,7 +64,7 @@ def test_opened_again_at_its_end_it_trains_nothing(open_one: Open, tmp_path: Pat
 
 @pytest.fixture(scope="module")
 def of_megatron(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Left]]:
-    """What every stage leaves on Megatron Core, which patches its process."""
+    """Return the results of every stage on Megatron Core, which patches its process."""
     directory = tmp_path_factory.mktemp("megatron")
     run_ranks(stage_rank.__name__, 1, directory, "megatron", timeout_s=280)
     return msgspec.json.decode((directory / "left.json").read_bytes(), type=dict[str, dict[str, Left]])
@@ -73,7 +73,7 @@ def of_megatron(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str,
 @pytest.mark.parametrize("backend_kind", ["fsdp", pytest.param("megatron", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", OPEN)
 def test_it_goes_on_where_it_was(name: str, backend_kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    """Bit for bit: losses, weights, moments, generators, and a critic or a reference that learns beside the policy."""
+    """Losses, weights, moments and generators agree bit for bit, and so does a critic or a reference that learns."""
     is_megatron = backend_kind == "megatron"
     runs = request.getfixturevalue("of_megatron")[name] if is_megatron else stage_rank.runs(name, tmp_path, "fsdp")
     expected: Left = runs.pop("undisturbed")

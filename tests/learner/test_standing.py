@@ -1,4 +1,4 @@
-"""The learner's standing with the broker: every declared transition, and that no other can happen."""
+"""The learner's standing with the broker makes every declared transition, and no other."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -20,7 +20,7 @@ PATHS = {
     State.ANNOUNCED: (Event.PUBLISH, Event.ANNOUNCE),
     State.UNCONFIRMED: (Event.PUBLISH, Event.GIVE_UP),
 }
-"""What brings a new learner into each state."""
+"""The events that bring a new learner into each state."""
 
 
 def after(events: Sequence[Event]) -> Standing:
@@ -41,7 +41,7 @@ def happen(learner: Standing, event: Event) -> None:
 
 
 def stated() -> dict[tuple[State, Event], State]:
-    """The table of the module's docstring."""
+    """Return the table of the module's docstring."""
     assert standing.__doc__ is not None
     rows = [line.split() for line in standing.__doc__.splitlines() if line.startswith("    ")]
     events = [Event[name] for name in rows[0][1:]]

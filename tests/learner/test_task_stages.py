@@ -94,7 +94,7 @@ def test_two_ranks_that_pack_equal_one_that_does_not(name: str, of_two_ranks: li
 
 @pytest.fixture(scope="module")
 def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What each rank saw, by stage."""
+    """Return the metrics that each rank saw, by stage."""
     directory = tmp_path_factory.mktemp("ranks")
     run_ranks(preference_rank.__name__, 2, directory, timeout_s=200)
     return [msgspec.json.decode((directory / f"rank_{rank}.json").read_bytes()) for rank in range(2)]
@@ -202,7 +202,7 @@ def test_a_reference_that_is_gone_is_told(tmp_path: Path) -> None:
 def test_a_first_step_of_distillation_has_the_divergence_of_its_tokens(
     divergence: Any, top_k: int, tmp_path: Path
 ) -> None:
-    """Against both models' whole distributions, in float64."""
+    """The divergence is computed from both models' whole distributions, in float64."""
     seen: list[Progress] = []
     options = replace(distilling.OPTIONS, divergence=divergence, top_k=top_k, evaluate_every_steps=0)
     stage, student = distilling.opened(tmp_path, options, report=seen.append)
@@ -224,7 +224,7 @@ def test_a_first_step_of_distillation_has_the_divergence_of_its_tokens(
 
 
 def distribution(model: Backend, batch: PackedBatch) -> torch.Tensor:
-    """[T, V] float64 probabilities in the place of each token."""
+    """Return float64 probabilities [T, V] in the place of each token."""
     (found,) = cast(Teacher, model).likeliest([batch], VOCABULARY)
     whole_TV = torch.zeros(batch.num_tokens, VOCABULARY, dtype=torch.float64)
     return whole_TV.scatter(1, found.token_ids_TC, found.logprobs_TC.double().exp())

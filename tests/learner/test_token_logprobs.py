@@ -15,7 +15,7 @@ TOKENS, WIDTH, VOCABULARY = 23, 8, 19
 
 
 def given(padded: int = VOCABULARY, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
-    """hidden_TH, weight_VH, targets_T and what is pulled back through the logprobs."""
+    """Return hidden_TH, weight_VH, targets_T and the gradient that flows back through the logprobs."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (
         torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
@@ -26,7 +26,7 @@ def given(padded: int = VOCABULARY, dtype: torch.dtype = torch.float64) -> list[
 
 
 def oracle(temperature: float, padded: int = VOCABULARY) -> dict[str, torch.Tensor]:
-    """log softmax written out over the real vocabulary, differentiated by autograd."""
+    """Return log softmax written out over the real vocabulary, differentiated by autograd."""
     hidden, weight, targets, pull = given(padded)
     log_softmax = ((hidden @ weight[:VOCABULARY].T) / temperature).log_softmax(-1)
     logprobs = log_softmax[torch.arange(TOKENS), targets]
@@ -87,7 +87,8 @@ def test_bfloat16_products_are_summed_in_fp32() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_what_is_compiled_is_compiled_once_and_equal(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 5 and 3 tokens, then of 8 and 7: one graph in each direction. Graphs run as they are, uncompiled."""
+    """Chunks of 5 and 3 tokens, then of 8 and 7, use one graph in each direction. Graphs run as they are,
+    uncompiled."""
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
@@ -121,7 +122,7 @@ def test_no_tensor_of_all_logits_ever_exists() -> None:
 
 
 class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
-    """The most elements that an operation returned while this was entered."""
+    """Notes the most elements of a tensor that an operation returned while this was entered."""
 
     numel = 0
 

@@ -1,4 +1,4 @@
-"""One batch into one update, however many ranks share it."""
+"""One batch becomes the same update, however many ranks share it."""
 
 from pathlib import Path
 

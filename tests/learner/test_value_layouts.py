@@ -23,12 +23,12 @@ LAYOUTS = [
     LayoutConfig(context=2, expert=2),
     LayoutConfig(),
 ]
-"""Each key of a layout in one of them; the last has two replicas."""
+"""Layouts in which each key occurs; the last has two replicas."""
 
 
 @pytest.fixture(scope="module")
 def reward_model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    """One from whose head a critic starts."""
+    """Return a reward model from whose head a critic starts."""
     directory = tmp_path_factory.mktemp("scores") / "model"
     open_backend("fsdp", model_config("qwen3_moe", num_hidden_layers=4), OPTIMIZER, seed=3, head="score").save(
         directory

@@ -1,4 +1,4 @@
-"""Worked examples of reasoning-gym tasks: right where they shall be, careless at the rates that were asked for."""
+"""Worked examples of reasoning-gym tasks are right by default, and careless at the rates that a recipe asks for."""
 
 import operator
 import re
@@ -27,7 +27,7 @@ def examples_of(count: int, path: str, **options: Any) -> list[Example]:
 
 
 def worked_examples(count: int, **careless: float) -> list[tuple[Example, Item]]:
-    """Examples of both tasks, each with the item that has the same question."""
+    """Return examples of both tasks, each with the item that has the same question."""
     examples = examples_of(count, TASKS, task_options=TASK_OPTIONS, **careless)
     assert examples == examples_of(count, TASKS, task_options=TASK_OPTIONS, **careless)
     source = open_tasks(TASKS, TASK_OPTIONS, seed=zlib.crc32(b"examples:0"))

@@ -37,13 +37,13 @@ def model_config(
 
 
 def sequences(lengths: list[int], seed: int = 0) -> list[PackableSequence]:
-    """Random tokens with a prompt of a third, random masks, logprobs and advantages."""
+    """Return random tokens with a prompt of a third, random masks, logprobs and advantages."""
     rng = np.random.default_rng(seed)
     return [_sequence(rng, length) for length in lengths]
 
 
 def alike(given: Sequence[PackableSequence], count: int) -> list[PackableSequence]:
-    """The sequences with the first `count` tokens of the first one."""
+    """Return the sequences with the first `count` tokens of the first one."""
     beginning = given[0].token_ids[:count]
     return [
         replace(one, token_ids=np.concatenate([beginning, one.token_ids[count:]])[: len(one.token_ids)])
@@ -66,7 +66,7 @@ def _sequence(rng: np.random.Generator, length: int) -> PackableSequence:
 
 
 def ratio_loss(batches: list[PackedBatch], denominator: float) -> TokenLoss:
-    """- sum of mask * advantage * exp(current - behavior) / denominator: every field of the batch matters."""
+    """Return - sum of mask * advantage * exp(current - behavior) / denominator: every field of the batch matters."""
 
     def loss(index: int, logprobs_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
         return share(batches[index], logprobs_T, denominator), {"tokens": float(batches[index].loss_mask_T.sum())}

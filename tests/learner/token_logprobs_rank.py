@@ -1,4 +1,4 @@
-"""One rank of two that hold halves of a vocabulary, run by torchrun: logprobs and gradients into a directory.
+"""One rank of two that hold halves of a vocabulary, run by torchrun: it writes logprobs and gradients to a directory.
 
 python -m torch.distributed.run --nproc-per-node 2 -m tests.learner.token_logprobs_rank DIRECTORY ROWS
 """

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 SHOWN = 6000
-"""Characters of what ranks that failed have said: their traceback, before that of the launcher."""
+"""The number of characters shown of failed ranks' output, which ends with their traceback and then the launcher's."""
 
 
 def run_ranks(module: str, count: int, *arguments: object, timeout_s: float) -> None:

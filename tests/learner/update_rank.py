@@ -27,13 +27,13 @@ from tests.learner.tiny import OPTIMIZER, VOCABULARY, model_config, sequences
 
 MODEL = model_config("qwen3")
 SIZES = (6, 1)
-"""Sequences of each batch, or pairs: the last one leaves a rank with none."""
+"""The number of sequences or pairs in each batch: the last one leaves a rank with none."""
 PRESETS_TRIED = (("grpo", 1), ("candidates", 2), ("m2po", 2), ("distillation", 2), ("online_dpo", 2), ("ppo", 2))
-"""With so many updates a step; the mask of m2po is one of all ranks, anew in each."""
+"""Presets with their number of updates a step; the mask of m2po is one of all ranks, anew in each update."""
 OF_PAIRS = ("online_dpo", 2)
 TAUGHT = ("candidates", 2)
 CRITICIZED = ("ppo", 2)
-"""What another backend trains, too; the last batch of pairs has no pair at all."""
+"""The case that trains another backend too; the last batch of pairs has no pair at all."""
 
 
 CANDIDATES = 3

@@ -1,4 +1,4 @@
-"""One rank of critics and reward models under several layouts, run by torchrun: what each computes, into a directory.
+"""One rank of critics and reward models under several layouts, run by torchrun: it writes the values of each.
 
 python -m torch.distributed.run --nproc-per-node 2 -m tests.learner.values_rank DIRECTORY MODEL LAYOUTS
 """
@@ -28,19 +28,19 @@ OPTIMIZER = OptimizerConfig(weight_decay=0.1, max_grad_norm=0.5, epsilon=1e-6)
 
 
 class Story(msgspec.Struct, kw_only=True):
-    """What a rank saw of one model."""
+    """The results of one model on one rank."""
 
     losses: list[float] = []
     norms: list[float] = []
     values: list[list[float]] = []
-    """At the start and after each step, the sum of each sequence's values; 0 for those of other replicas."""
+    """The sum of each sequence's values, at the start and after each step; 0 for those of other replicas."""
     is_lead: bool = True
     moved: list[str] = []
-    """The models that were opened so far and left the process's generator elsewhere."""
+    """The models whose opening changed the state of the process's generator, among those opened so far."""
 
 
 def told(backend: ValueBackend, steps: range) -> Story:
-    """Trains so many steps on regression targets, and watches."""
+    """Train so many steps on regression targets, and return the results."""
     story = Story(values=[_values(backend)], is_lead=backend.is_lead)
     for number in steps:
         batches = batches_of(backend, number)
@@ -56,7 +56,7 @@ def batches_of(backend: ValueBackend, number: int) -> list[PackedBatch]:
 
 
 def _regression(batches: list[PackedBatch]) -> TokenLoss:
-    """The squared distance of trained values to the advantages, summed over the batch and divided by 50."""
+    """Return the squared distance of trained values to the advantages, summed over the batch and divided by 50."""
 
     def loss(index: int, values_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
         batch = batches[index]
@@ -81,7 +81,7 @@ def _values(backend: ValueBackend) -> list[float]:
 
 
 def run(directory: Path, model: ModelConfig, layouts: list[LayoutConfig]) -> dict[str, Story]:
-    """Each layout's critic resumes besides what the layout before it had saved after a step."""
+    """Run every layout. Each one's critic also resumes the checkpoint that the layout before it saved after a step."""
     stories: dict[str, Story] = {}
     moved: list[str] = []
     for number, layout in enumerate(layouts):

@@ -1,4 +1,4 @@
-"""One rank of several, run by torchrun: shards of all kinds, gathered together, are what was cut into them.
+"""One rank of several, run by torchrun: gathered shards of all kinds equal the tensors from which they were cut.
 
 python -m torch.distributed.run --nproc-per-node N -m tests.learner.whole_rank
 """
@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 from learner.backends.fsdp.sharding import whole
 
 SHAPES = [(1,), (2,), (3, 5), (4,), (5, 3), (7, 2, 3), (9, 1), (10, 0), (0, 4), (128, 4, 2)]
-"""Some have fewer rows than there are ranks, most leave the last rank fewer than the first, two have no elements."""
+"""Shapes: some have fewer rows than there are ranks, most leave the last rank fewer than the first, two are empty."""
 KINDS = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool]
 
 
 def given() -> list[torch.Tensor]:
-    """Whole, the same on every rank."""
+    """Return whole tensors, the same on every rank."""
     tensors = []
     for number, shape in enumerate(SHAPES):
         values = torch.arange(torch.Size(shape).numel()).reshape(shape) + 100 * number
@@ -27,7 +27,7 @@ def given() -> list[torch.Tensor]:
 
 
 def sharded(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """As FSDP does it."""
+    """Shard a tensor as FSDP does."""
     module = nn.ParameterList(nn.Parameter(tensor.clone(), requires_grad=False) for tensor in tensors)
     fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     return [parameter.detach() for parameter in module]

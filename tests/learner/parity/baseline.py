@@ -1,4 +1,4 @@
-"""What every layout is compared with, and how far from it rounding alone may take one."""
+"""The values with which every layout is compared, and the distance from them that rounding alone may cause."""
 
 import tempfile
 from dataclasses import dataclass
@@ -24,8 +24,10 @@ FLOAT32 = {
     "exp_avg": 3e-5,
     "exp_avg_sq": 3e-5,
 }
-"""Sums in another order. A parameter moves by the quotient of two moments, in which the smallest gradients count as
-much as the largest."""
+"""Another layout sums in another order.
+
+A parameter moves by the quotient of two moments, in which the smallest gradients count as much as the largest.
+"""
 
 ROUNDINGS = 2.0
 
@@ -34,12 +36,15 @@ ROUNDINGS = 2.0
 class Baseline:
     expected: Outcome
     start: Tensors
-    """What the model's files hold."""
+    """The tensors in the model's files."""
     tolerances: dict[str, float]
 
 
 class Baselines:
-    """In fp32 the reference; in bfloat16 the same backend on one process, as only that rounds where it does."""
+    """The expected values: in fp32 those of the reference, in bfloat16 those of the same backend on one process.
+
+    Only the same backend rounds in the same places.
+    """
 
     def __init__(self, directory: Path, setting: Setting) -> None:
         self._directory = directory
@@ -47,7 +52,7 @@ class Baselines:
         self._made: dict[tuple[str, str], Baseline] = {}
 
     def model(self, name: str) -> Path:
-        """Its Hugging Face directory."""
+        """Return the model's Hugging Face directory."""
         directory = self._directory / name
         if not directory.exists():
             write_model(name, SHAPES[self._setting.shape], directory)
@@ -66,7 +71,7 @@ class Baselines:
         return Baseline(expected=expected, start=load_file(directory / "model.safetensors"), tolerances=FLOAT32)
 
     def _of_one_process(self, backend: str, model: str) -> Baseline:
-        """Twice what bfloat16 makes of one process is allowed.
+        """Allow twice the deviation that bfloat16 causes on one process.
 
         Another layout adds in another order: its rounding errors are another draw of the same size, so two layouts lie
         about sqrt(2) of that apart where nothing cancels, more where the router sends a token to another expert.
@@ -79,7 +84,7 @@ class Baselines:
         return Baseline(expected=half, start=start, tolerances=tolerances)
 
     def _alone(self, case: Case, dtypes: list[Literal["float32", "bfloat16"]]) -> list[Outcome]:
-        """What one process comes to in each number format."""
+        """Return the outcome of one process in each number format."""
         with tempfile.TemporaryDirectory(dir=self._directory) as directory:
             settings = {dtype: msgspec.structs.replace(self._setting, dtype=dtype) for dtype in dtypes}
             jobs = [

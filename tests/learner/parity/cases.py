@@ -1,4 +1,4 @@
-"""What is compared: a case is a backend, a model, a layout and a way to keep activations."""
+"""The cases of the comparison: each is a backend, a model, a layout and a way to keep activations."""
 
 import itertools
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from .layouts import described, layouts, replicas
 from .models import MODELS, SHAPES, random_model
 
 OPTIMIZER = OptimizerConfig(weight_decay=0.1, max_grad_norm=0.1, epsilon=1e-6)
-"""Clipped. Where a gradient is next to nothing AdamW turns its rounding into a whole step; this epsilon tames it."""
+"""An optimizer with clipping. AdamW turns the rounding of a tiny gradient into a whole step; this epsilon tames it."""
 
 LEARNING_RATE = 1e-3
 TEMPERATURE = 0.9
@@ -28,18 +28,18 @@ RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """What all cases of a comparison share."""
+    """The settings that all cases of a comparison share."""
 
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
     shape: str = "toy"
-    """Of `models.SHAPES`."""
+    """A key of `models.SHAPES`."""
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
     backend: str
     model: str
-    """Of `models.MODELS`."""
+    """A key of `models.MODELS`."""
     processes: int
     layout: LayoutConfig = LayoutConfig()
     recompute: Recompute = "none"
@@ -60,17 +60,17 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     case: Case
     setting: Setting
     model: Path
-    """Its Hugging Face directory."""
+    """The model's Hugging Face directory."""
     directory: Path
     resume: Path | None = None
-    """The checkpoint after the first step, of whatever layout; None: from Hugging Face files."""
+    """The checkpoint after the first step, of any layout. None starts from Hugging Face files."""
 
     @property
     def steps(self) -> range:
         return range(0 if self.resume is None else 1, STEPS)
 
     def checkpoint(self, steps: int) -> Path:
-        """What was saved once so many steps were done."""
+        """Return the directory of the checkpoint after so many steps."""
         return self.directory / f"checkpoint_{steps}"
 
 
@@ -83,7 +83,7 @@ def read_jobs(path: Path) -> list[Job]:
 
 
 def all_layouts(backend: str, model: str, processes: int, shape: str) -> list[LayoutConfig]:
-    """Those that can hold the model."""
+    """Return the layouts that can hold the model."""
     sizes = SHAPES[shape].sizes | MODELS[model](SHAPES[shape])
     experts = sizes.get("num_experts", 0)
     found = layouts(backend, processes, layers=sizes["num_hidden_layers"], experts=experts)
@@ -102,7 +102,7 @@ def _fits(layout: LayoutConfig, architecture: Architecture, processes: int) -> b
 
 
 def every_case(backends: Iterable[str], models: Iterable[str], processes: Iterable[int], shape: str) -> list[Case]:
-    """All layouts, and layers recomputed or not."""
+    """Return all layouts, each with layers recomputed and without."""
     return [
         Case(backend=backend, model=model, processes=count, layout=layout, recompute=recompute)
         for backend, model, count in itertools.product(backends, models, processes)

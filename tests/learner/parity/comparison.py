@@ -1,4 +1,4 @@
-"""Cases of one setting in one directory: run and judged, findings kept, so that an interrupted run goes on."""
+"""Cases of one setting in one directory. Findings are kept, so that an interrupted comparison goes on."""
 
 import itertools
 import shutil
@@ -23,9 +23,10 @@ class Comparison:
         self._baselines = Baselines(directory, setting)
 
     def run(self, cases: Sequence[Case]) -> Iterator[Finding]:
-        """As they end: first those that were found equal before, then those of the fewest processes.
+        """Yield findings as cases end: first those that were found equal before, then those of the fewest processes.
 
-        Every case also resumes what the case before it saved that has the same backend and model, the first its own.
+        Every case also resumes the checkpoint of the case before it that has the same backend and model; the first one
+        resumes its own.
         """
         ordered = sorted(cases, key=lambda case: case.processes)
         kept = {case: finding for case in ordered if (finding := self._kept(case)) and not finding.problems}
@@ -35,7 +36,7 @@ class Comparison:
             yield from self._run(list(pairs))
 
     def _run(self, pairs: list[tuple[Case, Case]]) -> Iterator[Finding]:
-        """Cases of as many processes, each with the one whose checkpoint it resumes."""
+        """Run cases of equally many processes, each with the case whose checkpoint it resumes."""
         for case, _ in pairs:
             shutil.rmtree(self._folder(case), ignore_errors=True)
             self._baselines.of(case.backend, case.model)
@@ -60,7 +61,7 @@ class Comparison:
         return msgspec.json.decode(path.read_bytes(), type=Finding) if path.exists() else None
 
     def _clear(self, case: Case, other: Case) -> None:
-        """Only the checkpoint stays that the next case resumes."""
+        """Keep only the checkpoint that the next case resumes."""
         shutil.rmtree(self._resumption(case, other).directory)
         fresh = self._job(case)
         shutil.rmtree(fresh.checkpoint(STEPS), ignore_errors=True)
@@ -83,7 +84,7 @@ class Comparison:
 
 
 def _chained(cases: Sequence[Case]) -> Iterator[tuple[Case, Case]]:
-    """(case, the one before it of the same backend and model, or itself)"""
+    """Yield (case, the case before it of the same backend and model, or itself)."""
     latest: dict[tuple[str, str], Case] = {}
     for case in cases:
         key = (case.backend, case.model)

@@ -1,4 +1,4 @@
-"""The sequences of each step, the same for the backends, which pack them, and the reference, which does not."""
+"""The sequences of each step, the same for the backends, which pack them, and for the reference, which does not."""
 
 import dataclasses
 
@@ -10,11 +10,11 @@ from tests.learner.tiny import alike, sequences
 from .models import Shape, vocabulary
 
 SHARED = 9
-"""The tokens at their beginnings that the sequences of all steps but the first have in common."""
+"""The number of tokens with which the sequences of a step begin alike, in all steps but the first."""
 
 
 def step_sequences(shape: Shape, step: int) -> list[PackableSequence]:
-    """Other ones for every step, from the whole vocabulary."""
+    """Return sequences from the whole vocabulary, which differ from step to step."""
     rng = np.random.default_rng(step)
     tokens = [rng.integers(0, vocabulary(shape), length).astype(np.int32) for length in shape.lengths]
     given = sequences(shape.lengths, seed=step)
@@ -23,5 +23,5 @@ def step_sequences(shape: Shape, step: int) -> list[PackableSequence]:
 
 
 def denominator(given: list[PackableSequence]) -> float:
-    """Trained tokens of the whole step."""
+    """Return the number of trained tokens of the whole step."""
     return float(sum(sequence.loss_mask.sum() for sequence in given))

@@ -1,4 +1,4 @@
-"""What is said of a case: how far it lies from what was expected, and whether that is too far."""
+"""The finding on a case: its distance from the expected values, and whether that is too far."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,13 +16,13 @@ RESUMED = "resumed_"
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one case."""
+    """The finding on one case."""
 
     name: str
     problems: list[str] = []
-    """Empty: it equals what was expected, within the tolerance."""
+    """The problems; empty where the case equals the expected values within the tolerance."""
     deviations: dict[str, float] = {}
-    """The largest of every kind; `resumed_`: of the run that went on from another layout's checkpoint."""
+    """The largest deviation of every kind; `resumed_` marks the run that went on from another layout's checkpoint."""
     seconds: float = 0.0
 
     @property
@@ -32,7 +32,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def judge(fresh: Job, resumption: Job, baseline: Baseline) -> Finding:
-    """Of two runs that came to their ends."""
+    """Judge two runs that came to their ends."""
     problems = [*_undone(fresh), *_undone(resumption)]
     found: dict[str, float] = {}
     if not problems:
@@ -47,7 +47,7 @@ def judge(fresh: Job, resumption: Job, baseline: Baseline) -> Finding:
 
 
 def _undone(job: Job) -> Iterator[str]:
-    """Also a layout that was taken and not carried out."""
+    """Yield the reason why a run trained nothing, or that it used another layout than it should."""
     for report in reports(job)[:1]:
         if report.undone:
             yield report.undone
@@ -56,7 +56,7 @@ def _undone(job: Job) -> Iterator[str]:
 
 
 def _deviations(ranks: list[Outcome], baseline: Baseline, prefix: str) -> dict[str, float]:
-    """The largest of every kind over the ranks."""
+    """Return the largest deviation of every kind over the ranks."""
     found: dict[str, float] = {}
     for outcome in ranks:
         for kind, apart in deviations(outcome, baseline.expected, baseline.start).items():
@@ -65,7 +65,7 @@ def _deviations(ranks: list[Outcome], baseline: Baseline, prefix: str) -> dict[s
 
 
 def _incomplete(got: Outcome, baseline: Baseline) -> Iterator[str]:
-    """Every sequence, parameter and moment must have been compared; logits only where a backend shows them."""
+    """Yield sequences, parameters and moments that were not compared; logits count only where a backend shows them."""
     for kind, expected in baseline.expected.tensors.items():
         names = got.tensors.get(kind, {}).keys()
         if names != expected.keys() and (names or kind != "logits"):
@@ -73,7 +73,7 @@ def _incomplete(got: Outcome, baseline: Baseline) -> Iterator[str]:
 
 
 def _inexact_files(job: Job) -> Iterator[str]:
-    """Hugging Face files in and out again, and those of a checkpoint, bit for bit."""
+    """Yield Hugging Face files whose tensors changed bits in a load and an export, or in a checkpoint."""
     if not _same(load_file(job.directory / "before.safetensors"), _files(job.model)):
         yield "what is exported at the start is not what was loaded"
     if not _same(load_file(job.directory / "after.safetensors"), _files(job.checkpoint(job.steps.stop))):
@@ -85,7 +85,7 @@ def _files(directory: Path) -> Tensors:
 
 
 def _same(exported: Tensors, files: Tensors) -> bool:
-    """Up to the number format of the export."""
+    """Whether the tensors are equal, up to the number format of the export."""
     return exported.keys() == files.keys() and all(
         torch.equal(tensor, files[name].to(tensor.dtype)) for name, tensor in exported.items()
     )

@@ -15,11 +15,12 @@ from .outcome import reports
 POLL_S = 0.1
 STOP_S = 20
 WORDS = 3000
-"""Characters that are kept of what a failed rank says."""
+"""The number of characters that are kept of a failed rank's output."""
 
 
 def launch(jobs: Sequence[Job]) -> Iterator[tuple[Job, str]]:
-    """Every job, all of as many processes, with what went wrong in it, or ''; after a failure the others start anew."""
+    """Yield each job with its error, or ''. All jobs need equally many processes; after a failure the others start
+    anew."""
     waiting = list(jobs)
     for job in waiting:
         job.directory.mkdir(parents=True)
@@ -39,7 +40,7 @@ def launch(jobs: Sequence[Job]) -> Iterator[tuple[Job, str]]:
 
 @contextmanager
 def _torchrun(jobs: Sequence[Job]) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """The launcher and the file of what its ranks say. Left early, it ends its ranks."""
+    """Yield the launcher and the file of its ranks' output. When the caller leaves early, the ranks end."""
     count = jobs[0].case.processes
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     with tempfile.TemporaryDirectory(prefix="headway-parity-") as directory:
@@ -59,13 +60,14 @@ def _torchrun(jobs: Sequence[Job]) -> Iterator[tuple[subprocess.Popen[bytes], Pa
 
 
 def _reason(job: Job, stderr: Path) -> str:
-    """The traceback of the rank that failed first, as others fail of its end; of a rank that hung, where it stood."""
+    """Return the traceback of the rank that failed first, because others fail of its end; of a rank that hung, its
+    place."""
     tracebacks = sorted(job.directory.glob("rank_*.error"), key=lambda path: path.stat().st_mtime)
     return (tracebacks[0] if tracebacks else stderr).read_text(errors="replace").strip()[-WORDS:] or "no rank said why"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """What has done its jobs gets time to leave; torchrun passes a signal on to its ranks."""
+    """Give a process that has done its jobs time to leave, then stop it; torchrun passes a signal on to its ranks."""
     for stop in (process.terminate, process.kill):
         try:
             process.wait(STOP_S)

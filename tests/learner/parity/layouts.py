@@ -1,4 +1,4 @@
-"""Which layouts there are, and a few among them in which every pair of dimensions meets."""
+"""All layouts, and a few among them in which every pair of dimensions meets."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -14,10 +14,9 @@ FeaturesOf = Callable[[LayoutConfig, int], Iterator[Feature]]
 
 
 def layouts(backend: str, processes: int, *, layers: int, experts: int) -> list[LayoutConfig]:
-    """All layouts of a model for so many processes; `experts`: 0 for a dense one.
+    """Return all layouts of a model for so many processes; `experts` is 0 for a dense model.
 
-    What tensor, pipeline and context leave over are replicas. Experts are dealt out anew over the ranks of each
-    pipeline stage.
+    Tensor, pipeline and context leave over the replicas. Experts are spread anew over the ranks of each pipeline stage.
     """
     sizes = _divisors(processes)
     options = {
@@ -52,17 +51,17 @@ def replicas(layout: LayoutConfig, processes: int) -> int:
 
 
 def pairs(layout: LayoutConfig, processes: int) -> Iterator[Feature]:
-    """Every two dimensions that are both split."""
+    """Return every two dimensions that are both split."""
     return itertools.combinations(_split(layout, processes), 2)
 
 
 def dimensions(layout: LayoutConfig, processes: int) -> Iterator[Feature]:
-    """Every dimension that is split."""
+    """Return every dimension that is split."""
     return iter(_split(layout, processes))
 
 
 def covering(candidates: Iterable[LayoutConfig], processes: int, features_of: FeaturesOf = pairs) -> list[LayoutConfig]:
-    """A few in which every feature occurs that occurs at all."""
+    """Return a few layouts, in which each feature of any layout occurs."""
     features = [(layout, set(features_of(layout, processes))) for layout in candidates]
     wanted = set().union(*map(itemgetter(1), features))
     chosen = []
@@ -74,12 +73,12 @@ def covering(candidates: Iterable[LayoutConfig], processes: int, features_of: Fe
 
 
 def _split(layout: LayoutConfig, processes: int) -> Sizes:
-    """Replicas and the dimensions of a size above 1."""
+    """Return the sizes above 1 of replicas and dimensions."""
     sizes = {name: getattr(layout, name) for name in layout.__struct_fields__}
     sizes["replicas"] = replicas(layout, processes)
     return {name: size for name, size in sizes.items() if size > 1}
 
 
 def described(layout: LayoutConfig, processes: int) -> str:
-    """`tensor2-expert4-replicas2`; `whole` for one process."""
+    """Name the layout, such as `tensor2-expert4-replicas2`; `whole` means one process."""
     return "-".join(f"{name}{size}" for name, size in _split(layout, processes).items()) or "whole"

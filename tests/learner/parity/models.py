@@ -16,7 +16,7 @@ NORM_SPREAD = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """How large models and data are."""
+    """The sizes of models and data."""
 
     sizes: dict[str, int]
     experts: dict[str, int]
@@ -24,7 +24,7 @@ class Shape:
     alphabet: str
     """With padding and end it makes an odd vocabulary, which no split divides."""
     lengths: list[int]
-    """Of a step's sequences."""
+    """The lengths of a step's sequences."""
     micro_batch_tokens: int
 
 
@@ -68,7 +68,7 @@ MODELS: dict[str, Callable[[Shape], dict[str, int]]] = {
     "llama": lambda shape: {"tie_word_embeddings": False},
     "qwen3_moe": lambda shape: {"tie_word_embeddings": False, "norm_topk_prob": True, **shape.experts},
 }
-"""By transformers' model type: what each sets besides the shape's sizes."""
+"""The settings of each model besides the shape's sizes, by transformers' model type."""
 
 
 def vocabulary(shape: Shape) -> int:
@@ -76,13 +76,13 @@ def vocabulary(shape: Shape) -> int:
 
 
 def random_model(name: str, shape: Shape) -> ModelConfig:
-    """As a recipe would describe it."""
+    """Describe the model as a recipe would."""
     config = {**shape.sizes, **MODELS[name](shape), "initializer_range": shape.initializer_range}
     return ModelConfig(random=RandomModelConfig(architecture=name, config=config, alphabet=shape.alphabet))
 
 
 def write_model(name: str, shape: Shape, directory: Path) -> None:
-    """fp32. Norms begin at 1, which would hide that one was mistaken for another: they are spread."""
+    """Write the model in fp32. Norms begin at 1, which would hide a mix-up of two norms, so they are spread."""
     described = random_model(name, shape)
     model = load_model(described, SEED)
     generator = torch.Generator().manual_seed(SEED)

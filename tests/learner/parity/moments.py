@@ -17,7 +17,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def moments(backend: str, checkpoint: Path, model: Path) -> dict[str, Tensors]:
-    """Full tensors, whatever layout wrote them; `model`: the Hugging Face directory of the model."""
+    """Return full tensors, whichever layout wrote them; `model` is the Hugging Face directory of the model."""
     if backend == "megatron":
         return {moment: _of_files(checkpoint / moment) for moment in MOMENTS}
     saved = _of_distributed_checkpoint(checkpoint / "training_state")

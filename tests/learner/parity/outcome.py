@@ -1,4 +1,4 @@
-"""What came out of a run, and how far two outcomes lie apart."""
+"""The outcome of a run, and the distance between two outcomes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ from .cases import Job
 from .moments import Tensors, moments
 
 OF_SEQUENCES = ("logits", "logprobs")
-"""Kinds of which every rank has what its replica computed."""
+"""Kinds of tensors that each rank has for the sequences of its own replica."""
 
 
 REFUSED = "refused: "
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank says of its job."""
+    """The report of one rank on its job."""
 
     undone: str = ""
-    """Why nothing was trained; `REFUSED`, then the backend's words, where it does not offer the layout."""
+    """The reason why nothing was trained: `REFUSED` and the backend's words, where it does not offer the layout."""
     replicas: int = 0
     losses: list[float] = []
     norms: list[float] = []
@@ -30,13 +30,15 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Of the steps that were taken, the last of which is the same in all."""
+    """The values of the steps that were taken, the last of which is the same in all."""
 
     losses: list[float]
     norms: list[float]
     tensors: dict[str, Tensors]
-    """By kind: logits and logprobs before the first step, by sequence; parameters and moments after the last, by
-    Hugging Face name. A resumed run has only the latter."""
+    """The tensors by kind: logits and logprobs before the first step, parameters and moments after the last.
+
+    The former are named by sequence, the latter by Hugging Face name. A resumed run has only the latter.
+    """
 
 
 def report_path(job: Job, rank: int) -> Path:
@@ -44,12 +46,12 @@ def report_path(job: Job, rank: int) -> Path:
 
 
 def error_path(job: Job, rank: int) -> Path:
-    """Where a rank that fails writes its traceback."""
+    """Return the path to which a rank that fails writes its traceback."""
     return job.directory / f"rank_{rank}.error"
 
 
 def reports(job: Job) -> list[RankReport]:
-    """Of all ranks; empty if one of them did not come to the end."""
+    """Return the reports of all ranks; empty if one of them did not come to the end."""
     paths = [report_path(job, rank) for rank in range(job.case.processes)]
     if not all(path.exists() for path in paths):
         return []
@@ -57,7 +59,7 @@ def reports(job: Job) -> list[RankReport]:
 
 
 def outcomes(job: Job) -> Iterator[Outcome]:
-    """One of each rank, whose replica computed some of the sequences; what the ranks have together is rank 0's."""
+    """Yield the outcome of each rank, whose replica computed some of the sequences; rank 0's has the common tensors."""
     together = {
         "parameters": load_file(job.directory / "after.safetensors"),
         **moments(job.case.backend, job.checkpoint(job.steps.stop), job.model),
@@ -75,7 +77,7 @@ def _of_kind(kind: str, computed: Tensors) -> Tensors:
 
 
 def merged(parts: list[Outcome]) -> Outcome:
-    """All sequences of all replicas."""
+    """Return the sequences of all replicas in one outcome."""
     tensors: dict[str, Tensors] = {}
     for part in parts:
         for kind, values in part.tensors.items():
@@ -84,10 +86,10 @@ def merged(parts: list[Outcome]) -> Outcome:
 
 
 def deviations(got: Outcome, expected: Outcome, start: Tensors) -> dict[str, float]:
-    """By kind the largest |got - expected| / |expected|, Frobenius norms, over its tensors.
+    """Return, by kind, the largest |got - expected| / |expected| over its tensors, in Frobenius norms.
 
-    Parameters: over the norm of what training changed in them since `start`. Losses: over the largest one of a step, as
-    the terms of a single one may cancel each other.
+    Parameters are divided by the norm of their change since `start`, losses by the largest one of a step, because the
+    terms of a single loss may cancel each other.
     """
     found = {"loss": _apart(got.losses, expected.losses), "grad_norm": _apart(got.norms, expected.norms)}
     for kind, values in got.tensors.items():
@@ -99,13 +101,16 @@ def deviations(got: Outcome, expected: Outcome, start: Tensors) -> dict[str, flo
 
 
 def _apart(got: list[float], expected: list[float]) -> float:
-    """The largest difference of a step that both took, over the largest number of all steps."""
+    """Return the largest difference in a step that both took, over the largest number of all steps."""
     differences = [abs(ours - theirs) for ours, theirs in zip(got, expected[-len(got) :], strict=True)]
     return max(differences) / max(map(abs, expected))
 
 
 def relative(got: torch.Tensor, expected: torch.Tensor, zero: torch.Tensor | None = None) -> float:
-    """In float64. Both exactly `zero`: 0. Numbers that are not finite: infinity."""
+    """Return the relative distance, computed in float64.
+
+    It is 0 where both are exactly `zero`, and infinity where a number is not finite.
+    """
     distance = (got.double() - expected.double()).norm().item()
     size = (expected.double() - (0.0 if zero is None else zero.double())).norm().item()
     if not distance < float("inf"):

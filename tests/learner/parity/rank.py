@@ -80,7 +80,7 @@ def _opened(job: Job) -> Backend:
 
 
 def _close(backend: Backend) -> None:
-    """Only some hold what outlives them."""
+    """Close the backend, if it holds anything that outlives it."""
     close = getattr(backend, "close", None)
     if close is not None:
         close()
@@ -107,7 +107,7 @@ def _step(backend: Backend, job: Job, step: int) -> tuple[float, float]:
 
 
 def _batches(backend: Backend, job: Job, step: int) -> list[PackedBatch]:
-    """All steps but the first compute once what sequences share."""
+    """Return the batches of a step. In all steps but the first, shared tokens are computed once."""
     shape = SHAPES[job.setting.shape]
     given = step_sequences(shape, step)
     planned = plan(shape.lengths, backend.replicas, shape.micro_batch_tokens)[backend.replica]
@@ -115,14 +115,14 @@ def _batches(backend: Backend, job: Job, step: int) -> list[PackedBatch]:
 
 
 def _export(backend: Backend, path: Path) -> None:
-    """Every rank gathers, rank 0 writes."""
+    """Gather the tensors on every rank, and write them on rank 0."""
     tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in backend.named_tensors()}
     if backend.rank == 0:
         save_file(tensors, path)
 
 
 def _computed(backend: Backend, job: Job) -> Tensors:
-    """What the first forward pass says of the sequences of this rank's replica."""
+    """Return the results of the first forward pass for the sequences of this rank's replica."""
     shape = SHAPES[job.setting.shape]
     places = plan(shape.lengths, backend.replicas, shape.micro_batch_tokens)[backend.replica]
     batches = _batches(backend, job, 0)
@@ -143,7 +143,7 @@ def _by_sequence(kind: str, values: list[torch.Tensor], batches: list[PackedBatc
 
 @torch.no_grad()
 def _logits(backend: Backend, batches: list[PackedBatch]) -> list[torch.Tensor]:
-    """[T, V] in fp32, of the exported head and the hidden states that every rank has."""
+    """Return the logits [T, V] in fp32, from the exported head and the hidden states that every rank has."""
     tensors = dict(backend.named_tensors())
     head_VH = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"]).float().clone()
     hidden: list[torch.Tensor] = [backend.hidden(batch) for batch in batches]  # type: ignore[attr-defined]  # only there to be compared

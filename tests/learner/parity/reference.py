@@ -1,4 +1,4 @@
-"""The same steps by transformers, torch's AdamW and clipping in fp32: one sequence at a time, nothing packed."""
+"""The same steps by transformers, torch's AdamW and clipping, in fp32 and with one sequence at a time, never packed."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from .outcome import Outcome
 
 
 def reference(directory: Path, shape: Shape) -> Outcome:
-    """What a backend that starts from this Hugging Face directory must come to."""
+    """Return the outcome that a backend must reach from this Hugging Face directory."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     logits, logprobs = _forward_all(model, step_sequences(shape, 0))
     optimizer = torch.optim.AdamW(
@@ -38,7 +38,7 @@ def reference(directory: Path, shape: Shape) -> Outcome:
 def _step(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer, given: list[PackableSequence]
 ) -> tuple[float, float]:
-    """(loss, gradient norm before clipping)"""
+    """Return (loss, gradient norm before clipping)."""
     optimizer.zero_grad()
     loss = torch.stack([_loss_sum(model, sequence) for sequence in given]).sum() / denominator(given)
     torch.autograd.backward(loss)
@@ -48,14 +48,14 @@ def _step(
 
 
 def _loss_sum(model: PreTrainedModel, sequence: PackableSequence) -> torch.Tensor:
-    """- sum over the response of mask * advantage * exp(current - behavior)"""
+    """Return - sum over the response of mask * advantage * exp(current - behavior)."""
     response_R = slice(sequence.prompt_length, None)
     ratio_R = (_forward(model, sequence)[1][response_R] - torch.from_numpy(sequence.behavior_logprobs)).exp()
     return -(torch.from_numpy(sequence.loss_mask * sequence.advantages) * ratio_R).sum()
 
 
 def _forward(model: PreTrainedModel, sequence: PackableSequence) -> tuple[torch.Tensor, torch.Tensor]:
-    """([L, V] logits, [L] logprobs, 0 for the first token)"""
+    """Return ([L, V] logits, [L] logprobs, 0 for the first token)."""
     token_ids_L = torch.from_numpy(sequence.token_ids).long()
     logits_LV = model(input_ids=token_ids_L[None]).logits[0]
     all_logprobs_LV = (logits_LV[:-1] / TEMPERATURE).log_softmax(-1)
@@ -65,7 +65,7 @@ def _forward(model: PreTrainedModel, sequence: PackableSequence) -> tuple[torch.
 
 @torch.no_grad()
 def _forward_all(model: PreTrainedModel, given: list[PackableSequence]) -> tuple[Tensors, Tensors]:
-    """Logits and logprobs by the sequence's place."""
+    """Return logits and logprobs by the sequence's place."""
     both = [_forward(model, sequence) for sequence in given]
     return (
         {str(place): logits_LV for place, (logits_LV, _) in enumerate(both)},
@@ -78,6 +78,6 @@ def _parameters(model: PreTrainedModel) -> Tensors:
 
 
 def _named_as_in_files(model: PreTrainedModel, tensors: Tensors) -> Tensors:
-    """transformers trains a layer's experts as one tensor and writes each expert's own."""
+    """Rename tensors: transformers trains a layer's experts as one tensor and writes each expert's own."""
     named: Tensors = revert_weight_conversion(model, tensors)
     return named

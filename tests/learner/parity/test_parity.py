@@ -1,4 +1,7 @@
-"""Layouts in which every pair of dimensions meets; `make parity` runs all of them."""
+"""Both backends compute the reference's results in layouts in which every pair of dimensions meets.
+
+`make parity` runs all layouts.
+"""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -11,16 +14,19 @@ from .finding import Finding
 from .layouts import covering, dimensions, pairs
 
 FindingsOf = Callable[[str], dict[str, Finding]]
-"""By case, of a backend's cases, which run when the first of them is asked for."""
+"""Returns the findings by case, for a backend whose cases run when the first of them is asked for."""
 
 PROCESSES = 4
 MODELS = {"megatron": {"qwen3_moe": pairs, "qwen3": dimensions}, "fsdp": {"qwen3_moe": dimensions}}
-"""Dense layers are split as those between experts are, so fewer layouts show whatever they have of their own. The few
-layouts of fsdp are all in test_fsdp.py; here it only resumes what other layouts saved."""
+"""The features of layouts that the cases cover, by backend and model.
+
+Dense layers are split as those between experts are, so fewer layouts show all that is special about them. test_fsdp.py
+has all the few layouts of fsdp; here fsdp only resumes checkpoints of other layouts.
+"""
 
 
 def _cases() -> Iterator[Case]:
-    """On one process, whose checkpoint is then resumed by four; every other layout recomputes its layers."""
+    """Yield a case on one process, whose checkpoint four then resume; every other layout recomputes its layers."""
     for backend, models in MODELS.items():
         for model, features_of in models.items():
             yield Case(backend=backend, model=model, processes=1)
