@@ -10,7 +10,7 @@ from broker.server.embedded import EmbeddedServer
 
 @pytest.fixture
 async def brokers(server: EmbeddedServer) -> AsyncIterator[tuple[Broker, Broker]]:
-    """The learner's and the worker's."""
+    """Yield the learner's broker and the worker's."""
     pair = Broker(server.url, "run", timeout_s=20), Broker(server.url, "run", timeout_s=0.5)
     yield pair
     for broker in pair:

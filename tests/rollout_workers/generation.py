@@ -1,5 +1,5 @@
 # mypy: disable-error-code="type-var"
-"""What the engine tests do with an engine: run one request and keep what came of it."""
+"""Requests that the engine tests run, and the responses that come of them."""
 
 import asyncio
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class Response:
     versions: list[WeightVersion] = field(default_factory=list)
     finish_reason: str | None = None
     started: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once ten tokens are there."""
+    """An event that is set once ten tokens are there."""
 
     def add(self, chunk: Chunk) -> None:
         """Append a chunk."""
@@ -51,7 +51,7 @@ class Response:
 
 
 def request(prompt: Sequence[int], **changes: Any) -> GenerationRequest:
-    """Greedy, at most 24 tokens, unless changed."""
+    """Make a greedy request of at most 24 tokens, unless changed."""
     settings: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0.0, "stop_token_ids": [STOP]} | changes
     return GenerationRequest(request_id=f"r{next(_ids)}", prompt_tokens=list(prompt), **settings)
 
@@ -66,14 +66,14 @@ async def run(engine: Engine, asked: GenerationRequest, *, response: Response | 
 
 
 async def run_all(engine: Engine, prompts: Sequence[Sequence[int]], **changes: Any) -> list[Response]:
-    """Concurrently."""
+    """Run all requests concurrently."""
     return await asyncio.gather(*[run(engine, request(prompt, **changes)) for prompt in prompts])
 
 
 async def begin(
     engine: Engine, prompts: Sequence[Sequence[int]]
 ) -> tuple[list[Response], list["asyncio.Task[Response]"]]:
-    """200 tokens each, whatever they are; returns once every one has begun."""
+    """Begin requests of exactly 200 tokens each, without stop tokens; return once every one has begun."""
     responses = [Response(prompt) for prompt in prompts]
     asked = [request(prompt, temperature=1.0, stop_token_ids=[], max_new_tokens=200) for prompt in prompts]
     running = [
@@ -93,8 +93,10 @@ async def hold(
 
 
 async def in_parts(model: PreTrainedModel, count: int = 3, *, until: int | None = None) -> Parts:
-    """The model's tensors, so many at a time, in memory that is overwritten once the next ones are asked for. The
-    transfer fails after `until` parts."""
+    """Yield the model's tensors, so many at a time, in memory that is overwritten when the next ones are asked for.
+
+    The transfer fails after `until` parts.
+    """
     tensors = named_tensors(model)
     for number, first in enumerate(range(0, len(tensors), count)):
         if number == until:
@@ -106,14 +108,14 @@ async def in_parts(model: PreTrainedModel, count: int = 3, *, until: int | None 
 
 
 async def hold_in_parts(engine: Engine, model: PreTrainedModel, check: Check | None = None) -> WeightVersion:
-    """As `hold`, without room for a second version."""
+    """Give the engine this model's weights under a new version, without room for a second one."""
     version = WeightVersion(1, next(_steps))
     await engine.swap_in_parts(version, in_parts(model), check=check)
     return version
 
 
 async def resume(engine: Engine, asked: GenerationRequest, first: Response, count: int) -> Response:
-    """Go on after the first `count` tokens of a response, which reached us as a segment."""
+    """Go on after the first `count` tokens of a response, which arrived as a segment."""
     earlier = Recorder()
     for i in range(count):
         earlier.add(Chunk(token_ids=[first.tokens[i]], logprobs=[first.logprobs[i]], version=first.versions[i]))
@@ -125,6 +127,6 @@ async def resume(engine: Engine, asked: GenerationRequest, first: Response, coun
 
 
 def difference(model: PreTrainedModel, response: Response, temperature: float = 1.0) -> torch.Tensor:
-    """[R] absolute differences between the engine's logprobs and a transformers forward's."""
+    """Return [R] absolute differences between the engine's logprobs and a transformers forward's."""
     expected = forward_logprobs(model, response.prompt, response.tokens, temperature)
     return (expected - torch.tensor(response.logprobs)).abs()

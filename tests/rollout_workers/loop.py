@@ -1,4 +1,4 @@
-"""The parts of a whole loop: a learner moved by hand, and a subscriber that delivers what the test says."""
+"""The parts of a whole loop: a learner moved by hand, and a subscriber that delivers the test's versions."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -29,20 +29,20 @@ CAPACITY = 4
 GROUP_SIZE = 2
 PROBE = [3, 14, 15, 9, 2, 6]
 LONG = 240
-"""Tokens of a response that outlasts what is done to its worker."""
+"""Tokens of a response that lasts longer than the test's changes to its worker."""
 LONGER = 900
-"""Tokens of a response in which a swap begins, however busy the machine is."""
+"""Tokens of a response so long that a swap begins in it on the busiest machine."""
 
 
 class Delivery(NamedTuple):
-    """As a subscriber gives it."""
+    """A version as a subscriber delivers it."""
 
     manifest: WeightManifest
     tensors: list[tuple[str, torch.Tensor]]
 
 
 class Deliveries:
-    """A subscriber that yields what the test puts in."""
+    """A subscriber that yields the test's deliveries."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -61,21 +61,21 @@ class Deliveries:
         return newest
 
     async def close(self) -> None:
-        """Nothing to free."""
+        """There is nothing to free."""
 
 
 class OneReward:
-    """Every response is worth 1."""
+    """A reward of 1 for every response."""
 
     async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: object = ()) -> Score:
         return Score(total=1.0, components={"one": 1.0})
 
     async def close(self) -> None:
-        """Nothing to free."""
+        """There is nothing to free."""
 
 
 def manifest(version: WeightVersion, probe: Probe, tensors: NamedTensors) -> WeightManifest:
-    """Of weights that nobody needs to receive."""
+    """Return the manifest of weights that no worker needs to receive."""
     specs = tuple(TensorSpec(name, "float32", tuple(tensor.shape), 0, 0, tensor.nbytes) for name, tensor in tensors)
     return WeightManifest(
         version=version,
@@ -90,7 +90,7 @@ def manifest(version: WeightVersion, probe: Probe, tensors: NamedTensors) -> Wei
 
 
 def delivery(version: WeightVersion, model: PreTrainedModel, *, error: float = 0.0) -> Delivery:
-    """`error` is added to the probe's logprobs."""
+    """Make a delivery; `error` is added to the probe's logprobs."""
     logprobs = forward_logprobs(model, PROBE[:1], PROBE[1:]) + error
     probe = Probe(token_ids=PROBE, logprobs=logprobs.tolist(), tolerance=1e-3)
     tensors = named_tensors(model)
@@ -185,13 +185,13 @@ class Learner:
 def make_engine(
     directory: Path, capacity: int = CAPACITY, max_model_len: int = 256, architecture: Architecture = "dense"
 ) -> Any:
-    """The embedded engine on one of the tests' small models, still without weights."""
+    """Open the embedded engine on one of the tests' small models, still without weights."""
     config = EngineConfig(max_concurrent=capacity, max_model_len=max_model_len)
     return open_engine(config, save_config(make_model(architecture, 0), directory / "model"), seed=0)
 
 
 def decoding(stop_token_ids: Sequence[int]) -> Decoding:
-    """Texts are token ids, with spaces between."""
+    """Return a decoding whose texts are token ids, with spaces between."""
     return Decoding(
         lambda tokens: " ".join(map(str, tokens)),
         tuple(stop_token_ids),
@@ -222,7 +222,7 @@ def make_worker(
     teacher: AskedTeacher | None = None,
     farewell_s: float = FAREWELL_S,
 ) -> Worker:
-    """No stop tokens: every response has exactly `max_new_tokens`."""
+    """Make a worker without stop tokens, so that every response has exactly `max_new_tokens`."""
     return Worker(
         broker=broker,
         engine=engine,
@@ -255,7 +255,7 @@ async def until(claim: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def running(worker: Worker) -> AsyncIterator[asyncio.Task[str]]:
-    """Drained at the end, if it still runs then."""
+    """Run the worker, and drain it at the end if it still runs then."""
     task = asyncio.create_task(worker.run())
     try:
         yield task

@@ -1,4 +1,4 @@
-"""What a sample is that ran across a swap which kept its cache: new weights over old keys and values."""
+"""The logprobs of a sample that ran across a swap which kept its cache: new weights over old keys and values."""
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -8,8 +8,11 @@ from .generation import Response
 
 @torch.no_grad()
 def mixture_difference(old: PreTrainedModel, new: PreTrainedModel, response: Response, switch: int) -> torch.Tensor:
-    """[R - switch] absolute differences between the engine's logprobs of the tokens from `switch` on and those of a
-    transformers forward of the new weights over what the old ones cached: all but the last token sampled before."""
+    """Return [R - switch] absolute differences between the engine's logprobs from token `switch` on and expected ones.
+
+    A transformers forward of the new weights computes the expected ones over the old weights' cache, which holds all
+    but the last token sampled before.
+    """
     cached = len(response.prompt) + switch - 1
     tokens_BT = torch.tensor([[*response.prompt, *response.tokens]])
     cache = DynamicCache(config=old.config)

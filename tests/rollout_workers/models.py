@@ -1,4 +1,4 @@
-"""Small random models, made where the test runs: no tokenizer, nothing downloaded."""
+"""Small random models, made where the test runs, without a tokenizer or a download."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +29,7 @@ Architecture = Literal["dense", "moe"]
 
 
 def make_model(architecture: Architecture, seed: int, *, tied: bool = True, expert_width: int = 32) -> PreTrainedModel:
-    """A random Qwen3 (MoE) in fp32 whose greedy answers depend on the seed."""
+    """Make a random Qwen3 (MoE) in fp32 whose greedy answers depend on the seed."""
     torch.manual_seed(seed)
     if architecture == "dense":
         return Qwen3ForCausalLM(Qwen3Config(**_SHAPE, tie_word_embeddings=tied)).eval()
@@ -43,14 +43,14 @@ def make_model(architecture: Architecture, seed: int, *, tied: bool = True, expe
 
 
 def save_config(model: PreTrainedModel, directory: Path) -> Path:
-    """A model directory as workers get it: config.json, no weights."""
+    """Write a model directory as workers get it: config.json, no weights."""
     directory.mkdir(parents=True, exist_ok=True)
     model.config.save_pretrained(directory)
     return directory
 
 
 def named_tensors(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
-    """What a learner sends, as it arrives: views of one flat bucket of bytes."""
+    """Return a learner's tensors as they arrive: views of one flat bucket of bytes."""
     sent = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
     bucket = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in sent])
     pieces = bucket.split([tensor.nbytes for _, tensor in sent])
@@ -63,6 +63,6 @@ def named_tensors(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
 def forward_logprobs(
     model: PreTrainedModel, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0
 ) -> torch.Tensor:
-    """[R] logprobs of the response by a plain transformers forward: what every engine is held against."""
+    """Return [R] logprobs of the response by a plain transformers forward, with which every engine is compared."""
     logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1].float()
     return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(response)[:, None])[:, 0]

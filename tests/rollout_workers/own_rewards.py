@@ -1,4 +1,4 @@
-"""What users write: reward functions that behave, and that do not. Processes import this: keep it light."""
+"""Reward functions as users write them, some that work and some that fail. Processes import this: keep it light."""
 
 import asyncio
 import os
@@ -85,7 +85,7 @@ def slow(solution_str: str) -> float:
 
 
 def hangs_on(solution_str: str, extra_info: dict[str, Any]) -> float:
-    """On the response `hang`; notes each call in the file that the prompt names."""
+    """Hang on the response `hang`, and note each call in the file that the prompt names."""
     with Path(extra_info["calls"]).open("a") as calls:
         calls.write(f"{solution_str} {os.getpid()}\n")
     while solution_str == "hang":
@@ -101,7 +101,7 @@ async def hangs_in_a_coroutine(solution_str: str) -> float:
 
 
 def never_lets_go(solution_str: str) -> float:
-    """In one long call of C, which no thread interrupts."""
+    """Hang in one long call of C, which no thread interrupts."""
     return float(solution_str != "hang" or 9**9**9 % 2)
 
 
@@ -124,7 +124,7 @@ def ends_its_process(solution_str: str) -> float:
 
 
 def fails_once(solution_str: str, extra_info: dict[str, Any]) -> float:
-    """As one that asks a judge over the network does."""
+    """Fail at the first try, as a function does that asks a judge over the network."""
     if Path(extra_info["tried"]).exists():
         return 1.0
     Path(extra_info["tried"]).touch()
@@ -132,7 +132,7 @@ def fails_once(solution_str: str, extra_info: dict[str, Any]) -> float:
 
 
 def starts_others(solution_str: str, extra_info: dict[str, Any]) -> float:
-    """A sandbox, say, which reads its input, writes, and is still there when the call is given up."""
+    """Start a sandbox that reads its input, writes, and still runs when the worker gives up the call."""
     import subprocess
 
     subprocess.run(["cat"], check=True)

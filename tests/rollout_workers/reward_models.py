@@ -24,8 +24,11 @@ _SHAPE = {
 
 
 def save_model(directory: Path, *, scores: bool, seed: int = 0, alphabet: str = ALPHABET) -> PreTrainedModel:
-    """A random Qwen3 with weights and a tokenizer of one token a character; with `scores` a reward model, whose padding
-    token is the one that ends a response, as the worst ones have it."""
+    """Save a random Qwen3 with weights and a tokenizer of one token a character.
+
+    With `scores` it is a reward model whose padding token is the one that ends a response, as with the most awkward
+    ones.
+    """
     torch.manual_seed(seed)
     random = RandomModelConfig(architecture="qwen3", alphabet=alphabet, config=_SHAPE)
     tokenizer = load_tokenizer(ModelConfig(random=random))
@@ -44,6 +47,6 @@ def save_model(directory: Path, *, scores: bool, seed: int = 0, alphabet: str = 
 
 @torch.no_grad()
 def score_of(model: PreTrainedModel, tokens: Sequence[int]) -> float:
-    """The head's output at the last token, whatever token that is."""
+    """Return the head's output at the last token, whichever token that is."""
     hidden = model.base_model(torch.tensor([list(tokens)])).last_hidden_state
     return float(model.score(hidden)[0, -1, 0])

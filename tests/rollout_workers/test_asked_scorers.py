@@ -1,5 +1,4 @@
-"""A worker's end of scorers, on a real server: every sample gets its own scores, whatever happens to server, scorers
-and lease."""
+"""A worker asks scorers on a real server: every sample gets its own scores, however server, scorers and leases fail."""
 
 import asyncio
 import os
@@ -37,12 +36,12 @@ def server(tmp_path: Path) -> Any:
 
 
 def total(request: ScoreRequest) -> Scores:
-    """A reward model's answer that tells the requests apart."""
+    """Return a reward model's answer that differs between requests."""
     return np.array([request.prompt_tokens.sum() + request.response_tokens.sum() / 1000], np.float32)
 
 
 def per_token(request: ScoreRequest) -> Scores:
-    """A teacher's, with candidates where it is asked for some."""
+    """Return a teacher's answer, with candidates where the request asks for some."""
     logprobs = (-request.response_tokens / (1000 * request.temperature)).astype(np.float32)
     tokens = np.tile(np.arange(request.top_k), (len(logprobs), 1))
     return joined(logprobs, tokens, (-1 - tokens).astype(np.float32))
@@ -52,7 +51,10 @@ def per_token(request: ScoreRequest) -> Scores:
 async def answering(
     broker: Broker, scorer: str, answer: Callable[[ScoreRequest], Scores | str]
 ) -> AsyncIterator[list[ScoreRequest]]:
-    """What a scorer process does; a text is the reason why it cannot score a request. Yields what it was asked."""
+    """Answer as a scorer process does, and yield the requests that it got.
+
+    An answer that is text gives the reason why the scorer cannot score a request.
+    """
     seen = list[ScoreRequest]()
 
     async def serve() -> None:

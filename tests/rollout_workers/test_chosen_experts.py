@@ -1,5 +1,5 @@
 # mypy: disable-error-code="type-var"
-"""Which experts a sample's tokens were given: as the engine's own passes chose them, over swaps and other workers."""
+"""The experts of a sample's tokens are those of the engine's own passes, across swaps and several workers."""
 
 import asyncio
 from contextlib import aclosing
@@ -30,7 +30,7 @@ SAMPLED = {"temperature": 1.0, "stop_token_ids": [], "max_new_tokens": 40}
 
 @torch.no_grad()
 def chosen_by(model: PreTrainedModel, tokens: list[int]) -> np.ndarray:
-    """[T, L, K] sorted, by a plain transformers forward over all tokens."""
+    """Return the sorted experts [T, L, K] of a plain transformers forward over all tokens."""
     chosen: list[torch.Tensor] = []
     hooks = [
         layer.mlp.gate.register_forward_hook(lambda _, __, output: chosen.append(output[2]))
@@ -55,7 +55,7 @@ def experts_of(recorder: Recorder) -> Experts:
 
 
 async def test_choices_are_those_of_a_plain_forward(tmp_path: Path) -> None:
-    """Of many samples at once, whose slots move as others end."""
+    """Many samples run at once, whose slots move as others end."""
     model = make_model("moe", 0)
     engine = open_engine(SMALL, save_config(model, tmp_path), seed=0)
     await hold(engine, model)
@@ -119,7 +119,7 @@ async def test_another_worker_goes_on_and_asks_for_what_is_missing(cuts: list[in
 
 
 def part_of(whole: Recorder, prompt_length: int, end: int) -> Chunk:
-    """Its first tokens, as an engine would have sent them."""
+    """Return the response's first tokens, as an engine would have sent them."""
     experts = experts_of(whole)[: prompt_length + end - 1]
     return Chunk(
         token_ids=whole.tokens[:end], logprobs=whole.logprobs[:end], version=whole.newest_version, experts=experts

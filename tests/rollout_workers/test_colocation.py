@@ -1,4 +1,5 @@
-"""A worker whose engine has the device in turns: real broker and engine; the learner's side is moved by hand."""
+"""A worker whose engine has the device in turns. Broker and engine are real; the test moves the learner's side by
+hand."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -22,7 +23,7 @@ TOKENS = 200
 
 
 class Asked(Deliveries):
-    """Notes which weights the engine is said to hold when others are waited for."""
+    """Notes the version that the engine is said to hold at each wait for a newer one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,8 +35,10 @@ class Asked(Deliveries):
 
 
 def watched(engine: Any) -> Any:
-    """Counts how often it slept, and asserts that nothing is asked of it meanwhile. (That nothing runs it asserts
-    itself.)"""
+    """Count the engine's sleeps, and assert that no request reaches it meanwhile.
+
+    The engine itself asserts that nothing runs when it falls asleep.
+    """
     engine.slept, engine.sleeps = 0, False
     sleep, wake, generate, swap = engine.sleep, engine.wake, engine.generate, engine.swap_weights
 
@@ -97,7 +100,7 @@ async def test_it_sleeps_while_the_learner_trains_and_its_samples_go_on_afterwar
         info = worker.info()
         assert (info.state, info.active, info.version) == ("asleep", 0, learner.version(0))
         assert info.wants_broadcast
-        await learner.publish(1, deliveries)  # comes while it sleeps, and waits
+        await learner.publish(1, deliveries)  # the version comes while the engine sleeps, and waits
         await until(deliveries.queue.empty)
         status = await learner.broker.status.snapshot()
         assert status.queues.leased == 0
@@ -141,7 +144,7 @@ async def test_without_a_learner_it_falls_asleep_and_leaves_when_it_is_told(
     await learner.broker.phases.generate(learner.owner, 0.3)
     async with at_work(brokers[1], engine, deliveries) as worker:
         await until(lambda: engine.sleeps)
-        async with asyncio.timeout(60):  # it tells so only then
+        async with asyncio.timeout(60):  # the worker reports it only then
             while await learner.broker.phases.are_engines_awake():  # noqa: ASYNC110 - nothing announces it
                 await asyncio.sleep(0.01)
         assert worker.info().state == "starting"
@@ -169,7 +172,7 @@ async def test_a_worker_that_leaves_counts_as_asleep_though_its_last_question_is
     may_generate, questions = phases.may_generate, set[asyncio.Task[bool]]()
 
     async def late(*arguments: Any, **options: Any) -> bool:
-        """Reaches the server although the asker was cancelled, as a request does that was written before."""
+        """Reach the server although the asker was cancelled, as a request does that was written before."""
 
         async def arrive() -> bool:
             await asyncio.sleep(0.3)
@@ -227,7 +230,7 @@ async def test_an_engine_is_opened_only_while_engines_may_generate(brokers: tupl
     await learner.broker.phases.generate(learner.owner, LONG_S)
     assert await opening
     assert await learner.broker.phases.train(learner.owner) == ("w",)
-    opening = asyncio.create_task(until_engine_may_open(phases, "w", outages, is_over))  # started again
+    opening = asyncio.create_task(until_engine_may_open(phases, "w", outages, is_over))  # the worker was started again
     await all_asleep(learner)
     await learner.broker.status.set_state(learner.owner, "finished")
     assert not await opening
@@ -257,5 +260,5 @@ async def test_an_engine_starts_while_the_broker_is_away(
         server.start()
         connection, names = brokers[0]._connection, list[bytes]()
         async with asyncio.timeout(60):
-            while [name.partition(b" ")[0] for name in names] != [b"w"]:  # it says so once it can
+            while [name.partition(b" ")[0] for name in names] != [b"w"]:  # the worker reports it once it can
                 names = await connection.execute("ZRANGE", connection.keys.hidden("awake"), 0, -1)

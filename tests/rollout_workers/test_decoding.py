@@ -1,4 +1,4 @@
-"""Which tokens end a response, and how the response then reads."""
+"""These tokens end a response, and the response's text leaves out the one that ended it."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Real weights past vLLM's loader, and what an engine says that it holds."""
+"""Direct loading puts real weights past vLLM's loader, and an engine tells the tensors that it holds."""
 
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -34,7 +34,7 @@ EXTENSION = "tests.rollout_workers.unpacked_vllm.UnpackedExtension"
 
 
 def published(tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:
-    """Only what `refuse_other_tensors` looks at is true."""
+    """Return a manifest of which only the parts that `refuse_other_tensors` reads are true."""
     named = list(tensors)
     specs = tuple(TensorSpec(name, "float32", tuple(one.shape), 0, 0, one.nbytes) for name, one in named)
     return WeightManifest(
@@ -96,7 +96,7 @@ def test_a_loader_that_does_more_goes_on_loading() -> None:
 
 
 def test_a_loader_that_looks_at_values_is_found_out() -> None:
-    """It copies numbers, and scales what is no number: only comparing bits can tell."""
+    """The loader copies the tracing numbers and scales all others, so only a comparison of bits can tell."""
     weight = torch.zeros(4, 6)
 
     def load(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -111,11 +111,11 @@ def test_a_loader_that_looks_at_values_is_found_out() -> None:
 
 
 BLOCK = 4
-"""Columns that share a scale."""
+"""The number of columns that share a scale."""
 
 
 class QuantizedMatrix:
-    """An engine's parameters, and its loader, which takes full precision: blocks of fp8, and their scales."""
+    """An engine's parameters, and its loader, which turns full precision into blocks of fp8 and their scales."""
 
     def __init__(self) -> None:
         self.parameters = {
@@ -153,7 +153,7 @@ def test_an_engine_that_quantizes_gets_full_precision_by_deltas_and_every_versio
         assert all(
             torch.equal(engine.parameters[name].float(), one.float()) for name, one in expected.parameters.items()
         )
-        trained["weight"].view(-1)[::7] *= 1.01  # less than fp8 can tell, in part
+        trained["weight"].view(-1)[::7] *= 1.01  # some of it is less than fp8 can tell
         delta = encode(pulled, stage(trained.items(), 1024), Deadline(math.inf))
         assert delta is not None
         patch(dict(enumerate(pulled.buckets)), pulled.tensors, delta)
@@ -161,7 +161,7 @@ def test_an_engine_that_quantizes_gets_full_precision_by_deltas_and_every_versio
 
 
 def test_what_a_loader_derives_is_not_left_as_it_was() -> None:
-    """Copying restores the parameter, and not what the loader made of the numbers that it was traced with."""
+    """Copying restores the parameter, and not the values that the loader derived from the tracing numbers."""
     weight, derived = torch.zeros(4, 6), torch.zeros(4, 6)
 
     def load(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

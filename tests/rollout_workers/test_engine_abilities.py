@@ -1,4 +1,4 @@
-"""Engines are asked for what they state, never for their names; one of the user's own states it too."""
+"""Code asks engines for the abilities that they state, never for their names; a user's own engine states them too."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ from .models import make_model, save_config
 
 @pytest.fixture
 def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's directory with a module of their own."""
+    """Return a user's directory with a module of their own."""
     plugged.write(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("HEADWAY_IMPORT_PATH", str(tmp_path))

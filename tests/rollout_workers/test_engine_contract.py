@@ -1,5 +1,5 @@
 # mypy: disable-error-code="arg-type, attr-defined, operator, type-var"
-"""What every engine promises, held against a plain transformers forward; one of a user's own keeps the same."""
+"""Every engine keeps these promises, compared with a plain transformers forward; a user's own engine keeps them too."""
 
 import asyncio
 import sys
@@ -48,7 +48,7 @@ CAPACITY = 8
 MAX_LEN = 512
 TOLERANCE = 1e-2 if torch.cuda.is_available() else 1e-4
 ON_GPU = {"gpu_memory_utilization": 0.4} if torch.cuda.is_available() else {}
-"""Of vLLM: one test has two engines at once."""
+"""Options of vLLM on a GPU, where one test has two engines at once."""
 
 
 @dataclass
@@ -209,7 +209,7 @@ async def test_a_swap_in_flight_drops_nothing_and_spans_are_exact(case: Case) ->
 async def test_weights_in_parts_that_fail_once_stop_it_until_a_whole_version_is_there(case: Case) -> None:
     old_version = await hold(case.engine, case.old)
     responses, running = await begin(case.engine, PROMPTS)
-    with pytest.raises(WeightSyncError, match="cut off"):  # nothing of it was loaded
+    with pytest.raises(WeightSyncError, match="cut off"):  # the engine loaded no part of it
         await case.engine.swap_in_parts(WeightVersion(2, 0), in_parts(case.new, until=0))
     counted = sum(len(response.tokens) for response in responses)
     async with asyncio.timeout(60):
@@ -217,7 +217,7 @@ async def test_weights_in_parts_that_fail_once_stop_it_until_a_whole_version_is_
             await asyncio.sleep(0.01)
     with pytest.raises(WeightSyncError, match="cut off"):
         await case.engine.swap_in_parts(WeightVersion(2, 0), in_parts(case.new, until=2))
-    await asyncio.sleep(0.1)  # what was sampled before is on its way
+    await asyncio.sleep(0.1)  # earlier tokens are on their way
     counted = sum(len(response.tokens) for response in responses)
     await asyncio.sleep(0.3)
     assert sum(len(response.tokens) for response in responses) == counted
@@ -275,7 +275,7 @@ async def test_what_begins_after_a_swap_uses_nothing_that_older_weights_cached(c
     for response in after:
         assert set(response.versions) == {version}
         assert difference(case.new, response).max() < TOLERANCE
-    await hold(case.engine, case.new)  # forgets everything: as good as a fresh engine
+    await hold(case.engine, case.new)  # the engine forgets everything, as a fresh one
     fresh = await run_all(case.engine, [response.prompt for response in after], stop_token_ids=[], max_new_tokens=8)
     for response, expected in zip(after, fresh, strict=True):
         assert response.tokens == expected.tokens
@@ -283,7 +283,7 @@ async def test_what_begins_after_a_swap_uses_nothing_that_older_weights_cached(c
 
 
 async def test_a_slow_reader_gets_exact_spans(case: Case) -> None:
-    """Chunks that piled up over a swap are still told apart."""
+    """The engine still tells apart chunks that piled up over a swap."""
     if case.kind == plugged.ENGINE:
         pytest.skip("it samples a token as it is read, so that nothing piles up")
     await hold(case.engine, case.old)
@@ -361,7 +361,7 @@ async def test_wrong_tensors_are_refused_and_the_old_weights_stay(case: Case) ->
 
 
 async def test_tensors_that_fail_a_check_sample_nothing(case: Case) -> None:
-    """Whatever waits goes on with those of a later swap, which need not be newer."""
+    """Waiting requests go on with the tensors of a later swap, whose version need not be newer."""
     old_version = await hold(case.engine, case.old)
     asked = request(PROMPTS[0], temperature=1.0, stop_token_ids=[], max_new_tokens=200)
     response, seen = Response(PROMPTS[0]), list[object]()
@@ -417,7 +417,7 @@ async def test_after_a_sleep_it_is_a_fresh_engine(case: Case) -> None:
 
 
 async def test_closing_ends_those_who_wait(case: Case) -> None:
-    """The last test of its engine."""
+    """The test is the last one of its engine."""
     await hold(case.engine, case.old)
     waiting = Response(PROMPTS[0])
     asked = request(PROMPTS[0], stop_token_ids=[], max_new_tokens=MAX_LEN)

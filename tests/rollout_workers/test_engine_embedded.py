@@ -1,5 +1,5 @@
 # mypy: disable-error-code="arg-type"
-"""What only the embedded engine does, and how engines are opened."""
+"""Behaviour of the embedded engine alone, and the opening of engines."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""The embedded engine's sampler against the distributions it should sample."""
+"""The embedded engine's sampler draws from the distributions that it should sample."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ PROBABILITIES = torch.tensor([0.5, 0.3, 0.15, 0.05])
 
 
 def sampled(asked: GenerationRequest, count: int = 20_000) -> torch.Tensor:
-    """[V] how often each token came."""
+    """Return [V] how often each token came."""
     sampler = Sampler(3, torch.device("cpu"))
     logits = PROBABILITIES.log().expand(count, -1)
     tokens, logprobs = sampler.sample(logits, [asked] * count, [None] * count)

@@ -1,4 +1,4 @@
-"""What every environment keeps to, and how each of them is chosen: the built-in ones, and one of a user's own."""
+"""Every environment keeps these promises, the built-in ones and a user's own, and a recipe chooses among them."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -63,7 +63,7 @@ CONFIGS = {
 
 @pytest.fixture
 def roots(tmp_path: Path) -> ImportRoots:
-    """A directory of the user's with an environment in it."""
+    """Return a directory of the user's with an environment in it."""
     (tmp_path / "countdown.py").write_text(OWN)
     return ImportRoots(directory=tmp_path)
 
@@ -99,7 +99,7 @@ async def test_an_episode_ends_within_its_turns_and_so_does_one_without_room(
 
 
 async def test_it_keeps_nothing_between_two_turns(environment: Environment) -> None:
-    """Another worker may play the next one; and many episodes are played at once."""
+    """Another worker may play the next turn, and one environment plays many episodes at once."""
     asked = [episode("8", score=score) for score in (0.0, 1.0)] * 4
     at_once = await asyncio.gather(*map(environment.step, asked))
     one_by_one = [await environment.step(one) for one in reversed(asked)][::-1]

@@ -1,4 +1,4 @@
-"""Episodes of several turns: what the recorder, the worker and an heir make of what an environment says."""
+"""Episodes of several turns: recorder, worker and heir keep an environment's text apart from sampled tokens."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -55,12 +55,12 @@ class AsksOn:
         return Step(reward=0.25 * episode.score, says=says, components={"turns": float(len(episode.answers))})
 
     async def close(self) -> None:
-        """Nothing to free."""
+        """There is nothing to free."""
 
 
 @pytest.fixture
 async def brokers(url: str, run_name: str) -> AsyncIterator[tuple[Broker, Broker, Broker]]:
-    """The learner's and two workers'."""
+    """Yield the learner's broker and those of two workers."""
     opened = Broker(url, run_name), Broker(url, run_name), Broker(url, run_name)
     yield opened
     for broker in opened:
@@ -68,10 +68,10 @@ async def brokers(url: str, run_name: str) -> AsyncIterator[tuple[Broker, Broker
 
 
 async def kill_in_a_later_turn(worker: Worker) -> None:
-    """Without a farewell: what is not in a segment is lost, and leases run out."""
+    """Kill the worker without a farewell: tokens outside of segments are lost, and leases run out."""
 
     async def vanish() -> None:
-        """Say nothing."""
+        """Leave without a word."""
 
     worker._leave = vanish  # type: ignore[method-assign]
     task = asyncio.create_task(worker.run())
@@ -82,7 +82,7 @@ async def kill_in_a_later_turn(worker: Worker) -> None:
 
 
 def check(learner: Learner, trajectory: Trajectory) -> None:
-    """Structure, logprobs of what was sampled given all that was read, and versions."""
+    """Assert structure, logprobs of sampled tokens given all tokens read before, and versions."""
     response, mask = trajectory.response_tokens, trajectory.loss_mask.astype(bool)
     assert len(trajectory.turns) > 1
     assert len(response) <= LONG

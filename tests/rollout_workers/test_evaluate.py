@@ -31,7 +31,7 @@ def decode(tokens: Sequence[int]) -> str:
 
 
 class LengthReward:
-    """A tenth for each token; fails on the response that it is told to fail on."""
+    """A reward of a tenth for each token; it fails on the response that the test names."""
 
     def __init__(self, failing_call: int = -1) -> None:
         self.responses: list[str] = []
@@ -46,11 +46,11 @@ class LengthReward:
         return Score(total=len(response.split()) / 10)
 
     async def close(self) -> None:
-        """Nothing to free."""
+        """There is nothing to free."""
 
 
 class CountingEngine:
-    """A real engine, and how many requests it had at once."""
+    """A real engine that counts the requests which it has at once."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

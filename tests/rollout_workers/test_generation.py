@@ -1,5 +1,5 @@
 # mypy: disable-error-code="arg-type"
-"""A sample through several requests: interrupted, gone on with, finished without the engine; and streams that lie."""
+"""A sample through several requests: interrupted, continued, finished without the engine; and streams that lie."""
 
 from collections.abc import AsyncIterator, Sequence
 from typing import Any

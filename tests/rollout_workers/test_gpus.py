@@ -1,4 +1,4 @@
-"""Which GPUs each worker is given, as CUDA_VISIBLE_DEVICES."""
+"""Each worker gets GPUs of its own, as CUDA_VISIBLE_DEVICES."""
 
 import subprocess
 import sys
@@ -52,7 +52,7 @@ def test_what_does_not_come_out_even_is_refused(
 
 
 def test_engines_start_on_a_gpu_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first is killed while it starts, and the second has waited for it."""
+    """The first engine is killed while it starts, and the second has waited for it."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     program = f"""
 import tempfile, time
@@ -90,7 +90,7 @@ def test_engines_that_are_told_their_cache_start_together(monkeypatch: pytest.Mo
 
 
 class Cuda:
-    """vLLM's platform, as far as it is asked."""
+    """vLLM's platform, as far as the code asks it."""
 
     def is_cuda(self) -> bool:
         return True

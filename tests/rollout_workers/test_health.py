@@ -1,4 +1,4 @@
-"""When a worker finds itself unfit: the table of figures and verdicts, and the figures that it collects."""
+"""A worker finds itself unfit by a table of figures and verdicts, from figures that it collects."""
 
 import pytest
 
@@ -63,7 +63,7 @@ def test_errors_that_are_far_apart_do_not_add_up() -> None:
 
 
 EVEN = GenerationPace(tokens=6000, busy_s=60.0, slot_s=240.0)
-"""100 tokens/s, 25 for each of 4 requests."""
+"""A pace of 100 tokens/s, 25 for each of 4 requests."""
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ EVEN = GenerationPace(tokens=6000, busy_s=60.0, slot_s=240.0)
     [
         (3, GenerationPace(1000, 60.0, 240.0), True),
         (2, GenerationPace(1000, 60.0, 240.0), True),
-        (1, GenerationPace(1000, 60.0, 240.0), False),  # of two, nobody can say
+        (1, GenerationPace(1000, 60.0, 240.0), False),  # two workers have no majority
         (3, GenerationPace(3000, 60.0, 240.0), False),  # half the pace
         (3, GenerationPace(1000, 20.0, 80.0), False),  # hardly busy: it starts, swaps or has no work
         (3, GenerationPace(1000, 60.0, 40.0), False),  # few requests: 17 tokens/s in all, and 25 for each

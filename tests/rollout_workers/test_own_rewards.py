@@ -1,4 +1,4 @@
-"""Reward functions that hang, exit, end their process or raise: each costs its own sample, and nothing else."""
+"""Reward functions that hang, exit, end their process or raise cost their own sample, and nothing else."""
 
 import asyncio
 import logging
@@ -30,7 +30,7 @@ Reward = Callable[..., Awaitable[Score]]
 
 @pytest.fixture
 async def open_own() -> Any:
-    """`open(name, deadline_s)` gives `score(response, **extra_info)` of that function."""
+    """Yield a function: `open(name, deadline_s)` gives `score(response, **extra_info)` of that reward."""
     opened = []
 
     async def open_function(name: str, deadline_s: float = PLENTY_S, **config: Any) -> Reward:
@@ -147,7 +147,7 @@ async def test_what_it_started_ends_with_it_and_what_it_printed_is_kept(
     await score("7", pid=str(pid))
     with pytest.raises(UnscoredError, match="ran past its deadline"):
         await score("hang", pid=str(pid))
-    async with asyncio.timeout(60):  # it was killed, and the system may take a moment
+    async with asyncio.timeout(60):  # the process was killed, and the system may take a moment
         while is_running(int(pid.read_text())):  # noqa: ASYNC110 - nothing announces it
             await asyncio.sleep(0.02)
     said = capfd.readouterr()
@@ -179,7 +179,7 @@ async def test_a_module_that_cannot_be_imported_is_told_before_any_call(
 
 
 def test_calls_to_a_process_that_has_just_ended_are_made_in_another_one() -> None:
-    """On the workers' loop, which closes a pipe at the first write that fails: a second one is an error there."""
+    """The workers' loop closes a pipe at the first write that fails; a second write is an error there."""
 
     async def scored() -> tuple[int, list[Score]]:
         reward = await open_reward([RewardConfig(kind=f"{OWN}:where")])

@@ -1,4 +1,4 @@
-"""Loaders that do what engines do to tensors, and a placement that must come to the same bits."""
+"""Loaders that change tensors as engines do, and a placement that must come to the same bits."""
 
 from collections.abc import Iterable
 

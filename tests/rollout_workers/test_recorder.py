@@ -1,4 +1,4 @@
-"""Tokens, logprobs and version spans of one sample, its segments, and the engine output that is refused."""
+"""The recorder keeps a sample's tokens, logprobs, version spans and segments, and refuses bad engine output."""
 
 from itertools import pairwise
 from typing import Literal
@@ -76,7 +76,7 @@ def test_a_trajectory_holds_what_the_engine_sampled() -> None:
 
 
 def two_turns() -> Recorder:
-    """[1, 2] answered with [8, 9], then [3], by newer weights."""
+    """Record [1, 2], the answer [8, 9], then [3] by newer weights."""
     recorder = Recorder()
     recorder.add(chunk([1, 2], V1, "stop"))
     recorder.hear([8, 9], 0.25)
@@ -147,7 +147,7 @@ def test_an_interruption_is_no_end() -> None:
     recorder = Recorder()
     recorder.add(chunk([1], V2, "interrupted"))
     assert recorder.finish_reason is None
-    recorder.add(chunk([], V1))  # no token, no version: nothing went back
+    recorder.add(chunk([], V1))  # no token, no version: the version did not go back
     recorder.add(chunk([2], V2, "stop"))
     assert (recorder.tokens, recorder.spans) == ([1, 2], [VersionSpan(0, 2, V2)])
 
@@ -171,7 +171,7 @@ def test_segments_cut_anywhere_restore_the_sample(sizes: list[tuple[int, int]], 
 
 
 def until(recorder: Recorder, end: int) -> Recorder:
-    """What it was when it had `end` tokens."""
+    """Return the recorder's state when it had `end` tokens."""
     earlier = Recorder()
     for span in recorder.spans:
         for position in range(span.start, min(span.end, end)):

@@ -1,4 +1,4 @@
-"""Built-in rewards, adapters for users' functions, weighted sums, and every error they explain."""
+"""Built-in rewards, adapters for users' functions, weighted sums, and every error that they explain."""
 
 import asyncio
 import os
@@ -101,7 +101,7 @@ async def test_math_verify_survives_an_answer_that_never_ends() -> None:
 
 
 async def test_a_comparison_that_ends_its_process_is_worth_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one does that the system kills for its memory."""
+    """The process ends as one does that the system kills for its memory."""
     reward = MathVerifyReward(deadline_s=30)
     try:
         assert (await reward.score(prompt(), r"\boxed{7}", "stop")).total == 1.0
@@ -154,7 +154,7 @@ async def test_reasoning_gym_explains_a_prompt_that_it_cannot_score() -> None:
 
 
 async def test_a_verifier_of_reasoning_gym_that_never_ends_is_worth_0() -> None:
-    """`countdown` evaluates what the model wrote."""
+    """`countdown` evaluates the model's own text."""
     entry = reasoning_gym.create_dataset("countdown", size=1, seed=1)[0]
     async with opened(RewardConfig(kind="reasoning_gym", deadline_s=2.0)) as reward:
         work = prompt(task="countdown", entry=msgspec.msgpack.decode(msgspec.msgpack.encode(entry)))
@@ -255,7 +255,7 @@ async def test_no_reward_at_all_is_an_error() -> None:
 
 
 class Judge:
-    """A reward model that others hold: the mean of the tokens, or the reason why there is none."""
+    """A reward model in another process: its score is the mean of the tokens, or the reason why there is none."""
 
     def __init__(self, *, reason: str = "") -> None:
         self.reason = reason
@@ -268,7 +268,7 @@ class Judge:
         return np.array([np.mean([*prompt_tokens, *response_tokens])], np.float32)
 
     async def close(self) -> None:
-        """Nothing to free."""
+        """There is nothing to free."""
 
 
 @pytest.mark.parametrize(("clip", "share"), [(0.0, 2.0), (0.5, 0.5)])

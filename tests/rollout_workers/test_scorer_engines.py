@@ -1,5 +1,7 @@
-"""What every runtime of scorers promises, held against a plain transformers forward of one response at a time; one of a
-user's own keeps the same."""
+"""Every runtime of scorers keeps these promises, compared with a plain transformers forward of one response at a time.
+
+A user's own runtime keeps them too.
+"""
 
 import json
 import subprocess
@@ -34,7 +36,7 @@ from .reward_models import TOKENS, save_model, score_of
 CONFIG = ScorersConfig()
 KEY = "rewards[0].path"
 POLICYS_TOKENS = TOKENS - 9
-"""The policy has fewer than the teacher, whose vocabulary is padded."""
+"""The policy's number of tokens: the teacher has more, and its vocabulary is padded."""
 MOST_TOKENS = 64
 
 
@@ -86,12 +88,12 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def assert_same(found: Any, wanted: Any) -> None:
-    """As float32 is the same after other sums."""
+    """Assert that scores agree up to float32's rounding in sums of another order."""
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def requests(lengths: Sequence[tuple[int, int]], *, below: int = TOKENS, **fields: Any) -> list[ScoreRequest]:
-    """Responses that end with the highest token, which is both stop and padding token."""
+    """Return responses that end with the highest token, which is both stop and padding token."""
     rng = np.random.default_rng(0)
     found = []
     for prompt, response in lengths:
@@ -140,7 +142,7 @@ def test_a_teacher_names_the_likeliest_tokens_of_the_policys_vocabulary(case: Ca
 
 
 def test_a_request_gets_the_same_scores_whatever_is_asked_with_it(case: Case) -> None:
-    """A group's samples share their prompt, which a runtime may keep."""
+    """A group's samples share their prompt, whose cache a runtime may keep."""
     asked = requests([(20, 3), (20, 30), (20, 1)])
     asked = [msgspec.structs.replace(one, prompt_tokens=asked[0].prompt_tokens) for one in asked]
     for runner in (case.rewarding, case.teaching):

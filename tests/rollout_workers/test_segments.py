@@ -1,4 +1,4 @@
-"""Which segments a sample's log sends, one at a time and in order, whatever the broker answers."""
+"""A sample's log sends its segments one at a time and in order, whatever the broker answers."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,7 +18,7 @@ TID = TrajectoryId("g", 0, 0)
 
 
 class Shelf:
-    """The broker's side of one sample: keeps segments in order, and fails as it is told."""
+    """The broker's side of one sample: it keeps segments in order, and fails when the test says so."""
 
     def __init__(self) -> None:
         self.segments: list[Segment] = []
@@ -56,7 +56,7 @@ class Shelf:
 
 
 class Sample:
-    """A sample that generates when it is told, and its log."""
+    """A sample that generates when the test says so, and its log."""
 
     def __init__(self, *, tokens: int = 4, seconds: float = 0.0, resumed: tuple[Segment, ...] = ()) -> None:
         self.shelf = Shelf()

@@ -1,4 +1,4 @@
-"""A scorer's process from within, on a real server with a runner that does what a test wants."""
+"""A scorer's process from within, on a real server with a runner that the test controls."""
 
 import asyncio
 import time
@@ -32,7 +32,7 @@ def server(tmp_path: Path) -> Any:
 
 
 class Lengths:
-    """Scores are lengths; a token takes some time, and some tokens are too much for the model."""
+    """A runner whose scores are lengths; each token takes some time, and some tokens are too much for the model."""
 
     vocabulary, longest = 100, 60
 
@@ -68,7 +68,7 @@ def serve(broker: Broker, runner: Lengths, *, hold_s: float = 30.0) -> Serving:
 async def test_a_scorer_slower_than_its_askers_takes_batches_that_it_answers_in_time(
     brokers: tuple[Broker, Broker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All at once it would hold them for longer than it may, and never answer."""
+    """A scorer that took all requests at once would hold them for longer than it may, and never answer."""
     monkeypatch.setattr(serving, "FIRST_BATCH_TOKENS", 40)
     await Learner.start(brokers[0], groups=1)
     runner, hold_s = Lengths(token_s=0.004), 1.5
@@ -89,7 +89,7 @@ async def test_a_scorer_slower_than_its_askers_takes_batches_that_it_answers_in_
 async def test_requests_that_the_model_cannot_score_cost_the_others_nothing_and_end_no_process(
     brokers: tuple[Broker, Broker],
 ) -> None:
-    """However many there are: any program with a worker's password may ask."""
+    """Any program with a worker's password may ask, so the number of such requests has no limit."""
     await Learner.start(brokers[0], groups=1)
     asked = AskedScorer(brokers[1].scoring, Outages(brokers[1].url), NAME, hold_s=30)
     empty: list[int] = []

@@ -1,4 +1,4 @@
-"""What is saved over a sleep that discards everything: all that the next version does not bring."""
+"""An engine saves everything that the next version does not bring before a sleep that discards its memory."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def test_a_version_and_what_was_kept_are_everything_there_was() -> None:
 def test_what_a_loader_of_its_own_fills_is_not_kept() -> None:
     parameters = {"weight": torch.randn(4, 4)}
     assert Kept({}, parameters, None).nbytes == 0
-    assert Kept({}, parameters, {}).nbytes == 4 * 4 * 4  # before the first version nobody knows what one fills
+    assert Kept({}, parameters, {}).nbytes == 4 * 4 * 4  # before the first version the rows that one fills are unknown
 
 
 @pytest.mark.parametrize(("has_gpu", "sleeps"), [(True, True), (True, False), (False, True)])

@@ -1,4 +1,4 @@
-"""Workers of one pool swap weights in turns: real brokers and engines, swaps that take long enough to meet."""
+"""Workers of one pool swap weights in turns: real brokers and engines, and swaps slow enough to overlap."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -22,21 +22,21 @@ from .loop import Deliveries, Learner, delivery, make_engine, make_worker, runni
 from .models import make_model
 
 SWAP_S = 0.1
-"""Workers that did not wait for each other would meet in it."""
+"""The duration of a swap, in which workers that did not wait for each other would meet."""
 
 
 @dataclass
 class Swapping:
-    """Which engines are in a swap, and how many ever were at once."""
+    """Notes the engines that are in a swap, and the largest number that were at once."""
 
     now: set[str] = field(default_factory=set)
     most: int = 0
     expected: int = 1
-    """So many at once are waited for."""
+    """Each swap waits until so many run at once."""
     done: list[tuple[str, WeightVersion]] = field(default_factory=list)
 
     def watch(self, engine: Any, name: str) -> Any:
-        """Makes its swaps slow, and notes all after the first, which interrupts nothing."""
+        """Make the engine's swaps slow, and note all after the first, which interrupts nothing."""
         swap, swaps = engine.swap_weights, 0
 
         async def noted(version: WeightVersion, tensors: Any, **how: Any) -> None:
@@ -72,7 +72,7 @@ class Pool:
         return broker
 
     async def join(self, learner: Learner, *names: str, timeout_s: float = 20, **changes: Any) -> None:
-        """These begin to work; returns once the broker knows that they hold weights."""
+        """Have these workers begin; return once the broker knows that they hold weights."""
         for name in names:
             engine = self.swapping.watch(make_engine(self._directory / name), name)
             self.deliveries[name] = Deliveries()
@@ -114,7 +114,7 @@ async def test_never_all_swap_at_once(pool: Pool, workers: int, share: float, at
 async def test_a_pool_that_grows_and_shrinks(pool: Pool) -> None:
     learner = await Learner.start(await pool.open(), groups=8, max_lag=8)
     await pool.join(learner, "w0", "w1")
-    await pool.join(learner, "w2", "w3")  # their first weights interrupt nothing, and wait for nobody
+    await pool.join(learner, "w2", "w3")  # their first weights interrupt nothing, and wait for no turn
     pool.swapping.expected = 2
     await learner.publish(2, *pool.of())
     await pool.hold(learner.version(2))
@@ -132,7 +132,7 @@ async def test_a_pool_that_grows_and_shrinks(pool: Pool) -> None:
 
 
 async def serving(learner: Learner, name: str) -> str:
-    """A worker that is heard of once, and its token."""
+    """Report a worker once, and return its token."""
     await learner.broker.status.heartbeat(msgspec.structs.replace(WORKER, worker=name), 100)
     return f"{name}:1"
 
@@ -144,7 +144,7 @@ async def test_a_holder_that_died_is_waited_for_no_longer_than_its_deadline(pool
     assert await learner.broker.swap_turns.take(dead, 0.5, 1)
     await learner.publish(1, *pool.of("w0"))
     await until(lambda: pool.deliveries["w0"].queue.empty())
-    await learner.publish(2, *pool.of("w0"))  # arrives while it waits
+    await learner.publish(2, *pool.of("w0"))  # the version arrives while the worker waits
     await pool.hold(learner.version(2), "w0")
     assert not await learner.broker.swap_turns.renew(dead, 1)
     assert [version.step for name, version in pool.swapping.done if name == "w0"] == [0, 2]

@@ -1,4 +1,4 @@
-"""`staging: none` with real engines: what arrives goes over what generates, and nothing is sampled of a mixture."""
+"""`staging: none` with real engines: arriving tensors overwrite the engine's own, and no token is of a mixture."""
 
 import asyncio
 import itertools
@@ -51,15 +51,15 @@ class Publishing:
         return await asyncio.to_thread(self.publisher.publish, self.version, gathering, sent.manifest.probe)
 
     async def publish_to(self, *members: str) -> None:
-        """Version after version until one is broadcast to these."""
+        """Publish versions until one is broadcast to exactly these workers."""
         async with asyncio.timeout(60):
             while True:
                 if (await self.publish()).members == members:
                     return
-                await asyncio.sleep(0.2)  # until the heartbeats have told
+                await asyncio.sleep(0.2)  # heartbeats report it meanwhile
 
     async def take_until(self, is_it: Callable[[Trajectory], bool]) -> list[Trajectory]:
-        """Step after step, until one of the trajectories is what the test looks for."""
+        """Take step after step, until one of the trajectories is the one that the test looks for."""
         taken: list[Trajectory] = []
         async with asyncio.timeout(60):
             for step in itertools.count(self.step):
@@ -151,7 +151,7 @@ async def test_an_engine_that_was_left_in_the_middle_samples_nothing_until_it_is
         monkeypatch.setattr(subscriber._pulls._puller, "pull", pull_when_allowed)
         with monkeypatch.context() as patched:
             patched.setattr(publisher_module, "_on_the_wire", cut_off)
-            # On a busy machine its heartbeat may have lapsed, and the first ones are sent to nobody.
+            # On a busy machine its heartbeat may have lapsed, and the first versions are sent to no worker.
             while "cut off" not in (await learner.publish()).failed:
                 pass
         await until(lambda: worker.info().state == "paused")

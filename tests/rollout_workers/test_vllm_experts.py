@@ -1,6 +1,8 @@
 # mypy: disable-error-code="arg-type, comparison-overlap, type-var"
-"""vLLM's routed experts as a chunk's: which rows, of which layers; through its real front end, with a core that makes
-them up; and on a GPU against what a plain forward chooses."""
+"""vLLM's routed experts in a chunk have the right rows and layers.
+
+They pass vLLM's real front end, with a core that makes them up; on a GPU they are those of a plain forward.
+"""
 
 import asyncio
 from contextlib import aclosing
@@ -34,7 +36,7 @@ LAYERS, PER_TOKEN = 2, 2
 
 
 def row(position: int) -> Experts:
-    """[1, L, K] of the token at this place of prompt and response: no other has the same."""
+    """Return [1, L, K] of the token at this place of prompt and response: no other has the same."""
     return np.array([[[position % 250, 255]] * LAYERS], np.uint8)
 
 
@@ -65,7 +67,7 @@ def test_rows_are_taken_from_the_front_and_the_rest_stays() -> None:
 
 @pytest.mark.parametrize("switch", [1, 2, 3])
 def test_a_run_of_tokens_over_a_swap_is_taken_apart_with_its_rows(switch: int) -> None:
-    """The first three tokens after a prompt of two; and of a later run, which has a row for every token."""
+    """The runs are the first three tokens after a prompt of two, and a later run, which has a row for every token."""
     starts = [(OLD, 0), (NEW, switch)]
     first = list(split([1, 2, 3], [-1.0] * 3, 0, starts, None, rows(0, 1, 2, 3)))
     assert [len(chunk.token_ids) for chunk in first] == ([switch, 3 - switch] if switch < 3 else [3])
@@ -91,7 +93,7 @@ def test_only_layers_with_experts_have_rows() -> None:
 
 
 class RoutingCore(PacedCore):
-    """As vLLM's engine: the prompt's rows with the first token, then that of the token before."""
+    """Returns rows as vLLM's engine does: the prompt's with the first token, then those of the token before."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity, step_s=0.001, mean_tokens=1e9)
@@ -111,7 +113,7 @@ class RoutingCore(PacedCore):
 @pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore")
 async def test_rows_reach_the_recorder_through_vllms_front_end(tmp_path: Path) -> None:
-    """Over a swap, an interruption that another request goes on after, and the end."""
+    """The sample runs over a swap, an interruption that another request continues, and the end."""
     prepare_environment(1)
     from vllm.v1.engine.core_client import EngineCoreClient
 
@@ -164,7 +166,7 @@ async def test_a_cpu_is_refused_with_words(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM's capture takes Triton")
 async def test_choices_are_those_of_a_plain_forward_before_and_after_a_swap(tmp_path: Path) -> None:
-    """In bfloat16, so nearly all of them."""
+    """In bfloat16 rounding changes a few of them, so nearly all have to agree."""
     old, new = make_model("moe", 0), make_model("moe", 1)
     config = EngineConfig(
         kind="vllm",

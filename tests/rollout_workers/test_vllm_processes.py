@@ -1,4 +1,5 @@
-"""vLLM split over two processes (on CPUs, over gloo): swaps, what is held, versions of tokens, and errors in one."""
+"""vLLM split over two processes (on CPUs, over gloo) swaps, tells its tensors and versions, and survives an error in
+one."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -32,7 +33,7 @@ def shared_memory() -> set[Path]:
 
 @asynccontextmanager
 async def opened(model: Any, directory: Path, **options: object) -> AsyncIterator[Engine]:
-    """On a CPU vLLM's processes leave memory that they shared behind when they are ended."""
+    """Open an engine, and remove the shared memory that vLLM's processes leave behind on a CPU."""
     config = EngineConfig(kind="vllm", max_concurrent=8, max_model_len=512, options=options)
     before = shared_memory()
     engine = open_engine(config, save_config(model, directory), seed=0)
@@ -79,7 +80,7 @@ async def check_what_is_held(engine: Engine, models: list[Any]) -> None:
 
 
 async def check_an_error_in_one_process(engine: Any, models: list[Any]) -> None:
-    """It is told, and the next swap is not confused by what the other process answered."""
+    """The engine reports the error, and the other process's answer does not confuse the next swap."""
     await engine._llm.collective_rpc("fail_in_one_process")
     with pytest.raises(WeightSyncError, match="RuntimeError: told to fail"):
         await hold(engine, models[0])
@@ -92,7 +93,7 @@ async def check_an_error_in_one_process(engine: Any, models: list[Any]) -> None:
 
 
 async def test_experts_that_are_split_are_swapped(tmp_path: Path) -> None:
-    """vLLM for CPUs pads the halves of narrower ones, and cannot load them twice."""
+    """vLLM for CPUs pads the halves of narrower experts, and cannot load them twice."""
     models = [make_model("moe", seed, expert_width=64) for seed in range(2)]
     async with opened(models[0], tmp_path, tensor_parallel_size=2) as engine:
         for model in models:
@@ -102,7 +103,7 @@ async def test_experts_that_are_split_are_swapped(tmp_path: Path) -> None:
 
 
 async def test_stages_together_hold_what_was_published(tmp_path: Path) -> None:
-    """vLLM for CPUs 0.32 cannot generate in stages; that they load is what can be seen."""
+    """vLLM for CPUs 0.32 cannot generate in stages, so the test proves only that they load."""
     models = [make_model("dense", seed) for seed in range(2)]
     options = {"pipeline_parallel_size": 2, "worker_extension_cls": EXTENSION}
     async with opened(models[0], tmp_path, **options) as engine:

@@ -1,4 +1,4 @@
-"""The worker against a real server with the real embedded engine; the learner's side is moved by hand."""
+"""The worker on a real server with the real embedded engine; the test moves the learner's side by hand."""
 
 import asyncio
 import os
@@ -266,7 +266,7 @@ async def test_a_failing_reward_ends_the_worker_and_hands_its_leases_back(
 async def test_a_sample_that_cannot_be_scored_is_generated_anew_from_its_first_token(
     brokers: tuple[Broker, Broker], tmp_path: Path
 ) -> None:
-    """As often as that happens; the others go on, and the dead letters say why."""
+    """The sample is generated anew each time; the others go on, and the dead letters name the reason."""
     refused: list[str] = []
 
     class PickyReward(OneReward):
@@ -293,7 +293,7 @@ async def test_a_sample_that_cannot_be_scored_is_generated_anew_from_its_first_t
 
 
 async def never(request: GenerationRequest) -> AsyncIterator[Chunk]:
-    """As an engine that hangs generates."""
+    """Generate as an engine that hangs."""
     await asyncio.Event().wait()
     yield Chunk(token_ids=[], logprobs=[], version=WeightVersion(0, 0))
 
@@ -327,7 +327,7 @@ async def test_an_engine_that_hangs_ends_the_worker_and_hands_its_leases_back(
 
 
 class FailingEngine:
-    """Fails at some requests, each after a few tokens; the others are the real engine's."""
+    """Fails at some requests, each after a few tokens; the others go to the real engine."""
 
     def __init__(self, engine: Engine, failures: int) -> None:
         self._engine, self._left, self.failed = engine, failures, list[str]()
@@ -395,7 +395,7 @@ async def test_the_worker_outlives_a_killed_server(
 ) -> None:
     learner = await Learner.start(brokers[0], groups=8)
     deliveries = Deliveries()
-    # Leases granted in a reply that the crash swallowed must expire before anybody gets them.
+    # Leases granted in a reply that the crash swallowed must expire before a worker gets them.
     engine = make_engine(tmp_path)
     worker = make_worker(brokers[1], engine, deliveries, max_new_tokens=LONG, lease_ttl_s=1.0)
     await learner.publish(0, deliveries)

@@ -1,4 +1,4 @@
-"""A worker that evaluates beside training: with one version alone, and as the in-process evaluation does."""
+"""A worker evaluates beside training: with one version alone, and with the in-process evaluation's results."""
 
 import asyncio
 from pathlib import Path
@@ -26,14 +26,14 @@ DRAWN = EvalConfig(where="workers", samples=SAMPLES, pass_reward=0.5)
 
 
 class ParityReward:
-    """The mean parity of the response's tokens."""
+    """A reward that is the mean parity of the response's tokens."""
 
     async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: object = ()) -> Score:
         tokens = [int(token) for token in response.split()]
         return Score(total=sum(token % 2 for token in tokens) / len(tokens))
 
     async def close(self) -> None:
-        """Nothing to free."""
+        """There is nothing to free."""
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ async def done(learner: Learner, version: WeightVersion) -> EvaluationProgress:
 
 
 async def measured_alone(directory: Path, learner: Learner, version: WeightVersion, config: EvalConfig) -> EvalResult:
-    """The in-process evaluation of the same weights."""
+    """Return the in-process evaluation of the same weights."""
     engine = make_engine(directory)
     await engine.swap_weights(version, named_tensors(learner.models[version]))
     sampling = evaluation_sampling(SamplingConfig(max_new_tokens=16), config)
@@ -78,7 +78,7 @@ async def test_it_measures_what_an_evaluation_in_process_does(
     await learner.publish(0, deliveries)
     async with running(worker):
         found = summarize((await done(learner, version)).results, config.samples)
-        assert worker.info().submitted <= 40 * 2  # of those that are trained
+        assert worker.info().submitted <= 40 * 2  # samples of training alone
         await learner.take(0)
     assert found == await measured_alone(tmp_path / "alone", learner, version, config)
     assert (found.prompts, found.samples) == (SIZE, config.samples)
@@ -110,7 +110,7 @@ async def test_its_version_stays_until_the_evaluation_is_over(
 
 
 async def test_training_goes_on_beside_it(brokers: tuple[Broker, Broker], learner: Learner, tmp_path: Path) -> None:
-    """The engine has four places, and the evaluation as many samples that never end meanwhile."""
+    """The engine has four places, and the evaluation as many samples, which never end meanwhile."""
     release = asyncio.Event()
 
     class HeldReward(ParityReward):
@@ -150,7 +150,7 @@ async def test_an_evaluation_that_takes_too_long_is_given_up(
         progress = await look(learner, version)
         assert progress.done < progress.samples
         free = await learner.broker.evaluations.lease("other", version, 1000, 1000)
-        assert len(free.leases) == progress.samples - progress.done  # all were handed back
+        assert len(free.leases) == progress.samples - progress.done  # the worker handed all of them back
         await until(lambda: worker.info().submitted > 0)
 
 

@@ -1,4 +1,4 @@
-"""Workers that go on where another one ended: real server, real embedded engine, the learner moved by hand."""
+"""Workers continue samples of other workers: a real server and embedded engine, and a learner moved by hand."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -21,7 +21,7 @@ from .test_chosen_experts import chosen_by
 
 @pytest.fixture
 async def brokers(url: str, run_name: str) -> AsyncIterator[tuple[Broker, Broker, Broker]]:
-    """The learner's and two workers'."""
+    """Yield the learner's broker and those of two workers."""
     opened = Broker(url, run_name), Broker(url, run_name), Broker(url, run_name)
     yield opened
     for broker in opened:
@@ -29,7 +29,7 @@ async def brokers(url: str, run_name: str) -> AsyncIterator[tuple[Broker, Broker
 
 
 async def work_a_while(worker: Worker) -> int:
-    """Begin all samples, finish none, drain; how many tokens it generated."""
+    """Begin all samples, finish none, drain, and return the number of generated tokens."""
     task = asyncio.create_task(worker.run())
     await until(lambda: worker.info().generated_tokens > CAPACITY * 30)
     worker.request_drain()
@@ -47,7 +47,7 @@ def check_logprobs(learner: Learner, trajectory: Trajectory) -> None:
 
 
 async def finish(learner: Learner, worker: Worker, step: int = 0) -> tuple[Group, ...]:
-    """A step's batch. What ends the worker before is raised."""
+    """Return a step's batch. Raises the error that ends the worker before it is complete."""
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(worker.run())
         groups = await learner.take(step)
@@ -139,7 +139,7 @@ async def test_segments_of_weights_that_fail_their_probe_are_not_stored(
     held: list[WeightVersion] = []
 
     async def score(token_ids: list[int]) -> list[float]:
-        """Verifying takes so long that the new weights generate meanwhile."""
+        """Verify so slowly that the new weights generate meanwhile."""
         if len(held) > 0:
             so_far = worker.info().generated_tokens
             await until(lambda: worker.info().generated_tokens > so_far + CAPACITY * 20)

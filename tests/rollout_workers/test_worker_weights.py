@@ -1,4 +1,4 @@
-"""How a worker comes to its weights and proves them: a real server and engine; the learner's side is moved by hand."""
+"""A worker gets its weights and proves them: a real server and engine; the test moves the learner's side by hand."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -28,7 +28,7 @@ from .models import forward_logprobs, make_model
 
 
 def check_logprobs(learner: Learner, trajectories: Sequence[Trajectory]) -> None:
-    """Each token's is that of a forward with the weights that its span names."""
+    """Assert that each token's logprob is that of a forward with the weights that its span names."""
     for trajectory in trajectories:
         for span in trajectory.spans:
             prompt, response = trajectory.prompt_tokens.tolist(), trajectory.response_tokens.tolist()
@@ -145,13 +145,14 @@ async def test_an_engine_that_never_answers_the_probe_ends_the_worker(
 
 
 def test_one_unlikely_token_fails_no_probe() -> None:
-    """In bfloat16 it is off by more than its neighbours together, where the engine holds what was published."""
+    """In bfloat16 one logprob deviates by more than its neighbours together, in an engine with the published
+    weights."""
     probe, version = (
         Probe(token_ids=[1] * 6, logprobs=[-1.0, -2.0, -17.0, -3.0, -1.0], tolerance=0.25),
         WeightVersion(1, 0),
     )
     refuse_other_logprobs(probe, [-1.0, -2.0, -16.0, -3.1, -1.0], version)
-    refuse_other_logprobs(Probe(token_ids=[1], logprobs=[], tolerance=0.0), [], version)  # one token predicts none
+    refuse_other_logprobs(Probe(token_ids=[1], logprobs=[], tolerance=0.0), [], version)  # one token has no logprob
     with pytest.raises(WeightSyncError, match=r"by a mean of 0\.42 where rounding explains 0\.25"):
         refuse_other_logprobs(probe, [-1.0, -2.0, -16.0, -3.1, -2.0], version)
     with pytest.raises(WeightSyncError, match="by a mean of nan"):
@@ -159,14 +160,14 @@ def test_one_unlikely_token_fails_no_probe() -> None:
 
 
 def flip_a_bit(tensor: torch.Tensor) -> None:
-    """Too little for any probe to see."""
+    """Change too little for any probe to see."""
     tensor.view(torch.int32).view(-1)[7] ^= 1
 
 
 def spoil(engine: Any, how: Callable[[torch.Tensor], object], *spoiled: int) -> list[WeightVersion]:
-    """The swaps of these numbers come with a wrong tensor, and fail late enough for what is sampled meanwhile to show.
+    """Give the swaps of these numbers a wrong tensor, and return the versions of all swaps in order.
 
-    The versions of all swaps, in order.
+    They fail so late that tokens sampled meanwhile would show.
     """
     swap, swaps = engine.swap_weights, list[WeightVersion]()
 
@@ -272,7 +273,7 @@ async def test_a_swap_that_finds_no_room_waits_and_the_engine_goes_on(
     swap = engine.swap_weights
 
     async def share(version: WeightVersion, tensors: Any, **how: Any) -> None:
-        with handover.of(tensors):  # as an engine with processes of its own begins
+        with handover.of(tensors):  # an engine with processes of its own begins like this
             await swap(version, tensors, **how)
 
     engine.swap_weights = share
@@ -289,7 +290,7 @@ async def test_a_swap_that_finds_no_room_waits_and_the_engine_goes_on(
             await until(lambda: worker.info().generated_tokens > generated)
             assert worker.info().version == learner.version(0)
             await learner.publish(2, deliveries)
-            await until(deliveries.queue.empty)  # it is tried in the place of version 1
+            await until(deliveries.queue.empty)  # the worker tries it in the place of version 1
         await until(lambda: worker.info().version == learner.version(2))
         assert (worker.info().swaps, worker.info().last_error) == (2, "")
 

@@ -1,6 +1,6 @@
-"""Inside the processes of a vLLM on a CPU that computes with the parameters themselves, as on a GPU.
+"""An extension of vLLM's processes on a CPU, which then compute with the parameters themselves, as on a GPU.
 
-By itself it multiplies with packed copies of them, into which only its own loader can put weights.
+Without it vLLM multiplies with packed copies of them, into which only its own loader can put weights.
 """
 
 from typing import Any
@@ -15,12 +15,12 @@ vllm.model_executor.layers.utils.check_cpu_sgl_kernel = lambda *sizes: False
 
 
 class UnpackedExtension(WeightExtension):
-    """Imported before the model is loaded."""
+    """Extends a worker of vLLM, which imports this module before it loads the model."""
 
     rank: int
 
     def fail_in_one_process(self) -> None:
-        """The next update, where there are several."""
+        """Make the next update fail in one process, where there are several."""
         transfer: Any = self.weight_transfer_engine
         mapped = transfer._mapped
 

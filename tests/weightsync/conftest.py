@@ -35,7 +35,7 @@ CONFIG = WeightsConfig(broadcast_timeout_s=TIMEOUT_S, bucket_bytes=1 << 16, poll
 
 
 def weights(seed: int) -> list[tuple[str, torch.Tensor]]:
-    """Neighbouring seeds differ in 4% of the elements, as an optimizer's steps do."""
+    """Return the weights of a seed. Neighbouring seeds differ in 4% of the elements, as an optimizer's steps do."""
     noise = torch.randn(200, 301, generator=torch.Generator().manual_seed(0))
     noise.view(-1)[seed % 50 :: 50] += 1 + seed
     return [
@@ -47,7 +47,7 @@ def weights(seed: int) -> list[tuple[str, torch.Tensor]]:
 
 
 class Learner:
-    """Claims the run and publishes version after version."""
+    """A learner that claims the run and publishes version after version."""
 
     def __init__(self, url: str, run: str, config: WeightsConfig = CONFIG, resume: bool = False) -> None:
         self.blocking = BlockingBroker(url, run)
@@ -74,7 +74,7 @@ class Learner:
         probe = Probe(token_ids=[1], logprobs=[], tolerance=0.0)
         tensors = iter(self.weights(version.step))
         report = self.publisher.publish(version, self.publisher.gather(tensors), probe)
-        assert next(tensors, None) is None  # other ranks gather them too, whatever becomes of a broadcast
+        assert next(tensors, None) is None  # other ranks gather them too, also when a broadcast fails
         return report
 
     def epoch(self) -> int:
@@ -96,12 +96,12 @@ class Learner:
         raise AssertionError(f"heartbeats stayed {infos}")
 
     def until_held(self, *workers: str) -> None:
-        """Wait until all of `workers` say that they hold the newest version."""
+        """Wait until all of `workers` report that they hold the newest version."""
         self.until_workers(lambda infos: all(w in infos and infos[w].version == self.version for w in workers))
 
 
 def served_bytes(learner: Learner) -> list[int]:
-    """How many bytes each request gets that this learner answers from now on."""
+    """Return a list that gets the size of each answer of this learner from now on."""
     find, sizes = learner.publisher._pulls.find, list[int]()
 
     def noted(path: str) -> Found | None:
@@ -114,7 +114,7 @@ def served_bytes(learner: Learner) -> list[int]:
 
 
 def gpu_of(number: int) -> dict[str, str]:
-    """The environment of a test's process of this number: the GPU that it has, nothing where there is none.
+    """Return the environment of a test's process of this number: its GPU, or nothing on a machine without GPUs.
 
     Where there are more processes than GPUs, those that share one are as on different hosts, the others as on one.
     """
@@ -140,11 +140,12 @@ class WorkerProcess(ForkedProcess):
         super().__init__(worker_process.follow_run, url, run, name, config, interruptions, environment)
 
     def expect(self, version: WeightVersion) -> list[list[int]]:
-        """Read up to `version`, whose tensors must be right to the last bit; all versions read on the way."""
+        """Read up to `version`, whose tensors must be right to the last bit, and return all versions read on the
+        way."""
         return [event["version"] for event in self.events(version)]
 
     def events(self, version: WeightVersion) -> list[dict[str, Any]]:
-        """As `expect`, with all that the worker said of what it held."""
+        """Read up to `version` as `expect` does, and return all of the worker's reports."""
         events: list[dict[str, Any]] = []
         while True:
             event = self.next()
@@ -167,7 +168,7 @@ class InProcessWorker:
         self.version: WeightVersion | None = None
 
     async def next(self) -> WeightVersion:
-        """The next version, checked and taken over."""
+        """Wait for the next version, check it and take it over."""
         async with asyncio.timeout(PATIENCE_S):
             delivery = await self.subscriber.wait_for_version(self.version)
         assert isinstance(delivery, Delivery)
@@ -191,7 +192,7 @@ class InProcessWorker:
 
 
 async def pull_then_receive(learner: Learner, worker: InProcessWorker) -> None:
-    """Two versions: who holds the first one is in the group that the second one is sent to."""
+    """Publish two versions: a worker that holds the first one is in the group of the second one."""
     for _ in range(2):
         await asyncio.to_thread(learner.publish)
         await worker.next()
@@ -205,7 +206,7 @@ async def announced(broker: Broker) -> WeightManifest:
 
 @pytest.fixture
 def board(url: str, run_name: str) -> Iterator[Board]:
-    """For both ends of a group, in threads of the test."""
+    """Yield a board for both ends of a group, in threads of the test."""
     blocking = BlockingBroker(url, run_name)
     yield Board(blocking.call, blocking.broker.meetings)
     blocking.close()

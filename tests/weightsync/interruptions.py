@@ -22,19 +22,24 @@ from weightsync.transports.base import BroadcastGroupTransport
 
 
 class Place(NamedTuple):
-    """In the broadcast of version `step`, once so many of its buckets are through; the sender, once it is asked for the
-    next one. The seal counts as one more."""
+    """A place in the broadcast of version `step`, after so many of its buckets have passed; the seal counts as one.
+
+    The sender is at the place when it is asked for the next bucket.
+    """
 
     step: int
     buckets: int
 
 
 Interruptions = dict[Place, signal.Signals]
-"""Each happens once."""
+"""Signals by place; each is sent once."""
 
 
 def interrupt_receiving(interruptions: Interruptions) -> None:
-    """Of this process, at these places. With all buckets through, it has not said so yet."""
+    """Interrupt this process at these places of a transfer that it receives.
+
+    When all buckets have passed, it has not acknowledged the version yet.
+    """
 
     class Interrupted(JoinedGroup):
         _counted: _Counted | None = None
@@ -56,7 +61,7 @@ def interrupt_receiving(interruptions: Interruptions) -> None:
 
 
 def interrupt_sending(interruptions: Interruptions) -> None:
-    """Of this process, at these places."""
+    """Interrupt this process at these places of a transfer that it sends."""
 
     class Interrupted(Sender):
         def send(self, version: WeightVersion, wire: Wire) -> tuple[tuple[str, ...], str]:
@@ -72,7 +77,7 @@ def interrupt_sending(interruptions: Interruptions) -> None:
 
 @contextmanager
 def damaged_bucket(number: int) -> Iterator[None]:
-    """What this process sends meanwhile has one wrong byte in that bucket of each version."""
+    """Send one wrong byte in that bucket of each version meanwhile."""
 
     def damaged(version: WeightVersion, gathering: Gathering) -> Iterator[torch.Tensor]:
         for index, part in enumerate(_on_the_wire(version, gathering)):
@@ -112,4 +117,4 @@ class _Counted:
 
 def _interrupt(interruptions: Interruptions, place: Place) -> None:
     if place in interruptions:
-        signal.pthread_kill(threading.get_ident(), interruptions.pop(place))  # before this thread takes a further step
+        signal.pthread_kill(threading.get_ident(), interruptions.pop(place))  # arrives before the thread's next step

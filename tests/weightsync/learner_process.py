@@ -1,4 +1,4 @@
-"""A learner without training, as a process of its own, that is interrupted in the middle of a broadcast."""
+"""A learner without training in a process of its own, which is interrupted in the middle of a broadcast."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from weightsync.tensors.shared_memory import host_buffer
 from weightsync.transports import collective
 
 WATCHDOG_PATIENCE = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
-"""So long torch waits before it ends a process whose group has failed."""
+"""The variable for the seconds that torch waits before it ends a process whose group has failed."""
 
 
 def publish(
@@ -26,7 +26,7 @@ def publish(
     interruptions: Interruptions,
     connection: Connection,
 ) -> None:
-    """Version after version, each once `workers` hold the one before."""
+    """Publish version after version, each once `workers` hold the one before."""
     torch.set_num_threads(1)
     interrupt_sending(interruptions)
     learner = Learner(url, run, config)
@@ -39,10 +39,10 @@ def publish(
 def outlive(
     url: str, run: str, config: WeightsConfig, healthy: str, dying: str, seconds: float, connection: Connection
 ) -> None:
-    """Publish to both, send that step, go on with the healthy one, and send whom each step reached.
+    """Publish to both workers, send that step, go on with the healthy one, and send the members that each step reached.
 
-    The process has a group for training, too, as learners on GPUs do; and torch's watchdog, which looks ten times a
-    second, hears of what went wrong before the learner does, as may be where processors are busy.
+    The process has a group for training, too, as learners on GPUs do. Torch's watchdog, which looks ten times a second,
+    hears of the failure before the learner does, as may happen where processors are busy.
     """
     collective._WAIT_S = 0.3
     os.environ[WATCHDOG_PATIENCE] = "1"
@@ -62,7 +62,7 @@ def outlive(
 
 
 def hold_buffer(nbytes: int, connection: Connection) -> None:
-    """A host buffer full of sevens, for ever."""
+    """Hold a host buffer full of sevens for ever."""
     with host_buffer(nbytes) as (buffer, handle):
         buffer.fill_(7)
         connection.send(handle)

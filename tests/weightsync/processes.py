@@ -17,7 +17,7 @@ _PATIENCE_S = 40.0
 
 
 class ForkedProcess:
-    """`target(*args, connection)`; what it sends through the connection comes out of `next`."""
+    """A process that runs `target(*args, connection)`; `next` returns what it sends through the connection."""
 
     def __init__(self, target: Callable[..., None], *args: Any) -> None:
         self._receiving, sending = _FORKSERVER.Pipe(duplex=False)
@@ -44,7 +44,7 @@ class ForkedProcess:
         return self._sent.get(timeout=_PATIENCE_S)
 
     def is_silent(self) -> bool:
-        """It has said nothing that was not read."""
+        """Whether the test has read everything that the process sent."""
         return self._sent.empty()
 
     def send(self, sent: signal.Signals) -> None:
@@ -55,12 +55,12 @@ class ForkedProcess:
         self._until(lambda: psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
 
     def until_killed(self) -> None:
-        """Wait until SIGKILL has; any other end is an error."""
+        """Wait until SIGKILL has ended it; any other end is an error."""
         self._process.join(_PATIENCE_S)
         assert self._process.exitcode == -signal.SIGKILL
 
     def until_ended(self) -> None:
-        """Wait until it has, by itself and without an error."""
+        """Wait until it has ended by itself and without an error."""
         self._process.join(_PATIENCE_S)
         assert self._process.exitcode == 0
 

@@ -1,4 +1,4 @@
-"""A broker that does not answer one worker costs no broadcast: the others of its group would wait for it."""
+"""A broker that does not answer one worker costs no broadcast, although the others of its group would wait for it."""
 
 import asyncio
 import threading
@@ -99,10 +99,10 @@ async def test_a_worker_that_is_busy_with_its_engine_goes_on_listening(
     worker = start_inside("w")
     await pull_then_receive(learner, worker)
     failing = FailsOnce(worker, verb, BrokerUnavailableError("away"), monkeypatch)
-    worker.subscriber._groups._read = None  # as if there were a new group
+    worker.subscriber._groups._read = None  # looks like a new group
     assert await asyncio.to_thread(failing.was_repeated.wait, PATIENCE_S)
     assert (await asyncio.to_thread(learner.publish)).members == ("w",)
-    assert await worker.next() == WeightVersion(1, 2)  # and hears nothing of an outage that is over
+    assert await worker.next() == WeightVersion(1, 2)  # the worker hears nothing of an outage that is over
 
 
 @pytest.mark.parametrize("verb", ["offered", "announced"])
@@ -111,7 +111,7 @@ async def test_an_offer_that_could_not_be_read_is_read_again(
 ) -> None:
     worker = start_inside("w")
     await pull_then_receive(learner, worker)
-    worker.subscriber._known = None  # so that it needs what the announced version says
+    worker.subscriber._known = None  # so it needs the announced version's manifest
     failing = FailsOnce(worker, verb, BrokerUnavailableError("away"), monkeypatch)
     assert (await asyncio.to_thread(learner.publish)).members == ("w",)
     assert failing.was_repeated.is_set()

@@ -1,4 +1,4 @@
-"""Deltas give back every bit, and damaged or hostile ones are refused before they can do harm."""
+"""Deltas restore every bit, and damaged or hostile ones are refused before they can do harm."""
 
 import contextlib
 import itertools
@@ -28,24 +28,24 @@ V = [WeightVersion(1, step) for step in range(12)]
 
 
 def random_bits(nbytes: int, seed: int) -> torch.Tensor:
-    """Every pattern: NaNs with payloads, both zeros, subnormal numbers."""
+    """Return elements of every bit pattern: NaNs with payloads, both zeros, subnormal numbers."""
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
 def staged(raw: list[tuple[torch.dtype, torch.Tensor]]) -> StagedWeights:
-    """Buckets of 1,024 bytes, but for larger tensors."""
+    """Stage the tensors in buckets of 1,024 bytes; only larger tensors have larger ones."""
     return stage([(str(index), data.view(dtype)) for index, (dtype, data) in enumerate(raw)], 1024)
 
 
 def changed(data: torch.Tensor, width: int, share: float, seed: int) -> torch.Tensor:
-    """New bits for about `share` of the elements."""
+    """Return new bits for about `share` of the elements."""
     mask = np.random.default_rng(seed).random(data.numel() // width) < share
     fresh = random_bits(data.numel(), seed + 1).view(-1, width)
     return torch.where(torch.from_numpy(mask)[:, None], fresh, data.view(-1, width)).flatten()
 
 
 def apply(base: StagedWeights, links: list[bytes]) -> tuple[torch.Tensor, ...]:
-    """The base's buckets, copied, after all of `links`."""
+    """Return copies of the base's buckets, after all of `links`."""
     buckets = {index: bucket.clone() for index, bucket in enumerate(base.buckets)}
     for link in links:
         patch(buckets, base.tensors, link)
@@ -109,7 +109,7 @@ def test_a_chain_is_applied_in_order() -> None:
 def test_what_a_delta_cannot_do_has_none() -> None:
     data = random_bits(4096, 1)
     base = staged([(torch.int16, data)])
-    assert encode(base, staged([(torch.int16, random_bits(4096, 2))]), FOREVER) is None  # no smaller than all of it
+    assert encode(base, staged([(torch.int16, random_bits(4096, 2))]), FOREVER) is None  # it would save no byte
     assert encode(base, staged([(torch.bfloat16, data)]), FOREVER) is None
     assert encode(base, staged([(torch.int16, data[:-2])]), FOREVER) is None
     assert encode(base, replace(base, buckets=(base.buckets[0][:-2],)), FOREVER) is None
@@ -221,7 +221,7 @@ def test_buckets_that_are_missing_are_passed_over() -> None:
 
 
 def grown(longest: int, versions: list[StagedWeights]) -> list[tuple[Delta, ...]]:
-    """The chain at each of `versions`, published one after the other."""
+    """Return the chain at each of `versions`, published one after the other."""
     growing, chains = DeltaChain(longest), []
     for version, weights in zip(V, versions, strict=False):
         chains.append(growing.extended(version, weights, FOREVER))

@@ -1,7 +1,7 @@
-"""Kills, stops and want of memory at chosen places of a broadcast: the run goes on, and no worker mixes versions.
+"""Kills, stops and a lack of memory at chosen places of a broadcast: the run goes on, and no worker mixes versions.
 
-What a worker tells of is checked by `WorkerProcess.events`: every tensor is of one published version, to the last bit,
-and each version is newer than the one before.
+`WorkerProcess.events` checks the workers' reports: every tensor is of one published version, to the last bit, and each
+version is newer than the one before.
 """
 
 import asyncio
@@ -37,10 +37,10 @@ from weightsync.tensors.landing import Landed
 StartWorker = Callable[..., WorkerProcess]
 SHORT_S = 0.7
 LONG_S = 8.0
-"""NCCL takes seconds to form a group."""
+"""A deadline for NCCL, which takes seconds to form a group."""
 SMALL = replace(CONFIG, bucket_bytes=1024)
 BUCKETS = 3
-"""Of each version, so small are they; the fingerprints follow."""
+"""The number of buckets of each version, which are that small; the fingerprints follow them."""
 
 
 @pytest.fixture(params=["gloo", "ipc", pytest.param("nccl", marks=ON_GPUS)])
@@ -57,7 +57,7 @@ def start_member(start_worker: StartWorker, config: WeightsConfig) -> StartWorke
 
 @pytest.fixture
 def hasty_learner(url: str, run_name: str, config: WeightsConfig) -> Iterator[Learner]:
-    """Its deadline is that of tests that wait for it."""
+    """Yield a learner with a short deadline, for tests that wait until it passes."""
     started = Learner(url, run_name, hasty(config))
     yield started
     started.close()
@@ -65,7 +65,7 @@ def hasty_learner(url: str, run_name: str, config: WeightsConfig) -> Iterator[Le
 
 @pytest.fixture
 def patient_learner(url: str, run_name: str, config: WeightsConfig) -> Iterator[Learner]:
-    """Its deadline is never met."""
+    """Yield a learner whose deadline never passes."""
     started = Learner(url, run_name, replace(config, broadcast_timeout_s=60))
     yield started
     started.close()
@@ -80,7 +80,7 @@ def weights_without_c(seed: int) -> list[tuple[str, torch.Tensor]]:
 
 
 def until_all_receive(learner: Learner, *workers: str) -> None:
-    """Publish until a version is broadcast to exactly these: on a slow machine one may miss a deadline."""
+    """Publish until a version is broadcast to exactly these workers: on a slow machine one may miss a deadline."""
     while True:
         learner.until_held(*workers)
         if learner.publish().members == workers:
@@ -115,12 +115,12 @@ def test_workers_killed_and_stopped_within_a_transfer(
         worker.expect(learner.version)
 
 
-@pytest.mark.parametrize("config", ["gloo"], indirect=True)  # the others notice no death
+@pytest.mark.parametrize("config", ["gloo"], indirect=True)  # the other transports notice no death
 @pytest.mark.parametrize("number", range(3))
 def test_a_dead_member_costs_no_deadline_wherever_it_is_in_gloos_tree(
     patient_learner: Learner, start_member: StartWorker, number: int
 ) -> None:
-    learner, names = patient_learner, ("one", "three", "two")  # the first one sends to the last one
+    learner, names = patient_learner, ("one", "three", "two")  # the first worker sends to the last one
     workers = [start_member(name) for name in names]
     learner.publish()
     until_all_receive(learner, *names)
@@ -149,7 +149,7 @@ def test_a_joiner_comes_in_while_a_transfer_stands_still(patient_learner: Learne
         publishing = threads.submit(learner.publish)
         slow.until_stopped()
         joiner = start_member("joiner")
-        joiner.expect(before)  # by pull; the newer one is not whole anywhere
+        joiner.expect(before)  # by pull; no process has the newer one whole
         assert not publishing.done()
         slow.send(signal.SIGCONT)
         assert publishing.result().members == ("slow",)
@@ -175,7 +175,7 @@ def test_a_learner_killed_within_a_transfer_is_followed_by_another(
     successor = Learner(url, run_name, config, resume=True)
     try:
         assert (successor.publish().members, successor.version) == (names, WeightVersion(2, 0))
-        for worker in workers:  # of what had come of 1.2 they kept nothing, not even where only fingerprints lacked
+        for worker in workers:  # they kept nothing of 1.2, not even where only its fingerprints lacked
             assert worker.expect(WeightVersion(2, 0)) == [[2, 0]]
         assert successor.publish().members == names
     finally:
@@ -193,7 +193,7 @@ async def test_fingerprints_that_come_too_late_cost_a_pull(
         assert await worker.next() == WeightVersion(1, 1)
         waiting = asyncio.create_task(worker.next())
         await worker.until_error("broadcast of 1.2")
-        assert not waiting.done()  # all its bytes are there
+        assert not waiting.done()  # all bytes of the version are there
         learner.send(signal.SIGCONT)
         assert await waiting == WeightVersion(1, 2)
         assert [await asyncio.to_thread(learner.next) for _ in range(3)] == [(), ("w",), ()]
@@ -253,7 +253,7 @@ def test_no_room_for_the_senders_buffer_costs_a_pull_each_until_there_is(
         learner.close()
 
 
-@pytest.mark.parametrize("config", ["ipc"], indirect=True)  # gloo's buffers take what is as small as here
+@pytest.mark.parametrize("config", ["ipc"], indirect=True)  # gloo's buffers hold a whole bucket of this size
 async def test_a_member_without_memory_keeps_nobody_waiting(
     patient_learner: Learner, start_inside: Callable[..., InProcessWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,7 +280,7 @@ async def test_a_worker_without_memory_keeps_its_version_until_there_is_some(
     await worker.next()
     served = await broker.versions.announced()
     assert served is not None
-    # Nobody has that much, so the allocation fails as it would for less on a machine that is full.
+    # No machine has that much, so the allocation fails as it would for less on a machine that is full.
     huge = replace(served, version=WeightVersion(1, 1), buckets=(1 << 50, *served.buckets[1:]), deltas=())
     announce = learner.blocking.broker.versions.announce(learner.owner, huge)
     await asyncio.to_thread(learner.blocking.call, announce)

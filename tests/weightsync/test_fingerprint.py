@@ -9,7 +9,7 @@ UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def written_out(tensor: torch.Tensor) -> int:
-    """By the definition, element by element."""
+    """Compute the fingerprint by its definition, element by element."""
     raw = tensor.contiguous().view(torch.uint8).numpy().tobytes()
     bits = np.frombuffer(raw, UNSIGNED[tensor.element_size()]).tolist()
     return sum(number * (2 * place + 1) for place, number in enumerate(bits)) % MODULUS

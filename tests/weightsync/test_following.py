@@ -1,4 +1,4 @@
-"""Workers that follow by pull: through deltas where there are some, whole versions where anything is wrong."""
+"""Workers that follow by pull take deltas where there are some, and whole versions where anything is wrong."""
 
 import asyncio
 import math
@@ -34,21 +34,21 @@ PULLING = replace(CONFIG, follow="pull")
 WHOLE_BYTES = stage(weights(0), CONFIG.bucket_bytes).nbytes
 BUCKETS = len(stage(weights(0), CONFIG.bucket_bytes).buckets)
 DELTA_BYTES = WHOLE_BYTES // 5
-"""More than any delta between neighbours has."""
+"""More bytes than any delta between neighbours has."""
 
 
 class Follower:
-    """Pulls when it is told to, so that it can miss versions."""
+    """Pulls when the test says so, so that it can miss versions."""
 
     def __init__(self, broker: Broker, learner: Learner) -> None:
         self._broker = broker
         self._served = served_bytes(learner)
         self._puller = Puller(HttpPull(TIMEOUT_S), keeps_base=True)
         self.nbytes = 0
-        """What the last pull got from the learner."""
+        """The bytes that the last pull got from the learner."""
 
     async def pull(self) -> Pulled:
-        """The announced version, whose tensors must be right."""
+        """Pull the announced version, and assert that its tensors are right."""
         manifest = await announced(self._broker)
         self._served.clear()
         pulled = await asyncio.to_thread(self._puller.pull, manifest, Deadline(math.inf))
@@ -67,7 +67,7 @@ async def publish(learner: Learner, count: int = 1) -> None:
 
 @pytest.fixture
 async def follower(learner: Learner, broker: Broker) -> Follower:
-    """It holds the learner's first two versions, the second by a delta."""
+    """Return a follower that holds the learner's first two versions, the second by a delta."""
     started = Follower(broker, learner)
     for deltas in (0, 1):
         await publish(learner)
@@ -131,7 +131,7 @@ def _note_calls(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, order
 
 
 async def test_deltas_are_served_by_the_time_they_are_announced(learner: Learner, follower: Follower) -> None:
-    learner.publisher._pulls.keep_only = lambda *_: None  # type: ignore[method-assign]  # comes after the announcement
+    learner.publisher._pulls.keep_only = lambda *_: None  # type: ignore[method-assign]  # it follows the announcement
     await publish(learner)
     assert (await follower.pull()).deltas == 1
 
@@ -208,7 +208,7 @@ async def test_a_damaged_delta_falls_back_to_the_whole_version(
 
 
 def _damage_next_delta(learner: Learner) -> threading.Event:
-    """One bit of it, on the way into the server."""
+    """Flip one bit of the next delta, on the way into the server."""
     pulls, damaged = learner.publisher._pulls, threading.Event()
     serve_deltas, keep_only = pulls.serve_deltas, pulls.keep_only
 
@@ -229,7 +229,7 @@ def _damage_next_delta(learner: Learner) -> threading.Event:
 async def test_a_spoilt_base_is_found_by_the_result(learner: Learner, follower: Follower) -> None:
     await publish(learner)
     held = await follower.pull()
-    held.buckets[1][5] ^= 64  # as an engine would that writes into what it was given
+    held.buckets[1][5] ^= 64  # stands for an engine that writes into its tensors
     await publish(learner)
     pulled = await follower.pull()
     assert pulled.deltas == 0

@@ -1,4 +1,4 @@
-"""What the CPU cannot show: fingerprints by the kernel, buckets on a GPU, copies of them."""
+"""Properties that a CPU cannot show: fingerprints by the kernel, buckets on a GPU, copies of them."""
 
 import os
 import subprocess
@@ -85,7 +85,7 @@ def test_who_sees_another_gpu_after_its_own_copies_from_its_memory() -> None:
 
 
 def test_buckets_are_sent_as_they_were_gathered_while_training_goes_on() -> None:
-    """The sender waits for what fills a bucket, and for nothing that the learner begins afterwards."""
+    """The sender waits for the operations that fill a bucket, and for none that the learner begins afterwards."""
     staging = Staging(4096, torch.device("cuda"), memory_is_reused=True)
     staging.begin(iter(awkward_tensors())).take()
     changed = [(name, tensor.flip(0) if tensor.dim() else tensor) for name, tensor in awkward_tensors()]

@@ -1,4 +1,4 @@
-"""NCCL between hosts notices the death of a peer, which it does not on one host, and tells torch of it."""
+"""NCCL between hosts notices the death of a peer, as it does not on one host, and reports it to torch."""
 
 import signal
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from tests.weightsync.processes import ForkedProcess
 pytestmark = ON_GPUS
 
 SECONDS = 20.0
-"""Torch writes down all its stacks before it ends a process."""
+"""Time for torch, which writes down all its stacks before it ends a process."""
 
 
 def test_learner_and_worker_outlive_a_worker_on_another_host(

@@ -1,4 +1,4 @@
-"""Which version an engine gets next, and whose memory is free meanwhile."""
+"""The inbox gives an engine the newest version next, and frees the memory of versions that it replaces."""
 
 from broker.schema import Probe, WeightManifest, WeightVersion
 from weightsync.receive.deliveries import Delivery
@@ -45,7 +45,7 @@ def test_what_the_engine_holds_is_kept_for_it_until_the_memory_is_needed() -> No
         assert inbox.take() is each
         inbox.hold(each.manifest.version)
     assert landing.given_back == [one.landed]
-    inbox.hold(None)  # it has lost its weights
+    inbox.hold(None)  # the engine has lost its weights
     assert inbox.take_kept(V1) is None
     assert inbox.take_kept(V2) is two
     assert inbox.put(two)

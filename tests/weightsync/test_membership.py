@@ -1,4 +1,4 @@
-"""Who is in the next broadcast group."""
+"""The next broadcast group has the workers that hold a version and answer; others follow by pull."""
 
 from typing import Any
 

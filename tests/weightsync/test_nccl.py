@@ -1,4 +1,4 @@
-"""What a group over NCCL does, without a GPU: torch's group is a stand-in."""
+"""The behaviour of a group over NCCL, without a GPU: a stand-in takes the place of torch's group."""
 
 import os
 import threading
@@ -19,7 +19,7 @@ BUCKET = torch.zeros(16, dtype=torch.uint8)
 
 
 class Endless:
-    """A GPU's group whose operations end only by `abort`, but for so many of the first."""
+    """A GPU's group whose first few operations complete; all later ones end only by `abort`."""
 
     def __init__(self, completes: int = 1) -> None:
         self.aborted = threading.Event()
@@ -46,13 +46,13 @@ def test_nccl_is_aborted_at_the_deadline_whatever_its_caller_waits_for(monkeypat
     monkeypatch.setattr(collective, "_device_of", lambda _: CPU)
     transport = ProcessGroupTransport("nccl", HashStore(), 0, 2, LOCAL, Deadline(30))
     finish = transport.start(BUCKET, Deadline(0.1))
-    assert backend.aborted.wait(30)  # nobody has called `finish`
+    assert backend.aborted.wait(30)  # the test has not called `finish`
     with pytest.raises(WeightSyncError, match="failed"):
         finish()
 
 
 class NeverConnects(Endless):
-    """NCCL where a rank died after it had checked in."""
+    """NCCL, where a rank died after it had checked in."""
 
     def broadcast(self, tensors: list[torch.Tensor], options: object) -> Endless:
         self.aborted.wait()
@@ -69,7 +69,7 @@ def test_a_group_that_does_not_connect_is_not_formed(monkeypatch: pytest.MonkeyP
 
 
 class ReadsSettings(Endless):
-    """As torch does when a group is made."""
+    """A group that reads the settings when it is made, as torch's does."""
 
     Options = types.SimpleNamespace
 

@@ -10,7 +10,7 @@ from weightsync.pace import Pace
 
 
 class Clock(Deadline):
-    """Time passes only in pauses."""
+    """A clock on which time passes only in pauses."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(math.inf)
@@ -22,7 +22,7 @@ class Clock(Deadline):
 
 
 def move(kept: Pace, total: int, clock: Clock) -> float:
-    """Seconds that it takes to move so many bytes over a line that is infinitely fast."""
+    """Return the seconds that so many bytes take over a line that is infinitely fast."""
     began, left = clock.now, total
     while left:
         piece = min(left, kept.piece(1 << 20))

@@ -1,4 +1,4 @@
-"""What overlaps with what, and what is left under way where something fails."""
+"""Filling, sending and finishing of buckets overlap, and a failure leaves no transfer under way."""
 
 from collections.abc import Callable, Iterator
 
@@ -12,7 +12,7 @@ from weightsync.transports.pipeline import empty_seal, pipelined, seal, unsealed
 
 
 class Noting:
-    """A transport that says what it is asked for; `broken`: the transfer that fails."""
+    """A transport that notes its calls; `broken` is the number of the transfer that fails."""
 
     def __init__(self, events: list[str], broken: int | None = None) -> None:
         self._events = events

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="func-returns-value"
-"""What the learner's port does with people who are nobody's worker, or who do not read."""
+"""The learner's port against clients that belong to no worker, or do not read."""
 
 import asyncio
 import errno
@@ -33,7 +33,7 @@ GET = b"GET /1/0/0 HTTP/1.1\r\nAuthorization: Bearer secret\r\n\r\n"
 
 @pytest.fixture(autouse=True)
 def many_files() -> Iterator[None]:
-    """Both ends of the connections are this process's."""
+    """Allow many open files, because this process has both ends of each connection."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     allow_many_files()
     yield
@@ -51,14 +51,14 @@ def pulls(request: pytest.FixtureRequest) -> Iterator[PullServer]:
 @pytest.fixture
 def plain() -> Iterator[PullServer]:
     server = PullServer(LOCAL, "secret", TIMEOUT_S)
-    assert server.url.startswith("http://")  # at a loopback address
+    assert server.url.startswith("http://")  # its address is a loopback one
     server.serve(V0, DATA)
     yield server
     server.close()
 
 
 def connect(server: PullServer, says: bytes = b"") -> socket.socket:
-    """Who says something says it through TLS, if the server does."""
+    """Connect, through TLS if the client says anything and the server uses it."""
     connection = socket.create_connection((LOCAL, urlsplit(server.url).port or 0), timeout=TIMEOUT_S)
     if says and server.certificate:
         connection = trusting(server.certificate).wrap_socket(connection)
@@ -68,7 +68,7 @@ def connect(server: PullServer, says: bytes = b"") -> socket.socket:
 
 @contextmanager
 def no_files() -> Iterator[list[int]]:
-    """This process has as many open as it may; closing one of these makes room for one."""
+    """Use up this process's file descriptors; closing one of the yielded ones makes room for one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 10, hard))
     opened = []
@@ -100,7 +100,7 @@ def test_who_connects_and_says_nothing_of_use_keeps_nobody_out(pulls: PullServer
 
 
 def kept_by(server: PullServer) -> int:
-    """Connections that the server's end has not closed."""
+    """Return the number of connections that the server's end has not closed."""
     port = urlsplit(server.url).port
     ends = psutil.Process().net_connections("tcp")
     return sum(end.laddr.port == port and end.status == psutil.CONN_ESTABLISHED for end in ends)
@@ -108,7 +108,7 @@ def kept_by(server: PullServer) -> int:
 
 @pytest.mark.parametrize("strangers", [0, 40])
 def test_a_learner_without_files_answers_who_has_the_secret(plain: PullServer, strangers: int) -> None:
-    """One who has not makes room; where there is none, it waits until there is a file again."""
+    """A client without the secret makes room; where there is none, the client waits until there is a file again."""
     with ExitStack() as open_ones:
         for _ in range(strangers):
             open_ones.enter_context(connect(plain))
@@ -150,7 +150,7 @@ def test_more_than_there_is_room_for_are_asked_to_come_again(
         assert b"\r\nRetry-After: 1\r\n" in answer
     leaving = threading.Timer(0.5, lambda: [reader.close() for reader in readers])
     leaving.start()
-    assert_pulled(pulls)  # comes again
+    assert_pulled(pulls)  # a retry succeeds
     leaving.join()
 
 
@@ -216,7 +216,7 @@ def test_what_others_can_reach_is_encrypted() -> None:
 
 
 def own_address() -> str | None:
-    """Of an interface that leads elsewhere."""
+    """Return the address of an interface that leads elsewhere."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
         probe.connect(("198.51.100.7", 9))
         return str(probe.getsockname()[0])
@@ -273,11 +273,11 @@ async def test_versions_reach_members_and_newcomers_beside_idle_connections_to_e
     before = listening()
     learner, worker = Learner(url, run_name, replace(CONFIG, tls=True)), start_inside("w")
     await pull_then_receive(learner, worker)
-    for _ in range(600):  # what a test before has left, or a group that was replaced, may still be closing
+    for _ in range(600):  # connections of an earlier test, or of a replaced group, may still be closing
         if len(ports := listening() - before) == 3:
             break
         await asyncio.sleep(0.05)
-    assert len(ports) == 3  # the learner's, and gloo's of the learner and of the worker
+    assert len(ports) == 3  # the learner's port, and gloo's of the learner and of the worker
     with ExitStack() as open_ones:
         for port in ports:
             for _ in range(IDLE):

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 def test_workers_join_receive_and_die(learner: Learner, start_worker: Callable[[str], WorkerProcess]) -> None:
     one, two = start_worker("one"), start_worker("two")
-    assert learner.publish().members == ()  # nobody held anything before: all pull
+    assert learner.publish().members == ()  # no worker held a version before: all pull
     for worker in (one, two):
         worker.expect(learner.version)
     learner.until_held("one", "two")
@@ -57,7 +57,7 @@ def test_a_frozen_worker_costs_one_deadline_and_catches_up(
     assert "two" not in report.members
     learner.until_held("one")
     one.expect(learner.version)
-    report = learner.publish()  # dropped: it costs nothing any more, although its heartbeat has not expired
+    report = learner.publish()  # dropped: the worker costs nothing any more, although its heartbeat has not expired
     assert (report.members, report.failed) == (("one",), "")
 
     two.send(signal.SIGCONT)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="assignment"
-"""What a follower fetches and what it brings up to date, over a transport that the test holds in its hands."""
+"""A follower fetches and updates only the tensors that it lacks, over a transport that the test controls."""
 
 import itertools
 import math
@@ -26,14 +26,14 @@ BUCKETS = 4
 
 
 def weights(step: int) -> StagedWeights:
-    """Four buckets; every step changes some elements of each."""
+    """Return four buckets; every step changes some elements of each."""
     values = torch.arange(BUCKETS * 500, dtype=torch.int16)
     values[step % 7 :: 31] += step
     return stage(((str(index), part) for index, part in enumerate(values.split(500))), 1024)
 
 
 class Line:
-    """A learner that has published some versions, and what was asked of it."""
+    """A learner that has published some versions, and the requests that it got."""
 
     def __init__(self, steps: int) -> None:
         self.versions = [weights(step) for step in range(steps)]
@@ -44,11 +44,11 @@ class Line:
             self.deltas[step] = delta
         self.asked: list[str] = []
         self.left = 1000
-        """Requests until the line is cut, or the version superseded."""
+        """The number of requests until the line is cut, or the version superseded."""
         self.end: Exception = SupersededError("gone")
 
     def manifest(self, step: int, chain: int) -> WeightManifest:
-        """Version `step` with the last `chain` deltas."""
+        """Return the manifest of version `step` with the last `chain` deltas."""
         staged = self.versions[step]
         return WeightManifest(
             version=WeightVersion(1, step),
@@ -71,7 +71,7 @@ class Line:
         return memoryview(self.deltas[delta.version.step])
 
     def forget(self) -> None:
-        """Nothing is kept."""
+        """There is nothing to forget."""
 
     def _ask(self, what: str) -> None:
         if self.left == 0:
@@ -86,7 +86,7 @@ class Line:
 
 
 def pull(line: Line, puller: Puller, manifest: WeightManifest) -> tuple[Pulled, list[str]]:
-    """What came, which must be right, and what was asked for it."""
+    """Pull, assert that the tensors are right, and return them with the requests that it took."""
     line.asked = []
     pulled = puller.pull(manifest, FOREVER)
     expected = line.versions[manifest.version.step].buckets
@@ -104,7 +104,7 @@ def whole_is_fetched(line: Line, puller: Puller, manifest: WeightManifest) -> bo
 
 
 def follower(line: Line, step: int) -> Puller:
-    """It holds version `step`."""
+    """Return a puller that holds version `step`."""
     puller = Puller(line, keeps_base=True)
     assert whole_is_fetched(line, puller, line.manifest(step, 0))
     return puller
@@ -146,7 +146,7 @@ def test_the_same_version_again_is_verified_and_not_fetched() -> None:
     puller = follower(line, 0)
     pulled, asked = pull(line, puller, line.manifest(0, 0))
     assert asked == []
-    pulled.buckets[2][7] ^= 1  # of the tensor named 2
+    pulled.buckets[2][7] ^= 1  # a bit of the tensor named 2
     pulled, asked = pull(line, puller, line.manifest(0, 0))
     assert asked == all_buckets()
     assert "2 in bucket 2 arrived damaged" in pulled.failure
@@ -199,7 +199,7 @@ def test_specs_that_lie_outside_of_their_buckets_are_refused() -> None:
 
 
 def end_while_it_pulls(connection: Connection) -> None:
-    """The life of a process whose pull hangs."""
+    """Live as a process whose pull hangs."""
     line, is_asked = Line(1), threading.Event()
 
     def hang(*_: object) -> None:

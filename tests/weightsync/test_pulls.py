@@ -1,4 +1,4 @@
-"""Pulls that are superseded by a broadcast while they are under way."""
+"""A broadcast supersedes pulls that are under way."""
 
 import asyncio
 import threading
@@ -28,7 +28,7 @@ def patient_learner(url: str, run_name: str) -> Iterator[Learner]:
 async def pulling_again(
     learner: Learner, worker: InProcessWorker, pull: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until a member of a group, whose engine has lost the version, is to pull it by `pull`."""
+    """Bring a group's member to the point where its engine has lost the version and is to pull it by `pull`."""
     await pull_then_receive(learner, worker)
     monkeypatch.setattr(worker.subscriber._pulls._puller, "pull", pull)
     worker.version = None
@@ -46,7 +46,7 @@ async def test_a_broadcast_lands_in_the_memory_of_the_pull_that_it_supersedes(
         has_begun.set()
         while not deadline.is_over():
             deadline.pause(PATIENCE_S)
-        receive_takes.wait(HOLD_S)  # it is in the middle of a chunk
+        receive_takes.wait(HOLD_S)  # the pull is in the middle of a chunk
         deadline.check("pull")
 
     def noted_take(sizes: Sequence[int]) -> Any:
@@ -90,7 +90,7 @@ async def test_a_pull_that_hangs_holds_up_no_broadcast_and_is_not_joined_by_anot
         assert await waiting == WeightVersion(1, 2)
         worker.version = None
         waiting = asyncio.create_task(worker.next())
-        await asyncio.sleep(3 * CONFIG.poll_s)  # it has looked, and would pull
+        await asyncio.sleep(3 * CONFIG.poll_s)  # the worker has looked, and would pull
     finally:
         may_end.set()
     assert await waiting == WeightVersion(1, 2)

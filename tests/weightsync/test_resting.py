@@ -1,4 +1,4 @@
-"""Members that are all there and do not connect."""
+"""The sender leaves members alone that are all there and do not connect."""
 
 import types
 
@@ -18,7 +18,7 @@ V0, V1 = WeightVersion(1, 0), WeightVersion(1, 1)
 
 
 def test_members_that_do_not_connect_are_left_alone_ever_longer(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As between hosts that the broker's network connects, and NCCL's does not."""
+    """This happens between hosts that the broker's network connects, and NCCL's does not."""
     now, attempts = [0], list[int]()
     monkeypatch.setattr(deadline, "time", types.SimpleNamespace(monotonic=lambda: float(now[0])))
 

@@ -1,4 +1,4 @@
-"""Memory that processes share: what is left of it when one is killed, and what happens where there is no more."""
+"""Memory that processes share is freed when one of them is killed, and a lack of it is an error with a remedy."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ def test_a_killed_maker_leaves_no_file_and_those_who_mapped_it_keep_it(holder: F
     opened = [entry.stat() for entry in Path(f"/proc/{holder.pid}/fd").iterdir()]
     assert {file.st_nlink for file in opened if file.st_size == NBYTES} == {
         0
-    }  # without a name, it ends with the last process that maps it
+    }  # memory without a name ends with the last process that maps it
     mapped = attach(handle)
     assert torch.equal(mapped, torch.full((NBYTES,), 7, dtype=torch.uint8))
     holder.send(signal.SIGKILL)

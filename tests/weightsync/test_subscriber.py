@@ -1,4 +1,4 @@
-"""What a worker sees: newest versions only, through every way that a transfer can go wrong."""
+"""A worker gets the newest versions only, in whichever way a transfer goes wrong."""
 
 import asyncio
 import threading
@@ -32,8 +32,8 @@ async def test_a_newcomer_pulls_then_receives(learner: Learner, start_inside: St
 async def test_a_newcomer_whose_pull_outlasts_a_step_gets_a_version(
     learner: Learner, start_inside: StartInside, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(puller, "AT_ONCE", 1)  # or each bucket would be on its way at once
-    worker = start_inside("w", replace(CONFIG, pull_bytes_per_s=200_000))  # it takes more than a second
+    monkeypatch.setattr(puller, "AT_ONCE", 1)  # otherwise all buckets would be on their way at once
+    worker = start_inside("w", replace(CONFIG, pull_bytes_per_s=200_000))  # the pull takes more than a second
     await asyncio.to_thread(learner.publish)
     first = asyncio.create_task(worker.next())
     while not first.done():
@@ -106,7 +106,7 @@ async def test_it_is_once_another_one_was_received_in_its_place(
 
 
 async def lose(worker: InProcessWorker) -> None:
-    """What it held until then, as it says by waiting for the next one."""
+    """Lose the held version: the worker reports this when it waits for the next one."""
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(worker.subscriber.wait_for_version(worker.version), 0.1)
     worker.version = None
@@ -159,7 +159,7 @@ async def test_a_joiner_does_not_wait_for_a_running_publication(
     learner: Learner, broker: Broker, start_inside: StartInside
 ) -> None:
     await asyncio.to_thread(learner.publish)
-    ghost = worker_info("ghost", learner.version, 0)  # alive by its heartbeat, but nobody will answer
+    ghost = worker_info("ghost", learner.version, 0)  # alive by its heartbeat, but it will not answer
     await broker.status.heartbeat(ghost, HEARTBEAT_TTL_S)
     publishing = asyncio.create_task(asyncio.to_thread(learner.publish))
     await asyncio.sleep(0.2)
@@ -290,7 +290,7 @@ async def test_an_offer_does_not_repeat_what_the_announced_version_says(
 async def test_a_worker_is_told_of_versions_and_groups(
     learner: Learner, start_inside: StartInside, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It does not look by itself, and reads the group of many members only where there is a new one."""
+    """The worker does not poll, and reads the group of many members only where there is a new one."""
     worker, read = start_inside("w", replace(CONFIG, poll_s=3600)), list[int]()
     versions = worker.subscriber._broker.versions
     group = versions.group

@@ -1,4 +1,4 @@
-"""The transports by themselves: groups outside the default one, deadlines, damage, the server's manners."""
+"""The transports by themselves: groups outside the default one, deadlines, damage, and a server's protection."""
 
 import errno
 import http.client
@@ -51,7 +51,7 @@ DATA = WEIGHTS.buckets
 
 @pytest.fixture
 def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's directory with a module of their own."""
+    """Return a user's directory with a module of their own."""
     plugged.write(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("HEADWAY_IMPORT_PATH", str(tmp_path))
@@ -91,7 +91,10 @@ def broadcast(
     transport: str = "gloo",
     sealed_as: WeightVersion | None = None,
 ) -> tuple[object, tuple[tuple[str, ...], str]]:
-    """One sender and one member, in threads: (what the member got or why not, what the sender reports)."""
+    """Run one sender and one member, in threads.
+
+    Returns (the member's version or its error, the sender's report).
+    """
     groups: list[BroadcastGroup] = []
     put = threading.Event()
 
@@ -170,12 +173,12 @@ def test_a_member_that_never_comes_ends_with_the_deadline(board: Board, transpor
 
 
 def test_an_epoch_admits_each_name_once_and_nobody_after_its_end(board: Board) -> None:
-    assert join(board, "w", group(), threading.Event()) is None  # nobody has opened it
+    assert join(board, "w", group(), threading.Event()) is None  # no sender has opened it
     host = Rendezvous(board, group(), leads=True)
     host.open()
     assert host.await_members(["w"], Deadline(0.05)) == ("w",)
     host.decide(stands=False)
-    assert join(board, "w", group(), threading.Event()) is None  # late: told that the epoch is void
+    assert join(board, "w", group(), threading.Event()) is None  # late: the answer is that the epoch is void
     Rendezvous(board, group(2), leads=True).open()
     guest = Rendezvous(board, group(2), leads=False)
     assert guest.check_in("w")
@@ -210,7 +213,7 @@ def test_a_store_in_the_broker_does_what_torch_wants_of_one(board: Board) -> Non
         host.wait(["key"], timedelta(seconds=0.1))
     host.set("key", b"x" * 100_000)
     with pytest.raises(RuntimeError, match="nothing was said"):
-        host.wait(["key"], timedelta(seconds=0.1))  # torch never says so much
+        host.wait(["key"], timedelta(seconds=0.1))  # torch never sends so much
 
 
 def test_a_member_waiting_for_the_verdict_can_be_cancelled(board: Board) -> None:
@@ -257,7 +260,7 @@ def test_nobody_connects_to_a_gloo_group_that_is_formed(board: Board) -> None:
 
 
 def listening() -> set[int]:
-    """Ports of this process."""
+    """Return the ports on which this process listens."""
     return {end.laddr.port for end in psutil.Process().net_connections("tcp") if end.status == psutil.CONN_LISTEN}
 
 
@@ -365,7 +368,7 @@ def test_who_is_in_the_middle_of_a_version_gets_it_to_its_end(
     pulls = PullServer(LOCAL, "secret", TIMEOUT_S, memory_is_reused=memory_is_reused)
     memory = tuple(bucket.clone() for bucket in DATA)
     pulls.serve(V0, memory)
-    pull(manifest(V0, pulls.url))  # each bucket was read, so each was copied
+    pull(manifest(V0, pulls.url))  # each bucket was read, and so was copied
     if memory_is_reused:
         pulls.release(V0)
         for bucket in memory:
@@ -403,7 +406,7 @@ def test_versions_that_were_read_make_room_for_one_that_is(pulls: PullServer) ->
     with pulls._versions[V2].being_read():
         pulls.serve(V3, DATA)
         pulls.keep_only(V3, {})
-    for version in (V0, V2):  # of those that were left the one that was begun first
+    for version in (V0, V2):  # the oldest of the remaining ones
         pull(manifest(version, pulls.url))
     with pytest.raises(SupersededError):
         pull(manifest(V1, pulls.url))
@@ -416,7 +419,7 @@ def test_a_version_is_needed_until_a_slow_reader_has_all_of_it(
     pulls.serve(V0, DATA)
     with socket.create_connection((LOCAL, urlsplit(pulls.url).port or 0)) as reader:
         reader.sendall(b"GET /1/0/1 HTTP/1.0\r\nAuthorization: Bearer secret\r\n\r\n")
-        until(lambda: b"\r\n\r\n" in reader.recv(1 << 20, socket.MSG_PEEK))  # it lies in the system's buffers whole
+        until(lambda: b"\r\n\r\n" in reader.recv(1 << 20, socket.MSG_PEEK))  # the system's buffers hold all of it
         pulls.serve(V1, DATA)
         pulls.keep_only(V1, {})
         assert pulls._versions[V0].is_needed
@@ -433,7 +436,7 @@ def test_what_was_not_copied_in_time_is_served_no_more() -> None:
 
 
 def test_what_is_forgotten_is_copied_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was announced by a call that seemed to fail, and is being read: nobody says when its memory is overwritten."""
+    """A call that seemed to fail announced the version, which a worker reads while its memory may be overwritten."""
     is_copying, goes_on, copy = threading.Event(), threading.Event(), served.ServedVersion._copy
 
     def slow_copy(self: served.ServedVersion, bucket: torch.Tensor) -> torch.Tensor | None:

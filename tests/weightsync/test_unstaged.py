@@ -1,7 +1,7 @@
-"""`staging: none`: members receive into what they hold, in waves.
+"""`staging: none`: members receive into the tensors that they hold, in waves.
 
-A worker says "broken" when a transfer failed over which it had lost its version; what it holds otherwise is checked to
-the last bit by `WorkerProcess.events`.
+A worker says "broken" when a transfer failed over which it had lost its version. `WorkerProcess.events` checks all
+other tensors that it holds to the last bit.
 """
 
 import functools
@@ -26,7 +26,7 @@ from weightsync.tensors.landing import Window
 
 StartWorker = Callable[..., WorkerProcess]
 TOGETHER = 1.0
-"""All members are one wave; with the default each of the few here is one."""
+"""A share with which all members are one wave; with the default each of the few here is one."""
 
 
 @pytest.fixture(params=["gloo", "ipc"])
@@ -91,7 +91,7 @@ def test_parts_of_the_group_receive_one_after_the_other(
         publishing = threads.submit(learner.publish)
         slow.until_stopped()
         first.expect(learner.version)
-        assert last.is_silent()  # it goes on with what it holds
+        assert last.is_silent()  # the member goes on with its version
         slow.send(signal.SIGCONT)
         assert publishing.result().members == ("a", "b", "c")
     for worker in (slow, last):
@@ -116,12 +116,12 @@ def test_members_killed_and_stopped_take_at_most_their_wave_with_them(
     learner.step = 99
     report = learner.publish()
     assert set(report.members) <= {"healthy"}
-    assert swaps_at_once == TOGETHER or report.members  # nobody else's fault is its own
+    assert swaps_at_once == TOGETHER or report.members  # another wave's fault does not concern it
     killed.until_killed()
     healthy.expect(learner.version)
     until_all_receive(learner, "healthy")
 
-    stopped.send(signal.SIGCONT)  # it finds the rest, or is broken
+    stopped.send(signal.SIGCONT)  # the member receives the rest, or is broken
     stopped.expect(learner.version)
     until_all_receive(learner, "healthy", "stopped")
     for worker in (healthy, stopped):

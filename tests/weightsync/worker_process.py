@@ -1,4 +1,4 @@
-"""A worker without an engine, as a process of its own: tells of every version it got."""
+"""A worker without an engine, in a process of its own, which reports every version that it got."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ from weightsync.receive.subscriber import Subscriber
 
 HEARTBEAT_S = 0.1
 HEARTBEAT_TTL_S = 20.0
-"""Long, so that a stopped worker counts as alive: the hard case."""
+"""A time to live so long that a stopped worker counts as alive, which is the hard case."""
 
 
 def worker_info(worker: str, version: WeightVersion | None, epoch: int, joins_groups: bool = True) -> WorkerInfo:
@@ -41,19 +41,19 @@ def worker_info(worker: str, version: WeightVersion | None, epoch: int, joins_gr
 
 
 def fingerprint(tensors: list[tuple[str, torch.Tensor]]) -> str:
-    """Names, types, shapes and exact sums: what the test computes from the tensors that it published."""
+    """Return names, types, shapes and exact sums, which the test also computes from the published tensors."""
     return " ".join(f"{name}:{t.dtype}:{tuple(t.shape)}:{t.cpu().double().sum().item()!r}" for name, t in tensors)
 
 
 class Held(NamedTuple):
-    """What an engine would have made of parts."""
+    """A version that an engine would have made from parts."""
 
     manifest: WeightManifest
     tensors: list[tuple[str, torch.Tensor]]
 
 
 async def received(arriving: Arriving, held: Delivery | Held | None) -> tuple[Delivery | Held | None, str]:
-    """(what an engine holds afterwards, why that is not what arrived)"""
+    """Return (the version that an engine holds afterwards, the reason why it is not the arriving one)."""
     tensors = []
     try:
         async with arriving.taken() as parts:
@@ -107,7 +107,7 @@ def follow_run(
     environment: dict[str, str],
     connection: Connection,
 ) -> None:
-    """The process's whole life."""
+    """Run the process's whole life."""
     os.environ.update(environment)
     torch.set_num_threads(1)
     interrupt_receiving(interruptions)

@@ -22,13 +22,13 @@ def config(request: pytest.FixtureRequest, tmp_path: Path) -> WeightsConfig:
 
 @pytest.fixture
 def folder(tmp_path: Path, run_name: str) -> Path:
-    """Where a learner with `in_directory` keeps its archive."""
+    """Return the directory of the archive of a learner with `in_directory`."""
     return tmp_path / "shared weights" / run_name
 
 
 @pytest.fixture
 async def learner(url: str, run_name: str, broker: Broker, config: WeightsConfig) -> AsyncIterator[Learner]:
-    """One that has a worker which follows by pull, so it has a reason to archive."""
+    """Yield a learner that has a worker which follows by pull, and so a reason to archive."""
     started = await asyncio.to_thread(Learner, url, run_name, config)
     await broker.status.heartbeat(worker_info("far", None, 0, joins_groups=False), HEARTBEAT_TTL_S)
     yield started

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="arg-type"
-"""A worker without an engine that pulls when it is told to, and what it looks at.
+"""A worker without an engine that pulls when the test says so, and counts what it reads.
 
-The learner does not answer it (`NoLearner`) where a test is about what the archive has.
+Where a test is about the archive's contents, the learner does not answer it (`NoLearner`).
 """
 
 import asyncio
@@ -33,7 +33,7 @@ in_broker = pytest.mark.parametrize("config", ["broker"], indirect=True)
 
 
 class NoLearner:
-    """One that cannot be reached."""
+    """A learner that cannot be reached."""
 
     def pull_bucket(self, manifest: WeightManifest, *_: object) -> int:
         raise UnreachableError("the learner was asked")
@@ -42,11 +42,11 @@ class NoLearner:
         raise UnreachableError("the learner was asked")
 
     def forget(self) -> None:
-        """Nothing is kept."""
+        """There is nothing to forget."""
 
 
 class CountingPace(Pace):
-    """As fast as it can be; tells how much that was."""
+    """A pace without a limit, which counts the bytes."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -61,7 +61,7 @@ class CountingPace(Pace):
 
 
 class Follower:
-    """Pulls when it is told to."""
+    """Pulls when the test says so."""
 
     def __init__(self, broker: Broker, archive: str, *, keeps_base: bool = True, only_archive: bool = True) -> None:
         self._broker = broker
@@ -74,7 +74,7 @@ class Follower:
         self.nbytes = 0
 
     async def pull(self, manifest: WeightManifest | None = None) -> Pulled:
-        """The announced version, or this one, whose tensors must be right."""
+        """Pull the announced version, or this one, and assert that its tensors are right."""
         manifest = manifest or await announced(self._broker)
         before = self.pace.nbytes
         pulled = await asyncio.to_thread(self._puller.pull, manifest, Deadline(math.inf))
@@ -84,7 +84,7 @@ class Follower:
 
 
 async def publish(learner: Learner, count: int = 1) -> None:
-    """So many versions; the anchor that one begins is whole before the next one comes."""
+    """Publish so many versions; the anchor that one begins is whole before the next one comes."""
     for _ in range(count):
         await asyncio.to_thread(learner.publish)
         archiver = learner.publisher._archiver

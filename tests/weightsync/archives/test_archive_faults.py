@@ -1,4 +1,4 @@
-"""What becomes of full disks, damaged files and directories that are not there: the learner serves."""
+"""Where a disk is full, files are damaged or a directory is missing, the learner serves the weights itself."""
 
 import asyncio
 import errno
@@ -55,7 +55,7 @@ async def test_a_full_disk_costs_a_warning_and_the_learner_serves(
     assert (await announced(broker)).archived is None
     assert not files(folder, "*.part")
     assert (await follower.pull()).deltas == 2
-    await publish(learner, 2)  # there is room again, for what was left out too
+    await publish(learner, 2)  # there is room again, also for the files that were left out
     assert (await follower.pull()).deltas == 2
     await Follower(broker, config.archive).pull()
 
@@ -162,7 +162,7 @@ async def test_a_file_removed_in_mid_read_is_superseded_then_the_learners(
     with pytest.raises(SupersededError):
         await follower.pull(manifest)
     await follower.pull(manifest)
-    await publish(learner, 2)  # the anchor is found to be gone, and another one is written
+    await publish(learner, 2)  # the learner finds the anchor gone, and writes another one
     await Follower(broker, config.archive).pull()
 
 
@@ -171,7 +171,7 @@ async def test_a_file_removed_in_mid_read_is_superseded_then_the_learners(
 async def test_a_worker_whose_copy_of_the_archive_lags_asks_the_learner(
     learner: Learner, config: WeightsConfig, broker: Broker, monkeypatch: pytest.MonkeyPatch, late: str
 ) -> None:
-    """`late`: the names of what is not there yet; the first bucket may be."""
+    """`late` matches the names of files that are not there yet; the first bucket may be there."""
     monkeypatch.setattr(puller, "AT_ONCE", 1)
     follower = Follower(broker, config.archive, keeps_base=False, only_archive=False)
     read = follower.reader.read
@@ -185,7 +185,7 @@ async def test_a_worker_whose_copy_of_the_archive_lags_asks_the_learner(
     await publish(learner, 3)
     with pytest.raises(SupersededError):
         await follower.pull()
-    await publish(learner)  # there is a newer one at every attempt
+    await publish(learner)  # every attempt meets a newer version
     await follower.pull()
 
 

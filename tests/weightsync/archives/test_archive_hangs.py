@@ -1,4 +1,4 @@
-"""An archive that answers no more: files that nobody writes to (FIFOs) hold whoever opens or reads them."""
+"""An archive that stops answering: FIFOs that no process writes to hold every process that opens or reads them."""
 
 import asyncio
 import os
@@ -33,7 +33,7 @@ OTHER = f"delta-1.1-{'0' * 32}"
 
 @pytest.fixture
 def stall(folder: Path) -> Iterator[Callable[[str], None]]:
-    """Puts FIFOs in the places of these files; whoever waits there goes on when the test has ended."""
+    """Yield a function that puts FIFOs in the places of files; at the end of the test, blocked readers go on."""
     fifos: list[Path] = []
 
     def replace(pattern: str) -> None:

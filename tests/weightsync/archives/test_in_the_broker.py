@@ -50,7 +50,7 @@ async def test_weights_too_large_for_the_broker_are_refused_with_words(
     await broker._connection.execute("HSET", await hidden(broker, "meta"), "max_bytes", 4 * WHOLE_BYTES - 1)
     await publish(learner, 3)
     assert f"the weights are {WHOLE_BYTES} bytes, and the broker takes whole versions of at most" in caplog.text
-    assert (await archived(broker)).anchor is None  # and the deltas are there
+    assert (await archived(broker)).anchor is None  # the deltas are there
     await broker._connection.execute("HSET", await hidden(broker, "meta"), "payload_bytes", 4 * WHOLE_BYTES)
     await publish(learner)
     assert "no room for" in caplog.text

@@ -1,4 +1,4 @@
-"""An archive ends with its last reader: nothing stays in it, nor in the learner's memory."""
+"""An archive ends with its last reader: nothing of it stays in the archive or in the learner's memory."""
 
 import asyncio
 import threading
@@ -142,7 +142,7 @@ def test_what_could_not_be_removed_is_removed_later(
 def test_an_anchor_that_nobody_waits_for_is_given_up(
     archiver: Archiver, shelf: Shelf, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its writer fills the archive until it hears of it; what it has written by then goes too."""
+    """The anchor's writer fills the archive until it hears of that; the parts that it wrote go too."""
     writes = threading.Event()
 
     def wait_for_the_end(deadline: Deadline) -> None:

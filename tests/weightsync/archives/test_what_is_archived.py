@@ -1,4 +1,4 @@
-"""Workers that pull from an archive: what they find there, and what does not stay there."""
+"""Workers that pull from an archive find these versions there, and superseded ones do not stay."""
 
 import asyncio
 import math
@@ -112,7 +112,7 @@ async def test_a_synchronised_copy_serves_as_well(
 
 @pytest.mark.parametrize("config", ["file", "broker", "none"], indirect=True)
 async def test_a_slow_line_is_kept_under_its_rate(learner: Learner, config: WeightsConfig, broker: Broker) -> None:
-    """Pauses are added up instead of made."""
+    """The clock of the test adds up pauses instead of making them."""
     paused = 0.0
 
     class Clock(Deadline):
@@ -146,7 +146,7 @@ async def test_real_workers_follow_by_the_archive(
 async def test_processes_follow_a_learner_that_serves_nothing(
     learner: Learner, config: WeightsConfig, start_worker: Callable[..., WorkerProcess]
 ) -> None:
-    """One follows by pull; one joins groups once it has pulled its first version."""
+    """One process follows by pull; the other joins groups once it has pulled its first version."""
     learner.publisher._pulls.find = lambda path: None  # type: ignore[method-assign]
     await publish(learner, 2)
     far = start_worker("far", "pull", archive=config.archive)
