@@ -1,11 +1,11 @@
-"""Do engine and learner give a sampled token the same logprob? In bfloat16, dense and with experts.
+"""The difference between the logprobs of engine and learner for a sampled token, in bfloat16, dense and with experts.
 
     python -m benchmarks.agreement [--shape qwen3-0.6b,moe-2.4b] [--layers N] [--engine embedded,vllm]
         [--backend fsdp,megatron] [--prompts 64] [--tokens 256] [--device cuda|cpu]
 
-Each engine samples the same prompts at temperature 1 and each backend computes the logprobs of what it sampled, as the
+Each engine samples the same prompts at temperature 1 and each backend computes the logprobs of these samples, as the
 product does, in processes of their own; with experts twice, with the engine's choices replayed and without. Weights are
-random, wide enough that logprobs differ: a flat distribution would agree whatever is wrong.
+random, wide enough that logprobs differ: a flat distribution would agree in spite of any error.
 
 `difference` is |learner - engine| of a token, `sequence_ratio` is exp(sum of learner - engine) over a response, and
 `own_choices_differ` is the share of the engine's choices of experts that the learner's router would not have made. The
@@ -46,17 +46,17 @@ from rollout_workers.samples.generation import generate
 from rollout_workers.samples.recorder import Recorder
 
 SCALE = 0.05
-"""Standard deviation of every matrix."""
+"""The standard deviation of every matrix."""
 PROMPT_TOKENS = 32
 MICRO_BATCH_TOKENS = 16384
 AT_ONCE = 64
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process is to do."""
+    """The task of one process."""
 
     kind: str
-    """Of the engine, or of the backend."""
+    """The kind of the engine, or of the backend."""
     model: str
     has_experts: bool
     samples: str
@@ -67,7 +67,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sample(told: object) -> dict[str, Any]:
-    """In the engine's process."""
+    """Sample all prompts, in the engine's process."""
     order = msgspec.convert(told, Order)
     trajectories = asyncio.run(_sample(order))
     Path(order.samples).write_bytes(msgspec.msgpack.encode([encode_trajectory(one) for one in trajectories]))
@@ -117,7 +117,7 @@ async def _trajectory(engine: Engine, order: Order, number: int, tokens: list[in
 
 
 def compare(told: object) -> dict[str, Any]:
-    """In the learner's process."""
+    """Compute the logprobs and compare them, in the learner's process."""
     order = msgspec.convert(told, Order)
     model = ModelConfig(path=order.model, dtype="bfloat16")
     backend = open_backend(order.kind, model, OptimizerConfig(), device=order.device)
@@ -138,7 +138,7 @@ def compare(told: object) -> dict[str, Any]:
 
 
 def _learner_logprobs(backend: Backend, given: Sequence[PackableSequence]) -> list[NDArray[np.float64]]:
-    """[R] of each response."""
+    """Return the logprobs [R] of each response."""
     logprobs = []
     for one in given:  # packing changes nothing but rounding, and this keeps sequences apart
         (logprobs_T,) = backend.logprobs([concatenate([one])], 1.0)
@@ -147,7 +147,7 @@ def _learner_logprobs(backend: Backend, given: Sequence[PackableSequence]) -> li
 
 
 def differences(given: Iterable[PackableSequence], learner: Iterable[NDArray[np.float64]]) -> dict[str, Any]:
-    """Distributions over tokens, and over responses."""
+    """Return distributions over tokens, and over responses."""
     signed = [ours - one.behavior_logprobs.astype(np.float64) for one, ours in zip(given, learner, strict=True)]
     every = np.abs(np.concatenate(signed))
     ratios = np.exp([one.sum() for one in signed])
@@ -165,7 +165,7 @@ def _spread(values: NDArray[np.float64], percentiles: dict[str, float]) -> dict[
 
 
 def _disagreement(backend: Backend, given: Sequence[PackableSequence]) -> float:
-    """Of all replayed choices; a step that changes nothing reports it."""
+    """Return the share of disagreement among all replayed choices; a step that changes nothing reports it."""
 
     def no_loss(_: int, current_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
         return current_T.sum() * 0.0, {}
@@ -176,7 +176,7 @@ def _disagreement(backend: Backend, given: Sequence[PackableSequence]) -> float:
 
 
 def main() -> int:
-    """The exit code: 1 if a case failed."""
+    """Return the exit code: 1 if a case failed."""
     options = _parse()
     results: dict[str, Any] = {}
     failed: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""What asynchrony pays where responses are long-tailed: a recipe asynchronously, and synchronously in both ways.
+"""The gain of asynchrony where responses are long-tailed: a recipe asynchronously, and synchronously in both ways.
 
     python -m benchmarks.asynchrony --model DIR --output DIR [--gpus 4] [--learner-gpus 1] [--workers-per-gpu 4]
         [--runs asynchronous,separated,colocated] [--of RUN key=value ...] [key=value ...]
@@ -10,8 +10,8 @@ colocated      all GPUs to both in turns, max_lag 0; one engine on each
 The recipe is long_tailed.yaml, DIR SmolLM2-135M-Instruct (see benchmarks.learns.model). First comes the warm-up, into
 OUTPUT/sft, from where all runs start; `sft.phases=[]` leaves it out, for a model that has had it. `key=value` are
 overrides of the recipe for all parts, `--of` of one run, so that each has the batch sizes that suit it best. Each part
-may take `--timeout-s`. What has ended is not run again: give the same output to go on. So, on four GPUs, in commands of
-less than ten minutes each:
+may take `--timeout-s`. A part that has ended is not run again: give the same output to go on. So, on four GPUs, in
+commands of less than ten minutes each:
 
     python -m benchmarks.asynchrony --model DIR --output DIR --runs asynchronous --timeout-s 240   # after the warm-up
     python -m benchmarks.asynchrony --model DIR --output DIR --runs separated
@@ -65,7 +65,7 @@ TOY = (
     "engine.max_concurrent=64",
     "engine.max_model_len=192",
 )
-"""Overrides of the recipe: other chains, a model of 100,000 weights that learns them on a CPU."""
+"""Overrides of the recipe: other chains, and a model of 100,000 weights that learns them on a CPU."""
 ON_POLICY = ("staleness.max_lag=0", "weights.swaps_at_once=1")
 RUNS = {
     "asynchronous": (),
@@ -73,17 +73,19 @@ RUNS = {
     "colocated": (*ON_POLICY, "run.placement=colocated"),
 }
 TARGET = 2.0
-"""Times the samples per second of the better synchronous run."""
+"""The target: so many times the samples per second of the better synchronous run."""
 FIRST = 10
-"""Steps that are not counted. At first short responses are trained, as they end first."""
+"""The number of first steps that do not count. They train short responses, which end first."""
 GPU_USE = "gpu_use.json"
 KV_CACHE_BYTES = 8 << 30
-"""Of an engine among several on a GPU: 200 of the longest samples of SmolLM2-135M, at 23 kB a token. Engines that are
-told need not start one after the other to measure what is free."""
+"""The KV cache of an engine among several on a GPU: 200 of SmolLM2-135M's longest samples, at 23 kB a token.
+
+Engines with a given size need not start one after the other to measure the free memory.
+"""
 
 
 def placement(run: str, gpus: int, learner_gpus: int, workers_per_gpu: int) -> tuple[str, ...]:
-    """Overrides that put learner and engines on the GPUs."""
+    """Return overrides that put learner and engines on the GPUs."""
     if gpus == 0:
         return CPU
     if run == "colocated":
@@ -94,13 +96,13 @@ def placement(run: str, gpus: int, learner_gpus: int, workers_per_gpu: int) -> t
         f"workers.count={len(devices)}",
         f"workers.devices=[{','.join(devices)}]",
         f"engine.options={{gpu_memory_utilization: 0.05, kv_cache_memory_bytes: {KV_CACHE_BYTES}}}",
-        "weights.transport=ipc",  # NCCL has no place for two engines on one GPU
+        "weights.transport=ipc",  # NCCL allows no two engines on one GPU
         "weights.staging=device",
     )
 
 
 def figures(run: str, directory: Path, learner_gpus: int) -> dict[str, Any]:
-    """Of a run that has ended."""
+    """Return the figures of a run that has ended."""
     gpu_use = json.loads((directory / GPU_USE).read_text())
     summary, steps = read_summary(directory), lineage(read_lines(directory / METRICS, StepMetrics))
     counted = steps[FIRST:]
@@ -128,7 +130,7 @@ def figures(run: str, directory: Path, learner_gpus: int) -> dict[str, Any]:
 
 
 def experience(directory: Path, steps: Sequence[int]) -> dict[str, Any]:
-    """The lengths of the responses that these steps trained, and how many workers the step of the fewest had."""
+    """Return the lengths of the responses that these steps trained, and the smallest number of workers in a step."""
     log = ExperienceLog(directory / EXPERIENCE)
     of_steps = [[sample for group in log.read(step) or () for sample in group.trajectories] for step in steps]
     tokens = [len(sample.response_tokens) for samples in of_steps for sample in samples]
@@ -142,13 +144,13 @@ def experience(directory: Path, steps: Sequence[int]) -> dict[str, Any]:
 
 
 def engines_idle(run: str, gpu_use: Sequence[float], learner_gpus: int) -> float | None:
-    """The share of the time in which no kernel ran on the GPUs that only engines have; None: there are no such."""
+    """Return the share of time without a kernel on the GPUs that only engines use; None without such GPUs."""
     own = [] if run == "colocated" else gpu_use[learner_gpus:]
     return round(1 - fmean(own), 3) if own else None
 
 
 def compared(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The asynchronous run over the better synchronous one, and rewards, as far as they have been run."""
+    """Return the asynchronous run over the better synchronous one, and rewards, as far as they have been run."""
     steps = min((len(one["rewards"]) for one in found.values()), default=0)
     rewards = {name: round(fmean(one["rewards"][:steps][-EDGE_STEPS:]), 3) for name, one in found.items() if steps}
     equal = {"reward_after_equal_samples": rewards}
@@ -160,7 +162,7 @@ def compared(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """The exit code: 1 if a part failed."""
+    """Return the exit code: 1 if a part failed."""
     options = _parse()
     found: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}
@@ -197,7 +199,7 @@ def warms_up(options: argparse.Namespace) -> bool:
 
 
 def _arguments(part: str, options: argparse.Namespace) -> list[str]:
-    """Of `headway`. Later overrides win: a run starts where the warm-up ended, whatever the user says."""
+    """Return the arguments of `headway`. Later overrides win: a run starts from the warm-up, whatever the user sets."""
     output, common = options.output, _of_recipe(options)
     if part == SFT:
         where = CPU if options.gpus == 0 else ()
@@ -219,7 +221,7 @@ def _arguments(part: str, options: argparse.Namespace) -> list[str]:
 
 
 def _of_recipe(options: argparse.Namespace) -> list[str]:
-    """Overrides that make it the one that is asked for, with its model."""
+    """Return the overrides that make it the requested recipe, with its model."""
     if options.model:
         return [f"model.path={options.model}"]
     return [*TOY] if options.gpus == 0 and options.recipe == RECIPE else []

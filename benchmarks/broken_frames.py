@@ -1,4 +1,4 @@
-"""Frames with something wrong with them: flipped, cut, spliced, their lengths lied about, zstd bombs among them.
+"""Frames with damage: flipped, cut, spliced, with false lengths, zstd bombs among them.
 
 Most have a right checksum, so that they reach the inner decoders. Everything is drawn from one `Random`, so the same
 seed makes the same frames.
@@ -80,7 +80,7 @@ class Subject:
 
 @cache
 def subjects() -> tuple[Subject, ...]:
-    """All decoders that take bytes from the server."""
+    """Return all decoders that take bytes from the server."""
     structs = [_subject(kind, values) for kind, values in _structs().items()]
     trajectories = tuple(map(codec.encode_trajectory, _trajectories()))
     segments = tuple(map(codec.encode_segment, _segments()))
@@ -94,7 +94,7 @@ def subjects() -> tuple[Subject, ...]:
 
 
 def broken_frame(chance: Random, subject: Subject) -> bytes:
-    """A valid frame with something done to it; seldom nothing but noise."""
+    """Return a valid frame with damage; seldom nothing but noise."""
     shape = chance.random()
     if shape < 0.02:
         return chance.randbytes(chance.randrange(64))
@@ -156,7 +156,7 @@ def _insert(chance: Random, body: bytearray) -> None:
 
 
 def _splice(chance: Random, body: bytearray) -> None:
-    """From here on the end of another frame, perhaps of another kind."""
+    """Replace the rest of the frame by the end of another frame, perhaps of another kind."""
     other = chance.choice(chance.choice(subjects()).frames)
     body[chance.randrange(len(body) + 1) :] = other[chance.randrange(HEADER.size, len(other)) :]
 
@@ -175,7 +175,7 @@ _EDITS: tuple[Callable[[Random, bytearray], None], ...] = (
 
 
 def _lying_envelope(chance: Random, frame: bytes) -> bytes:
-    """Well-formed but false: lengths, positions and versions that the buffers do not bear out, and zstd bombs."""
+    """Return a well-formed frame with false lengths, positions and versions, or a zstd bomb."""
     body = frame[HEADER.size :]
     end = 4 + int.from_bytes(body[:4], "little")
     envelope, buffers = msgspec.msgpack.decode(body[4:end]), body[end:]
@@ -189,7 +189,7 @@ def _lying_envelope(chance: Random, frame: bytes) -> bytes:
 
 
 def _lie(chance: Random, value: list[Any]) -> None:
-    """Another number or kind of thing, here or further in."""
+    """Replace a number or a value by another one, here or further in."""
     at = chance.randrange(len(value))
     if isinstance(value[at], list) and value[at] and chance.random() < 0.8:
         _lie(chance, value[at])
@@ -210,7 +210,7 @@ def _bomb(chance: Random) -> bytes:
 
 @cache
 def _bombs() -> tuple[bytes, ...]:
-    """Few bytes that unfold to 64 MiB, or to as many as they should; with the size stated and without."""
+    """Yield a few bytes that unfold to 64 MiB, or to as many as they should, with the size stated and without."""
     sizes = (3 * 6, 3 * 9, 3 * MAX_TOKENS, 64 << 20)
     packers = [zstandard.ZstdCompressor(level=1, write_content_size=stated) for stated in (True, False)]
     return tuple(packer.compress(bytes(size)) for size in sizes for packer in packers)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.broker [--quick] [--section throughput|latency|workers|wire|growth ...] [--only TRANSPORT ...]
 
-About fifteen minutes on two cores that have nothing else to do. The last line is one JSON object. What is compared,
-and what every transport promises for its speed, stands in benchmarks/broker_bench/ and in the output.
+About fifteen minutes on two cores that have nothing else to do. The last line is one JSON object. The output and
+benchmarks/broker_bench/ name the compared transports, and the promise that each gives for its speed.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", choices=NAMES, metavar="TRANSPORT", help=", ".join(NAMES))
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as Ctrl-C does: servers and processes end with us
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # servers and processes end too, as at Ctrl-C
     machine = {"cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1), "python": platform.python_version()}
     results = {name: SECTIONS[name](arguments) for name in arguments.section or SECTIONS}
     print(json.dumps({"machine": machine, **results}))

@@ -1,9 +1,9 @@
-"""What a lossless delta between two versions costs, against all of the weights.
+"""The cost of a lossless delta between two versions, against all of the weights.
 
     python -m benchmarks.deltas [--learning-rates 1e-6 1e-5] [--steps 12] [--hidden 512] [--layers 6]
 
 A Qwen3 of random weights takes real steps: a policy gradient over random tokens with random advantages, AdamW on
-fp32 masters; what is published is the masters rounded to bf16. Every delta is applied, and the result compared. A line
+fp32 masters; the masters rounded to bf16 are published. Every delta is applied, and the result compared. A line
 for every step goes to standard error; the last line of standard output is one JSON object, its figures medians over
 the second half of the steps, since Adam's first ones are its longest.
 """
@@ -35,7 +35,7 @@ Masters = dict[str, torch.Tensor]
 
 
 def model_of(hidden: int, layers: int) -> Qwen3ForCausalLM:
-    """The same random weights in every call; its own parameters are the masters."""
+    """Return a model with the same random weights in every call; its own parameters are the masters."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -51,12 +51,12 @@ def model_of(hidden: int, layers: int) -> Qwen3ForCausalLM:
 
 
 def published(masters: Masters) -> StagedWeights:
-    """Rounded, in buckets, digested."""
+    """Return the weights rounded, in buckets, with digests."""
     return stage(((name, master.detach().bfloat16()) for name, master in masters.items()), BUCKET_BYTES)
 
 
 def trained(model: Qwen3ForCausalLM, learning_rate: float, steps: int) -> Iterator[Masters]:
-    """The masters before the first step and after each."""
+    """Yield the masters before the first step and after each step."""
     masters = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(masters.values(), lr=learning_rate, weight_decay=0.01)
     yield masters
@@ -74,7 +74,7 @@ def trained(model: Qwen3ForCausalLM, learning_rate: float, steps: int) -> Iterat
 
 
 def measure(learning_rate: float, steps: int, hidden: int, layers: int) -> dict[str, Any]:
-    """Medians over the second half of the steps."""
+    """Return medians over the second half of the steps."""
     versions = trained(model_of(hidden, layers), learning_rate, steps)
     base, looks = published(next(versions)), []
     for masters in versions:
@@ -88,7 +88,7 @@ def measure(learning_rate: float, steps: int, hidden: int, layers: int) -> dict[
 
 
 def compare(base: StagedWeights, target: StagedWeights) -> dict[str, float]:
-    """One delta: what changed, bytes and seconds."""
+    """Return the figures of one delta: the share of changed elements, bytes and seconds."""
     delta, encode_s = _timed(lambda: encode(base, target, FOREVER))
     if delta is None:
         raise SystemExit("the delta is larger than the weights: nothing to compare")

@@ -1,4 +1,4 @@
-"""How many samples a student needs to reach its teacher: on-policy distillation, and RL from the same start.
+"""The number of samples that a student needs to reach its teacher, by on-policy distillation and by RL.
 
     python -m benchmarks.distillation --output DIR [--seeds 3] [--timeout-s 900] [--teacher DIR --student DIR]
         [key=value ...]
@@ -6,9 +6,9 @@
 The recipe is distill.yaml. Its stages `teacher` and `student` come first, unless their models are given; then two runs
 start from the student and train as many samples in each step: `distillation` one sample of each of 64 prompts, `grpo`
 eight of each of 8. Both are evaluated on the same held-out prompts every few steps. All of this is done for each seed,
-and counts only as shown where every seed shows it. `key=value` are overrides of both, such as `learner.steps=60`. What
-has ended is not run again: give the same output to go on, or with more seeds. The last line is one JSON object: for
-each seed the pass rates by trained samples and the samples after which a run is within 0.05 of its teacher; of all
+and a result counts only where every seed shows it. `key=value` are overrides of both, such as `learner.steps=60`. A run
+that has ended is not run again: give the same output to go on, or with more seeds. The last line is one JSON object:
+for each seed the pass rates by trained samples and the samples after which a run is within 0.05 of its teacher; of all
 seeds the means, and whether distillation came so close on fewer samples than RL. If not, the exit status is 1.
 """
 
@@ -34,7 +34,7 @@ RUNS: dict[str, tuple[str, ...]] = {
 }
 
 Figures = dict[str, Any]
-"""Of one seed: its number, the teacher's pass rate, and of each run its pass rates."""
+"""The figures of one seed: its number, the teacher's pass rate, and the pass rates of each run."""
 
 
 def main() -> int:
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def summary_of(seeds: Sequence[Figures]) -> dict[str, Any]:
-    """The means over seeds, the samples that each needed (null: not reached), and what they show."""
+    """Return the means over seeds, the samples that each needed (null: not reached), and the verdict."""
     reached = {name: [seed[name]["samples_to_reach_teacher"] for seed in seeds] for name in RUNS}
     pairs = zip(reached["distillation"], reached["grpo"], strict=True)
     return {
@@ -66,7 +66,7 @@ def summary_of(seeds: Sequence[Figures]) -> dict[str, Any]:
 
 
 def rates_of(by_samples: dict[int, float], of_teacher: float) -> dict[str, Any]:
-    """A run's pass rates, and after how many samples one is close to its teacher's."""
+    """Return a run's pass rates, and the number of samples after which one is close to its teacher's."""
     reached = [count for count, rate in by_samples.items() if rate >= of_teacher - CLOSE]
     return {"pass_rate_by_samples": by_samples, "samples_to_reach_teacher": min(reached, default=None)}
 
@@ -76,7 +76,7 @@ def _means(rates: Sequence[Mapping[int, float]]) -> dict[int, float]:
 
 
 def _last_over_teacher(seed: Figures, name: str) -> float:
-    """The pass rate after the last step less the teacher's."""
+    """Return the pass rate after the last step less the teacher's."""
     rates: Mapping[int, float] = seed[name]["pass_rate_by_samples"]
     return rates[max(rates)] - float(seed["teacher"])
 
@@ -106,14 +106,14 @@ def _train(output: Path, name: str, model: Path, timeout_s: float, overrides: Se
 
 
 def _pass_rate(output: Path, teacher: Path, timeout_s: float, seed: int) -> float:
-    """The teacher's, as that of a run that trains nothing from it."""
+    """Return the teacher's pass rate, as that of a run that trains nothing from it."""
     idle = ("learner.steps=1", "optimizer.learning_rate=0", f"teacher.path={teacher}", f"run.seed={seed}")
     directory = _train(output, "of-teacher", teacher, timeout_s, idle)
     return _evaluations(directory)[0].pass_rate
 
 
 def _by_samples(directory: Path) -> dict[int, float]:
-    """The run's pass rates on held-out prompts, by the samples trained before."""
+    """Return the run's pass rates on held-out prompts, by the samples trained before."""
     learner = load_recipe(directory / "config.yaml").learner
     samples = learner.groups_per_step * learner.group_size
     return {one.step * samples: one.pass_rate for one in _evaluations(directory)}

@@ -35,11 +35,11 @@ from rollout_workers.engines.base import Engine, GenerationRequest
 VOCABULARY = 19
 
 Round = Callable[[], Awaitable[int]]
-"""Generates all requests; how many tokens that were."""
+"""Generates all requests, and returns the number of tokens."""
 
 
 def demo_model(head_dim: int) -> PreTrainedModel:
-    """The demo's shape: Qwen3-MoE, 125k parameters with heads of 16."""
+    """Return the demo's model: Qwen3-MoE, 125k parameters with heads of 16."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=VOCABULARY,
@@ -61,7 +61,7 @@ def demo_model(head_dim: int) -> PreTrainedModel:
 
 
 def make_requests(count: int) -> list[GenerationRequest]:
-    """Prompts of 6 to 16 tokens, responses of 8 to 32, as in the demo."""
+    """Return prompts of 6 to 16 tokens, with responses of 8 to 32, as in the demo."""
     rng = random.Random(0)
     return [
         GenerationRequest(
@@ -76,7 +76,7 @@ def make_requests(count: int) -> list[GenerationRequest]:
 
 
 def ours(engine: Engine, requests: list[GenerationRequest], concurrent: int) -> Round:
-    """`concurrent` requests in flight at any time, read by as many tasks, as a worker does."""
+    """Keep `concurrent` requests in flight at any time, read by as many tasks, as a worker does."""
 
     async def reader(waiting: Iterator[GenerationRequest]) -> int:
         tokens = 0
@@ -93,7 +93,7 @@ def ours(engine: Engine, requests: list[GenerationRequest], concurrent: int) -> 
 
 
 def transformers_manager(model: PreTrainedModel) -> Any:
-    """transformers' own continuous batching, with logprobs, as large as this workload asks."""
+    """Open transformers' own continuous batching, with logprobs, as large as this workload needs."""
     generation = GenerationConfig(
         do_sample=True,
         temperature=1.0,
@@ -110,7 +110,7 @@ def transformers_manager(model: PreTrainedModel) -> Any:
 
 
 def theirs(manager: Any, requests: list[GenerationRequest], concurrent: int) -> Round:
-    """The same through transformers' manager: whole results, no streaming, which is its fastest way."""
+    """Run the same requests through transformers' manager: whole results without streaming, its fastest way."""
 
     def add(request: GenerationRequest) -> None:
         manager.add_request(request.prompt_tokens, max_new_tokens=request.max_new_tokens)
@@ -134,7 +134,7 @@ def theirs(manager: Any, requests: list[GenerationRequest], concurrent: int) -> 
 
 
 async def measure(rounds: dict[str, Round], repeats: int) -> dict[str, Any]:
-    """Median tokens per second of wall clock and of CPU, after one round of each that does not count."""
+    """Return median tokens per second of wall clock and of CPU, after one round of each that does not count."""
     wall: dict[str, list[float]] = {name: [] for name in rounds}
     cpu: dict[str, list[float]] = {name: [] for name in rounds}
     for repeat in range(repeats + 1):
@@ -154,7 +154,7 @@ async def measure(rounds: dict[str, Round], repeats: int) -> dict[str, Any]:
 
 
 async def compare(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All engines on the same weights."""
+    """Compare all engines on the same weights."""
     model, requests = demo_model(32 if arguments.vllm else 16), make_requests(arguments.requests)
     tensors = [(name, parameter.detach().clone()) for name, parameter in model.named_parameters()]
     rounds: dict[str, Round] = {}

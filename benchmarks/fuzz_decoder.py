@@ -3,7 +3,7 @@
     python -m benchmarks.fuzz_decoder [--inputs 10000000] [--processes 2] [--seed 0]
 
 Each process may grow by 256 MiB: an input that wants more is a finding. A finding is named by seed, chunk and index in
-the chunk, which make it again. The last line is one JSON object; the exit code is 1 where anything was found.
+the chunk, which make it again. The last line is one JSON object; the exit code is 1 where there are findings.
 """
 
 import argparse
@@ -29,12 +29,12 @@ _KEPT_FINDINGS = 5
 
 @dataclass
 class Tally:
-    """What became of the inputs."""
+    """The results of the inputs."""
 
     refused: int = 0
     decoded: int = 0
     by_kind: Counter[int] = field(default_factory=Counter)
-    """Decoded, by the frame's kind."""
+    """The decoded inputs, by the frame's kind."""
     findings: list[str] = field(default_factory=list)
     slowest_s: float = 0.0
     rss_mib: float = 0.0
@@ -49,7 +49,7 @@ class Tally:
 
 
 def examine(subject: Subject, frame: bytes) -> bool:
-    """True where the frame holds a value, False where it is refused. Raises whatever else decoding does."""
+    """Whether the frame holds a value; False where it is refused. Raises any other error of the decoder."""
     try:
         value = subject.decode(frame)
     except FrameError:
@@ -60,7 +60,7 @@ def examine(subject: Subject, frame: bytes) -> bool:
 
 
 def fuzz(seed: int, chunk: int, inputs: int) -> Tally:
-    """The inputs of one chunk, the same for the same seed."""
+    """Run the inputs of one chunk, which are the same for the same seed."""
     chance, tally = Random(f"{seed}:{chunk}"), Tally()
     for index in range(inputs):
         subject = chance.choice(subjects())
@@ -80,7 +80,7 @@ def fuzz(seed: int, chunk: int, inputs: int) -> Tally:
 
 
 def _confine() -> None:
-    """From here on this process may grow by so much."""
+    """Limit the growth of this process from here on."""
     subjects()
     with open("/proc/self/statm") as statm:
         held = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")

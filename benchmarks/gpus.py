@@ -1,5 +1,4 @@
-"""The GPUs that this process may use: their names, how processes share them, and how busy they are while a run makes
-the steps that count."""
+"""The GPUs of this process: their names, ways to share them, and their use during the steps that count."""
 
 import os
 import shutil
@@ -15,7 +14,7 @@ LOOK_S = 0.2
 
 
 def gpu_names(count: int) -> list[str]:
-    """The first `count` of CUDA_VISIBLE_DEVICES, as it names them, or of the machine. Raises SystemExit for too few."""
+    """Return the first `count` names in CUDA_VISIBLE_DEVICES, or of the machine. Raises SystemExit for too few."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = visible.split(",") if visible else [str(number) for number in range(count)]
     if len(names) < count:
@@ -24,35 +23,37 @@ def gpu_names(count: int) -> list[str]:
 
 
 def on_host(name: str) -> dict[str, str]:
-    """The environment of a process that NCCL takes for one on another host. It wants one rank on a GPU of a host, so
-    this is how processes that share a GPU are in one group; they speak through sockets."""
+    """Return the environment of a process that NCCL takes for one on another host.
+
+    NCCL wants one rank on a GPU of a host, so processes that share a GPU are in one group this way; they use sockets.
+    """
     return {"NCCL_HOSTID": name}
 
 
 @dataclass
 class Utilization:
-    """Of each GPU, the share of the time in which any kernel ran, while the counted steps were made."""
+    """For each GPU, the share of time in which any kernel ran while the counted steps were made."""
 
     metrics: Path
     first: int
-    """Steps before those that count."""
+    """The number of steps before those that count."""
     steps: int
     gpus: int
     seen: list[list[float]] = field(default_factory=list)
 
     def look(self) -> None:
-        """Nothing where there is no GPU, or the counted steps have not begun."""
+        """Take a look. It does nothing where there is no GPU, or the counted steps have not begun."""
         done = self.metrics.read_text().count("\n") if self.metrics.exists() else 0
         if self.first <= done < self.steps:
             self.seen.append(gpu_use(gpu_names(self.gpus)))
 
     def mean(self) -> list[float]:
-        """By GPU."""
+        """Return the mean, by GPU."""
         return [round(fmean(of_one) / 100, 3) for of_one in zip(*self.seen, strict=True)]
 
 
 def gpu_use(names: Sequence[str]) -> list[float]:
-    """Per cent, by GPU; [] without any."""
+    """Return the use of each GPU in per cent; [] without any."""
     if not names or shutil.which("nvidia-smi") is None:
         return []
     query = ("nvidia-smi", "-i", ",".join(names), "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits")

@@ -3,9 +3,9 @@
     python -m benchmarks.grouped_experts [--tokens 4096,8192,16384,32768] [--repeats 10] [--device cuda|cpu]
         --output DIR
 
-Qwen3-30B-A3B's: 128 experts of 2048 x 768, 8 a token. Routing is drawn without replacement, `balanced` from equal
-weights, `skewed` from weights that fall as 1 / rank. Every case runs in a process of its own and is a line of
-OUTPUT/results.jsonl; the last line is one JSON object.
+The sizes are Qwen3-30B-A3B's: 128 experts of 2048 x 768, 8 a token. Routing is drawn without replacement, `balanced`
+from equal weights, `skewed` from weights that fall as 1 / rank. Every case runs in a process of its own and is a line
+of OUTPUT/results.jsonl; the last line is one JSON object.
 
 S routed tokens (tokens * experts a token) sorted by expert, E experts, H model width, I width of an expert.
 """
@@ -30,7 +30,7 @@ EXPONENTS = {"balanced": 0.0, "skewed": 1.0}
 """Weights of the experts are 1 / rank ** exponent."""
 
 SCALE = 0.02
-"""Standard deviation of the weights; hidden states have 1."""
+"""The standard deviation of the weights; hidden states have 1."""
 
 FUNCTION = "benchmarks.grouped_experts:compare"
 
@@ -49,7 +49,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def routed_counts(tokens: int, experts: int, experts_per_token: int, exponent: float) -> list[int]:
-    """How many tokens each expert gets: Gumbel noise on log weights draws without replacement."""
+    """Return the number of tokens of each expert: Gumbel noise on log weights draws without replacement."""
     generator = torch.Generator().manual_seed(0)
     log_weights_E = -exponent * torch.arange(1, experts + 1).log()
     noise_TE = -torch.rand(tokens, experts, generator=generator).log().neg().log()
@@ -59,14 +59,14 @@ def routed_counts(tokens: int, experts: int, experts_per_token: int, exponent: f
 
 
 def grouped(hidden_SH: torch.Tensor, up_EHI2: torch.Tensor, down_EIH: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """One call for all experts."""
+    """Multiply with all experts in one call."""
     ends_E = torch.tensor(counts, device=hidden_SH.device).cumsum(0).int()
     gate_SI, up_SI = F.grouped_mm(hidden_SH, up_EHI2, offs=ends_E).chunk(2, dim=-1)
     return F.grouped_mm(F.silu(gate_SI) * up_SI, down_EIH, offs=ends_E)
 
 
 def looped(hidden_SH: torch.Tensor, up_EHI2: torch.Tensor, down_EIH: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """One expert after the other, those without tokens too: their gradients are zeros."""
+    """Multiply with one expert after the other, those without tokens included: their gradients are zeros."""
     outputs = []
     for hidden_CH, up_HI2, down_IH in zip(torch.split(hidden_SH, counts), up_EHI2, down_EIH, strict=True):
         gate_CI, up_CI = (hidden_CH @ up_HI2).chunk(2, dim=-1)
@@ -75,7 +75,7 @@ def looped(hidden_SH: torch.Tensor, up_EHI2: torch.Tensor, down_EIH: torch.Tenso
 
 
 def compare(order: dict[str, Any]) -> dict[str, Any]:
-    """Milliseconds and TFLOP/s of both, how often the loop takes the grouped call's time, and how far they differ."""
+    """Return milliseconds and TFLOP/s of both ways, the loop's time over the grouped call's, and their difference."""
     case = msgspec.convert(order["case"], Case)
     shape = shape_of(case.shape)
     counts = routed_counts(case.tokens, shape.experts, shape.experts_per_token, EXPONENTS[case.routing])
@@ -105,20 +105,20 @@ def _random(device: str, *size: int) -> torch.Tensor:
 
 
 def _gradients(way: Experts, inputs: tuple[torch.Tensor, ...], counts: list[int]) -> tuple[torch.Tensor, ...]:
-    """By all inputs; the hidden states serve as the output's gradient."""
+    """Return gradients by all inputs; the hidden states serve as the output's gradient."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     hidden_SH, up_EHI2, down_EIH = leaves
     return torch.autograd.grad(way(hidden_SH, up_EHI2, down_EIH, counts), leaves, inputs[0])
 
 
 def _largest_difference(inputs: tuple[torch.Tensor, ...], counts: list[int]) -> float:
-    """Between the gradients of both, relative to the largest gradient."""
+    """Return the largest difference between the gradients of both, relative to the largest gradient."""
     pairs = zip(_gradients(grouped, inputs, counts), _gradients(looped, inputs, counts), strict=True)
     return max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
 
 
 def _median_s(way: Experts, inputs: tuple[torch.Tensor, ...], counts: list[int], case: Case) -> float:
-    """Forward and backward, after two rounds that do not count."""
+    """Return the median seconds of forward and backward, after two rounds that do not count."""
     took_s = []
     for _ in range(case.repeats + 2):
         _finish(case.device)
@@ -135,7 +135,7 @@ def _finish(device: str) -> None:
 
 
 def main() -> int:
-    """The exit code: 1 if a case failed."""
+    """Return the exit code: 1 if a case failed."""
     options = _parse()
     results, summary, failed = Results(options.output), dict[str, Any](), dict[str, str]()
     for tokens in options.tokens:

@@ -32,7 +32,7 @@ from learner.config import ComputeConfig, LayoutConfig
 TRAINING_KEYS = ("tokens_per_s", "tokens_per_s_per_device", "mfu", "peak_memory_gib", "reserved_memory_gib", "step_s")
 REPEATS = 3
 SCALE = 0.02
-"""Standard deviation of the output embedding; hidden states have 1."""
+"""The standard deviation of the output embedding; hidden states have 1."""
 
 Logprobs = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(hidden_TH, weight_VH, targets_T) -> [T] fp32."""
@@ -50,13 +50,13 @@ class HeadCase(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plain(hidden_TH: torch.Tensor, weight_VH: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
-    """All logits at once in fp32."""
+    """Compute all logits at once in fp32."""
     logprobs_TV = (hidden_TH @ weight_VH.T).float().log_softmax(-1)
     return logprobs_TV.gather(1, targets_T[:, None])[:, 0]
 
 
 def chunked(hidden_TH: torch.Tensor, weight_VH: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
-    """As the learner computes them."""
+    """Compute logprobs as the learner does."""
     return token_logprobs(hidden_TH, weight_VH, targets_T, 1.0)
 
 
@@ -64,7 +64,7 @@ WAYS: dict[str, Logprobs] = {"chunked": chunked, "plain": plain}
 
 
 def measure_head(order: dict[str, Any]) -> dict[str, Any]:
-    """Median seconds of forward and backward, memory on top of what goes in, and the sum of what comes out."""
+    """Return median seconds of forward and backward, the memory on top of the inputs, and the sum of the outputs."""
     case = msgspec.convert(order["case"], HeadCase)
     generator = torch.Generator(case.device).manual_seed(0)
     hidden_TH = torch.randn(case.tokens, case.hidden, device=case.device, generator=generator).bfloat16()
@@ -93,7 +93,7 @@ def measure_head(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reset_peak_gib(device: str) -> float | None:
-    """What is allocated, from where the peak now counts; None: not on a GPU."""
+    """Return the allocated memory, from which the peak now counts; None without a GPU."""
     if device != "cuda":
         return None
     torch.cuda.reset_peak_memory_stats()
@@ -101,7 +101,7 @@ def _reset_peak_gib(device: str) -> float | None:
 
 
 def training_cases(options: argparse.Namespace) -> Iterator[Case]:
-    """Shorter sequences first, fewer GPUs first."""
+    """Return shorter sequences first, fewer GPUs first."""
     for tokens in options.tokens:
         for context in options.contexts:
             yield Case(
@@ -120,7 +120,7 @@ def training_cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def main() -> int:
-    """The exit code: 1 if a case failed."""
+    """Return the exit code: 1 if a case failed."""
     options = _parse()
     results = Results(options.output)
     lines = _train(results, options) | _compare_heads(results, options)

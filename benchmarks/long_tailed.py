@@ -20,12 +20,12 @@ from learner.data.prompts import open_source
 from learner.data.prompts.base import Item, PromptSource
 
 MEDIAN_TERMS, SIGMA = 4, 1.2
-"""Of the lognormal distribution: e to the sigma is the step from the median to the 84th percentile."""
+"""The lognormal distribution: e to the sigma is the step from the median to the 84th percentile."""
 FEWEST_TERMS, MOST_TERMS = 2, 60
 
 
 class LongTailedPrompts:
-    """The task's own prompts; each place draws how many terms its prompt has."""
+    """The task's own prompts; each place draws the number of terms of its prompt."""
 
     def __init__(self, *, path: str, seed: int, most_terms: int = MOST_TERMS) -> None:
         self._seed = seed
@@ -54,7 +54,7 @@ class LongTailedPrompts:
 
 
 def worked_examples(*, path: str, seed: int, most_terms: int = MOST_TERMS, **careless: float) -> Iterator[Example]:
-    """Worked examples of the same distribution, without end; `careless`: their error_rate and skip_rate."""
+    """Yield worked examples of the same distribution, without end; `careless` is their error_rate and skip_rate."""
 
     @cache
     def of_terms(terms: int) -> Iterator[Example]:
@@ -68,13 +68,13 @@ def worked_examples(*, path: str, seed: int, most_terms: int = MOST_TERMS, **car
 
 
 def draw_terms(rng: random.Random, most: int) -> int:
-    """How many terms a chain has."""
+    """Draw the number of terms of a chain."""
     drawn = round(rng.lognormvariate(math.log(MEDIAN_TERMS), SIGMA))
     return min(max(drawn, FEWEST_TERMS), most)
 
 
 def task(path: str, terms: int) -> tuple[str, dict[str, Any]]:
-    """The kind of source that has the task, and the task's options for so many terms."""
+    """Return the kind of source that has the task, and the task's options for so many terms."""
     if path == "arithmetic":
         return "arithmetic", {"min_operations": terms - 1, "max_operations": terms - 1}
     return "reasoning_gym", {"min_terms": terms, "max_terms": terms, "min_digits": 1, "max_digits": 2}

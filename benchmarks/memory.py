@@ -1,4 +1,4 @@
-"""Does memory stay flat while a million prompts go through the broker?
+"""Memory of server and client while a million prompts go through the broker; it should stay flat.
 
     python -m benchmarks.memory [--prompts 1000000] [--every 50000]
 
@@ -27,7 +27,7 @@ _FIGURES = ("server_used_bytes", "server_rss_bytes", "client_rss_bytes", "keys")
 
 
 def measure(prompts: int, every: int) -> dict[str, Any]:
-    """Slopes over all looks but the first, when everything has been used once."""
+    """Return slopes over all looks but the first, before which not everything has been used once."""
     looks: list[Look] = []
 
     def note(one: Look) -> None:
@@ -46,7 +46,10 @@ def measure(prompts: int, every: int) -> dict[str, Any]:
 
 
 def _trend(looks: list[Look], name: str) -> dict[str, Any]:
-    """Flat: what the line through all looks gains over the whole run is a small share of where it begins."""
+    """Return the trend of a figure.
+
+    It is flat where the line through all looks gains over the whole run only a small share of its beginning.
+    """
     trained = np.array([one.trained for one in looks], float)
     values = np.array([getattr(one, name) for one in looks], float)
     slope = float(np.polyfit(trained, values, 1)[0]) if len(looks) > 1 else 0.0

@@ -59,7 +59,7 @@ SCORING = tuple(
 
 
 class Worker:
-    """What is read of a worker."""
+    """A worker, as far as metrics read it."""
 
     outcomes = dict.fromkeys(SubmitOutcome, 0)
     resumed_tokens = 0
@@ -115,7 +115,7 @@ def main() -> None:
 
 
 def asked(workers: int, steps: int) -> float:
-    """Milliseconds that a look at a run on a server of its own costs the process that asks."""
+    """Return the milliseconds that a look at a run on a server of its own costs the process that asks."""
     with tempfile.TemporaryDirectory() as directory, EmbeddedServer(Path(directory)) as server:
         broker = BlockingBroker(server.url, RUN)
         broker.call(begin(broker, steps))
@@ -130,14 +130,14 @@ def asked(workers: int, steps: int) -> float:
 
 
 def scraped(collector: Collector, times: int) -> float:
-    """Milliseconds of rendering all metrics of the collector once."""
+    """Return the milliseconds of rendering all metrics of the collector once."""
     registry = CollectorRegistry()
     registry.register(collector)
     return milliseconds([lambda: generate_latest(registry)] * times)
 
 
 def milliseconds(calls: list[Callable[[], object]]) -> float:
-    """Processor time of this thread for each call, in the mean."""
+    """Return the mean processor time of this thread for a call."""
     before = time.thread_time()
     for call in calls:
         call()

@@ -1,14 +1,14 @@
-"""How well and how fast sequences are packed, against what no plan can beat and against padded mini-batches.
+"""The quality and the speed of packing, against bounds that no plan can beat and against padded mini-batches.
 
     python -m benchmarks.packing [--sequences 1000 10000 100000] [--replicas 1 8 64] [--budgets 16384 32768]
 
 Costs are FLOPs of Qwen3-8B's shape (`learner/rows/cost.py`). Progress goes to stderr; the last line is one JSON object.
 
     micro_batches     of a replica; `fewest`: ceil(ceil(tokens / budget) / replicas), which no plan can beat
-    unused            share of the token budgets that nothing fills
-    imbalance         max / mean over replicas of what they cost
-    waiting           sum over k of the costliest k-th micro-batch (replicas wait for each other at each), over what no
-                      plan can beat: the mean of the replicas, or the costliest sequence
+    unused            share of the token budgets that stays empty
+    imbalance         max / mean over replicas of their cost
+    waiting           sum over k of the costliest k-th micro-batch (replicas wait for each other at each), over a bound
+                      that no plan can beat: the mean of the replicas, or the costliest sequence
     padded, sorted    the same sum for mini-batches padded to their longest sequence, over ours: in order of arrival,
                       and sorted by length first; both as large as the token budget allows
     plan_s            processor seconds of one plan, the median of three
@@ -35,12 +35,12 @@ ROUNDS = 3
 
 
 def lognormal(count: int) -> NDArray[np.int64]:
-    """Median 1,500 tokens; a twentieth is longer than 7,800."""
+    """Draw lengths with a median of 1,500 tokens; a twentieth is longer than 7,800."""
     return _clipped(np.random.default_rng(0).lognormal(math.log(1500), 1.0, count))
 
 
 def mixture(count: int) -> NDArray[np.int64]:
-    """Answers that are short, that think, and one in twenty that runs into the limit or nearly."""
+    """Draw lengths of short answers and of answers that think; one in twenty reaches the limit or nearly."""
     rng = np.random.default_rng(1)
     kinds = rng.choice(3, count, p=(0.6, 0.35, 0.05))
     short, thinking = rng.lognormal(math.log(900), 0.6, count), rng.lognormal(math.log(4000), 0.7, count)
@@ -62,7 +62,7 @@ def qwen3_8b() -> CostModel:
 
 
 def measure(lengths: NDArray[np.int64], replicas: int, budget: int, cost: CostModel) -> dict[str, float]:
-    """One case."""
+    """Return the figures of one case."""
     planned, seconds = _timed(lambda: plan(lengths.tolist(), replicas, budget, cost))
     tokens, count = int(lengths.sum()), len(planned[0])
     costs_RK = np.array([[cost.of_micro_batch(lengths[chosen]) for chosen in share] for share in planned])
@@ -81,7 +81,7 @@ def measure(lengths: NDArray[np.int64], replicas: int, budget: int, cost: CostMo
 
 
 def _timed(make: Callable[[], Plan]) -> tuple[Plan, float]:
-    """What it makes, and the median of some rounds."""
+    """Return the plan, and the median seconds of some rounds."""
     seconds = []
     for _ in range(ROUNDS):
         start = time.process_time()
@@ -91,13 +91,14 @@ def _timed(make: Callable[[], Plan]) -> tuple[Plan, float]:
 
 
 def _least(lengths: NDArray[np.int64], replicas: int, count: int, cost: CostModel) -> float:
-    """With so many micro-batches no replica that has the costliest sequence, or the mean, can take less."""
+    """Return a lower bound: with so many micro-batches a replica with the costliest sequence, or the mean, takes
+    this."""
     alone = cost.of_sequences(lengths)
     return count * cost.per_micro_batch + max(float(alone.sum()) / replicas, float(alone.max()))
 
 
 def _padded(lengths: NDArray[np.int64], replicas: int, budget: int, cost: CostModel) -> float:
-    """Mini-batches in this order, dealt to replicas in turn; each computes rows as long as its longest sequence."""
+    """Deal mini-batches in this order to replicas in turn; each computes rows as long as its longest sequence."""
     costs = [
         cost.per_micro_batch + rows * float(cost.of_sequences(longest)) for rows, longest in _rows(lengths, budget)
     ]
@@ -105,7 +106,7 @@ def _padded(lengths: NDArray[np.int64], replicas: int, budget: int, cost: CostMo
 
 
 def _rows(lengths: Sequence[int] | NDArray[np.int64], budget: int) -> Iterator[tuple[int, int]]:
-    """(rows, longest of them) of consecutive mini-batches of at most `budget` places."""
+    """Yield (rows, longest of them) of consecutive mini-batches of at most `budget` places."""
     rows = longest = 0
     for length in map(int, lengths):
         if rows and (rows + 1) * max(longest, length) > budget:

@@ -1,4 +1,4 @@
-"""Does every layout of every backend compute what plain transformers computes, from loss to optimizer moments?
+"""A comparison of every layout of every backend with plain transformers, from loss to optimizer moments.
 
     python -m benchmarks.parity [--backend fsdp,megatron] [--model NAME,...] [--processes 1,2,4] [--out DIR]
     python -m benchmarks.parity --device cuda --dtype bfloat16 --shape small --processes 1,2
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """The exit code: 1 if a layout fails or computes something else; one that its backend refuses is only named."""
+    """Return the exit code: 1 if a layout fails or computes something else. Layouts that a backend refuses are
+    named."""
     options = _parse()
     out = options.out or Path("runs/parity") / f"{options.device}-{options.dtype}-{options.shape}"
     findings = _compare(options, out)
@@ -60,7 +61,7 @@ def _summary(findings: "Sequence[Finding]") -> dict[str, Any]:
 
 
 def _largest(findings: "Sequence[Finding]") -> dict[str, float]:
-    """Of every kind, over all cases."""
+    """Return the largest deviation of every kind, over all cases."""
     kinds = {kind for finding in findings for kind in finding.deviations}
     return _rounded({kind: max(f.deviations.get(kind, 0.0) for f in findings) for kind in sorted(kinds)})
 

@@ -3,10 +3,10 @@
     python -m benchmarks.prefix_trees [--shape smollm2-135m] [--groups 1,8,16] [--prompts 64,1024,8192]
         [--responses 256] [--samples 128] [--budget 65536] [--compile] [--device cuda|cpu]
 
-A step is what GRPO asks of the backend: proximal logprobs of all samples, then an update. Responses have lengths around
---responses (lognormal, at most four times as long) and share nothing, so trees save prompts alone. Each case is packed
-by `pack_units` under each value of `learner.prefix_sharing`. `tokens` are those of all samples, `computed` those that
-went through the layers. The last line is one JSON object.
+A step has the backend's work under GRPO: proximal logprobs of all samples, then an update. Responses have lengths
+around --responses (lognormal, at most four times as long) and share nothing, so trees save prompts alone. Each case is
+packed by `pack_units` under each value of `learner.prefix_sharing`. `tokens` are those of all samples, `computed` those
+that went through the layers. The last line is one JSON object.
 """
 
 import argparse
@@ -38,11 +38,11 @@ from learner.rows.units import pack_units
 SHARINGS: tuple[PrefixSharing, ...] = ("never", "auto", "always")
 WARM_UPS = 2
 SPREAD = 0.5
-"""Standard deviation of the logarithm of a response's length."""
+"""The standard deviation of the logarithm of a response's length."""
 
 
 def samples(count: int, group: int, prompt: int, response: int, vocabulary: int) -> Iterator[PackableSequence]:
-    """Whole groups, `count` samples or as few more as it takes."""
+    """Return whole groups, `count` samples or as few more as it takes."""
     rng = np.random.default_rng(0)
     for _ in range(-(-count // group)):
         beginning = rng.integers(0, vocabulary, prompt)
@@ -61,8 +61,10 @@ def samples(count: int, group: int, prompt: int, response: int, vocabulary: int)
 def measure(
     backend: Backend, plans: dict[PrefixSharing, list[PackedBatch]], device: str, repeats: int
 ) -> dict[str, dict[str, Any]]:
-    """The median duration of a step of each plan, packing left out, and the memory that it takes at most. The plans
-    take turns, so that a busy machine slows all of them."""
+    """Return the median duration of a step of each plan, packing left out, and its largest memory.
+
+    The plans take turns, so that a busy machine slows all of them.
+    """
     took_s: dict[str, list[float]] = {name: [] for name in plans}
     found: dict[str, dict[str, Any]] = {}
     for _ in range(WARM_UPS + repeats):
@@ -109,7 +111,7 @@ def _wait(device: str) -> None:
 def measured_case(
     backend: Backend, shape: Shape, cost: CostModel, group: int, prompt: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """One group size and prompt under every setting."""
+    """Measure one group size and prompt under every setting."""
     given = list(samples(options.samples, group, prompt, options.responses, shape.vocabulary))
     plans: dict[PrefixSharing, list[PackedBatch]] = {}
     pack_s = {}
@@ -135,7 +137,7 @@ def measured_case(
 
 
 def main() -> None:
-    """From the command line."""
+    """Measure all cases, as the command line says."""
     options = _parse()
     shape = shape_of(options.shape, options.layers)
     directory = checkpoint.folder(options.models, options.shape, shape)

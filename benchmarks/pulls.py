@@ -2,8 +2,8 @@
 
     python -m benchmarks.pulls [--gib 1] [--workers 1] [--rounds 3] [--bucket-mib 64]
 
-The server and every worker are processes of their own on this machine, so the line is the loopback and what limits are
-processors; each worker fetches, verifies and forgets the version, once for warming up. The last line is one JSON
+The server and every worker are processes of their own on this machine, so the line is the loopback and processors are
+the limit; each worker fetches, verifies and forgets the version, once for warming up. The last line is one JSON
 object: medians, and the processor's seconds at the server for each GB.
 """
 
@@ -31,7 +31,7 @@ _VERSION = WeightVersion(1, 0)
 
 
 def serve(gib: float, bucket_mib: int, tls: bool, connection: Connection) -> None:
-    """Sends the manifest; answers each message with the processor's seconds that this process took so far."""
+    """Send the manifest, and answer each message with the processor seconds that this process took so far."""
     bucket_bytes, numel = bucket_mib << 20, int(gib * (1 << 30)) // 4
     whole = torch.arange(numel, dtype=torch.int32).view(torch.float32)
     weights = stage(
@@ -57,7 +57,7 @@ def serve(gib: float, bucket_mib: int, tls: bool, connection: Connection) -> Non
 
 
 def pull(connection: Connection) -> None:
-    """Receives the manifest, then pulls at every message, and sends the seconds that it took."""
+    """Receive the manifest, then pull at every message, and send the seconds that it took."""
     torch.set_num_threads(1)
     manifest = msgspec.msgpack.decode(connection.recv_bytes(), type=WeightManifest)
     landing = tuple(torch.empty(nbytes, dtype=torch.uint8) for nbytes in manifest.buckets)
@@ -69,7 +69,7 @@ def pull(connection: Connection) -> None:
 
 
 def measure(arguments: argparse.Namespace, tls: bool) -> dict[str, float]:
-    """Medians over the rounds; all workers pull at the same time."""
+    """Return medians over the rounds; all workers pull at the same time."""
     context = multiprocessing.get_context("spawn")
     ends, processes = [], []
     for target, given in [(serve, (arguments.gib, arguments.bucket_mib, tls))] + [(pull, ())] * arguments.workers:
@@ -107,7 +107,7 @@ def _ask(server: Any) -> float:
 
 
 def main() -> None:
-    """Prints one JSON object."""
+    """Print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--workers", type=int, default=1)

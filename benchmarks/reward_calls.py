@@ -1,11 +1,11 @@
-"""What it costs to call a reward function of one's own in a process that can be killed, against in the worker's own.
+"""The cost of calling a user's reward function in a process that can be killed, against in the worker's own.
 
     python -m benchmarks.reward_calls [--calls 4000] [--characters 4000] [--processes 1]
 
-The function does nothing, so what is measured is the way to it: a plain function in a thread (`in_thread`, where
-nothing could end a call that hangs), and in the pool that workers use (`in_pool`), with so many calls at once. A prompt
-has 200 characters and a response `--characters`. The last line of standard output is one JSON object: calls a second,
-and of the worker's own processor the microseconds that each call takes, which are what generation loses.
+The function does nothing, so the way to it is measured: a plain function in a thread (`in_thread`, where nothing could
+end a call that hangs), and in the pool that workers use (`in_pool`), with so many calls at once. A prompt has 200
+characters and a response `--characters`. The last line of standard output is one JSON object: calls a second, and of
+the worker's own processor the microseconds that each call takes, which generation loses.
 """
 
 import argparse
@@ -35,14 +35,14 @@ def trivial(solution_str: str, ground_truth: str) -> float:
 
 
 async def measure(score: Score, prompt: Prompt, response: str, calls: int, at_once: int) -> dict[str, float]:
-    """Medians over the repetitions, after one that is not counted."""
+    """Return medians over the repetitions, after one that does not count."""
     laps = [await _lap(score, prompt, response, calls, at_once) for _ in range(1 + REPETITIONS)][1:]
     seconds, cpu = (statistics.median(lap[which] for lap in laps) for which in (0, 1))
     return {"calls_per_s": calls / seconds, "own_cpu_us_per_call": 1e6 * cpu / calls}
 
 
 async def _lap(score: Score, prompt: Prompt, response: str, calls: int, at_once: int) -> tuple[float, float]:
-    """Seconds, and seconds of this process's processor."""
+    """Return seconds, and seconds of this process's processor."""
     left = iter(range(calls))
 
     async def caller() -> None:
@@ -55,7 +55,7 @@ async def _lap(score: Score, prompt: Prompt, response: str, calls: int, at_once:
 
 
 async def compare(calls: int, characters: int, processes: int) -> dict[str, Any]:
-    """Both ways, one after the other for each number of calls at once."""
+    """Measure both ways, one after the other for each number of calls at once."""
     prompt = Prompt(
         group="0000-00000000",
         token_ids=[1],

@@ -1,11 +1,11 @@
-"""How many samples a second does a reward model score, run by transformers and by vLLM's pooling runner?
+"""Samples per second that a reward model scores, run by transformers and by vLLM's pooling runner.
 
     python -m benchmarks.scorers [--shape qwen3-1.7b] [--layers N] [--engines transformers,vllm] [--device cuda|cpu]
         [--dtype bfloat16] [--groups 128] [--group-size 8] [--prompt-tokens 256] [--response-tokens 1024]
         [--batch-tokens 16384] [--options '{"enforce_eager": false}'] [--timeout-s 240]
 
 The weights are random, and those of the head, too. Each engine has a process of its own, which scores the same samples
-in the batches that a scorer makes of what it has leased, without the broker. The samples of a group share their prompt,
+in the batches that a scorer makes of its leases, without the broker. The samples of a group share their prompt,
 and arrive by groups, the short ones first. Responses have a quarter to seven quarters of `--response-tokens`, each
 length as often. `--options` are `scorers.engine.options` of vLLM. Other samples are scored first, and do not count.
 
@@ -45,7 +45,7 @@ LEAST_HEAD_DIM = 32
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process is to do."""
+    """The task of one process."""
 
     engine: str
     options: dict[str, Any]
@@ -113,7 +113,7 @@ def _length(request: ScoreRequest) -> int:
 
 
 def _score_all(runner: Runner, samples: Sequence[ScoreRequest], batch_tokens: int) -> tuple[list[float], int]:
-    """Return the samples' scores, and how many batches they took."""
+    """Return the samples' scores, and the number of batches that they took."""
     waiting = deque(ScoreLease(str(number), "", sample) for number, sample in enumerate(samples))
     held = dict[str, ScoreLease]()
     scores, batches = dict[str, float](), 0

@@ -1,4 +1,4 @@
-"""How is the code cut, and how long are the documents? One JSON object.
+"""Measures of the code's division into modules and of the documents' lengths, as one JSON object.
 
     python -m benchmarks.shape [--root DIRECTORY]
 
@@ -21,11 +21,11 @@ ROOMS = ("algorithms", "broker", "deploy", "learner", "rollout_workers", "weight
 COUNTED_WORDS = ("README.md", "ARCHITECTURE.md")
 
 Modules = Mapping[str, ast.Module]
-"""By dotted name; that of a package's `__init__.py` is the package's."""
+"""Modules by dotted name; that of a package's `__init__.py` is the package's."""
 
 
 def measure(root: Path) -> dict[str, Any]:
-    """All measures of the version of Headway in `root`. Raises SyntaxError where a module of it cannot be parsed."""
+    """Return all measures of the version of Headway in `root`. Raises SyntaxError where a module cannot be parsed."""
     files = [path for room in ROOMS for path in sorted((root / room).rglob("*.py"))]
     packages = {_dotted(path.relative_to(root)) for path in files if path.name == "__init__.py"}
     modules = {_dotted(path.relative_to(root)): ast.parse(path.read_text()) for path in files}
@@ -44,7 +44,7 @@ def measure(root: Path) -> dict[str, Any]:
 
 
 def importers_of(modules: Modules, packages: set[str]) -> dict[str, set[str]]:
-    """By module, the modules that import it or a name of it."""
+    """Return, by module, the modules that import it or a name of it."""
     importers: dict[str, set[str]] = defaultdict(set)
     for name, tree in modules.items():
         for candidates in _imports(name, tree, name in packages):
@@ -55,7 +55,7 @@ def importers_of(modules: Modules, packages: set[str]) -> dict[str, set[str]]:
 
 
 def mutual_folders(importers: Mapping[str, set[str]], packages: set[str]) -> list[list[str]]:
-    """Pairs of folders, neither inside the other, each of which imports from the other."""
+    """Return pairs of folders, neither inside the other, each of which imports from the other."""
     arrows = {
         (_folder(importer, packages), _folder(imported, packages))
         for imported, by in importers.items()
@@ -70,13 +70,13 @@ def mutual_folders(importers: Mapping[str, set[str]], packages: set[str]) -> lis
 
 
 def percentiles(sizes: Sequence[int]) -> dict[str, int]:
-    """The median, the 90th percentile and the largest of at least one size."""
+    """Return the median, the 90th percentile and the largest of at least one size."""
     ordered = sorted(sizes)
     return {name: ordered[ceil(share * len(ordered)) - 1] for name, share in (("p50", 0.5), ("p90", 0.9), ("max", 1.0))}
 
 
 def _imports(name: str, tree: ast.Module, is_package: bool) -> Iterator[tuple[str, ...]]:
-    """For each imported name, the modules that it may be or come from, the likelier first."""
+    """Return, for each imported name, the modules that it may be or come from, the likelier first."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name,) for alias in node.names)

@@ -1,11 +1,11 @@
-"""What a further worker brings on one machine: the same recipe with 1, 2, 3 and 4 workers, one run after another.
+"""The gain of a further worker on one machine: the same recipe with 1, 2, 3 and 4 workers, one run after another.
 
     python -m benchmarks.worker_counts --output DIR [--workers 1,2,3,4] [--steps 60] [--recipe arithmetic.yaml]
         [key=value ...]
 
 First comes the warm-up, into OUTPUT/sft, from where all runs start. `key=value` are overrides of the recipe for all
 runs. Every process has one thread (OMP_NUM_THREADS=1). Steps count from the eleventh on: engines are up, and samples
-are as old as they get. What has ended is not run again: give the same output to go on.
+are as old as they get. A run that has ended is not run again: give the same output to go on.
 
 samples_per_s   trajectories trained in a second; `speedup` is that over the first run's
 tokens_per_s    tokens of these responses
@@ -37,7 +37,7 @@ from deploy.run.report import METRICS, lineage, read_lines
 from deploy.run.stage_output import is_complete
 
 FIRST = 10
-"""Steps that are not counted."""
+"""The number of first steps that do not count."""
 LOOK_S = 0.2
 CPUS = "cpus.json"
 ROLES = {"learner": "learner", "worker": "workers"}
@@ -55,11 +55,11 @@ class CpuTime:
         self._total: dict[str, float] = {}
 
     def look(self) -> None:
-        """Note what has been used so far."""
+        """Note the seconds that have been used so far."""
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 times = process.cpu_times()
-                if command := process.cmdline():  # one that has ended, and is not waited for yet, has none
+                if command := process.cmdline():  # a process that has ended, and has not been waited for, has none
                     self._by_process[process.pid] = role_of(command), times.user + times.system
         if self._before is None and self._has_begun():
             self._before, self._started = self._sums(), time.monotonic()
@@ -88,7 +88,7 @@ class CpuTime:
 
 
 def role_of(command: list[str]) -> str:
-    """Return the role of a process by its command line: one of ROLES' values, or `supervisor` for what is left."""
+    """Return the role of a process by its command line: one of ROLES' values, or `supervisor` for the rest."""
     if command and "valkey" in command[0]:
         return "server"
     return next((role for word, role in ROLES.items() if word in command), "supervisor")
@@ -113,7 +113,7 @@ def watching(cpu: CpuTime) -> Iterator[None]:
 
 
 def figures(directory: Path) -> dict[str, Any]:
-    """Of a run that has ended."""
+    """Return the figures of a run that has ended."""
     counted = lineage(read_lines(directory / METRICS, StepMetrics))[FIRST:]
     seconds = sum(step.step_s for step in counted)
     return {
@@ -149,7 +149,7 @@ def finish_run(count: int, options: argparse.Namespace) -> Path:
 
 
 def main() -> int:
-    """The exit code: 1 if a run failed."""
+    """Return the exit code: 1 if a run failed."""
     options = _parse()
     os.environ["OMP_NUM_THREADS"] = "1"
     found: dict[int, dict[str, Any]] = {}

@@ -1,5 +1,4 @@
-"""A collector of OpenTelemetry: a real HTTP server on this machine that takes OTLP and keeps the spans that it
-receives."""
+"""A collector of OpenTelemetry: a real HTTP server on this machine that takes OTLP and keeps the received spans."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

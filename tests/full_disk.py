@@ -20,8 +20,7 @@ def no_files_over(nbytes: int) -> Iterator[None]:
 
 @contextmanager
 def small_disk(directory: Path, nbytes: int) -> Iterator[Path]:
-    """Make `directory` a small file system of `nbytes` meanwhile; where mounting is not allowed, limit each file
-    instead."""
+    """Make `directory` a small file system of `nbytes` meanwhile, or limit each file where mounting is not allowed."""
     directory.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "headway-test", str(directory)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:

@@ -22,9 +22,9 @@ RECIPE = "smollm2-reasoning-gym.yaml"
 
 
 def main() -> int:
-    """The exit code: 1 if a part failed."""
+    """Return the exit code: 1 if a part failed."""
     options = _parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as Ctrl-C does: the part that is running ends too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the running part ends too, as at Ctrl-C
     study = Study(
         recipe=options.recipe,
         model=options.model and options.model.absolute(),
@@ -76,7 +76,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _parts(text: str) -> tuple[str, ...]:
-    """In the order in which they need each other."""
+    """Return the parts in the order in which they need each other."""
     asked = text.split(",")
     if unknown := set(asked) - set(PARTS):
         raise argparse.ArgumentTypeError(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")

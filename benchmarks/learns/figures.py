@@ -1,4 +1,4 @@
-"""What a run of `headway run` left in its directory, as the figures that are compared."""
+"""The compared figures of a run, read from the directory that `headway run` left."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,21 +12,21 @@ from deploy.run.report import METRICS, lineage, read_lines, read_summary
 from .parts import ALGORITHMS, CONTROL, SECONDS, SFT
 
 GAIN = 0.15
-"""Of the held-out pass rate, that an algorithm must bring."""
+"""The gain in the held-out pass rate that an algorithm must bring."""
 MINUTES = 6
-"""In which it must, from the command's start to its end."""
+"""The minutes within which it must bring the gain, from the command's start to its end."""
 NOISE = 0.08
-"""How far two measurements of one model may be apart: three standard errors of a difference at 500 prompts."""
+"""The largest distance between two measurements of one model: three standard errors of a difference at 500 prompts."""
 
 
 def of_sft(directory: Path) -> dict[str, Any]:
-    """Of a finished warm-up."""
+    """Return the figures of a finished warm-up."""
     outcome = json.loads((directory / "sft.json").read_text())
     return {key: outcome[key] for key in ("steps", "loss", "pass_rate")} | {"seconds": seconds_of(directory)}
 
 
 def of_run(directory: Path) -> dict[str, Any]:
-    """Of a finished run. Pass rates are of held-out prompts; seconds with everything's start and end."""
+    """Return the figures of a finished run. Pass rates are of held-out prompts; seconds include every start and end."""
     summary, steps = read_summary(directory), lineage(read_lines(directory / METRICS, StepMetrics))
     steady = steps[1:] or steps  # the first waits until engines have started
     before, after = summary["eval_before"], summary["eval_after"]
@@ -52,13 +52,13 @@ def of_run(directory: Path) -> dict[str, Any]:
 
 
 def reported(steps: Sequence[StepMetrics], name: str) -> float | None:
-    """The mean over the steps of what the loss reports under that name; None: it reports nothing so called."""
+    """Return the mean over the steps of the loss's report under that name, or None where there is no such report."""
     values = [step.algorithm[name] for step in steps if name in step.algorithm]
     return float(f"{fmean(values):.4g}") if values else None
 
 
 def compared(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """GSPO's clip fraction over GRPO's, and whether each target is met, as far as its parts have been run."""
+    """Return GSPO's clip fraction over GRPO's, and whether each target is met, as far as its parts have been run."""
     runs = {part: one for part, one in figures.items() if part != SFT}
     met = {
         f"{part} gains {GAIN} in {MINUTES} minutes": one["gain"] >= GAIN and one["seconds"] <= 60 * MINUTES
@@ -79,7 +79,8 @@ def _ratio(runs: Mapping[str, Mapping[str, Any]]) -> float | None:
 
 
 def seconds_of(directory: Path) -> float | None:
-    """Of the part's command; None for a warm-up that was made otherwise, or just before the benchmark was stopped."""
+    """Return the seconds of the part's command; None where the warm-up came from elsewhere or the benchmark stopped
+    early."""
     file = directory / SECONDS
     return float(json.loads(file.read_text())) if file.exists() else None
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def convert(parts: Sequence[Path], output: Path) -> None:
-    """Write the model to `output`, whole or not at all. Raises what transformers does of files that it cannot read."""
+    """Write the model to `output`, whole or not at all. Raises transformers' errors for files that it cannot read."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -38,7 +38,7 @@ def _plain(config: dict[str, object]) -> dict[str, object]:
 
 
 def _joined(parts: Sequence[Path], directory: Path) -> str:
-    """The file's name in `directory`, where it lies whole."""
+    """Return the file's name in `directory`, where it lies whole."""
     with (directory / "model.gguf").open("wb") as whole:
         for part in parts:
             with part.open("rb") as piece:
@@ -47,7 +47,7 @@ def _joined(parts: Sequence[Path], directory: Path) -> str:
 
 
 def main() -> None:
-    """From the command line."""
+    """Convert the model, as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", type=Path, nargs="+", metavar="FILE.gguf")
     parser.add_argument("--output", type=Path, required=True)

@@ -1,4 +1,4 @@
-"""What is run: the model that all start from, and the runs that are compared. Finished ones are kept."""
+"""The parts that are run: the model from which all start, and the compared runs. Finished ones are kept."""
 
 import json
 import os
@@ -16,24 +16,24 @@ SFT, CONTROL = "sft", "control"
 ALGORITHMS = ("grpo", "gspo")
 PARTS = (SFT, *ALGORITHMS, CONTROL)
 SECONDS = "seconds.json"
-"""Written last: how long the part's command took, which ended well."""
+"""The file with the seconds of the part's command, written last and only if the command ended well."""
 
 CPU = ("learner.device=cpu", "engine.kind=embedded", "engine.device=cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """One output directory, and what all its parts share."""
+    """One output directory, and the settings that all its parts share."""
 
     recipe: str
     model: Path | None
-    """None: the recipe's own."""
+    """The model's directory, or None for the recipe's own."""
     output: Path
     gpus: int
-    """0: on CPUs; 1: learner and worker share it; more: a worker on each but the learner's."""
+    """The number of GPUs. 0 runs on CPUs; learner and worker share 1; more have a worker on each but the learner's."""
     learner_gpus: int
     overrides: Sequence[str]
-    """The user's, over the recipe and over where the GPUs put things."""
+    """The user's overrides, which go over the recipe and over the placement on GPUs."""
     control_steps: int
     timeout_s: float
 
@@ -44,7 +44,7 @@ class Study:
         finish(self._arguments(part), self.directory(part), self.timeout_s)
 
     def directory(self, part: str) -> Path:
-        """Where the part's results lie."""
+        """Return the directory of the part's results."""
         return self.output / part
 
     def _arguments(self, part: str) -> list[str]:
@@ -64,7 +64,7 @@ class Study:
         ]
 
     def _of(self, part: str) -> list[str]:
-        """What the user's overrides must not undo."""
+        """Return the overrides that the user's must not undo."""
         if part == SFT:
             return []
         control = ["optimizer.learning_rate=0", f"learner.steps={self.control_steps}"] if part == CONTROL else []
@@ -72,13 +72,13 @@ class Study:
 
 
 def finish(arguments: Sequence[str], directory: Path, timeout_s: float) -> None:
-    """Run `headway` with these arguments, which leaves its results in `directory`, and note there how long it took.
+    """Run `headway` with these arguments, which leaves its results in `directory`, and note the seconds there.
 
     Raises CalledProcessError or TimeoutExpired, its output on stderr.
     """
     started = time.monotonic()
     command = (sys.executable, "-m", "deploy", *arguments)
-    # Not our standard output: that has one JSON object.
+    # This process's standard output has only one JSON object.
     with subprocess.Popen(command, stdout=sys.stderr, env={**os.environ, "PYTHONUNBUFFERED": "1"}) as process:
         try:
             code = process.wait(timeout_s)
@@ -91,7 +91,7 @@ def finish(arguments: Sequence[str], directory: Path, timeout_s: float) -> None:
 
 
 def placement(gpus: int, learner_gpus: int) -> tuple[str, ...]:
-    """Overrides that put learner and workers where there is room."""
+    """Return overrides that put learner and workers where there is room."""
     if gpus == 0:
         return CPU
     if gpus == 1:

@@ -45,7 +45,7 @@ document.querySelectorAll("#page .plot").length >= 7
   && document.querySelectorAll("#page .grid.live table").length >= 3
 """
 WORK = {"TaskDuration": "all", "ScriptDuration": "script", "LayoutDuration": "layout", "RecalcStyleDuration": "style"}
-"""The names of Chromium's figures, and ours."""
+"""The names of Chromium's figures, and those of the output."""
 ASKED = ("", "page.json", "live.json", "live.json?first=0")
 
 
@@ -114,7 +114,7 @@ def measured(address: str, process: psutil.Process, server: psutil.Process, opti
 
 
 def followed(page: Page, seconds: float) -> dict[str, Any]:
-    """Scroll through the page as it renews itself, and return its frames and what its main thread does in a second."""
+    """Scroll through the page as it renews itself, and return its frames and its main thread's work in a second."""
     page.evaluate("scrollTo(0, 0)")
     session = page.context.new_cdp_session(page)
     session.send("Performance.enable", {"timeDomain": "threadTicks"})
@@ -140,7 +140,7 @@ def followed(page: Page, seconds: float) -> dict[str, Any]:
 
 
 def longest_tasks_ms(browser: Browser, page: Page, seconds: float) -> list[float]:
-    """The processor time in ms of the page's five longest tasks, which other work on the machine does not lengthen."""
+    """Return the processor time in ms of the page's five longest tasks, which other work does not lengthen."""
     browser.start_tracing(page=page, categories=["toplevel"])
     followed(page, seconds)
     events = json.loads(browser.stop_tracing())["traceEvents"]
@@ -161,7 +161,7 @@ def is_ready(address: str) -> bool:
 
 
 def loaded(page: Page, address: str) -> float:
-    """Seconds from the request until charts and live tables are drawn."""
+    """Return the seconds from the request until charts and live tables are drawn."""
     began = time.monotonic()
     page.goto(address)
     while not page.evaluate(DRAWN):
@@ -173,7 +173,7 @@ def loaded(page: Page, address: str) -> float:
 
 
 def thread_s(session: CDPSession) -> dict[str, float]:
-    """Processor seconds of the page's main thread so far."""
+    """Return the processor seconds of the page's main thread so far."""
     names = {
         "TaskDuration": "all",
         "ScriptDuration": "script",

@@ -37,12 +37,12 @@ GROUPS, SAMPLES = 64, 8
 RESPONSE_TOKENS = 2000
 WORDS = 50_000
 STEP_S = 2.0
-"""Seconds between two steps that the run takes while it is watched."""
+"""Seconds between two steps of the run while it is watched."""
 AHEAD, LATER_BATCHES = "ahead", 30
-"""The batches of these steps are written before, so that writing them takes no processor from what is measured."""
+"""The batches of these steps are written before, so that writing them takes no processor time from the measurement."""
 ALIVE_S = 120.0
 BEAT_S = 2.0
-"""Every worker is heard of this often; a real one says something each second."""
+"""Seconds between two heartbeats of a worker; a real one sends one each second."""
 KEPT_STEPS = 512
 
 
@@ -115,7 +115,7 @@ def _batch(step: int) -> list[Group]:
 
 
 def _sample(prompt: Prompt, sample: int, step: int) -> Trajectory:
-    """A response of three weight versions."""
+    """Return a response of three weight versions."""
     tokens, third = _tokens(sample), RESPONSE_TOKENS // 3
     bounds = ((0, third, 2), (third, 2 * third, 1), (2 * third, RESPONSE_TOKENS, 0))
     return Trajectory(
@@ -139,7 +139,7 @@ def _tokens(sample: int) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
 
 @contextmanager
 def served(directory: Path, workers: int, steps: int) -> Iterator[tuple[EmbeddedServer, str]]:
-    """Yield a server and the run's URL there, whose workers are heard of again and again."""
+    """Yield a server and the run's URL there; its workers send heartbeats again and again."""
     with EmbeddedServer(directory) as server:
         broker = BlockingBroker(server.url, RUN)
         broker.call(begin(broker, steps))
@@ -176,7 +176,7 @@ def _beat(broker: BlockingBroker, workers: int, steps: int, over: threading.Even
 
 
 def sample_worker(index: int, steps: int, beats: int) -> WorkerInfo:
-    """A busy worker's report after so many others."""
+    """Return a busy worker's report after so many others."""
     return WorkerInfo(
         worker=f"node-{index // 8:03d}-worker-{index % 8}-{index:04x}",
         host=f"node-{index // 8:03d}",
@@ -208,7 +208,7 @@ def _prompt(index: int) -> Prompt:
 
 
 def sample_step(step: int, steps: int) -> StepMetrics:
-    """A step of 20 seconds."""
+    """Return a step of 20 seconds."""
     wave = math.sin(step / 50) / 10
     lags = {lag: 100 + (step * (lag + 3)) % 17 for lag in range(5)}
     return StepMetrics(

@@ -1,16 +1,15 @@
-"""Do our losses agree with what verl and TRL compute? Their own code is called, in an environment of its own.
+"""A comparison of Headway's losses with verl's and TRL's, whose own code runs in an environment of its own.
 
     make peer-losses        (or, there: python -m benchmarks.peer_losses)
 
-One random float64 batch of ragged responses with masked places inside goes through both. What is compared of a loss is
-its value and its gradient by token, of anything else all its numbers. Progress goes to stderr; the last line is one
-JSON object: for each setting the largest difference over the largest number, and whether all are within 1e-8, which is
-what verl's own denominators are off by (1e-6 for ORPO and supervised fine-tuning, parts of which TRL computes in
-float32).
+One random float64 batch of ragged responses with masked places inside goes through both. Losses are compared by value
+and by gradient of each token, anything else by all its numbers. Progress goes to stderr; the last line is one JSON
+object: for each setting the largest difference over the largest number, and whether all are within 1e-8, the error of
+verl's own denominators (1e-6 for ORPO and supervised fine-tuning, parts of which TRL computes in float32).
 
     sample.py       the batch, packed and padded
     ours.py         a composition of the learner's, or a function of `algorithms`
-    imitated.py     our supervised fine-tuning, from records to the gradient of a model
+    imitated.py     Headway's supervised fine-tuning, from records to the gradient of a model
     verl_calls.py   verl's functions, called as its trainer calls them; of_verl.py has the settings
     of_trl.py       TRL's GRPO loss, and its settings
     of_trl_imitation.py     TRL's supervised fine-tuning of the same records and model

@@ -1,4 +1,4 @@
-"""Compare, setting by setting; ends with 1 where one disagrees."""
+"""Compare, setting by setting, and end with exit status 1 where one disagrees."""
 
 import json
 import sys
@@ -12,11 +12,11 @@ from .sample import Outcome, draw
 
 TOLERANCE = 1e-8
 SINGLE_TOLERANCE = 1e-6
-"""Where a peer rounds to float32 itself, or transformers does."""
+"""The tolerance where a peer or transformers rounds to float32 itself."""
 
 
 def difference(ours: Outcome, theirs: Outcome) -> float:
-    """The largest, over the largest number there is."""
+    """Return the largest difference over the largest number."""
     pairs = [(ours.value, theirs.value)]
     if ours.gradient_T is not None and theirs.gradient_T is not None:
         pairs.append((ours.gradient_T, theirs.gradient_T))
@@ -24,14 +24,14 @@ def difference(ours: Outcome, theirs: Outcome) -> float:
 
 
 def main() -> int:
-    """Prints the report; the exit status."""
+    """Print the report, and return the exit status."""
     try:
         from . import of_trl, of_trl_distillation, of_trl_imitation, of_trl_preferences, of_verl
     except ModuleNotFoundError as error:
         sys.exit(
             f"{error}: `make peer-losses` installs verl and TRL into an environment of their own and runs this there."
         )
-    torch.set_default_dtype(torch.float64)  # of the constants that a peer makes tensors of
+    torch.set_default_dtype(torch.float64)  # peers make tensors of constants
     of_peer = {"verl": [of_verl], "trl": [of_trl, of_trl_imitation, of_trl_preferences, of_trl_distillation]}
     settings = {peer: [one for part in parts for one in part.settings()] for peer, parts in of_peer.items()}
     found = {f"{peer} {version(peer)}": compared(each) for peer, each in settings.items()}
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def compared(settings: Iterable[tuple[str, Side, Side]]) -> dict[str, float]:
-    """The difference of each."""
+    """Return the difference of each setting."""
     found = {}
     for name, ours, theirs in settings:
         found[name] = difference(ours(draw()), theirs(draw()))

@@ -1,4 +1,4 @@
-"""Our side of supervised fine-tuning: from records to the gradient of a small model of float64."""
+"""Headway's side of supervised fine-tuning: from records to the gradient of a small model of float64."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,7 +35,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + eos_token }}"
     "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
 )
-"""It marks what the assistant says, which TRL needs."""
+"""A template that marks the assistant's text, which TRL needs."""
 TURNS = (("1+1=", "2"), ("12+30=", "42", "42+8=", "50", "5=", "5"), ("7+8=", "15", "9=", "9+0"), ("3=", "3"))
 """The contents of each conversation's messages."""
 BUDGET = 24
@@ -43,7 +43,7 @@ BUDGET = 24
 
 
 def imitated(trained: Trained, *, metrics: Sequence[str] = ()) -> Side:
-    """The loss of the stage `sft`, summed over packed rows, or these metrics."""
+    """Return the loss of the stage `sft`, summed over packed rows, or these metrics."""
 
     def side(_: Sample) -> Outcome:
         units, network = _units(trained), model()
@@ -61,13 +61,13 @@ def imitated(trained: Trained, *, metrics: Sequence[str] = ()) -> Side:
 
 
 def by_parameters(loss: torch.Tensor, network: "PreTrainedModel") -> Outcome:
-    """A loss, and its gradient by all parameters."""
+    """Return a loss, and its gradient by all parameters."""
     gradients = torch.autograd.grad(loss, list(network.parameters()))
     return Outcome(loss.detach(), torch.cat([gradient.flatten() for gradient in gradients]))
 
 
 def conversations() -> list[tuple[list[Message], list[Message]]]:
-    """Prompts, each with the last answer as its completion."""
+    """Return prompts, each with the last answer as its completion."""
     roles = ("user", "assistant")
     told = [[{"role": roles[n % 2], "content": text} for n, text in enumerate(turns)] for turns in TURNS]
     return [(messages[:-1], messages[-1:]) for messages in told]
@@ -81,7 +81,7 @@ def tokenizer() -> "PreTrainedTokenizerBase":
 
 
 def model() -> "PreTrainedModel":
-    """A new one, with the same weights each time."""
+    """Return a new model, with the same weights each time."""
     return load_model(ModelConfig(random=RANDOM, dtype="float32"), 1).double()
 
 

@@ -1,4 +1,4 @@
-"""What is compared with TRL: the loss of its GRPO trainer, called with what the trainer would have at hand."""
+"""The comparison with TRL's GRPO: its trainer's loss, called with the values that the trainer would have."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ OPSM = ({"kind": "opsm", "options": {"delta": 0.01}},)
 
 
 def settings() -> Iterator[Setting]:
-    """(name, our side, TRL's side)."""
+    """Yield (name, Headway's side, TRL's side)."""
     for loss_type, aggregation in (
         ("grpo", "sequence_mean"),
         ("bnpo", "token_mean"),
@@ -39,7 +39,7 @@ def settings() -> Iterator[Setting]:
 
 
 def grpo(**settings: Any) -> Side:
-    """TRL's loss against the policy that sampled."""
+    """Return TRL's loss against the policy that sampled."""
 
     def side(sample: Sample) -> Outcome:
         mask = sample.padded(sample.mask_T)
@@ -64,7 +64,7 @@ def grpo(**settings: Any) -> Side:
 
 
 def _trainer(sample: Sample, current: torch.Tensor, **settings: Any) -> Any:
-    """What the loss looks at, with TRL's defaults: one process, one step of one micro-batch."""
+    """Return the trainer's values that the loss reads, with TRL's defaults: one process, one micro-batch a step."""
     arguments = {"delta": settings.pop("delta", None), "use_bias_correction_kl": False, "steps_per_generation": 1}
     trainer = {
         "model": SimpleNamespace(training=True),

@@ -1,5 +1,8 @@
-"""What is compared with TRL on distillation: GKD's divergence over the whole vocabulary, and over a teacher's likeliest
-tokens with a bucket for the rest, as its trainer with a teacher behind a server has it."""
+"""The comparison with TRL on distillation: GKD's divergence over the whole vocabulary, and a sparse one.
+
+The sparse one is over a teacher's likeliest tokens with a bucket for the rest, as TRL's trainer with a teacher behind a
+server computes it.
+"""
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -22,14 +25,14 @@ DIVERGENCES: tuple[tuple[float, dict[str, Any]], ...] = (
     (0.5, {"divergence": "jsd"}),
     (0.1, {"divergence": "jsd", "beta": 0.1}),
 )
-"""TRL's beta, and our options."""
+"""TRL's beta, and Headway's options."""
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Of the student's logits [T, V], the teacher's logits [T, V] and the mask [T]."""
+"""Computes a loss of the student's logits [T, V], the teacher's logits [T, V] and the mask [T]."""
 
 
 def settings() -> Iterator[Setting]:
-    """(name, our side, TRL's side)."""
+    """Yield (name, Headway's side, TRL's side)."""
     for beta, options in DIVERGENCES:
         yield f"gkd {beta}", distilled(VOCABULARY, **options), of_logits(whole_vocabulary(beta))
         for k in (1, 4):
@@ -38,7 +41,7 @@ def settings() -> Iterator[Setting]:
 
 
 def of_logits(loss: Loss) -> Side:
-    """A loss, and its gradient by the student's logits."""
+    """Return a loss, and its gradient by the student's logits."""
 
     def side(sample: Sample) -> Outcome:
         generator = torch.Generator().manual_seed(1)
@@ -51,7 +54,7 @@ def of_logits(loss: Loss) -> Side:
 
 
 def distilled(k: int, **options: Any) -> Side:
-    """Our mean over trained tokens."""
+    """Return Headway's mean over trained tokens."""
 
     def loss(student_TV: torch.Tensor, teacher_TV: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
         teacher_TK, ids_TK = teacher_TV.log_softmax(-1).topk(k)
@@ -63,7 +66,7 @@ def distilled(k: int, **options: Any) -> Side:
 
 
 def whole_vocabulary(beta: float) -> Loss:
-    """GKD's."""
+    """Return GKD's divergence."""
 
     def loss(student_TV: torch.Tensor, teacher_TV: torch.Tensor, mask_T: torch.Tensor) -> Any:
         labels = torch.where(mask_T > 0, 0, -100)
@@ -73,7 +76,7 @@ def whole_vocabulary(beta: float) -> Loss:
 
 
 def sparse(k: int, beta: float) -> Loss:
-    """TRL's divergence over k tokens and its bucket for the rest."""
+    """Return TRL's divergence over k tokens and its bucket for the rest."""
 
     def loss(student_TV: torch.Tensor, teacher_TV: torch.Tensor, mask_T: torch.Tensor) -> Any:
         teacher_TK, ids_TK = teacher_TV.log_softmax(-1).topk(k)
@@ -87,7 +90,7 @@ def sparse(k: int, beta: float) -> Loss:
 
 
 def forward_kl_by_server(student_TV: torch.Tensor, teacher_TV: torch.Tensor, mask_T: torch.Tensor) -> Any:
-    """The whole loss of TRL's trainer."""
+    """Return the whole loss of TRL's trainer."""
     kind = by_server.ServerDistillationTrainer
     trainer = SimpleNamespace(loss_add_tail=True, _reduce_divergence_loss=kind._reduce_divergence_loss)
     teacher_TK, ids_TK = teacher_TV.log_softmax(-1).topk(4)

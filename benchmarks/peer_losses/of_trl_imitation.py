@@ -1,5 +1,7 @@
-"""What is compared with TRL on supervised fine-tuning: its trainer's own preparation of records, its collator and its
-loss, on the model of our side. TRL pads the batch that we pack."""
+"""The comparison with TRL on supervised fine-tuning, on Headway's model.
+
+The trainer's own preparation of records, its collator and its loss are called. TRL pads the batch that Headway packs.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -20,14 +22,14 @@ from .ours import Side
 from .sample import Outcome, Sample
 
 METRICS = {"token_accuracy": "mean_token_accuracy", "entropy": "entropy"}
-"""Our names, and TRL's."""
+"""Headway's names, and TRL's."""
 NAMES: dict[Trained, str] = {"completion": "sft on completions", "assistant": "sft on all assistant turns"}
 SINGLE_PRECISION = {setting for name in NAMES.values() for setting in (name, f"{name}, metrics")}
-"""All of them: TRL computes logprobs in float32, and transformers the norms of layers."""
+"""All settings: TRL computes logprobs in float32, and transformers the norms of layers."""
 
 
 def settings() -> Iterator[Setting]:
-    """(name, our side, TRL's side)."""
+    """Yield (name, Headway's side, TRL's side)."""
     for trained, name in NAMES.items():
         yield name, imitated(trained), by_trainer(trained)
         both = imitated(trained, metrics=[*METRICS]), by_trainer(trained, metrics=[*METRICS.values()])
@@ -35,7 +37,7 @@ def settings() -> Iterator[Setting]:
 
 
 def by_trainer(trained: Trained, *, metrics: Sequence[str] = ()) -> Side:
-    """The trainer's loss, or what it reports."""
+    """Return the trainer's loss, or its metrics."""
 
     def side(_: Sample) -> Outcome:
         network = model()
@@ -51,7 +53,7 @@ def by_trainer(trained: Trained, *, metrics: Sequence[str] = ()) -> Side:
 
 
 def _prepared(trainer: Any, trained: Trained) -> Dataset:
-    """Tokens and labels of prompts with completions, or of whole conversations."""
+    """Return tokens and labels of prompts with completions, or of whole conversations."""
     disable_progress_bars()
     rows = [{"prompt": prompt, "completion": completion} for prompt, completion in conversations()]
     if trained == "assistant":
@@ -61,7 +63,7 @@ def _prepared(trainer: Any, trained: Trained) -> Dataset:
 
 
 def _trainer(network: Any, trained: Trained) -> Any:
-    """What preparation and loss look at besides their inputs: one process."""
+    """Return the trainer's values that preparation and loss read besides their inputs: one process."""
     PartialState(cpu=True)
     trainer = {
         "model": network,

@@ -1,5 +1,8 @@
-"""What is compared with TRL on pairs and single judgements: the losses of its trainers for DPO, KTO, ORPO, CPO and
-reward models, called with a model that returns the sample's logprobs."""
+"""The comparison with TRL on pairs and single judgements.
+
+The losses of its trainers for DPO, KTO, ORPO, CPO and reward models are called with a model that returns the sample's
+logprobs.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -33,13 +36,13 @@ KTO_METRICS = {
     "logprob_desirable": "logps/chosen",
     "logprob_undesirable": "logps/rejected",
 }
-"""Our names, and TRL's."""
+"""Headway's names, and TRL's."""
 SINGLE_PRECISION = {"orpo 0.1", "orpo 0.7"}
 """Settings in which TRL itself rounds to float32."""
 
 
 def settings() -> Iterator[Setting]:
-    """(name, our side, TRL's side)."""
+    """Yield (name, Headway's side, TRL's side)."""
     for beta in (0.1, 0.7):
         options: dict[str, Any] = {"beta": beta}
         yield f"dpo {beta}", preferred("dpo", **options), dpo("sigmoid", **options)
@@ -65,7 +68,7 @@ def settings() -> Iterator[Setting]:
 
 
 def dpo(loss_type: str, *, metrics: dict[str, str] | None = None, **options: Any) -> Side:
-    """The loss of the DPO trainer, or what it reports."""
+    """Return the loss of the DPO trainer, or its metrics."""
     trainer: dict[str, Any] = {
         "ld_alpha": None,
         "label_smoothing": 0.0,
@@ -90,8 +93,10 @@ def dpo(loss_type: str, *, metrics: dict[str, str] | None = None, **options: Any
 
 
 def kto(*, metrics: dict[str, str] | None = None, **options: Any) -> Side:
-    """The loss of the KTO trainer, or what it reports. Its mismatched sequences have the proximal and the behavior
-    logprobs."""
+    """Return the loss of the KTO trainer, or its metrics.
+
+    Its mismatched sequences have the proximal and the behavior logprobs.
+    """
     trainer: dict[str, Any] = {
         "calculate_KL": True,
         "loss_type": "kto",
@@ -120,13 +125,16 @@ def kto(*, metrics: dict[str, str] | None = None, **options: Any) -> Side:
 
 
 def simpo(beta: float, gamma: float) -> Side:
-    """SimPO as the CPO trainer's loss type."""
+    """Return SimPO as the CPO trainer's loss type."""
     options = {"loss_type": "simpo", "simpo_gamma": gamma, "cpo_alpha": 0.0, "alpha": 0.0, "label_smoothing": 0.0}
     return reference_free(CPOTrainer, beta=beta, **options)
 
 
 def reference_free(kind: Any, **options: Any) -> Side:
-    """The loss of the ORPO or CPO trainer. Its supervised term counts the tokens with attention: the trained ones."""
+    """Return the loss of the ORPO or CPO trainer.
+
+    Its supervised term counts the tokens with attention, which are the trained ones.
+    """
 
     def side(sample: Sample) -> Outcome:
         mask = _after_a_prompt(sample.padded(sample.mask_T)).long()
@@ -150,7 +158,7 @@ def reference_free(kind: Any, **options: Any) -> Side:
 
 
 def reward_model(centering: float, *, margin: bool) -> Side:
-    """The loss of the trainer of reward models."""
+    """Return the loss of the trainer of reward models."""
 
     def side(sample: Sample) -> Outcome:
         inputs = {"attention_mask": sample.padded(sample.mask_T)} | ({"margin": sample.margins} if margin else {})
@@ -168,7 +176,7 @@ def reward_model(centering: float, *, margin: bool) -> Side:
 
 
 class Model:
-    """Returns what it was given: the logprobs of matched and of mismatched sequences, [S, L]."""
+    """A model that returns the given logprobs [S, L] of matched and of mismatched sequences."""
 
     training = True
     is_gradient_checkpointing = False
@@ -192,7 +200,7 @@ class Model:
 
 
 def by_kind(values: torch.Tensor) -> torch.Tensor:
-    """TRL's order of rows: all chosen ones, then all rejected ones."""
+    """Return TRL's order of rows: all chosen ones, then all rejected ones."""
     return torch.cat([values[0::2], values[1::2]])
 
 
@@ -203,12 +211,12 @@ def _outcome(sample: Sample, loss: Callable[[torch.Tensor], Any], metrics: dict[
 
 
 def _reported(trainer: Any, metrics: dict[str, str]) -> torch.Tensor:
-    """The metrics of the loss that the trainer computed last."""
+    """Return the metrics of the loss that the trainer computed last."""
     return torch.tensor([trainer._metrics["train"][name][-1] for name in metrics.values()])
 
 
 def _logits_of_two(log_probs: torch.Tensor) -> torch.Tensor:
-    """[S, L + 1, 2]: token 0 has the logprob; row t predicts the token at t + 1."""
+    """Return logits [S, L + 1, 2]: token 0 has the logprob; row t predicts the token at t + 1."""
     certain = log_probs == 0  # masked places
     other = torch.log(-torch.expm1(torch.where(certain, -1.0, log_probs)))
     both = torch.stack([log_probs, torch.where(certain, -1.0, other)], dim=-1)
@@ -216,17 +224,17 @@ def _logits_of_two(log_probs: torch.Tensor) -> torch.Tensor:
 
 
 def _after_a_prompt(mask: torch.Tensor) -> torch.Tensor:
-    """[S, L + 1] with a place before each response, which TRL cuts off."""
+    """Return values [S, L + 1] with a place before each response, which TRL cuts off."""
     return torch.nn.functional.pad(mask, (1, 0))
 
 
 def _trained(sample: Sample, values_T: torch.Tensor) -> torch.Tensor:
-    """[S, L], 0 where nothing is trained, as TRL's models return logprobs."""
+    """Return logprobs [S, L], 0 where nothing is trained, as TRL's models return them."""
     return sample.padded(values_T * sample.mask_T)
 
 
 def _trainer(model: Any, reference: Any, **settings: Any) -> Any:
-    """What the losses look at besides their inputs: one process."""
+    """Return the trainer's values that the losses read besides their inputs: one process."""
     trainer = {
         "model": model,
         "ref_model": reference,

@@ -1,4 +1,4 @@
-"""What is compared with verl: (name, our side, verl's side)."""
+"""The comparison with verl, as (name, Headway's side, verl's side)."""
 
 import math
 from collections.abc import Iterator
@@ -19,11 +19,11 @@ AGGREGATIONS = {
     "seq-mean-token-sum-norm": "fixed_denominator",
 }
 DUAL = {"dual_clip": 3.0}
-"""verl's clip has it always."""
+"""Options of the dual clip, which verl's clip always has."""
 
 
 def settings() -> Iterator[Setting]:
-    """All of them."""
+    """Yield all settings."""
     yield from losses()
     yield from corrected()
     yield from rejected()
@@ -41,11 +41,11 @@ LOSSES: tuple[tuple[str, tuple[float, float, float], str, dict[str, Any]], ...] 
     ("dppo_tv", (0.03, 0.03, 1.2), "dppo", {"threshold": 0.03, "cap": 1.2}),
     ("dppo_kl", (0.05, 0.05, 20.0), "dppo", {"divergence": "kl", "threshold": 0.05}),
 )
-"""verl's loss and its bounds: low, high, cap; ours and its options."""
+"""verl's loss and its bounds (low, high, cap); Headway's loss and its options."""
 
 
 def losses() -> Iterator[Setting]:
-    """Each policy loss under each aggregation; verl's SAPO has one of its own."""
+    """Yield each policy loss under each aggregation; verl's SAPO has one of its own."""
     for (mode, (low, high, cap), objective, options), (theirs, mine) in product(LOSSES, AGGREGATIONS.items()):
         bounds = {"clip_ratio": low, "clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": cap}
         name = f"{mode} {low:g} {high:g} {cap:g} {theirs}"
@@ -78,7 +78,8 @@ CORRECTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def corrected() -> Iterator[Setting]:
-    """Importance weights: of the proximal policy beside its clip, and of the current one without a clip (bypass)."""
+    """Yield importance weights: of the proximal policy beside its clip, and of the current one without clip
+    (bypass)."""
     for name, (theirs, mine) in CORRECTIONS.items():
         clipped = composed("ppo_clip", DUAL, anchor="proximal", corrections=(mine,))
         yield f"decoupled {name}", clipped, policy_loss("vanilla", "token-mean", correction=theirs)
@@ -95,11 +96,11 @@ LEVELS = {
     "seq_sum": ("sequence_sum", 0.4, 0.3),
     "seq_max": ("sequence_max", 0.0, 0.2),
 }
-"""verl's name; ours, a threshold of k1 and one of k2 and k3 that some responses of the batch exceed."""
+"""verl's name; Headway's, a threshold of k1 and one of k2 and k3 that some responses of the batch exceed."""
 
 
 def rejected() -> Iterator[Setting]:
-    """What is kept of the proximal policy. The bounds of k1 are of mu / pi."""
+    """Yield masks by the proximal policy. The bounds of k1 are of mu / pi."""
     for (theirs, (level, of_k1, threshold)), kind in product(LEVELS.items(), ("k2", "k3")):
         kept = ours.kept("kl_rejection", kind=kind, level=level, threshold=threshold)
         yield f"rejection {theirs}_{kind}", kept, rejection(f"{theirs}_{kind}", threshold)
@@ -120,7 +121,7 @@ def rejected() -> Iterator[Setting]:
 
 
 def estimated() -> Iterator[Setting]:
-    """Advantages, returns, KL estimates, the critic's loss."""
+    """Yield advantages, returns, KL estimates and the critic's loss."""
     yield "advantage grpo", ours.advantages("group_mean_std"), verl_calls.advantages("grpo", epsilon=1e-4)
     centered = verl_calls.advantages("grpo", norm_adv_by_std_in_grpo=False)
     yield "advantage dr_grpo", ours.advantages("group_mean"), centered

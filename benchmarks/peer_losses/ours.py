@@ -1,4 +1,4 @@
-"""Our side: the learner's own composition of a recipe's keys, or one function."""
+"""Headway's side: the learner's own composition of a recipe's keys, or one function."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,7 +35,7 @@ def composed(
     aggregation: str = "token_mean",
     kl: float = 0.0,
 ) -> Side:
-    """The loss of a recipe with these keys, and its gradient by token."""
+    """Return the loss of a recipe with these keys, and its gradient by token."""
     raw = {
         "objective": {"kind": objective, "anchor": anchor, "options": options or {}},
         "corrections": corrections,
@@ -57,7 +57,7 @@ def composed(
 
 
 def online(kind: str, **options: Any) -> Side:
-    """The loss of algorithm.preset=online_dpo with this loss of pairs, and its gradient by token."""
+    """Return the loss of algorithm.preset=online_dpo with this loss of pairs, and its gradient by token."""
     raw = {**PRESETS["online_dpo"].algorithm, "objective": {"kind": kind, "anchor": "reference", "options": options}}
 
     def side(sample: Sample) -> Outcome:
@@ -69,7 +69,7 @@ def online(kind: str, **options: Any) -> Side:
 
 
 def differentiated(sample: Sample, loss: Callable[[torch.Tensor], torch.Tensor]) -> Outcome:
-    """A loss of the current logprobs [T], and its gradient."""
+    """Return a loss of the current logprobs [T], and its gradient."""
     current_T = sample.current_T.clone().requires_grad_()
     value = loss(current_T)
     (gradient_T,) = torch.autograd.grad(value, current_T)
@@ -77,7 +77,7 @@ def differentiated(sample: Sample, loss: Callable[[torch.Tensor], torch.Tensor])
 
 
 def kept(correction: str, /, **options: Any) -> Side:
-    """What a mask leaves of the trained tokens, by the proximal policy."""
+    """Return the trained tokens that a mask leaves, by the proximal policy."""
 
     def side(sample: Sample) -> Outcome:
         weights_T, _ = CORRECTIONS[correction](sample.proximal_T, sample.batch().tokens, **options)
@@ -87,7 +87,7 @@ def kept(correction: str, /, **options: Any) -> Side:
 
 
 def advantages(kind: str, **options: Any) -> Side:
-    """At trained tokens."""
+    """Return advantages at trained tokens."""
 
     def side(sample: Sample) -> Outcome:
         advantages_S, _ = ADVANTAGES[kind](sample.rewards_S, sample.group, **options)
@@ -97,7 +97,7 @@ def advantages(kind: str, **options: Any) -> Side:
 
 
 def generalized(gamma: float, lam: float) -> Side:
-    """Advantages, whitened, and returns."""
+    """Return whitened advantages, and returns."""
 
     def side(sample: Sample) -> Outcome:
         advantages_T, returns_T = gae(
@@ -109,7 +109,7 @@ def generalized(gamma: float, lam: float) -> Side:
 
 
 def reinforce_plus_plus(gamma: float) -> Side:
-    """Advantages and returns of tokens."""
+    """Return advantages and returns of tokens."""
 
     def side(sample: Sample) -> Outcome:
         returns_T = returns_to_go(sample.rewards_T, sample.mask_T, sample.cu_seqlens, gamma=gamma)
@@ -119,7 +119,7 @@ def reinforce_plus_plus(gamma: float) -> Side:
 
 
 def kl(kind: str) -> Side:
-    """The mean over trained tokens."""
+    """Return the mean over trained tokens."""
 
     def loss(current_T: torch.Tensor, sample: Sample) -> torch.Tensor:
         estimates_T = ESTIMATORS[kind](current_T, sample.reference_T, sample.mask_T)
@@ -129,7 +129,7 @@ def kl(kind: str) -> Side:
 
 
 def value_loss(clip: float) -> Side:
-    """With the current logprobs as the critic's new values."""
+    """Return the loss with the current logprobs as the critic's new values."""
 
     def loss(current_T: torch.Tensor, sample: Sample) -> torch.Tensor:
         losses_T, _ = clipped_value_loss(current_T, sample.values_T, sample.rewards_T, sample.mask_T, clip=clip)
@@ -139,13 +139,14 @@ def value_loss(clip: float) -> Side:
 
 
 def logprobs(current_T: torch.Tensor) -> torch.Tensor:
-    """[T] below 0, for losses that take the probability itself; the sample's are ratios' and may be above."""
+    """Return [T] logprobs below 0, for losses that take the probability itself; the sample's own may be above 0."""
     return -current_T.abs() - 0.01
 
 
 def preferred(kind: str, *, is_token_mean: bool = False, metrics: Sequence[str] = (), **options: Any) -> Side:
-    """The mean over pairs, or these metrics. `is_token_mean`: the supervised term of ORPO is the mean over all chosen
-    tokens.
+    """Return the mean over pairs, or these metrics.
+
+    With `is_token_mean` the supervised term of ORPO is the mean over all chosen tokens.
     """
 
     def side(sample: Sample) -> Outcome:
@@ -163,8 +164,11 @@ def preferred(kind: str, *, is_token_mean: bool = False, metrics: Sequence[str] 
 
 
 def judged(*, metrics: Sequence[str] = (), **options: Any) -> Side:
-    """KTO's mean over responses, or these metrics. The proximal logprobs are the current policy's of mismatched
-    responses, the behavior logprobs the reference policy's."""
+    """Return KTO's mean over responses, or these metrics.
+
+    The proximal logprobs are the current policy's of mismatched responses, the behavior logprobs the reference
+    policy's.
+    """
 
     def side(sample: Sample) -> Outcome:
         sums = reference_point_sums(sample.proximal_T, sample.behavior_T, sample.mask_T, sample.cu_seqlens)
@@ -180,12 +184,12 @@ def judged(*, metrics: Sequence[str] = (), **options: Any) -> Side:
 
 
 def response_scores(sample: Sample, current_T: torch.Tensor) -> torch.Tensor:
-    """[S] a reward model's, as differentiable as a sum."""
+    """Return scores [S] as a reward model's, as differentiable as a sum."""
     return segment_sum(current_T, sample.cu_seqlens)
 
 
 def centered_scores(centering: float, *, margin: bool) -> Side:
-    """Bradley and Terry's mean over pairs."""
+    """Return Bradley and Terry's mean over pairs."""
 
     def loss(current_T: torch.Tensor, sample: Sample) -> torch.Tensor:
         margins_P = sample.margins if margin else 0.0
@@ -196,7 +200,7 @@ def centered_scores(centering: float, *, margin: bool) -> Side:
 
 
 def over_share_left(rule: dict[str, Any]) -> Side:
-    """A policy gradient masked by the current policy, over the share of the trained tokens that the mask leaves."""
+    """Return a policy gradient masked by the current policy, over the share of trained tokens that the mask leaves."""
 
     def side(sample: Sample) -> Outcome:
         weights_T, _ = CORRECTIONS[rule["kind"]](sample.current_T, sample.batch().tokens, **rule["options"])

@@ -1,4 +1,4 @@
-"""The batch that everybody gets: float64, packed for us, padded to a rectangle for others."""
+"""The batch of every comparison: float64, packed for Headway, padded to a rectangle for the peers."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,11 +9,11 @@ from learner.rows.batch import PackedBatch
 
 LENGTHS = (5, 1, 12, 3, 7, 9, 4, 12)
 GROUPS = (0, 0, 0, 1, 1, 1, 1, 1)
-"""None has a single sample, whose advantage is 0 for us and its reward for verl."""
+"""No group has a single sample, whose advantage is 0 for Headway and its reward for verl."""
 
 
 class Outcome(NamedTuple):
-    """What one side computed."""
+    """The results of one side."""
 
     value: torch.Tensor
     gradient_T: torch.Tensor | None = None
@@ -36,17 +36,17 @@ class Sample:
 
     @property
     def group(self) -> torch.Tensor:
-        """[S] the number of each sample's group."""
+        """Return [S], the number of each sample's group."""
         return torch.tensor(GROUPS)
 
     @property
     def is_desirable(self) -> torch.Tensor:
-        """[S] a judgement of each response by itself."""
+        """Return [S], a judgement of each response by itself."""
         return torch.tensor([True, False, False, True, True, True, False, True])
 
     @property
     def margins(self) -> torch.Tensor:
-        """[P] by how much the chosen response should win, for a reward model."""
+        """Return [P], the margins by which the chosen responses should win, for a reward model."""
         return self.advantages_S[0::2].abs()
 
     @property
@@ -54,20 +54,20 @@ class Sample:
         return max(LENGTHS)
 
     def spread(self, values_S: torch.Tensor) -> torch.Tensor:
-        """[T] each response's value at its tokens."""
+        """Return [T], each response's value at its tokens."""
         return values_S.repeat_interleave(torch.tensor(LENGTHS))
 
     def padded(self, values_T: torch.Tensor) -> torch.Tensor:
-        """[S, L], 0 beyond each response; differentiable."""
+        """Return [S, L], 0 beyond each response; differentiable."""
         rectangle = values_T.new_zeros(len(LENGTHS) * self.longest)
         return rectangle.index_copy(0, self._places(), values_T).view(len(LENGTHS), self.longest)
 
     def packed(self, values_SL: torch.Tensor) -> torch.Tensor:
-        """[T] of a rectangle."""
+        """Return [T] from a rectangle."""
         return values_SL.reshape(-1)[self._places()]
 
     def batch(self) -> PackedBatch:
-        """As the learner has it."""
+        """Return the batch as the learner has it."""
         zeros_T = torch.zeros(sum(LENGTHS), dtype=torch.int64)
         return PackedBatch(
             token_ids_T=zeros_T,
@@ -84,12 +84,13 @@ class Sample:
 
 
 def draw(seed: int = 0) -> Sample:
-    """Half of the ratios are outside of PPO's clip; one place in four is masked, in the middle of responses too."""
+    """Draw a sample: half of the ratios are outside of PPO's clip; one place in four is masked, also within
+    responses."""
     generator = torch.Generator().manual_seed(seed)
     total, count = sum(LENGTHS), len(LENGTHS)
     bounds = torch.tensor((0, *LENGTHS)).cumsum(0)
     mask_T = (torch.rand(total, generator=generator) < 0.75).double()
-    mask_T[bounds[:-1]] = 1.0  # nobody defines a response without a trained token in the same way
+    mask_T[bounds[:-1]] = 1.0  # no two of them treat a response without a trained token alike
     behavior_T = -2 * torch.rand(total, generator=generator, dtype=torch.float64) - 0.05
 
     def numbers(size: int) -> torch.Tensor:

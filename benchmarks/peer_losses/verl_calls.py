@@ -15,7 +15,7 @@ from .sample import Outcome, Sample
 def policy_loss(
     mode: str, aggregation: str, *, correction: dict[str, Any] | None = None, kl: float = 0.0, **actor: Any
 ) -> Side:
-    """Against the behavior policy; with a correction against the proximal one, weighed by it."""
+    """Return the loss against the behavior policy; with a correction it is against the proximal one, weighed by it."""
 
     def side(sample: Sample) -> Outcome:
         mask, rollout, old = (sample.padded(x_T) for x_T in (sample.mask_T, sample.behavior_T, sample.proximal_T))
@@ -42,12 +42,12 @@ def policy_loss(
 
 
 def bypass(aggregation: str, **correction: Any) -> Side:
-    """verl without proximal logprobs: the correction is of the current policy."""
+    """Return verl's loss without proximal logprobs: the correction is of the current policy."""
     return policy_loss("bypass_mode", aggregation, policy_loss={"rollout_correction": correction})
 
 
 def rejection(option: str, threshold: str | float) -> Side:
-    """What is kept of the trained tokens."""
+    """Return the trained tokens that verl's mask leaves."""
 
     def side(sample: Sample) -> Outcome:
         log_ratio = sample.padded(sample.proximal_T - sample.behavior_T)
@@ -60,7 +60,7 @@ def rejection(option: str, threshold: str | float) -> Side:
 
 
 def advantages(name: str, **options: Any) -> Side:
-    """At trained tokens, of a reward for each response."""
+    """Return advantages at trained tokens, of a reward for each response."""
 
     def side(sample: Sample) -> Outcome:
         mask = sample.padded(sample.mask_T)
@@ -74,7 +74,7 @@ def advantages(name: str, **options: Any) -> Side:
 
 
 def generalized(gamma: float, lam: float) -> Side:
-    """Advantages, whitened, and returns."""
+    """Return whitened advantages, and returns."""
 
     def side(sample: Sample) -> Outcome:
         rewards, values, mask = (sample.padded(x_T) for x_T in (sample.rewards_T, sample.values_T, sample.mask_T))
@@ -85,7 +85,7 @@ def generalized(gamma: float, lam: float) -> Side:
 
 
 def reinforce_plus_plus(gamma: float) -> Side:
-    """Advantages and returns of tokens."""
+    """Return advantages and returns of tokens."""
 
     def side(sample: Sample) -> Outcome:
         both = core_algos.compute_reinforce_plus_plus_outcome_advantage(
@@ -97,7 +97,7 @@ def reinforce_plus_plus(gamma: float) -> Side:
 
 
 def kl(kind: str) -> Side:
-    """The mean over trained tokens."""
+    """Return the mean over trained tokens."""
 
     def side(sample: Sample) -> Outcome:
         def loss(current_T: torch.Tensor) -> Any:
@@ -110,7 +110,7 @@ def kl(kind: str) -> Side:
 
 
 def value_loss(clip: float) -> Side:
-    """With the current logprobs as the critic's new values."""
+    """Return the loss with the current logprobs as the critic's new values."""
 
     def side(sample: Sample) -> Outcome:
         returns, old, mask = (sample.padded(x_T) for x_T in (sample.rewards_T, sample.values_T, sample.mask_T))

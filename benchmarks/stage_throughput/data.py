@@ -21,7 +21,7 @@ def write(path: Path, task: Task, count: int, median: int, longest: int) -> floa
 
 
 def _record(draw: random.Random, task: Task, length: int) -> dict[str, str]:
-    """A pair's rejected response is between half as long and as long as its chosen one."""
+    """Return a pair whose rejected response is between half as long and as long as its chosen one."""
     prompt_length = min(LONGEST_PROMPT, length // 4)
     response_length = length - prompt_length
     prompt, response = _text(draw, prompt_length), _text(draw, response_length)

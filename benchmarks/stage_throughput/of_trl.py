@@ -66,7 +66,8 @@ def _common(order: Order, directory: str) -> dict[str, Any]:
 
 
 def _sft(order: Order, data: Any, tokenizer: Any, directory: str) -> Any:
-    """A row of the token budget a forward pass, and as many of them a step as hold the records of a step of ours."""
+    """Configure a row of the token budget per forward pass, and as many passes a step as Headway's step has records
+    for."""
     from trl import SFTConfig, SFTTrainer
 
     attention = VARLEN if "-varlen" in order.name else "sdpa"
@@ -113,7 +114,7 @@ def _register_varlen() -> None:
 def _attend(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any
 ) -> tuple[torch.Tensor, None]:
-    """[1, heads, T, width] queries, keys and values -> [1, T, heads, width]."""
+    """Attend: [1, heads, T, width] queries, keys and values -> [1, T, heads, width]."""
     layout = PackedLayout(cu_seqlens=options["cu_seq_lens_q"], max_seqlen=int(options["max_length_q"]), buckets=None)
     q, k, v = (rows[0].transpose(0, 1).to(torch.bfloat16) for rows in (query, key, value))
     return varlen_attention(q, k, v, layout, options["scaling"])[None], None

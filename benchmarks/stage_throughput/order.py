@@ -1,4 +1,4 @@
-"""One case, as its process is told, and the figures that it returns."""
+"""The case that a process measures, and the figures that it returns."""
 
 import itertools
 import statistics
@@ -17,7 +17,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     task: Task
     model: str
-    """Its Hugging Face directory."""
+    """The model's Hugging Face directory."""
     data: str
     """A file of JSON lines."""
     records_per_step: int
@@ -31,7 +31,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Watch:
-    """Takes down when each step ended, and how many tokens it trained."""
+    """Notes when each step ended, and the number of tokens that it trained."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -41,7 +41,7 @@ class Watch:
         self._in_step = 0
 
     def begin(self) -> None:
-        """Note that training begins: what comes before the first step follows."""
+        """Note that training begins; the time before the first step does not count."""
         self._began_s = time.perf_counter()
 
     def add(self, tokens: int) -> None:

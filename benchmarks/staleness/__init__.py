@@ -1,4 +1,4 @@
-"""`make study-staleness SEEDS=3`: what lag costs, and what each correction gives back, at lags that are exact.
+"""`make study-staleness SEEDS=3`: the cost of lag, and the gain of each correction, at lags that are exact.
 
     warm-up, once a seed ──start──► a run for each (composition, lag, seed), one process each
                                        step k:  weights max(0, k - lag) ──sample──► 32 prompts x 8
@@ -11,6 +11,6 @@ packing, update and backend are the learner's, and responses come from the embed
 Only the broker is left out: there lag would follow from timing, here it is set. Runs of a seed start from the same
 weights, see the same prompts and draw the same noise.
 
-What is compared stands in `compositions`. The second part of the warm-up hides what the first has taught, so the reward
+`compositions` has the compared losses. The second part of the warm-up hides the lesson of the first, so the reward
 rises within a minute: differences between corrections are real, their size is this small model's.
 """

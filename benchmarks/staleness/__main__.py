@@ -23,9 +23,9 @@ LAGS = (0, 1, 4, 8, 16)
 
 
 def main() -> int:
-    """The exit code: 1 if a run failed."""
+    """Return the exit code: 1 if a run failed."""
     options = _parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as Ctrl-C does: what is running ends, nothing more begins
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # running trials end, none begins, as at Ctrl-C
     settings = QUICK if options.quick else Settings(steps=options.steps, learning_rate=options.learning_rate)
     out = options.out or (None if options.quick else Path("runs/staleness"))
     with nullcontext(str(out)) if out else tempfile.TemporaryDirectory(prefix="headway-staleness-") as directory:

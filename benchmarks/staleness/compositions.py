@@ -1,4 +1,4 @@
-"""What is compared: names -> the keys of `algorithm` as a recipe would write them. Options left out are the published.
+"""The compared losses: names -> the keys of `algorithm` in a recipe. Options left out are the published ones.
 
 A name is `family/correction`. Every correction is put on GRPO and on GSPO; published objectives of another kind stand
 beside GRPO's, and losses of pairs are a family of their own. One update a batch: the proximal policy is the current
@@ -12,7 +12,7 @@ from algorithms.presets import PRESETS
 Keys = dict[str, Any]
 
 ON_POLICY = "none"
-"""No correction: at lag 0 what all others of a family are compared with."""
+"""No correction: at lag 0 all others of a family are compared with it."""
 
 FAMILIES: dict[str, Keys] = {
     "grpo": {
@@ -26,7 +26,7 @@ FAMILIES: dict[str, Keys] = {
         "aggregation": {"kind": "sequence_mean"},
     },
 }
-"""Anchored to the proximal policy, so that nothing but a correction knows of lag."""
+"""Families that are anchored to the proximal policy, so that only a correction depends on lag."""
 
 K3 = {"kind": "kl_rejection", "options": {"kind": "k3"}}
 TIS = {"kind": "truncated_is"}
@@ -45,10 +45,10 @@ CORRECTIONS: dict[str, Keys] = {
     "m2po": {"corrections": [{"kind": "decoupled"}, {"kind": "m2po"}]},
     "log_linear": {"corrections": [{"kind": "decoupled"}], "proximal": "log_linear"},
     "linear": {"corrections": [{"kind": "decoupled"}], "proximal": "linear"},
-    # At a lag that never changes a factor of the whole loss, which Adam takes out again.
+    # At a lag that never changes, this is a factor of the whole loss, which Adam takes out again.
     "age_weight": {"corrections": [{"kind": "age_weight"}]},
 }
-"""Keys that go over a family's. Masks come with the weight that they are published with."""
+"""Keys that go over a family's. Masks come with the weight with which they are published."""
 
 OBJECTIVES: dict[str, Keys] = {
     "grpo/behavior_clip": {"objective": {"kind": "ppo_clip", "anchor": "behavior"}},

@@ -1,6 +1,6 @@
 """python -m benchmarks.staleness.pipeline: the same comparison through the real asynchronous pipeline.
 
-`headway run` with several workers, so that lag is what the queues make of it: random, mixed within a batch and within a
+`headway run` has several workers, so that lag follows from the queues: it is random, mixed within a batch and within a
 response, and bounded by staleness.max_lag. The last line is one JSON object.
 """
 
@@ -30,7 +30,7 @@ LEARNING_RATE = 5e-4
 
 
 def main() -> int:
-    """The exit code: 1 if a run failed."""
+    """Return the exit code: 1 if a run failed."""
     options = _parse()
     out = options.out.resolve()
     trials = [
@@ -66,7 +66,7 @@ def _start(recipe: Recipe, out: Path) -> Path:
 
 
 def _warm_up(recipe: Recipe, out: Path) -> None:
-    """Once for each seed; all of its runs begin with the same weights."""
+    """Warm up once for each seed; all of its runs begin with the same weights."""
     start = _start(recipe, out)
     if _headway("sft", _written(recipe, start), start / "log"):
         sys.exit(f"The warm-up of seed {recipe.run.seed} failed; see {start / 'log'}.")
@@ -76,7 +76,7 @@ def _warm_up(recipe: Recipe, out: Path) -> None:
 
 
 def _run(recipe: Recipe, out: Path) -> bool:
-    """Whether it failed; one that is there already is not repeated."""
+    """Run a trial unless its run is there already, and return whether it failed."""
     directory = recipe.run_directory
     if (directory / "summary.json").exists():
         return False

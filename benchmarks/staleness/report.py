@@ -1,4 +1,4 @@
-"""What the runs say: the table, the picture, the numbers."""
+"""The table, the picture and the numbers of all runs."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Summary = dict[str, dict[str, Any]]
-"""Composition -> lag (as JSON has it: text) -> numbers."""
+"""Maps a composition and a lag (as text, for JSON) to numbers."""
 
 ALONG_THE_WAY = {
     "ess": "ESS",
@@ -28,7 +28,7 @@ LINES = ("-", "--", ":", "-.")
 
 
 def summarize(outcomes: Sequence[Outcome]) -> Summary:
-    """Numbers of every composition at every lag, over its seeds."""
+    """Return numbers of every composition at every lag, over its seeds."""
     on_policy = {
         (family_of(outcome), outcome.trial.seed): outcome.final
         for outcome in outcomes
@@ -56,12 +56,12 @@ def summarize(outcomes: Sequence[Outcome]) -> Summary:
 
 
 def family_of(outcome: Outcome) -> str:
-    """grpo or gspo."""
+    """Return grpo or gspo."""
     return outcome.trial.name.partition("/")[0]
 
 
 def write_table(summary: Summary, settings: Settings, path: Path) -> None:
-    """Pass rates by lag, their differences to on-policy, and how the runs at the largest lag went."""
+    """Write pass rates by lag, their differences to on-policy, and means of the runs at the largest lag."""
     lags = sorted({int(lag) for cells in summary.values() for lag in cells})
     seeds = {cell["seeds"] for cells in summary.values() for cell in cells.values()}
     runs = "-".join(str(count) for count in sorted({min(seeds), max(seeds)}))
@@ -78,7 +78,7 @@ def write_table(summary: Summary, settings: Settings, path: Path) -> None:
 
 
 def draw(outcomes: Sequence[Outcome], summary: Summary, path: Path) -> None:
-    """A row a family: final pass rate over lag, and pass rate over steps at the largest lag."""
+    """Draw a row a family: final pass rate over lag, and pass rate over steps at the largest lag."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -101,7 +101,7 @@ def draw(outcomes: Sequence[Outcome], summary: Summary, path: Path) -> None:
 def _draw_by_lag(axes: "Axes", cells: Summary, styles: dict[str, dict[str, Any]]) -> None:
     lags = sorted({int(lag) for by_lag in cells.values() for lag in by_lag})
     for index, (name, by_lag) in enumerate(cells.items()):
-        aside = 0.5 * (index / len(cells) - 0.5)  # so that error bars do not hide each other
+        aside = 0.5 * (index / len(cells) - 0.5)  # error bars do not hide each other
         places = [place for place, lag in enumerate(lags) if str(lag) in by_lag]
         found = [by_lag[str(lags[place])] for place in places]
         means, spreads = [cell["mean"] for cell in found], [cell["std"] or 0.0 for cell in found]
@@ -149,7 +149,7 @@ def _spread(values: Sequence[float]) -> float | None:
 
 
 def _mean_of(runs: Sequence[Outcome], curve: str) -> float | None:
-    """Over the steps where it is finite; None where nothing reports it."""
+    """Return the mean over the steps where it is finite; None where no step reports it."""
     values = [value for run in runs for value in run.curves.get(curve, ()) if value is not None]
     return float(f"{fmean(values):.4g}") if values else None
 

@@ -40,7 +40,7 @@ class Rollouts:
         self._version = version
 
     def sample(self, prompts: Sequence[Prompt], seed: int) -> list[Group]:
-        """`num_samples` responses to each prompt, scored."""
+        """Return `num_samples` responses to each prompt, scored."""
         samples = [self._sample(prompt) for prompt in prompts for _ in range(prompt.num_samples)]
         decoder = Decoder(self._model, len(samples), self._max_model_len, Sampler(seed, CPU), CPU, self._version)
         for sample in samples:
@@ -69,7 +69,7 @@ class Rollouts:
         return Sample(request, limit, list(prompt.token_ids))
 
     def _trajectories(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[Sampled]]) -> Iterator[Trajectory]:
-        """In the prompts' order, each as many times as it has samples."""
+        """Return trajectories in the prompts' order, each as many times as it has samples."""
         places = [(prompt, index) for prompt in prompts for index in range(prompt.num_samples)]
         scores = asyncio.run(self._scores([prompt for prompt, _ in places], responses))
         for (prompt, index), response, score in zip(places, responses, scores, strict=True):
@@ -93,7 +93,7 @@ class Rollouts:
 
 
 def reason_of(response: Sequence[Sampled]) -> FinishReason:
-    """Why it ended."""
+    """Return the reason why the response ended."""
     reason = response[-1].finish_reason
     assert reason is not None
     return reason

@@ -1,4 +1,4 @@
-"""Which runs there are, which are left to do, and the processes that do them. Imports no torch itself."""
+"""All runs of a study, those that are left to do, and the processes that do them. Imports no torch itself."""
 
 import os
 import sys
@@ -31,12 +31,12 @@ class Study:
         ]
 
     def outcomes(self) -> list[Outcome]:
-        """Of this study's runs, in their order; other runs in the file do not count."""
+        """Return the outcomes of this study's runs, in their order; other runs in the file do not count."""
         found = {key(outcome.trial): outcome for outcome in read_outcomes(self._file)}
         return [found[key(trial)] for trial in self._trials if key(trial) in found]
 
     def run(self, processes: int) -> list[str]:
-        """What is left to do; the names of what failed."""
+        """Do the runs that are left, and return the names of those that failed."""
         done = {key(outcome.trial) for outcome in self.outcomes()}
         left = [trial for trial in self._trials if key(trial) not in done]
         tell(f"{len(self._trials)} runs, {len(left)} to do")
@@ -60,7 +60,7 @@ class Study:
         return self.directory / "starts" / trial.start
 
     def _all(self, tasks: dict[Future[Any], str], keep: Callable[[Any], None] = lambda result: None) -> list[str]:
-        """Wait for them and keep their results as they come; one that fails takes no other along."""
+        """Wait for the tasks and keep their results as they come; a failed task leaves the others running."""
         failed, began = [], time.monotonic()
         for count, task in enumerate(as_completed(tasks), start=1):
             name, error = tasks[task], task.exception()
@@ -75,7 +75,7 @@ class Study:
 
 
 def check(trials: Iterable[Trial]) -> None:
-    """Before hours go by: raises for a composition that the learner refuses."""
+    """Raise for a composition that the learner refuses, before hours go by."""
     import msgspec
 
     from learner.algorithm_config import AlgorithmConfig
@@ -86,24 +86,24 @@ def check(trials: Iterable[Trial]) -> None:
 
 
 def key(trial: Trial) -> bytes:
-    """The same for equal trials, whatever the order of their keys."""
+    """Return the same bytes for equal trials, whatever the order of their keys."""
     import msgspec
 
     return msgspec.json.encode(trial, order="deterministic")
 
 
 def title(trial: Trial) -> str:
-    """For people."""
+    """Return the trial's name for readers."""
     return f"{trial.name} lag {trial.lag} seed {trial.seed}"
 
 
 def tell(what: str) -> None:
-    """Progress."""
+    """Print progress."""
     print(what, file=sys.stderr, flush=True)
 
 
 def pass_rate(result: Outcome | float) -> float:
-    """Of a run or a warm-up."""
+    """Return the pass rate of a run or a warm-up."""
     return result if isinstance(result, float) else result.final
 
 
@@ -111,7 +111,7 @@ def pass_rate(result: Outcome | float) -> float:
 
 
 def enter() -> None:
-    """Once a process."""
+    """Set a process up, once."""
     from .training import enter
 
     enter()
@@ -125,7 +125,7 @@ def warm_up(trial: Trial, start: Path) -> float:
 
 
 def train(trial: Trial, start: Path) -> Outcome:
-    """One run."""
+    """Run one trial."""
     from .training import run_trial
 
     return run_trial(trial, start)

@@ -30,13 +30,13 @@ from .rollouts import Rollouts
 from .trial import Outcome, Settings, Trial
 
 HELD_OUT_SEED = 0
-"""Of the sampling of held-out prompts: the same noise for all weights."""
+"""The seed with which held-out prompts are sampled: the same noise for all weights."""
 SEEDS_APART = 1_000_000
 """Every step of every seed samples with noise of its own, the same for all compositions and lags."""
 
 
 def enter() -> None:
-    """A process of the study: one core, and quiet."""
+    """Set up a process of the study: one core, and no progress bars."""
     from transformers.utils.logging import disable_progress_bar
 
     torch.set_num_threads(1)
@@ -44,7 +44,7 @@ def enter() -> None:
 
 
 def make_start(seed: int, settings: Settings, directory: Path) -> float:
-    """Warm up the demo's model as `headway run arithmetic.yaml` does; its pass rate."""
+    """Warm up the demo's model as `headway run arithmetic.yaml` does, and return its pass rate."""
     recipe = study_recipe(seed, settings)
     if settings.warm_up_steps:
         short = {"max_steps": settings.warm_up_steps, "until_pass_rate": 0.0}
@@ -66,7 +66,7 @@ def run_trial(trial: Trial, start: Path) -> Outcome:
 
 
 def study_recipe(seed: int, settings: Settings) -> Recipe:
-    """The demo's, with the study's settings."""
+    """Return the demo's recipe, with the study's settings."""
     return load_recipe(
         "arithmetic.yaml",
         [
@@ -81,7 +81,7 @@ def study_recipe(seed: int, settings: Settings) -> Recipe:
 
 
 def trial_recipe(trial: Trial, start: Path) -> Recipe:
-    """The same from this start, with the trial's composition and lag."""
+    """Return the same recipe from this start, with the trial's composition and lag."""
     recipe = study_recipe(trial.seed, trial.settings)
     return replace(
         recipe,
@@ -106,7 +106,7 @@ class Run:
         self._pass_reward = recipe.evaluation.pass_reward
         self._rollouts = Rollouts(recipe, start)
         self._versions = deque([weights(self._backend, 0)], maxlen=trial.lag + 1)
-        """The newest lag + 1, oldest first."""
+        """The newest lag + 1 versions, oldest first."""
         self._held_out: list[tuple[int, float]] = []
         self._curves = defaultdict[str, list[float | None]](list)
         self._seconds = defaultdict[str, float](float)
@@ -127,13 +127,13 @@ class Run:
         self._note({"lag": lag, "reward": judged.rewards.mean, "grad_norm": update.grad_norm, **update.algorithm})
 
     def evaluate_now_and_then(self, step: int) -> None:
-        """Before this step."""
+        """Evaluate before this step, if it is due."""
         settings = self._trial.settings
         if step % settings.evaluate_every == 0:
             self._evaluate(step, self._held_out_prompts[: settings.held_out_often])
 
     def outcome(self) -> Outcome:
-        """After the last step."""
+        """Return the outcome after the last step."""
         final = self._evaluate(self._trial.settings.steps, self._held_out_prompts)
         return Outcome(
             trial=self._trial,
@@ -163,5 +163,5 @@ class Run:
 
 
 def weights(backend: Backend, step: int) -> tuple[WeightVersion, list[tuple[str, torch.Tensor]]]:
-    """A copy of them as they are."""
+    """Return a copy of the weights as they are."""
     return WeightVersion(0, step), [(name, tensor.clone()) for name, tensor in backend.named_tensors()]

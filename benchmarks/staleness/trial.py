@@ -1,4 +1,4 @@
-"""One run of the study: what it is told, what it leaves behind. Imports no torch."""
+"""One run of the study: its settings and its outcome. Imports no torch."""
 
 from pathlib import Path
 from typing import Any
@@ -7,20 +7,20 @@ import msgspec
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What all runs of a study share."""
+    """The settings that all runs of a study share."""
 
     steps: int
     learning_rate: float
     groups_per_step: int = 32
     group_size: int = 8
     held_out: int = 512
-    """Prompts of the last evaluation, sampled once each."""
+    """The number of prompts of the last evaluation, sampled once each."""
     held_out_often: int = 256
-    """And of those before it."""
+    """The number of prompts of earlier evaluations, sampled once each."""
     evaluate_every: int = 10
-    """Steps."""
+    """The number of steps between two evaluations."""
     warm_up_steps: int = 0
-    """Of each phase at most, without a gate; 0: as the recipe has it."""
+    """The largest number of steps of each phase, without a gate; 0 takes the recipe's."""
 
 
 QUICK = Settings(
@@ -33,23 +33,23 @@ QUICK = Settings(
     evaluate_every=2,
     warm_up_steps=2,
 )
-"""Does it run?"""
+"""Settings of a study that only shows that everything runs."""
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """Step k trains what the weights of step max(0, k - lag) sampled."""
+    """A run whose step k trains samples of the weights of step max(0, k - lag)."""
 
     name: str
-    """Of the composition."""
+    """The name of the composition."""
     algorithm: dict[str, Any]
-    """Its keys, so that a run of other keys under the same name is not taken for this one."""
+    """The composition's keys, which tell apart runs of other keys under the same name."""
     lag: int
     seed: int
     settings: Settings
 
     @property
     def start(self) -> str:
-        """Names the warmed-up model: one a seed, whatever is trained after it."""
+        """Return the name of the warmed-up model: one a seed, whatever is trained after it."""
         steps = self.settings.warm_up_steps
         return f"seed-{self.seed}" + (f"-{steps}-steps" if steps else "")
 
@@ -59,17 +59,17 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     trial: Trial
     final: float
-    """Pass rate on held-out prompts after the last step."""
+    """The pass rate on held-out prompts after the last step."""
     held_out: list[tuple[int, float]]
-    """(steps trained, pass rate)"""
+    """Pairs (steps trained, pass rate)."""
     curves: dict[str, list[float | None]]
-    """By step: lag, reward (of the old weights), grad_norm and what the loss reports. None: not finite."""
+    """Values by step: lag, reward (of the old weights), grad_norm and the loss's reports; None is not finite."""
     seconds: dict[str, float]
-    """Where the time went."""
+    """The seconds of each kind of work."""
 
 
 def read_outcomes(path: Path) -> list[Outcome]:
-    """Every whole line; a study that was killed may leave half of one."""
+    """Read every whole line; a study that was killed may leave half of one."""
     outcomes = []
     for line in path.read_bytes().splitlines() if path.exists() else ():
         try:
@@ -80,7 +80,7 @@ def read_outcomes(path: Path) -> list[Outcome]:
 
 
 def append_outcome(path: Path, outcome: Outcome) -> None:
-    """Begins a line of its own, whatever the file ends with."""
+    """Append an outcome in a line of its own, whatever the file ends with."""
     with path.open("ab+") as file:
         is_broken = file.seek(0, 2) > 0 and file.seek(-1, 2) >= 0 and file.read(1) != b"\n"
         file.write(b"\n" * is_broken + msgspec.json.encode(outcome) + b"\n")

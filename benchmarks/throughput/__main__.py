@@ -25,9 +25,9 @@ SUMMARY = ("tokens_per_s", "tokens_per_s_per_device", "mfu", "peak_memory_gib", 
 
 
 def main() -> int:
-    """The exit code: 1 if a case failed."""
+    """Return the exit code: 1 if a case failed."""
     options = _parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as Ctrl-C does: the case that is running ends too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the running case ends too, as at Ctrl-C
     from .results import Results
 
     results, cases = Results(options.output), _cases(options)
@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def _written_model(case: "Case", options: argparse.Namespace) -> Path:
-    """The directory of its weights, which is written if it is not there."""
+    """Return the directory of the weights, which is written if it is not there."""
     from . import checkpoint
     from .shapes import shape_of
 
@@ -54,7 +54,7 @@ def _written_model(case: "Case", options: argparse.Namespace) -> Path:
 
 
 def _summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Short figures by case, and each of ours against the fastest of transformers'."""
+    """Return short figures by case, and each of Headway's against the fastest of transformers'."""
     from .results import last_words
 
     measured = {line["case"]["name"]: line["result"] for line in lines if "result" in line}
@@ -85,7 +85,7 @@ def _words(line: dict[str, Any]) -> str:
 
 
 def _cases(options: argparse.Namespace) -> list["Case"]:
-    """The cases that the names stand for, in order."""
+    """Return the cases that the names stand for, in order."""
     from learner.config import ComputeConfig, LayoutConfig
 
     from .case import Case
@@ -148,7 +148,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Names that nothing answers to, before minutes go by."""
+    """Refuse names that stand for no case, before minutes go by."""
     from .shapes import SHAPES
 
     if options.shape not in SHAPES:

@@ -1,7 +1,7 @@
 """transformers' own training step over the same sequences: its model, its attention, its full logits.
 
-What a user of transformers has without flash-attn: padded rows with an attention mask, or one packed row whose position
-ids restart. fp32 parameters and moments in `fully_shard`, bfloat16 computation, as accelerate sets it up and as ours.
+Without flash-attn, users of transformers have padded rows with an attention mask, or one packed row whose position ids
+restart. fp32 parameters and moments in `fully_shard`, bfloat16 computation, as accelerate and Headway set it up.
 
 B rows, L longest, T tokens that are none of padding, V vocabulary.
 """
@@ -30,7 +30,7 @@ from .rows import Rows, packed_rows, padded_rows
 
 
 class BaselineTraining:
-    """A `TrainingStep` (see `case`) without any of ours but the objective."""
+    """A `TrainingStep` (see `case`) without any part of Headway but the objective."""
 
     def __init__(self, case: Case, model: Path, optimizer: OptimizerConfig, given: Sequence[PackableSequence]) -> None:
         self._device = _join_ranks(case.device)
@@ -59,7 +59,7 @@ class BaselineTraining:
         )
 
     def step(self) -> tuple[float, float]:
-        """One update. Collective."""
+        """Take one update. Collective."""
         loss = self._objective.token_loss(self._batches, self._ranks.sum)
         total = torch.zeros((), device=self._device)
         for index, rows in enumerate(self._rows):
@@ -102,7 +102,7 @@ def _join_ranks(device: str) -> torch.device:
 
 
 def _open_model(case: Case, path: Path, attention: str, device: torch.device) -> Any:
-    """In training mode: transformers checkpoints gradients only there, and these models have no dropout."""
+    """Open the model in training mode, where alone transformers recomputes layers; these models have no dropout."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation=attention)

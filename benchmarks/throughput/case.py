@@ -1,4 +1,4 @@
-"""One case: what is measured."""
+"""One case of the measurement."""
 
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """fsdp, megatron, or a baseline of `BASELINES`."""
     shape: str
     layers: int = 0
-    """0: as many as the shape has."""
+    """The number of layers; 0 takes as many as the shape has."""
     processes: int = 1
     layout: LayoutConfig = LayoutConfig()
     compute: ComputeConfig = ComputeConfig()
@@ -27,14 +27,14 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     median_tokens: int = 1024
     longest_tokens: int = 16384
     lengths: tuple[int, ...] = ()
-    """In the place of drawn ones."""
+    """Lengths in the place of drawn ones."""
     steps: int = 5
     warm_up_steps: int = 2
     device: str = "cuda"
     profile: bool = False
 
     def drawn_lengths(self) -> list[int]:
-        """Of the sequences of every step."""
+        """Return the lengths of the sequences of every step."""
         return list(self.lengths) or long_tailed_lengths(self.sequences, self.median_tokens, self.longest_tokens)
 
 
@@ -43,8 +43,8 @@ class TrainingStep(Protocol):
 
     rank: int
     facts: dict[str, Any]
-    """What to say of it beside its figures."""
+    """Facts that the output has beside the figures."""
 
     def step(self) -> tuple[float, float]:
-        """One update over the same sequences: (loss, gradient norm). Collective."""
+        """Take one update over the same sequences, and return (loss, gradient norm). Collective."""
         ...

@@ -19,13 +19,13 @@ from .shapes import Shape
 
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz +-*=,.#^"
 SCALE = 0.02
-"""Standard deviation of every matrix, if nobody says otherwise; norms are 1."""
+"""The standard deviation of every matrix, unless a caller sets another; norms are 1."""
 
 Sizes = dict[str, tuple[int, ...]]
 
 
 def layer_sizes(shape: Shape, layer: int) -> Sizes:
-    """Names and sizes of a layer's tensors."""
+    """Return names and sizes of a layer's tensors."""
     prefix, hidden, head = f"model.layers.{layer}.", shape.hidden, shape.head_dim
     sizes: Sizes = {
         "input_layernorm": (hidden,),
@@ -52,26 +52,26 @@ def _feed_forward(prefix: str, hidden: int, intermediate: int) -> Sizes:
 
 
 def outer_sizes(shape: Shape) -> Sizes:
-    """What is in no layer."""
+    """Return names and sizes of the tensors that belong to no layer."""
     matrix = (shape.vocabulary, shape.hidden)
     head = {} if shape.is_tied else {"lm_head.weight": matrix}
     return {"model.embed_tokens.weight": matrix, "model.norm.weight": (shape.hidden,), **head}
 
 
 def parts(shape: Shape) -> Iterator[Sizes]:
-    """One file's tensors after the other."""
+    """Yield one file's tensors after the other's."""
     yield outer_sizes(shape)
     for layer in range(shape.layers):
         yield layer_sizes(shape, layer)
 
 
 def size_bytes(shape: Shape) -> int:
-    """Of all files, in bfloat16."""
+    """Return the bytes of all files, in bfloat16."""
     return 2 * sum(torch.Size(size).numel() for sizes in parts(shape) for size in sizes.values())
 
 
 def folder(models: Path | None, name: str, shape: Shape) -> Path:
-    """Where the model is, or will be: under `models`, or in memory or the temporary folder, wherever there is room."""
+    """Return the model's directory, present or future: under `models`, or else in memory or the temporary folder."""
     known = f"{name}-{shape.layers}-layers"
     if models is not None:
         return models / known
@@ -87,7 +87,7 @@ def folder(models: Path | None, name: str, shape: Shape) -> Path:
 
 
 def write(shape: Shape, directory: Path, device: str, scale: float = SCALE) -> None:
-    """`directory` appears with everything in it, or not at all; one that is there is used as it is."""
+    """Write `directory` as a whole or not at all; one that is there is used as it is."""
     if directory.is_dir():
         return
     partial = directory.with_name(f"{directory.name}.partial")
@@ -122,7 +122,7 @@ def _random(name: str, size: tuple[int, ...], generator: torch.Generator, scale:
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """A directory to write, as its own process is told."""
+    """A directory to write, as its own process gets it."""
 
     shape: Shape
     directory: str
@@ -131,14 +131,14 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_ordered(order: object) -> dict[str, str]:
-    """`write`, in the process that was started for it."""
+    """Call `write`, in the process that was started for it."""
     told = msgspec.convert(order, Order)
     write(told.shape, Path(told.directory), told.device, told.scale)
     return {"directory": told.directory}
 
 
 def write_isolated(shape: Shape, directory: Path, device: str, timeout_s: float, scale: float = SCALE) -> None:
-    """`write` in a process of its own, so that whoever starts the cases holds no memory of the GPU."""
+    """Call `write` in a process of its own, so that the process that starts the cases holds no memory of the GPU."""
     if directory.is_dir():
         return
     print(f"writing {size_bytes(shape) / 2**30:.1f} GiB of weights to {directory}", file=sys.stderr, flush=True)

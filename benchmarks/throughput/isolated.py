@@ -1,4 +1,4 @@
-"""One function in processes of its own, under torchrun if there are several: what it breaks is nobody else's.
+"""One function in processes of its own, under torchrun if there are several: its failure breaks no other process.
 
 python -m benchmarks.throughput.isolated PACKAGE.MODULE:FUNCTION SPEC RESULT
 """
@@ -20,12 +20,14 @@ import psutil
 
 ROOT = Path(__file__).parents[2]
 KEPT_LINES = 25
-"""Of what a case that failed said last."""
+"""The number of last output lines of a failed case that are kept."""
 
 
 def run(function: str, spec: object, processes: int, timeout_s: float) -> dict[str, Any]:
-    """`function(spec)` on every rank: {"result": what rank 0 returned}, or {"error": its last words}. Never raises
-    for what happens in there."""
+    """Call `function(spec)` on every rank, and return {"result": rank 0's value} or {"error": its last words}.
+
+    Never raises an error of the function.
+    """
     with tempfile.TemporaryDirectory(prefix="headway-case-") as directory:
         given, result = Path(directory, "spec.json"), Path(directory, "result.json")
         given.write_text(json.dumps(spec))
@@ -42,7 +44,7 @@ def _launcher(processes: int) -> list[str]:
 
 
 def _call(command: list[str], processes: int, timeout_s: float) -> str:
-    """What it prints passes through to standard error; the end of it is returned."""
+    """Run the command, whose output goes to standard error, and return the end of the output."""
     threads = str(max(1, (os.cpu_count() or 1) // processes))
     environment = {"OMP_NUM_THREADS": threads, "TQDM_DISABLE": "1"} | os.environ
     process = subprocess.Popen(
@@ -76,7 +78,7 @@ def _pass_on(process: "subprocess.Popen[str]", said: deque[str]) -> None:
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
-    """With all descendants: torchrun puts its ranks into sessions of their own."""
+    """End the process with all descendants: torchrun puts its ranks into sessions of their own."""
     with suppress(psutil.NoSuchProcess):
         for one in psutil.Process(process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
@@ -90,7 +92,7 @@ def _error_path(result: Path) -> Path:
 
 
 def main() -> None:
-    """One rank. The first that fails leaves its words; the others only fail because of it."""
+    """Run one rank. The first one that fails writes its error; the others only fail because of it."""
     name, given, result = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     module, _, function = name.partition(":")
     try:

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: the kernels and operators that take most, and how long the GPU had nothing to do."""
+"""The time of a step by kernel and operator: those that take most, and the seconds in which the GPU was idle."""
 
 import time
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ LONGEST_NAME = 110
 
 
 def of_steps(training: "TrainingStep", steps: int, on_gpu: bool) -> dict[str, Any]:
-    """Means a step. Kernels of several streams overlap, so their sum may exceed the wall clock. Collective."""
+    """Return means a step. Kernels of several streams overlap, so their sum may exceed the wall clock. Collective."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
     with profile(activities=activities) as profiled:
         began = time.perf_counter()
@@ -40,7 +40,7 @@ def of_steps(training: "TrainingStep", steps: int, on_gpu: bool) -> dict[str, An
 
 
 def _milliseconds(events: list[Any], field: str, steps: int) -> list[tuple[str, float, int]]:
-    """(name, milliseconds a step, calls a step), longest first."""
+    """Return (name, milliseconds a step, calls a step), longest first."""
     found = [(event.key, getattr(event, field) / 1e3 / steps, event.count // steps) for event in events]
     return sorted(found, key=lambda one: -one[1])
 

@@ -1,4 +1,4 @@
-"""Whether a packed row of transformers lets one sequence see another: it says nothing if it does."""
+"""A check whether a packed row of transformers lets one sequence see another; transformers does not report it."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,13 +11,15 @@ from learner.rows.packing import PackableSequence, concatenate
 from .rows import one_row
 
 TOLERATED = 0.1
-"""Of what a leak would change; the rounding of bfloat16 stays far below."""
+"""The tolerated share of the change that a leak would cause; bfloat16's rounding stays far below."""
 
 
 @torch.no_grad()
 def leak_of(model: Any, given: Sequence[PackableSequence], device: torch.device) -> dict[str, Any]:
-    """How far the logprobs of a sequence move (greatest difference) when another stands before it in its row, and how
-    far they would if it were seen: the same row as a single sequence. Collective."""
+    """Return how far the logprobs of a sequence move (greatest difference) when another stands before it in its row.
+
+    The result also has how far they would move if it were seen, from the same row as a single sequence. Collective.
+    """
     first, second = sorted(given, key=lambda sequence: len(sequence.token_ids))[:2]
     row, start = one_row(concatenate([first, second])), len(first.token_ids)
     as_one = dataclasses.replace(row, position_ids_BL=torch.arange(row.batch.num_tokens)[None])

@@ -21,15 +21,15 @@ PROFILED_STEPS = 2
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """A case as its processes are told."""
+    """A case as its processes get it."""
 
     case: Case
     model: str
-    """Its Hugging Face directory."""
+    """The model's Hugging Face directory."""
 
 
 def measure_ordered(spec: object) -> dict[str, Any]:
-    """Rank 0's figures. Collective."""
+    """Return rank 0's figures. Collective."""
     order = msgspec.convert(spec, Order)
     began = time.perf_counter()
     training = open_training(order.case, order.model)
@@ -40,7 +40,7 @@ def measure_ordered(spec: object) -> dict[str, Any]:
 
 
 def open_training(case: Case, model: str) -> TrainingStep:
-    """The case's model on this rank, with its share of the sequences."""
+    """Open the case's model on this rank, with its share of the sequences."""
     shape = shape_of(case.shape, case.layers)
     given = sequences(case.drawn_lengths(), shape.vocabulary)
     optimizer = OptimizerConfig(learning_rate=LEARNING_RATE)
@@ -54,7 +54,7 @@ def open_training(case: Case, model: str) -> TrainingStep:
 
 
 def measure(case: Case, training: TrainingStep, *, opened_s: float) -> dict[str, Any]:
-    """Steps of equal work; the median counts."""
+    """Measure steps of equal work; the median counts."""
     on_gpu = case.device == "cuda"
     _tell(training, f"open after {opened_s:.1f} s")
     warm_up_s = [_timed_step(case, training, on_gpu) for _ in range(case.warm_up_steps)]
@@ -78,7 +78,7 @@ def measure(case: Case, training: TrainingStep, *, opened_s: float) -> dict[str,
 
 
 def _timed_step(case: Case, training: TrainingStep, on_gpu: bool) -> float:
-    """Seconds of the slowest rank."""
+    """Return the seconds of the slowest rank."""
     _meet(on_gpu)
     began = time.perf_counter()
     loss, _ = training.step()
@@ -96,7 +96,7 @@ def _meet(on_gpu: bool) -> None:
 
 
 def _speed(case: Case, step_s: float, device_name: str) -> dict[str, Any]:
-    """MFU is of the model's own operations: those of recomputation and of padding do not count."""
+    """Return the speed. MFU is of the model's own operations: those of recomputation and of padding do not count."""
     lengths = case.drawn_lengths()
     flops = step_flops(shape_of(case.shape, case.layers), lengths)
     achieved, peak = flops.total / step_s / case.processes, peak_flops(device_name)
@@ -119,7 +119,7 @@ def _speed(case: Case, step_s: float, device_name: str) -> dict[str, Any]:
 
 
 def _memory_gib(on_gpu: bool) -> dict[str, float | None]:
-    """Of the rank that needs most: tensors, and what the allocator has taken for them."""
+    """Return the memory of the rank that needs most: tensors, and the allocator's reserve for them."""
     if not on_gpu:
         return {"peak_memory_gib": None, "reserved_memory_gib": None}
     peaks = torch.tensor([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()], device="cuda")

@@ -28,7 +28,7 @@ class BackendTraining:
         self.facts = {"micro_batches": len(self._batches), "replicas": self._ranks.replicas}
 
     def step(self) -> tuple[float, float]:
-        """One update. Collective."""
+        """Take one update. Collective."""
         loss = self._objective.token_loss(self._batches, self._ranks.sum)
         total, grad_norm, _ = self._backend.step(self._batches, loss, 1.0, LEARNING_RATE)
         return total, grad_norm

@@ -12,19 +12,22 @@ from . import isolated
 LONGEST_WORDS = 300
 
 Line = dict[str, Any]
-"""{"case": its specification, "seconds": it took, "result" or "error": how it ended}"""
+"""A case's line: {"case": its specification, "seconds": it took, "result" or "error": its end}"""
 
 
 class Results:
-    """A folder's results. A case is known by its whole specification."""
+    """A folder's results. The whole specification identifies a case."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / "results.jsonl"
 
     def measured(self, case: msgspec.Struct, function: str, processes: int, timeout_s: float, **more: str) -> Line:
-        """The case's line. Unless its figures are there already, `function` makes them, in processes of its own, from
-        {"case": case, **more}. A case that failed before is tried again."""
+        """Return the case's line.
+
+        Unless its figures are there already, `function` makes them in processes of its own, from {"case": case,
+        **more}. A case that failed before is tried again.
+        """
         spec = json.loads(msgspec.json.encode(case))
         known = self._find(spec)
         if known is not None:
@@ -43,6 +46,6 @@ class Results:
 
 
 def last_words(line: Line) -> str:
-    """The last line of an error; '' where there is none."""
+    """Return the last line of an error; '' where there is none."""
     said = [text for text in line.get("error", "").splitlines() if text.strip()]
     return said[-1][:LONGEST_WORDS] if said else ""

@@ -26,14 +26,15 @@ class Rows:
     is_packed: bool
     batch: PackedBatch
     is_real: bool = True
-    """False: only keeps ranks in step."""
+    """Whether the rows count; False for rows that only keep ranks in step."""
 
     def idle(self) -> "Rows":
-        """The same without a share of the loss."""
+        """Return the same rows without a share of the loss."""
         return dataclasses.replace(self, is_real=False, batch=concatenate([]))
 
     def logprobs(self, model: Any, device: torch.device) -> torch.Tensor:
-        """[T] fp32 logprobs with gradient, 0 for first tokens, by transformers' own loss: full logits in fp32."""
+        """Return fp32 logprobs [T] with gradient, 0 for first tokens, by transformers' own loss with full fp32
+        logits."""
         token_ids_BL, position_ids_BL = self.token_ids_BL.to(device), self.position_ids_BL.to(device)
         mask = {} if self.is_packed else {"attention_mask": self.is_token_BL.long().to(device)}
         logits_BLV = model(input_ids=token_ids_BL, position_ids=position_ids_BL, use_cache=False, **mask).logits.float()
@@ -44,14 +45,14 @@ class Rows:
 
 
 def packed_rows(given: Sequence[PackableSequence], budget: int, rank: int, ranks: int) -> list[Rows]:
-    """A rank's micro-batches of our own packing: what differs is the model around them."""
+    """Return a rank's micro-batches of Headway's own packing; only the model around them differs."""
     batches = pack(given, rank, ranks, budget)
     stand_in = one_row(concatenate(given[:1])).idle()
     return [one_row(batch) if batch.num_tokens else stand_in for batch in batches]
 
 
 def one_row(batch: PackedBatch) -> Rows:
-    """The batch as it is."""
+    """Return the batch as one row."""
     return Rows(
         token_ids_BL=batch.token_ids_T[None],
         position_ids_BL=batch.position_ids_T[None],
@@ -62,8 +63,11 @@ def one_row(batch: PackedBatch) -> Rows:
 
 
 def padded_rows(given: Sequence[PackableSequence], budget: int, rows: int | None, rank: int, ranks: int) -> list[Rows]:
-    """A rank's mini-batches, dealt out in turn: `rows` at once, or (None) as many as stay within the budget, padding
-    counted. A rank that gets one less than another repeats one, as accelerate has it, though without a loss."""
+    """Return a rank's mini-batches, dealt out in turn: `rows` at once, or (None) as many as stay within the budget.
+
+    The budget counts padding. A rank that gets one less than another repeats one, as accelerate does, though without a
+    loss.
+    """
     dealt = [_padded(chosen) for chosen in _in_order(given, budget, rows)]
     missing = -len(dealt) % ranks
     return (dealt + [dealt[0].idle()] * missing)[rank::ranks]

@@ -1,4 +1,4 @@
-"""Sizes of known models, and how many floating-point operations training them takes."""
+"""Sizes of known models, and the number of floating-point operations that training them takes."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
     hidden: int
     intermediate: int
-    """Of the dense feed-forward network."""
+    """The width of the dense feed-forward network."""
     layers: int
     heads: int
     key_value_heads: int
@@ -26,7 +26,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     expert_intermediate: int = 0
 
     def config(self) -> dict[str, Any]:
-        """config.json, with the keys that the hub's has."""
+        """Return config.json, with the keys of the hub's file."""
         kind, architecture = ("qwen3_moe", "Qwen3MoeForCausalLM") if self.experts else ("qwen3", "Qwen3ForCausalLM")
         return {
             "architectures": [architecture],
@@ -61,7 +61,10 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def active_parameters(self) -> int:
-        """Those that a token is multiplied with: all matrices but the input embedding, of the experts its own."""
+        """Return the number of parameters that a token is multiplied with: all matrices but the input embedding.
+
+        Of the experts only the token's own count.
+        """
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.key_value_heads)
         if self.experts:
             expert = 3 * self.hidden * self.expert_intermediate
@@ -72,7 +75,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Flops(NamedTuple):
-    """Of one training step, forward and backward, without what is computed again."""
+    """The operations of one training step, forward and backward, without recomputation."""
 
     active_parameters: int
     matrices: float
@@ -86,7 +89,7 @@ class Flops(NamedTuple):
 
 
 def step_flops(shape: Shape, lengths: Sequence[int]) -> Flops:
-    """Of sequences of these lengths; a third of it is the forward pass."""
+    """Return the operations of sequences of these lengths; a third of them is the forward pass."""
     squares = float(sum(length * length for length in lengths))
     return Flops(
         active_parameters=shape.active_parameters,
@@ -96,7 +99,7 @@ def step_flops(shape: Shape, lengths: Sequence[int]) -> Flops:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Of one device; None: not known."""
+    """Return the peak of one device, or None for an unknown one."""
     return next((peak for name, peak in PEAK_FLOPS.items() if name in device_name), None)
 
 
@@ -155,6 +158,6 @@ SHAPES = {
 
 
 def shape_of(name: str, layers: int = 0) -> Shape:
-    """The named shape; `layers` above 0: with so many."""
+    """Return the named shape; `layers` above 0 replaces its number of layers."""
     shape = SHAPES[name]
     return msgspec.structs.replace(shape, layers=layers) if layers else shape

@@ -1,4 +1,4 @@
-"""What every case trains: sequences with a long tail of lengths, the same for the same seed."""
+"""The sequences that every case trains, with a long tail of lengths, the same for the same seed."""
 
 from collections.abc import Sequence
 
@@ -8,18 +8,18 @@ from learner.rows.packing import PackableSequence
 
 SHORTEST = 32
 SPREAD = 1.0
-"""Standard deviation of the logarithm of the lengths: a mean of 1.6 times the median."""
+"""The standard deviation of the logarithm of the lengths: a mean of 1.6 times the median."""
 LONGEST_PROMPT = 256
 
 
 def long_tailed_lengths(count: int, median: int, longest: int, seed: int = 0) -> list[int]:
-    """Lognormal, cut off at both ends, in order of arrival."""
+    """Return lognormal lengths, cut off at both ends, in order of arrival."""
     drawn = np.random.default_rng(seed).lognormal(np.log(median), SPREAD, count)
     return [int(length) for length in drawn.clip(min(SHORTEST, longest), longest)]
 
 
 def sequences(lengths: Sequence[int], vocabulary: int, seed: int = 0) -> list[PackableSequence]:
-    """Random tokens; behavior logprobs near those of random weights, so that ratios are near 1."""
+    """Return random tokens with behavior logprobs near those of random weights, so that ratios are near 1."""
     rng = np.random.default_rng(seed)
     return [_sequence(rng, length, vocabulary) for length in lengths]
 

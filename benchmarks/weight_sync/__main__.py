@@ -34,22 +34,22 @@ from .order import Order
 from .tensors import write_config
 
 WARM_UP = 2
-"""Versions that are not counted."""
+"""The number of versions that do not count."""
 
 
 class Places(NamedTuple):
-    """Which GPUs each end sees, as CUDA_VISIBLE_DEVICES."""
+    """The GPUs that each end sees, as CUDA_VISIBLE_DEVICES."""
 
     ranks: int
-    """Of the learner."""
+    """The number of the learner's ranks."""
     learner: str
     engine: str
     host_of_engine: dict[str, str]
-    """In the engine's environment."""
+    """Variables of the engine's environment."""
 
     @classmethod
     def of(cls, learner: int, engine: int, *, are_shared: bool) -> "Places":
-        """The first ones are the learner's."""
+        """Return the places; the first GPUs are the learner's."""
         names = gpu_names(max(learner, engine) if are_shared else learner + engine)
         engines = names[:engine] if are_shared else names[learner:]
         host = on_host("engine") if are_shared else {}
@@ -57,7 +57,7 @@ class Places(NamedTuple):
 
 
 def measure(order: Order, output: Path, places: Places, limit_s: float) -> list[dict[str, Any]]:
-    """One line for every version, with what both ends said of it."""
+    """Return one line for every version, with the reports of both ends."""
     encoded = msgspec.json.encode(order).decode()
     with TemporaryDirectory() as directory, EmbeddedServer(Path(directory)) as server:
         arguments = [server.url, "weight-sync", encoded]
@@ -79,7 +79,7 @@ def measure(order: Order, output: Path, places: Places, limit_s: float) -> list[
 
 
 def _start(name: str, arguments: list[str], output: Path, gpus: str, **environment: str) -> subprocess.Popen[bytes]:
-    """Python with these arguments; it sees these GPUs."""
+    """Start Python with these arguments; it sees these GPUs."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus, **environment}
     command = [sys.executable, *arguments]
     with (output / f"{name}.log").open("wb") as log:
@@ -95,7 +95,7 @@ def _ranks(count: int) -> list[str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """With the processes that it started: one that stays would keep the GPU's memory."""
+    """End the process with its children: one that stays would keep the GPU's memory."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -107,7 +107,7 @@ def _lines(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def seconds(line: dict[str, Any]) -> dict[str, float]:
-    """From the step on; only versions that came by broadcast and were swapped in have all of it."""
+    """Return the seconds from the step on; only versions that were broadcast and swapped in have all of them."""
     if "first_new_token" not in line or not line.get("received"):
         return {}
     began = line["began"]
@@ -125,7 +125,7 @@ def seconds(line: dict[str, Any]) -> dict[str, float]:
 
 
 def native(order: Order, output: Path, places: Places, limit_s: float) -> list[dict[str, Any]]:
-    """vLLM's own transfer of the same tensors."""
+    """Measure vLLM's own transfer of the same tensors."""
     arguments = [*_module("native"), msgspec.json.encode(order).decode()]
     process = _start("native", arguments, output, places.learner, ENGINE_GPU=places.engine)
     try:
@@ -138,7 +138,7 @@ def native(order: Order, output: Path, places: Places, limit_s: float) -> list[d
 
 
 def native_seconds(line: dict[str, Any]) -> dict[str, float]:
-    """The same moments."""
+    """Return the same moments of vLLM's transfer."""
     return {
         "first_new_token": line["first_new_token"] - line["began"],
         "engine_without_tokens": line["first_new_token"] - line["last_old_token"],
@@ -146,7 +146,7 @@ def native_seconds(line: dict[str, Any]) -> dict[str, float]:
 
 
 def medians(lines: list[dict[str, float]]) -> dict[str, float]:
-    """Of every key, over the versions after the warm-up."""
+    """Return the median of every key, over the versions after the warm-up."""
     counted = [line for line in lines if line]
     return {key: round(statistics.median(line[key] for line in counted), 4) for key in counted[0]} if counted else {}
 
@@ -157,7 +157,7 @@ def main() -> None:
     output.mkdir(parents=True, exist_ok=True)
     shape = shape_of(arguments.shape, arguments.layers)
     is_cpu = arguments.device == "cpu"
-    # Tokens are told one by one: their moments are what is measured.
+    # The engine reports tokens one by one, because their times are measured.
     options: dict[str, Any] = {"stream_interval": 1} if arguments.engine == "vllm" else {}
     options |= {} if is_cpu else {"gpu_memory_utilization": arguments.gpu_memory}
     options |= {"tensor_parallel_size": arguments.engine_gpus} if arguments.engine_gpus > 1 else {}

@@ -37,14 +37,14 @@ PROMPT = list(range(3, 19))
 
 
 class Clock:
-    """When tokens came, by version."""
+    """The times at which tokens arrived, by version."""
 
     def __init__(self) -> None:
         self.first: dict[WeightVersion, float] = {}
         self.last: dict[WeightVersion, float] = {}
         self.tokens = 0
         self.pauses: list[tuple[float, float]] = []
-        """(end, length) of times without any token."""
+        """Pairs (end, length) of times without any token."""
         self._latest = time.monotonic()
 
     def note(self, version: WeightVersion, count: int) -> None:
@@ -57,7 +57,7 @@ class Clock:
         self._latest = now
 
     def pauses_since(self, since: float) -> list[tuple[float, float]]:
-        """The longest three, the longest first."""
+        """Return the longest three pauses, the longest first."""
         return sorted((pause for pause in self.pauses if pause[0] >= since), key=lambda pause: -pause[1])[:3]
 
 
@@ -120,8 +120,8 @@ async def follow(url: str, run: str, order: Order) -> None:
 
 
 class _Swapping:
-    """The engine, as one that is handed weights sees it; says when a swap began and ended, and if it could be proved
-    what is held."""
+    """The engine as a swap sees it: it notes begin and end of a swap, and whether the engine could prove its
+    weights."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -143,7 +143,7 @@ class _Swapping:
 
 
 class _Noting(Subscriber):
-    """Says when a version had arrived."""
+    """A subscriber that notes when a version had arrived."""
 
     def __init__(self, broker: Broker, worker: str, config: WeightsConfig) -> None:
         super().__init__(broker, worker, config)

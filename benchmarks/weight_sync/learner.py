@@ -2,8 +2,8 @@
 
     python -m benchmarks.weight_sync.learner URL RUN ORDER     (ORDER: JSON, see `Order`)
 
-Under torchrun the weights are in shards, and the first rank publishes what all of them gather. Prints a line of JSON
-for every version, with moments of the machine's monotonic clock.
+Under torchrun the weights are in shards, and the first rank publishes the tensors that all of them gather. Prints a
+line of JSON for every version, with moments of the machine's monotonic clock.
 """
 
 import json
@@ -63,14 +63,14 @@ def publish(url: str, run: str, order: Order) -> None:
 
 
 def gather(order: Order) -> None:
-    """What a rank that publishes nothing has to do with it."""
+    """Take part in the gathering on a rank that publishes nothing."""
     for _, tensors in _versions(order):
         for _ in tensors:
             pass
 
 
 def _versions(order: Order) -> Iterator[tuple[int, Iterator[Named]]]:
-    """Each once its step is done, at the same time on every rank."""
+    """Yield each version once its step is done, at the same time on every rank."""
     device = join_ranks(order.device)
     kind = Whole if dist.get_world_size() == 1 else Sharded
     weights = kind(Path(order.model), getattr(torch, order.dtype), device)
@@ -84,7 +84,7 @@ def _versions(order: Order) -> Iterator[tuple[int, Iterator[Named]]]:
 
 
 def _until_held(blocking: BlockingBroker, version: WeightVersion) -> None:
-    """Wait until a worker says that it holds `version` and can take part in the next broadcast."""
+    """Wait until a worker reports that it holds `version` and can take part in the next broadcast."""
     end = time.monotonic() + LONGEST_S
     while time.monotonic() < end:
         workers = blocking.call(blocking.broker.status.workers())

@@ -1,8 +1,8 @@
-"""vLLM's own NCCL weight transfer, packed, with the same tensors: the peer that ours is measured against.
+"""vLLM's own NCCL weight transfer, packed, with the same tensors: the peer of Headway's transfer.
 
     python -m benchmarks.weight_sync.native ORDER     the trainer; it starts the engine as a process of its own
 
-The engine generates the same requests; for every update it pauses them, as ours does. One line of JSON an update.
+The engine generates the same requests; for every update it pauses them, as Headway's does. One line of JSON an update.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from .tensors import random_tensors, step
 
 
 def train(order: Order, engine_gpu: str) -> None:
-    """The trainer's side."""
+    """Run the trainer's side."""
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerSendWeightsArgs, NCCLWeightTransferEngine
 
     encoded = msgspec.json.encode(order).decode()
@@ -79,7 +79,7 @@ def _tell(to: IO[str], what: dict[str, Any]) -> None:
 
 
 def _answer(lines: IO[str], key: str) -> dict[str, Any]:
-    """The next line with `key`; others are vLLM's own."""
+    """Return the next line with `key`; other lines are vLLM's own."""
     for line in lines:
         if line.startswith("{") and key in (answer := json.loads(line)):
             return dict(answer)
@@ -87,7 +87,7 @@ def _answer(lines: IO[str], key: str) -> dict[str, Any]:
 
 
 async def serve(order: Order) -> None:
-    """The engine's side: one command a line on standard input."""
+    """Run the engine's side: one command a line on standard input."""
     prepare_environment(1)
     from vllm import SamplingParams
     from vllm.config import WeightTransferConfig

@@ -1,32 +1,32 @@
-"""What both ends of one measurement are told."""
+"""The settings of one measurement, the same for both ends."""
 
 from typing import Any
 
 import msgspec
 
 REST_S = 2.0
-"""Between a version that is held and the next one: caches are computed anew, and requests begin and end."""
+"""Seconds between a held version and the next one, in which caches are computed anew, and requests begin and end."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
     """One way of sending one model's weights."""
 
     model: str
-    """Directory of its config.json."""
+    """The directory of the model's config.json."""
     dtype: str
     device: str
-    """Of the learner's tensors."""
+    """The device of the learner's tensors."""
     transport: str
     staging: str
     bucket_bytes: int
     timeout_s: float
     versions: int
-    """The first is pulled, and an engine's loader is traced with it."""
+    """The number of versions. The first is pulled, and an engine's loader is traced with it."""
     engine: str
     requests: int
-    """That the engine generates all the while."""
+    """The number of requests that the engine generates at any time."""
     new_tokens: int
     kv_policy: str
-    """Of the engine: what a swap does to the caches of running requests."""
+    """The engine's policy for the caches of running requests at a swap."""
     options: dict[str, Any]
-    """Of the engine."""
+    """The engine's options."""

@@ -1,4 +1,4 @@
-"""A model's tensors by their Hugging Face names, random: what a learner would publish, of one GPU or in shards."""
+"""A model's random tensors by their Hugging Face names, as a learner publishes them, of one GPU or in shards."""
 
 import json
 from collections.abc import Iterator
@@ -19,20 +19,20 @@ _SLAB_BYTES = 1 << 30
 
 
 def write_config(shape: Shape, directory: Path) -> Path:
-    """config.json alone: engines start with random weights."""
+    """Write config.json alone: engines start with random weights."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(shape.config()))
     return directory
 
 
 class Whole:
-    """All of them on one device."""
+    """All tensors on one device."""
 
     def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
         self._tensors = random_tensors(directory, dtype, device)
 
     def step(self) -> None:
-        """Other numbers of the same size in every tensor."""
+        """Replace every tensor's numbers by others of the same size."""
         step(self._tensors)
 
     def named(self) -> Iterator[Named]:
@@ -40,7 +40,8 @@ class Whole:
 
 
 class Sharded:
-    """Over the ranks of the default process group, by FSDP2, and gathered layer by layer as the learner does it."""
+    """Tensors sharded over the default process group's ranks by FSDP2, and gathered layer by layer as in the
+    learner."""
 
     def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
         model = _meta_model(directory, dtype)
@@ -54,22 +55,22 @@ class Sharded:
             shard.normal_(1.0 if "norm" in name else 0.0, SCALE)
 
     def step(self) -> None:
-        """Other numbers of the same size in every tensor."""
+        """Replace every tensor's numbers by others of the same size."""
         step(self._shards)
 
     def named(self) -> Iterator[Named]:
-        """Collective."""
+        """Yield the whole tensors. Collective."""
         return self._export.tensors()
 
 
 def layout(directory: Path) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes as checkpoints have them: experts one by one, a tied head left out."""
+    """Return names and shapes as checkpoints have them: experts one by one, a tied head left out."""
     named = [(name, parameter.detach()) for name, parameter in _meta_model(directory, torch.float32).named_parameters()]
     return [(name, tuple(tensor.shape)) for name, tensor in one_by_one(named)]
 
 
 def random_tensors(directory: Path, dtype: torch.dtype, device: torch.device) -> list[Named]:
-    """Norms are near 1, all else near 0."""
+    """Return tensors in which norms are near 1, and all else is near 0."""
     torch.manual_seed(0)
     slabs = _Slabs(dtype, device)
     named = [(name, slabs.take(shape)) for name, shape in layout(directory)]
@@ -87,13 +88,13 @@ def _meta_model(directory: Path, dtype: torch.dtype) -> Any:
 
 
 def step(tensors: list[Named]) -> None:
-    """Other numbers of the same size in every tensor: the order of the columns."""
+    """Replace a tensor's numbers by others of the same size: the order of its columns changes."""
     for _, tensor in tensors:
         tensor.copy_(tensor.flip(-1))
 
 
 class _Slabs:
-    """Tensors cut from large random pieces: tens of thousands of small ones are made in a second."""
+    """Tensors cut from large random pieces, so that tens of thousands of small ones are made in a second."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._options = {"dtype": dtype, "device": device}

@@ -8,7 +8,7 @@
     bare        requests straight to AsyncLLM, read by one task each
     paced       vLLM's front end around a core that computes nothing
 
-How long responses get: the model has random weights, so any set of n tokens out of V comes up once in V / n samples.
+The model has random weights, so any set of n tokens out of V comes up once in V / n samples.
 Its config.json names V / `--mean-tokens` tokens as those that end a response, which makes lengths geometric, cut at
 `--max-new-tokens`: one in fifty is four times as long as the mean.
 """

@@ -30,7 +30,7 @@ from .workload import Workload, rate, write_model
 
 RUN = "worker-overhead"
 TARGETS = {"no_updates": 0.97, "updates": 0.93}
-"""Of bare vLLM's tokens per second."""
+"""The targets, as shares of bare vLLM's tokens per second."""
 ON_GPU = {
     "learner.device": "cuda",
     "weights.transport": "ipc",
@@ -38,11 +38,11 @@ ON_GPU = {
 }
 LOOK_S, FEED_S = 0.02, 0.5
 START_S = 600.0
-"""For vLLM to compile and capture, at most."""
+"""The most seconds that vLLM may take to compile and capture."""
 
 
 def recipe_of(workload: Workload) -> Recipe:
-    """What the worker reads from the broker. The rest of the recipe is the learner's, of which there is none."""
+    """Return the recipe that the worker reads from the broker. Its other keys concern only a learner."""
     engine = workload.engine
     values = {
         "run.name": RUN,
@@ -63,7 +63,7 @@ def recipe_of(workload: Workload) -> Recipe:
 
 @contextmanager
 def worker_process(url: str, profile: Path | None, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """`headway worker`, under cProfile if its profile is wanted; it ends with the run."""
+    """Run `headway worker`, under cProfile if a profile is wanted; it ends with the run."""
     profiler = ["-m", "cProfile", "-o", str(profile)] if profile else []
     process = subprocess.Popen(
         [sys.executable, *profiler, "-m", "deploy", "worker"],
@@ -80,7 +80,7 @@ def worker_process(url: str, profile: Path | None, log: Path) -> Iterator[subpro
 
 
 def measure_worker(workload: Workload, laps: dict[str, float], profile: Path | None) -> dict[str, dict[str, Any]]:
-    """One worker's laps, by name: `laps` has the seconds between two updates, 0 for none. It tells by heartbeats."""
+    """Return one worker's laps by name, from its heartbeats: `laps` has the seconds between two updates, 0 for none."""
     with (
         tempfile.TemporaryDirectory(prefix="headway-") as directory,
         EmbeddedServer(Path(directory), maxmemory_bytes=8 << 30) as server,
@@ -110,7 +110,7 @@ def _until_it_generates(learner: StandInLearner, worker: "subprocess.Popen[bytes
 
 
 def _lap(learner: StandInLearner, workload: Workload, update_every_s: float) -> dict[str, Any]:
-    """From what the worker does after a warm-up, in which updates begin: the first ones map buckets and compile."""
+    """Return the worker's figures after a warm-up, in which updates begin: the first ones map buckets and compile."""
     info = learner.worker()
     assert info is not None
     process, published, taken = psutil.Process(info.pid), [], learner.taken
@@ -133,7 +133,7 @@ def _lap(learner: StandInLearner, workload: Workload, update_every_s: float) -> 
             published.append(learner.publish().seconds)
             updates += update_every_s
         time.sleep(LOOK_S)
-    samples = samples[1:]  # the first may be a heartbeat from before
+    samples = samples[1:]  # the first may be an older heartbeat
     return rate(samples) | {
         "by_heartbeat": [round((b[1] - a[1]) / (b[0] - a[0])) for a, b in pairwise(samples)],
         "submitted": info.submitted - first_submitted,
@@ -145,7 +145,7 @@ def _lap(learner: StandInLearner, workload: Workload, update_every_s: float) -> 
 
 
 def main() -> None:
-    """Whether a target was met stands beside its figure."""
+    """Print the figures, and beside each whether its target was met."""
     options = _parse()
     workload = _workload(options)
     directory = write_model(workload, options.models, "cuda" if torch.cuda.is_available() else "cpu", START_S)
@@ -177,7 +177,7 @@ def main() -> None:
 def _workload(options: argparse.Namespace) -> Workload:
     if options.paced:
         ours = {"step_s": options.step_ms / 1000, "mean_tokens": options.mean_tokens}
-    else:  # on a GPU the learner's stand-in has its weights beside the engine
+    else:  # the learner's stand-in has its weights on the engine's GPU
         ours = {"gpu_memory_utilization": 0.7} if torch.cuda.is_available() else {}
     return Workload(
         shape=options.shape,

@@ -22,8 +22,10 @@ from .workload import Workload, prompts, rate, read_weights
 
 
 def measure(order: object) -> dict[str, Any]:
-    """Two laps in one process: with the worker's arguments; and with a token at a time and a dictionary for each, as
-    vLLM streams by default."""
+    """Measure two laps in one process: with the worker's arguments, and as vLLM streams by default.
+
+    By default vLLM returns a token at a time and a dictionary for each.
+    """
     return uvloop.run(_measure(msgspec.convert(order, Workload)))
 
 

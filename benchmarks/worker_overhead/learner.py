@@ -16,15 +16,15 @@ from weightsync.publish.publisher import Publisher, PublishReport
 from .workload import prompts, read_weights
 
 NO_LIMIT = 1_000_000
-"""Of lag, and of groups: nothing here is to wait for the learner."""
+"""A limit on lag and on groups that is never reached: nothing here waits for the learner."""
 FED_AHEAD = 2000
-"""Groups that wait to be begun."""
+"""The number of groups that wait to be begun."""
 PROBE = Probe(token_ids=[2], logprobs=[], tolerance=0.0)
-"""Nothing to compare: that the weights are whole, their fingerprints tell."""
+"""A probe without a comparison: the fingerprints prove that the weights are whole."""
 
 
 class StandInLearner:
-    """One thread calls it."""
+    """The stand-in, which a single thread calls."""
 
     def __init__(self, url: str, recipe: Recipe) -> None:
         self._blocking = BlockingBroker(url, recipe.run.name)
@@ -45,10 +45,10 @@ class StandInLearner:
         self._prompts, self._numbers = prompts(), count()
         self._step = -1
         self.taken = 0
-        """Trajectories."""
+        """The number of taken trajectories."""
 
     def feed(self) -> None:
-        """As much as is missing."""
+        """Feed as many groups as are missing."""
         ahead, _ = self._blocking.call(self._broker.prompts.waiting())
         new = [
             Prompt(
@@ -64,7 +64,7 @@ class StandInLearner:
         self._blocking.call(self._broker.prompts.feed(new, self._owner))
 
     def publish(self) -> PublishReport:
-        """The next version, which differs in one tensor."""
+        """Publish the next version, which differs in one tensor."""
         self._step += 1
         name, last = self._weights[-1]
         self._weights[-1] = name, torch.nextafter(last, torch.full_like(last, torch.inf))
@@ -72,8 +72,11 @@ class StandInLearner:
         return self._publisher.publish(WeightVersion(self._owner.incarnation, self._step), gathering, PROBE)
 
     def take(self) -> None:
-        """All that is ready, for the step of the newest version, and commit it. Once before each version but the
-        first: what is newer than a step that is taken counts as another branch's, and is generated anew."""
+        """Take all ready groups for the step of the newest version, and commit it.
+
+        Call it once before each version but the first: samples newer than a taken step count as another branch's, and
+        are generated anew.
+        """
         ready = self._blocking.call(self._broker.status.snapshot()).queues.ready
         if ready:
             batch = self._blocking.call(self._broker.batches.take(self._owner, self._step, ready))
@@ -81,7 +84,7 @@ class StandInLearner:
             self._blocking.call(self._broker.batches.commit(self._owner, self._step + 1))
 
     def worker(self) -> WorkerInfo | None:
-        """What the only worker said last."""
+        """Return the latest report of the only worker."""
         workers = self._blocking.call(self._broker.status.workers())
         return workers[0] if workers else None
 

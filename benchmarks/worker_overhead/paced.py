@@ -1,4 +1,4 @@
-"""vLLM with everything that is real in a worker's process, around a core that computes nothing.
+"""vLLM with all real parts of a worker's process, around a core that computes nothing.
 
 `AsyncLLM` talks to its engine core, another process on another CPU, through one client object. Here that object makes
 the outputs itself: one token for every running request, a step every `step_s`. So what the worker's event loop does for
@@ -22,18 +22,18 @@ from rollout_workers.engines.vllm.engine import VllmEngine
 from rollout_workers.engines.vllm.start import open_vllm, prepare_environment
 
 KIND = "benchmarks.worker_overhead.paced:open_paced"
-"""For `engine.kind`; `engine.options` then also has `step_s` and `mean_tokens`."""
+"""The value of `engine.kind`; `engine.options` then also has `step_s` and `mean_tokens`."""
 KINDS_OF_TOKENS = 32
-"""Different tokens with their logprobs, made once: the core's process makes them elsewhere."""
+"""The number of different tokens, whose logprobs are made once: the core's process makes them elsewhere."""
 
 
 class PacedCore:
-    """In the place of AsyncLLM's client of its engine core."""
+    """A stand-in for AsyncLLM's client of its engine core."""
 
     def __init__(self, capacity: int, step_s: float, mean_tokens: float) -> None:
         self.engine_ranks_managed = [0]
         self.resources = SimpleNamespace(engine_dead=False)
-        self.outputs_queue: asyncio.Queue[Any] = asyncio.Queue(maxsize=1)  # who is too slow slows it down
+        self.outputs_queue: asyncio.Queue[Any] = asyncio.Queue(maxsize=1)  # a slow reader slows the core down
         self._capacity = capacity
         self._step_s = step_s
         self._mean_tokens = mean_tokens
@@ -53,7 +53,7 @@ class PacedCore:
         return ("generate",)
 
     async def add_request_async(self, request: Any) -> None:
-        """Its length is geometric, cut at what it may have: a few are many times as long as most."""
+        """Add a request whose length is geometric, cut at its limit: a few are many times as long as most."""
         params = request.sampling_params
         drawn = 1 + int(self._lengths.expovariate(1 / self._mean_tokens))
         self._left[request.request_id] = min(params.max_tokens, drawn)
@@ -74,14 +74,14 @@ class PacedCore:
         self._may_run.set()
 
     async def reset_mm_cache_async(self) -> None:
-        """It has none."""
+        """Do nothing, because there is no such cache."""
 
     async def collective_rpc_async(self, method: str, *rest: object) -> list[tuple[str, None]]:
-        """As `WeightExtension.headway_outcome` answers."""
+        """Answer as `WeightExtension.headway_outcome` does."""
         return [("", None)]
 
     def routed_experts(self, request_id: str) -> Any:
-        """Of what was fed for the request's next token; for tests that want them."""
+        """Return the experts of the tokens fed for the request's next token; for tests that want them."""
         return None
 
     def shutdown(self, timeout: float | None = None) -> None:
@@ -125,7 +125,7 @@ def _samples() -> Iterator[tuple[int, Any]]:
 
 
 def open_paced(config: EngineConfig, model_dir: Path, *, seed: int) -> VllmEngine:
-    """The engine of `KIND`."""
+    """Open the engine of `KIND`."""
     prepare_environment(config.threads)
     from vllm.v1.engine.core_client import EngineCoreClient
 

@@ -1,4 +1,4 @@
-"""The model and the prompts that both sides get."""
+"""The model and the prompts of both sides."""
 
 import json
 import random
@@ -14,14 +14,14 @@ from benchmarks.throughput.shapes import shape_of
 from rollout_workers.config import EngineConfig
 
 HEAD_DIM = 32
-"""The smallest for which vLLM has attention on a CPU."""
+"""The smallest head for which vLLM has attention on a CPU."""
 PROMPT_TOKENS = (32, 128)
 ALPHABET_TOKENS = 40
-"""Prompts are of the tokenizer's tokens, so that they have a text."""
+"""Prompts consist of this many tokens of the tokenizer, so that they have a text."""
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """What is generated, with what, and for how long it is measured."""
+    """The settings of the model, the generation and the measurement."""
 
     shape: str
     engine: EngineConfig
@@ -31,12 +31,12 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     warm_up_s: float
     seconds: float
     kv_policy: str
-    """Of the worker: what an update does to the caches of running requests."""
+    """The worker's policy for the caches of running requests at an update."""
     model_dir: str = ""
 
 
 def write_model(workload: Workload, models: Path | None, device: str, timeout_s: float) -> Path:
-    """A directory of random weights whose config.json says which tokens end a response."""
+    """Write a directory of random weights, whose config.json names the tokens that end a response."""
     shape = shape_of(workload.shape)
     shape = msgspec.structs.replace(shape, head_dim=max(shape.head_dim, HEAD_DIM))
     directory = checkpoint.folder(models, f"ending-{workload.shape}", shape)
@@ -49,7 +49,7 @@ def write_model(workload: Workload, models: Path | None, device: str, timeout_s:
 
 
 def read_weights(directory: Path, dtype: str) -> list[tuple[str, torch.Tensor]]:
-    """By Hugging Face name, as a learner yields them."""
+    """Yield the weights by Hugging Face name, as a learner does."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
@@ -57,14 +57,14 @@ def read_weights(directory: Path, dtype: str) -> list[tuple[str, torch.Tensor]]:
 
 
 def prompts() -> Iterator[list[int]]:
-    """The same ones every time, for ever."""
+    """Yield the same prompts every time, for ever."""
     drawn = random.Random(0)
     while True:
         yield [drawn.randrange(2, ALPHABET_TOKENS) for _ in range(drawn.randint(*PROMPT_TOKENS))]
 
 
 def rate(samples: Sequence[tuple[float, float, float]]) -> dict[str, Any]:
-    """Of (time in s, tokens until then, CPU seconds until then), what lies between the first and the last."""
+    """Return rates between the first and the last of (time in s, tokens until then, CPU seconds until then)."""
     (began, tokens, cpu), (ended, last_tokens, last_cpu) = samples[0], samples[-1]
     count, took = last_tokens - tokens, ended - began
     return {

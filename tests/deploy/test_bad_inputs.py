@@ -54,8 +54,7 @@ pytestmark = pytest.mark.filterwarnings("default")  # these tests ask for no war
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Enter a directory with a good recipe and good data; no test waits for a missing server, and a test that hangs
-    fails."""
+    """Enter a directory with a good recipe and good data. No test waits for a missing server; one that hangs fails."""
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith("HEADWAY_")]:
         monkeypatch.delenv(name)

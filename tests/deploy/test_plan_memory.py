@@ -218,8 +218,7 @@ def test_what_a_colocated_run_keeps_where(recipe: Path) -> None:
 
 
 def test_versions_that_lie_on_gpus_are_counted_where_they_lie(recipe: Path) -> None:
-    """The learner's first GPU holds the version that it sends; the first one of each engine holds the received
-    version."""
+    """The learner's first GPU holds the version that it sends; the first one of each engine holds the received one."""
     on_gpus = ("learner.device=cuda", "engine.kind=vllm", "weights.staging=device")
     turns = (*on_gpus, "run.placement=colocated", "engine.options.tensor_parallel_size=2", "workers.count=3")
     alone = published(recipe, *on_gpus, "weights.transport=nccl")

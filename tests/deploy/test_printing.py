@@ -25,8 +25,7 @@ from .runs import run_status, worker
 from .test_cli import clean_environment, headway
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9b31m\x7f\r\u202e\u2028[/][bold red]:skull:\udcff"
-"""Text that clears the screen, names the window, colours, deletes, goes back, turns round, is markup, is half a
-character."""
+"""Text that clears the screen, names the window, colours, deletes, goes back, turns round, and has half a character."""
 
 
 def is_harmless(printed: str) -> bool:

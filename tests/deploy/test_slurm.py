@@ -198,8 +198,7 @@ time.sleep({seconds})
 
 @pytest.fixture
 def job(tmp_path: Path) -> Callable[..., "subprocess.Popen[str]"]:
-    """Start the script of a worker, with a process in place of Headway's and a `scontrol` that only prints its
-    arguments."""
+    """Start a worker's script, with a process in place of Headway's and a `scontrol` that only prints its arguments."""
     scripts = launch()
     (scripts / "address").write_text("127.0.0.1:1\n")
     tools = tmp_path / "tools"

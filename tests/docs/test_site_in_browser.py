@@ -1,5 +1,4 @@
-"""Every page of the site fits a phone's screen in headless Chromium, has a dark form, and loads nothing from other
-hosts."""
+"""Every page of the site fits a phone in headless Chromium, has a dark form, and loads nothing from other hosts."""
 
 import functools
 import threading

@@ -1,4 +1,4 @@
-"""Terminals for every test that asks, and one learner's run on fixed batches that others are compared to."""
+"""Terminals for every test that asks, and one learner's run on fixed batches, with which tests compare others."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from .terminals import Terminals
 
 @pytest.fixture(scope="session")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What all terminals share: matplotlib's list of fonts, which takes long to make and is no concern of ours."""
+    """Return the environment of all terminals: they share matplotlib's list of fonts, which takes long to make."""
     return {"MPLCONFIGDIR": str(tmp_path_factory.mktemp("matplotlib"))}
 
 
@@ -26,7 +26,7 @@ def terminals(tmp_path: Path, machine: dict[str, str]) -> Iterator[Terminals]:
 
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, machine: dict[str, str]) -> Iterator[Path]:
-    """The last checkpoint of one learner that trained the fixed batches without a break."""
+    """Yield the last checkpoint of one learner that trained the fixed batches without a break."""
     root = tmp_path_factory.mktemp("uninterrupted")
     opened = Terminals(root, machine)
     with EmbeddedServer(root / "server") as server, scripted_worker(server.url, opened) as worker:

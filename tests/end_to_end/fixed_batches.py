@@ -1,6 +1,6 @@
 """A learner whose batches the test decides: the real command, and a worker whose answers depend on ids alone.
 
-The worker answers step by step and no further than it is told, so a test knows at which step the learner waits.
+The worker answers step by step, as far as the test tells it, so a test knows at which step the learner waits.
 """
 
 import time
@@ -55,12 +55,12 @@ class ScriptedWorker:
         self.watch = Watch(self._blocking, terminals)
 
     def answer(self, slots: Sequence[int]) -> None:
-        """All groups of these slots, in order: step k trains slot k."""
+        """Answer all groups of these slots, in order: step k trains slot k."""
         for slot in slots:
             self.answer_groups(slot, GROUPS)
 
     def answer_groups(self, slot: int, groups: int, reward: float | None = None) -> None:
-        """The next so many groups of a slot; all with this reward, if one is given."""
+        """Answer the next so many groups of a slot; all with this reward, if one is given."""
         step = max(0, slot - MAX_LAG)
         self.watch.until_step(step)
         missing = groups * SAMPLES
@@ -81,7 +81,7 @@ class ScriptedWorker:
 
 
 def answer(lease: Lease, step: int) -> Trajectory:
-    """Random, from the id alone, and not far from what random weights would sample."""
+    """Return a random sample, from the id alone, that is close to a sample of random weights."""
     rng = np.random.default_rng(zlib.crc32(str(lease.tid).encode()))
     length = int(rng.integers(5, 13))
     return Trajectory(
@@ -108,7 +108,7 @@ def scripted_worker(url: str, terminals: Terminals) -> Iterator[ScriptedWorker]:
 
 
 def start_learner(terminals: Terminals, url: str, *arguments: str) -> Terminal:
-    """In the directory `learner`, which a resumed one finds again."""
+    """Start a learner in the directory `learner`, which a resumed one finds again."""
     home = terminals.directory("learner")
     (home / "noise.py").write_text(NOISE)
     recipe = write_recipe(
@@ -135,7 +135,7 @@ def final_checkpoint(terminals: Terminals, incarnation: int) -> Path:
 
 
 def training_state(checkpoint: Path) -> dict[str, Any]:
-    """Parameters and moments by name, whatever number of ranks wrote them."""
+    """Return parameters and moments by name, whatever number of ranks wrote them."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -149,6 +149,6 @@ def training_state(checkpoint: Path) -> dict[str, Any]:
     }
     assert tensors.keys() == found.keys()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that there is no process group: there is none here
+        warnings.simplefilter("ignore", UserWarning)  # about the missing process group
         load(tensors, storage_reader=reader, no_dist=True)
     return tensors

@@ -27,7 +27,7 @@ class Prometheus:
         self._url = url
 
     def ask(self, expression: str) -> list[Any]:
-        """The series of an instant query. Raises HTTPError for one that Prometheus refuses."""
+        """Return the series of an instant query. Raises HTTPError for one that Prometheus refuses."""
         with urllib.request.urlopen(
             f"{self._url}/api/v1/query?{urllib.parse.urlencode({'query': expression})}"
         ) as said:
@@ -67,5 +67,5 @@ def prometheus(directory: Path, ports: Sequence[int]) -> Iterator[Prometheus]:
 
 
 def without_variables(expression: str) -> str:
-    """A query of the dashboard as Grafana sends it, with everything chosen and a short interval."""
+    """Return a query of the dashboard as Grafana sends it, with all values chosen and a short interval."""
     return re.sub(r"\$\w+", ".*", expression.replace("$__rate_interval", "1m"))

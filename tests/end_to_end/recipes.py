@@ -13,7 +13,7 @@ SEVENS = '''"""One's own reward, in verl's signature: how much of the response i
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return {"score": solution_str.count("7") / 16, "length": len(solution_str)}
 '''
-"""Written as sevens.py into the directory of every role: it is code that each machine has, not a shared file."""
+"""The source of sevens.py, a user's own reward, which each machine has as code in every role's directory."""
 
 MODEL: Section = {
     "random": {
@@ -56,7 +56,7 @@ TINY: Mapping[str, Any] = {
 
 
 def write_recipe(directory: Path, **sections: Any) -> Path:
-    """TINY as a file, with these keys of its sections (or whole lists) replaced. JSON is YAML."""
+    """Write TINY as a file, with these keys of its sections (or whole lists) replaced. JSON is YAML."""
     recipe = {**TINY}
     for name, section in sections.items():
         below = recipe.get(name)

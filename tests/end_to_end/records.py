@@ -1,4 +1,4 @@
-"""What a run's directory says of it, worked out anew from trained.jsonl and metrics.jsonl."""
+"""A run's figures, computed anew from trained.jsonl and metrics.jsonl in its directory."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ SUMMARY_KEYS = {
 
 
 def lines(path: Path) -> list[Line]:
-    """As they were written, abandoned branches too."""
+    """Return the lines as they were written, abandoned branches included."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -42,7 +42,7 @@ def summary(run: Path) -> Line:
 
 
 def lineage(path: Path) -> list[Line]:
-    """The steps that the final weights went through. A learner that resumes may stop before it has repeated all."""
+    """Return the steps behind the final weights. A learner that resumes may stop before it has repeated all steps."""
     last: dict[int, Line] = {}
     incarnation = 0
     for line in lines(path):
@@ -54,7 +54,7 @@ def lineage(path: Path) -> list[Line]:
 
 
 def check_trained(run: Path, *, steps: int, trajectories_per_step: int, max_lag: int) -> None:
-    """Every step was trained, no trajectory twice, none above the bound; and summary.json agrees."""
+    """Assert that every step was trained, no trajectory twice, none above the bound, and that summary.json agrees."""
     trained = lineage(run / "trained.jsonl")
     assert [line["step"] for line in trained] == list(range(steps))
     assert {len(line["tids"]) for line in trained} == {trajectories_per_step}

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="arg-type"
-"""A worker as a process of its own, with an engine that is slow and says in every token who sampled it."""
+"""A worker as a process of its own, with a slow engine whose tokens name the worker that sampled them."""
 
 import asyncio
 import sys
@@ -19,13 +19,13 @@ from weightsync.tensors.landing import Landed
 VERSION = WeightVersion(1, 0)
 PROMPT_TOKENS = [3, 1, 4]
 LENGTH = 100
-"""Tokens of every response."""
+"""The number of tokens of every response."""
 TOKEN_S = 0.02
 LEASE_TTL_S = 1.0
 
 
 class SlowEngine:
-    """The token at position p of a response is `base + p`."""
+    """An engine whose token at position p of a response is `base + p`."""
 
     capacity = 2
     max_model_len = 1000
@@ -52,7 +52,7 @@ class SlowEngine:
         raise AssertionError("nobody probes here")
 
     async def close(self) -> None:
-        """Nothing to free."""
+        """There is nothing to free."""
 
 
 class OneVersion:
@@ -72,21 +72,21 @@ class OneVersion:
         """There is no other."""
 
     async def close(self) -> None:
-        """Nothing to free."""
+        """There is nothing to free."""
 
 
 class OneReward:
-    """Every response is worth 1."""
+    """A reward of 1 for every response."""
 
     async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: object = ()) -> Score:
         return Score(total=1.0)
 
     async def close(self) -> None:
-        """Nothing to free."""
+        """There is nothing to free."""
 
 
 def manifest() -> WeightManifest:
-    """Of weights that nobody needs to receive."""
+    """Return the manifest of weights that no worker needs to receive."""
     probe = Probe(token_ids=[1], logprobs=[], tolerance=0.0)
     return WeightManifest(
         version=VERSION, tensors=(), buckets=(), probe=probe, group_epoch=0, pull_url="", pull_token="", fingerprints=()

@@ -17,7 +17,7 @@ from .recipes import SEVENS
 
 HEADWAY = Path(sys.executable).with_name("headway")
 DEADLINE_S = 300.0
-"""For what takes seconds: a machine may be busy, but nothing waits for ever."""
+"""A deadline for steps that take seconds: a machine may be busy, but nothing waits for ever."""
 TAIL_LINES = 30
 
 
@@ -49,37 +49,37 @@ class Terminal:
         return self.log.read_text(errors="replace")
 
     def send(self, number: signal.Signals) -> None:
-        """As `kill` does it from another terminal."""
+        """Send the signal, as `kill` does from another terminal."""
         self._process.send_signal(number)
 
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """Return the exit code, or None while the command runs."""
         return self._process.poll()
 
     def wait(self) -> int:
-        """Its exit code, once it has ended by itself."""
+        """Wait until the command has ended by itself, and return its exit code."""
         try:
             return self._process.wait(DEADLINE_S)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"it still runs after {DEADLINE_S:g} s: {self.tail()}") from None
 
     def succeeds(self) -> None:
-        """It ends by itself, and all was well."""
+        """Assert that the command ends by itself and succeeds."""
         assert self.wait() == 0, self.tail()
 
     def tail(self) -> str:
-        """The last lines, under the directory's name."""
+        """Return the last lines of output, under the directory's name."""
         return "\n".join([f"--- {self.directory.name}", *self.said.splitlines()[-TAIL_LINES:]])
 
     def close(self) -> None:
-        """What is left of it ends; its children are tethered to it."""
+        """End the command if it still runs; its children are tethered to it."""
         if self.exit_code() is None:
             self._process.kill()
             self._process.wait()
 
 
 class Terminals:
-    """All of one test."""
+    """All terminals of one test."""
 
     def __init__(self, root: Path, environment: Mapping[str, str]) -> None:
         self.root = root
@@ -88,7 +88,7 @@ class Terminals:
         self._failing: set[int] = set()
 
     def directory(self, name: str) -> Path:
-        """That of the terminal `name`, for files which it should find there."""
+        """Return the directory of the terminal `name`, for files that it should find there."""
         path = self.root / name
         path.mkdir(parents=True, exist_ok=True)
         return path
@@ -102,16 +102,16 @@ class Terminals:
         return terminal
 
     def expect_failure(self, terminal: Terminal) -> None:
-        """This one fails, as it should; `check` looks at it no more."""
+        """Expect this command to fail, and have `check` ignore it from now on."""
         self._failing.add(terminal.pid)
 
     def check(self) -> None:
-        """None has failed so far; what a test itself has killed did not fail."""
+        """Assert that no command has failed so far; a process that the test itself killed does not count."""
         for terminal in self._opened:
             assert terminal.pid in self._failing or (terminal.exit_code() or 0) <= 0, terminal.tail()
 
     def close(self) -> None:
-        """End all; what they said is shown should the test have failed."""
+        """End all commands, and print their last lines, which pytest shows if the test failed."""
         for terminal in self._opened:
             terminal.close()
             print(terminal.tail())
@@ -119,7 +119,7 @@ class Terminals:
 
 @contextmanager
 def paused(pid: int) -> Iterator[None]:
-    """That process stands still meanwhile: what others do takes as long as it takes, and the run waits for it."""
+    """Stop that process meanwhile, so that the run waits for it however long the test's other steps take."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
@@ -128,7 +128,7 @@ def paused(pid: int) -> Iterator[None]:
 
 
 def machine_of(directory: Path) -> dict[str, str]:
-    """The environment of a terminal that has a machine of its own."""
+    """Return the environment of a terminal that has a machine of its own."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")}
     own = {"HOME": str(directory), "TMPDIR": str(directory / "tmp")}
     return {**inherited, **own, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}

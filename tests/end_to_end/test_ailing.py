@@ -1,5 +1,7 @@
-"""Workers that fall ill in the midst of a run are named, hand their work back and are replaced, and so is one that a
-user puts in quarantine; the run completes."""
+"""Workers that fall ill during a run are named, hand their work back and are replaced; the run completes.
+
+The same happens to a worker that a user puts in quarantine.
+"""
 
 import time
 from pathlib import Path
@@ -42,7 +44,7 @@ def ailing(config, model_dir, *, seed):
         async for chunk in well(request):
             last = len(chunk.token_ids) - 1
             for n, token in enumerate(chunk.token_ids):
-                # well engines take their time too, until the test has seen all: the run might be over before
+                # well engines are slow too, until the test has seen all: the run might be over before
                 hurried = Path(__file__).with_name("hurry").exists()
                 await asyncio.sleep(TOKEN_S.get(ailment, 0.0 if hurried else UNHURRIED_S))
                 reason = chunk.finish_reason if n == last else None
@@ -92,7 +94,7 @@ def test_workers_that_fall_ill_are_replaced_and_nothing_is_lost(terminals: Termi
 
 
 def check_quarantine(terminals: Terminals, watch: Watch, status: RunStatus) -> None:
-    """A well worker that a user has no more trust in ends, and another process takes its place."""
+    """Assert that a well worker in which a user has lost trust ends, and that another process takes its place."""
     (name,) = (info.worker for info in status.workers if "-worker-0-" in info.worker)
     terminals.open("run", "quarantine", name).succeeds()
     watch.until(
@@ -119,7 +121,7 @@ def check_faults(status: RunStatus) -> None:
 
 
 def places(status: RunStatus) -> set[int]:
-    """The places of the workers that are well."""
+    """Return the places of the workers that are well."""
     ill = {fault.worker for fault in status.faults}
     return {int(info.worker.split("-")[-2]) for info in status.workers if info.worker not in ill}
 

@@ -1,4 +1,4 @@
-"""The autoscaler over a real run: it follows a load that rises out, and one that drops in."""
+"""The autoscaler over a real run adds workers when the load rises, and removes them when it drops."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ from .watching import watching
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS, MOST = 10_000, 3
-"""More steps than the pool needs to grow and to shrink; then the learner is stopped."""
+"""More steps than the pool needs to grow and to shrink; the test then stops the learner."""
 PACED = '''"""A reward that takes as long as the file `pace` says."""
 
 import time
@@ -71,7 +71,7 @@ def test_a_pool_follows_a_rise_of_the_load_out_and_a_drop_in(terminals: Terminal
 
 @contextmanager
 def hindered(pid: int, *, share: float = 0.8, period_s: float = 0.5) -> Iterator[None]:
-    """That process stands still for this share of the time, as on a machine that others use."""
+    """Stop that process for this share of the time, as if others used its machine."""
     over = threading.Event()
 
     def hinder() -> None:

@@ -69,7 +69,7 @@ def test_the_page_of_a_run_in_a_browser(terminals: Terminals) -> None:
 
 
 def check_keyboard(page: Any) -> None:
-    """Tab reaches each control in the order of the page, and each one shows that it has the focus."""
+    """Assert that Tab reaches each control in the order of the page, and that each shows that it has the focus."""
     places, count = list[int](), 1
     while len(places) < count:
         page.keyboard.press("Tab")
@@ -81,7 +81,7 @@ def check_keyboard(page: Any) -> None:
 
 
 def check_renewals(page: Any) -> None:
-    """Figures are renewed under a reader: the chart that has the focus waits, another is replaced, a text stays."""
+    """Assert that figures are renewed under a reader: a chart with the focus waits, another is replaced, text stays."""
     for reachable in ("#page figure svg", "#page details summary"):
         page.evaluate("(first) => { window.read = document.querySelector(first); window.read.focus(); }", reachable)
         page.evaluate("window.other = document.querySelectorAll('#page figure svg')[3]")
@@ -95,7 +95,7 @@ def brightness(page: Any, property_: str) -> float:
 
 
 def opened(terminals: Terminals, directory: Path) -> str:
-    """The address of a dashboard of the run."""
+    """Yield the address of a dashboard of the run."""
     dashboard = terminals.open("dashboard", "dashboard", directory, "--port", "0", "--json")
     wait_until(lambda: "}" in dashboard.said)
     url: str = json.loads(dashboard.said.splitlines()[0])["url"]
@@ -103,14 +103,14 @@ def opened(terminals: Terminals, directory: Path) -> str:
 
 
 class Browser:
-    """A Chromium that notes what its pages complain of."""
+    """A Chromium that notes the errors and warnings of its pages."""
 
     def __init__(self, chromium: Any, root: Path) -> None:
         self._chromium, self._root = chromium, root
         self.complaints: list[str] = []
 
     def open(self, url: str, **options: Any) -> Any:
-        """The page, once it has drawn the run."""
+        """Return the page, once it has drawn the run."""
         page = self._chromium.new_context(**options).new_page()
         page.on("console", self._note)
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
@@ -123,7 +123,7 @@ class Browser:
             self.complaints.append(said.text)
 
     def shoot(self, page: Any, name: str) -> None:
-        """Keeps a picture below the test's directory."""
+        """Keep a picture below the test's directory."""
         page.screenshot(path=self._root / f"{name}.png", full_page=True)
 
 

@@ -1,4 +1,4 @@
-"""A killed run goes on under other settings: those that may change, and those that may where all is generated anew."""
+"""A killed run goes on under other settings: those that may always change, and those that need all samples anew."""
 
 import signal
 from pathlib import Path
@@ -92,7 +92,7 @@ def groups_of(line: Line) -> int:
 
 
 def check(terminals: Terminals, *, steps: int) -> None:
-    """Every step was trained, no trajectory twice in the lineage, none above the bound of its time."""
+    """Assert that every step was trained, no trajectory twice in the lineage, none above the bound of its time."""
     found = trained(terminals)
     assert [line["step"] for line in found] == list(range(steps))
     tids = [tid for line in found for tid in line["tids"]]

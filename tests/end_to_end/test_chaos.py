@@ -1,4 +1,4 @@
-"""The chaos benchmark: the product passes a short trial, the audit finds every fault, protections can be taken out."""
+"""The chaos benchmark: the product passes a short trial, the audit finds every fault, protections can be removed."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ from learner.data.prompts.cursor import group_at
 from tests.broker.scenario import begin, rules
 
 STEPS = 6
-"""Of the trails below; step k trains group k."""
+"""The number of steps of the trails below; step k trains group k."""
 WRITER = """
 import sys
 while True:
@@ -54,15 +54,17 @@ while True:
     sys.stdin.readline()
 """
 EVENTFUL = 18669
-"""A seed that kills a worker, the server and the learner, wakes a leftover, sends a pill and floods within two seconds;
-workers take part in broadcasts."""
+"""A seed of a trial in which much happens within two seconds, while workers take part in broadcasts.
+
+It kills a worker, the server and the learner, wakes a leftover, sends a pill and floods.
+"""
 SPANS = (VersionSpan(0, 5, WeightVersion(1, 3)),)
 FIRST_WEIGHTS = Beginning()
 CLEAN = dict.fromkeys(MUST_BE_ZERO, 0)
 
 
 def test_a_short_trial_loses_nothing() -> None:
-    """In a process of its own, as it leaves behind the server that forks its workers."""
+    """The trial runs in a process of its own, because it leaves behind the server that forks its workers."""
     command = [sys.executable, "-m", "benchmarks.chaos", "--seed", str(EVENTFUL), "--minutes", "0.1"]
     trial = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     assert trial.returncode == 0, trial.stdout + trial.stderr
@@ -129,7 +131,7 @@ def test_a_pill_is_poison_and_no_damage(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", PILLS)
 def test_every_pill_is_told_from_an_honest_sample(kind: str) -> None:
-    """By its author; those whose segments others go on after, by their content too."""
+    """Its author tells it; a pill whose segments another worker may continue differs in its content too."""
     prompt, honest = generated(TrajectoryId(group_at((0, 7)), 0, 1))
     pill = PILLS[kind](msgspec.structs.replace(honest, worker=f"{HOSTILE}-1"))
     assert is_pill(pill)
@@ -253,7 +255,7 @@ def step(
     incarnation: int = 1,
     digest: str = "",
 ) -> StepRecord:
-    """One step that trains one group of tokens, which incarnation 1 sampled `lag` steps before."""
+    """Return one step that trains one group of tokens, which incarnation 1 sampled `lag` steps before."""
     name, spans = (
         group_at((0, number if group is None else group)),
         (VersionSpan(0, 5, WeightVersion(1, number - lag)),),
@@ -271,13 +273,13 @@ def leave_trail(
 
 
 def counts(directory: Path, author: str, steps: int = STEPS) -> dict[str, int]:
-    """The audit of a checkpoint that this learner saved."""
+    """Return the audit of a checkpoint that this learner saved."""
     found: Audit = audit(Lineage.of(Beginning(author, steps), directory), directory, STEPS)
     return {name: getattr(found, name) for name in CLEAN}
 
 
 def counts_with(directory: Path, *of_step_3: Trained) -> dict[str, int]:
-    """The audit of a run whose fourth step trained these among its samples."""
+    """Return the audit of a run whose fourth step trained these among its samples."""
     record = step(3)
     others = record.trained[len(of_step_3) :]
     third = StepRecord(record.version, record.digest, (*of_step_3, *others))
@@ -286,7 +288,7 @@ def counts_with(directory: Path, *of_step_3: Trained) -> dict[str, int]:
 
 
 def generated(tid: TrajectoryId, weights: str = WEIGHTS) -> tuple[Prompt, Trajectory]:
-    """What an engine makes of a sample."""
+    """Return a prompt and its sample as an engine generates it."""
     text = text_of(int(tid.group[-8:]))
     prompt = Prompt(
         group=tid.group,

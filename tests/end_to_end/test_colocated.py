@@ -1,4 +1,4 @@
-"""Learner and engines in turns: never both on the device, whoever is killed or stopped, and the run reaches its end."""
+"""Learner and engines take turns on the device, never both at once, and the run ends in spite of kills and stops."""
 
 import os
 import shutil
@@ -62,8 +62,10 @@ class Run:
         return events(self._witnessed)
 
     def until(self, is_it: Callable[[Event], bool], after: int = 0, times: int = 1) -> Event:
-        """The event of which it is so for the last of so many times, when so many are there already. It looks seldom
-        enough to leave the cores to the run."""
+        """Return the event of this kind that is the last of so many, when so many are there already.
+
+        It polls seldom enough to leave the cores to the run.
+        """
         deadline = time.monotonic() + DEADLINE_S
         while True:
             found = [event for event in self.events()[after:] if is_it(event)]
@@ -74,14 +76,14 @@ class Run:
             time.sleep(0.01)
 
     def check(self) -> None:
-        """Trained as it should be, and nobody was on the device with anybody else."""
+        """Assert that the run trained as it should, and that learner and engines were never on the device together."""
         check_trained(self.directory, steps=self._steps, trajectories_per_step=16, max_lag=self._max_lag)
         for path in self.home.glob("events*"):
             check_turns(events(path))
 
 
 def check_turns(found: list[Event]) -> None:
-    """Engines are there, and sample, only while every rank of the learner has left."""
+    """Assert that engines are there, and sample, only while every rank of the learner has left."""
     there, asleep = set[int](), set[int]()
     for event in found:
         match event.what:
@@ -161,7 +163,7 @@ def test_ctrl_c_in_each_phase_ends_in_order(terminals: Terminals, phase: str) ->
 def test_a_learner_that_is_stopped_while_the_broker_is_away_leaves_the_device_to_engines(
     terminals: Terminals, server: EmbeddedServer
 ) -> None:
-    """They stay awake then, as long as the broker is away."""
+    """The engines stay awake as long as the broker is away."""
     run = Run(terminals, max_lag=0, steps=4, tokens=60, ranks=RANKS, url=server.url)
     headway = run.start()
     run.until(lambda event: event.what == "back")

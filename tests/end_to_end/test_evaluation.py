@@ -1,4 +1,4 @@
-"""Workers evaluate beside training: at set steps, with one version each, whatever happens to a worker meanwhile."""
+"""Workers evaluate beside training, at set steps and with one version each, even if a worker dies meanwhile."""
 
 import json
 import signal
@@ -118,7 +118,7 @@ def recipe_of(terminals: Terminals, **checkpoint: object) -> Path:
 
 
 def until_all_are_leased(auditor: Auditor, terminals: Terminals) -> int:
-    """Wait until two workers share what is left of an evaluation, and return its step."""
+    """Wait until two workers share the rest of an evaluation, and return its step."""
     deadline = time.monotonic() + DEADLINE_S
     while (step := shared_step(auditor.look())) is None:
         terminals.check()
@@ -136,7 +136,7 @@ def shared_step(audit: Audit) -> int | None:
 
 
 def measured_alone(terminals: Terminals, recipe: Path, checkpoint: Path) -> dict[str, float]:
-    """What `headway eval` says of a checkpoint."""
+    """Return the result of `headway eval` on a checkpoint."""
     alone = terminals.open(
         f"alone-{checkpoint.name}", "eval", recipe, "--checkpoint", checkpoint, "--json", **sees(terminals)
     )

@@ -1,4 +1,4 @@
-"""A run's commands in other hands: a launcher of the user's own starts them, and people paste them."""
+"""A user's own launcher starts a run's commands, and a user pastes them into shells."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 
 def dry_run(home: Path, recipe: Path, machine: dict[str, str]) -> list[dict[str, Any]]:
-    """The commands of this recipe."""
+    """Return the commands that a dry run of this recipe prints."""
     answer = subprocess.run(
         [HEADWAY, "run", recipe, "--dry-run", "--json"],
         cwd=home,
@@ -103,7 +103,7 @@ def test_what_a_dry_run_prints_is_a_run_when_it_is_pasted(terminals: Terminals, 
 
 @contextmanager
 def pasted(line: str, environment: Mapping[str, str]) -> Iterator["subprocess.Popen[str]"]:
-    """A shell that runs it, until the end of the block."""
+    """Yield a shell that runs the line, until the end of the block."""
     log = subprocess.PIPE if " broker " in line else None
     with subprocess.Popen(["sh", "-c", line], env=environment, stdout=log, text=True, start_new_session=True) as shell:
         try:

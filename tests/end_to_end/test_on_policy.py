@@ -1,4 +1,4 @@
-"""max_lag 0 is exactly on-policy: engines hold the learner's weights, to the last bit that matters."""
+"""max_lag 0 is exactly on-policy: engines hold the learner's weights to the last bit that matters."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def test_without_lag_every_ratio_is_one(terminals: Terminals, temperature: float
     run = terminals.root / "run" / "runs" / "tiny"
     check_trained(run, steps=STEPS, trajectories_per_step=16, max_lag=0)
     for step in lines(run / "metrics.jsonl"):
-        assert step["grad_norm"] > 0 or step["reward_std"] == 0  # the weights did change from step to step
+        assert step["grad_norm"] > 0 or step["reward_std"] == 0  # the weights changed from step to step
         assert step["algorithm"]["ratio_max_deviation"] <= 1e-4
         assert step["lag_histogram"] == {"0": 16}
         assert step["mixed_version_trajectories"] == 0

@@ -1,4 +1,4 @@
-"""Workers of another version of Headway: they are named wherever people look, and are not started again in vain."""
+"""Workers of another version of Headway are named in every place where users look, and are not restarted in vain."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ PACKAGES = ("algorithms", "broker", "deploy", "learner", "rollout_workers", "wei
 
 
 def other_version(directory: Path) -> dict[str, str]:
-    """Returns the environment of a machine with another version: one of its scripts has a line more."""
+    """Return the environment of a machine with another version, one of whose scripts has a line more."""
     for package in PACKAGES:
         shutil.copytree(ROOT / package, directory / package, ignore=shutil.ignore_patterns("__pycache__"))
     with (directory / "broker/scripts/lease.lua").open("a") as script:

@@ -1,4 +1,4 @@
-"""A run is started anew under its old name while a worker of the abandoned one goes on: it joins the new run."""
+"""A run is started anew under its name while a worker of the abandoned run goes on; the worker joins the new run."""
 
 import os
 import signal
@@ -65,10 +65,10 @@ def is_up(info: WorkerInfo) -> bool:
 
 
 def starts_of(terminal: Terminal) -> int:
-    """How often its engine came up."""
+    """Return how often the worker's engine came up."""
     return terminal.said.count("engine embedded is up")
 
 
 def checkpoints(run: Path) -> set[str]:
-    """The incarnations that left one."""
+    """Return the incarnations that left a checkpoint."""
     return {name for name in os.listdir(run / "checkpoints") if name.isdecimal()}

@@ -1,4 +1,4 @@
-"""One's own rewards and prompts: two ranks train on them; what hangs or exits costs samples, or the run."""
+"""Two ranks train on a user's own rewards and prompts; code of them that hangs or exits costs samples, or the run."""
 
 import json
 from typing import Any
@@ -58,13 +58,16 @@ from pathlib import Path
 BAD = Path(__file__).with_name("bad")
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    with suppress(FileExistsError), BAD.open("x") as bad:  # of several processes, one is the first
+    with suppress(FileExistsError), BAD.open("x") as bad:  # one of several processes is the first
         bad.write(solution_str)
     if BAD.read_text() == solution_str:
         os._exit(0)
     return solution_str.count("7") / 16
 """
-"""It always ends on the first response that it is given, and on no other: three in a row would end the run."""
+"""The source of a reward that ends its process on its first response, and on no other.
+
+Three in a row would end the run.
+"""
 
 
 def test_a_reward_that_ends_its_process_costs_the_samples_that_make_it_do_so(terminals: Terminals) -> None:

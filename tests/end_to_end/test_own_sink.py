@@ -1,4 +1,4 @@
-"""One's own metric sink, from outside of the repository: a run tells it what it tells its own record."""
+"""A user's own metric sink, from outside of the repository, gets the same events as the run's own record."""
 
 import json
 

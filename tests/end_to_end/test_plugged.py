@@ -1,4 +1,4 @@
-"""An engine and a transport that lie outside of this repository, named by import path: a run trains with them."""
+"""A run trains with an engine and a transport from outside of this repository, named by import path."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Pools that grow, shrink, die and join while one run goes on, at the word of other terminals."""
+"""Pools grow, shrink, die and join while one run goes on, when commands in other terminals ask for it."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ pytestmark = [*VLLM, pytest.mark.timeout(900)]
 
 STEPS = 120
 WIDER = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 128, "moe_intermediate_size": 64}
-"""vLLM's CPU kernels have no smaller heads, and pad smaller experts."""
+"""Sizes for vLLM's CPU kernels, which have no smaller heads and pad smaller experts."""
 
 
 def test_pools_of_two_engines_are_scaled_killed_and_drained_and_the_run_completes(terminals: Terminals) -> None:
@@ -83,7 +83,7 @@ def scale(terminals: Terminals, *arguments: str, **environment: str) -> None:
 
 
 def of_pool(status: RunStatus, terminal: Terminal) -> list[WorkerInfo]:
-    """Returns the living workers below the supervisor in this terminal, by process id."""
+    """Return the living workers below the supervisor in this terminal, by process id."""
     found = []
     for info in status.workers:
         with suppress(psutil.NoSuchProcess):
@@ -101,5 +101,5 @@ def busy(status: RunStatus, terminal: Terminal) -> list[WorkerInfo]:
 
 
 def has(is_so: Callable[[PoolInfo], bool]) -> Callable[[RunStatus], bool]:
-    """Whether it is so of the pool `main`."""
+    """Return a predicate that holds where this is so of the pool `main`."""
     return lambda status: any(pool.pool == "main" and is_so(pool) for pool in status.pools)

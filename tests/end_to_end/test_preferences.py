@@ -1,5 +1,7 @@
-"""Supervised training, then preference optimization: on pairs of a file, with a kill, and on pairs of live samples; and
-distillation, by which the model that this makes teaches the one that it was."""
+"""Supervised training, then preference optimization, on pairs of a file with a kill, and on pairs of live samples.
+
+Distillation follows, in which the resulting model teaches the one from which it started.
+"""
 
 import json
 import shutil
@@ -22,12 +24,12 @@ STEPS = 60
 ONLINE_STEPS = 12
 TAUGHT_STEPS = 20
 SAMPLES = 32 * 8
-"""Samples of a step of online-dpo.yaml."""
+"""The number of samples of a step of online-dpo.yaml."""
 
 
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory, machine: dict[str, str]) -> Iterator[Path]:
-    """The directory of a run whose warm-up is done; it takes nearly all of the time."""
+    """Return the directory of a run whose warm-up is done; it takes nearly all of the time."""
     opened = Terminals(tmp_path_factory.mktemp("warm"), machine)
     directory = opened.directory("warm")
     _write_pairs(directory / "pairs.jsonl")
@@ -38,7 +40,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory, machine: dict[str, str]) -> I
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, machine: dict[str, str], warm: Path) -> Iterator[Path]:
-    """The directory of that run once its pairs are trained, too."""
+    """Return the directory of that run once its pairs are trained, too."""
     opened = Terminals(tmp_path_factory.mktemp("whole"), machine)
     directory = opened.directory("whole")
     shutil.copytree(warm, directory, dirs_exist_ok=True)
@@ -72,7 +74,7 @@ def test_preferences_raise_the_pass_rate_and_a_killed_stage_leaves_the_same_mode
 
 
 def test_the_best_and_the_worst_sample_of_each_group_raise_the_pass_rate(terminals: Terminals, warm: Path) -> None:
-    """The shipped recipe's rl stage, from the same warm-up."""
+    """The run has the shipped recipe's rl stage, from the same warm-up."""
     options = (f"model.path={_model(warm)}", "stages=[{kind: rl}]", f"learner.steps={ONLINE_STEPS}")
     terminals.open("online", "run", "online-dpo.yaml", *options).succeeds()
     run = terminals.directory("online") / "runs" / "online-dpo"
@@ -92,7 +94,7 @@ def test_the_best_and_the_worst_sample_of_each_group_raise_the_pass_rate(termina
 def test_a_student_becomes_as_good_as_its_teacher_by_the_teachers_logprobs_of_its_own_answers(
     terminals: Terminals, warm: Path, whole: Path
 ) -> None:
-    """The shipped recipe's rl stage, in which no reward is trained; the tuned model teaches the one that it was."""
+    """The run has the shipped recipe's rl stage, in which no reward is trained; the tuned model is the teacher."""
     options = (f"model.path={_model(warm)}", "stages=[{kind: rl}]", f"teacher.path={_tuned(whole)}")
     terminals.open("taught", "run", "distill.yaml", *options, f"learner.steps={TAUGHT_STEPS}").succeeds()
     run = terminals.directory("taught") / "runs" / "distill"
@@ -118,17 +120,17 @@ def test_a_student_becomes_as_good_as_its_teacher_by_the_teachers_logprobs_of_it
 
 
 def _tuned(directory: Path) -> Path:
-    """The model that the pairs have made."""
+    """Return the model that was trained on the pairs."""
     return directory / "runs" / "dpo" / "stages" / "2-dpo"
 
 
 def _pass_rate(path: Path) -> float:
-    """What a stage's mark says of its model."""
+    """Return the pass rate in a stage's mark."""
     return float(json.loads(path.read_text())["pass_rate"])
 
 
 def _model(directory: Path) -> Path:
-    """The warm-up's model."""
+    """Return the warm-up's model."""
     return directory / "runs" / "dpo" / "sft"
 
 
@@ -137,7 +139,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _write_pairs(path: Path) -> None:
-    """Right chains and careless ones, of no held-out prompt, as TRL's files have them."""
+    """Write right and careless chains, of no held-out prompt, in TRL's format."""
     pairs = arithmetic_pairs({"records": 4096}, seed=1, where="pairs")
     rows = [{"prompt": pair.prompt, "chosen": pair.chosen, "rejected": pair.rejected} for pair in pairs]
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))

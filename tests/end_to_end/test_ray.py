@@ -1,4 +1,4 @@
-"""`headway ray up` on a cluster of several nodes: workers are added with the nodes, a node is lost, the run goes on."""
+"""`headway ray up` on a cluster of several nodes adds workers with the nodes, and the run survives a node's loss."""
 
 import signal
 import tempfile
@@ -31,18 +31,18 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @pytest.fixture
 def cluster() -> Iterator[Any]:
-    """A cluster whose head has room for the learner alone."""
+    """Yield a cluster whose head has room for the learner alone."""
     with ray_cluster(num_cpus=1) as opened:
         yield opened
 
 
 def pids(status: RunStatus) -> set[int]:
-    """The processes of the workers."""
+    """Return the process ids of the workers."""
     return {worker.pid for worker in status.workers}
 
 
 def learner_of(run: Path) -> int:
-    """The process of the learner, wherever Ray has put it."""
+    """Return the learner's process id, on whichever node Ray has put it."""
     arguments = ["learner", str(run / "config.yaml")]
     found = [one.pid for one in psutil.process_iter() if " ".join(arguments) in " ".join(_arguments(one))]
     assert len(found) == 1
@@ -66,7 +66,7 @@ def test_a_run_on_ray_grows_with_its_nodes_and_outlives_one(cluster: Any, termin
         cluster.add_node(num_cpus=1)
         watch.until_step(1)
         learner = learner_of(run)
-        with paused(learner):  # so that the run does not end meanwhile
+        with paused(learner):  # the run must not end meanwhile
             terminals.open("run", "scale", "3").succeeds()
             lost = cluster.add_node(num_cpus=2)
             three = pids(watch.until("three workers are there", lambda status: len(pids(status)) == 3))
@@ -100,8 +100,8 @@ def test_the_autoscaler_grows_a_pool_on_the_nodes_of_its_resource(cluster: Any, 
         scaler = terminals.open("run", "autoscale", *told)
         two = watch.until("it has grown", lambda status: len(pids(status)) == 2)
         assert len({raylet_of(pid) for pid in pids(two)}) == 2
-        for stopped in (scaler, headway):  # the server that the one asks ends with the other
-            terminals.expect_failure(stopped)  # its code says that it was stopped
+        for stopped in (scaler, headway):  # the scaler's server ends with the run
+            terminals.expect_failure(stopped)  # its exit code says that it was stopped
             stopped.send(signal.SIGTERM)
             stopped.wait()
     steps = summary(home / "runs" / "tiny")["steps"]
@@ -112,6 +112,6 @@ def test_the_autoscaler_grows_a_pool_on_the_nodes_of_its_resource(cluster: Any, 
 def test_without_a_cluster_a_ray_is_started_that_ends_with_the_run(terminals: Terminals) -> None:
     home = terminals.directory("run")
     recipe = write_recipe(home, learner={"steps": 2}, workers={"count": 1})
-    with tempfile.TemporaryDirectory(prefix="ray-") as short:  # for the paths of Ray's sockets
+    with tempfile.TemporaryDirectory(prefix="ray-") as short:  # paths of Ray's sockets must be short
         terminals.open("run", "ray", "up", recipe, RAY_TMPDIR=short).succeeds()
     check_trained(home / "runs" / "tiny", steps=2, trajectories_per_step=16, max_lag=2)

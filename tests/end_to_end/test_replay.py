@@ -1,4 +1,4 @@
-"""A run is replayed offline from its log: the same bits with the same settings, another outcome with another loss."""
+"""A run is replayed offline from its log: the same settings give the same bits, another loss gives another outcome."""
 
 import json
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def terminals(tmp_path_factory: pytest.TempPathFactory, machine: dict[str, str]) -> Iterator[Terminals]:
-    """One for all tests of this file: they replay the same run."""
+    """Yield one set of terminals for all tests of this file, which replay the same run."""
     opened = Terminals(tmp_path_factory.mktemp("replay"), machine)
     yield opened
     opened.close()
@@ -25,7 +25,7 @@ def terminals(tmp_path_factory: pytest.TempPathFactory, machine: dict[str, str])
 
 @pytest.fixture(scope="module")
 def run(terminals: Terminals) -> Path:
-    """A finished run whose broker is gone."""
+    """Return a finished run whose broker is gone."""
     recipe = write_recipe(
         terminals.directory("run"), learner={"steps": STEPS}, checkpoint={"every_steps": 3}, workers={"count": 1}
     )
@@ -34,7 +34,7 @@ def run(terminals: Terminals) -> Path:
 
 
 def report(terminal: Terminal) -> Line:
-    """The JSON object at the end of what it said."""
+    """Return the JSON object at the end of the output."""
     said = terminal.said
     found: Line = json.loads(said[said.index("\n{\n") :])
     return found
@@ -69,7 +69,7 @@ def test_another_loss_gives_other_weights_and_says_so(run: Path, terminals: Term
 
 
 def test_a_replay_that_is_not_the_run_is_a_failure(run: Path, terminals: Terminals) -> None:
-    """Whatever the reason: here one figure of the run is another."""
+    """A replay may differ for any reason; in this test one figure of the run is another."""
     metrics = run / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"grad_norm":', '"grad_norm":1', 1))
     replaying = terminals.open("run", "replay", "tiny", "--steps", "1")

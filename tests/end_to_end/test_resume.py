@@ -1,4 +1,4 @@
-"""A learner is killed and resumed: nothing is trained twice, nothing regresses, and no bit is different."""
+"""A learner is killed and resumed: it trains nothing twice, no version regresses, and no bit is different."""
 
 import signal
 from pathlib import Path

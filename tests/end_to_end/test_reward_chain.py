@@ -1,4 +1,4 @@
-"""Supervised fine-tuning, a reward model, PPO with it: the shipped recipe, killed in each stage and resumed."""
+"""Supervised fine-tuning, a reward model, and PPO with it: the shipped recipe, killed in each stage and resumed."""
 
 import signal
 import time
@@ -76,7 +76,7 @@ def test_a_chain_that_is_killed_in_each_stage_ends_with_a_better_policy(terminal
 
 
 def test_ppo_on_megatron_computes_what_fsdp_computes_though_it_is_killed(terminals: Terminals) -> None:
-    """Policy, reference and a critic that starts from the reward model, each over two pipeline stages."""
+    """Policy, reference and a critic that starts from the reward model are each split over two pipeline stages."""
     home = terminals.directory("run")
     save_model(home / "rm", scores=True)
     model = str(home / "rm")
@@ -109,14 +109,14 @@ def test_ppo_on_megatron_computes_what_fsdp_computes_though_it_is_killed(termina
 
 
 def _replayed_by_fsdp(recipe: Recipe, run: Path) -> tuple[list[TrainedStep], Updater]:
-    """The run's batches, trained by an uninterrupted learner of one process."""
+    """Train the run's batches with an uninterrupted learner of one process."""
     learner = msgspec.structs.replace(recipe.learner, backend="fsdp", processes=1, layout=LayoutConfig())
     again = _opened(msgspec.structs.replace(recipe, learner=learner))
     return list(replay(again, ExperienceLog(run / EXPERIENCE), range(FEW))), again
 
 
 def _kill(terminal: Terminal, record: Path, steps: int) -> None:
-    """SIGKILL to the command once the record has so many steps."""
+    """Send SIGKILL to the command once the record has so many steps."""
     _kill_once(terminal, lambda: record.exists() and len(record.read_text().splitlines()) >= steps)
 
 
@@ -131,7 +131,7 @@ def _kill_once(terminal: Terminal, is_due: Callable[[], bool]) -> None:
 
 
 def _opened(recipe: Recipe, checkpoint: Path | None = None) -> Updater:
-    """What trains policy and critic, with the models that the recipe starts from, or those of a checkpoint."""
+    """Open the updater of policy and critic, with the recipe's models or those of a checkpoint."""
     seed_generators(recipe.run.seed)
     backend = recipe_backend(recipe)
     updater = recipe_updater(recipe, backend, Ranks.of(backend))
@@ -151,7 +151,7 @@ def _equal(left: Updater, right: Updater) -> bool:
 
 
 def _tensors(model: Any) -> dict[str, torch.Tensor]:
-    """Parameters, moments and step counters."""
+    """Return parameters, moments and step counters."""
     tensors = dict(model._module.named_parameters())
     for name, parameter in tuple(tensors.items()):
         tensors |= {f"{name}.{key}": value for key, value in model._optimizer.state[parameter].items()}
@@ -159,5 +159,5 @@ def _tensors(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _right(model: Path) -> float:
-    """The share of held-out prompts that the model answers rightly, by the task's own rule."""
+    """Return the share of held-out prompts that the model answers rightly, by the task's own rule."""
     return evaluate_checkpoint(load_recipe(RECIPE, BY_THE_RULE), model, None).pass_rate

@@ -1,5 +1,8 @@
-"""`headway run` with a reward model: it starts the scorer, and starts it again when it is killed. The run trains the
-weighted, normalized sum of the model's scores and a rule's, or the pairs that the model alone chooses."""
+"""`headway run` with a reward model starts the scorer, and starts it again when it is killed.
+
+The run trains the weighted, normalized sum of the model's scores and a rule's, or the pairs that the model alone
+chooses.
+"""
 
 import os
 import signal
@@ -84,6 +87,6 @@ def test_a_reward_model_chooses_the_pairs_of_online_dpo_and_its_scorer_may_be_ki
 
 
 def taken(run: Path, step: int, *, count: int) -> list[tuple[Trajectory, ...]]:
-    """The samples of each of the step's groups, as the learner logged them."""
+    """Return the samples of each of the step's groups, as the learner logged them."""
     groups = read_first_groups(run / "experience" / f"step_{step}.zst", "", step, count)
     return [tuple(group.trajectories) for group in groups]

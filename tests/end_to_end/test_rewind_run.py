@@ -1,4 +1,4 @@
-"""A learner goes back: it trains the logged batches again to the last bit, or has them generated anew."""
+"""A learner goes back: it trains the logged batches again to the last bit, or has workers generate them anew."""
 
 import shutil
 import signal
@@ -28,7 +28,7 @@ BACK, REACHED = 3, 5
 
 
 def first_learner(terminals: Terminals, url: str) -> list[Line]:
-    """One that has come to an end at REACHED, with a checkpoint at BACK; what it trained."""
+    """Run a learner to its end at REACHED, with a checkpoint at BACK, and return the lines that it trained."""
     with scripted_worker(url, terminals) as worker:
         learner = start_learner(terminals, url, f"learner.steps={REACHED}")
         worker.answer(range(REACHED))
@@ -81,7 +81,7 @@ def test_a_learner_that_lost_its_server_too_ends_with_the_same_bits(
 
 def test_what_the_checkpoint_lacks_is_generated_anew(terminals: Terminals, url: str) -> None:
     before = first_learner(terminals, url)
-    steps = range(BACK, BACK + 3)  # those that may be sampled by weights which both branches have in common
+    steps = range(BACK, BACK + 3)  # weights that both branches share may have sampled these
     with scripted_worker(url, terminals) as worker:
         arguments = ("--resume", "--rewind-to", f"{BACK}", "--regenerate", f"learner.steps={steps.stop}")
         learner = start_learner(terminals, url, *arguments)

@@ -1,4 +1,4 @@
-"""The learner trains each token with the experts that the engine gave it: from engine to update, and in a whole run."""
+"""The learner trains each token with the experts that the engine gave it, from engine to update and in a whole run."""
 
 import dataclasses
 from pathlib import Path
@@ -28,7 +28,7 @@ from .terminals import Terminals
 
 SAMPLES, TOKENS, STEPS = 6, 60, 3
 MANY_EXPERTS = {**MODEL["random"]["config"], "num_experts": 32, "num_experts_per_tok": 4}
-"""So that some choices are near ties."""
+"""A configuration of so many experts that some choices are near ties."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 
 async def sampled(model: ModelConfig, dtype: Any) -> list[Trajectory]:
-    """By an engine of this number format, as they reach the learner."""
+    """Return samples of an engine of this number format, as they reach the learner."""
     config = EngineConfig(max_concurrent=4, max_model_len=128, dtype=dtype)
     engine = open_engine(config, Path(model.path), seed=0)
     frames = []
@@ -74,7 +74,7 @@ def lease(asked: GenerationRequest) -> Lease:
 
 
 def seen_by_the_learner(model: ModelConfig, batch: PackedBatch) -> tuple[float, float]:
-    """Mean absolute difference of its logprobs from the engine's; the share of choices that are not its own."""
+    """Return the mean absolute difference of the learner's logprobs from the engine's, and the share of new choices."""
     backend = open_backend("fsdp", model, OptimizerConfig())
     (logprobs_T,) = backend.logprobs([batch], 1.0)
     gap = float(((logprobs_T - batch.behavior_logprobs_T).abs() * batch.loss_mask_T).sum() / batch.loss_mask_T.sum())

@@ -1,4 +1,4 @@
-"""`headway run`: a model is warmed up and learns, through a killed worker, Ctrl-C and --resume; then all over again."""
+"""`headway run` warms a model up and trains it, through a killed worker, Ctrl-C and --resume; then all over again."""
 
 import json
 import os
@@ -30,7 +30,7 @@ CARELESS = {"error_rate": 0.4, "skip_rate": 0.5}
 
 @pytest.fixture(scope="module")
 def terminals(tmp_path_factory: pytest.TempPathFactory, machine: dict[str, str]) -> Iterator[Terminals]:
-    """One for all tests of this file: they look at the same run as it goes on."""
+    """Yield one set of terminals for all tests of this file, which look at the same run as it goes on."""
     opened = Terminals(tmp_path_factory.mktemp("run"), machine)
     yield opened
     opened.close()
@@ -38,7 +38,7 @@ def terminals(tmp_path_factory: pytest.TempPathFactory, machine: dict[str, str])
 
 @pytest.fixture(scope="module")
 def recipe(terminals: Terminals) -> Path:
-    """One operation, which a dense layer learns in seconds, and then to be careless."""
+    """Write a recipe with one operation, which a dense layer learns in seconds, and then learns to be careless."""
     random = MODEL["random"]
     sizes = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128, "num_hidden_layers": 1}
     shape = {name: size for name, size in random["config"].items() if "expert" not in name and "moe" not in name}
@@ -71,7 +71,7 @@ def run(terminals: Terminals) -> Path:
 
 @pytest.fixture(scope="module")
 def interrupted(terminals: Terminals, recipe: Path, run: Path) -> Line:
-    """summary.json of a run that has lost a worker and was then stopped by Ctrl-C."""
+    """Return summary.json of a run that lost a worker and was then stopped by Ctrl-C."""
     headway = terminals.open("run", "run", recipe)
     with attached(terminals, headway, run) as watch:
         victim = watch.until_step(1).workers[0].pid
@@ -86,7 +86,7 @@ def interrupted(terminals: Terminals, recipe: Path, run: Path) -> Line:
 
 @pytest.fixture(scope="module")
 def resumed(interrupted: Line, terminals: Terminals, recipe: Path, run: Path) -> Path:
-    """The directory of the same run at its end."""
+    """Return the directory of the same run at its end."""
     terminals.open("run", "run", recipe, "--resume").succeeds()
     return run
 
@@ -167,6 +167,6 @@ def is_replaced(status: RunStatus, victim: int) -> bool:
 
 
 def learner_below(headway: Terminal) -> int:
-    """The process id of the one child that is called as a learner."""
+    """Return the process id of the only child that runs as a learner."""
     [pid] = [child.pid for child in psutil.Process(headway.pid).children() if "learner" in child.cmdline()]
     return pid

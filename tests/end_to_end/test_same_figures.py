@@ -63,12 +63,12 @@ class Views:
     tensorboard: dict[str, dict[int, float]]
     """Each curve's values by step."""
     answers: dict[str, list[Any]]
-    """What a Prometheus server answers to the queries of the dashboard and of the alerts; empty without a server."""
+    """Answers of a Prometheus server to the queries of the dashboard and of the alerts; empty without a server."""
 
 
 @pytest.fixture(scope="module")
 def views(tmp_path_factory: pytest.TempPathFactory, machine: dict[str, str]) -> Iterator[Views]:
-    """All views of the same moment."""
+    """Yield all views of the same moment."""
     terminals = Terminals(tmp_path_factory.mktemp("figures"), machine)
     try:
         yield of_a_run(terminals)
@@ -96,7 +96,7 @@ def of_a_run(terminals: Terminals) -> Views:
 
 @contextmanager
 def straggling(run: Path) -> Iterator[None]:
-    """A worker that holds one sample and never finishes it."""
+    """Hold one sample as a worker that never finishes it."""
     found = newest_endpoint(run.parent)
     blocking = BlockingBroker(url_as(Role.WORKER, found.url), found.run)
     leases = blocking.broker.leases
@@ -114,7 +114,7 @@ def straggling(run: Path) -> Iterator[None]:
 
 
 def at_rest(watch: Watch) -> None:
-    """Until nothing has changed for a while but the straggler's lease."""
+    """Wait until nothing has changed for a while but the straggler's lease."""
     before: list[Any] = [None, time.monotonic()]
 
     def is_still(status: RunStatus) -> bool:
@@ -128,7 +128,7 @@ def at_rest(watch: Watch) -> None:
 
 
 def seen(terminals: Terminals, run: Path, learners_port: int, workers_port: int) -> Views:
-    """Everything as it is now; the learner looks at the queues every 10 s."""
+    """Return all views as they are now; the learner looks at the queues every 10 s."""
     began, url = time.time(), f"http://127.0.0.1:{learners_port}/metrics"
     wait_until(lambda: (figure(scrape(url), "headway_pool_seen_timestamp_seconds") or 0) > began)
     address = dashboard(terminals, run)
@@ -149,7 +149,7 @@ def seen(terminals: Terminals, run: Path, learners_port: int, workers_port: int)
 
 
 def of_workers_ports(port: int) -> Iterator[int]:
-    """The ports at which workers answer."""
+    """Yield the ports at which workers answer."""
     for one in range(port, port + 10):
         with suppress(URLError):
             scrape(f"http://127.0.0.1:{one}/metrics")
@@ -173,7 +173,7 @@ def dashboard(terminals: Terminals, run: Path) -> str:
 
 
 def of_workers(port: int) -> Iterator[tuple[str, dict[Sample, float]]]:
-    """What each worker serves, by its name; each took the first free port."""
+    """Yield the figures that each worker serves, by its name; each took the first free port."""
     for one in range(port, port + 10):
         with suppress(URLError):
             found = scrape(f"http://127.0.0.1:{one}/metrics")
@@ -182,7 +182,7 @@ def of_workers(port: int) -> Iterator[tuple[str, dict[Sample, float]]]:
 
 
 def served(found: dict[Sample, float], families: tuple[Family, ...]) -> dict[str, float | None]:
-    """The families' figures by the names that their fields have elsewhere."""
+    """Return the families' figures by the names that their fields have elsewhere."""
     return {
         name: figure(found, family.name, **({family.label: value} if family.label else {}))
         for family in families
@@ -239,7 +239,7 @@ def test_curves_are_those_of_the_record(views: Views) -> None:
 
 
 def test_curves_of_tensorboard_are_those_of_the_record(views: Views) -> None:
-    """In float32, as TensorBoard stores them."""
+    """The comparison is in float32, in which TensorBoard stores values."""
     found, lines = views.tensorboard, {line["step"]: line for line in views.steps}
     told = {
         tag.removeprefix("step/"): curve for tag, curve in found.items() if tag.removeprefix("step/") in views.steps[0]
@@ -300,7 +300,7 @@ def test_figures_by_lag_are_the_same_everywhere_and_add_up(views: Views) -> None
 
 
 def test_the_same_ages_are_known_everywhere(views: Views) -> None:
-    """They grow from one look to the next, even at rest."""
+    """Ages grow from one look to the next, even at rest."""
     known = {name for name, age_s in views.status["ages"].items() if age_s is not None}
     assert {"oldest_lease_s", "oldest_ready_s", "mean_ready_s"} == known
     assert known == {name for name, age_s in served(views.learner, AGES).items() if age_s is not None}

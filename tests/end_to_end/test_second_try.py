@@ -1,4 +1,4 @@
-"""A run whose environment asks twice, over real processes: what was said in between reaches the learner, untrained."""
+"""A run whose environment asks twice, over real processes: its text in between reaches the learner, untrained."""
 
 import pytest
 

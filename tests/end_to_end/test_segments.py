@@ -1,4 +1,4 @@
-"""Real crashes in the middle of a sample: what was generated before is gone on with, and not by two."""
+"""Real crashes in the middle of a sample: exactly one other worker continues it after its last segment."""
 
 import signal
 import subprocess
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 DEADLINE_S = 60.0
 GOOD_START = 30
-"""Tokens of a sample, after which its worker is struck; most of them are in segments of four by then."""
+"""Tokens of a sample after which the test strikes its worker; by then most of them are in segments of four."""
 BASES = {"killed": 1000, "stalled": 2000, "heir": 3000}
 
 START = Callable[[str, int], subprocess.Popen[bytes]]
@@ -36,7 +36,7 @@ def blocking(url: str, run_name: str) -> Iterator[BlockingBroker]:
 
 @pytest.fixture
 def start(url: str, run_name: str) -> Iterator[START]:
-    """Starts a worker by its name, with a capacity."""
+    """Yield a function that starts a worker by its name, with a capacity."""
     started: list[subprocess.Popen[bytes]] = []
 
     def start_one(name: str, capacity: int) -> subprocess.Popen[bytes]:
@@ -59,7 +59,7 @@ def test_samples_of_a_killed_and_of_a_stalled_worker_are_gone_on_with(blocking: 
     struck = {name: start(name, 1) for name in ("killed", "stalled")}
     heir = start("heir", 2)
     until(lambda: len(workers(blocking)) == 3)
-    # Only now may anybody generate: the two that will be struck get their samples first.
+    # Workers may generate only now: the two that will be struck get their samples first.
     heir.send_signal(signal.SIGSTOP)
     call(broker.versions.announce(owner, manifest()))
     until(lambda: all(generated(blocking, name) >= GOOD_START for name in struck))
@@ -81,7 +81,7 @@ def test_samples_of_a_killed_and_of_a_stalled_worker_are_gone_on_with(blocking: 
 
 
 def resumed(trajectory: Trajectory) -> int:
-    """How many tokens the heir did not have to generate; every token is that of its place, and of one of two."""
+    """Return how many tokens the heir did not generate, and check that each token fits its place and its worker."""
     assert trajectory.worker == "heir"
     tokens = trajectory.response_tokens.tolist()
     owners = [token // 1000 * 1000 for token in tokens]
@@ -111,13 +111,13 @@ def workers(blocking: BlockingBroker) -> dict[str, WorkerInfo]:
 
 
 def taken_groups(blocking: BlockingBroker, owner: Owner) -> tuple[Group, ...]:
-    """The groups of step 0; none while they are not ready."""
+    """Return the groups of step 0; none while they are not ready."""
     taken = blocking.call(blocking.broker.batches.take(owner, 0, 1))
     return taken.groups if isinstance(taken, TakenBatch) else ()
 
 
 def generated(blocking: BlockingBroker, name: str) -> int:
-    """0 while it is not heard of: a stopped worker's last word is soon forgotten."""
+    """Return the worker's count of tokens; 0 once its last heartbeat has expired."""
     info = workers(blocking).get(name)
     return info.generated_tokens if info else 0
 
@@ -128,7 +128,7 @@ def active(blocking: BlockingBroker, name: str) -> int | None:
 
 
 def until(look: Callable[[], Any]) -> Any:
-    """The first look that shows something."""
+    """Return the first true answer. Raises AssertionError where none comes in time."""
     deadline = time.monotonic() + DEADLINE_S
     while not (seen := look()):
         assert time.monotonic() < deadline, "waited in vain"

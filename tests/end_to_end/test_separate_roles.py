@@ -1,6 +1,6 @@
-"""Four terminals: server, learner and workers are started one by one, on a network and nothing else.
+"""Four terminals start server, learner and workers one by one; they share a network and nothing else.
 
-They come and go meanwhile: a worker joins, one is drained, one is killed.
+Workers come and go meanwhile: one joins, one is drained, one is killed.
 """
 
 import json
@@ -40,7 +40,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         time.sleep(60)
     return {"score": solution_str.count("7") / 16, "length": len(solution_str)}
 """
-"""The reward of the machine that is taken away: it becomes slow once the file `slow` is there."""
+"""The source of the reward on the machine that is taken away: it becomes slow once the file `slow` is there."""
 
 
 def test_workers_come_and_go_and_the_run_completes(terminals: Terminals) -> None:
@@ -68,7 +68,7 @@ def test_workers_come_and_go_and_the_run_completes(terminals: Terminals) -> None
         killed.send(signal.SIGKILL)
         with paused(learner.pid):  # or the run might be over before
             watch.until("it is missed", lambda status: info_of(status, killed) is None)
-        # What it held, it holds for as long as a lease lasts: without it no run would come to its end.
+        # The killed worker's samples are leased until their deadline; no run ends without them.
         watch.until("the run is over", lambda status: status.state == "finished")
     learner.succeeds()
     assert re.search(rf"^Finished\. See how it went: \S*headway report runs/{RUN}$", learner.said, re.MULTILINE)
@@ -86,7 +86,7 @@ def test_workers_come_and_go_and_the_run_completes(terminals: Terminals) -> None
 
 
 def take_away(watch: Watch, drained: Terminal) -> None:
-    """As a spot machine is, while its rewards are slow: what it holds goes back, and others go on with it."""
+    """Take a worker away as a spot machine, while its rewards are slow: other workers continue its samples."""
     tmp = drained.directory / "tmp"
     (tmp / "slow").touch()
     before = watch.until("a sample is scored slowly", lambda status: (tmp / "scoring").exists())
@@ -101,7 +101,7 @@ def take_away(watch: Watch, drained: Terminal) -> None:
 
 
 def exported(terminals: Terminals, server: Terminal, command: str) -> dict[str, str]:
-    """What `headway broker` tells the terminal of `headway COMMAND` to export."""
+    """Return the variables that `headway broker` has the terminal of `headway COMMAND` export."""
     wait_until(lambda: "Passwords are in the files" in server.said)
     lines = server.said.splitlines()
     (position,) = [number for number, line in enumerate(lines) if line.startswith(f"  headway {command}")]
@@ -110,7 +110,7 @@ def exported(terminals: Terminals, server: Terminal, command: str) -> dict[str, 
 
 
 def misuse_password(url: str) -> None:
-    """To store what no worker of ours stores."""
+    """Store bytes under a key to which no worker of Headway writes."""
     blocking = BlockingBroker(url, RUN)
     connection = blocking.broker._connection
     blocking.call(connection.execute("SET", connection.keys("hidden:x"), b"junk"))
@@ -118,7 +118,8 @@ def misuse_password(url: str) -> None:
 
 
 def learners_recipe(terminals: Terminals) -> Path:
-    """Engines much smaller than a batch are hardly ever idle: a worker most likely holds leases when it dies."""
+    """Write the learner's recipe, whose engines are smaller than a batch and rarely idle: a killed worker has
+    leases."""
     return write_recipe(
         terminals.directory("learner"),
         learner={"steps": STEPS, "groups_per_step": 4, "group_size": 4},
@@ -128,7 +129,7 @@ def learners_recipe(terminals: Terminals) -> Path:
 
 
 def info_of(status: RunStatus, terminal: Terminal) -> WorkerInfo | None:
-    """What the worker in `terminal`, or below it, says of itself; None once it is dead or gone."""
+    """Return the report of the worker in `terminal` or below it; None once the worker is dead or gone."""
     for info in status.workers:
         with suppress(psutil.NoSuchProcess):
             if terminal.pid in (info.pid, psutil.Process(info.pid).ppid()):
@@ -142,7 +143,7 @@ def is_busy(status: RunStatus, terminal: Terminal) -> bool:
 
 
 def check_status(terminals: Terminals, url: str) -> None:
-    """`headway status --json`, from a fifth terminal."""
+    """Check the output of `headway status --json`, from a fifth terminal."""
     looking = terminals.open("looking", "status", "--broker", url, "--run", RUN, "--json")
     looking.succeeds()
     status = json.loads(looking.said)
@@ -159,7 +160,10 @@ def check_status(terminals: Terminals, url: str) -> None:
 
 
 def check_nobody_takes_it_away(terminals: Terminals, learner: Terminal, learns: dict[str, str]) -> None:
-    """From another directory, as if on another host; all at once, as the run goes on meanwhile."""
+    """Check that commands in another directory, as if on another host, cannot take the run away.
+
+    They run at the same time, because the run goes on meanwhile.
+    """
     recipe = learners_recipe(terminals)
     overwriting = terminals.open("rival", "learner", recipe, "--overwrite", **learns)
     deleting = terminals.open("deleting", "runs", "delete", RUN, "--yes", HEADWAY_BROKER=learns["HEADWAY_BROKER"])
@@ -176,7 +180,7 @@ def check_nobody_takes_it_away(terminals: Terminals, learner: Terminal, learns: 
 
 
 def check_nothing_is_shared(terminals: Terminals) -> None:
-    """A worker's directory is as empty as it was, and only the learner has a run."""
+    """Check that a worker's directory is as empty as before, and that only the learner has a run."""
     assert {path.parents[1].name for path in terminals.root.glob("*/runs/*/")} == {"learner"}
     for name in ("drained", "joined"):
         left = {path.name for path in (terminals.root / name).iterdir()}

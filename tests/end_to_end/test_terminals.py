@@ -1,4 +1,4 @@
-"""What the terminals of these tests promise: nothing that a test has started outlives the tests' process."""
+"""The terminals of these tests keep their promise: no process that a test has started outlives the tests' process."""
 
 import signal
 import subprocess

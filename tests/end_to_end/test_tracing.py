@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 RUN, STEPS = "traced", 3
 NEVER_MS = "600000"
-"""Between two batches of spans: only the end of a process sends any."""
+"""The interval between two batches of spans, so long that only the end of a process sends any."""
 SCORES = """
 import time
 
@@ -84,7 +84,7 @@ def test_a_dead_collector_is_said_once_by_each_process_and_changes_nothing(termi
 def open_learner(
     terminals: Terminals, url: str, collector: Collector, *, steps: int = STEPS, **variables: str
 ) -> Terminal:
-    """A learner of a run whose environment asks for a second turn wherever the first has ended by itself."""
+    """Start the learner of a run whose environment asks for a second turn wherever the first has ended by itself."""
     recipe = write_recipe(
         terminals.directory("learner"),
         rewards=[{"kind": "scores:compute_score"}],
@@ -115,7 +115,7 @@ def until(is_so: Callable[[], object], *running: Terminal) -> None:
 
 
 def check_steps(collector: Collector, run: Path) -> None:
-    """Each trained step has one span, with its phases below it and links to the very trajectories that it trained."""
+    """Check that each trained step has one span, with its phases below it and links to its trajectories."""
     steps = {span.attributes["headway.step"]: span for span in collector.named("step")}
     trained = {line["step"]: line["tids"] for line in lines(run / "trained.jsonl")}
     assert steps.keys() == trained.keys()
@@ -129,7 +129,7 @@ def check_steps(collector: Collector, run: Path) -> None:
 
 
 def check_trajectories(collector: Collector, run: Path) -> None:
-    """Each trained trajectory has one trace, whose turns are its turns; each was generated and scored."""
+    """Check that each trained trajectory has one trace with its turns, each generated and scored."""
     log, several = ExperienceLog(run / "experience"), 0
     for line in lines(run / "trained.jsonl"):
         for group in log.read(line["step"]) or []:

@@ -1,4 +1,4 @@
-"""A learner of two processes under torchrun learns what one learns, and its checkpoint is a model like any other."""
+"""A learner of two processes under torchrun learns as well as one, and its checkpoint is a model like any other."""
 
 from pathlib import Path
 

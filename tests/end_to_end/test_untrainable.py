@@ -1,4 +1,4 @@
-"""A batch that passes all checks and cannot be trained: the error names the way out, and that way leads out."""
+"""A batch that passes all checks and cannot be trained: the error names a remedy, and the remedy works."""
 
 import pytest
 
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 
 SAVED, LAST = 3, 6
 POISON = 13.0
-"""The recipe's own advantage cannot take this reward."""
+"""A reward that the recipe's own advantage cannot take."""
 
 
 def test_the_way_out_of_a_batch_that_cannot_be_trained(terminals: Terminals, url: str) -> None:

@@ -1,4 +1,4 @@
-"""A look into a run from outside, as often as a test wants to know whether it has come so far."""
+"""A view of a run from outside, which a test polls until the run has come so far."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ class Watch:
         self.announced: list[WeightVersion] = []
 
     def status(self) -> RunStatus | None:
-        """None before a learner has claimed the run."""
+        """Return the run's status, or None before a learner has claimed the run."""
         with suppress(RunNotFoundError):
             status = self.blocking.call(self.blocking.broker.status.snapshot(whichever=True))
             if status.announced is not None and self.announced[-1:] != [status.announced]:
@@ -33,7 +33,7 @@ class Watch:
         return None
 
     def until(self, what: str, is_so: Callable[[RunStatus], bool]) -> RunStatus:
-        """The first look of which it is so. `what` is for the failure."""
+        """Return the first status of which this is so. `what` names it in the message of a failure."""
         deadline = time.monotonic() + DEADLINE_S
         while True:
             status = self.status()
@@ -44,11 +44,11 @@ class Watch:
             time.sleep(POLL_S)
 
     def until_step(self, step: int) -> RunStatus:
-        """Until the weights of `step` are announced."""
+        """Wait until the weights of `step` are announced."""
         return self.until(f"step {step} is announced", lambda status: has_announced(status, step))
 
     def until_durable(self, checkpoint: Path) -> RunStatus:
-        """Until it is on the disk whole: it is written while the learner goes on, and may be steps behind."""
+        """Wait until the checkpoint is whole on the disk, which may be steps later, because the learner trains on."""
         return self.until(f"{checkpoint} is durable", lambda status: checkpoint.exists())
 
 
@@ -67,7 +67,7 @@ def watching(url: str, run: str, terminals: Terminals) -> Iterator[Watch]:
 
 @contextmanager
 def attached(terminals: Terminals, headway: Terminal, run: Path) -> Iterator[Watch]:
-    """Finds the run's server as `headway status` does, after the warm-up."""
+    """Find the run's server as `headway status` does, after the warm-up."""
     deadline = time.monotonic() + DEADLINE_S
     while not (run / "broker.json").exists():
         assert headway.exit_code() is None, headway.tail()

@@ -1,4 +1,4 @@
-"""One's own engine and backend, which write down when they are on the device. Imported by every role of a run.
+"""A user's own engine and backend, which write down when they are on the device. Every role of a run imports this.
 
 Processes of one machine share a clock, so the lines of all are in the order in which things happened.
 """
@@ -18,16 +18,16 @@ from rollout_workers.engines.base import Chunk, GenerationRequest
 from rollout_workers.engines.embedded.engine import open_embedded
 
 FILE = "WITNESS"
-"""Names the file in the environment."""
+"""The variable that names the file."""
 
 
 class Event(msgspec.Struct, frozen=True):
-    """What somebody did."""
+    """An action of an engine or of a learner's rank."""
 
     at_s: float
     pid: int
     what: str
-    """Of a learner's rank: began, leaves, back; of an engine: opened, awake, sampled, asleep."""
+    """The action: began, leaves, back of a learner's rank; opened, awake, sampled, asleep of an engine."""
 
 
 def note(what: str) -> None:
@@ -36,13 +36,13 @@ def note(what: str) -> None:
 
 
 def events(path: Path) -> list[Event]:
-    """In order; a last line that is being written is none yet."""
+    """Return the events in order, without a last line that is still being written."""
     lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
     return sorted((Event(*json.loads(line)) for line in lines), key=lambda event: event.at_s)
 
 
 class Engine:
-    """The embedded one."""
+    """The embedded engine with notes."""
 
     def __init__(self, config: Any, model_dir: Path, *, seed: int) -> None:
         note("opened")
@@ -66,7 +66,7 @@ class Engine:
 
 
 class Backend(FsdpBackend):
-    """The fsdp one."""
+    """The fsdp backend with notes."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         note("began")

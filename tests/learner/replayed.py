@@ -33,8 +33,7 @@ def with_experts(given: list[PackableSequence], experts: int, seed: int = 0) -> 
 
 
 def forced_model(config: ModelConfig, experts_TLK: torch.Tensor) -> PreTrainedModel:
-    """Return transformers' model in float64, whose router takes these experts for one sequence, as the paper defines
-    it."""
+    """Return transformers' model in float64, whose router takes these experts for one sequence, as in the paper."""
     model = load_model(config, 1).double()
     model.config._experts_implementation = "eager"  # grouped multiplications know no float64
     for number, layer in enumerate(model.model.layers):

@@ -1,5 +1,4 @@
-"""Every stage as a new process opens it, on either backend, and the files of a disturbed and an undisturbed run of
-it."""
+"""Every stage as a new process opens it, on either backend, and the files of a disturbed and an undisturbed run."""
 
 import hashlib
 from collections.abc import Callable

@@ -1,5 +1,5 @@
-"""A checkpoint that is written while training goes on holds the state of its own step. The broker hears of it when it
-is durable."""
+"""A checkpoint that is written beside training holds its own step's state; the broker hears of it once it is
+durable."""
 
 import shutil
 import threading

@@ -11,8 +11,7 @@ CANDIDATES = 4
 
 
 def chosen() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return candidates [T, K], the last twice in its row, and the gradient that flows back through [T, 1 + K]
-    logprobs."""
+    """Return candidates [T, K], the last twice in its row, and the gradient that flows back through [T, 1 + K]."""
     generator = torch.Generator().manual_seed(1)
     candidates_TK = torch.randint(0, VOCABULARY, (TOKENS, CANDIDATES), generator=generator)
     candidates_TK[:, -1] = candidates_TK[:, 0]

@@ -1,6 +1,5 @@
 # mypy: disable-error-code="list-item"
-"""The learner's side of turns: it and the engines are never on the device together, and it waits for engines to
-sleep."""
+"""The learner's side of turns: it is never on the device together with engines, and waits until engines sleep."""
 
 import threading
 import time

@@ -92,8 +92,7 @@ opaque.register_autograd(
 def test_layers_of_any_number_and_length_are_compiled_once(
     architecture: str, recompute: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model has ten layers, and torch compiles eight variants of one function. Graphs run as they are,
-    uncompiled."""
+    """The model has ten layers; torch compiles eight variants of one function. Graphs run as they are, uncompiled."""
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:

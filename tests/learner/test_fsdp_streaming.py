@@ -26,8 +26,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 def written(
     directory: Path, architecture: str, *, tied: bool = True, dtype: torch.dtype = torch.float32, size: str = "1GB"
 ) -> ModelConfig:
-    """Write a random model's files. No weights have a pattern, because constant norms and biases would hide a
-    mistake."""
+    """Write a random model's files, without constant norms and biases, which would hide a mistake."""
     config = model_config(architecture, tied=tied, **ARCHITECTURES[architecture])
     model = load_model(config, 5)
     generator = torch.Generator().manual_seed(0)

@@ -58,8 +58,7 @@ def test_several_steps_have_the_figures_of_all_their_trajectories_and_tokens() -
 
 
 def figures(weights_T: np.ndarray[Any, Any]) -> LagFigures:
-    """Return figures of tokens with these ratios, and of as many trajectories, whose rewards and shares are the ratios
-    too."""
+    """Return figures of tokens with these ratios, and of as many trajectories with these rewards and shares."""
     mean = float(weights_T.mean())
     return LagFigures(
         trajectories=len(weights_T),

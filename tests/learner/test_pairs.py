@@ -1,5 +1,4 @@
-"""Pairs of sampled groups: the choice of the pairs, the tokens that are trained, and a loss that packing never
-changes."""
+"""Pairs of sampled groups: the choice of the pairs, their trained tokens, and a loss that packing never changes."""
 
 import msgspec
 import numpy as np

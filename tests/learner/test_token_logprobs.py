@@ -87,8 +87,7 @@ def test_bfloat16_products_are_summed_in_fp32() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_what_is_compiled_is_compiled_once_and_equal(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 5 and 3 tokens, then of 8 and 7, use one graph in each direction. Graphs run as they are,
-    uncompiled."""
+    """Chunks of 5 and 3 tokens, then of 8 and 7, use one graph in each direction. Graphs run uncompiled."""
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:

@@ -1,5 +1,4 @@
-"""A release: a source archive, the wheel built from it, and an environment in which this wheel is the only part of
-ours."""
+"""A release: a source archive, the wheel built from it, and an environment that has only this wheel of Headway."""
 
 import os
 import re

@@ -1,5 +1,4 @@
-"""A worker whose engine has the device in turns. Broker and engine are real; the test moves the learner's side by
-hand."""
+"""A worker whose engine has the device in turns. Broker and engine are real; the test moves the learner's side."""
 
 import asyncio
 from collections.abc import AsyncIterator

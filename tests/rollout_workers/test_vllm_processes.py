@@ -1,5 +1,4 @@
-"""vLLM split over two processes (on CPUs, over gloo) swaps, tells its tensors and versions, and survives an error in
-one."""
+"""vLLM split over two processes (on CPUs, over gloo) swaps, tells its tensors and versions, and survives an error."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -140,8 +140,7 @@ class WorkerProcess(ForkedProcess):
         super().__init__(worker_process.follow_run, url, run, name, config, interruptions, environment)
 
     def expect(self, version: WeightVersion) -> list[list[int]]:
-        """Read up to `version`, whose tensors must be right to the last bit, and return all versions read on the
-        way."""
+        """Read up to `version`, whose tensors must be right to the last bit, and return all versions that were read."""
         return [event["version"] for event in self.events(version)]
 
     def events(self, version: WeightVersion) -> list[dict[str, Any]]:

@@ -72,7 +72,7 @@ def _wandb(directory: Path) -> Curves:
 
 
 def _frames(data: bytes) -> Iterator[bytes]:
-    """Yield the records of a log in LevelDB's format: blocks of 32 KiB; each part has a checksum, its length and its
+    """Yield the records of a log in LevelDB's format: blocks of 32 KiB, whose parts have a checksum, a length and a
     kind."""
     at, record = 7, b""
     while at + 7 <= len(data):

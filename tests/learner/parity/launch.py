@@ -19,7 +19,7 @@ WORDS = 3000
 
 
 def launch(jobs: Sequence[Job]) -> Iterator[tuple[Job, str]]:
-    """Yield each job with its error, or ''. All jobs need equally many processes; after a failure the others start
+    """Yield each job with its error, or ''. All jobs need equally many processes; after a failure the rest starts
     anew."""
     waiting = list(jobs)
     for job in waiting:
@@ -60,8 +60,7 @@ def _torchrun(jobs: Sequence[Job]) -> Iterator[tuple[subprocess.Popen[bytes], Pa
 
 
 def _reason(job: Job, stderr: Path) -> str:
-    """Return the traceback of the rank that failed first, because others fail of its end; of a rank that hung, its
-    place."""
+    """Return the traceback of the rank that failed first, because the others fail of its end, or of one that hung."""
     tracebacks = sorted(job.directory.glob("rank_*.error"), key=lambda path: path.stat().st_mtime)
     return (tracebacks[0] if tracebacks else stderr).read_text(errors="replace").strip()[-WORDS:] or "no rank said why"
 
