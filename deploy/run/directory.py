@@ -217,10 +217,11 @@ def last_incarnation(directory: Path) -> int:
 
 
 def note_incarnation(directory: Path, incarnation: int) -> None:
-    """Write the incarnation durably. Call it before any weights are published under it."""
-    with writable(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        replace_file(directory / INCARNATION, f"{incarnation}\n".encode())
+    """Write the incarnation durably, unless a later one is noted. Call it before any weights are published under it."""
+    if incarnation > last_incarnation(directory):  # else another learner has replaced this one meanwhile
+        with writable(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            replace_file(directory / INCARNATION, f"{incarnation}\n".encode())
 
 
 @contextmanager

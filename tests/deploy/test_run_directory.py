@@ -168,4 +168,6 @@ def test_the_last_incarnation_is_remembered(tmp_path: Path) -> None:
     for incarnation in (1, 12):
         note_incarnation(directory, incarnation)
         assert last_incarnation(directory) == incarnation
+    note_incarnation(directory, 11)  # by a learner that was held up after its claim, and replaced
+    assert last_incarnation(directory) == 12
     assert [path.name for path in directory.iterdir()] == ["incarnation"]
