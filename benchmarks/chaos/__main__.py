@@ -2,8 +2,8 @@
 
 `--without` takes a protection out, and strikes more often with the faults that it is there against. `--against` strikes
 just like that and takes nothing out. `all` is one trial after the other. The last line is a JSON object. The exit code
-is 1 unless the audit of every trial finds nothing; with `--without all` it is 1 unless
-every trial shows why its protection is needed.
+is 1 unless the audit of every trial finds nothing and its faults have had their effects; with `--without all` it is 1
+unless every trial shows why its protection is needed.
 """
 
 import argparse

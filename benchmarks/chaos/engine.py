@@ -27,7 +27,7 @@ TOKENS_A_TICK = 2
 class Tally(ctypes.Structure):
     """Numbers in memory that outlives the process: kill -9 must not take them along."""
 
-    _fields_ = tuple((name, ctypes.c_int64) for name in ("generated", "resumed", "repeated", "forgotten"))
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("generated", "resumed", "repeated", "forgotten", "received"))
     generated: int
     """Tokens."""
     resumed: int
@@ -36,6 +36,8 @@ class Tally(ctypes.Structure):
     """Submissions made once more."""
     forgotten: int
     """Leases that a heartbeat did not renew."""
+    received: int
+    """Versions that came by broadcast."""
 
 
 class SlowEngine:

@@ -6,8 +6,10 @@ import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from .disk import Disk, no_file_grows
+from .fencing import fate_of
 from .flood import flood, listening_ports
 from .leftovers import Leftovers
 from .link import Link
@@ -24,8 +26,6 @@ BLOBS = ("payload", "payload", "segment", "prompt")
 SLOW_DISK_S = 3.0
 FLOODS_SERVER, FILLS_SERVERS = 0.5, 0.5
 """Shares of those faults that strike the server."""
-FENCED_WITHIN_S = 15.0
-"""A learner that was replaced must have noticed by then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,8 @@ class Scene:
     witness: Witness
     hostile: Hostile
     leftovers: Leftovers
+    incarnation_of: Callable[[str], int]
+    """The incarnation that the learner's process of this name has claimed; 0: none yet."""
 
 
 class Faults:
@@ -59,8 +61,12 @@ class Faults:
         self._learner_lock = asyncio.Lock()
         self.kills: Counter[str] = Counter()
         self.effective: Counter[str] = Counter()
+        self.held_by_killed: Counter[str] = Counter()
+        """Samples of killed workers, and requests of killed scorers."""
         self.stops: Counter[str] = Counter()
         self.others: Counter[str] = Counter()
+        self.struck: Counter[str] = Counter()
+        """Acts by kind, those that found nothing to strike among them."""
 
     async def strike(self) -> None:
         """All kinds at once, until `end`; what was broken is mended when it returns."""
@@ -87,15 +93,17 @@ class Faults:
         }
         async with asyncio.TaskGroup() as tasks:
             for name, mean_s in self._mean_s.items():
-                tasks.create_task(self._repeat(random.Random(f"{self._seed} {name}"), mean_s, acts[name]))
+                tasks.create_task(self._repeat(name, mean_s, acts[name]))
 
     def end(self) -> None:
         """No more from now on."""
         self._over.set()
 
-    async def _repeat(self, rng: random.Random, mean_s: float, act: Act) -> None:
+    async def _repeat(self, name: str, mean_s: float, act: Act) -> None:
+        rng = random.Random(f"{self._seed} {name}")
         while not await self._is_over_after(rng.expovariate(1 / mean_s)):
             await act(rng)
+            self.struck[name] += 1
 
     async def _is_over_after(self, seconds: float) -> bool:
         try:
@@ -107,7 +115,9 @@ class Faults:
     async def _kill(self, what: str, role: Role) -> None:
         """Stopped first, so that what the broker says of it is true when it dies."""
         role.signal(signal.SIGSTOP)
-        self._note_kill(what, await self._witness.is_effective(role.name))
+        held = 0 if role.pid is None else await self._witness.held_by(role.process_name)
+        self.held_by_killed[what] += held
+        self._note_kill(what, held > 0)
         role.kill()
 
     def _note_kill(self, what: str, is_effective: bool) -> None:
@@ -123,7 +133,10 @@ class Faults:
 
     async def _kill_learner(self, rng: random.Random) -> None:
         async with self._learner_lock:
-            await self._kill("learner", self._learner)
+            self._learner.signal(signal.SIGSTOP)
+            is_there = self._learner.pid is not None
+            self._note_kill("learner", is_there and await self._witness.is_effective("learner"))
+            self._learner.kill()
 
     async def _kill_server(self, rng: random.Random) -> None:
         async with self._server.lock:
@@ -168,19 +181,22 @@ class Faults:
             send(pid, signal.SIGCONT)
 
     async def _revive_learner(self, rng: random.Random) -> None:
-        """One that was taken for dead comes back when another has claimed the run."""
+        """One that was taken for dead comes back, as a rule when another has claimed the run."""
         async with self._learner_lock:
             self._learner.signal(signal.SIGSTOP)
+            incarnation = partial(self._scene.incarnation_of, self._learner.process_name)
             old = self._learner.detach()
             await asyncio.sleep(rng.uniform(0.5, 2) * LEASE_TTL_S)
         if old is None or old.pid is None:
             return
         self.others["revived_learners"] += 1
         send(old.pid, signal.SIGCONT)
-        await asyncio.to_thread(old.join, FENCED_WITHIN_S)
-        if old.exitcode is None:
-            self.others["unfenced_learners"] += 1
-            old.kill()
+        fate = await fate_of(old, incarnation, self._witness)
+        self.others[f"{fate}_learners"] += 1
+        if fate == "unfenced":
+            send(old.pid, signal.SIGUSR1)  # the log shows what it is at
+            await asyncio.sleep(1.0)
+        old.kill()
 
     async def _stop_server(self, rng: random.Random) -> None:
         async with self._server.lock:

@@ -1,6 +1,8 @@
 """One learner process: the product's, resuming from the newest checkpoint, with a double of the model."""
 
+from ctypes import c_int64
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 from broker import BlockingBroker
@@ -10,6 +12,7 @@ from deploy.roles import learner as training
 from deploy.roles.observer import RunObserver
 from learner.backends.base import Backend
 from learner.rows.packing import PackableSequence
+from learner.stages import resuming
 from learner.stages.loop import TrainedStep
 
 from .backend import TinyBackend
@@ -21,12 +24,20 @@ from .trail import StepRecord, Trained
 from .trial import BROKER_TIMEOUT_S, MAX_LAG, Trial
 
 
-def run_learner(trial: Trial, url: str) -> None:
-    """The process: ends with code 0 once every prompt has been trained."""
+def run_learner(trial: Trial, url: str, incarnation: c_int64) -> None:
+    """The process: ends with code 0 once every prompt has been trained; `incarnation` becomes the one that it
+    claims."""
     enter(trial.directory, "learner")
     take_out(trial.without)
     TinyBackend.trails, TinyBackend.weights_name = trial.trails, trial.weights_name
     TinyBackend.step_s = trial.step_s
+
+    def claim_run(*arguments: Any, **named: Any) -> resuming.Claimed:
+        claimed = resuming.claim_run(*arguments, **named)
+        incarnation.value = claimed.claim.owner.incarnation
+        return claimed
+
+    patch.object(training, "claim_run", claim_run).start()
     patch.object(training, "RunObserver", TrailObserver).start()
     patch.object(training, "_limits", _limits).start()
     patch.object(training, "BlockingBroker", partial(BlockingBroker, timeout_s=BROKER_TIMEOUT_S)).start()

@@ -4,6 +4,7 @@ import asyncio
 import multiprocessing.sharedctypes as shared
 import random
 import signal
+from ctypes import c_int64
 from multiprocessing.process import BaseProcess
 
 from broker import Broker
@@ -36,10 +37,10 @@ class Leftovers:
 
     async def leave_behind(self, witness: Witness) -> None:
         """The run before: begun, stopped and deleted, as overwriting does it."""
-        self._asleep = [begin("learner", run_learner, (self._trial, self._url))]
+        self._asleep = [begin("learner", run_learner, (self._trial, self._url, shared.RawValue(c_int64)))]
         for number in range(WORKERS):
-            tally = shared.RawValue(Tally)
-            self._asleep.append(begin(f"leftover-{number}", run_worker, (self._trial, self._url, f"l{number}", tally)))
+            name, tally = f"leftover-{number}", shared.RawValue(Tally)
+            self._asleep.append(begin(name, run_worker, (self._trial, self._url, name, name, tally)))
         await self._are_in_the_midst(witness)
         for process in self._asleep:
             _signal(process, signal.SIGSTOP)

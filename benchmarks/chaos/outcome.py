@@ -1,6 +1,12 @@
 """What is known of a trial when it is over."""
 
+from typing import Self
+
 import msgspec
+
+LONG_MINUTES = 3.0
+"""In a trial of so many minutes each fault that `missing` looks for strikes seven times or more, on average."""
+ROLES = ("worker", "learner", "server", "scorer")
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,9 +24,17 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     finished: bool
     """False: it hung, and what it had not trained by then counts as lost."""
+    struck: dict[str, int]
+    """Faults by kind, those that found nothing to strike among them."""
     kills: dict[str, int]
     effective_kills: dict[str, int]
     """Those that hit a held lease, a batch not yet committed, or weights on their way."""
+    held_by_killed: dict[str, int]
+    """Samples of killed workers, and requests of killed scorers: as nothing is lost, others have had all of them."""
+    expired_leases: int
+    """As the server counts them: those of killed workers, and those of stopped and hostile ones."""
+    copied_leases: int
+    """Samples that were given to another worker, too, as their holders did not get on with them."""
     stops: dict[str, int]
     crashes: dict[str, int]
     """Ends with an error that nobody asked for; the logs say which."""
@@ -28,7 +42,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     power_losses: int
     revived_learners: int
     unfenced_learners: int
-    """Of these, those that did not end by themselves."""
+    """Of these, those that did not end by themselves although another one had claimed the run."""
+    unreplaced_learners: int
+    """Of these, those that the run still belonged to, as nobody had lived to claim it."""
     leftovers: int
     """Processes of an overwritten run that were woken."""
     unexpelled_leftovers: int
@@ -51,6 +67,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     full_disks: int
     broadcasts: bool
     """False: all workers pulled."""
+    received: int
+    """Versions that workers took part in the broadcast of, each counted once a worker."""
+    received_by_replacements: int
+    """Of these, those of processes that had taken the place of killed ones."""
     full_memory: int
     damaged: int
     repeated_submissions: int
@@ -74,7 +94,34 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Of each role, what its processes held in each sixth of the trial: medians."""
     covered_by: str
     """What was taken out along with the protection, or makes good its absence."""
+    missing: tuple[str, ...] = ()
+    """What faults must have led to in a trial of the usual mix that is long enough, and have not."""
 
     @property
     def is_clean(self) -> bool:
-        return self.finished and not self.shows
+        return self.finished and not self.shows and not self.missing
+
+    def with_missing(self) -> Self:
+        """Without some effect of its faults a trial would show nothing of what is there against them."""
+        if self.against or self.minutes / self.rarely < LONG_MINUTES:
+            return self
+        effects = {
+            **{f"effective kills: {role}": self.effective_kills.get(role, 0) for role in ROLES},
+            "expired leases": self.expired_leases,
+            "forgotten renewals": self.forgotten_renewals,
+            "repeated submissions": self.repeated_submissions,
+            "cuts": self.cuts,
+            "power losses": self.power_losses,
+            "revived learners": self.revived_learners,
+            "leftovers": self.leftovers,
+            "pills": sum(self.pills.values()),
+            "junk requests": sum(self.junk_requests.values()),
+            "hoarded": self.hoarded,
+            "rewards repeated": self.rewards_repeated,
+            "floods": self.floods,
+            "full disks": self.full_disks,
+            "damaged": self.damaged,
+        }
+        if self.broadcasts:
+            effects["received by replacements"] = self.received_by_replacements
+        return msgspec.structs.replace(self, missing=tuple(name for name, times in effects.items() if not times))

@@ -1,6 +1,7 @@
 """One role as a process: forked from a warm one, as a restart must be cheap, and started again when it dies."""
 
 import asyncio
+import faulthandler
 import logging
 import multiprocessing
 import os
@@ -20,8 +21,8 @@ BEGIN_ANEW = 3
 _POLL_S = 0.02
 _FORKS = multiprocessing.get_context("forkserver")
 
-Start = Callable[[], tuple[Callable[..., None], tuple[Any, ...]]]
-"""What the next process runs."""
+Start = Callable[[str], tuple[Callable[..., None], tuple[Any, ...]]]
+"""What the process of this name runs."""
 
 
 def warm_up(*modules: str) -> None:
@@ -30,7 +31,8 @@ def warm_up(*modules: str) -> None:
 
 
 def enter(directory: Path, name: str) -> None:
-    """The first thing that a new process does: it ends with its parent and leaves its traces in the directory."""
+    """The first thing that a new process does: it ends with its parent and leaves its traces in the directory, at
+    SIGUSR1 also where each of its threads is."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "enter is for children"
     threading.Thread(target=_end_with, args=(parent,), name="parent", daemon=True).start()
@@ -40,6 +42,7 @@ def enter(directory: Path, name: str) -> None:
     descriptor = os.open(directory / "logs" / f"{name}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    faulthandler.register(signal.SIGUSR1)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(process)d %(name)s: %(message)s")
 
 
@@ -49,13 +52,21 @@ def _end_with(parent: BaseProcess) -> None:
 
 
 class Role:
-    """A name whose process is replaced when it ends with an error. The orchestrator's event loop runs it."""
+    """A name whose process is replaced when it ends with an error. The orchestrator's event loop runs it.
+
+    Each process has a name of its own, as the product's supervisor gives it one: for two minutes the server keeps a
+    worker's name for the process that had it.
+    """
 
     def __init__(self, name: str, start: Start) -> None:
         self.name = name
         self._start = start
         self._process: ForkServerProcess | None = None
         self._killed: set[int] = set()
+        self.process_name = name
+        """Of the newest process."""
+        self.begun = 0
+        """Processes."""
         self.crashes = 0
         """Ends that nobody had asked for."""
         self.begun_anew = 0
@@ -99,7 +110,9 @@ class Role:
             self._process.join()
 
     def _begin(self) -> ForkServerProcess:
-        return begin(self.name, *self._start())
+        self.begun += 1
+        self.process_name = f"{self.name}-{self.begun}"
+        return begin(self.process_name, *self._start(self.process_name))
 
     async def _after(self, process: ForkServerProcess, code: int) -> None:
         if code == 0:

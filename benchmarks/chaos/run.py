@@ -3,8 +3,10 @@
 import asyncio
 import multiprocessing.sharedctypes as shared
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from ctypes import c_int64
 from functools import partial
 from typing import Any
 
@@ -53,7 +55,10 @@ class _Stage:
         self._server = FragileServer(trial)
         self._disk = Disk(trial.recipe.run_directory)
         self._vitals = Vitals(self._pids)
-        self._tallies: list[Tally] = []
+        self._tallies = defaultdict[str, list[Tally]](list)
+        """Of the processes of each worker, in their order."""
+        self._incarnations: dict[str, c_int64] = {}
+        """Of the learner's processes."""
         self._workers = [f"worker-{number}" for number in range(WORKERS)]
         self._scorers = [f"scorer-{number}" for number in range(SCORERS if trial.has_scorers else 0)]
         self._links = {name: Link(self._server.port) for name in (LEARNER, *self._workers, *self._scorers)}
@@ -123,6 +128,7 @@ class _Stage:
                     witness=witness,
                     hostile=hostile,
                     leftovers=leftovers,
+                    incarnation_of=lambda process: self._incarnations[process].value,
                 )
             finally:
                 watch.cancel()
@@ -137,15 +143,16 @@ class _Stage:
         found |= {"scorer": scorers} if scorers else {}
         return {role: [pid for pid in pids if pid is not None] for role, pids in found.items()}
 
-    def _command(self, name: str) -> tuple[Any, tuple[Any, ...]]:
+    def _command(self, name: str, process: str) -> tuple[Any, tuple[Any, ...]]:
         url = self._links[name].url
         if name == LEARNER:
-            return run_learner, (self._trial, url)
+            incarnation = self._incarnations[process] = shared.RawValue(c_int64)
+            return run_learner, (self._trial, url, incarnation)
         if name in self._scorers:
-            return run_scorer, (self._trial, url, name)
+            return run_scorer, (self._trial, url, name, process)
         tally = shared.RawValue(Tally)
-        self._tallies.append(tally)
-        return run_worker, (self._trial, url, name, tally)
+        self._tallies[name].append(tally)
+        return run_worker, (self._trial, url, name, process, tally)
 
     async def _finished_within(self, seconds: float) -> bool:
         try:
@@ -167,7 +174,8 @@ class _Stage:
     ) -> Outcome:
         trails, identity = self._trial.trails, identity_of(self._trial.recipe.run_directory)
         found = audit(Lineage.of(_last(self._trial), trails), trails, self._trial.groups, identity)
-        generated = sum(tally.generated for tally in self._tallies)
+        tallies = [tally for of_one in self._tallies.values() for tally in of_one]
+        generated = sum(tally.generated for tally in tallies)
         queues = status.queues if status else None
         return Outcome(
             seed=self._trial.seed,
@@ -179,14 +187,19 @@ class _Stage:
             steps=found.steps,
             seconds=round(seconds, 1),
             finished=finished,
+            struck=dict(faults.struck),
             kills=dict(faults.kills),
             effective_kills=dict(faults.effective),
+            held_by_killed=dict(faults.held_by_killed),
+            expired_leases=queues.expired_leases if queues else 0,
+            copied_leases=queues.copied_leases if queues else 0,
             stops=dict(faults.stops),
             crashes={name: role.crashes for name, role in self._roles.items()},
             cuts=faults.others["cuts"],
             power_losses=faults.others["power_losses"],
             revived_learners=faults.others["revived_learners"],
             unfenced_learners=faults.others["unfenced_learners"],
+            unreplaced_learners=faults.others["unreplaced_learners"],
             leftovers=scene.leftovers.woken,
             unexpelled_leftovers=scene.leftovers.unexpelled,
             pills=dict(scene.hostile.sent),
@@ -199,10 +212,12 @@ class _Stage:
             floods=faults.others["floods"],
             full_disks=faults.others["full_disks"],
             broadcasts=self._trial.broadcasts,
+            received=sum(tally.received for tally in tallies),
+            received_by_replacements=sum(t.received for of_one in self._tallies.values() for t in of_one[1:]),
             full_memory=faults.others["full_memory"],
             damaged=faults.others["damaged"],
-            repeated_submissions=sum(tally.repeated for tally in self._tallies),
-            forgotten_renewals=sum(tally.forgotten for tally in self._tallies),
+            repeated_submissions=sum(tally.repeated for tally in tallies),
+            forgotten_renewals=sum(tally.forgotten for tally in tallies),
             lost=found.lost,
             trained_twice=found.trained_twice,
             over_lag_bound=found.over_lag_bound,
@@ -211,14 +226,14 @@ class _Stage:
             off_identity=found.off_identity,
             poisoned=found.poisoned,
             tokens_generated=generated,
-            tokens_resumed=sum(tally.resumed for tally in self._tallies),
+            tokens_resumed=sum(tally.resumed for tally in tallies),
             tokens_regenerated=generated - found.trained_tokens,
             dead_letters=queues.rejected if queues else 0,
             dropped_by_rule=queues.dropped_stale if queues else 0,
             shows=tuple(name for name in MUST_BE_ZERO if getattr(found, name)),
             vitals=self._vitals.trend(),
             covered_by=PROTECTIONS[self._trial.without].covered_by if self._trial.without else "",
-        )
+        ).with_missing()
 
     def _rewards_repeated(self) -> int:
         logs = [self._trial.directory / "logs" / f"{name}.log" for name in self._workers]

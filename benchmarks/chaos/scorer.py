@@ -1,6 +1,7 @@
 """One scorer process: the product's, with a double of the model whose score of a response the audit can compute."""
 
 import sys
+import time
 from collections.abc import Sequence
 from functools import partial
 from unittest.mock import patch
@@ -20,20 +21,25 @@ from .trial import BROKER_TIMEOUT_S, RUN, Trial
 from .user_code import PROMPT_TOKENS
 
 
-def run_scorer(trial: Trial, url: str, name: str) -> None:
-    """The process: ends with code 0 when the run is finished, with BEGIN_ANEW where the product would begin anew."""
+def run_scorer(trial: Trial, url: str, name: str, process: str) -> None:
+    """One `process` of the scorer of this name, whose log it continues: ends with code 0 when the run is finished, with
+    BEGIN_ANEW where the product would begin anew."""
     enter(trial.directory, name)
     patch.object(rollout_workers.scorers.runtimes, "open_runner", TinyRunner).start()
     patch.object(scoring, "open_broker", partial(open_broker, timeout_s=BROKER_TIMEOUT_S)).start()
     try:
-        scoring.score(url, RUN, name, SCORER, ())
+        scoring.score(url, RUN, process, SCORER, ())
     except (ForeignRunError, ConfigChangedError) as error:
         print(error, flush=True)
         sys.exit(BEGIN_ANEW)
 
 
+TOKENS_PER_S = 1000
+"""So that a scorer has requests about as often as not."""
+
+
 class TinyRunner:
-    """The model's double; it needs no time."""
+    """The model's double."""
 
     vocabulary = VOCABULARY
     longest = PROMPT_TOKENS + LONGEST
@@ -43,4 +49,6 @@ class TinyRunner:
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Scores]:
         """One number for each."""
+        tokens = sum(len(request.prompt_tokens) + len(request.response_tokens) for request in requests)
+        time.sleep(tokens / TOKENS_PER_S)
         return [scores_of(request.response_tokens) for request in requests]

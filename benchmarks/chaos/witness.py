@@ -36,19 +36,22 @@ class Witness:
             await asyncio.sleep(_POLL_S)
 
     async def is_effective(self, role: str) -> bool:
-        """Does the role's death now hit a held lease, a batch not yet committed, or weights on their way?"""
+        """Does the death of the server or the learner now hit a held lease, a batch not yet committed, or weights on
+        their way?"""
         status = await self.status()
         if status is None:
             return False
-        queues = status.queues
-        match role:
-            case "server":
-                return queues.leased > 0 or queues.pinned > 0
-            case "learner":
-                return queues.pinned > 0 or await self._is_publishing()
-        if any(info.process == role and info.held for info in status.scorers):
-            return True
-        return queues.leased > 0 and any(info.worker == role and info.active for info in status.workers)
+        is_pinned = status.queues.pinned > 0
+        return is_pinned or (status.queues.leased > 0 if role == "server" else await self._is_publishing())
+
+    async def held_by(self, process: str) -> int:
+        """How many samples, or requests for scores, this worker or scorer said that it has; 0 while the server does not
+        say."""
+        status = await self.status()
+        if status is None:
+            return 0
+        workers = {info.worker: info.active for info in status.workers if status.queues.leased}
+        return (workers | {info.process: info.held for info in status.scorers}).get(process, 0)
 
     async def _is_publishing(self) -> bool:
         try:

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -16,10 +17,13 @@ from broker.client import broker as client
 from broker.client.leases import Leases, SubmitOutcome
 from broker.client.status import Heard, StatusBoard
 from broker.errors import BrokerError, ForeignRunError
-from broker.schema import Lease, Trajectory, WorkerInfo
+from broker.schema import Lease, Trajectory, WeightManifest, WorkerInfo
 from deploy.roles import worker as rollout
 from deploy.roles.joining import ConfigChangedError
 from rollout_workers.worker import Worker
+from weightsync.receive import receiver
+from weightsync.receive.receiver import JoinedGroup
+from weightsync.tensors.landing import Landed, Landing
 
 from .engine import SlowEngine, Tally
 from .process import BEGIN_ANEW, enter
@@ -31,19 +35,21 @@ REPEATED, FORGOTTEN, HELD_UP = 0.1, 0.04, 0.02
 LONGEST_DELAY_S = 2 * LEASE_TTL_S
 
 
-def run_worker(trial: Trial, url: str, name: str, tally: Tally) -> None:
-    """The process: ends with code 0 when the run is finished, with BEGIN_ANEW where the product would begin anew."""
+def run_worker(trial: Trial, url: str, name: str, process: str, tally: Tally) -> None:
+    """One `process` of the worker of this name, whose log it continues: ends with code 0 when the run is finished, with
+    BEGIN_ANEW where the product would begin anew."""
     enter(trial.directory, name)
     take_out(trial.without)
     torch.set_num_threads(1)
     SlowEngine.tally = tally
     patch.object(client, "Leases", ErraticLeases).start()
     patch.object(client, "StatusBoard", ErraticStatus).start()
+    patch.object(receiver, "JoinedGroup", CountingGroup).start()
     if not trial.broadcasts:
         patch.object(rollout_workers.worker, "Worker", PullingWorker).start()
     patch.object(rollout, "open_broker", partial(client.open_broker, timeout_s=BROKER_TIMEOUT_S)).start()
     try:
-        rollout.work(url, RUN, name, ())
+        rollout.work(url, RUN, process, ())
     except (ForeignRunError, ConfigChangedError) as error:
         print(error, flush=True)
         sys.exit(BEGIN_ANEW)
@@ -54,6 +60,17 @@ class PullingWorker(Worker):
 
     def info(self) -> WorkerInfo:
         return msgspec.structs.replace(super().info(), wants_broadcast=False)
+
+
+class CountingGroup(JoinedGroup):
+    """Tells how many versions it has received."""
+
+    def receive(
+        self, offer: WeightManifest, landing: Landing, cancelled: threading.Event
+    ) -> tuple[WeightManifest, Landed]:
+        received = super().receive(offer, landing, cancelled)
+        SlowEngine.tally.received += 1
+        return received
 
 
 class ErraticStatus(StatusBoard):

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,8 +16,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from benchmarks.chaos import witness as witness_module
 from benchmarks.chaos.audit import MUST_BE_ZERO, Audit, audit
 from benchmarks.chaos.disk import Disk, no_file_grows
+from benchmarks.chaos.fencing import fate_of
 from benchmarks.chaos.flood import flood, listening_ports
 from benchmarks.chaos.pills import HOSTILE, PILLS, is_pill
 from benchmarks.chaos.protections import PROTECTIONS, take_out
@@ -31,6 +35,7 @@ from benchmarks.chaos.tasks import (
 from benchmarks.chaos.trail import Beginning, Lineage, StepRecord, Trail, Trained
 from benchmarks.chaos.trial import GROUP_SIZE, MAX_LAG
 from benchmarks.chaos.user_code import text_of
+from benchmarks.chaos.witness import Witness
 from broker import Broker
 from broker.client.batches import CheckpointMark
 from broker.client.leases import SubmitOutcome
@@ -73,6 +78,8 @@ def test_a_short_trial_loses_nothing() -> None:
     assert outcome["kills"].keys() >= {"learner", "server", "worker"}
     assert outcome["broadcasts"]
     assert min(outcome["leftovers"], outcome["floods"], outcome["forgotten_renewals"]) > 0
+    assert min(outcome["held_by_killed"]["worker"], outcome["expired_leases"]) > 0
+    assert outcome["received_by_replacements"] > 0
     assert outcome["vitals"].keys() == {"learner", "scorer", "server", "worker"}
 
 
@@ -160,6 +167,22 @@ def test_any_other_content_is_noticed(damage: str) -> None:
             (span,) = trajectory.spans
             trajectory = msgspec.structs.replace(trajectory, spans=(VersionSpan(0, span.end, WeightVersion(1, 3)),))
     assert bool(what_is_wrong(prompt, trajectory)) == (damage != "none")
+
+
+@pytest.mark.parametrize(("claims", "fate"), [(1, "unreplaced"), (2, "unfenced")])
+async def test_a_learner_that_stays_is_unfenced_only_where_another_one_has_claimed_the_run(
+    claims: int, fate: str, broker: Broker, url: str, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(witness_module, "RUN", run_name)
+    for _ in range(claims):
+        await begin(broker, rules(1), resume=True)
+    witness, stays = Witness(url), multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+    stays.start()
+    assert await fate_of(stays, lambda: 1, witness, within_s=0.5) == fate
+    stays.kill()
+    stays.join()
+    assert await fate_of(stays, lambda: 1, witness, within_s=0.5) == "left"
+    await witness.close()
 
 
 async def test_a_full_disk_has_room_again_afterwards(tmp_path: Path) -> None:
