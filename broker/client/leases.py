@@ -1,4 +1,6 @@
-"""The worker's verbs: lease a sample, keep the lease, append segments, submit the trajectory, or hand the lease back.
+"""The worker's verbs: lease a sample, append segments, submit the trajectory, or hand the lease back.
+
+A worker's heartbeat renews its leases (`StatusBoard.heartbeat`).
 
 A lease expires on the server's clock and then goes to another worker under a new token, together with the
 segments that were appended; a worker that comes late is fenced.
@@ -137,15 +139,6 @@ class Leases:
         leases = await self._fetched([_Granted.read(one) for one in granted], worker, newest, ttl_s)
         held.update((lease.tid, lease.token) for lease in leases)
         return LeaseReply(leases, state.decode(), NoMoreLeases(reason.decode()) if reason else None)
-
-    async def renew(self, leases: Sequence[Lease], ttl_s: float) -> set[str]:
-        """Moves the deadlines, and returns the tokens of lost leases, whose generation must stop."""
-        if not leases:
-            return set()
-        _, *tokens = await self._connection.script("renew", ttl_s, *members(leases))
-        lost = {token.decode() for token in tokens}
-        self.forget_lost(leases, lost)
-        return lost
 
     def forget_lost(self, leases: Sequence[Lease], lost: Collection[str]) -> None:
         """Forgets those of the leases whose tokens are lost: the worker may be given these samples again."""

@@ -89,9 +89,8 @@ class StatusBoard:
     async def heartbeat(
         self, info: WorkerInfo, ttl_s: float, leases: Sequence[Lease] = (), lease_ttl_s: float = 0.0
     ) -> Heard:
-        """Reports that a worker is alive for so long, and renews its leases as `Leases.renew` does. Raises
-        ForeignRunError, and BrokerError for an invalid name or a report that is refused; leases are renewed then, too.
-        """
+        """Reports that a worker is alive for so long, and moves the deadlines of its leases. Raises ForeignRunError,
+        and BrokerError for an invalid name or a report that is refused; leases are renewed then, too."""
         check_worker_name(info.worker)
         if not self._connection.identity:
             await self._connection.join()

@@ -136,7 +136,7 @@ class Submissions:
 
     async def _ask_server_id(self) -> str:
         """Returns the id of the server that holds the run's metadata."""
-        (server_id,) = await self._connection.script("renew", 0, absent=[b""])
+        server_id = await self._connection.script("server", absent=b"")
         return str(server_id.decode())
 
 

@@ -3,7 +3,7 @@
 -- heartbeat(worker, session, ttl in ms, frame, is serving, ttl_s of leases, {member, token}...)
 --   -> {1, or 2 where the worker was asked to drain, or 0 where the name belongs to another session; state; token of a
 --   lease that the worker has lost...}
--- Renews leases as `renew` does, and first: a report that is refused costs no lease.
+-- Renews leases first: a report that is refused costs no lease. A copy lasts until its sample is done.
 -- The worker counts as alive for `ttl`, two minutes at most, and as serving or not. Its name stays its own for two
 -- minutes, so that no other process takes it from a worker that is held up.
 -- Touches: worker:*, session:*, workers, serving, leases, retry; reads: dismissed, group:*.

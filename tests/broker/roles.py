@@ -16,6 +16,7 @@ from broker.errors import ServerRestartedError
 from broker.schema import Group, Lease, Segment, VersionSpan, WeightVersion
 
 from .model import Batch, Checkpoint, Lineage, Model, groups_of, is_of_copy, token_at
+from .renewal import renew
 from .scenario import TTL_S, group_id, manifest, prompt, trajectory
 
 T = TypeVar("T")
@@ -338,7 +339,7 @@ class Worker:
 
     async def renew(self) -> list[Flight]:
         """Those that it may go on with."""
-        lost = await self.broker.leases.renew([flight.lease for flight in self.flights], TTL_S)
+        lost = await renew(self.broker, [flight.lease for flight in self.flights], TTL_S)
         return [flight for flight in self.flights if flight.lease.token not in lost]
 
     async def release(self, flight: Flight) -> None:

@@ -21,6 +21,7 @@ from broker.schema import Lease, ModelFiles, Segment, TrajectoryId, VersionSpan,
 from broker.server.access import Role, User, users
 from broker.server.embedded import EmbeddedServer
 
+from .renewal import renew
 from .scenario import Scenario, begin, broadcast_group, group_id, groups, manifest, of_no_run, prompt, rules, trajectory
 from .test_codec import STEP, WORKER
 from .topologies import ask, is_redis_7_0
@@ -96,7 +97,7 @@ async def work(worker: Broker, shards: int) -> None:
     assert await worker.status.state() == "claimed"
     first, *others = (await worker.leases.lease("w", WeightVersion(1, 0), 4, 30)).leases
     assert (await worker.leases.append(first, segment(first, 0), 30)).outcome is AppendOutcome.APPENDED
-    assert await worker.leases.renew([first, *others], 30) == set()
+    assert await renew(worker, [first, *others]) == set()
     await worker.leases.release([first])
     (again,) = (await worker.leases.lease("v", WeightVersion(1, 0), 1, 30)).leases
     assert len(again.segments) == 1

@@ -13,6 +13,7 @@ from broker.client.leases import SubmitOutcome
 from broker.errors import BrokerError, FencedError
 from broker.schema import Lease, QueueAges, VersionGroups, WeightVersion
 
+from .renewal import renew
 from .scenario import Scenario, begin, group_id, groups, prompt, rules
 
 
@@ -205,7 +206,7 @@ async def test_a_straggler_is_waited_for(broker: Broker) -> None:
 async def test_a_straggler_is_begun_anew(broker: Broker) -> None:
     run, lease, taken = await straggler(broker, "requeue")
     assert taken == groups(2)
-    assert await broker.leases.renew([lease], 30) == {lease.token}
+    assert await renew(broker, [lease]) == {lease.token}
     assert await run.submit(lease, 0) is SubmitOutcome.FENCED
     assert (await run.queues()).requeued_stale == 1
     again = await run.lease(1, 1)
@@ -323,7 +324,7 @@ async def test_a_resumed_learner_gets_its_batches_again(broker: Broker) -> None:
     assert resumed.claim.highest_announced == 3
     assert (await broker.versions.current())[1] is not None
     assert [await resumed.take(1), await resumed.take(2)] == taken[1:]
-    assert await broker.leases.renew(held, 30) == set()  # workers went on
+    assert await renew(broker, held) == set()  # workers went on
     await resumed.submit_all(held, 3)
     assert await resumed.take(3) == groups(6, 7)
     await broker.batches.commit(resumed.owner, 4)

@@ -26,6 +26,7 @@ from broker.server.embedded import EmbeddedServer
 from broker.wire.codec import encode_segment
 
 from .audit import Auditor
+from .renewal import renew
 from .scenario import Scenario, begin, broadcast_group, group_id, groups, manifest, prompt, rules, trajectory
 from .test_access import admit, segment, url_of
 from .test_codec import WORKER
@@ -84,6 +85,11 @@ class Hostile:
         self.store(name, frame)
         outcome, _ = self.call("append", member, token, 0, name, len(frame), tokens, 30, oldest, 1, newest)
         return bytes(outcome)
+
+    def renew(self, leased: list[bytes], ttl_s: float = 30) -> list[bytes]:
+        """The token, if the lease is lost."""
+        _, _, *lost = self.call("heartbeat", "evil", "1", 30_000, b"junk", 0, ttl_s, *leased[:2])
+        return lost
 
     def store(self, name: str, frame: bytes, *, is_new: bool = False) -> None:
         self.client.set(self.prefix + name, frame, px=60_000, nx=is_new)
@@ -217,8 +223,8 @@ async def test_it_hands_in_no_sample_that_another_one_holds(cast: Cast) -> None:
                 cast.hostile.store(name, b"junk")
     for verb, arguments in {"release": [], "discard": [-1, "x", "x"], "lose": ["x", "x"]}.items():
         assert cast.hostile.call(verb, str(lease.tid), late, *arguments) == 0
-    assert cast.hostile.call("renew", 30, str(lease.tid), late)[1:] == [late]
-    assert await cast.worker.leases.renew([lease], 30) == set()
+    assert cast.hostile.renew([str(lease.tid).encode(), late]) == [late]
+    assert await renew(cast.worker, [lease]) == set()
     assert await cast.honest.submit(lease, 0) is SubmitOutcome.ACCEPTED
 
 
@@ -316,7 +322,7 @@ async def test_it_holds_no_lease_for_ever(server: EmbeddedServer, cast: Cast, au
     async with asyncio.timeout(20):
         while not lost:
             await asyncio.sleep(0.1)
-            _, *lost = cast.hostile.call("renew", 1e9, member, token)
+            lost = cast.hostile.renew([member, token], 1e9)
         while member.decode() not in [str(lease.tid) for lease in await leases_of(cast)]:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
 
@@ -339,7 +345,7 @@ async def hoard(hostile: Hostile, names: Iterator[int], last_step: list[int], *,
         for one in held[-100:] if not answers else ():
             with suppress(ResponseError):
                 await asyncio.to_thread(hostile.append, one, last_step[0], last_step[0], tokens=0)
-                await asyncio.to_thread(hostile.call, "renew", 30, *one[:2])
+                await asyncio.to_thread(hostile.renew, one)
         await asyncio.sleep(0.02)
 
 
@@ -378,7 +384,7 @@ async def test_a_copy_is_given_only_of_a_sample_that_does_not_get_on(cast: Cast)
     assert len(mine) == 24  # all that there is
     assert await run.take(0) is None
     await asyncio.sleep(1.2)  # the learner waits for longer than a lease lasts; a holder stores tokens
-    await cast.worker.leases.renew(mine, 30)
+    await renew(cast.worker, mine)
     for lease in mine[1:]:
         assert (await cast.worker.leases.append(lease, segment(lease, 0), 30)).outcome is AppendOutcome.APPENDED
     (copy,) = (await honest.lease(4, 0, "b")).leases
@@ -386,7 +392,7 @@ async def test_a_copy_is_given_only_of_a_sample_that_does_not_get_on(cast: Cast)
     assert (await honest.queues()).copied_leases == 1
     assert (await honest.lease(4, 0, "b")).leases == ()
     assert await honest.submit(copy, 0) is SubmitOutcome.ACCEPTED
-    assert await cast.worker.leases.renew(mine, 30) == {mine[0].token}
+    assert await renew(cast.worker, mine) == {mine[0].token}
     assert await honest.submit(mine[0], 0) is SubmitOutcome.FENCED
 
 
@@ -394,7 +400,7 @@ async def test_strikes_of_copies_end_their_holder(cast: Cast) -> None:
     mine = (await cast.honest.lease(24, 0, "a")).leases
     assert await cast.run.take(0) is None
     await asyncio.sleep(1.2)
-    await cast.worker.leases.renew(mine, 30)
+    await renew(cast.worker, mine)
     copies = cast.hostile.lease(3)
     assert len(copies) == 3
     assert [cast.hostile.submit(one, 0, 1000) for one in copies] == [b"fenced"] * 3
@@ -691,7 +697,6 @@ class Fuzz:
         usual: dict[str, list[Any]] = {
             "submit": [0, member, token, name, 4, 4, 3, 0, 1, 0],
             "append": [member, token, 0, f"segment:{member}:1", 4, 3, 30, 0, 1, 0],
-            "renew": [30, member, token],
             "release": [member, token],
             "discard": [member, token, -1, "reason", b"head"],
             "lose": [member, token, "reason", b"head"],
@@ -701,7 +706,7 @@ class Fuzz:
             "evaluation_lease": ["1.0", 2, 0.1, "abc", "evil 1", "", 0, "abc"],
             "evaluation_submit": ["1.0", self._random.randrange(4), "abc", "1.0", "1.0", 1, 0.5, 3, "evil 1"],
             "evaluation_release": ["1.0", self._random.randrange(4), "abc"],
-            "heartbeat": ["evil", "s", 1000, b"junk", 1],
+            "heartbeat": ["evil", "s", 1000, b"junk", 1, 30, member, token],
             "score_ask": ["quality", "evil", "s", 30, 1, "abc", b"junk"],
             "score_collect": ["quality", 30, 1, "abc", "abd"],
         }

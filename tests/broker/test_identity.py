@@ -76,7 +76,6 @@ async def test_nothing_of_an_overwritten_run_reaches_the_new_one(broker: Broker,
     verbs = {
         "submit": lambda: leftover.leases.submit(leases[0], trajectory(leases[0], 0)),
         "lease": lambda: leftover.leases.lease("w", WeightVersion(1, 0), 2, 30),
-        "renew": lambda: leftover.leases.renew(leases, 30),
         "release": lambda: leftover.leases.release(leases),
         "heartbeat": lambda: leftover.status.heartbeat(WORKER, 30),
         "announced": leftover.versions.announced,

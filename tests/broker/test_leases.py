@@ -17,6 +17,7 @@ from broker.staleness import may_admit
 from broker.wire import frames
 from broker.wire.codec import encode
 
+from .renewal import renew
 from .scenario import FRESH, Scenario, begin, group_id, groups, of_another_schema, prompt, rules, trajectory
 from .test_codec import WORKER
 
@@ -151,7 +152,6 @@ async def test_an_expired_lease_goes_to_another_worker_and_the_late_one_is_fence
     taken_over = (await run.lease(5, 0, worker="v")).leases
     assert [lease.tid for lease in taken_over] == [slow[1].tid]
     lost = {slow[0].token, slow[1].token}  # done, and lost
-    assert await broker.leases.renew(slow, 30) == lost
     assert await broker.status.heartbeat(WORKER, 30, slow, 30) == Heard(False, "claimed", frozenset(lost))
     assert await run.submit(slow[1], 0) is SubmitOutcome.FENCED
     assert await run.submit(taken_over[0], 0) is SubmitOutcome.ACCEPTED
@@ -178,7 +178,7 @@ async def test_a_worker_is_not_given_what_it_holds_but_keeps_it(broker: Broker, 
     mine = (await run.lease(1, 0, ttl_s=A_MOMENT_S)).leases
     await asyncio.sleep(2 * A_MOMENT_S)
     assert (await run.lease(1, 0)).leases == ()
-    assert await broker.leases.renew(mine, 30) == set()  # nobody took it: it is held again
+    assert await renew(broker, mine) == set()  # nobody took it: it is held again
     other = await open_broker(url, broker.run)
     assert (await other.leases.lease("v", WeightVersion(1, 0), 1, 30)).leases == ()
     await other.close()

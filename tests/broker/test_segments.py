@@ -13,6 +13,7 @@ from broker.client.leases import AppendOutcome, SubmitOutcome
 from broker.errors import FrameError
 from broker.schema import Lease, Segment, VersionSpan, WeightVersion
 
+from .renewal import renew
 from .scenario import FRESH, TTL_S, Scenario, begin, group_id, groups, prompt, rules
 
 A_MOMENT_S = 0.05
@@ -248,6 +249,6 @@ async def test_a_lost_prompt_voids_what_was_begun(broker: Broker) -> None:
     await broker.leases.release([second])
     await broker._connection.execute("SET", broker._connection.keys.prompt(group_id(0)), b"junk")
     assert [lease.tid.group for lease in (await run.lease(1, 0, worker="v")).leases] == []
-    assert await broker.leases.renew([first], TTL_S) == {first.token}
+    assert await renew(broker, [first]) == {first.token}
     assert await broker.prompts.feed([prompt(0)], run.owner) == 1
     assert (await run.queues()).payload_bytes == await kept(broker) == 0
