@@ -95,19 +95,23 @@ class Leases:
         self._submissions = Submissions(connection, self._blobs)
         self.limits = SampleLimits()
         """The bounds of this run's samples; the caller sets them before the first lease."""
-        self.recipe_changed = asyncio.Event()
-        """Set once the server refuses leases because the run has another configuration than `obey` was told."""
 
     @property
     def storage(self) -> Storage:
         """The way in which payloads and segments are stored; the caller sets it before the first lease."""
         return self._blobs.storage
 
+    @property
+    def recipe_changed(self) -> asyncio.Event:
+        """Set once the server refuses leases of samples, or of requests for scores, because the run has another
+        configuration than `obey` was told."""
+        return self._connection.recipe_changed
+
     def obey(self, config: bytes) -> None:
-        """Tells the server with every request that this worker obeys the configuration that `StatusBoard.config`
-        returned. A worker that never says it is given leases under any."""
+        """Tells the server with every request for leases that this process obeys the configuration that
+        `StatusBoard.config` returned. One that never says it is given leases under any."""
         self._connection.recipe = sha1(config, usedforsecurity=False).hexdigest()
-        self.recipe_changed.clear()
+        self._connection.recipe_changed.clear()
 
     async def lease(self, worker: str, version: WeightVersion, count: int, ttl_s: float) -> LeaseReply:
         """Leases up to `count` samples for an engine that holds `version`. Leases whose reply was lost expire. Raises
@@ -135,7 +139,7 @@ class Leases:
         incarnation, highest_step = map(int, highest.split(b"."))
         newest = WeightVersion(incarnation, max(version.step, highest_step))
         if reason == NoMoreLeases.RECIPE.encode():
-            self.recipe_changed.set()
+            self._connection.recipe_changed.set()
         leases = await self._fetched([_Granted.read(one) for one in granted], worker, newest, ttl_s)
         held.update((lease.tid, lease.token) for lease in leases)
         return LeaseReply(leases, state.decode(), NoMoreLeases(reason.decode()) if reason else None)

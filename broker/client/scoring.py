@@ -119,11 +119,14 @@ class Scoring:
         self, scorer: str, *, ttl_s: float, most: int, most_bytes: int, held: Sequence[ScoreLease] = ()
     ) -> ScoringReply:
         """Renews the leases in `held`, and leases up to `most` more requests of about `most_bytes` together, the
-        longest asked first. A request that cannot be read is given up."""
-        token = secrets.token_hex(16)
-        lost, *granted = await self._connection.script(
-            "score_lease", scorer, ttl_s, token, most, most_bytes, *_held(held), absent=[[]]
+        longest asked first. A request that cannot be read is given up. A scorer that obeys another configuration than
+        the run's gets none, and `Leases.recipe_changed` is set."""
+        token, recipe = secrets.token_hex(16), self._connection.recipe
+        reason, lost, *granted = await self._connection.script(
+            "score_lease", scorer, ttl_s, token, most, most_bytes, recipe, *_held(held), absent=[b"", []]
         )
+        if reason:
+            self._connection.recipe_changed.set()
         leases = list[ScoreLease]()
         for name, frame in granted:
             try:

@@ -69,7 +69,9 @@ class Connection:
         self.session = session or secrets.token_hex(16)
         """Proves to the server which worker calls: no other process leases, reports, sleeps or leaves in its name."""
         self.recipe = ""
-        """A digest of the configuration that this worker obeys; empty where it does not say."""
+        """A digest of the configuration that this worker or scorer obeys; empty where it does not say."""
+        self.recipe_changed = asyncio.Event()
+        """Set once the server refuses leases because the run has another one."""
         self.server_id = ""
         """The server that this client claimed the run on; learner verbs are refused by any other one."""
         self.answered_since_s = -math.inf

@@ -1,17 +1,20 @@
 -- include: lib_base lib_arguments lib_scoring
 -- flags: allow-oom
--- score_lease(scorer's name, ttl_s, nonce, most requests, most bytes, {request, token}...)
---   -> {{request that the caller has lost...}, {request, frame}...}
+-- score_lease(scorer's name, ttl_s, nonce, most requests, most bytes, recipe | '', {request, token}...)
+--   -> {'recipe' | '', {request that the caller has lost...}, {request, frame}...}
 -- Renews the leases that a scorer has, but none for longer than its request's `hold`, and leases it more requests, the
 -- longest asked first, with `nonce` as their token. A lease that is not renewed expires, and another scorer gets the
 -- request; one that so many scorers had in vain has failed.
--- Touches: scoring:*; reads scoring.
+-- `recipe` is a digest of the configuration that the scorer obeys. One that obeys another than the run's gets no more
+-- requests, and the reply says so: its model may be another one.
+-- Touches: scoring:*; reads scoring, meta.
 fence_scorer()
 local name, time, ttl = scorer_name(1), now(), seconds(2, 3600)
 local nonce, most, most_bytes = scoring_id(3), whole(4, 'requests', 0, 10000), whole(5, 'bytes', 0, 2 ^ 40)
-for a = 6, #ARGV, 2 do holds_request(name, a) end -- checks all arguments before anything is written
+local recipe = text(6, 'recipe', 64)
+for a = 7, #ARGV, 2 do holds_request(name, a) end -- checks all arguments before anything is written
 local queue, lost = scoring_queue(name), {}
-for a = 6, #ARGV, 2 do
+for a = 7, #ARGV, 2 do
   local since, hold = unpack(call('HMGET', scoring_request(name, ARGV[a]), 'leased', 'hold'))
   if holds_request(name, a) and time < since + hold then
     call('ZADD', queue, math.min(time + ttl, since + hold), ARGV[a])
@@ -21,7 +24,8 @@ for a = 6, #ARGV, 2 do
 end
 
 forget_abandoned(name, time)
-local reply, bytes = { lost }, 0
+if recipe ~= '' and recipe ~= meta('recipe') then return { 'recipe', lost } end
+local reply, bytes = { '', lost }, 0
 for _, id in ipairs(call('ZRANGEBYSCORE', queue, '-inf', time, 'LIMIT', 0, most)) do
   local key = scoring_request(name, id)
   local frame, tries, had_token, reason = unpack(call('HMGET', key, 'frame', 'tries', 'token', 'reason'))

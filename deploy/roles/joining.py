@@ -41,7 +41,8 @@ async def drained_when_changed(
 ) -> AsyncIterator[None]:
     """Drain the role once its `part` of the run's configuration has changed; then raise ConfigChangedError.
 
-    A worker gets no leases from the claim with another configuration on, until it has seen that its part is the same.
+    Workers and scorers get no leases from the claim with another configuration on, until they have seen that their part
+    is the same.
     """
     broker.leases.obey(stored)
     watch = asyncio.create_task(_watch_config(broker, stored, part))

@@ -16,7 +16,7 @@ from broker.server.access import Role
 from broker.server.embedded import EmbeddedServer
 
 from .audit import Auditor
-from .scenario import begin, rules
+from .scenario import FRESH, begin, rules
 from .test_access import admit, url_of
 from .test_codec import SCORER
 
@@ -152,6 +152,24 @@ async def test_a_lease_that_is_renewed_lasts_until_its_hold_ends(run: Broker, ot
     await asyncio.sleep(2 * A_MOMENT_S)
     reply = await run.scoring.lease("strict", ttl_s=LONG_S, most=0, most_bytes=0, held=held)
     assert reply.lost == {name}
+
+
+async def test_a_scorer_that_obeys_another_recipe_keeps_its_requests_and_gets_no_more(
+    run: Broker, other: Broker
+) -> None:
+    (name,) = await ask(run, 1)
+    run.leases.obey(b"recipe")
+    held = await lease(run)
+    assert [one.name for one in held] == [name]
+    await other.batches.claim(checkpoint=FRESH, rules=rules(1, scorers=SCORERS), config=b"another", resume=True)
+    (later,) = await ask(other, 1)
+    reply = await run.scoring.lease(QUALITY, ttl_s=LONG_S, most=9, most_bytes=1 << 20, held=held)
+    assert (reply.lost, reply.leases) == (frozenset(), ())
+    assert run.leases.recipe_changed.is_set()
+    assert await run.scoring.answer(QUALITY, [(held[0], scores(1))]) == [AnswerOutcome.ACCEPTED]
+    run.leases.obey(b"another")
+    assert [one.name for one in await lease(run)] == [later]
+    assert not run.leases.recipe_changed.is_set()
 
 
 async def test_what_is_handed_back_goes_to_another_one_at_once_and_is_no_failure(run: Broker, other: Broker) -> None:

@@ -86,6 +86,17 @@ async def test_no_sample_is_leased_by_the_recipe_of_before_a_claim(
     working.cancel()
 
 
+async def test_a_scorer_that_is_refused_requests_looks_at_once(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "CONFIG_CHECK_S", 3600.0)
+    await claim(broker, stored())
+    working = asyncio.create_task(work(broker))
+    await asyncio.sleep(A_MOMENT_S)
+    await claim(broker, stored(max_new_tokens=9))
+    assert (await broker.scoring.lease("quality", ttl_s=30, most=9, most_bytes=1 << 20)).leases == ()
+    with pytest.raises(joining.ConfigChangedError):
+        await working
+
+
 async def test_a_configuration_that_cannot_be_read_ends_the_worker_too(broker: Broker) -> None:
     await claim(broker, b"{}")
     with pytest.raises(ConfigError, match="this version of Headway cannot read"):
