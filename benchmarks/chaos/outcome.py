@@ -55,8 +55,12 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """How often a hostile worker got no more leases."""
     junk_requests: dict[str, int]
     """Asked of the reward model by hostile workers, by kind."""
+    evaluations: int
+    """Those that gave a result."""
     skipped_evaluations: int
-    """Those that gave no result, as no worker kept the version for long enough."""
+    """Those that gave none, as the rules are: every worker that had the version was killed or moved on, or a power loss
+    took the samples. The learner's log names each with the reason. What was under way when a learner died is not among
+    them: the next one forgets it."""
     hoards: int
     """How often a hostile worker took all leases that it could get, under ever new names."""
     hoarded: int

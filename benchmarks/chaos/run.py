@@ -14,6 +14,8 @@ import uvloop
 
 from broker.schema import RunStatus
 from deploy.run.directory import identity_of
+from deploy.run.events import EvaluationEvent
+from deploy.run.report import EVALUATIONS, read_lines
 
 from .audit import MUST_BE_ZERO, audit
 from .backend import author_of
@@ -205,6 +207,7 @@ class _Stage:
             pills=dict(scene.hostile.sent),
             quarantined=scene.hostile.quarantined,
             junk_requests=dict(scene.hostile.asked),
+            evaluations=len(read_lines(self._trial.recipe.run_directory / EVALUATIONS, EvaluationEvent)),
             skipped_evaluations=queues.skipped_evaluations if queues else 0,
             hoards=scene.hostile.hoards,
             hoarded=scene.hostile.hoarded,
