@@ -75,10 +75,12 @@ local function has_standing(holder)
   end
   return false
 end
+-- Returns whether such a holder lives: its last report has not expired. Its session lasts for longer.
 local function is_any_with_standing_alive()
   for _, holder in ipairs(call('ZRANGE', STANDING, 0, -1)) do
     local worker, session = string.match(holder, '^(%w[%w._-]*) (%w+)$')
-    if worker and call('GET', P .. 'session:' .. worker) == session then return true end
+    local is_ours = worker and call('GET', P .. 'session:' .. worker) == session
+    if is_ours and call('EXISTS', P .. 'worker:' .. worker) == 1 then return true end
   end
   return false
 end

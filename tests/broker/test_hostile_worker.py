@@ -378,6 +378,25 @@ async def test_it_may_lease_all_samples_under_ever_new_names_and_the_learner_goe
             await attack
 
 
+async def test_a_worker_that_was_killed_bars_nobody_from_a_sample_that_was_refused(cast: Cast) -> None:
+    """Else the learner would wait for two minutes once all workers have been replaced by others."""
+    run, honest = cast.run, cast.honest
+    await cast.worker.status.heartbeat(replace(WORKER, worker="w"), 1.0)
+    await honest.generate(4, 0)
+    assert await run.take(0) is not None
+    await cast.learner.versions.announce(run.owner, manifest(1, 1))
+    (pill,) = cast.hostile.lease(1, step=1)
+    assert cast.hostile.submit(pill, 1, 1) == b"accepted"
+    await honest.generate(3, 1)
+    assert await run.take(1) is None
+    (lease,) = (await honest.lease(1, 1, "new")).leases
+    assert await honest.submit(lease, 1) is SubmitOutcome.FENCED, "its holder has no standing, and one that has lives"
+    await asyncio.sleep(1.1)
+    (lease,) = (await honest.lease(1, 1, "new")).leases
+    assert await honest.submit(lease, 1) is SubmitOutcome.ACCEPTED
+    assert await run.take(1) is not None
+
+
 async def test_a_copy_is_given_only_of_a_sample_that_does_not_get_on(cast: Cast) -> None:
     honest, run = cast.honest, cast.run
     mine = (await honest.lease(24, 0, "a")).leases
