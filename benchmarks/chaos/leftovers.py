@@ -31,15 +31,18 @@ class Leftovers:
         self._trial = trial.overwritten
         self._url = url
         self._asleep: list[BaseProcess] = []
+        self._incarnation = shared.RawValue(c_int64)
+        self._tallies = [shared.RawValue(Tally) for _ in range(WORKERS)]
+        """Kept, as memory that nobody holds is given to the next who asks, and these processes write into it."""
         self.woken = 0
         self.unexpelled = 0
         """Of these, those that did not leave by themselves."""
 
     async def leave_behind(self, witness: Witness) -> None:
         """The run before: begun, stopped and deleted, as overwriting does it."""
-        self._asleep = [begin("learner", run_learner, (self._trial, self._url, shared.RawValue(c_int64)))]
-        for number in range(WORKERS):
-            name, tally = f"leftover-{number}", shared.RawValue(Tally)
+        self._asleep = [begin("learner", run_learner, (self._trial, self._url, self._incarnation))]
+        for number, tally in enumerate(self._tallies):
+            name = f"leftover-{number}"
             self._asleep.append(begin(name, run_worker, (self._trial, self._url, name, name, tally)))
         await self._are_in_the_midst(witness)
         for process in self._asleep:
