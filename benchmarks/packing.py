@@ -91,8 +91,7 @@ def _timed(make: Callable[[], Plan]) -> tuple[Plan, float]:
 
 
 def _least(lengths: NDArray[np.int64], replicas: int, count: int, cost: CostModel) -> float:
-    """Return a lower bound: with so many micro-batches a replica with the costliest sequence, or the mean, takes
-    this."""
+    """Return a lower bound: the cost of so many micro-batches with the costliest sequence, or with the mean."""
     alone = cost.of_sequences(lengths)
     return count * cost.per_micro_batch + max(float(alone.sum()) / replicas, float(alone.max()))
 

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Return the exit code: 1 if a layout fails or computes something else. Layouts that a backend refuses are
-    named."""
+    """Return the exit code: 1 if a layout fails or computes something else; refused layouts are only named."""
     options = _parse()
     out = options.out or Path("runs/parity") / f"{options.device}-{options.dtype}-{options.shape}"
     findings = _compare(options, out)

@@ -42,7 +42,7 @@ GUIDES = {
     "headway new flow": "[Python interface](python.md)",
     "headway status": "[What headway status shows](../guides/metrics.md#what-headway-status-shows)",
 }
-"""What a guide says of a command, by the command's full name."""
+"""The guide to a command, by the command's full name."""
 
 
 def on_files(files: "Files", config: "MkDocsConfig") -> "Files":

@@ -1,4 +1,4 @@
-"""One word, one thing: the names in the six rooms."""
+"""One word for one thing: the names in the six rooms, and the words of all docstrings and pages."""
 
 import ast
 import re
@@ -11,17 +11,18 @@ from benchmarks.shape import ROOMS
 from .docs.pages import markdown_pages
 
 ROOT = Path(__file__).parent.parent
+DOCUMENTED = (*ROOMS, "benchmarks", "docs", "tests")
 NO_SENTENCE = re.compile(r"(Of|That|What|How|Which|Where|Who)\b")
 """Words with which no docstring begins: it has a subject and a verb, or names its thing."""
-NO_ACTOR = re.compile(r"\b(whoever|nobody|somebody)\b", re.IGNORECASE)
+NO_ACTOR = re.compile(r"\b(whoever|nobody|somebody|anybody)\b", re.IGNORECASE)
 """Words in place of worker, learner, caller, reader."""
 CODE = re.compile(r"^```.*?^```|`[^`]*`|\]\([^)]*\)|\[[^\]]*\]", re.MULTILINE | re.DOTALL)
 
 
 @cache
-def modules() -> list[tuple[str, ast.Module]]:
-    """Every module of the rooms: its path and its syntax tree."""
-    paths = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+def modules(folders: tuple[str, ...] = ROOMS) -> list[tuple[str, ast.Module]]:
+    """Return every module of the folders: its path and its syntax tree."""
+    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     return [(str(path.relative_to(ROOT)), ast.parse(path.read_text())) for path in paths]
 
 
@@ -47,10 +48,10 @@ def test_no_command_hides_the_function_that_does_its_work() -> None:
 
 
 def docstrings() -> list[tuple[str, str]]:
-    """Every docstring of the rooms, those of attributes among them, with its place."""
+    """Return every docstring, those of attributes among them, with its place."""
     return [
         (f"{path}:{node.lineno}", node.value.value)
-        for path, tree in modules()
+        for path, tree in modules(DOCUMENTED)
         for node in ast.walk(tree)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
     ]

@@ -21,7 +21,7 @@ _FEED_AHEAD_STEPS = 4
 
 @dataclass(frozen=True)
 class Look:
-    """What has been spent and what is held after `trained` trajectories."""
+    """The costs so far and the memory in use after `trained` trajectories."""
 
     trained: int
     wall_s: float
@@ -36,7 +36,7 @@ class Look:
 async def flow(
     server: EmbeddedServer, payloads: Payloads, count: int, group_size: int, every: int, note: Callable[[Look], None]
 ) -> None:
-    """feed -> lease -> submit -> take -> commit for `count` trajectories; prompts are fed a few steps ahead."""
+    """Feed, lease, submit, take and commit `count` trajectories; prompts are fed a few steps ahead."""
     broker = await open_broker(server.url, "flow")
     run = Run(
         groups=count // BATCH * BATCH // group_size,

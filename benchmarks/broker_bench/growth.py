@@ -1,6 +1,6 @@
-"""Does it get slower while more and more payloads have gone through, or while the server holds more of them?
+"""Speeds while more and more payloads have gone through, and while the server holds more of them.
 
-Speeds are per processor second, of client and server together: how much of the machine is ours varies.
+Speeds are per processor second, of client and server together, because this benchmark's share of the machine varies.
 """
 
 from typing import Any
@@ -19,11 +19,11 @@ from .worker import Worker
 FRAME_BYTES = 300
 _FLAT_WITHIN = 0.2
 _TAKES = 8
-"""Batches taken at each number held, for the median; fewer where fewer are held."""
+"""The number of batches taken at each number held, for the median; fewer where fewer are held."""
 
 
 def measure(*, through: int, held: int, window: int = 1024) -> dict[str, Any]:
-    """With up to `through` payloads passed on one after the other, and with up to `held` of them kept.
+    """Measure with up to `through` payloads passed on one after the other, and with up to `held` of them kept.
 
     Speeds are those of about `window` payloads, or more, that end at each power of ten times the window.
     """
@@ -51,7 +51,7 @@ def _held(most: int, window: int) -> dict[str, Any]:
 
 
 async def _fill(server: EmbeddedServer, marks: list[int], window: int) -> tuple[dict[int, float], dict[int, float]]:
-    """At each number of payloads held: the speed of lease and submit, and how long it takes to take one batch."""
+    """Measure, at each number of payloads held, the speed of lease and submit, and the time of taking one batch."""
     submits, takes = dict[int, float](), dict[int, float]()
     broker, taken = await open_broker(server.url, "held"), min(_TAKES, window // BATCH)
     try:
@@ -73,7 +73,7 @@ async def _fill(server: EmbeddedServer, marks: list[int], window: int) -> tuple[
 
 
 def _marks(most: int, window: int) -> list[int]:
-    """1, 10, 100... windows, up to `most` payloads."""
+    """Return 1, 10, 100... windows, up to `most` payloads."""
     marks = [window]
     while 10 * marks[-1] <= most:
         marks.append(10 * marks[-1])
@@ -81,7 +81,7 @@ def _marks(most: int, window: int) -> list[int]:
 
 
 def _around(looks: list[Look], mark: int, window: int) -> tuple[Look, Look]:
-    """A stretch of two windows, or of a tenth of the mark, that ends at the mark; the first window warms up."""
+    """Return a stretch of two windows, or of a tenth of the mark, that ends at the mark; the first window warms up."""
     end = max(mark, 3 * window)
     start = end - max(2 * window, mark // 10)
     return _first_from(looks, start), _first_from(looks, end)
@@ -92,7 +92,7 @@ def _first_from(looks: list[Look], trained: int) -> Look:
 
 
 def _speed(before: Look, after: Look) -> float:
-    """Payloads per processor second."""
+    """Return payloads per processor second."""
     spent = after.client_cpu_s + after.server_cpu_s - before.client_cpu_s - before.server_cpu_s
     return (after.trained - before.trained) / spent
 

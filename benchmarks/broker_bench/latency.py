@@ -1,10 +1,10 @@
-"""How long a lease, a submission and a take take while a thousand workers share the server.
+"""The durations of a lease, a submission and a take while a thousand workers share the server.
 
 The workers are coroutines of a few processes, each with a `Broker` and so with connections of its own, as if it were a
 process; the learner is another process. A worker holds one sample at a time and "generates" it in a random time, so
-that the load is what so many workers ask for, not all that the server can bear. It waits at the bell and looks for
-versions as real workers do. What the server says of its own time per command tells its work from that of the clients,
-which share the machine's cores with it.
+that the load is that of so many workers, not the most that the server can bear. It waits at the bell and looks for
+versions as real workers do. The server's own time per command tells its work from that of the clients, which share the
+machine's cores with it.
 """
 
 import asyncio
@@ -34,16 +34,16 @@ RUN = "latency"
 FRAME_BYTES = 10_000
 HEARTBEAT_S = 1.0
 PROCESSES = 4
-"""Processes that the workers share; one alone would be what is measured."""
+"""The number of processes that the workers share; with a single one its own speed would be the limit."""
 _MAX_LAG = 64
 _LOOK_S = 1.0
 
 _Result = tuple[list[float], list[float], float, float]
-"""Leases and submissions in seconds, and the monotonic times of the beginning and the end."""
+"""The durations of leases and submissions in seconds, and the monotonic times of the beginning and the end."""
 
 
 def crowds(*, counts: Sequence[int], samples_per_s: float, samples: int) -> list[dict[str, Any]]:
-    """The same load from more and more workers, which also report and renew their leases every second."""
+    """Measure the same load from more and more workers, which also report and renew their leases every second."""
     return [
         measure(workers=workers, generate_s=workers / samples_per_s, samples=samples, heartbeat_s=HEARTBEAT_S)
         for workers in counts
@@ -51,10 +51,10 @@ def crowds(*, counts: Sequence[int], samples_per_s: float, samples: int) -> list
 
 
 def measure(*, workers: int, generate_s: float, samples: int, heartbeat_s: float = 0.0) -> dict[str, Any]:
-    """Percentiles in milliseconds over so many samples, with the AOF synced every second.
+    """Return percentiles in milliseconds over so many samples, with the AOF synced every second.
 
-    `heartbeat_s`: how often each worker reports and renews its lease; 0: never. The server's processor time is of all
-    that it does between the first worker's start and the last sample, connecting included.
+    Each worker reports and renews its lease every `heartbeat_s`; 0 means never. The server's processor time covers all
+    its work between the first worker's start and the last sample, connecting included.
     """
     with fresh_server("everysec") as server:
         processes = min(PROCESSES, workers)
@@ -81,7 +81,7 @@ def measure(*, workers: int, generate_s: float, samples: int, heartbeat_s: float
 
 
 def _commands(url: str, wall_s: float) -> dict[str, dict[str, float]]:
-    """What the server says of the commands that cost it most: calls a second, and microseconds of each."""
+    """Return calls a second, and microseconds of each, for the commands that cost the server most."""
     with redis.Redis.from_url(url) as client:
         stats: dict[str, dict[str, float]] = client.info("commandstats")
     dearest = sorted(stats, key=lambda name: stats[name]["usec"], reverse=True)[:6]
@@ -95,7 +95,7 @@ def _commands(url: str, wall_s: float) -> dict[str, dict[str, float]]:
 
 
 async def _learn(run: Run, load: "_Load", count: int) -> tuple[list[float], list[_Result]]:
-    """Trains until the workers of so many processes have finished."""
+    """Train until the workers of so many processes have finished."""
     broker, context = await open_broker(load.url, RUN), multiprocessing.get_context("spawn")
     pipes = [context.Pipe() for _ in range(count)]
     processes = [context.Process(target=_work, args=(load, theirs, n)) for n, (_, theirs) in enumerate(pipes)]
@@ -114,7 +114,7 @@ async def _learn(run: Run, load: "_Load", count: int) -> tuple[list[float], list
         return learner.take_s, [mine.recv() for mine, _ in pipes]
     finally:
         for mine, _ in pipes:
-            mine.close()  # the workers end
+            mine.close()  # this ends the workers
         for process in processes:
             process.join()
         await broker.close()
@@ -122,7 +122,7 @@ async def _learn(run: Run, load: "_Load", count: int) -> tuple[list[float], list
 
 @dataclass(frozen=True)
 class _Load:
-    """What one process of workers does."""
+    """The load of one process of workers."""
 
     url: str
     generate_s: float
@@ -136,8 +136,10 @@ def _work(load: _Load, pipe: Connection, number: int) -> None:
 
 
 async def _crowd(load: _Load, pipe: Connection, number: int) -> None:
-    """Sends the result once there are enough samples, and goes on until the other processes have enough, too; every
-    worker's first sample does not count."""
+    """Send the result once there are enough samples, and go on until the other processes have enough, too.
+
+    Every worker's first sample does not count.
+    """
     crowd, first, enough = _Crowd(load, number), load.workers, load.workers + load.samples
     working = [asyncio.create_task(crowd.worker(f"w{number}-{index}")) for index in range(load.workers)]
     started = 0.0
@@ -189,7 +191,7 @@ class _Crowd:
 
 
 class _Worker:
-    """What a worker does beside its samples, as `rollout_workers.worker` and `weightsync.receive.subscriber` do it."""
+    """A worker beside its samples, with the calls of `rollout_workers.worker` and `weightsync.receive.subscriber`."""
 
     def __init__(self, broker: Broker, name: str) -> None:
         self.broker = broker

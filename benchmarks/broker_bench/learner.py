@@ -1,4 +1,4 @@
-"""The learner's loop without training: feed -> take -> announce -> commit, each step as soon as it can be had."""
+"""The learner's loop without training: feed -> take -> announce -> commit, each step as soon as its batch is ready."""
 
 import asyncio
 import time
@@ -12,7 +12,7 @@ from broker.schema import Probe, RunRules, WeightManifest, WeightVersion
 from .payloads import GROUP_SIZE, PROMPT_TOKENS, prompt
 
 BATCH = 64
-"""Trajectories of one step."""
+"""The trajectories of one step."""
 MAX_LAG = 16
 POLL_S = 0.01
 _FED_AT_ONCE = 256
@@ -21,14 +21,14 @@ _MAX_BYTES = 8 << 30
 
 @dataclass(frozen=True)
 class Run:
-    """What is to be trained: so many groups, a batch's worth in every step."""
+    """The size of a run: so many groups, a batch's worth in every step."""
 
     groups: int
     group_size: int = GROUP_SIZE
     prompt_tokens: int = PROMPT_TOKENS
     max_lag: int = MAX_LAG
     feed_ahead_steps: int = 1 << 40
-    """Beyond those that may be admitted; all of them are fed before the first step where that is enough."""
+    """Steps fed beyond those that may be admitted; where that suffices, all groups are fed before the first step."""
 
     @property
     def groups_per_step(self) -> int:
@@ -49,7 +49,7 @@ class Learner:
         self._fed = 0
         self._watermark = Watermark()
         self.take_s: list[float] = []
-        """How long every take took that gave a batch, decoding included."""
+        """The seconds of every take that gave a batch, decoding included."""
 
     @classmethod
     async def begin(cls, broker: Broker, run: Run) -> "Learner":
@@ -60,7 +60,7 @@ class Learner:
         return learner
 
     async def steps(self, steps: range | None = None) -> AsyncIterator[TakenBatch]:
-        """The batches of these steps, or of all; announced and committed when the next one is asked for."""
+        """Yield the batches of these steps, or of all; the request for the next one announces and commits each."""
         for step in steps or range(self._run.groups // self._run.groups_per_step):
             batch = await self.take(step)
             yield batch
@@ -70,12 +70,12 @@ class Learner:
             await self._feed(step + 1)
 
     async def train(self, steps: range | None = None) -> None:
-        """The same, whatever they hold."""
+        """Take all steps, whatever they hold."""
         async for _ in self.steps(steps):
             pass
 
     async def take(self, step: int) -> TakenBatch:
-        """Waits for it."""
+        """Wait for the batch, and return it."""
         while True:
             asked = time.perf_counter()
             batch = await self._broker.batches.take(self._owner, step, self._run.groups_per_step)
@@ -98,14 +98,14 @@ class Learner:
 
 
 class Watermark:
-    """The first group that has not been trained, while they finish in any order."""
+    """The first group that has not been trained, while groups finish in any order."""
 
     def __init__(self) -> None:
         self._next = 0
         self._ahead = set[int]()
 
     def trained(self, groups: Sequence[str]) -> str:
-        """The group id below which everything has been trained."""
+        """Return the group id below which everything has been trained."""
         self._ahead.update(int(group.partition("-")[2]) for group in groups)
         while self._next in self._ahead:
             self._ahead.remove(self._next)

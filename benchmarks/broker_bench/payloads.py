@@ -14,11 +14,11 @@ GROUP_SIZE = 8
 PROMPT_TOKENS, SHORT_PROMPT = 64, 4
 VOCABULARY = 150_000
 _VARIANTS = 16
-"""Different responses that take turns."""
+"""The number of different responses that take turns."""
 
 
 def tid_of(number: int) -> TrajectoryId:
-    """The id of trajectory `number`: eight to a group."""
+    """Return the id of trajectory `number`: eight to a group."""
     return TrajectoryId(f"0000-{number // GROUP_SIZE:08d}", 0, number % GROUP_SIZE)
 
 
@@ -45,7 +45,7 @@ def _prompt_tokens(count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Payloads:
-    """`payloads[number]` is that trajectory, made of a few prepared responses."""
+    """Trajectories made of a few prepared responses, as `payloads[number]`."""
 
     variants: tuple[Trajectory, ...]
 
@@ -53,18 +53,18 @@ class Payloads:
         return self.named(tid_of(number))
 
     def named(self, tid: TrajectoryId) -> Trajectory:
-        """The one with this id."""
+        """Return the trajectory with this id."""
         return msgspec.structs.replace(self.variants[number_of(tid) % len(self.variants)], tid=tid)
 
     @property
     def frame_bytes(self) -> float:
-        """Of the frame, on average."""
+        """Return the mean size of the frames."""
         return sum(len(encode_trajectory(variant)) for variant in self.variants) / len(self.variants)
 
 
 @cache
 def payloads_of(frame_bytes: int, prompt_tokens: int = PROMPT_TOKENS) -> Payloads:
-    """Trajectories with frames of so many bytes, to within two per cent or one token."""
+    """Return trajectories with frames of so many bytes, to within two per cent or one token."""
     low, high = 1, frame_bytes
     while low < high:
         middle = (low + high) // 2
@@ -92,5 +92,5 @@ def _trajectory(seed: int, response_tokens: int, prompt_tokens: int) -> Trajecto
 
 
 def _tokens(rng: np.random.Generator, count: int) -> NDArray[np.int32]:
-    """Log-uniform over the vocabulary: common words are common, as in text."""
+    """Draw tokens log-uniformly over the vocabulary: common words are common, as in text."""
     return np.exp(rng.uniform(0.0, np.log(VOCABULARY), count)).astype(np.int32)

@@ -19,12 +19,12 @@ Role = Literal["producer", "consumer"]
 
 _LAP_DEADLINE_S = 300.0
 _WARM_UP = 128
-"""Trajectories of a lap that does not count: libraries are loaded, daemons have started their processes."""
+"""The trajectories of a first lap that does not count: libraries are loaded, and daemons start their processes."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What one lap runs: a transport, on a server with this durability if it is one that needs a server."""
+    """The settings of one lap: a transport, on a server with this durability if it needs one."""
 
     transport: str
     aof: Durability | None
@@ -34,7 +34,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Lap:
-    """What it took, from the producer's start to the last trajectory in the consumer's arrays."""
+    """The costs of one lap, from the producer's start to the last trajectory in the consumer's arrays."""
 
     entry: Entry
     wall_s: float
@@ -44,19 +44,19 @@ class Lap:
 
     @property
     def per_s(self) -> float:
-        """Trajectories a second."""
+        """Return trajectories a second."""
         return self.entry.count / self.wall_s
 
     @property
     def cpu_s_each(self) -> float:
-        """Processor time of all three for one trajectory."""
+        """Return the processor time of all three processes for one trajectory."""
         return (self.producer_cpu_s + self.consumer_cpu_s + self.server_cpu_s) / self.entry.count
 
 
 @dataclass(frozen=True)
 class _Finished:
     started: float
-    """On the machine's monotonic clock, which the processes share."""
+    """The start on the machine's monotonic clock, which the processes share."""
     ended: float
     cpu_s: float
 
@@ -67,7 +67,7 @@ class Pair:
     def __init__(self) -> None:
         self._ends = {role: _End(role) for role in ("consumer", "producer")}
         self.laps = 0
-        """Run so far."""
+        """The number of laps so far."""
 
     def __enter__(self) -> Self:
         return self
@@ -77,10 +77,10 @@ class Pair:
             end.close()
 
     def lap(self, transport: str, task: Task) -> tuple[_Finished, _Finished]:
-        """(producer, consumer). Raises RuntimeError where one of them failed."""
+        """Return (producer, consumer). Raises RuntimeError where one of them failed."""
         consumer, producer = self._ends["consumer"], self._ends["producer"]
         self.laps += 1
-        for end in (consumer, producer):  # the consumer's end sets up what both use
+        for end in (consumer, producer):  # the consumer's end sets up the parts that both use
             end.prepare(transport, task)
         for end in (consumer, producer):
             end.go()
@@ -97,7 +97,7 @@ class _End:
         theirs.close()
 
     def prepare(self, transport: str, task: Task) -> None:
-        """Returns when it is ready to go."""
+        """Prepare a process; return when it is ready to go."""
         self._pipe.send((transport, task))
         self.result()
 
@@ -119,7 +119,7 @@ class _End:
 
 
 def _serve(pipe: Connection, role: Role) -> None:
-    """One process: laps until the pipe is closed."""
+    """Serve laps in one process until the pipe is closed."""
     while True:
         try:
             transport, task = pipe.recv()
@@ -144,8 +144,10 @@ async def _run(pipe: Connection, role: Role, name: str, task: Task) -> _Finished
 
 
 def laps(entries: list[Entry], rounds: int) -> Iterator[Lap]:
-    """All entries, round after round, and what is compared with each other in close succession, so that what disturbs
-    the machine disturbs all alike. Ray's daemons run only while transports that need them do.
+    """Run all entries, round after round.
+
+    Entries that are compared follow each other closely, so that a disturbance of the machine affects all alike. Ray's
+    daemons run only while transports that need them do.
     """
     on_ray = [entry for entry in entries if entry.transport in ON_RAY]
     others = [entry for entry in entries if entry.transport not in ON_RAY]
@@ -165,7 +167,7 @@ def _round(entries: list[Entry]) -> Iterator[Lap]:
 
 @contextmanager
 def _place(transport: str) -> Iterator[str]:
-    """Where the transport's two ends meet; for those on a server each lap has its own."""
+    """Yield the address where the transport's two ends meet; each lap on a server has its own."""
     if transport in ON_RAY:
         from .transports.ray_cluster import started
 

@@ -1,4 +1,4 @@
-"""A server of its own for every lap, and what it spends."""
+"""A server of its own for every lap, and its processor time."""
 
 import tempfile
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ import redis
 from broker.server.embedded import EmbeddedServer
 
 Durability = Literal["off", "everysec"]
-"""Of the append-only file."""
+"""The durability of the append-only file."""
 
 _MAXMEMORY_BYTES = 8 << 30
 
 
 @contextmanager
 def fresh_server(aof: Durability) -> Iterator[EmbeddedServer]:
-    """An empty server on a unix socket, with the embedded server's own configuration."""
+    """Yield an empty server on a unix socket, with the embedded server's own configuration."""
     with (
         tempfile.TemporaryDirectory(prefix="headway-") as directory,
         EmbeddedServer(Path(directory), maxmemory_bytes=_MAXMEMORY_BYTES) as server,
@@ -31,6 +31,6 @@ def fresh_server(aof: Durability) -> Iterator[EmbeddedServer]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time that the process has spent."""
+    """Return the user and system time of the process."""
     times = psutil.Process(pid).cpu_times()
     return float(times.user + times.system)

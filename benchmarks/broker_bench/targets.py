@@ -1,4 +1,4 @@
-"""How fast Headway has to be, as ratios to the other transports within one run."""
+"""The speeds that Headway has to reach, as ratios to the other transports within one run."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from .race import Entry, Lap
 
 @dataclass(frozen=True)
 class Target:
-    """Headway moves at least so many times what `against` does."""
+    """A target: Headway moves at least so many times as much as `against`."""
 
     against: str
     frame_bytes: int
@@ -32,12 +32,12 @@ TARGETS = (
 
 
 def judge(done: Mapping[Entry, Sequence[Lap]]) -> list[dict[str, Any]]:
-    """Every target that was measured, with and without an append-only file."""
+    """Judge every target that was measured, with and without an append-only file."""
     return [_verdict(target, mine, theirs, done) for target in TARGETS for mine, theirs in _matches(target, list(done))]
 
 
 def _matches(target: Target, entries: Sequence[Entry]) -> list[tuple[Entry, Entry]]:
-    """Headway's entries and the others' on a server of the same durability."""
+    """Yield Headway's entries and the others' on a server of the same durability."""
     sized = [entry for entry in entries if entry.frame_bytes == target.frame_bytes]
     return [
         (mine, theirs)
@@ -48,7 +48,7 @@ def _matches(target: Target, entries: Sequence[Entry]) -> list[tuple[Entry, Entr
 
 
 def _verdict(target: Target, mine: Entry, theirs: Entry, done: Mapping[Entry, Sequence[Lap]]) -> dict[str, Any]:
-    """The median of the rounds' ratios: a disturbance that lasts is in both sides of each."""
+    """Return the median of the rounds' ratios: a disturbance that lasts is in both sides of each."""
     pairs = list(zip(done[mine], done[theirs], strict=True))
     ratio = statistics.median(ours.per_s / other.per_s for ours, other in pairs)
     cpu = statistics.median(other.cpu_s_each / ours.cpu_s_each for ours, other in pairs)
@@ -58,6 +58,6 @@ def _verdict(target: Target, mine: Entry, theirs: Entry, done: Mapping[Entry, Se
         "frame_bytes": target.frame_bytes,
         "at_least": target.at_least,
         "ratio": round(ratio, 2),
-        "ratio_per_cpu_second": round(cpu, 2) if theirs.aof else None,  # what others' daemons spend is not known
+        "ratio_per_cpu_second": round(cpu, 2) if theirs.aof else None,  # the time of others' daemons is unknown
         "pass": ratio >= target.at_least,
     }

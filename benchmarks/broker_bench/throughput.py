@@ -15,7 +15,7 @@ from .transports import NAMES, ON_A_SERVER, is_installed, open_transport
 
 KB = 1000
 COUNTS = {10 * KB: 6144, 100 * KB: 1536, 300 * KB: 512}
-"""Trajectories of one lap, by the size of their frames."""
+"""The trajectories of one lap, by the size of their frames."""
 _SHARES = {"headway_segments": 1 / 3, "xread_one_lists": 1 / 4, "ray_queue": 1 / 6, "transfer_queue": 1 / 6}
 """Slow transports move fewer, so that their laps end in the same time."""
 
@@ -27,7 +27,7 @@ def measure(
     durabilities: Sequence[Durability] = ("off", "everysec"),
     rounds: int,
 ) -> dict[str, Any]:
-    """All that is installed, with the targets that this settles."""
+    """Measure all installed transports, and judge their targets."""
     here = [name for name in names if is_installed(name)]
     done: dict[Entry, list[Lap]] = defaultdict(list)
     for lap in laps(_entries(here, counts, durabilities), rounds):

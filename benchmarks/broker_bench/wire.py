@@ -1,4 +1,4 @@
-"""Bytes per trajectory: in arrays, pickled, in our frame, and what the whole protocol sends and receives for it."""
+"""Bytes per trajectory: in arrays, pickled, in Headway's frame, and in all messages of the protocol."""
 
 import asyncio
 import pickle
@@ -50,7 +50,7 @@ def _raw_bytes(trajectory: Trajectory) -> int:
 
 
 def _travel(frame_bytes: int, segments: int) -> dict[str, int]:
-    """Per trajectory, as the server counts its network's bytes: feed, lease, append, submit, take, announce, commit."""
+    """Return bytes per trajectory as the server counts them: feed, lease, append, submit, take, announce, commit."""
     with fresh_server("off") as server, redis.Redis.from_url(server.url) as client:
         before = client.info("stats")
         uvloop.run(_run(server.url, frame_bytes, segments))

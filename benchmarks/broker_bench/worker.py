@@ -18,9 +18,9 @@ _CONFIRM_S = 1.0
 
 
 class Worker:
-    """Asks for as many leases as it has room for; every sample is a task of its own.
+    """A worker that asks for as many leases as it has room for, with a task for every sample.
 
-    `generate` is awaited for every sample before it is submitted.
+    It awaits `generate` for every sample before it submits it.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class Worker:
         self._version = WeightVersion(1, 0)
         self._held = 0
         self.done = 0
-        """Samples submitted."""
+        """The number of submitted samples."""
         self._wake = asyncio.Event()
 
     async def work(self, count: int) -> None:
-        """Until so many samples have been submitted."""
+        """Work until so many samples have been submitted."""
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(self._follow_versions()), tasks.create_task(self._confirm())]
             while self.done < count:
@@ -95,7 +95,7 @@ def sampled_by(version: WeightVersion, trajectory: Trajectory) -> Trajectory:
 
 
 def cut(trajectory: Trajectory, segments: int) -> list[Segment]:
-    """The response in at most so many pieces of the same length, in order."""
+    """Cut the response into at most so many pieces of the same length, in order."""
     tokens, logprobs, version = trajectory.response_tokens, trajectory.behavior_logprobs, trajectory.spans[0].version
     stride = -(-len(tokens) // segments) if segments else 1
     starts = range(0, len(tokens), stride) if segments else ()

@@ -13,15 +13,15 @@
 
 Everything is the product, down to its recipe, but five doubles that are cheap and whose output can be computed again:
 the model (`backend`), the inference engine (`engine`), the reward, the reward model (`scorer`) and the prompts
-(`tasks`). Workers evaluate beside training. Faults last `minutes`; then the run is left to finish its prompts, so that
-what is lost can be counted exactly.
+(`tasks`). Workers evaluate beside training. Faults last `minutes`; then the run finishes its prompts undisturbed, so
+that lost samples can be counted exactly.
 
-The audit follows the last checkpoint back through the checkpoints that its learners resumed from. Only steps of
-this lineage were trained; what a crash threw away was not. `--without NAME` takes one protection out of the product
-(`protections`), to show that it is needed and that the audit can fail; only the faults strike that it is there against.
+The audit follows the last checkpoint back through the checkpoints that its learners resumed from. Only steps of this
+lineage were trained; steps that a crash threw away were not. `--without NAME` takes one protection out of the product
+(`protections`), to show that it is needed and that the audit can fail; only the faults that it protects against strike.
 `--against NAME` strikes likewise and takes nothing out. Such trials keep no experience log, nor does every second pair
 of seeds; odd seeds have the server sync every write; in half of the seeds workers take part in broadcasts instead of
-pulling. Full disks are small file systems that we mount, which needs root; elsewhere only the learner is kept from
-writing. What learner, server, scorers and workers hold (memory, descriptors, threads) is in the JSON by sixths of the
+pulling. Full disks are small file systems that the benchmark mounts, which needs root; elsewhere only the learner is
+kept from writing. The JSON has memory, descriptors and threads of learner, server, scorers and workers by sixths of the
 trial.
 """

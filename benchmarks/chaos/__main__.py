@@ -1,7 +1,7 @@
 """python -m benchmarks.chaos --seed 0 --minutes 3 [--without PROTECTION | all] [--against PROTECTION | all] [--json]
 
-`--without` takes a protection out, and strikes more often with the faults that it is there against. `--against` strikes
-just like that and takes nothing out. `all` is one trial after the other. The last line is a JSON object. The exit code
+`--without` takes a protection out, and strikes more often with the faults that it protects against. `--against` strikes
+in the same way and takes nothing out. `all` is one trial after the other. The last line is a JSON object. The exit code
 is 1 unless the audit of every trial finds nothing and its faults have had their effects; with `--without all` it is 1
 unless every trial shows why its protection is needed.
 """
@@ -26,11 +26,11 @@ COLUMNS = (*MUST_BE_ZERO, "tokens_regenerated")
 
 
 def main() -> int:
-    """The exit code."""
+    """Return the exit code."""
     options = _parse()
     if not options.json:
         print(f"{'trial':32}{'samples':>8}{'kills':>6}{'effective':>10}", *(f"{name:>18}" for name in COLUMNS))
-    logging.getLogger("broker").setLevel(logging.ERROR)  # our own clients look on, or are hostile
+    logging.getLogger("broker").setLevel(logging.ERROR)  # the benchmark's clients look on, or are hostile
     outcomes = list(_outcomes(options))
     is_one = len(outcomes) == 1
     print(msgspec.json.encode(outcomes[0] if is_one else {"trials": outcomes}).decode())

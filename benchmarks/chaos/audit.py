@@ -1,4 +1,4 @@
-"""What the final checkpoint's lineage proves."""
+"""The audit of the final checkpoint's lineage."""
 
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -27,7 +27,7 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
     over_lag_bound: int
     """Trajectories with a token over the bound, in the loss or not: the rule is to generate them anew."""
     corrupt: int
-    """Trajectories that are not what was generated for them."""
+    """Trajectories that differ from their generated tokens."""
     off_lineage: int
     """Trajectories with tokens of weights that the lineage never had."""
     off_identity: int
@@ -37,7 +37,7 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def audit(lineage: Lineage, logs: Path, groups: int, identity: str = "") -> Audit:
-    """Of a finite data set of so many groups, trained by the run of this identity."""
+    """Audit a finite data set of so many groups, trained by the run of this identity."""
     assert not lineage.missing, f"steps that were trained and never logged: {lineage.missing}"
     trained = [(record, one) for record in lineage.steps for one in record.trained]
     places = Counter(_place(one.tid) for _, one in trained)
@@ -71,7 +71,7 @@ def _is_over_bound(record: StepRecord, one: Trained) -> bool:
 def _is_off_lineage(
     record: StepRecord, one: Trained, digests: dict[WeightVersion, set[str]], own: dict[int, str]
 ) -> bool:
-    """Newer than the step that trained it, or not the lineage's weights of its step. Those that no trail has pass."""
+    """Whether a sample is newer than its step, or of weights off the lineage. Weights without a trail pass."""
     versions = {span.version for span in one.spans}
     if any(version.step > record.version.step for version in versions):
         return True

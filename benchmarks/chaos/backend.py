@@ -25,38 +25,38 @@ _FILE, _AUTHOR = "model.safetensors", "author"
 
 
 def token_logprobs(weights: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """A token's logprob depends on nothing but itself."""
+    """Return logprobs that depend on the token and the weights alone."""
     return torch.log_softmax(weights, 0)[token_ids % SIZE]
 
 
 class TinyBackend:
-    """The same batches in the same order give the same weights, bit for bit."""
+    """A backend in which the same batches in the same order give the same weights, bit for bit."""
 
     rank = replica = 0
     world_size = replicas = 1
     is_lead = True
 
     trails: ClassVar[Path]
-    """Of this process's trial."""
+    """The directory of the trails of this process's trial."""
     step_s: ClassVar[float]
-    """Of each step."""
+    """The seconds of each step."""
     weights_name: ClassVar[str]
-    """Of its run."""
+    """The name of the weights of this process's run."""
 
     def __init__(self, model: ModelConfig, optimizer: OptimizerConfig, **settings: object) -> None:
         self._weights = torch.linspace(-1.0, 1.0, SIZE)
         self._beginning = Beginning()
         self._author = uuid.uuid4().hex
-        """An incarnation would not do: a server that loses its last second gives one twice."""
+        """The author's random name. Incarnations are not unique: a server that loses its last second repeats one."""
 
     @cached_property
     def trail(self) -> Trail:
-        """What this learner trains."""
+        """Return the trail of this learner."""
         return Trail(self.trails, self._author, self._beginning)
 
     @property
     def digest(self) -> str:
-        """Names the weights as they are."""
+        """Return the name of the weights as they are."""
         return hashlib.blake2b(self._weights.numpy().tobytes(), digest_size=8).hexdigest()
 
     def logprobs(self, batches: Sequence[PackedBatch], temperature: float) -> list[torch.Tensor]:
@@ -79,7 +79,7 @@ class TinyBackend:
         return float(total.detach()), float(gradient.norm()), reports
 
     def follow(self, policy: Backend, decay: float) -> None:
-        """No trial has a reference."""
+        """Do nothing, because no trial has a reference."""
         raise NotImplementedError
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -104,10 +104,10 @@ class TinyBackend:
 
 
 def author_of(checkpoint: Path) -> str:
-    """The learner that saved it."""
+    """Return the learner that saved the checkpoint."""
     return (checkpoint / _AUTHOR).read_text()
 
 
 def _logprobs(weights: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-    """[T]"""
+    """Return logprobs [T]."""
     return torch.where(batch.position_ids_T == 0, 0.0, token_logprobs(weights, batch.token_ids_T))

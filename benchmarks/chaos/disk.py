@@ -1,6 +1,6 @@
-"""A file system of its own for what one role writes, which can be full.
+"""A file system of its own for the files of one role, which can be full.
 
-It needs root; elsewhere only a process can be kept from writing, by the limit on the size of its files.
+It needs root; elsewhere only a limit on the size of a process's files can stop its writes.
 """
 
 import os
@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 ROOM_BYTES = 1 << 30
-"""No memory is taken for it before it is used."""
+"""The size of the disk, whose memory is taken only when it is used."""
 _PAGE = 4096
 _ATTEMPTS = 20
 
@@ -24,23 +24,23 @@ class Disk:
         self.is_mounted = False
 
     def mount(self) -> None:
-        """Leaves it an ordinary directory where the system does not allow it."""
+        """Mount the disk, or leave an ordinary directory where the system does not allow a mount."""
         self._directory.mkdir(parents=True, exist_ok=True)
         options = f"size={ROOM_BYTES},mode=700"
         self.is_mounted = os.geteuid() == 0 and _mount("-t", "tmpfs", "-o", options, "tmpfs", str(self._directory))
 
     def unmount(self) -> None:
-        """What it holds is lost. Idempotent."""
+        """Unmount the disk and lose its files. Idempotent."""
         if self.is_mounted:
             subprocess.run(["umount", "--lazy", self._directory], check=False)
             self.is_mounted = False
 
     @asynccontextmanager
     async def full(self) -> AsyncIterator[None]:
-        """No room for anything more meanwhile."""
+        """Leave no room for anything more meanwhile."""
         assert self.is_mounted, "full disks need a file system of their own"
         try:
-            for _ in range(_ATTEMPTS):  # whoever writes meanwhile makes the size too small
+            for _ in range(_ATTEMPTS):  # a process that writes meanwhile makes the size too small
                 held = os.statvfs(self._directory)
                 if self._resize((held.f_blocks - held.f_bfree) * held.f_frsize + _PAGE):
                     break
@@ -54,7 +54,7 @@ class Disk:
 
 @asynccontextmanager
 async def no_file_grows(pid: int) -> AsyncIterator[None]:
-    """Of this process, meanwhile: for a system that does not let us mount anything."""
+    """Let no file of this process grow meanwhile, on a system that allows no mounts."""
     soft, hard = _limit(pid)
     _limit(pid, (0, hard))
     try:
@@ -64,10 +64,10 @@ async def no_file_grows(pid: int) -> AsyncIterator[None]:
 
 
 def _limit(pid: int, new: tuple[int, int] | None = None) -> tuple[int, int]:
-    """On the size of files that it writes: the one that was there."""
+    """Set a limit on the size of the files that the process writes, and return the earlier limit."""
     try:
         return resource.prlimit(pid, resource.RLIMIT_FSIZE, *([new] if new else []))
-    except ProcessLookupError:  # it has ended meanwhile
+    except ProcessLookupError:  # the process has ended meanwhile
         return resource.RLIM_INFINITY, resource.RLIM_INFINITY
 
 

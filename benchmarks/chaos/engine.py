@@ -1,4 +1,4 @@
-"""The engine's double: streams each sample slowly, obeys swaps between two tokens, and tells how much it made."""
+"""The engine's double: it streams each sample slowly, swaps between two tokens, and counts its tokens."""
 
 import asyncio
 import ctypes
@@ -25,27 +25,27 @@ TOKENS_A_TICK = 2
 
 
 class Tally(ctypes.Structure):
-    """Numbers in memory that outlives the process: kill -9 must not take them along."""
+    """Counts in memory that outlives the process, so that kill -9 does not lose them."""
 
     _fields_ = tuple((name, ctypes.c_int64) for name in ("generated", "resumed", "repeated", "forgotten", "received"))
     generated: int
-    """Tokens."""
+    """The number of generated tokens."""
     resumed: int
-    """Tokens that somebody else had generated."""
+    """The number of tokens that another worker had generated."""
     repeated: int
-    """Submissions made once more."""
+    """The number of submissions made once more."""
     forgotten: int
-    """Leases that a heartbeat did not renew."""
+    """The number of leases that a heartbeat did not renew."""
     received: int
     """Versions that came by broadcast."""
 
 
 class SlowEngine:
-    """Every request is as slow as every other."""
+    """An engine in which every request is equally slow."""
 
     abilities = EngineAbilities(sleeps=False, tells_experts=False)
     tally: ClassVar[Tally] = Tally()
-    """Of this process."""
+    """The counts of this process."""
 
     def __init__(self, config: EngineConfig, model_dir: Path, *, seed: int) -> None:
         self.capacity = config.max_concurrent
@@ -55,7 +55,7 @@ class SlowEngine:
         self._name = WEIGHTS
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
-        """From wherever the request's tokens end."""
+        """Generate from the end of the request's tokens."""
         tid, position = _tid_of(request.request_id), len(request.prompt_tokens) - PROMPT_TOKENS
         length = response_length(tid)
         assert request.stop_token_ids == [STOP], request.stop_token_ids
@@ -77,7 +77,7 @@ class SlowEngine:
     async def swap_weights(
         self, version: WeightVersion, tensors: NamedTensors, *, keep_cache: bool = False, check: Check | None = None
     ) -> None:
-        """From the next token on."""
+        """Use the weights from the next token on."""
         ((name, weights),) = tensors
         self._weights, self._name = weights.clone(), name
         if check is not None:
@@ -87,20 +87,20 @@ class SlowEngine:
     async def swap_in_parts(
         self, version: WeightVersion, parts: Parts, *, keep_cache: bool = False, check: Check | None = None
     ) -> None:
-        """No trial sends weights so."""
+        """Raise WeightSyncError, because no trial sends weights in parts."""
         raise WeightSyncError("the engine's double takes whole versions")
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """As the learner's double computes it."""
+        """Return logprobs as the learner's double computes them."""
         logprobs: list[float] = token_logprobs(self._weights, torch.tensor(token_ids[1:])).tolist()
         return logprobs
 
     async def close(self) -> None:
-        """Nothing to free."""
+        """There is nothing to free."""
 
 
 def _tid_of(request_id: str) -> TrajectoryId:
-    """The worker names requests `group:round:sample:...`, those of evaluations `eval:place:...`."""
+    """Parse a worker's request id: `group:round:sample:...`, or `eval:place:...` for an evaluation."""
     group, round_, sample, *_ = request_id.split(":")
     if group == "eval":
         return TrajectoryId(group, 0, int(round_))

@@ -1,4 +1,4 @@
-"""What goes wrong, and for how long; drawn from the seed, each kind from a sequence of its own."""
+"""All faults and their durations, drawn from the seed, each kind from a sequence of its own."""
 
 import asyncio
 import random
@@ -22,15 +22,15 @@ from .witness import Witness
 Act = Callable[[random.Random], Awaitable[None]]
 
 BLOBS = ("payload", "payload", "segment", "prompt")
-"""What is damaged, by the names of their keys."""
+"""The kinds of blobs that are damaged, by the names of their keys."""
 SLOW_DISK_S = 3.0
 FLOODS_SERVER, FILLS_SERVERS = 0.5, 0.5
-"""Shares of those faults that strike the server."""
+"""The shares of these faults that strike the server."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """What can be struck, and those who strike by themselves."""
+    """The processes, links and disks that faults strike, and the hostile programs."""
 
     learner: Role
     workers: list[Role]
@@ -46,7 +46,7 @@ class Scene:
 
 
 class Faults:
-    """Strikes until told to stop; counts what it did."""
+    """Strikes until told to stop, and counts its strikes."""
 
     def __init__(self, seed: int, mean_s: Mapping[str, float], scene: Scene) -> None:
         self._seed = seed
@@ -69,7 +69,7 @@ class Faults:
         """Acts by kind, those that found nothing to strike among them."""
 
     async def strike(self) -> None:
-        """All kinds at once, until `end`; what was broken is mended when it returns."""
+        """Run all kinds of faults at once, until `end`; everything broken is mended when it returns."""
         acts: dict[str, Act] = {
             "kill worker": self._kill_worker,
             "kill learner": self._kill_learner,
@@ -96,7 +96,7 @@ class Faults:
                 tasks.create_task(self._repeat(name, mean_s, acts[name]))
 
     def end(self) -> None:
-        """No more from now on."""
+        """Begin no more faults."""
         self._over.set()
 
     async def _repeat(self, name: str, mean_s: float, act: Act) -> None:
@@ -113,7 +113,7 @@ class Faults:
             return False
 
     async def _kill(self, what: str, role: Role) -> None:
-        """Stopped first, so that what the broker says of it is true when it dies."""
+        """Stop the role before the kill, so that the broker's status is still true when it dies."""
         role.signal(signal.SIGSTOP)
         held = 0 if role.pid is None else await self._witness.held_by(role.process_name)
         self.held_by_killed[what] += held
@@ -154,7 +154,7 @@ class Faults:
             await self._server.start()
 
     async def _black_out(self, rng: random.Random) -> None:
-        """One machine had both the server and the learner, and a slow disk: what is lost reaches past a checkpoint."""
+        """Kill server and learner, as on one machine with a slow disk: the loss reaches past a checkpoint."""
         async with self._learner_lock, self._server.lock:
             self._note_kill("server", await self._witness.is_effective("server"))
             self._note_kill("learner", await self._witness.is_effective("learner"))
@@ -172,7 +172,7 @@ class Faults:
             await self._stop("learner", self._learner, rng.uniform(0.5, 2) * LEASE_TTL_S)
 
     async def _stop(self, what: str, role: Role, seconds: float) -> None:
-        """Often for longer than its leases last."""
+        """Stop a role, often for longer than its leases last."""
         pid = role.pid
         if pid is not None:
             self.stops[what] += 1
@@ -206,7 +206,7 @@ class Faults:
             self._server.resume()
 
     async def _cut_link(self, rng: random.Random) -> None:
-        """Dead, silent or slow."""
+        """Cut, stall or slow a link."""
         link = self._links[rng.choice(sorted(self._links))]
         self.others["cuts"] += 1
         match rng.choice(("cut", "stall", "delay")):
@@ -225,7 +225,7 @@ class Faults:
             await asyncio.sleep(rng.uniform(0.5, 3))
 
     async def _flood(self, rng: random.Random) -> None:
-        """Of the server, or of whatever else listens."""
+        """Flood the server, or another listening process."""
         self.others["floods"] += 1
         roles = [self._learner, *self._workers]
         ports = listening_ports([role.pid for role in roles if role.pid is not None])
@@ -236,14 +236,14 @@ class Faults:
             await flood(rng.choice(ports), rng.uniform(0.5, 2) * LEASE_TTL_S)
 
     async def _fill_disk(self, rng: random.Random) -> None:
-        """The server's, or the learner's."""
+        """Fill the server's disk, or the learner's."""
         self.others["full_disks"] += 1
         seconds, server, disk = rng.uniform(0.5, 1.5) * LEASE_TTL_S, self._server, self._scene.learners_disk
         if rng.random() < FILLS_SERVERS and server.disk.is_mounted:
             async with server.lock:
                 async with server.disk.full():
                     await asyncio.sleep(seconds)
-                await server.start()  # one that syncs every write ends where it cannot
+                await server.start()  # a server that syncs every write ends where it cannot
         elif disk.is_mounted:
             async with disk.full():
                 await asyncio.sleep(seconds)

@@ -1,4 +1,4 @@
-"""Connections that nobody needs: some say nothing, some say what no peer of ours says, all of them stay."""
+"""Connections of no use: some stay silent, some send bytes that no process of the run sends, all of them stay."""
 
 import asyncio
 import os
@@ -10,11 +10,11 @@ CONNECTIONS = 300
 JUNK_BYTES = 64
 _LISTENS = "0A"
 _EVERY = 3
-"""One in so many sends junk."""
+"""The share of connections that send junk: one in so many."""
 
 
 async def flood(port: int, seconds: float, connections: int = CONNECTIONS) -> None:
-    """On this machine, for so long."""
+    """Flood a port on this machine for so long."""
     opened = await asyncio.gather(*(_open(port, number) for number in range(connections)))
     await asyncio.sleep(seconds)
     for writer in opened:
@@ -23,7 +23,7 @@ async def flood(port: int, seconds: float, connections: int = CONNECTIONS) -> No
 
 
 def listening_ports(pids: Iterable[int]) -> list[int]:
-    """TCP ports at which these processes wait for connections."""
+    """Return the TCP ports at which these processes wait for connections."""
     ours = {inode for pid in pids for inode in _sockets(pid)}
     found = set[int]()
     for table in ("tcp", "tcp6"):
@@ -35,9 +35,9 @@ def listening_ports(pids: Iterable[int]) -> list[int]:
 
 
 def _sockets(pid: int) -> set[str]:
-    """Their inodes."""
+    """Return the inodes of the process's sockets."""
     found = set[str]()
-    with suppress(OSError):  # it has just ended
+    with suppress(OSError):  # the process has just ended
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):
                 found.add(os.readlink(entry).removeprefix("socket:[").removesuffix("]"))

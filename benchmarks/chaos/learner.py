@@ -45,19 +45,19 @@ def run_learner(trial: Trial, url: str, incarnation: c_int64) -> None:
 
 
 def _limits(recipe: Recipe) -> SampleLimits:
-    """Our engine's double has more tokens than the tokenizer."""
+    """Return limits for the engine's double, which has more tokens than the tokenizer."""
     return SampleLimits(vocabulary=VOCABULARY, max_new_tokens=recipe.sampling.max_new_tokens)
 
 
 class TrailObserver(RunObserver):
-    """Leaves the learner's trail besides."""
+    """An observer that also writes the learner's trail."""
 
     def on_weights(self, version: WeightVersion, backend: Backend, is_last: bool) -> None:
         assert isinstance(backend, TinyBackend)
         self._backend, self._digest = backend, backend.digest
         backend.trail.append(
             StepRecord(version, self._digest, ())
-        )  # workers have them, whether they are trained or not
+        )  # workers hold these weights, whether the step is trained or not
         super().on_weights(version, backend, is_last)
 
     def on_step(self, step: TrainedStep) -> None:

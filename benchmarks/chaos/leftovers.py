@@ -18,14 +18,14 @@ from .worker import run_worker
 
 WORKERS = 3
 STEPS = 6
-"""That the run before has trained when it ends, so that its weights are not only the first."""
+"""The steps that the earlier run trains before it ends, so that it has weights beyond the first."""
 LEFT_WITHIN_S = 15.0
-"""Whoever is woken must have found out by then."""
+"""The seconds within which a woken process must find out."""
 _POLL_S = 0.1
 
 
 class Leftovers:
-    """A learner and its workers; what they hold, and believe, is of a run that is gone."""
+    """A learner and its workers, whose samples and knowledge are of a run that is gone."""
 
     def __init__(self, trial: Trial, url: str) -> None:
         self._trial = trial.overwritten
@@ -36,10 +36,10 @@ class Leftovers:
         """Kept, as memory that nobody holds is given to the next who asks, and these processes write into it."""
         self.woken = 0
         self.unexpelled = 0
-        """Of these, those that did not leave by themselves."""
+        """The number of woken processes that did not leave by themselves."""
 
     async def leave_behind(self, witness: Witness) -> None:
-        """The run before: begun, stopped and deleted, as overwriting does it."""
+        """Begin, stop and delete an earlier run, as overwriting does."""
         self._asleep = [begin("learner", run_learner, (self._trial, self._url, self._incarnation))]
         for number, tally in enumerate(self._tallies):
             name = f"leftover-{number}"
@@ -52,7 +52,7 @@ class Leftovers:
         await broker.close()
 
     async def wake(self, rng: random.Random) -> None:
-        """One of them, if any is left. It must leave; what it does until then must not count."""
+        """Wake one process, if any is left. It must leave, and its acts until then must not count."""
         if not self._asleep:
             return
         process = self._asleep.pop(rng.randrange(len(self._asleep)))
@@ -64,7 +64,7 @@ class Leftovers:
             process.kill()
 
     def close(self) -> None:
-        """Those that still sleep are killed."""
+        """Kill the processes that still sleep."""
         for process in self._asleep:
             process.kill()
 

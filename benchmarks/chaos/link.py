@@ -1,7 +1,7 @@
 """A TCP link between one process and the server, which can be cut, stalled and slowed down.
 
-What was sent into a stalled link arrives when it flows again, also if the sender has given up meanwhile: so the server
-sees late and repeated commands, as from a real network.
+Bytes sent into a stalled link arrive when it flows again, also if the sender has given up meanwhile: so the server sees
+late and repeated commands, as from a real network.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ class Link:
         self._flows.set()
         self._is_cut = False
         self.delay_s = 0.0
-        """Of every piece, both ways."""
+        """The delay of every piece, both ways."""
 
     @property
     def url(self) -> str:
@@ -49,7 +49,7 @@ class Link:
         self._flows.clear()
 
     def mend(self) -> None:
-        """As if nothing had been."""
+        """Restore the link."""
         self._is_cut, self.delay_s = False, 0.0
         self._flows.set()
 
@@ -61,7 +61,7 @@ class Link:
         writer.transport.abort()
 
     async def _carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        """One way, to its end; the other way ends with it."""
+        """Carry one way to its end; the other way ends with it."""
         self._open.add(sink)
         try:
             while piece := await source.read(_CHUNK):

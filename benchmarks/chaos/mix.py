@@ -1,4 +1,4 @@
-"""How often which fault strikes where nothing else is asked for."""
+"""The usual rate of each fault."""
 
 MEAN_S = {
     "kill worker": 4.0,
@@ -21,4 +21,4 @@ MEAN_S = {
     "flood": 20.0,
     "fill disk": 25.0,
 }
-"""Between two of a kind, exponentially distributed."""
+"""The mean seconds between two faults of a kind, exponentially distributed."""

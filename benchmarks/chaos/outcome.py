@@ -1,4 +1,4 @@
-"""What is known of a trial when it is over."""
+"""The outcome of a trial."""
 
 from typing import Self
 
@@ -15,7 +15,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     minutes: float
     rarely: float
-    """So many times rarer than usual were faults."""
+    """The factor by which faults were rarer than usual."""
     without: str
     against: str
     """The protection whose faults struck more often."""
@@ -23,12 +23,12 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     seconds: float
     finished: bool
-    """False: it hung, and what it had not trained by then counts as lost."""
+    """Whether the run ended; a run that hung has lost all samples that it had not trained by then."""
     struck: dict[str, int]
     """Faults by kind, those that found nothing to strike among them."""
     kills: dict[str, int]
     effective_kills: dict[str, int]
-    """Those that hit a held lease, a batch not yet committed, or weights on their way."""
+    """Kills that hit a held lease, a batch not yet committed, or weights on their way."""
     held_by_killed: dict[str, int]
     """Samples of killed workers, and requests of killed scorers: as nothing is lost, others have had all of them."""
     expired_leases: int
@@ -37,7 +37,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Samples that were given to another worker, too, as their holders did not get on with them."""
     stops: dict[str, int]
     crashes: dict[str, int]
-    """Ends with an error that nobody asked for; the logs say which."""
+    """Ends with an unexpected error; the logs say which."""
     cuts: int
     power_losses: int
     revived_learners: int
@@ -48,13 +48,13 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     leftovers: int
     """Processes of an overwritten run that were woken."""
     unexpelled_leftovers: int
-    """Of these, those that did not leave by themselves."""
+    """The number of leftovers that did not leave by themselves."""
     pills: dict[str, int]
-    """Sent by hostile workers, by kind."""
+    """Pills sent by hostile workers, by kind."""
     quarantined: int
-    """How often a hostile worker got no more leases."""
+    """The number of times that a hostile worker got no more leases."""
     junk_requests: dict[str, int]
-    """Asked of the reward model by hostile workers, by kind."""
+    """Junk that hostile workers asked of the reward model, by kind."""
     evaluations: int
     """Those that gave a result."""
     skipped_evaluations: int
@@ -62,15 +62,15 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     took the samples. The learner's log names each with the reason. What was under way when a learner died is not among
     them: the next one forgets it."""
     hoards: int
-    """How often a hostile worker took all leases that it could get, under ever new names."""
+    """The number of times that a hostile worker took all leases that it could get, under ever new names."""
     hoarded: int
-    """The samples that it took so."""
+    """The samples that hostile workers took in this way."""
     rewards_repeated: int
     """Calls of the reward that hung, raised or ended their process, or were in it when another one did."""
     floods: int
     full_disks: int
     broadcasts: bool
-    """False: all workers pulled."""
+    """Whether workers took part in broadcasts; False where all of them pulled."""
     received: int
     """Versions that workers took part in the broadcast of, each counted once a worker."""
     received_by_replacements: int
@@ -89,15 +89,15 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     tokens_generated: int
     tokens_resumed: int
     tokens_regenerated: int
-    """Generated and not trained."""
+    """Tokens that were generated and not trained."""
     dead_letters: int
     dropped_by_rule: int
     shows: tuple[str, ...]
-    """What must not be, and is."""
+    """The names of results that must be 0 or absent, and are not."""
     vitals: dict[str, dict[str, list[float]]]
-    """Of each role, what its processes held in each sixth of the trial: medians."""
+    """The medians of the memory, descriptors and threads of each role's processes, in each sixth of the trial."""
     covered_by: str
-    """What was taken out along with the protection, or makes good its absence."""
+    """The protection that was taken out along with this one, or that makes good its absence."""
     missing: tuple[str, ...] = ()
     """What faults must have led to in a trial of the usual mix that is long enough, and have not."""
 

@@ -1,7 +1,7 @@
-"""Samples and segments that cannot be, sent past the client's own checks by workers that send nothing else.
+"""Impossible samples and segments, which hostile workers send past the client's own checks.
 
-Each kind is refused by a check of its own. That of a sample is told by its author, that of a segment by its content,
-as whoever goes on after it puts its own name to the whole.
+Each kind is refused by a check of its own. The audit knows a sample by its author, and a segment by its content,
+because the worker that continues it puts its own name to the whole.
 """
 
 import asyncio
@@ -25,19 +25,19 @@ from .tasks import LONGEST, SCORER, VOCABULARY, logprobs_of, response_length, re
 from .trial import LEASE_TTL_S, MAX_LAG, RUN
 
 HOSTILE = "hostile"
-"""How the names of these workers begin."""
+"""The beginning of these workers' names."""
 ANOTHER_RUN = "f" * 16
 LEASES = 2
-"""That one takes at a time."""
+"""The number of leases that a hostile worker takes at a time."""
 JUNK = 4
-"""Requests that one asks at a time."""
+"""The number of requests that a hostile worker asks at a time."""
 ATTEMPTS, AGAIN_S = 40, 0.05
 TIMEOUT_S = 1.0
 Pill = Callable[[Trajectory], Trajectory]
 
 
 def is_pill(trajectory: Trajectory) -> bool:
-    """Nobody honest has made this."""
+    """Whether no honest worker has made this."""
     return (
         trajectory.worker.startswith(HOSTILE)
         or len(trajectory.response_tokens) > LONGEST
@@ -68,7 +68,7 @@ def _beyond_vocabulary(one: Trajectory) -> Trajectory:
 
 
 TOO_OLD = "weights that are too old"
-"""Which the first ones cannot be."""
+"""A kind of pill that the first weights cannot make."""
 PILLS: dict[str, Pill] = {
     "a token beyond the vocabulary": _beyond_vocabulary,
     "another prompt": lambda one: replace(one, prompt_tokens=one.prompt_tokens[::-1].copy()),
@@ -81,7 +81,7 @@ PILLS: dict[str, Pill] = {
     "another run's": lambda one: replace(one, identity=ANOTHER_RUN),
     "another sample's": lambda one: replace(one, tid=replace(one.tid, sample=one.tid.sample + 1)),
 }
-"""By what is wrong with it; besides, there are `RUBBISH` and `SEGMENT`."""
+"""Pills by their fault; besides, there are `RUBBISH` and `SEGMENT`."""
 
 
 def _request(prompt: int, response: int, token: int = 7, temperature: float = 1.0, top_k: int = 0) -> ScoreRequest:
@@ -99,7 +99,7 @@ REQUESTS: dict[str, ScoreRequest] = {
     "a temperature near 0": _request(8, 4, temperature=1e-30),
     "a teacher's candidates": _request(8, 4, top_k=9),
 }
-"""What is asked of the reward model, by what is wrong with it; besides, there is `RUBBISH`."""
+"""Requests to the reward model by their fault; besides, there is `RUBBISH`."""
 RUBBISH, SEGMENT = "no frame at all", "a segment"
 
 
@@ -120,7 +120,7 @@ class Hostile:
         await self._broker.close()
 
     async def send(self, rng: random.Random) -> None:
-        """A few of one kind. A server that is away is left alone."""
+        """Send a few pills of one kind, unless the server is away."""
         try:
             _, version = await self._broker.versions.current()
             if version is not None:
@@ -132,7 +132,7 @@ class Hostile:
             await self._begin_anew()
 
     async def ask(self, rng: random.Random) -> None:
-        """Puts a few requests that no scorer can answer before those of honest workers."""
+        """Send a few requests that no scorer can answer, before those of honest workers."""
         kind, worker = rng.choice(sorted({*REQUESTS, RUBBISH})), f"{HOSTILE}-{self._generation}"
         names = [new_request_name() for _ in range(JUNK)]
         try:
@@ -148,8 +148,7 @@ class Hostile:
             await self._begin_anew()
 
     async def hoard(self, rng: random.Random) -> None:
-        """Takes all samples that it can get for a few times as long as a lease lasts, under one new name after the
-        other, and hands none in."""
+        """Take all available samples for a few times a lease's duration, under ever new names, and hand none in."""
         ends_at = time.monotonic() + rng.uniform(1, 4) * LEASE_TTL_S
         self.hoards += 1
         broker = Broker(self._url, RUN, timeout_s=TIMEOUT_S)
@@ -166,7 +165,7 @@ class Hostile:
             await broker.close()
 
     async def _lease(self, version: WeightVersion) -> tuple[Lease, ...]:
-        """Honest workers are waiting for the same ones."""
+        """Lease samples, for which honest workers wait too."""
         for _ in range(ATTEMPTS):
             name = f"{HOSTILE}-{self._generation}"
             if leases := (await self._broker.leases.lease(name, version, LEASES, LEASE_TTL_S)).leases:
@@ -185,14 +184,14 @@ class Hostile:
             self.sent[kind] += 1
 
     async def _submit(self, lease: Lease, version: WeightVersion, kind: str) -> None:
-        """With the metadata of an honest sample: what scripts see is no better than who wrote it."""
+        """Submit with the metadata of an honest sample, because scripts see only the metadata that a worker wrote."""
         honest = _honest(lease, version)
         frame = b"rubbish" if kind == RUBBISH else encode_trajectory(PILLS[kind](honest))
         metadata = (len(honest.response_tokens), version.step, version.incarnation, version.step)
         await self._broker.leases._submissions._hand_in([Submission(lease, frame, metadata, 0.0)])
 
     async def _poison_segment(self, lease: Lease, version: WeightVersion) -> None:
-        """And hand the lease back, for an honest worker to go on."""
+        """Append a poisoned segment and hand the lease back, for an honest worker to go on."""
         start = sum(len(segment.tokens) for segment in lease.segments)
         tokens = np.full(4, VOCABULARY, np.int32)
         segment = Segment(
@@ -215,7 +214,7 @@ class Hostile:
 
 
 def _honest(lease: Lease, version: WeightVersion) -> Trajectory:
-    """What an engine would have made of it, but for who says so."""
+    """Return the sample as an engine generates it, but for its author."""
     tid: TrajectoryId = lease.tid
     length = response_length(tid)
     tokens = response_tokens(tid, 0, length, version)

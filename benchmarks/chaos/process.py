@@ -1,4 +1,4 @@
-"""One role as a process: forked from a warm one, as a restart must be cheap, and started again when it dies."""
+"""One role as a process: forked from a warm one, which makes a restart cheap, and started again when it dies."""
 
 import asyncio
 import faulthandler
@@ -17,7 +17,7 @@ from typing import Any
 
 RESTART_S = 0.2
 BEGIN_ANEW = 3
-"""Exit code of a process that wants to be started again."""
+"""The exit code of a process that wants to be started again."""
 _POLL_S = 0.02
 _FORKS = multiprocessing.get_context("forkserver")
 
@@ -68,9 +68,9 @@ class Role:
         self.begun = 0
         """Processes."""
         self.crashes = 0
-        """Ends that nobody had asked for."""
+        """The number of unexpected ends."""
         self.begun_anew = 0
-        """Ends because its run was another one by then, or had another configuration."""
+        """The number of ends because its run was another one by then, or had another configuration."""
         self.finished = asyncio.Event()
 
     @property
@@ -78,7 +78,7 @@ class Role:
         return self._process.pid if self._process is not None and self._process.is_alive() else None
 
     async def supervise(self) -> None:
-        """Until it ends with code 0."""
+        """Restart the process until it ends with code 0."""
         while not self.finished.is_set():
             if self._process is None:
                 self._process = self._begin()
@@ -87,23 +87,23 @@ class Role:
             await asyncio.sleep(_POLL_S)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         if self._process is not None and self._process.pid is not None:
             self._killed.add(self._process.pid)
             self.signal(signal.SIGKILL)
 
     def signal(self, number: signal.Signals) -> None:
-        """To the process, if there is one."""
+        """Send a signal to the process, if there is one."""
         if self.pid is not None:
             send(self.pid, number)
 
     def detach(self) -> ForkServerProcess | None:
-        """Nobody's from now on; the next one is started in its place."""
+        """Give up the process; the next one is started in its place."""
         process, self._process = self._process, None
         return process
 
     def end(self) -> None:
-        """For good."""
+        """End the role for good."""
         self.finished.set()
         if self._process is not None:
             self._process.kill()
@@ -128,13 +128,13 @@ class Role:
 
 
 def begin(name: str, target: Callable[..., None], arguments: tuple[Any, ...]) -> ForkServerProcess:
-    """A process, running; it ends with ours."""
+    """Start a process, which ends with this one."""
     process = _FORKS.Process(target=target, args=arguments, name=name, daemon=True)
     process.start()
     return process
 
 
 def send(pid: int, number: signal.Signals) -> None:
-    """A signal to a process that may have ended."""
+    """Send a signal to a process that may have ended."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)

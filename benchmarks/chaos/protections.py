@@ -26,31 +26,31 @@ from .mix import MEAN_S
 
 @dataclass(frozen=True)
 class Protection:
-    """What is there against some faults, and can be taken out to show what they do then."""
+    """A protection against some faults, which can be taken out to show their effect."""
 
     take_out: Callable[[], None]
-    """In this process, for good."""
+    """Takes the protection out of this process, for good."""
     mean_s: Mapping[str, float]
-    """The faults that it protects against, and no others, as others hide what they do: see `mix.MEAN_S`."""
+    """The faults that it protects against, and no others, because others hide their effect: see `mix.MEAN_S`."""
     covered_by: str = ""
-    """What does the same in most cases, and is taken out along with it; or what makes good its absence."""
+    """A protection with mostly the same effect, which is taken out too, or one that makes good its absence."""
     saves_work: bool = False
-    """Without it nothing is lost, only generated again: a trial that shows nothing is as it should be."""
+    """Whether its absence only costs work, so that a trial that shows nothing is right."""
 
 
 def take_out(name: str) -> None:
-    """In this process, for good; the empty name is none."""
+    """Take the protection out of this process, for good; the empty name is none."""
     if name:
         PROTECTIONS[name].take_out()
 
 
 def mean_s_against(name: str) -> Mapping[str, float]:
-    """How often which fault strikes in a trial of this protection; the empty name is the usual mix."""
+    """Return the rate of each fault in a trial of this protection; the empty name is the usual mix."""
     return PROTECTIONS[name].mean_s if name else MEAN_S
 
 
 def _owner_fence() -> None:
-    """A learner that was replaced may go on taking, committing and announcing."""
+    """Let a replaced learner go on taking, committing and announcing."""
     _edit(
         "take", "if held ~= incarnation or call('GET', PUBLIC .. 'owner') ~= redis.sha1hex(token) then", "if false then"
     )
@@ -60,13 +60,13 @@ def _owner_fence() -> None:
 
 
 def _server_fence() -> None:
-    """Nobody notices that a server came back without its last second."""
+    """Let no client notice that a server came back without its last second."""
     _publish_again()
     _edit("take", "if server and server ~= '' and server ~= server_id() then", "if false then")
 
 
 def _lease_token() -> None:
-    """Whoever submits completes a sample, however late and however often."""
+    """Let any submission complete a sample, however late and however often."""
     _edit(
         "submit",
         "local mine = had_round == round and (had_token == token or (copier and not had_payload)",
@@ -76,7 +76,7 @@ def _lease_token() -> None:
 
 
 def _commit_after_checkpoint() -> None:
-    """A batch is forgotten as soon as it is handed out, and the next claim does not bring it back."""
+    """Forget a batch as soon as it is handed out, and do not bring it back at the next claim."""
     take = Experience.take
 
     def take_and_commit(self: Experience, step: int, *how: Any, **named: Any) -> object:
@@ -89,7 +89,7 @@ def _commit_after_checkpoint() -> None:
 
 
 def _over_bound_check() -> None:
-    """Neither take nor packing looks at lag, nor does the check of samples, and nobody waits for stragglers."""
+    """Let take, packing and the check of samples ignore lag, and let no learner wait for stragglers."""
     _edit("take", "  sweep_old(queue)\n", "")
     _edit("take", "if need > 0 and must_wait(ready, need) then", "if false then")
     patch.object(packing, "is_too_stale", lambda version, step, max_lag: False).start()
@@ -97,12 +97,12 @@ def _over_bound_check() -> None:
 
 
 def _lease_expiry() -> None:
-    """What a dead worker held stays held."""
+    """Keep the leases of dead workers for ever."""
     _edit("lease", "\ncollect_expired()\n", "\n")
 
 
 def _worker_resubmission() -> None:
-    """Workers forget what they have handed in."""
+    """Let workers forget the samples that they have handed in."""
 
     async def nothing(self: Leases) -> int:
         return 0
@@ -111,18 +111,18 @@ def _worker_resubmission() -> None:
 
 
 def _rewind_fork() -> None:
-    """What an abandoned branch's weights sampled stays valid."""
+    """Keep samples of an abandoned branch's weights valid."""
     begins = "local function fork(incarnation, step)\n"
     _edit("claim", begins, begins + "  do return end\n")
 
 
 def _frame_checksum() -> None:
-    """Bytes are believed."""
+    """Decode frames without a check of their bytes."""
     patch.object(frames, "zlib", SimpleNamespace(crc32=lambda body, kind: 0)).start()
 
 
 def _identity_check() -> None:
-    """Clients of a run that was overwritten go on in the one that has its name now."""
+    """Let clients of an overwritten run go on in the run that has its name now."""
     _edit("lease", "if held_identity and held_identity ~= IDENTITY then", "if false then")
 
     def keep(self: connection.Connection, identity: str) -> None:
@@ -136,7 +136,7 @@ def _identity_check() -> None:
 
 
 def _possible_check() -> None:
-    """Workers are believed."""
+    """Take workers' samples without a check."""
 
     def nothing(*what: Any, **named: Any) -> None: ...
 
@@ -146,7 +146,7 @@ def _possible_check() -> None:
 
 
 def _quarantine() -> None:
-    """Whoever sends pills goes on getting leases."""
+    """Let a worker that sends pills go on getting leases."""
     _edit("reject", "if holder and call('HINCRBY', P .. 'strikes', holder, 1) >= 3 then", "if false then")
 
 
@@ -174,7 +174,7 @@ PROTECTIONS = {
 
 
 def _publish_again() -> None:
-    """A publisher refuses to go back, so a learner whose run has moved on, or back, ends by an error: not any more."""
+    """Let a publisher go back, which otherwise ends a learner whose run has moved on or back."""
     begin = Publisher.begin
 
     def begin_again(self: Publisher, version: WeightVersion, gathering: Gathering, probe: Probe) -> Publication:
@@ -185,7 +185,7 @@ def _publish_again() -> None:
 
 
 def _edit(script: str, old: str, new: str) -> None:
-    """Replace `old` in the script, and wherever else it stands (what scripts share)."""
+    """Replace `old` in the script, and in the parts that scripts share."""
     original = verbs.script_source
     parts = (script, *verbs.included(script))
     assert any(old in original(part) for part in parts), f"{script}.lua has changed: {old!r} is not in it any more"

@@ -40,11 +40,11 @@ from .worker import run_worker
 LEARNER = "learner"
 BEGINS_WITHIN_S = 60.0
 HANGS_AFTER_S = 30.0
-"""Without faults and without a step."""
+"""The seconds without faults and without a step after which a run hangs."""
 
 
 def run_trial(trial: Trial) -> Outcome:
-    """Blocks for about `minutes`, and then until the run is finished or hangs."""
+    """Run a trial: block for about `minutes`, and then until the run is finished or hangs."""
     warm_up("benchmarks.chaos.warm")
     return uvloop.run(_Stage(trial).play())
 
@@ -67,7 +67,7 @@ class _Stage:
         self._roles = {name: Role(name, partial(self._command, name)) for name in self._links}
 
     async def play(self) -> Outcome:
-        """Faults, then calm, then the audit."""
+        """Run faults, then calm, then the audit."""
         began = time.monotonic()
         mean_s = {name: self._trial.rarely * s for name, s in mean_s_against(self._trial.against).items()}
         async with self._servers_and_disks(), self._leftovers("wake leftover" in mean_s) as leftovers:
@@ -164,7 +164,7 @@ class _Stage:
             return False
 
     async def _finishes(self) -> bool:
-        """Undisturbed; False where nothing moves any more."""
+        """Whether the undisturbed run finishes; False where nothing moves any more."""
         reached = self._trial.checkpoints.latest()
         while not await self._finished_within(HANGS_AFTER_S):
             if reached == (reached := self._trial.checkpoints.latest()):
@@ -244,6 +244,6 @@ class _Stage:
 
 
 def _last(trial: Trial) -> Beginning:
-    """Where the next learner would begin."""
+    """Return the place where the next learner would begin."""
     checkpoint = trial.checkpoints.latest()
     return Beginning(author_of(checkpoint.path), checkpoint.state.step) if checkpoint else Beginning()

@@ -45,10 +45,10 @@ class TinyRunner:
     longest = PROMPT_TOKENS + LONGEST
 
     def __init__(self, kind: str, path: str, config: ScorersConfig, **named: object) -> None:
-        """The double takes what `open_runner` takes, and loads nothing."""
+        """Take the arguments of `open_runner`, and load nothing."""
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Scores]:
-        """One number for each."""
+        """Return one number for each request."""
         tokens = sum(len(request.prompt_tokens) + len(request.response_tokens) for request in requests)
         time.sleep(tokens / TOKENS_PER_S)
         return [scores_of(request.response_tokens) for request in requests]

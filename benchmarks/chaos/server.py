@@ -1,4 +1,4 @@
-"""The real server with everything that befalls one: kill -9, power loss, a stop, full memory, damaged bytes."""
+"""The real server and its faults: kill -9, power loss, a stop, full memory, damaged bytes."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ from .process import send
 from .trial import Trial
 
 LOST_S = 1.0
-"""What `appendfsync everysec` may lose."""
+"""The seconds of writes that `appendfsync everysec` may lose."""
 _DAMAGE = """
 local length = redis.call('STRLEN', KEYS[1])
 if length == 0 then return 0 end
@@ -30,13 +30,13 @@ redis.call('SETRANGE', KEYS[1], place, string.char(255 - byte))
 return 1
 """
 MOST_CLIENTS = 250
-"""Fewer than a flood has."""
+"""The most clients of the server, fewer than a flood has."""
 _SPARE_BYTES = 16 << 10
-"""Left to a server whose memory is full."""
+"""The bytes that are left to a server whose memory is full."""
 
 
 class FragileServer:
-    """One at a time befalls it: use `async with server.lock`."""
+    """A server that suffers one fault at a time: use `async with server.lock`."""
 
     def __init__(self, trial: Trial) -> None:
         self._directory = trial.directory / "server"
@@ -58,7 +58,7 @@ class FragileServer:
         return self._server.pid if self._server.is_alive() else None
 
     async def start(self) -> None:
-        """On the data that there are; answers when it returns. Does nothing where it is alive."""
+        """Start the server on its data, and return when it answers. Does nothing where it is alive."""
         await asyncio.to_thread(self._server.start)
 
     async def close(self) -> None:
@@ -67,14 +67,14 @@ class FragileServer:
         await asyncio.to_thread(self._server.stop)
 
     async def kill(self) -> None:
-        """SIGKILL: what the system has been given stays."""
+        """Send SIGKILL; the system keeps all that it was given."""
         send(self._server.pid, signal.SIGKILL)
         await asyncio.to_thread(self._await_death)
 
     async def lose_power(self, lost_s: float = LOST_S) -> None:
-        """SIGKILL, and what was written in the last second, or so many, never reached the disk.
+        """Send SIGKILL, after which the writes of the last `lost_s` never reached the disk.
 
-        The server stops syncing before, so nobody has been promised what is cut off (WAITAOF).
+        The server stops syncing before, so that it promised no client that the lost writes are durable (WAITAOF).
         """
         if self._appendfsync == "always":
             await self.kill()
@@ -87,17 +87,17 @@ class FragileServer:
         os.truncate(written, kept)
 
     def stop(self) -> None:
-        """SIGSTOP."""
+        """Send SIGSTOP."""
         send(self._server.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         if self._server.is_alive():
             send(self._server.pid, signal.SIGCONT)
 
     @asynccontextmanager
     async def full_memory(self) -> AsyncIterator[None]:
-        """It refuses what needs memory meanwhile."""
+        """Have the server refuse all commands that need memory meanwhile."""
         held = int((await self._client.config_get("maxmemory"))["maxmemory"])
         used = int((await self._client.info("memory"))["used_memory"])
         await self._client.config_set("maxmemory", used + _SPARE_BYTES)
@@ -107,7 +107,7 @@ class FragileServer:
             await self._client.config_set("maxmemory", held)
 
     async def damage(self, rng: random.Random, kind: str) -> bool:
-        """Another byte somewhere in one of the run's blobs of this kind; False: there is none."""
+        """Change a byte in one of the run's blobs of this kind, and return whether there was one."""
         keys = [key async for key in self._client.scan_iter(f"*:{kind}:*", count=1000)]
         if not keys:
             return False
@@ -118,7 +118,7 @@ class FragileServer:
             time.sleep(0.01)
 
     def _log(self) -> Path:
-        """The file that writes are appended to."""
+        """Return the file to which writes are appended."""
         files = (self._directory / "appendonlydir").glob("*.incr.aof")
         return max(files, key=lambda path: int(path.suffixes[-3].removeprefix(".")))
 

@@ -1,6 +1,6 @@
-"""Prompts, and what each sample of them must be: its length, and the token at each place for each weight version.
+"""Prompts, and the right length and tokens of each of their samples for each weight version.
 
-Nothing of it is stored: engines make it, the learner makes it again and compares.
+Nothing of it is stored: engines compute it, and the learner computes it again and compares.
 """
 
 import random
@@ -18,11 +18,11 @@ ALPHABET = "0123456789"
 STOP = len(ALPHABET) + 1
 """The tokenizer's end token, which follows its padding."""
 VOCABULARY = 100_000
-"""More than 16 bits hold."""
+"""A size of more than 16 bits."""
 LONGEST = 200
 _MEDIAN_LENGTH, _SPREAD = 24.0, 0.7
 WEIGHTS, OVERWRITTEN_WEIGHTS = "weights", "overwritten weights"
-"""What the one tensor is called: of the trial's run, and of the one whose name it has taken."""
+"""The names of the one tensor: of the trial's run, and of the run whose name it has taken."""
 SCORER = "reward_model"
 """The name of the reward model, where the trial has one."""
 ROUNDING = 1e-6
@@ -31,7 +31,7 @@ _MIX_A, _MIX_B = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def response_length(tid: TrajectoryId) -> int:
-    """Its stop token included; most are short, a few ten times as long."""
+    """Return the length with its stop token; most are short, a few ten times as long."""
     drawn = random.Random(str(tid)).lognormvariate(0.0, _SPREAD)
     return max(1, min(LONGEST, round(_MEDIAN_LENGTH * drawn)))
 
@@ -39,7 +39,7 @@ def response_length(tid: TrajectoryId) -> int:
 def response_tokens(
     tid: TrajectoryId, start: int, end: int, version: WeightVersion, weights: str = WEIGHTS
 ) -> NDArray[np.int32]:
-    """What `version` of the weights of this name samples at the places [start, end)."""
+    """Return the tokens that `version` of the weights of this name samples at the places [start, end)."""
     key = zlib.crc32(f"{tid} {version} {weights}".encode())
     tokens = _mixed(key, np.arange(start, end))
     last = response_length(tid) - 1
@@ -49,17 +49,17 @@ def response_tokens(
 
 
 def logprobs_of(tokens: NDArray[np.int32]) -> NDArray[np.float32]:
-    """Of the sampled tokens; nothing but the token decides it."""
+    """Return the logprobs of the sampled tokens, which depend on the tokens alone."""
     return -(1 + tokens % 997).astype(np.float32) / np.float32(997)
 
 
 def scores_of(tokens: NDArray[np.int32]) -> NDArray[np.float32]:
-    """The answer of the reward model to a response: [1]."""
+    """Return the answer of the reward model to a response: [1]."""
     return np.array([zlib.crc32(tokens.astype("<i4").tobytes()) % 997 / 997], np.float32)
 
 
 def what_is_wrong(prompt: Prompt, trajectory: Trajectory) -> str:
-    """Empty, or how it differs from what an engine made for this sample."""
+    """Return '', or the difference between the sample and an engine's."""
     tid, spans = trajectory.tid, trajectory.spans
     if len(trajectory.response_tokens) != response_length(tid):
         return f"{len(trajectory.response_tokens)} tokens where {response_length(tid)} were generated"
@@ -90,7 +90,7 @@ def _is_of_another_run(trajectory: Trajectory, span: VersionSpan) -> bool:
 
 
 def _mixed(key: int, places: NDArray[np.int64]) -> NDArray[np.int32]:
-    """One number above STOP and below VOCABULARY for each place (splitmix64)."""
+    """Return one number above STOP and below VOCABULARY for each place (splitmix64)."""
     bits = places.astype(np.uint64) + np.uint64(key << 20)
     bits = (bits ^ (bits >> np.uint64(30))) * _MIX_A
     bits = (bits ^ (bits >> np.uint64(27))) * _MIX_B

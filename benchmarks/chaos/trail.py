@@ -1,4 +1,4 @@
-"""The trail of each learner: what it trained, durable before the checkpoint that contains it; and lineages of them."""
+"""The trail of each learner, durable before the checkpoint that contains its samples, and lineages of trails."""
 
 import os
 from collections.abc import Iterator
@@ -16,13 +16,13 @@ class Trained(msgspec.Struct, frozen=True, array_like=True):
     tid: str
     spans: tuple[VersionSpan, ...]
     over_bound: int
-    """Tokens in the loss whose lag exceeds the bound."""
+    """The number of tokens in the loss whose lag exceeds the bound."""
     wrong: str
-    """Empty, or how its content differs from what was generated."""
+    """The difference between its content and the generated one; empty if there is none."""
     identity: str = ""
-    """Of the run whose lease it was."""
+    """The identity of the run that leased it."""
     is_pill: bool = False
-    """It was sent by a hostile worker, or goes on after a segment that was."""
+    """Whether a hostile worker sent it, or a segment before its end."""
 
 
 class StepRecord(msgspec.Struct, frozen=True):
@@ -31,20 +31,20 @@ class StepRecord(msgspec.Struct, frozen=True):
     version: WeightVersion
     """The weights before it."""
     digest: str
-    """Of these weights."""
+    """The digest of these weights."""
     trained: tuple[Trained, ...]
-    """Nothing, while they are published and not yet trained."""
+    """The trained samples; empty while the weights are published and not yet trained."""
 
 
 class Beginning(msgspec.Struct, frozen=True):
-    """The checkpoint that a learner began with: who saved it, and its step. Nobody: from the first weights."""
+    """The checkpoint with which a learner began: its author and its step. An empty author means the first weights."""
 
     author: str = ""
     step: int = 0
 
 
 class Trail:
-    """One learner's; a line is durable when `append` returns."""
+    """One learner's trail; a line is durable when `append` returns."""
 
     def __init__(self, directory: Path, author: str, beginning: Beginning) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -68,13 +68,13 @@ class Lineage(msgspec.Struct, frozen=True):
 
     steps: tuple[StepRecord, ...]
     learners: tuple[str, ...]
-    """Who trained them, newest first."""
+    """The learners that trained them, newest first."""
     missing: tuple[int, ...]
-    """Steps that no log knows: a fault of the benchmark, as a log is durable before the checkpoint."""
+    """Steps that no log knows: a fault of the benchmark, because a log is durable before the checkpoint."""
 
     @classmethod
     def of(cls, last: Beginning, directory: Path) -> Self:
-        """Of whoever would begin now: back through the checkpoints that its predecessors began with."""
+        """Return the lineage of a learner that would begin now, back through its predecessors' first checkpoints."""
         steps, learners, missing = list[StepRecord](), list[str](), list[int]()
         learner, end = last.author, last.step
         while learner:
@@ -90,14 +90,14 @@ class Lineage(msgspec.Struct, frozen=True):
 
 
 def read_log(directory: Path, learner: str) -> tuple[Beginning, dict[int, StepRecord]]:
-    """By step, the last of each. A line that a crash cut short is no record: nothing durable follows from it."""
+    """Return the last record of each step, without a line that a crash cut short: nothing durable follows from it."""
     first, *rest = _path(directory, learner).read_bytes().splitlines(keepends=True)
     records = (msgspec.json.decode(line, type=StepRecord) for line in rest if line.endswith(b"\n"))
     return msgspec.json.decode(first, type=Beginning), {record.version.step: record for record in records}
 
 
 def all_records(directory: Path) -> Iterator[StepRecord]:
-    """Of every learner, on whatever branch."""
+    """Yield the records of every learner, on whichever branch."""
     for path in directory.glob("*.jsonl"):
         yield from read_log(directory, path.stem)[1].values()
 

@@ -1,4 +1,4 @@
-"""What is fixed for one trial, known to all of its processes."""
+"""The fixed settings of one trial, known to all of its processes."""
 
 from pathlib import Path
 from typing import Literal, Self
@@ -15,18 +15,18 @@ RUN = "chaos"
 WORKERS = 4
 SCORERS = 2
 CAPACITY = 12
-"""Samples that a worker generates at once."""
+"""The number of samples that a worker generates at once."""
 GROUP_SIZE = 4
 GROUPS_PER_STEP = 4
 STEP_S = 0.05
 EVALUATED = 6
-"""Prompts of an evaluation."""
+"""The number of prompts of an evaluation."""
 SHARE_OF_STEPS = 0.8
-"""Of a slow trial's time; the rest is for outages."""
+"""The share of a slow trial's time that its steps take; the rest is for outages."""
 GROUPS_PER_MINUTE = 240
-"""About what a disturbed run trains, so that faults hit it to the end."""
+"""About the number that a disturbed run trains, so that faults hit it to the end."""
 ENDLESS = 100_000
-"""Groups."""
+"""A number of groups without an end."""
 MAX_LAG = 3
 LEASE_TTL_S = 2.0
 BROKER_TIMEOUT_S = 2.0
@@ -40,72 +40,72 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     minutes: float
     directory: Path
     groups_per_minute: int = GROUPS_PER_MINUTE
-    """So many are there to be trained; where there are fewer than usual, the learner takes its time."""
+    """The number of groups to train in a minute; where it is smaller than usual, the learner waits between steps."""
     rarely: float = 1.0
-    """Faults of the usual mix are so many times rarer."""
+    """The factor by which faults of the usual mix are rarer."""
     against: str = ""
-    """The protection whose faults strike more often; empty: the usual mix."""
+    """The protection whose faults strike more often; empty for the usual mix."""
     is_out: bool = False
-    """Is that protection taken out of the product?"""
+    """Whether that protection is taken out of the product."""
     is_overwritten: bool = False
-    """Is it the run before, whose name the trial's takes?"""
+    """Whether this is the earlier run, whose name the trial's takes."""
 
     @property
     def without(self) -> str:
-        """The protection that is taken out; empty: none."""
+        """Return the protection that is taken out; empty for none."""
         return self.against if self.is_out else ""
 
     @property
     def groups(self) -> int:
-        """In the data set."""
+        """Return the number of groups in the data set."""
         if self.is_overwritten:
             return ENDLESS
         return max(8 * GROUPS_PER_STEP, round(self.minutes * self.groups_per_minute))
 
     @property
     def step_s(self) -> float:
-        """Of the learner, at least."""
+        """Return the least seconds of the learner's step."""
         is_slow = self.groups_per_minute < GROUPS_PER_MINUTE
         return SHARE_OF_STEPS * 60 * GROUPS_PER_STEP / self.groups_per_minute if is_slow else STEP_S
 
     @property
     def overwritten(self) -> Self:
-        """The run before."""
+        """Return the earlier run."""
         return msgspec.structs.replace(self, directory=self.directory / "overwritten", is_overwritten=True)
 
     @property
     def weights_name(self) -> str:
-        """Of the one tensor."""
+        """Return the name of the one tensor."""
         return OVERWRITTEN_WEIGHTS if self.is_overwritten else WEIGHTS
 
     @property
     def broadcasts(self) -> bool:
-        """Do workers take part in broadcast groups? Else all of them pull. Half of the seeds."""
+        """Whether workers take part in broadcast groups, in half of the seeds. In the others all of them pull."""
         return not self.against and self.seed % 4 in (1, 2)
 
     @property
     def appendfsync(self) -> Literal["always", "everysec"]:
-        """Even seeds risk the last second, odd ones do not."""
+        """Return the durability: even seeds risk the last second, odd ones do not."""
         return "always" if self.seed % 2 else "everysec"
 
     @property
     def has_log(self) -> bool:
-        """Without the experience log, which mends what other protections let through, rewinds are more."""
+        """Whether there is an experience log, which mends faults that other protections miss."""
         return not self.against and self.seed % 4 < 2
 
     @property
     def reward(self) -> str:
-        """The function's name."""
+        """Return the reward function's name."""
         return "reward" if self.against else "erratic_reward"
 
     @property
     def has_scorers(self) -> bool:
-        """Does a reward model judge the samples, too, and do workers evaluate?"""
+        """Whether a reward model judges the samples, too, and workers evaluate."""
         return not self.against and not self.is_overwritten
 
     @property
     def recipe(self) -> Recipe:
-        """The product's own configuration, with our doubles where it takes a user's code."""
+        """Return the product's own configuration, with doubles where it takes a user's code."""
         return msgspec.convert(
             {
                 "run": {"name": RUN, "directory": str(self.directory), "seed": self.seed},
@@ -154,7 +154,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def trails(self) -> Path:
-        """What each learner trained."""
+        """Return the directory of all learners' trails."""
         return self.directory / "trails"
 
 
@@ -168,4 +168,4 @@ _SMALL = {
     "head_dim": 8,
     "max_position_embeddings": PROMPT_TOKENS + LONGEST,
 }
-"""Never run: only its tokenizer is."""
+"""The configuration of a model that never runs: only its tokenizer does."""

@@ -1,4 +1,4 @@
-"""What learner, server and workers hold while the trial lasts: memory, descriptors, threads."""
+"""The memory, descriptors and threads of learner, server and workers during a trial."""
 
 import asyncio
 import os
@@ -11,9 +11,9 @@ from pathlib import Path
 
 EVERY_S = 2.0
 GROWN_UP_S = 4.0
-"""A process that is younger is still starting."""
+"""The age in seconds below which a process is still starting."""
 PARTS = 6
-"""Of the trial, each of which has a number of its own."""
+"""The number of parts of the trial, each of which has a median of its own."""
 Sample = tuple[float, float, float]
 """MiB of resident memory, open descriptors, threads."""
 
@@ -26,7 +26,7 @@ class Vitals:
         self._samples = defaultdict[str, list[Sample]](list)
 
     async def watch(self) -> None:
-        """Until cancelled."""
+        """Take samples until cancelled."""
         first_seen: dict[int, float] = {}
         while True:
             await asyncio.sleep(EVERY_S)
@@ -34,11 +34,11 @@ class Vitals:
             for role, pids in self._pids().items():
                 for pid in pids:
                     if now - first_seen.setdefault(pid, now) >= GROWN_UP_S:
-                        with suppress(OSError):  # it has just ended
+                        with suppress(OSError):  # the process has just ended
                             self._samples[role].append(_sample(pid))
 
     def trend(self) -> dict[str, dict[str, list[float]]]:
-        """By role and measure: its median in each part of the trial, in order; fewer where there are few samples."""
+        """Return each measure's median in each part of the trial, by role; fewer parts where there are few samples."""
         return {role: _medians(samples) for role, samples in sorted(self._samples.items())}
 
 

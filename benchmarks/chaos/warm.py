@@ -1,4 +1,4 @@
-"""Imported by the process that all others are forked from: the slow first use of every library, paid once."""
+"""The modules that the process imports from which all others are forked: each library's slow first use is paid once."""
 
 from pathlib import Path
 

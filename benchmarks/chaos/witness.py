@@ -1,4 +1,4 @@
-"""What the broker says at the moment of a kill: did it hit anything?"""
+"""The broker's status at the moment of a kill, which tells whether the kill hit anything."""
 
 import asyncio
 
@@ -21,14 +21,14 @@ class Witness:
         await self._broker.close()
 
     async def status(self) -> RunStatus | None:
-        """None while the server does not say."""
+        """Return the status, or None while the server does not answer."""
         try:
             return await self._broker.status.snapshot()
         except BrokerError:
             return None
 
     async def sees_generation(self) -> None:
-        """Waits until some sample is leased."""
+        """Wait until some sample is leased."""
         while True:
             status = await self.status()
             if status is not None and status.queues.leased:

@@ -31,7 +31,7 @@ from .protections import take_out
 from .trial import BROKER_TIMEOUT_S, LEASE_TTL_S, RUN, Trial
 
 REPEATED, FORGOTTEN, HELD_UP = 0.1, 0.04, 0.02
-"""Shares of samples: handed in once more later, not renewed, and handed in late."""
+"""The shares of samples that are handed in once more later, not renewed, and handed in late."""
 LONGEST_DELAY_S = 2 * LEASE_TTL_S
 
 
@@ -56,7 +56,7 @@ def run_worker(trial: Trial, url: str, name: str, process: str, tally: Tally) ->
 
 
 class PullingWorker(Worker):
-    """Takes part in no broadcast: a group that must form anew at every death would be all that the trial waits for."""
+    """Takes part in no broadcast: forming a group anew at every death would take the trial's whole time."""
 
     def info(self) -> WorkerInfo:
         return msgspec.structs.replace(super().info(), wants_broadcast=False)
@@ -79,17 +79,17 @@ class ErraticStatus(StatusBoard):
     async def heartbeat(
         self, info: WorkerInfo, ttl_s: float, leases: Sequence[Lease] = (), lease_ttl_s: float = 0.0
     ) -> Heard:
-        """Renews all but the forgotten ones."""
+        """Renew all but the forgotten ones."""
         renewed = [one for one in leases if not _is_chosen(one, "forgotten", FORGOTTEN)]
         SlowEngine.tally.forgotten += len(leases) - len(renewed)
         return await super().heartbeat(info, ttl_s, renewed, lease_ttl_s)
 
 
 class ErraticLeases(Leases):
-    """Hands some samples in late, and some once more when nobody expects it."""
+    """Hands some samples in late, and some once more at unexpected times."""
 
     async def submit(self, lease: Lease, trajectory: Trajectory) -> SubmitOutcome:
-        """Perhaps late, perhaps again later."""
+        """Submit, perhaps late, and perhaps again later."""
         if _is_chosen(lease, "held up", HELD_UP):
             await asyncio.sleep(random.uniform(0, LONGEST_DELAY_S))
         outcome = await super().submit(lease, trajectory)
@@ -101,14 +101,14 @@ class ErraticLeases(Leases):
     async def _repeat(self, lease: Lease, trajectory: Trajectory) -> None:
         await asyncio.sleep(random.uniform(0, LONGEST_DELAY_S))
         SlowEngine.tally.repeated += 1
-        with suppress(BrokerError):  # nobody waits for it
+        with suppress(BrokerError):  # no caller waits for it
             await super().submit(lease, trajectory)
 
 
 _repetitions = set[asyncio.Task[None]]()
-"""Held, as the event loop does not."""
+"""References to the tasks, which the event loop does not keep."""
 
 
 def _is_chosen(lease: Lease, for_what: str, share: float) -> bool:
-    """The same for one lease every time."""
+    """Whether the lease is chosen: the same answer for one lease every time."""
     return random.Random(f"{for_what} {lease.token}").random() < share

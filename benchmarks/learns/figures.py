@@ -79,8 +79,7 @@ def _ratio(runs: Mapping[str, Mapping[str, Any]]) -> float | None:
 
 
 def seconds_of(directory: Path) -> float | None:
-    """Return the seconds of the part's command; None where the warm-up came from elsewhere or the benchmark stopped
-    early."""
+    """Return the seconds of the part's command; None for a warm-up from elsewhere or an early stop."""
     file = directory / SECONDS
     return float(json.loads(file.read_text())) if file.exists() else None
 

@@ -78,8 +78,7 @@ CORRECTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def corrected() -> Iterator[Setting]:
-    """Yield importance weights: of the proximal policy beside its clip, and of the current one without clip
-    (bypass)."""
+    """Yield importance weights: of the proximal policy beside its clip, and of the current one (bypass)."""
     for name, (theirs, mine) in CORRECTIONS.items():
         clipped = composed("ppo_clip", DUAL, anchor="proximal", corrections=(mine,))
         yield f"decoupled {name}", clipped, policy_loss("vanilla", "token-mean", correction=theirs)

@@ -84,8 +84,7 @@ class Sample:
 
 
 def draw(seed: int = 0) -> Sample:
-    """Draw a sample: half of the ratios are outside of PPO's clip; one place in four is masked, also within
-    responses."""
+    """Draw a sample: half of the ratios lie outside of PPO's clip, and one place in four is masked."""
     generator = torch.Generator().manual_seed(seed)
     total, count = sum(LENGTHS), len(LENGTHS)
     bounds = torch.tensor((0, *LENGTHS)).cumsum(0)

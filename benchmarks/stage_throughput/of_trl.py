@@ -66,8 +66,7 @@ def _common(order: Order, directory: str) -> dict[str, Any]:
 
 
 def _sft(order: Order, data: Any, tokenizer: Any, directory: str) -> Any:
-    """Configure a row of the token budget per forward pass, and as many passes a step as Headway's step has records
-    for."""
+    """Configure a row of the token budget per pass, and as many passes a step as Headway's step needs."""
     from trl import SFTConfig, SFTTrainer
 
     attention = VARLEN if "-varlen" in order.name else "sdpa"

@@ -33,8 +33,7 @@ class Rows:
         return dataclasses.replace(self, is_real=False, batch=concatenate([]))
 
     def logprobs(self, model: Any, device: torch.device) -> torch.Tensor:
-        """Return fp32 logprobs [T] with gradient, 0 for first tokens, by transformers' own loss with full fp32
-        logits."""
+        """Return fp32 logprobs [T] with gradient, 0 for first tokens, by transformers' loss with full fp32 logits."""
         token_ids_BL, position_ids_BL = self.token_ids_BL.to(device), self.position_ids_BL.to(device)
         mask = {} if self.is_packed else {"attention_mask": self.is_token_BL.long().to(device)}
         logits_BLV = model(input_ids=token_ids_BL, position_ids=position_ids_BL, use_cache=False, **mask).logits.float()

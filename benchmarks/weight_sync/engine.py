@@ -120,8 +120,7 @@ async def follow(url: str, run: str, order: Order) -> None:
 
 
 class _Swapping:
-    """The engine as a swap sees it: it notes begin and end of a swap, and whether the engine could prove its
-    weights."""
+    """The engine as a swap sees it: it notes begin and end of swaps, and whether the weights were proved."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

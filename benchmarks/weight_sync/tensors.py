@@ -40,8 +40,7 @@ class Whole:
 
 
 class Sharded:
-    """Tensors sharded over the default process group's ranks by FSDP2, and gathered layer by layer as in the
-    learner."""
+    """Tensors sharded over the default process group by FSDP2, and gathered layer by layer as in the learner."""
 
     def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
         model = _meta_model(directory, dtype)

@@ -80,8 +80,7 @@ def gspo_token_losses(b: Ragged, advantages: list[float], low: float, high: floa
 
 
 def weighted_losses(b: Ragged, weight: Callable[[float, float, float, float], float]) -> torch.Tensor:
-    """Return -w A log pi for trained tokens, 0 for others, with a number w(token ratio, advantage, log pi, log
-    anchor)."""
+    """Return -w A log pi for trained tokens, 0 for others; w(token ratio, advantage, log pi, log anchor) is given."""
     ratios = token_ratios(b).tolist()
     losses = []
     for s, row in b.rows():

@@ -1,4 +1,4 @@
-"""One look at every key of a run, as the table in `broker/keys.py` describes them, and what must hold among them."""
+"""One look at every key of a run, as the table in `broker/keys.py` describes them, and the invariants among them."""
 
 import json
 from collections import Counter
@@ -77,7 +77,7 @@ class GroupState:
         return int(self.fields[name]) if name in self.fields else None
 
     def of_samples(self, name: str) -> dict[int, str]:
-        """What each sample has of this: token, step, oldest or payload."""
+        """Return the values of this field by sample: token, step, oldest or payload."""
         found = {i: self.fields.get(f"{name}:{i}") for i in range(self.size)}
         return {i: value for i, value in found.items() if value is not None}
 
@@ -88,7 +88,7 @@ class EvaluationState:
 
     fields: dict[str, str]
     left: dict[str, float]
-    """The samples that are not done, by deadline."""
+    """The samples that are not done, with their deadlines."""
 
     @property
     def prompts(self) -> int:
@@ -113,9 +113,9 @@ class Audit:
     queues: dict[str, dict[str, float]]
     batches: dict[int, list[str]]
     segments: dict[str, list[tuple[str, int, int]]]
-    """member -> name, bytes and tokens of each."""
+    """The name, the bytes and the tokens of each segment, by member."""
     blobs: dict[str, int]
-    """Prompts, payloads and segments that will stay -> their bytes."""
+    """The bytes of prompts, payloads and segments that will stay."""
     settled: set[str]
     dropped: set[str]
     lost: set[str]
@@ -137,7 +137,7 @@ class Audit:
         return int(self.meta.get(name, 0))
 
     def is_done(self, group: str) -> bool:
-        """Will it never be generated?"""
+        """Whether the group will never be generated again."""
         return group in self.settled | self.dropped or (group not in self.groups and group < self.watermark)
 
     def check(self) -> None:
@@ -225,7 +225,7 @@ class Audit:
 
 
 class Auditor:
-    """A client of its own, which sees and changes what it likes."""
+    """A client of its own, which reads and changes any key."""
 
     def __init__(self, url: str, run: str) -> None:
         self.redis: Any = redis.Redis.from_url(url)
@@ -233,7 +233,7 @@ class Auditor:
         self._look = self.redis.register_script(_LOOK)
 
     def wipe(self) -> None:
-        """Nothing is left of the run."""
+        """Remove every key of the run."""
         if names := self.names():
             self.redis.unlink(*names)
         self.redis.function_flush()
@@ -244,13 +244,13 @@ class Auditor:
 
     @property
     def keys(self) -> Keys:
-        """As the learner knows them."""
+        """Return the keys as the learner knows them."""
         keys = Keys(self._run)
         keys.secret = self.redis.get(keys("secret")).decode()
         return keys
 
     def blob(self, name: str) -> str:
-        """The key of a blob, a prompt among them, as an audit names it."""
+        """Return the key of a blob, a prompt among them, as an audit names it."""
         kind, _, group = name.partition(":")
         return self.keys.prompt(group) if kind == "prompt" else self.keys.blob(name)
 
@@ -258,7 +258,7 @@ class Auditor:
         return list(self.redis.keys(f"headway:{{{self._run}*"))
 
     def save(self) -> dict[bytes, tuple[int, bytes]]:
-        """Everything, with what is left of its time to live."""
+        """Return everything, with the remaining times to live."""
         pipe, names = self.redis.pipeline(), self.names()
         for name in names:
             pipe.pttl(name).dump(name)
@@ -270,7 +270,7 @@ class Auditor:
         }
 
     def restore(self, saved: dict[bytes, tuple[int, bytes]]) -> None:
-        """As if the server had forgotten all that came after."""
+        """Restore everything, as if the server had forgotten all later changes."""
         pipe = self.redis.pipeline(transaction=True)
         for name in self.names():
             pipe.unlink(name)
@@ -282,7 +282,7 @@ class Auditor:
         audit = _Reading(self._run)
         seen = self._look(args=[f"headway:{{{self._run}*"]).decode(
             errors="replace"
-        )  # hostile workers say what they like
+        )  # hostile workers may report any number
         for key, value, ttl in json.loads(seen):
             audit.read(key, value, ttl)
         return audit.result()

@@ -1,7 +1,7 @@
-"""The contract of the protocol in Python: what a learner may be given, and what no script may ever do.
+"""The contract of the protocol in Python: the batches that a learner may get, and the acts that no script may do.
 
-It knows nothing of queues and keys. A *lineage* is what some weights were trained on, step by step; weights are
-known by it, so a token of an abandoned branch shows however its version is numbered.
+It knows nothing of queues and keys. A *lineage* is the batches on which some weights were trained, step by step. It
+identifies the weights, so a token of an abandoned branch shows however its version is numbered.
 """
 
 from collections.abc import Iterable, Sequence, Set
@@ -16,19 +16,19 @@ Lineage = tuple[Batch, ...]
 
 
 def token_at(tid: TrajectoryId, position: int, version: WeightVersion) -> int:
-    """What these weights sample there: another sample's or version's tokens are others."""
+    """Return the token that these weights sample there; tokens of other samples and versions differ."""
     place = int(tid.group.rpartition("-")[2])
     return 1 + position + 10 * (version.step + 40 * (tid.sample + 4 * (tid.round % 50 + 50 * place)))
 
 
 def groups_of(lineage: Iterable[Batch]) -> list[str]:
-    """In the order of training, once for each step that trained it."""
+    """Return the groups in the order of training, once for each step that trained them."""
     return [group for batch in lineage for group in dict.fromkeys(tid.group for tid in batch)]
 
 
 @dataclass
 class Cursor:
-    """Which groups there are to feed, and which are done with: a dataset of `total` prompts, once."""
+    """The groups that are left to feed and those that are done, in a dataset of `total` prompts that is read once."""
 
     total: int
     watermark: int = 0
@@ -40,7 +40,7 @@ class Cursor:
         return self.next >= self.total
 
     def take(self, count: int) -> list[int]:
-        """The next places to feed."""
+        """Return the next places to feed."""
         places: list[int] = []
         while len(places) < count and not self.is_exhausted:
             if group_id(self.next) not in self.done:
@@ -49,20 +49,20 @@ class Cursor:
         return places
 
     def mark(self, groups: Iterable[str]) -> None:
-        """Trained, or dropped by a stated rule."""
+        """Mark groups as trained, or as dropped by a stated rule."""
         self.done |= set(groups)
         while group_id(self.watermark) in self.done:
             self.watermark += 1
         self.next = max(self.next, self.watermark)
 
     def again(self) -> "Cursor":
-        """The same place, with nothing fed after it."""
+        """Return a cursor at the same place, with nothing fed after it."""
         return replace(self, done=set(self.done), next=self.watermark)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What survives a learner."""
+    """The state that survives a learner."""
 
     incarnation: int
     step: int
@@ -71,13 +71,13 @@ class Checkpoint:
 
 
 def is_of_copy(token: str) -> bool:
-    """Whether it is the token of a lease beside another worker's, which takes nothing from that worker."""
+    """Whether the token is of a lease beside another worker's, which takes nothing from that worker."""
     return token.startswith("copy")
 
 
 @dataclass
 class Samples:
-    """Who may hand in what, from the replies that workers got. It is rolled back with the server."""
+    """The workers that may hand in each sample, from the replies that they got. It is rolled back with the server."""
 
     holders: dict[TrajectoryId, str] = field(default_factory=dict)
     accepted: dict[TrajectoryId, str] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class Samples:
         return Samples(dict(self.holders), dict(self.accepted), dict(self.appended))
 
     def keep(self, rounds: dict[str, int], stored: Set[TrajectoryId]) -> None:
-        """Nothing else is held: these are the groups that there are, and their rounds, and the payloads."""
+        """Keep only facts about these groups in their rounds, and about these payloads."""
         for facts in (self.holders, self.accepted, self.appended):
             for tid in [tid for tid in facts if rounds.get(tid.group) != tid.round]:
                 del facts[tid]
@@ -114,30 +114,33 @@ class Samples:
 
 @dataclass
 class Model:
-    """What has happened to a run, and whether what happens next may."""
+    """The history of a run, which judges whether the next event is allowed."""
 
     rules: RunRules
     group_size: int
     weights: dict[WeightVersion, Lineage] = field(default_factory=dict)
-    """What announced weights were trained on."""
+    """The lineage of all announced weights."""
     delivered: dict[int, Batch] = field(default_factory=dict)
-    """What a step was given, and gets again."""
+    """The batch of each step, which every repetition gets again."""
     samples: Samples = field(default_factory=Samples)
     has_forgotten: bool = False
-    """The server was rolled back, and no learner has told it since what it had taken."""
+    """The server was rolled back, and no learner has told it since which batches it had taken."""
     is_exact: bool = True
-    """Steps that are trained again are trained with the same batches. Without a log they are trained with what damage
-    and rollbacks have left of them, and nobody has the weights that were announced after them."""
+    """Steps that are trained again get the same batches.
+
+    Without a log they are trained with the batches that damage and rollbacks have left, and no worker has the weights
+    that were announced after them.
+    """
     is_calm: bool = True
     """Nothing was damaged, rolled back or rewound, and the rules are those of the beginning."""
     damaged: set[str] = field(default_factory=set)
-    """Groups with bytes on the server that are not what was stored."""
+    """Groups with bytes on the server that differ from the stored ones."""
 
     def announce(self, version: WeightVersion, lineage: Lineage) -> None:
         assert self.weights.setdefault(version, lineage) == lineage, f"{version} names two different weights"
 
     def judge_batch(self, step: int, lineage: Lineage, groups: Sequence[Group]) -> None:
-        """May these train `step`, after `lineage`?"""
+        """Assert that these groups may train `step`, after `lineage`."""
         names = [group.prompt.group for group in groups]
         twice = set(names) & set(groups_of(lineage[:step]))
         assert not twice, f"step {step}: {twice} would be trained twice"
@@ -147,7 +150,7 @@ class Model:
             self._judge_group(step, lineage, group)
 
     def judge_repetition(self, step: int, batch: Batch) -> None:
-        """The same step gets the same batch, whoever asks, unless some of it was damaged."""
+        """Assert that the same step gets the same batch from every learner, unless some of it was damaged."""
         before = self.delivered.setdefault(step, batch)
         if before == batch or not self.is_exact:
             return

@@ -1,5 +1,8 @@
-"""A learner and a worker over a real broker, without weights: what they do is `learner.stages.loop`'s and
-`rollout_workers.worker`'s protocol, one verb at a time, so that a test can come between any two."""
+"""A learner and a worker over a real broker, without weights.
+
+They follow the protocol of `learner.stages.loop` and `rollout_workers.worker`, one verb at a time, so that a test can
+come between any two.
+"""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -37,9 +40,9 @@ class Learner:
     lineage: Lineage
     checkpoint: Checkpoint
     log: dict[int, Batch] | None
-    """What each step trained, on the learner's disk; None: it keeps no log."""
+    """The batch that each step trained, on the learner's disk; None where it keeps no log."""
     replayed_to: int = 0
-    """Steps below it are trained from the log."""
+    """The learner trains the steps below it from the log."""
     caught_up_at: int = 0
     announced: WeightVersion | None = None
     taken: dict[int, Batch] = field(default_factory=dict)
@@ -49,7 +52,7 @@ class Learner:
     is_replay_lost: bool = False
     is_exhausted: bool = False
     waits_for: NotReady | None = None
-    """Why the last take gave no batch."""
+    """The reason why the last take gave no batch."""
 
     def __post_init__(self) -> None:
         self.cursor = self.checkpoint.cursor.again()
@@ -65,7 +68,7 @@ class Learner:
         resume: bool,
         is_anew: bool = False,
     ) -> "Learner":
-        """Claims the run from this checkpoint on. `is_anew`: what came after it is forgotten."""
+        """Claim the run from this checkpoint on. With `is_anew` the server forgets everything after it."""
         log_end = checkpoint.step
         while log is not None and log_end in log:
             log_end += 1
@@ -107,7 +110,7 @@ class Learner:
             self.is_feed_closed = self.cursor.is_exhausted  # unless the server was found restarted
 
     async def publish(self) -> None:
-        """Announces the weights as they are; while replaying, nothing."""
+        """Announce the weights as they are; while replaying, announce nothing."""
         self.has_published = True
         if self.step < self.caught_up_at:
             return
@@ -117,7 +120,7 @@ class Learner:
         self.announced, self.is_replay_lost = self.version, False
 
     async def train(self) -> bool:
-        """One step, if its batch is there. What is in the way is done as the loop would do it."""
+        """Train one step, if its batch is there; obstacles are handled as the loop would handle them."""
         await self.feed(0)
         if self.step < self.replayed_to and self.log is not None:
             self._learn(self.log[self.step])
@@ -134,12 +137,12 @@ class Learner:
         return bool(groups)
 
     async def save(self) -> Checkpoint:
-        """The state as it is, with what was dropped marked."""
+        """Return the state as it is, with dropped groups marked."""
         self.cursor.mark(await self.insist(self.broker.batches.settled_without_training))
         return Checkpoint(self.claim.owner.incarnation, self.step, self.lineage, self.cursor.again())
 
     async def commit(self, checkpoint: Checkpoint) -> None:
-        """The checkpoint is durable: the broker may forget what it contains."""
+        """Commit a durable checkpoint: the broker may forget its batches."""
         self.checkpoint = checkpoint
         done = sorted(groups_of(batch for step, batch in self.taken.items() if step < self.step))
         watermark = group_id(self.cursor.watermark)
@@ -148,7 +151,7 @@ class Learner:
         self.committed += done
 
     async def insist(self, verb: Callable[[], Awaitable[T]]) -> T:
-        """The verb's result, from a server that has been told again what it may have forgotten."""
+        """Return the verb's result, after the server has been told again all that it may have forgotten."""
         while True:
             try:
                 return await verb()
@@ -159,7 +162,7 @@ class Learner:
                 self.is_feed_closed = False
 
     def drop_log(self) -> None:
-        """What follows is a branch of its own."""
+        """Drop the log after this step, because a branch of its own follows."""
         if self.log is not None:
             for step in [step for step in self.log if step >= self.step]:
                 del self.log[step]
@@ -232,13 +235,13 @@ class Learner:
 
 @dataclass(eq=False)
 class Flight:
-    """A sample that a worker generates, whether it may still or not."""
+    """A sample that a worker generates, also after it has lost the right to."""
 
     lease: Lease
     versions: list[WeightVersion]
-    """Which weights sampled each token."""
+    """The version of the weights that sampled each token."""
     ends: list[int]
-    """Where each segment ends that the server has of it."""
+    """The end of each segment that the server has."""
 
     @classmethod
     def resume(cls, lease: Lease) -> "Flight":
@@ -274,7 +277,7 @@ class Flight:
 
 
 class Worker:
-    """Several samples at once; its weights may be old."""
+    """A worker of several samples at once, whose weights may be old."""
 
     def __init__(self, broker: Broker, name: str, shards: int) -> None:
         self.broker = broker
@@ -282,11 +285,11 @@ class Worker:
         self.version: WeightVersion | None = None
         self.flights: list[Flight] = []
         self.landed: list[Flight] = []
-        """Handed in or back; a lost reply makes a worker hand in again."""
+        """Samples handed in or back; after a lost reply a worker hands them in again."""
         broker.leases.storage.payload_shards = shards
 
     async def refresh(self) -> None:
-        """The announced weights, unless its own are newer."""
+        """Get the announced weights, unless its own are newer."""
         _, announced = await self.broker.versions.current()
         if announced is not None and (self.version is None or announced > self.version):
             self.version = announced
@@ -303,7 +306,7 @@ class Worker:
         flight.generate(self.version, tokens)
 
     async def append(self, flight: Flight) -> AppendReply:
-        """What was generated since the last segment that the server has."""
+        """Append the tokens since the last segment that the server has."""
         start = flight.ends[-1] if flight.ends else 0
         tokens = flight.tokens(start)
         segment = Segment(
@@ -338,7 +341,7 @@ class Worker:
         return outcome
 
     async def renew(self) -> list[Flight]:
-        """Those that it may go on with."""
+        """Return the samples with which the worker may go on."""
         lost = await renew(self.broker, [flight.lease for flight in self.flights], TTL_S)
         return [flight for flight in self.flights if flight.lease.token not in lost]
 

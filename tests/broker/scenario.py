@@ -1,4 +1,4 @@
-"""A run in a test: small real prompts and trajectories, and one learner with its owner, driven by hand."""
+"""A run in a test: small real prompts and trajectories, and one learner with its owner, which the test moves."""
 
 import struct
 import zlib
@@ -48,7 +48,7 @@ def prompt(position: int, num_samples: int = 2) -> Prompt:
 
 
 def trajectory(lease: Lease, *versions: int | WeightVersion, tokens: int = 6) -> Trajectory:
-    """Sampled by these weights in turn (a step: of incarnation 1), a token each at least."""
+    """Return a sample of these weights in turn (a step: of incarnation 1), a token each at least."""
     cuts = [*range(len(versions)), tokens]
     spans = tuple(
         VersionSpan(start, end, WeightVersion(1, version) if isinstance(version, int) else version)
@@ -82,7 +82,7 @@ def manifest(incarnation: int, step: int) -> WeightManifest:
 
 
 def of_no_run(struct: T | None) -> T:
-    """As it was before the broker's client wrote the run's identity into it."""
+    """Return the trajectory as it was before the broker's client wrote the run's identity into it."""
     assert struct is not None
     return replace(struct, identity="")
 
@@ -108,7 +108,7 @@ class Scenario:
         self.claim = claim
         self.owner: Owner = claim.owner
         self.not_ready: NotReady | None = None
-        """Why the last take gave no batch."""
+        """The reason why the last take gave no batch."""
 
     async def announce(self, step: int) -> None:
         await self.broker.versions.announce(self.owner, manifest(self.owner.incarnation, step))
@@ -124,13 +124,13 @@ class Scenario:
             assert await self.submit(lease, step) is SubmitOutcome.ACCEPTED
 
     async def generate(self, count: int, step: int) -> LeaseReply:
-        """Leases up to so many samples and finishes them all."""
+        """Lease up to so many samples and finish them all."""
         reply = await self.lease(count, step)
         await self.submit_all(reply.leases, step)
         return reply
 
     async def take(self, step: int, n: int = 2) -> list[str] | None:
-        """The groups' ids; None while not ready."""
+        """Return the groups' ids, or None while the batch is not ready."""
         taken = await self.broker.batches.take(self.owner, step, n)
         self.not_ready = taken if isinstance(taken, NotReady) else None
         return None if isinstance(taken, NotReady) else [group.prompt.group for group in taken.groups]
@@ -149,7 +149,7 @@ async def begin(
     resume: bool = False,
     config: bytes = b"recipe",
 ) -> Scenario:
-    """Claims the run and feeds groups 0 to `fed`; announces the initial weights of a fresh run."""
+    """Claim the run and feed groups 0 to `fed`; announce the initial weights of a fresh run."""
     claim = await broker.batches.claim(checkpoint=checkpoint, rules=rules, config=config, resume=resume)
     scenario = Scenario(broker, claim)
     await broker.prompts.feed([prompt(i, group_size) for i in range(fed)], claim.owner)
@@ -159,7 +159,7 @@ async def begin(
 
 
 async def hidden(broker: Broker, name: str) -> str:
-    """A key that only functions name, for whoever has not claimed the run."""
+    """Return a key that only functions name, for a client that has not claimed the run."""
     secret = await broker._connection.execute("GET", broker._connection.keys("secret"))
     return f"{broker._connection.keys.prefix}hidden:{secret.decode()}:{name}"
 
@@ -173,7 +173,7 @@ def groups(*positions: int) -> list[str]:
 
 
 def of_another_schema(frame: bytes) -> bytes:
-    """The same frame as another version of Headway would write it, its checksum included."""
+    """Return the frame as another version of Headway would write it, its checksum included."""
     magic, schema, kind, _, length = HEADER.unpack_from(frame)
     body = frame[HEADER.size :]
     crc = zlib.crc32(body, (schema + 7) << 16 | kind)

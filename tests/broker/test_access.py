@@ -1,4 +1,4 @@
-"""Each role with a user of its own: what it needs works, and what it must not do is refused."""
+"""Each role has a user of its own, whose own work succeeds and whose other commands are refused."""
 
 import asyncio
 import re
@@ -30,7 +30,7 @@ HOLDER = Holder(host="h", pid=1, user="ali", since=0.0)
 
 
 def admit(server: EmbeddedServer, run: str | None) -> dict[Role, User]:
-    """Creates the users."""
+    """Create the users."""
     made = {user.role: user for user in users(run, {})}
     for user in made.values():
         ask(server, "ACL", "SETUSER", user.name, *user.rules(is_for_7_0=is_redis_7_0(server)))
@@ -64,7 +64,7 @@ def segment(lease: Lease, index: int, step: int = 0) -> Segment:
 
 
 async def work(worker: Broker, shards: int) -> None:
-    """Everything that a worker ever does."""
+    """Do everything that a worker ever does."""
     worker.leases.storage.payload_shards = shards
     assert await worker.status.config() == b"recipe"
     assert of_no_run(await worker.versions.announced()) == manifest(1, 0)
@@ -112,7 +112,7 @@ async def work(worker: Broker, shards: int) -> None:
 
 
 async def watch(observer: Broker) -> None:
-    """Everything that a status display ever does."""
+    """Do everything that a status display ever does."""
     status = await observer.status.snapshot()
     assert status.announced == WeightVersion(1, 1)
     assert [(fault.worker, fault.rule) for fault in status.faults] == [("w", "version")]
@@ -166,7 +166,7 @@ async def test_a_whole_run_with_a_user_for_each_role(brokers: dict[Role, Broker]
 
 
 def test_the_learner_may_run_every_command_of_its_functions() -> None:
-    """Some run only after a fault, or under a rule that few recipes set."""
+    """Some of them run only after a fault, or under a rule that few recipes set."""
     names = {*SHARED, *script_names()} - {"lease"}  # that one is the worker's
     (learner,) = [user for user in users("run", {}) if user.role is Role.LEARNER]
     allowed = {rule.removeprefix("+").partition("|")[0] for rule in learner.rules()}

@@ -1,4 +1,4 @@
-"""Take, commit, claim and what happens at the staleness bound, against a real server."""
+"""Take, commit, claim and the staleness bound, against a real server."""
 
 import asyncio
 import random
@@ -126,7 +126,7 @@ async def test_the_last_batch_is_short_and_then_nothing_comes(broker: Broker) ->
     await run.announce(1)
     assert await run.take(1) is None
     await broker.prompts.close_feed(run.owner)
-    assert await run.take(1) is None  # somebody still works on it
+    assert await run.take(1) is None  # a worker still works on it
     await run.submit_all(reply.leases[5:], 0)
     assert await run.take(1) == groups(2)
     assert await run.take(1) == groups(2)
@@ -185,7 +185,7 @@ async def test_with_mask_a_group_stays_while_something_in_it_is_young_enough(bro
 
 
 async def straggler(broker: Broker, how: str) -> tuple[Scenario, Lease, list[str] | None]:
-    """Group 0 is begun with weights 0 and not finished; 1 and 2 are; step 1 is the last that may train 0."""
+    """Group 0 is begun with weights 0 and not finished; 1 and 2 are. Step 1 is the last that may train group 0."""
     run = await begin(broker, rules(1, groups_per_step=1, on_straggler=how), group_size=2)
     first = (await run.lease(4, 0)).leases
     await run.submit_all(first[1:], 0)
@@ -225,7 +225,7 @@ async def test_no_straggler_is_begun_anew_while_there_is_no_batch_without_it(bro
 
 
 async def test_waiting_looks_ahead(broker: Broker) -> None:
-    """Four unfinished groups are due at step 2, two a step: taking others at step 1 would push two over."""
+    """Four unfinished groups are due at step 2, two a step: taking others at step 1 would push two over the bound."""
     run = await begin(broker, rules(2, groups_per_step=2), group_size=1)
     leases = (await run.lease(6, 0)).leases
     await run.submit_all(leases[4:], 0)
@@ -242,7 +242,7 @@ async def test_waiting_looks_ahead(broker: Broker) -> None:
 
 @pytest.mark.parametrize(("max_lag", "how"), [(0, "wait"), (1, "wait"), (2, "wait"), (1, "requeue"), (2, "requeue")])
 async def test_no_lag_exceeds_the_bound_whatever_the_order(broker: Broker, max_lag: int, how: str) -> None:
-    """Workers of all speeds, finishing in any order: every group is trained once, none over the bound."""
+    """Workers of all speeds finish in any order: every group is trained once, none over the bound."""
     chance = random.Random(max_lag)
     run = await begin(broker, rules(max_lag, groups_per_step=3, on_straggler=how), group_size=2, fed=30)
     await broker.prompts.close_feed(run.owner)
@@ -324,7 +324,7 @@ async def test_a_resumed_learner_gets_its_batches_again(broker: Broker) -> None:
     assert resumed.claim.highest_announced == 3
     assert (await broker.versions.current())[1] is not None
     assert [await resumed.take(1), await resumed.take(2)] == taken[1:]
-    assert await renew(broker, held) == set()  # workers went on
+    assert await renew(broker, held) == set()  # the workers went on
     await resumed.submit_all(held, 3)
     assert await resumed.take(3) == groups(6, 7)
     await broker.batches.commit(resumed.owner, 4)
@@ -379,7 +379,7 @@ async def test_bytes_are_what_a_starved_learner_waits_for(broker: Broker) -> Non
     await run.announce(1)
     assert (await run.lease(1, 1)).reason == "bytes"
     assert await run.take(1, 1) is None
-    assert run.not_ready is NotReady.BYTES  # what a commit frees
+    assert run.not_ready is NotReady.BYTES  # a commit frees these bytes
     await broker.batches.commit(run.owner, 1)
     await run.generate(2, 1)
     assert await run.take(1, 1) == groups(1)
@@ -390,7 +390,7 @@ async def test_a_step_that_cannot_fit_is_an_error(broker: Broker) -> None:
     leases = (await run.lease(2, 0)).leases
     await run.submit_all(leases[:1], 0)
     assert await run.take(0) is None
-    assert run.not_ready is NotReady.BYTES  # somebody works on the other sample
+    assert run.not_ready is NotReady.BYTES  # a worker works on the other sample
     await run.submit_all(leases[1:], 0)
     with pytest.raises(BrokerError, match=r"one step needs more than broker.max_bytes=1: raise it, lower learner"):
         await run.take(0)
@@ -428,4 +428,4 @@ async def test_groups_that_are_dropped_make_room_for_others(broker: Broker) -> N
     await run.generate(8, 1)
     assert len((await run.take(1)) or ()) == 2
     admitted = [lease for step in (1, 1, 1) for lease in (await run.generate(8, step)).leases]
-    assert admitted  # what was dropped does not count against admission
+    assert admitted  # dropped groups do not count against admission

@@ -1,4 +1,4 @@
-"""Connections, scripts, versions, the status board, and what errors say."""
+"""Connections, scripts, versions, the status board, and the texts of errors."""
 
 import asyncio
 import threading
@@ -153,7 +153,7 @@ async def test_functions_are_loaded_again_after_a_flush(broker: Broker) -> None:
 async def test_versions_only_go_forward(broker: Broker) -> None:
     run = await begin(broker, rules(0))
     versions = broker.versions
-    await versions.announce(run.owner, manifest(1, 0))  # a repeated announcement, its reply was lost
+    await versions.announce(run.owner, manifest(1, 0))  # a repeated announcement, whose reply was lost
     await versions.offer(run.owner, manifest(1, 1))
     await versions.offer(run.owner, manifest(1, 1))
     assert await versions.current() == (WeightVersion(1, 1), WeightVersion(1, 0))
@@ -168,7 +168,7 @@ async def test_versions_only_go_forward(broker: Broker) -> None:
     resumed = await begin(broker, rules(0), resume=True)
     assert await versions.current() == (WeightVersion(1, 1), WeightVersion(1, 1))
     with pytest.raises(VersionRegressionError):
-        await versions.announce(resumed.owner, manifest(1, 1))  # another learner's, it is not repeated by this one
+        await versions.announce(resumed.owner, manifest(1, 1))  # not this learner's announcement
     with pytest.raises(FencedError):
         await versions.announce(run.owner, manifest(1, 2))
     await versions.announce(resumed.owner, manifest(2, 0))
@@ -241,7 +241,7 @@ async def test_names_and_reports_that_are_no_workers_are_passed_over(
     assert "Worker w9 is passed over" in caplog.text
     usage = await broker.usage.look()
     assert usage is not None
-    assert usage.workers == 3  # of a name and alive, whatever they say
+    assert usage.workers == 3  # named and alive, whatever they report
 
 
 async def test_a_worker_without_a_name_is_refused_and_its_errors_are_text(broker: Broker) -> None:

@@ -97,9 +97,9 @@ async def test_a_slot_that_moves_key_by_key(cluster: Cluster, on_cluster: Broker
     target = next(node for node in cluster.nodes if node is not source)
     slot = key_slot(on_cluster._connection.keys.verbs.encode())
     move = cluster.moving(slot, source, target)
-    next(move)  # both know that it is moving
+    next(move)  # both nodes know that the slot is moving
     plain = on_cluster._connection.keys("plain")
-    await on_cluster._connection.execute("SET", plain, "x")  # one that was not there is written at the target
+    await on_cluster._connection.execute("SET", plain, "x")  # a new key is written at the target
     assert plain not in keys_on(source, run_name)
     leasing = asyncio.create_task(run.lease(4, 0))
     await asyncio.sleep(0.1)

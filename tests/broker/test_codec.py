@@ -1,4 +1,4 @@
-"""Frames: every wire type comes back as it went; whatever else the bytes are, decoding says FrameError."""
+"""Every wire type comes back from its frame unchanged; for all other bytes decoding raises FrameError."""
 
 import math
 import struct
@@ -191,7 +191,7 @@ def test_chosen_experts_come_back(length: int, layers: int, of: tuple[type[np.un
     one = trajectory(LEASE, 1, tokens=length)
     fed = len(one.prompt_tokens) + len(one.response_tokens) - 1
     chosen = np.random.default_rng(length).integers(0, experts, (fed, layers, 3)).astype(dtype)
-    one = msgspec.structs.replace(one, experts=chosen[:, :, ::-1])  # in whatever order it lies in memory
+    one = msgspec.structs.replace(one, experts=chosen[:, :, ::-1])  # the order in memory does not matter
     assert_same(one, decode_trajectory(encode_trajectory(one)))
     one = msgspec.structs.replace(one, teacher_logprobs=-np.linspace(0, 9, length + 1, dtype=np.float32)[1:])
     assert_same(one, decode_trajectory(encode_trajectory(one)))
@@ -237,12 +237,12 @@ MASK = np.array([1, 1, 0, 0, 1, 1], np.uint8)
 
 
 def episode(turns: tuple[Turn, ...] = TURNS, mask: Sequence[int] = tuple(MASK)) -> Trajectory:
-    """Two turns, and two tokens that an environment said between them."""
+    """Return two turns, with two tokens of an environment between them."""
     return msgspec.structs.replace(trajectory(LEASE, 1), turns=turns, loss_mask=np.array(mask, np.uint8))
 
 
 def piece(turns: tuple[Turn, ...] = TURNS[:1], mask: Sequence[int] = tuple(MASK), start: int = 0) -> Segment:
-    """The same as a segment, where only the first turn has ended."""
+    """Return the same as a segment, in which only the first turn has ended."""
     whole = trajectory(LEASE, 1)
     return Segment(
         tid=whole.tid,
@@ -296,13 +296,13 @@ def test_a_segment_whose_turns_contradict_its_loss_mask_is_refused(
 
 
 def replayed(one: Trajectory) -> Trajectory:
-    """With two of three layers' experts for every token that was fed."""
+    """Return a sample with two of three layers' experts for every token that was fed."""
     fed = len(one.prompt_tokens) + len(one.response_tokens) - 1
     return msgspec.structs.replace(one, experts=np.arange(fed * 6, dtype=np.uint8).reshape(fed, 3, 2))
 
 
 def taught(one: Trajectory) -> Trajectory:
-    """With a teacher's logprobs and two candidates in each place beside the experts."""
+    """Return a sample with a teacher's logprobs and two candidates in each place beside the experts."""
     return msgspec.structs.replace(
         replayed(one),
         teacher_logprobs=one.behavior_logprobs / 2,
@@ -324,7 +324,7 @@ def test_a_mutated_trajectory_is_refused(data: st.DataObject) -> None:
 @given(st.data())
 @settings(max_examples=300, deadline=None)
 def test_a_body_mutated_under_a_right_checksum_never_raises_anything_else(data: st.DataObject) -> None:
-    """An attacker or a bug can make the checksum fit: what comes out is checked or refused all the same."""
+    """An attacker or a bug can make the checksum fit: the content is still checked or refused."""
     body = bytearray(encode_trajectory(taught(trajectory(LEASE, 1, 2)))[16:])
     for _ in range(data.draw(st.integers(1, 4))):
         body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
@@ -354,7 +354,7 @@ def test_another_schema_a_foreign_magic_another_kind_and_nothing() -> None:
     with pytest.raises(FrameError, match="holds no Probe"):
         decode(header(9, msgspec.msgpack.encode({"token_ids": "x"})), Probe)
     with pytest.raises(FrameError, match="holds no Prompt"):
-        decode(header(2, b"\x91" * 100_000), type(prompt(0)))  # nested too deeply
+        decode(header(2, b"\x91" * 100_000), type(prompt(0)))  # this is nested too deeply
 
 
 def test_an_oversized_frame_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +367,7 @@ def test_an_oversized_frame_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_decompression_bomb_is_refused() -> None:
-    """Few bytes that would unfold to many: the size that they state is checked before."""
+    """Few bytes would unfold to many, so the stated size is checked before."""
     bomb = zstandard.ZstdCompressor(level=1).compress(bytes(64 << 20))
     for prompt_length, total in ((0, 6), (1 << 40, 6)):
         envelope = msgspec.msgpack.encode(
@@ -394,7 +394,7 @@ def test_a_decompression_bomb_is_refused() -> None:
 
 
 def of_teacher(**changes: Any) -> dict[str, Any]:
-    """What a teacher told of six tokens, changed."""
+    """Return a teacher's fields for six tokens, with these changes."""
     one = taught(trajectory(LEASE, 1))
     fields = ("teacher_logprobs", "candidate_tokens", "candidate_logprobs")
     return {**{name: getattr(one, name) for name in fields}, **changes}

@@ -1,4 +1,4 @@
-"""Verbs that share round trips: each gets its own reply or error, and nobody waits for what only others wait for."""
+"""Verbs share round trips: each gets its own reply or error, and none waits for work that only others need."""
 
 import asyncio
 import re
@@ -75,7 +75,7 @@ async def test_cancelling_one_leaves_the_others(connection: Connection, proxy: P
     await connection.execute("PING")
     proxy.stall()
     tasks = [asyncio.create_task(connection.execute("ECHO", str(number))) for number in range(100)]
-    await asyncio.sleep(0.05)  # some are on their way, the rest waits for its turn
+    await asyncio.sleep(0.05)  # some verbs are on their way, the rest waits
     for task in tasks[::2]:
         task.cancel()
     proxy.resume()
@@ -145,7 +145,7 @@ async def test_closing_cancels_who_still_waits(proxy: Proxy, run_name: str) -> N
 
 
 async def test_waiting_for_durability_holds_up_nobody(connection: Connection) -> None:
-    waiting = asyncio.create_task(connection.make_durable(replicas=1, timeout_ms=5000))  # there is none
+    waiting = asyncio.create_task(connection.make_durable(replicas=1, timeout_ms=5000))  # the server has no replica
     await asyncio.gather(*(connection.execute("PING") for _ in range(20)))
     assert not waiting.done()
     waiting.cancel()
@@ -156,7 +156,7 @@ async def test_waiting_for_durability_holds_up_nobody(connection: Connection) ->
 async def test_what_is_on_disk_is_durable(connection: Connection, server: EmbeddedServer) -> None:
     assert await connection.make_durable(replicas=0, timeout_ms=4000) != is_redis_7_0(server)
     ask(server, "CONFIG", "SET", "appendonly", "no")
-    assert not await connection.make_durable(replicas=0, timeout_ms=100)  # nobody can tell
+    assert not await connection.make_durable(replicas=0, timeout_ms=100)  # the server cannot tell
 
 
 async def test_functions_that_the_server_forgot_come_with_their_text(broker: Broker, server: EmbeddedServer) -> None:

@@ -1,4 +1,4 @@
-"""The embedded server's users: made once, told to nobody, and nobody else is obeyed."""
+"""The embedded server makes its users once, keeps their passwords secret, and obeys no other client."""
 
 import os
 import stat

@@ -1,4 +1,4 @@
-"""Evaluation samples: one result for each, of the wanted version alone, whoever dies, and nothing of it in training."""
+"""Each evaluation sample gets one result, of the wanted version alone, whichever worker dies; none of it is trained."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -24,7 +24,7 @@ PASSED = EvaluationResult(passed=True, reward=1.25, response_tokens=7)
 
 @pytest.fixture
 async def other(url: str, run_name: str) -> AsyncIterator[Broker]:
-    """Another worker's."""
+    """Return another worker's lease."""
     opened = await open_broker(url, run_name)
     yield opened
     await opened.close()
@@ -87,7 +87,7 @@ async def test_every_sample_is_sampled_once_and_told_once_all_are_done(
 async def test_one_without_a_result_is_counted_once_and_one_with_a_result_never(broker: Broker, run: Scenario) -> None:
     for version in (V0, V1):
         await broker.evaluations.ask(run.owner, version, HELD_OUT, 1)
-    for _ in range(2):  # as a learner does whose first call got no reply
+    for _ in range(2):  # a learner whose first call got no reply asks twice
         await broker.evaluations.end(run.owner, V0, is_skipped=True)
     assert (await broker.evaluations.lease("w", V0, 9, LONG_S)).left is None
     await broker.evaluations.end(run.owner, V1)
@@ -157,7 +157,7 @@ async def test_a_lost_workers_samples_go_to_another(broker: Broker, other: Broke
     await broker.evaluations.ask(run.owner, V0, HELD_OUT, 1)
     lost = await leased(broker, 2, ttl_s=A_MOMENT_S)
     async with asyncio.timeout(60):
-        while len(found := await leased(other, 9, "v")) < 2:  # noqa: ASYNC110 - the server tells nobody
+        while len(found := await leased(other, 9, "v")) < 2:  # noqa: ASYNC110 - the server announces nothing
             await asyncio.sleep(0.01)
     assert {lease.sample for lease in lost} <= {lease.sample for lease in found} | {2}
     reply = await broker.evaluations.lease("w", V0, 0, LONG_S, lost)
@@ -194,7 +194,7 @@ async def test_each_of_the_serving_workers_gets_its_share(broker: Broker, run: S
     assert len(mine) == 2
     assert (await broker.evaluations.lease("w", V0, 9, LONG_S, mine)).leases == ()
     await submit_all(broker, mine)
-    assert len(await leased(broker, 9)) == 1  # nobody else came
+    assert len(await leased(broker, 9)) == 1  # no other worker came
 
 
 async def test_it_is_known_for_how_long_nobody_has_asked(broker: Broker, run: Scenario, auditor: Auditor) -> None:

@@ -1,4 +1,4 @@
-"""Faults of workers: bounded in number and size whoever writes them, and readable where other fields were added."""
+"""Reports of workers' faults are bounded in number and size for any writer, and readable with fields added later."""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""The decoders under broken frames, in short; `benchmarks/fuzz_decoder.py` does it by the million."""
+"""The decoders under some broken frames; `benchmarks/fuzz_decoder.py` tries millions."""
 
 import tracemalloc
 from random import Random
@@ -13,7 +13,7 @@ from benchmarks.fuzz_decoder import examine, fuzz
 from broker.wire import codec, frames
 
 MOST_BYTES = 64 << 20
-"""While it is decoded, a trajectory of the largest length that is allowed takes about 50 MiB."""
+"""The memory of decoding a trajectory of the largest allowed length is about 50 MiB."""
 
 
 @given(st.randoms(use_true_random=False), st.sampled_from(subjects()))

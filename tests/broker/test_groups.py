@@ -1,4 +1,4 @@
-"""When a group is given to the learner without some of its samples, in which order groups go, and what is counted."""
+"""Groups that go to the learner without some of their samples, the order of groups, and the counters."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ A_MOMENT_S = 0.05
 
 
 async def straggling(broker: Broker, min_group_size: int) -> tuple[Scenario, Lease]:
-    """Group 0 has two of its three samples when step 1 would push it over the bound."""
+    """Return a run whose group 0 has two of its three samples when step 1 would push it over the bound."""
     some = rules(1, groups_per_step=1, on_straggler="trim", min_group_size=min_group_size)
     run = await begin(broker, some, group_size=3)
     leases = (await run.lease(6, 0)).leases
@@ -141,7 +141,7 @@ async def test_dropped_groups_are_named_until_the_watermark_passes_them(broker: 
 
 
 async def trained(broker: Broker, steps: int) -> Scenario:
-    """A run of two groups a step, committed up to `steps`."""
+    """Return a run of two groups a step, committed up to `steps`."""
     run = await begin(broker, rules(0), group_size=1)
     for step in range(steps):
         await run.generate(2, step)
@@ -182,7 +182,7 @@ async def test_steps_that_the_learner_can_replay_by_itself_stay_settled(broker: 
 
 
 async def test_a_checkpoint_settles_what_the_server_has_forgotten(broker: Broker) -> None:
-    """Learner and server went down at once, and the server lost the commit of groups that the checkpoint contains."""
+    """Learner and server went down together, and the server lost the commit of groups that the checkpoint contains."""
     run = await begin(broker, rules(1), group_size=1)
     await run.generate(4, 0)
     claim = await broker.batches.claim(

@@ -1,4 +1,4 @@
-"""Who trains a run: said while it lives, and forgotten when it has gone or died."""
+"""The process that trains a run is named while it lives, and forgotten when it has gone or died."""
 
 import os
 

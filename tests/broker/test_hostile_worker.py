@@ -1,5 +1,5 @@
 # mypy: disable-error-code="assignment, misc, union-attr, var-annotated"
-"""A worker that has the worker's own password and is not ours: what it can spoil is its own samples and counters."""
+"""A hostile program with a worker's password can spoil only its own samples and counters."""
 
 import asyncio
 import itertools
@@ -46,7 +46,7 @@ hincrby hmget hset hsetnx info lindex llen lrange mget object|idletime persist p
 sismember smembers srandmember srem strlen time unlink wait waitaof xadd xread zadd zcard zcount zpopmin zrange
 zrangebyscore zrem zscore
 """
-"""What a worker's functions do, and how connections are made: the server refuses each key that is not theirs."""
+"""Commands of a worker's functions, and of connecting: the server refuses each key that is not a worker's."""
 
 
 class Hostile:
@@ -59,17 +59,17 @@ class Hostile:
         self.identity = self.client.get(f"{self.prefix}identity").decode()
 
     def call(self, verb: str, *arguments: Any) -> Any:
-        """Raises what the server says."""
+        """Call a function of the library. Raises the server's error."""
         return self.client.fcall(f"{self.library}_{verb}", 1, f"{self.prefix}hidden:of:{self.identity}", *arguments)
 
     def lease(self, count: int, ttl_s: float = 30, *, step: int = 0, holder: str = "evil 1") -> list[list[bytes]]:
-        """{member, token} of each; behind them, where it has segments, their oldest step and names."""
+        """Return {member, token} of each lease, and where it has segments, their oldest step and names."""
         nonce = f"{random.getrandbits(64):x}"
         leased: list[list[bytes]] = self.call("lease", 1, step, count, ttl_s, nonce, holder, "")[3:]
         return leased
 
     def submit(self, leased: list[bytes], oldest: int, newest: int, *, frame: bytes = b"junk") -> bytes:
-        """The outcome."""
+        """Submit a sample, and return the outcome."""
         member, token = leased[0].decode(), leased[1].decode()
         name = f"payload:{member}:{token}"
         self.store(name, frame)
@@ -79,7 +79,7 @@ class Hostile:
     def append(
         self, leased: list[bytes], oldest: int, newest: int, *, frame: bytes = b"junk", tokens: int = 6
     ) -> bytes:
-        """The outcome; always of the first segment."""
+        """Append a first segment, and return the outcome."""
         member, token = leased[0].decode(), leased[1].decode()
         name = f"segment:{member}:{random.getrandbits(64):x}"
         self.store(name, frame)
@@ -126,7 +126,7 @@ def auditor(server: EmbeddedServer, run_name: str) -> Iterator[Auditor]:
 
 
 async def test_no_other_command_is_its_own(cast: Cast, server: EmbeddedServer, run_name: str) -> None:
-    """Neither those that run code, nor those that list keys, watch others, or change the server."""
+    """None of them may run code, list keys, watch others, or change the server."""
     listed = ask(server, "EVAL", "return redis.call('COMMAND', 'LIST')", 0)
     user, names = f"headway-worker-{run_name}", {name.decode() for name in listed}
     containers = {name.partition("|")[0] for name in names if "|" in name}
@@ -135,9 +135,9 @@ async def test_no_other_command_is_its_own(cast: Cast, server: EmbeddedServer, r
 
 
 def may_run(server: EmbeddedServer, user: str, command: str) -> bool:
-    """On some key."""
+    """Whether the user may run the command on some key."""
     for count in range(10):
-        with suppress(ResponseError):  # so many arguments are too few
+        with suppress(ResponseError):  # the command needs more arguments
             reply = ask(server, "ACL", "DRYRUN", user, *command.split("|"), *["1"] * count)
             return b"permissions to run" not in (reply if isinstance(reply, bytes) else reply.encode())
     return False
@@ -157,7 +157,7 @@ WRITE += ("SADD {key} x", "ZADD {key} 0 x", "XADD {key} * a b", "INCR", "RESTORE
 
 
 async def test_it_reads_and_writes_no_key_but_what_is_meant_for_it(cast: Cast, auditor: Auditor) -> None:
-    """Whatever its name would be; most names it cannot know."""
+    """This holds for every name, most of which the worker cannot know."""
     await cast.honest.generate(4, 0)
     await cast.worker.status.heartbeat(WORKER, 30)
     await cast.learner.versions.put_group(cast.run.owner, broadcast_group())
@@ -202,7 +202,7 @@ async def test_it_reads_only_prompts_that_it_has_leased(cast: Cast) -> None:
 
 
 async def leased_by_honest(cast: Cast) -> tuple[Lease, bytes]:
-    """A sample that the hostile one held before, and its token."""
+    """Return a sample that the hostile worker held before, and its token."""
     (member, token, *_), *_ = cast.hostile.lease(1)
     await asyncio.sleep(0.6)
     leases = (await cast.honest.lease(4, 0, ttl_s=30)).leases
@@ -255,7 +255,7 @@ async def test_it_hands_in_no_evaluation_sample_that_another_one_holds(cast: Cas
 
 
 async def test_it_keeps_no_evaluation_sample_for_itself(cast: Cast, auditor: Auditor) -> None:
-    """Although it renews the leases of all of them: others get copies, and the learner sees that it is not at work."""
+    """It renews the leases of all of them, but other workers get copies, and the learner sees no progress."""
     version, keep_s = WeightVersion(1, 0), 1.0
     await cast.worker.status.heartbeat(WORKER, 30)
     await cast.learner.evaluations.ask(cast.run.owner, version, [prompt(100), prompt(101)], 2, keep_s)
@@ -286,7 +286,7 @@ async def test_it_keeps_no_evaluation_sample_for_itself(cast: Cast, auditor: Aud
 
 
 async def test_it_names_no_blob_but_its_own(cast: Cast) -> None:
-    """A name in a submission is freed or kept by the function, whoever stored it."""
+    """The function frees or keeps a blob by the name in a submission, whichever client stored it."""
     (lease,) = (await cast.honest.lease(1, 0, ttl_s=30)).leases
     assert await cast.honest.submit(lease, 0) is SubmitOutcome.ACCEPTED
     theirs = f"payload:{lease.tid}:{lease.token}"
@@ -332,8 +332,10 @@ async def leases_of(cast: Cast) -> tuple[Lease, ...]:
 
 
 async def hoard(hostile: Hostile, names: Iterator[int], last_step: list[int], *, answers: bool) -> None:
-    """Leases all that there is, under a new name each time, and lets no lease expire: it says that it gets on, with
-    segments without tokens, or hands in samples that cannot be trained."""
+    """Lease all samples under a new name each time, and let no lease expire.
+
+    The worker reports progress by segments without tokens, or hands in samples that cannot be trained.
+    """
     held: list[list[bytes]] = []
     while True:
         name = next(names)
@@ -351,10 +353,10 @@ async def hoard(hostile: Hostile, names: Iterator[int], last_step: list[int], *,
 
 @pytest.mark.parametrize("answers", [False, True], ids=["nothing", "pills"])
 async def test_it_may_lease_all_samples_under_ever_new_names_and_the_learner_goes_on(cast: Cast, answers: bool) -> None:
-    """The honest worker is given what the hostile one holds, and the first sample that can be trained wins."""
+    """The honest worker also gets the samples that the hostile one holds, and the first trainable sample wins."""
     run, last_step = cast.run, [0]
     await cast.worker.status.heartbeat(replace(WORKER, worker="w"), 120)
-    await cast.honest.generate(4, 0)  # what is trained of a worker gives it standing
+    await cast.honest.generate(4, 0)  # trained samples give a worker standing
     assert await run.take(0) is not None
     await cast.learner.versions.announce(run.owner, manifest(1, 1))
     last_step[0] = 1
@@ -400,7 +402,7 @@ async def test_a_worker_that_was_killed_bars_nobody_from_a_sample_that_was_refus
 async def test_a_copy_is_given_only_of_a_sample_that_does_not_get_on(cast: Cast) -> None:
     honest, run = cast.honest, cast.run
     mine = (await honest.lease(24, 0, "a")).leases
-    assert len(mine) == 24  # all that there is
+    assert len(mine) == 24  # the run has no others
     assert await run.take(0) is None
     await asyncio.sleep(1.2)  # the learner waits for longer than a lease lasts; a holder stores tokens
     await renew(cast.worker, mine)
@@ -445,14 +447,14 @@ async def test_it_takes_no_name_of_a_worker_that_is_held_up(cast: Cast) -> None:
 
 
 async def test_no_name_is_held_for_long_without_a_word(cast: Cast, auditor: Auditor) -> None:
-    """Whoever would keep names from others has to name them again all the time."""
+    """A client that wants to keep names from others has to name them again all the time."""
     assert cast.hostile.call("heartbeat", "evil", "s", 3_600_000, b"junk", 1)[0] == 1
     for name in ("worker:evil", "session:evil"):
         assert 0 < auditor.redis.pttl(auditor.keys.hidden(name)) <= 120_000
 
 
 async def test_samples_that_it_leases_under_the_name_of_another_are_not_that_ones(cast: Cast) -> None:
-    """Nor does it keep the worker from working that came second to its name."""
+    """A worker that comes second to its name can still work."""
     await cast.worker.status.heartbeat(WORKER, 30)
     assert cast.hostile.call("heartbeat", "w2", "evil", 30_000, b"junk", 1)[0] == 1
     for name in (WORKER.worker, "w2"):
@@ -467,7 +469,7 @@ async def test_samples_that_it_leases_under_the_name_of_another_are_not_that_one
 
 
 async def test_whoever_begins_again_under_new_names_is_noticed(cast: Cast) -> None:
-    """A quarantine does not stop it; what an honest one hands back is not counted."""
+    """A quarantine does not stop it, and samples that an honest worker hands back do not count."""
     (lease,) = (await cast.honest.lease(1, 0)).leases
     await cast.worker.leases.give_up(lease, "no reward")
     for number in range(4):
@@ -478,7 +480,7 @@ async def test_whoever_begins_again_under_new_names_is_noticed(cast: Cast) -> No
 
 
 async def test_segments_are_of_whoever_appended_them(cast: Cast) -> None:
-    """Whatever their frame, or who reads it, says."""
+    """The text of the frame and the reader of the segment do not change that."""
     leased, *_ = cast.hostile.lease(1)
     assert cast.hostile.append(leased, 0, 0) == b"appended"
     assert cast.hostile.call("release", *leased) == 1
@@ -505,7 +507,7 @@ async def test_it_wakes_and_puts_to_sleep_nobody_else(cast: Cast) -> None:
 
 
 async def test_no_session_can_be_read(cast: Cast, auditor: Auditor) -> None:
-    """That of a worker in quarantine neither."""
+    """The session of a worker in quarantine cannot be read either."""
     await cast.worker.status.heartbeat(WORKER, 30)
     await cast.learner.phases.generate(cast.run.owner)
     await cast.worker.phases.may_generate(WORKER.worker, 30, is_awake=False)
@@ -518,7 +520,7 @@ async def test_no_session_can_be_read(cast: Cast, auditor: Auditor) -> None:
 
 
 async def later(cast: Cast, step: int) -> None:
-    """The run is at this step, and nothing is under way."""
+    """Bring the run to this step, with nothing under way."""
     for number in range(step):
         while await cast.run.take(number) is None:
             assert (await cast.honest.generate(4, number)).leases
@@ -528,7 +530,7 @@ async def later(cast: Cast, step: int) -> None:
 
 @pytest.mark.parametrize("way", ["submit", "append"])
 async def test_its_sample_is_no_older_than_the_weights_that_it_leased_for(cast: Cast, way: str) -> None:
-    """Or all of the group, others' samples among them, would be too old to be trained."""
+    """Otherwise the whole group, with the samples of others, would be too old to be trained."""
     await later(cast, 3)
     for number in range(3):
         leased, *_ = cast.hostile.lease(1, step=3)
@@ -546,7 +548,7 @@ async def test_its_sample_is_no_older_than_the_weights_that_it_leased_for(cast: 
 
 
 async def test_it_submits_nothing_again_that_is_too_old_to_be_trained(cast: Cast, auditor: Auditor) -> None:
-    """As if the server had forgotten it: the lease is over then, and what it was given for is not known any more."""
+    """The submission looks as if the server had forgotten the lease: it has expired, and its weights are unknown."""
     await later(cast, 3)
     auditor.redis.hset(auditor.keys.hidden("meta"), "max_lag", 1)
     first, second = cast.hostile.lease(2, step=3)
@@ -580,7 +582,7 @@ async def test_nobody_is_blamed_for_going_on_after_an_older_segment_than_it_was_
 
 
 async def test_its_names_are_so_many_and_no_more(cast: Cast, auditor: Auditor) -> None:
-    """And make room once they are not heard of any more."""
+    """Names make room once they send no more heartbeats."""
     keys = auditor.keys
     with cast.hostile.client.pipeline(transaction=False) as pipe:
         for number in range(4200):
@@ -608,11 +610,11 @@ async def test_a_segment_that_is_named_again_stays(cast: Cast, auditor: Auditor)
 
 
 async def test_it_asks_no_scorer_that_the_run_does_not_have(cast: Cast) -> None:
-    """Or invented names would leave no room for the run's own."""
+    """Otherwise invented names would leave no room for the run's own."""
     for number in range(70):
         with pytest.raises(RedisError, match=f"the run has no s{number}"):
             cast.hostile.call("score_ask", f"s{number}", "evil", "1", 30, 1, f"a{number}", b"x")
-    with pytest.raises(RedisError, match="permission"):  # as the learner asks
+    with pytest.raises(RedisError, match="permission"):  # the learner's own call
         cast.hostile.call("score_ask", "quality", "", "", 30, 1, "a", b"x")
     name = new_request_name()
     assert await cast.worker.scoring.ask("quality", {name: request()}, ttl_s=60, hold_s=60, worker="w") == {name}
@@ -620,7 +622,7 @@ async def test_it_asks_no_scorer_that_the_run_does_not_have(cast: Cast) -> None:
 
 
 async def test_its_requests_leave_room_for_those_of_others_and_last_a_minute(cast: Cast, auditor: Auditor) -> None:
-    """Whether it asks under one name, under many, or under that of another worker."""
+    """This holds if it asks under one name, under many, or under another worker's name."""
     await cast.worker.status.heartbeat(WORKER, 30)
     huge, names = b"x" * (2**23 - 8), [WORKER.worker, *(f"evil{n}" for n in range(3))]
     for name in names[1:]:
@@ -665,7 +667,7 @@ async def test_its_junk_reports_are_a_line_each_look_at_most(cast: Cast, caplog:
 
 
 async def test_it_takes_no_swap_turn_that_others_wait_for(cast: Cast, auditor: Auditor) -> None:
-    """Neither for a worker that nobody has heard of, nor again and again, nor for long."""
+    """It gets none for an unknown worker, none again and again, and none for long."""
     verbs, share, call = cast.worker.swap_turns, 0.5, cast.hostile.call
     await cast.worker.status.heartbeat(WORKER, 30)
     assert call("turn", "nobody:1", "1", 600, share) == 1
@@ -687,7 +689,7 @@ async def test_it_takes_no_swap_turn_that_others_wait_for(cast: Cast, auditor: A
 
 
 class Fuzz:
-    """Calls of every function with what might hit something."""
+    """Calls of every function with arguments that may do damage."""
 
     def __init__(self, hostile: Hostile) -> None:
         self._hostile = hostile

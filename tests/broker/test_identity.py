@@ -1,4 +1,4 @@
-"""A run that was deleted or overwritten is not the one that has its name now."""
+"""A run that was deleted or overwritten differs from the run that has its name now."""
 
 from collections.abc import AsyncIterator
 
@@ -18,16 +18,16 @@ from .test_codec import WORKER
 
 @pytest.fixture
 async def leftover(broker: Broker, url: str, run_name: str) -> AsyncIterator[Broker]:
-    """A worker's client, from before its run is overwritten."""
+    """Yield a worker's client from before its run is overwritten."""
     opened = await open_broker(url, run_name)
     yield opened
     await opened.close()
 
 
 async def overwritten(broker: Broker) -> Scenario:
-    """The run that has the name now; its incarnations and steps begin as those of the one before did."""
+    """Return the run that has the name now; its incarnations and steps begin as those of the earlier run did."""
     await broker.status.delete_run()
-    broker._connection.identity = ""  # as another process
+    broker._connection.identity = ""  # stands for another process
     return await begin(broker, rules(1))
 
 
@@ -61,7 +61,7 @@ async def test_a_learner_of_another_run_claims_nothing(broker: Broker, leftover:
     held = rf"identity {run.claim.identity}\) than the one .*--resume, .*run\.name.*--overwrite"
     with pytest.raises(ForeignRunError, match=held):
         await leftover.batches.claim(checkpoint=FRESH, rules=rules(1), config=b"", resume=True, identity=new_identity())
-    await run.announce(1)  # nothing has changed hands
+    await run.announce(1)  # no sample has changed hands
 
 
 async def test_nothing_of_an_overwritten_run_reaches_the_new_one(broker: Broker, leftover: Broker) -> None:
@@ -71,7 +71,7 @@ async def test_nothing_of_an_overwritten_run_reaches_the_new_one(broker: Broker,
     assert {lease.identity for lease in leases} == {old.claim.identity}
     new = await overwritten(broker)
     assert await broker.status.workers() == ()
-    assert (await new.lease(2, 0)).leases[0].tid == leases[0].tid  # the names are equal
+    assert (await new.lease(2, 0)).leases[0].tid == leases[0].tid  # both runs use the same names
 
     verbs = {
         "submit": lambda: leftover.leases.submit(leases[0], trajectory(leases[0], 0)),
@@ -111,7 +111,7 @@ async def test_broadcasts_of_another_run_are_not_joined(broker: Broker, leftover
 
 
 async def test_a_sample_written_for_another_run_is_generated_anew(broker: Broker, leftover: Broker) -> None:
-    """Even one that its worker's client let through: the payload says where it is from."""
+    """This holds even for a sample that the worker's client let through, because the payload names its run."""
     run = await begin(broker, rules(1))
     first, *rest = (await run.lease(4, 0)).leases
     lying = Scenario(leftover, run.claim)

@@ -1,4 +1,4 @@
-"""What a configuration from the network may have imported, and what it may not: with real modules on a real path."""
+"""A configuration from the network may import some modules and not others: real modules on a real path."""
 
 import sys
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ a_number = 3
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A user's directory with modules of their own, and packages that are installed in an environment below it."""
+    """Return a user's directory with modules of their own, and an environment below it with installed packages."""
     home, installed = tmp_path / "home", tmp_path / "home" / ".venv" / "packages"
     (home / "my_package").mkdir(parents=True)
     (home / "my_package" / "__init__.py").touch()

@@ -1,4 +1,4 @@
-"""What a server is like, as servers of each kind say it."""
+"""Headway learns a server's properties from the answers of servers of each kind."""
 
 from pathlib import Path
 

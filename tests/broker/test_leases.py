@@ -64,7 +64,7 @@ async def test_stale_weights_are_refused(broker: Broker) -> None:
     await run.announce(2)
     assert (await run.lease(1, 0)).reason == "stale weights"
     ahead = await broker.leases.lease("w", WeightVersion(2, 2), 1, 30)
-    assert (ahead.leases, ahead.reason) == ((), "paused")  # weights that this run knows nothing of
+    assert (ahead.leases, ahead.reason) == ((), "paused")  # the run does not know these weights
 
 
 async def test_a_worker_that_obeys_another_recipe_gets_no_leases(broker: Broker) -> None:
@@ -127,7 +127,7 @@ async def test_a_worker_of_another_version_leaves_prompts_alone(broker: Broker) 
 
 
 async def test_prompts_that_an_earlier_version_fed_are_leased(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that was resumed after an upgrade finds them on its server."""
+    """A run that was resumed after an upgrade finds such prompts on its server."""
     run = await begin(broker, rules(0))
     with monkeypatch.context() as before:
         before.setattr(frames, "SCHEMA_VERSION", 7)
@@ -151,14 +151,14 @@ async def test_an_expired_lease_goes_to_another_worker_and_the_late_one_is_fence
     await asyncio.sleep(2 * A_MOMENT_S)
     taken_over = (await run.lease(5, 0, worker="v")).leases
     assert [lease.tid for lease in taken_over] == [slow[1].tid]
-    lost = {slow[0].token, slow[1].token}  # done, and lost
+    lost = {slow[0].token, slow[1].token}  # one done, one lost
     assert await broker.status.heartbeat(WORKER, 30, slow, 30) == Heard(False, "claimed", frozenset(lost))
     assert await run.submit(slow[1], 0) is SubmitOutcome.FENCED
     assert await run.submit(taken_over[0], 0) is SubmitOutcome.ACCEPTED
     queues = await run.queues()
     assert (queues.expired_leases, queues.fenced, queues.ready, queues.leased) == (1, 1, 1, 0)
     payloads = await broker._connection.scan(broker._connection.keys("payload:*"))
-    assert len(payloads) == 2  # the fenced one's was freed
+    assert len(payloads) == 2  # the server freed the fenced one's
 
 
 async def test_a_report_renews_leases_also_where_it_is_refused(broker: Broker, url: str) -> None:
@@ -178,7 +178,7 @@ async def test_a_worker_is_not_given_what_it_holds_but_keeps_it(broker: Broker, 
     mine = (await run.lease(1, 0, ttl_s=A_MOMENT_S)).leases
     await asyncio.sleep(2 * A_MOMENT_S)
     assert (await run.lease(1, 0)).leases == ()
-    assert await renew(broker, mine) == set()  # nobody took it: it is held again
+    assert await renew(broker, mine) == set()  # no other worker took it: it is held again
     other = await open_broker(url, broker.run)
     assert (await other.leases.lease("v", WeightVersion(1, 0), 1, 30)).leases == ()
     await other.close()
@@ -188,7 +188,7 @@ async def test_a_worker_is_not_given_what_it_holds_but_keeps_it(broker: Broker, 
 async def test_a_lease_whose_reply_was_lost_is_given_again_to_the_same_worker(broker: Broker) -> None:
     run = await begin(broker, rules(0, groups_per_step=1), group_size=1)
     lost = (await run.lease(1, 0, ttl_s=A_MOMENT_S)).leases
-    broker.leases._held.clear()  # as if the reply had never come
+    broker.leases._held.clear()  # stands for a lost reply
     await asyncio.sleep(2 * A_MOMENT_S)
     again = (await run.lease(1, 0)).leases
     assert [lease.tid for lease in again] == [lost[0].tid]
@@ -226,7 +226,7 @@ async def test_a_repeated_submission_is_a_duplicate_and_loses_nothing(broker: Br
     assert (await run.queues()).payload_bytes == stored
     names = await broker._connection.scan(broker._connection.keys("payload:*"))
     assert len(names) == 1
-    assert await broker._connection.execute("PTTL", names[0]) == -1  # it will not expire
+    assert await broker._connection.execute("PTTL", names[0]) == -1  # the segment will not expire
     assert await run.take(0, 1) == groups(0)
 
 

@@ -1,4 +1,4 @@
-"""What members of a broadcast group and the learner tell each other, and the bell."""
+"""Messages between members of a broadcast group and the learner, and the bell."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from .topologies import ask
 
 
 async def ring_and_hear(broker: Broker) -> None:
-    """Every new version and group wakes all who wait, and who comes late, too; only a group has another name then."""
+    """Every new version and group wakes all waiting clients, and late ones too; only a group renames the bell."""
     run, meetings, versions = await begin(broker, rules(0)), broker.meetings, broker.versions
     heard, before = await meetings.wait_for_bell(b"0"), await versions.glance()
     assert heard != b"0"
@@ -54,6 +54,6 @@ async def test_a_word_is_heard_in_its_meeting_until_that_ends(
     await meetings.end("one")
     assert await meetings.hear("one", ["other", "name"]) == [None, None]
     assert ask(server, "KEYS", "*") == []
-    assert await meetings.count("one", "number", 2) == 2  # somebody who comes late
+    assert await meetings.count("one", "number", 2) == 2  # a late member
     assert 0 < ask(server, "TTL", f"headway:{{{run_name}}}:joining:one") <= LIFETIME_S
     await meetings.end("one")

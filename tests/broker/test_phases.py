@@ -1,4 +1,4 @@
-"""Phases of a colocated run: nobody is awake while the learner trains, whoever died, restarted or forgot."""
+"""Phases of a colocated run: no engine is awake while the learner trains, after deaths, restarts and lost data too."""
 
 import asyncio
 import os
@@ -34,7 +34,7 @@ async def impatient(url: str, run_name: str) -> AsyncIterator[Broker]:
 
 
 async def insist(broker: Broker, owner: Owner) -> tuple[str, ...] | None:
-    """`train`, as a learner asks."""
+    """Call `train` as a learner does."""
     async with asyncio.timeout(60):
         while True:
             try:
@@ -47,7 +47,7 @@ async def insist(broker: Broker, owner: Owner) -> tuple[str, ...] | None:
 
 async def until_gone(broker: Broker, owner: Owner) -> None:
     async with asyncio.timeout(60):
-        while await broker.phases.train(owner):  # noqa: ASYNC110 - the server tells nobody
+        while await broker.phases.train(owner):  # noqa: ASYNC110 - the server announces nothing
             await asyncio.sleep(0.01)
 
 
@@ -66,8 +66,8 @@ async def test_the_learner_is_told_who_has_not_fallen_asleep(broker: Broker) -> 
         assert await broker.phases.may_generate(worker, LONG_S, is_awake=False)
     assert await broker.phases.are_engines_awake()
     assert await broker.phases.train(owner) == ("w1", "w2")
-    assert not await broker.phases.may_generate("w2", 2 * LONG_S, is_awake=True)  # it is still on its way
-    assert not await broker.phases.may_generate("w3", LONG_S, is_awake=False)  # one that comes now stays out
+    assert not await broker.phases.may_generate("w2", 2 * LONG_S, is_awake=True)  # its sleep is still on its way
+    assert not await broker.phases.may_generate("w3", LONG_S, is_awake=False)  # a new worker stays out
     await broker.phases.fell_asleep("w1")
     assert await broker.phases.train(owner) == ("w2",)
     await broker.phases.fell_asleep("w2")
@@ -83,7 +83,7 @@ async def test_a_worker_that_is_not_heard_of_is_not_waited_for(broker: Broker) -
     assert await broker.phases.may_generate("dead", A_MOMENT_S, is_awake=False)
     await until_gone(broker, owner)
     assert not await broker.phases.are_engines_awake()
-    assert not await broker.phases.may_generate("dead", LONG_S, is_awake=True)  # it was stopped: it is waited for again
+    assert not await broker.phases.may_generate("dead", LONG_S, is_awake=True)  # stopped, and waited for again
     assert await broker.phases.train(owner) == ("dead",)
 
 
@@ -91,7 +91,7 @@ async def test_without_a_learner_engines_fall_asleep(broker: Broker) -> None:
     owner = await claimed(broker)
     await broker.phases.generate(owner, A_MOMENT_S)
     async with asyncio.timeout(60):
-        while await broker.phases.may_generate("w", LONG_S, is_awake=True):  # noqa: ASYNC110 - the server tells nobody
+        while await broker.phases.may_generate("w", LONG_S, is_awake=True):  # noqa: ASYNC110 - the server announces nothing
             await asyncio.sleep(0.01)
     assert await broker.phases.are_engines_awake()
     await broker.phases.fell_asleep("w")
@@ -156,7 +156,7 @@ async def test_after_an_outage_silence_says_nothing_until_everybody_could_speak(
     monkeypatch: pytest.MonkeyPatch,
     outage: Callable[..., object],
 ) -> None:
-    """Whoever was awake may have been forgotten, or its time to live have passed meanwhile."""
+    """The server may have forgotten an awake worker, or the worker's time to live may have passed meanwhile."""
     owner = await claimed(impatient)
     await impatient.phases.generate(owner, LONG_S)
     assert await broker.phases.may_generate("w", A_MOMENT_S, is_awake=False)
@@ -165,7 +165,7 @@ async def test_after_an_outage_silence_says_nothing_until_everybody_could_speak(
     assert await insist(impatient, owner) is None
     assert await impatient.phases.are_engines_awake() is None
     assert not await broker.phases.may_generate("w", LONG_S, is_awake=True)
-    assert await insist(impatient, owner) is None  # there may be others
+    assert await insist(impatient, owner) is None  # other workers may be awake
     monkeypatch.setattr(phases, "AWAKE_S", 0.0)
     assert await insist(impatient, owner) == ("w",)
     await broker.phases.fell_asleep("w")

@@ -1,4 +1,4 @@
-"""Pools: one supervisor each, who hears how many workers are wanted; only the learner's user may ask for others."""
+"""One supervisor for each pool hears the wanted number of workers, which only the learner's user may change."""
 
 import asyncio
 from typing import Literal
@@ -23,7 +23,7 @@ LONG_S = 50.0
 
 @pytest.fixture
 async def broker(broker: Broker) -> Broker:
-    """Of a run that a learner has claimed."""
+    """Return the broker of a run that a learner has claimed."""
     await begin(broker, rules(0))
     return broker
 

@@ -1,4 +1,4 @@
-"""Poison: frames whose parts agree with each other, of samples that cannot be. Each kind is refused on its own."""
+"""Frames whose parts agree with each other, but whose samples cannot exist, are refused, each kind by its own check."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -79,7 +79,7 @@ PILLS: dict[str, tuple[Callable[[Trajectory], Trajectory], str]] = {
 
 
 async def submit_unseen(broker: Broker, lease: Lease, pill: Trajectory, *, step: int = 0) -> SubmitOutcome:
-    """With the metadata of an honest sample: what scripts see is no better than who wrote it."""
+    """Submit with the metadata of an honest sample, because scripts see only the metadata that a worker wrote."""
     frame = encode_trajectory(replace(pill, identity=lease.identity))
     submission = Submission(lease, frame, (len(pill.response_tokens), step, 1, step), 0.0)
     (outcome,) = await broker.leases._submissions._hand_in([submission])
@@ -230,7 +230,7 @@ async def test_who_sends_three_pills_gets_no_more_leases(broker: Broker) -> None
     assert (status.quarantined, status.queues.rejected) == (("bad",), 3)
     with pytest.raises(QuarantinedError, match="Worker bad gets no more leases"):
         await run.lease(1, 0, worker="bad")
-    assert (await run.lease(1, 0, worker="w")).reason == "capacity"  # an honest one is only told that all is leased
+    assert (await run.lease(1, 0, worker="w")).reason == "capacity"  # an honest worker only hears that none is free
 
 
 async def test_a_worker_of_the_learner_before_goes_on_after_a_segment_of_the_new_one(broker: Broker) -> None:

@@ -1,8 +1,8 @@
-"""The protocol under whatever order of verbs, crashes, rollbacks and damage hypothesis thinks of, on a real server.
+"""The protocol under any order of verbs, crashes, rollbacks and damage that hypothesis finds, on a real server.
 
-After every verb the server's keys are checked against each other (`audit`), what changed against what may
-(`transitions`), what was given against the contract (`model`). In the end an undisturbed learner and worker must
-train every group once. HEADWAY_HYPOTHESIS=long looks for hours rather than seconds.
+After every verb the test checks the server's keys against each other (`audit`), the changes against the allowed ones
+(`transitions`), and the delivered batches against the contract (`model`). In the end an undisturbed learner and worker
+must train every group once. HEADWAY_HYPOTHESIS=long searches for hours rather than seconds.
 """
 
 import asyncio
@@ -33,14 +33,14 @@ T = TypeVar("T")
 WORKERS = 3
 PROMPTS = 8
 PATIENCE = 60
-"""Rounds in which an undisturbed run must come to its end."""
+"""The number of rounds in which an undisturbed run must come to its end."""
 SOME = st.integers(0, 11)
-"""Chooses one of however many there are."""
+"""Chooses one of any number of things."""
 PROFILES = {
     "": settings(max_examples=60, stateful_step_count=25, derandomize=True, database=None),
     "long": settings(max_examples=20_000, stateful_step_count=80, phases=set(Phase) - {Phase.explain}),
 }
-"""By the value of HEADWAY_HYPOTHESIS."""
+"""Profiles by the value of HEADWAY_HYPOTHESIS."""
 RULES = st.builds(
     RunRules,
     max_lag=st.integers(0, 2),
@@ -54,7 +54,7 @@ RULES = st.builds(
 
 
 class Protocol(RuleBasedStateMachine):
-    """One run. Rules that nothing can come of do nothing."""
+    """One run. A rule that cannot apply does nothing."""
 
     url: ClassVar[str]
     run: ClassVar[str] = "protocol"
@@ -87,11 +87,11 @@ class Protocol(RuleBasedStateMachine):
         self._start_learner(self.checkpoints[-1], resume=False)
         self.go_on(steps, 0, 1, False)
 
-    # ---- what happens as a rule
+    # ---- usual work
 
     @rule(steps=st.integers(1, 3), which=SOME, left=st.integers(0, 2), saves=st.booleans())
     def go_on(self, steps: int, which: int, left: int, saves: bool) -> None:
-        """Everybody does what he is there for; a worker leaves samples unfinished."""
+        """Run learner and workers as usual; a worker leaves samples unfinished."""
         for _ in range(steps):
             if self.learner is None:
                 self.resume(0, False)
@@ -107,7 +107,7 @@ class Protocol(RuleBasedStateMachine):
     @precondition(lambda self: self.learner)
     @rule(which=SOME, count=st.integers(1, 8), left=st.integers(0, 2))
     def work(self, which: int, count: int, left: int) -> None:
-        """The worker's whole loop: newest weights, leases, submissions."""
+        """Run the worker's whole loop: newest weights, leases, submissions."""
         worker = self._worker(which)
         self.runner.run(worker.refresh())
         for flight in self._lease(worker, count)[left:]:
@@ -130,7 +130,7 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(dies=st.booleans())
     def checkpoint(self, dies: bool) -> None:
-        """Perhaps the learner dies once the checkpoint is durable, before the broker knows."""
+        """Save a checkpoint; the learner may die once it is durable, before the broker knows."""
         if self.learner is None or self.learner.step == self.checkpoints[-1].step:
             return
         self.checkpoints.append(self._learn(lambda learner: learner.save()))
@@ -141,15 +141,17 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(back=st.sampled_from([0, 0, 1, 2]), is_anew=st.booleans(), max_lag=st.sampled_from([None, None, 0, 1]))
     def resume(self, back: int, is_anew: bool, max_lag: int | None = None) -> None:
-        """The last checkpoint, or one before it on purpose, perhaps with another rule; a learner that still lives
-        has lost the run."""
+        """Resume from the last checkpoint, or from an earlier one on purpose, perhaps with another rule.
+
+        A learner that still lives has lost the run.
+        """
         at = max(len(self.checkpoints) - 1 - back, min(1, len(self.checkpoints) - 1))
         checkpoint = self.checkpoints[at]
         is_rewind = at < len(self.checkpoints) - 1
         if is_rewind and not is_anew and not self._log_reaches(checkpoint.step):
             return
         del self.checkpoints[at + 1 :]
-        if max_lag is not None and not self.audit.batches:  # what was taken by another rule is trained again as it was
+        if max_lag is not None and not self.audit.batches:  # batches taken by another rule are trained again unchanged
             self.model.rules = msgspec.structs.replace(self.model.rules, max_lag=max_lag)
         self.model.is_calm &= max_lag is None and not is_rewind
         self._start_learner(checkpoint, resume=True, is_anew=is_rewind and is_anew)
@@ -203,7 +205,7 @@ class Protocol(RuleBasedStateMachine):
     @precondition(lambda self: any(worker.landed for worker in self.workers))
     @rule(which=SOME)
     def submit_again(self, which: int) -> None:
-        """The reply was lost."""
+        """Submit again, as after a lost reply."""
         landed = [(worker, flight) for worker in self.workers for flight in worker.landed]
         self._submit(*landed[which % len(landed)])
 
@@ -215,7 +217,7 @@ class Protocol(RuleBasedStateMachine):
             self._work(worker.release(flight))
             self.model.samples.release(flight.lease.tid, flight.lease.token)
         else:
-            worker.flights = self._work(worker.renew())  # the rest is given up
+            worker.flights = self._work(worker.renew())  # the worker gives up the rest
 
     @rule(which=SOME, is_durable=st.booleans())
     def confirm(self, which: int, is_durable: bool) -> None:
@@ -244,7 +246,7 @@ class Protocol(RuleBasedStateMachine):
 
     @rule()
     def save_the_server(self) -> None:
-        """What follows has not reached its disk."""
+        """Save the server: later writes have not reached its disk."""
         self.saved = self.auditor.save(), self.model.samples.copy()
 
     @precondition(lambda self: self.saved is not None)
@@ -264,7 +266,7 @@ class Protocol(RuleBasedStateMachine):
     @precondition(lambda self: self.audit.blobs)
     @rule(which=SOME)
     def damage(self, which: int) -> None:
-        """Something overwrites a blob."""
+        """Overwrite a blob."""
         blobs = sorted(self.audit.blobs, key=_without_chance)
         name = blobs[which % len(blobs)]
         self.auditor.redis.setrange(self.auditor.blob(name), 20, b"\xff\xff\xff")
@@ -284,7 +286,7 @@ class Protocol(RuleBasedStateMachine):
             self.auditor.close()
 
     def _drain(self) -> None:
-        """One learner and one worker, undisturbed, train all that is left, once."""
+        """Assert that one learner and one worker, undisturbed, train all remaining groups once."""
         if self.learner is None:
             self.resume(0, False)
         assert self.learner is not None
@@ -316,10 +318,10 @@ class Protocol(RuleBasedStateMachine):
         assert not self.audit.groups, f"left over: {self.audit.groups}"
         assert self.audit.count("payload_bytes") == 0
 
-    # ---- how it is done
+    # ---- parts of the rules
 
     def _learn(self, verb: Callable[[Learner], Coroutine[Any, Any, T]]) -> T:
-        """A verb of the learner's, and whether what it has changed may be."""
+        """Run a verb of the learner, and judge its changes."""
         assert self.learner is not None
         step, told = self.learner.step, set(groups_of(self.learner.taken.values()))
         before, result = self.audit, self.runner.run(verb(self.learner))
@@ -332,14 +334,14 @@ class Protocol(RuleBasedStateMachine):
         judge_learner(before, self.audit, self.model, step, told | set(groups_of(learner.taken.values())), done)
 
     def _work(self, verb: Coroutine[Any, Any, T]) -> T:
-        """The same for a worker's."""
+        """Run a verb of a worker, and judge its changes."""
         before, result = self.audit, self.runner.run(verb)
         self._look()
         judge_worker(before, self.audit, self.model)
         return result
 
     def _restart_the_server(self) -> None:
-        """It comes back as another one."""
+        """Restart the server, which comes back under another identity."""
         for broker in self.brokers:
             broker._connection.server_id = "another"
             submissions = broker.leases._submissions
@@ -377,7 +379,7 @@ class Protocol(RuleBasedStateMachine):
         self._judge_learner(self.learner, before, checkpoint.step, set(before.groups) if is_anew else set())
 
     def _log_reaches(self, step: int) -> bool:
-        """Or has nothing of what came after `step`: then all is generated anew."""
+        """Whether the log reaches beyond `step`, or has nothing after it, in which case all is generated anew."""
         reached = self.checkpoints[-1].step
         return self.log is None or step not in self.log or all(i in self.log for i in range(step, reached))
 
@@ -443,7 +445,7 @@ class Protocol(RuleBasedStateMachine):
         self.model.samples.submit(tid, token, outcome)
 
     def _is_held(self, flight: Flight) -> bool:
-        """Whether what it generates is wanted: not once the lease went to another, was given back, or is void."""
+        """Whether the worker's sample is wanted: not once its lease went to another, was given back, or is void."""
         if not self._is_wanted(flight):
             return False
         is_void = any(self._is_abandoned(version.incarnation, version.step) for version in flight.versions)
@@ -473,7 +475,7 @@ class Protocol(RuleBasedStateMachine):
 
 
 def _without_chance(blob: str) -> str:
-    """A blob's name without its shard and nonce, so that the same choices choose the same blob."""
+    """Return a blob's name without its shard and nonce, so that the same choices choose the same blob."""
     return ":".join(blob.rpartition("/")[2].split(":")[:4])
 
 

@@ -1,4 +1,4 @@
-"""A primary dies and its replica takes over behind the same address: nothing is lost, nothing trained twice."""
+"""A primary dies and its replica takes over at the same address: no sample is lost, and none is trained twice."""
 
 import asyncio
 from collections.abc import Iterator
@@ -64,7 +64,7 @@ async def test_workers_wait_until_somebody_is_in_charge(replicated: Replicated, 
     broker = await open_broker(replicated.url, run_name)
     run = await begin(broker, rules(0))
     assert await broker._connection.make_durable(replicas=1, timeout_ms=4000)
-    replicated.proxy.lead_to(1)  # nobody is there yet
+    replicated.proxy.lead_to(1)  # no server answers there yet
     leasing = asyncio.create_task(run.lease(4, 0))
     await asyncio.sleep(0.1)
     assert not leasing.done()

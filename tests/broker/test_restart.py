@@ -1,4 +1,4 @@
-"""The server dies, with and without losing what it acknowledged; the learner re-asserts what it knows."""
+"""The server dies, with and without losing acknowledged writes, and the learner re-asserts its knowledge."""
 
 import asyncio
 import shutil
@@ -71,7 +71,7 @@ async def test_an_announcement_whose_reply_the_crash_swallowed_stays(broker: Bro
     run = await begin(broker, rules(1))
     known = dict(broker.versions._put)
     await run.announce(1)
-    broker.versions._put = known  # as if the reply had never come
+    broker.versions._put = known  # stands for a lost reply
     kill(server)
     server.start()
     await reassert(run, 0, [], {})
@@ -110,7 +110,7 @@ def rolled_back(server: EmbeddedServer, tmp_path: Path) -> "RolledBack":
 
 
 class RolledBack:
-    """A server that forgets, when it is killed, everything since `remember`."""
+    """A server that forgets everything since `remember` when it is killed."""
 
     def __init__(self, server: EmbeddedServer, tmp_path: Path) -> None:
         self._server = server
@@ -134,7 +134,7 @@ async def test_what_a_rolled_back_server_forgot_is_neither_lost_nor_trained_twic
 ) -> None:
     run = await begin(broker, rules(1), fed=12)
     early = (await run.lease(4, 0)).leases
-    rolled_back.remember()  # here groups 0 and 1 are leased, nothing is submitted, weights 0 are announced
+    rolled_back.remember()  # groups 0 and 1 are leased, nothing is submitted, weights 0 are announced
     await run.submit_all(early, 0)
     trained = []
     for step in range(3):
@@ -151,7 +151,7 @@ async def test_what_a_rolled_back_server_forgot_is_neither_lost_nor_trained_twic
     assert (await broker.versions.current())[1] == WeightVersion(1, 3)
     restored = await broker.versions.announced()
     assert of_no_run(restored) == manifest(1, 3)
-    assert await feed(run, 0, 12) == 0  # those it held in the pool; the trained ones are known
+    assert await feed(run, 0, 12) == 0  # the groups that it held in the pool; the trained ones are known
     assert await run.submit(early[0], 0) is SubmitOutcome.FENCED
     await broker.prompts.close_feed(run.owner)
     for step in range(3, 6):
@@ -178,7 +178,7 @@ async def test_a_server_that_lost_everything_is_filled_again(broker: Broker, rol
     reply = await run.lease(100, 1)
     assert {lease.tid.group for lease in reply.leases} == set(groups(2, 3, 4, 5))  # due at steps 1 and 2
     assert reply.reason == "capacity"
-    # The trained batch cannot be replayed, but nobody generates it while this learner lives. Its successor,
+    # The trained batch cannot be replayed, but no worker generates it while this learner lives. Its successor,
     # whose checkpoint does not contain it, must begin it anew.
     resumed = await begin(broker, rules(1), fed=8, checkpoint=CheckpointMark(1, 0), resume=True)
     assert await resumed.take(0) is None
@@ -237,16 +237,16 @@ async def test_what_was_submitted_and_forgotten_is_submitted_again(broker: Broke
 
 
 async def test_submissions_whose_leases_were_forgotten_too_still_count(broker: Broker, rolled_back: RolledBack) -> None:
-    """The round decides: whoever leased the sample in the meantime is the late one."""
+    """The round decides: a worker that leased the sample in the meantime comes too late."""
     run = await begin(broker, rules(0))
     (first,) = (await run.lease(1, 0)).leases
     await broker.leases.release([first])
-    rolled_back.remember()  # the group is admitted, nobody holds anything
+    rolled_back.remember()  # the group is admitted, and no worker holds a sample
     await run.generate(4, 0)
     rolled_back.kill_and_restart()
     await reassert(run, 0, [], {})
     again = (await run.lease(2, 0, worker="v")).leases
-    assert await broker.leases.confirm() == 2  # those of the group that was admitted
+    assert await broker.leases.confirm() == 2  # the admitted group's samples
     assert await run.submit(again[0], 0) is SubmitOutcome.FENCED
     await run.generate(4, 0)
     assert await run.take(0) == groups(0, 1)
@@ -262,11 +262,11 @@ async def test_durable_submissions_are_not_kept(broker: Broker, server: Embedded
     kill(server)
     server.start()
     await reassert(run, 0, [], {})
-    assert await run.take(0) == groups(0, 1)  # durable indeed
+    assert await run.take(0) == groups(0, 1)  # the submissions are durable
 
 
 async def test_weights_whose_announcement_was_lost_are_abandoned_too(broker: Broker, rolled_back: RolledBack) -> None:
-    """Learner and server died together, and the server does not even know which weights there were."""
+    """Learner and server died together, and the server does not even know the current weights."""
     some = rules(4, groups_per_step=1)
     run = await begin(broker, some, group_size=1)
     flying = (await run.lease(5, 0)).leases
@@ -276,7 +276,7 @@ async def test_weights_whose_announcement_was_lost_are_abandoned_too(broker: Bro
     rolled_back.remember()
     await run.submit(flying[1], 0)
     assert await run.take(1, 1) == groups(1)
-    await run.announce(2)  # and a checkpoint contains groups 0 and 1
+    await run.announce(2)  # a checkpoint contains groups 0 and 1
     await run.submit(flying[2], 0)
     assert await run.take(2, 1) == groups(2)
     await run.announce(3)
@@ -384,7 +384,7 @@ STEPS_OF_ONE = rules(4, groups_per_step=1)
 
 
 async def five_leased(broker: Broker, submitted: int) -> tuple[Scenario, list[Lease]]:
-    """A run whose steps have one sample each: five are leased by version 0, and the first so many submitted."""
+    """Return a run with one sample a step: five are leased by version 0, and the first so many are submitted."""
     run = await begin(broker, STEPS_OF_ONE, group_size=1)
     flying = (await run.lease(5, 0)).leases
     await run.submit_all(flying[:submitted], 0)
@@ -394,7 +394,7 @@ async def five_leased(broker: Broker, submitted: int) -> tuple[Scenario, list[Le
 async def test_a_step_that_is_not_reproduced_stays_abandoned_though_the_server_forgot_it(
     broker: Broker, rolled_back: RolledBack
 ) -> None:
-    """A resumed learner gives a batch up that an earlier one trained; the server loses that, and knows the claim."""
+    """A resumed learner gives up a batch that an earlier one trained; the server loses that, and knows the claim."""
     run, flying = await five_leased(broker, submitted=3)
     for step in range(3):
         assert await run.take(step, 1) == groups(step)
@@ -415,7 +415,7 @@ async def test_a_step_that_is_not_reproduced_stays_abandoned_though_the_server_f
 async def test_what_a_rolled_back_server_has_pinned_is_not_believed_to_be_what_was_trained(
     broker: Broker, rolled_back: RolledBack
 ) -> None:
-    """Learner and server die together, and the server forgets that the batch was another one in the end."""
+    """Learner and server die together, and the server forgets that the step got another batch in the end."""
     run, flying = await five_leased(broker, submitted=2)
     assert await run.take(0, 1) == groups(0)
     rolled_back.remember()

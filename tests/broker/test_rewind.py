@@ -1,4 +1,4 @@
-"""A learner goes back to an older checkpoint: what the abandoned branch's weights sampled is never trained."""
+"""A learner goes back to an older checkpoint, and samples of the abandoned branch's weights are never trained."""
 
 from broker import Broker
 from broker.client.batches import CheckpointMark, NotReady
@@ -9,7 +9,7 @@ from .scenario import Scenario, begin, group_id, groups, rules
 
 
 async def branch(broker: Broker) -> tuple[Scenario, list[Lease]]:
-    """One group of one sample a step: 0 to 2 are pinned to their steps, 3 is ready, 4 to 6 are in flight, 7 is not."""
+    """Each step has one group of one sample: 0 to 2 are pinned to steps, 3 is ready, 4 to 6 are in flight, 7 is not."""
     run = await begin(broker, rules(4, groups_per_step=1), group_size=1)
     for step in range(3):
         await run.submit_all((await run.lease(1, step)).leases, step)
@@ -71,7 +71,7 @@ async def test_a_resumed_learner_that_caught_up_abandons_nothing(broker: Broker)
 
 async def test_a_batch_to_be_replayed_that_is_damaged_abandons_what_it_had_led_to(broker: Broker) -> None:
     _, flying = await branch(broker)
-    resumed = await rewind(broker, 1)  # which would make weights 3 again, from the batches of steps 1 and 2
+    resumed = await rewind(broker, 1)  # it would make weights 3 again, from the batches of steps 1 and 2
     (payload,) = await broker._connection.scan(broker._connection.keys(f"payload:{group_id(1)}:*"))
     await broker._connection.execute("SETRANGE", payload, 40, b"\xff\xff\xff\xff")
     assert await resumed.take(1, 1) is None
@@ -82,4 +82,4 @@ async def test_a_batch_to_be_replayed_that_is_damaged_abandons_what_it_had_led_t
     taken = await resumed.take(1, 1)
     assert taken is None or taken == groups(1)
     queues = await resumed.queues()
-    assert (queues.pinned, queues.ready) == (0, 0)  # what weights 2 and 3 had sampled is generated anew
+    assert (queues.pinned, queues.ready) == (0, 0)  # samples of weights 2 and 3 are generated anew

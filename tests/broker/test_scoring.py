@@ -1,4 +1,4 @@
-"""Scoring work: one answer for each request, whoever dies, and nothing kept for askers that are gone."""
+"""Each scoring request gets one answer, whichever process dies; nothing is kept for askers that are gone."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -61,7 +61,7 @@ async def ask(
     worker: str = "",
 ) -> list[str]:
     names = [new_request_name() for _ in range(count)]
-    for number, name in enumerate(names):  # in this order
+    for number, name in enumerate(names):  # the order matters
         asked = {name: request(number)}
         assert await broker.scoring.ask(scorer, asked, ttl_s=ttl_s, hold_s=hold_s, worker=worker) == {name}
     return names
@@ -87,7 +87,7 @@ def stored(auditor: Auditor, run: str) -> set[str]:
 
 
 async def ask_and_answer(broker: Broker) -> None:
-    """All keys lie in one slot."""
+    """Ask and answer; all keys lie in one slot."""
     names = await ask(broker, 2)
     leases = await lease(broker)
     await broker.scoring.release(QUALITY, leases[1:])

@@ -1,4 +1,4 @@
-"""A sample that its worker cannot finish goes on elsewhere after its last segment."""
+"""Another worker continues a sample after its last segment when its worker cannot finish it."""
 
 import asyncio
 from typing import Any
@@ -39,7 +39,7 @@ async def append(broker: Broker, lease: Lease, *indices: int, step: int = 0, ttl
 
 
 async def kept(broker: Broker) -> int:
-    """Bytes of all segments and payloads on the server."""
+    """Return the bytes of all segments and payloads on the server."""
     names = [
         n
         for kind in ("payload", "segment")
@@ -83,7 +83,7 @@ async def test_an_expired_lease_that_nobody_took_is_held_again_by_its_next_segme
     run = await begin(broker, rules(0, groups_per_step=1), group_size=1)
     (lease,) = (await run.lease(1, 0, ttl_s=A_MOMENT_S)).leases
     await asyncio.sleep(2 * A_MOMENT_S)
-    assert (await run.lease(5, 0)).leases == ()  # its own worker's request only collects it
+    assert (await run.lease(5, 0)).leases == ()  # its own worker's request only collects the expired lease
     await append(broker, lease, 0)
     assert (await run.lease(1, 0, worker="v")).leases == ()
     assert await run.submit(lease, 0) is SubmitOutcome.ACCEPTED
@@ -105,7 +105,7 @@ async def test_a_lost_reply_appends_once(broker: Broker) -> None:
     (lease,) = (await run.lease(1, 0)).leases
     arguments: list[Any] = [str(lease.tid), lease.token, 0, f"segment:{lease.tid}:x", 10, 4, TTL_S, 0, 1, 0]
     store = ("SET", broker._connection.keys(f"segment:{lease.tid}:x"), b"0123456789", "PX", 60_000)
-    for _ in range(2):  # as the connection repeats what it got no answer to
+    for _ in range(2):  # the connection repeats a call without an answer
         assert await broker._connection.script("append", *arguments, before=[store]) == [b"appended", 1]
     assert await broker._connection.execute("TTL", broker._connection.keys(f"segment:{lease.tid}:x")) == -1
     assert (await run.queues()).payload_bytes == 10
@@ -121,7 +121,7 @@ async def test_a_drained_worker_hands_its_segments_over_at_once(broker: Broker) 
 
 
 async def test_old_segments_keep_the_group_old(broker: Broker) -> None:
-    """Whoever goes on with newer weights: the oldest token decides until when the group must be trained."""
+    """A worker with newer weights goes on, and the oldest token decides until when the group must be trained."""
     run = await begin(broker, rules(1, groups_per_step=1), group_size=1)
     old, other = (await run.lease(2, 0)).leases
     await append(broker, old, 0)
@@ -155,7 +155,7 @@ async def test_segments_over_the_bound_are_thrown_away_unless_masked(
 
 
 def replayed(one: Segment, layers: int = 2) -> Segment:
-    """With chosen experts; the first segment has those of a prompt of 3 tokens too."""
+    """Return a segment with chosen experts; the first one has those of a prompt of 3 tokens too."""
     fed = len(one.tokens) + (0 if one.index else 2)
     return msgspec.structs.replace(one, experts=np.arange(fed * layers * 2, dtype=np.uint8).reshape(fed, layers, 2))
 

@@ -1,4 +1,4 @@
-"""The embedded server: restarts with its data, hides from everyone else, says why it could not start."""
+"""The embedded server restarts with its data, is hidden from other users, and names the reason of a failed start."""
 
 import os
 import signal

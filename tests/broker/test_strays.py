@@ -1,4 +1,4 @@
-"""Whatever a hostile worker stores, the learner finds and frees; what honest ones have stored stays."""
+"""The learner finds and frees everything that a hostile worker stores; the blobs of honest workers stay."""
 
 import asyncio
 import itertools
@@ -41,7 +41,7 @@ def server(tmp_path: Path) -> Iterator[EmbeddedServer]:
 
 
 class Pair:
-    """A learner and an honest worker, each as its own user, and the worker's password in other hands."""
+    """A learner and an honest worker, each as its own user, and a hostile client with the worker's password."""
 
     def __init__(self, run: Scenario, worker: Broker, hostile: Any) -> None:
         self.run, self.hostile = run, hostile
@@ -70,7 +70,7 @@ async def meet(stack: AsyncExitStack, server: EmbeddedServer, name: str, made: d
 
 
 def everywhere(kind: str) -> Callable[[Pair, int], tuple[Any, ...]]:
-    """The command of a hostile worker that stores piece `n` of this kind."""
+    """Return the command by which a hostile worker stores piece `n` of this kind."""
     return {
         "hidden": lambda pair, n: ("SET", pair.keys(f"hidden:{n}"), PIECE),
         "hidden hash": lambda pair, n: ("HSET", pair.keys("hidden:h"), n, PIECE),
@@ -98,7 +98,7 @@ fault/joining/fresh on a shard/kept on a shard/hidden on a shard/durable on a sh
 
 
 async def fill(pair: Pair, kind: str) -> None:
-    """Until the server takes nothing more from the learner."""
+    """Fill the server until it takes nothing more from the learner."""
     piece = everywhere(kind)
     for n in itertools.count():
         try:
@@ -106,12 +106,12 @@ async def fill(pair: Pair, kind: str) -> None:
         except OutOfMemoryError:
             with suppress(BrokerUnavailableError):
                 await pair.learner.versions.put_model(pair.run.owner, MODEL)
-                continue  # there was room for that
+                continue  # the server had room for this
             return
 
 
 async def go_on(pair: Pair) -> None:
-    """Until the learner writes again, and a worker hands in what it leases."""
+    """Wait until the learner writes again, and a worker hands in a leased sample."""
     async with asyncio.timeout(30):
         while True:
             with suppress(BrokerUnavailableError):
@@ -132,7 +132,7 @@ async def test_a_full_server_has_room_again(pair: Pair, kind: str, monkeypatch: 
 
 
 async def test_it_is_found_while_the_learner_waits(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sweeping had begun before; a refused write brings the next sweep on."""
+    """Sweeping had begun before; a refused write starts the next sweep early."""
     monkeypatch.setattr(strays, "_LOOK_S", 1000.0)
     await pair.learner.strays.begin(pair.run.owner)
     await asyncio.sleep(0.2)
@@ -188,7 +188,7 @@ async def test_a_learner_takes_over_a_run_on_a_full_server(pair: Pair, server: E
 
 
 def _grouped(words: list[str]) -> Iterator[str]:
-    """Selectors are one word each."""
+    """Join the words of each selector."""
     open_ones = list[str]()
     for word in words:
         open_ones.append(word)
@@ -210,7 +210,7 @@ async def test_it_is_told_what_to_do(pair: Pair, caplog: pytest.LogCaptureFixtur
 
 
 async def test_the_embedded_server_obeys_a_new_password(tmp_path: Path, run_name: str) -> None:
-    """As the message says: the file is deleted while the server is stopped."""
+    """The test does what the message asks: it deletes the file while the server is stopped."""
     server = EmbeddedServer(tmp_path / "own", has_users=True)
     password = tmp_path / "own" / "passwords" / "worker"
     with server:
@@ -224,7 +224,7 @@ async def test_the_embedded_server_obeys_a_new_password(tmp_path: Path, run_name
 
 
 async def test_a_server_of_ones_own_obeys_new_rules(server: EmbeddedServer, pair: Pair) -> None:
-    """Connections from before are ended by CLIENT KILL, and by nothing less."""
+    """Only CLIENT KILL ends connections from before."""
     pair.hostile.execute_command("SET", pair.keys("payload:x"), b"x")
     admit(server, None)
     ask(server, "CLIENT", "KILL", "USER", "headway-worker")
@@ -250,7 +250,7 @@ async def test_what_a_worker_has_stored_stays_for_a_minute(pair: Pair, monkeypat
 async def test_what_is_recorded_stays(
     server: EmbeddedServer, pair: Pair, shards: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And loses a time to live that a worker left which died while it handed in once more."""
+    """A blob loses the time to live that a worker left when it died while it handed in once more."""
     monkeypatch.setattr(strays, "_SHORT_PATIENCE_S", 0.01)
     pair.worker.broker.leases.storage.payload_shards = shards
     await pair.worker.generate(3, 0)
@@ -284,7 +284,7 @@ async def test_what_is_larger_than_it_was_said_to_be_is_generated_anew(
 
 
 async def test_many_segments_of_one_sample_hold_up_nobody(pair: Pair, server: EmbeddedServer) -> None:
-    """As far as a sample can have them they stay."""
+    """They stay up to the number that one sample can have."""
     (lease,) = (await pair.worker.lease(1, 0)).leases
     assert (await pair.worker.broker.leases.append(lease, segment(lease, 0), 30)).outcome is AppendOutcome.APPENDED
     (queue,) = [name for name in names(server) if b":segments:" in name]
@@ -351,7 +351,7 @@ async def test_only_the_owner_sweeps(pair: Pair) -> None:
 
 
 async def traffic(worker: Scenario, run: Scenario, steps: int) -> list[str]:
-    """Samples of honest workers, some in segments and some late, to the last group; what was trained."""
+    """Run honest workers, with some segments and some late samples, to the last group; return the trained groups."""
     rng, trained = random.Random(3), list[str]()
     for step in range(steps):
         while (batch := await run.take(step)) is None:
@@ -375,7 +375,7 @@ async def sweep_again_and_again(run: Scenario) -> None:
 
 
 async def undisturbed(worker: Scenario, run: Scenario) -> None:
-    """By sweeps at all times, everything that was handed in is trained, once."""
+    """Assert that sweeps at all times leave every handed-in sample to be trained, once."""
     async with asyncio.TaskGroup() as tasks:
         sweeping = tasks.create_task(sweep_again_and_again(run))
         trained = await traffic(worker, run, 20)
@@ -399,7 +399,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 @pytest.mark.parametrize("shards", [1, 5])
 async def test_on_a_cluster(cluster: Cluster, run_name: str, shards: int) -> None:
-    """Every node is swept, and nothing of what was handed in."""
+    """Every node is swept, and no handed-in sample is lost."""
     learner, worker = await open_broker(cluster.url, run_name), await open_broker(cluster.url, run_name)
     try:
         run = await begin(learner, rules(8), fed=40)

@@ -1,4 +1,4 @@
-"""Encrypted connections, and passwords that do not stand in the URL."""
+"""Encrypted connections, and passwords that are not part of the URL."""
 
 import ssl
 from collections.abc import Iterator
@@ -66,7 +66,7 @@ async def test_a_certificate_of_another_host(encrypted: Proxy, authority: trustm
 
 @pytest.fixture
 def guarded(server: EmbeddedServer) -> str:
-    """The URL of a server that wants the password `sesame`."""
+    """Return the URL of a server that wants the password `sesame`."""
     ask(server, "ACL", "SETUSER", "ali", "on", ">sesame", "~*", "+@all")
     return f"redis://ali@{LOCAL}:{port_of(server)}"
 
@@ -80,7 +80,7 @@ async def test_where_a_password_may_stand(guarded: str, tmp_path: Path, monkeypa
         try:
             await (await open_broker(url, "r")).close()
         except BrokerUnavailableError as error:
-            return "sesame" in str(error)  # which it must not show
+            return "sesame" in str(error)  # the error must not show the password
         return True
 
     assert not await opens()

@@ -1,4 +1,4 @@
-"""Turns to swap weights: never for all who serve, and nobody's for longer than its deadline."""
+"""Turns to swap weights: never all serving workers have one, and none keeps it beyond its deadline."""
 
 import asyncio
 import os
@@ -31,12 +31,12 @@ async def hold(url, run):
 
 asyncio.run(hold(*sys.argv[1:]))
 """
-"""A worker that swaps for ever, and notices when its turn has ended."""
+"""The source of a worker that swaps for ever, and notices when its turn has ended."""
 
 
 @pytest.fixture
 async def broker(broker: Broker) -> Broker:
-    """Of a run that a learner has claimed."""
+    """Return the broker of a run that a learner has claimed."""
     await begin(broker, rules(0))
     return broker
 
@@ -47,7 +47,7 @@ async def serve(broker: Broker, *workers: str, ttl_s: float = LONG_S, **changes:
 
 
 async def granted(broker: Broker, count: int, share: float = 0.5) -> list[str]:
-    """The tokens that hold a turn after so many have asked at once."""
+    """Return the tokens that hold a turn after so many have asked at once."""
     tokens = [f"t{number}" for number in range(count)]
     answers = await asyncio.gather(*[broker.swap_turns.take(token, share, LONG_S) for token in tokens])
     return [token for token, answer in zip(tokens, answers, strict=True) if answer]
@@ -55,7 +55,7 @@ async def granted(broker: Broker, count: int, share: float = 0.5) -> list[str]:
 
 async def until_granted(broker: Broker, token: str) -> None:
     async with asyncio.timeout(60):
-        while not await broker.swap_turns.take(token, 0.5, LONG_S):  # noqa: ASYNC110 - the server tells nobody
+        while not await broker.swap_turns.take(token, 0.5, LONG_S):  # noqa: ASYNC110 - the server announces nothing
             await asyncio.sleep(0.01)
 
 
@@ -76,7 +76,7 @@ async def test_a_turn_is_kept_by_its_token_and_passed_on_when_given_back(broker:
     await serve(broker, "w1", "w2", "w3")
     turns = broker.swap_turns
     assert await turns.take("a", 0.5, LONG_S)
-    assert await turns.take("a", 0.5, LONG_S)  # a reply that was lost
+    assert await turns.take("a", 0.5, LONG_S)  # repeated after a lost reply
     assert await turns.renew("a", LONG_S)
     assert not await turns.take("b", 0.5, LONG_S)
     assert not await turns.renew("b", LONG_S)
@@ -125,13 +125,13 @@ async def test_a_turn_that_is_renewed_goes_on(broker: Broker) -> None:
 async def test_turns_follow_the_size_of_the_pool(broker: Broker) -> None:
     await serve(broker, "w1", "w2", "w3")
     assert await granted(broker, 4) == ["t0"]
-    await serve(broker, "w4")  # one joins
+    await serve(broker, "w4")  # a worker joins
     assert await granted(broker, 4) == ["t0", "t1"]
-    await broker.status.leave("w1")  # one leaves: who swaps goes on, nobody else begins
+    await broker.status.leave("w1")  # a worker leaves: the swapping one goes on, no other begins
     await broker.swap_turns.give_back("t0")
     assert await granted(broker, 4) == ["t1"]
-    await serve(broker, "w5", ttl_s=A_MOMENT_S)  # one joins and dies
-    while (await broker.status.workers())[-1].worker == "w5":  # noqa: ASYNC110 - the server tells nobody
+    await serve(broker, "w5", ttl_s=A_MOMENT_S)  # a worker joins and dies
+    while (await broker.status.workers())[-1].worker == "w5":  # noqa: ASYNC110 - the server announces nothing
         await asyncio.sleep(A_MOMENT_S)
     assert await granted(broker, 4) == ["t1"]
     assert await broker._connection.execute("SCARD", broker._connection.keys.hidden("serving")) == 3

@@ -1,4 +1,4 @@
-"""More than one server: a cluster, a primary with a replica, and a proxy as a virtual address (or a bad network) is."""
+"""More than one server: a cluster, a primary with a replica, and a proxy as a virtual address or a bad network."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ def port_of(server: EmbeddedServer) -> int:
 
 
 def ask(server: EmbeddedServer, *command: str | int | bytes) -> Any:
-    """One command to this very server."""
+    """Send one command to this very server."""
     with redis.Redis.from_url(server.url, socket_timeout=5) as client:
         return client.execute_command(*command)
 
@@ -69,7 +69,7 @@ class Topology:
         self._running.close()
 
     def build(self) -> None:
-        """Starts the servers, and lets them find each other."""
+        """Start the servers, and let them find each other."""
         raise NotImplementedError
 
     def start(self, name: str, *settings: str) -> EmbeddedServer:
@@ -78,7 +78,7 @@ class Topology:
 
 
 class Cluster(Topology):
-    """Three primaries with a third of the slots each; replicas where asked for."""
+    """A cluster of three primaries with a third of the slots each, and with replicas where a test asks for them."""
 
     def build(self) -> None:
         self._bus_ports = dict[EmbeddedServer, int]()
@@ -94,12 +94,12 @@ class Cluster(Topology):
         return f"redis+cluster://{LOCAL}:{port_of(self.nodes[0])}"
 
     def home(self, run: str) -> EmbeddedServer:
-        """The node that holds the run."""
+        """Return the node that holds the run."""
         slot = key_slot(Keys(run).verbs.encode())
         return next(node for node, (_, last) in zip(self.nodes, _RANGES, strict=True) if slot <= last)
 
     def add_replica(self, of: EmbeddedServer) -> EmbeddedServer:
-        """Returns once it has everything, and everybody knows it."""
+        """Add a replica, and return once it has all data and every node knows it."""
         replica = self._node("replica")
         self._meet(replica, of)
         wanted = ask(of, "CLUSTER", "MYID")
@@ -110,7 +110,7 @@ class Cluster(Topology):
         return replica
 
     def moving(self, slot: int, source: EmbeddedServer, target: EmbeddedServer) -> Iterator[None]:
-        """Moves a slot as administrators do; yields before each key, and before the slot's new owner is told."""
+        """Move a slot as administrators do; yield before each key, and before the slot's new owner is told."""
         ask(target, "CLUSTER", "SETSLOT", slot, "IMPORTING", ask(source, "CLUSTER", "MYID"))
         ask(source, "CLUSTER", "SETSLOT", slot, "MIGRATING", ask(target, "CLUSTER", "MYID"))
         yield
@@ -148,14 +148,14 @@ class Replicated(Topology):
         return f"redis://{LOCAL}:{self.proxy.port}"
 
     def fail_over(self) -> None:
-        """The primary dies at once; the replica takes its place at the same address."""
+        """Kill the primary; the replica takes its place at the same address."""
         kill(self.primary)
         ask(self.replica, "REPLICAOF", "NO", "ONE")
         self.proxy.lead_to(port_of(self.replica))
 
 
 class Proxy:
-    """Carries bytes to a port of this machine, until told otherwise. With a context it is the TLS end of the way."""
+    """A proxy that carries bytes to a port of this machine. With a context it ends TLS."""
 
     def __init__(self, target: int, context: ssl.SSLContext | None = None) -> None:
         self._target = target
@@ -179,16 +179,16 @@ class Proxy:
         self._loop.close()
 
     def lead_to(self, target: int) -> None:
-        """The connections there are, are cut; new ones end at the other port."""
+        """Cut the existing connections; new ones go to the other port."""
         self._target = target
         self.cut()
 
     def cut(self) -> None:
-        """Ends all connections."""
+        """End all connections."""
         self._call(self._cut())
 
     def stall(self) -> None:
-        """Carries nothing, and ends nothing either."""
+        """Carry nothing, and end nothing either."""
         self._loop.call_soon_threadsafe(self._flows.clear)
 
     def resume(self) -> None:
@@ -236,12 +236,12 @@ class Proxy:
 
 
 def is_redis_7_0(server: EmbeddedServer) -> bool:
-    """The oldest that there is; it cannot tell what has reached its disk, and takes every look for use."""
+    """Whether the server is Redis 7.0, which cannot tell its durable offset and counts every look as use."""
     return bool(ask(server, "INFO", "server")["redis_version"].startswith("7.0."))
 
 
 def wait_until_caught_up(primary: EmbeddedServer, replica: EmbeddedServer) -> None:
-    """Returns once the replica has what the primary has now."""
+    """Return once the replica has all that the primary has now."""
     written = ask(primary, "INFO", "replication")["master_repl_offset"]
     wait_until(lambda: ask(replica, "INFO", "replication")["slave_repl_offset"] >= written)
 

@@ -1,4 +1,4 @@
-"""What one verb may change: nothing that was handed in is thrown away without a reason that the rules state."""
+"""The changes that one verb may make: no handed-in sample is thrown away without a reason that the rules state."""
 
 from collections.abc import Iterator, Set
 
@@ -9,7 +9,7 @@ from .model import Model
 
 
 def judge_worker(before: Audit, after: Audit, model: Model) -> None:
-    """A worker's verb begins groups and fills them. It takes nothing away, unless bytes were damaged."""
+    """Assert that a worker's verb begins groups and fills them; it takes nothing away, unless bytes were damaged."""
     for name in set(before.groups) - model.damaged:
         assert name in after.groups, f"{name} is gone by a worker's verb"
         assert after.groups[name].round == before.groups[name].round, f"{name} begins anew by a worker's verb"
@@ -22,7 +22,10 @@ def judge_worker(before: Audit, after: Audit, model: Model) -> None:
 
 
 def judge_learner(before: Audit, after: Audit, model: Model, step: int, told: Set[str], done: Set[str]) -> None:
-    """`step` comes next; `done` is all that its lineage, log and cursor have, `told` what it holds to be taken."""
+    """Assert that a learner's verb is allowed before `step`.
+
+    `done` has all groups of its lineage, log and cursor, `told` those that it holds to be taken.
+    """
     assert after.settled <= done, f"settled, but never trained: {after.settled - done}"
     for name, had in before.groups.items():
         has = after.groups.get(name)
@@ -46,7 +49,7 @@ def _judge_payloads(name: str, had: GroupState, has: GroupState) -> None:
 
 
 def _reasons(before: Audit, after: Audit, had: GroupState, rules: RunRules, step: int) -> Iterator[str]:
-    """Why a group may be generated anew, or dropped, or trained without some of its samples."""
+    """Yield reasons for which a group may be generated anew, dropped, or trained without some of its samples."""
     floor, newest = had.number("floor"), had.number("newest") or -1
     if floor is not None and step - floor > rules.max_lag:
         yield "over the bound"

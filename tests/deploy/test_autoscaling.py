@@ -47,8 +47,7 @@ class Simulation:
         return math.ceil(self.batch / self.train_s / self.rate)
 
     def step(self) -> tuple[float, float, float]:
-        """Return the seconds that the learner waited in a step, the share of used places, and the queue's share of its
-        bound."""
+        """Return the seconds that the learner waited in a step, the share of used places, and the queue's fill."""
         rate = self.workers * self.rate
         waited = max(0.0, (self.batch - self.ready) / rate)
         self.ready = max(self.ready + waited * rate, self.batch) - self.batch

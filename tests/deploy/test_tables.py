@@ -36,8 +36,7 @@ def text_of(content: RenderableType, width: int) -> str:
 
 
 def assert_whole(content: RenderableType, width: int, only_wide: Collection[str] = ()) -> None:
-    """Assert that the narrow terminal has every word of the wide one, except these, and that nothing is wider than
-    it."""
+    """Assert that the narrow terminal has every word of the wide one, except these, and is never too narrow."""
     narrow = text_of(content, width)
     assert max(map(len, narrow.splitlines())) <= width
     assert "…" not in narrow

@@ -87,8 +87,7 @@ def _is_path(code: str) -> bool:
 
 
 def _paths() -> set[str]:
-    """Return the repository's files and folders, folders with a slash at their end; shipped recipes go by their
-    names."""
+    """Return the repository's files, and folders with a slash at their end; shipped recipes go by their names."""
     files = set(tracked_files())
     folders = {f"{folder}/" for path in files for folder in PurePosixPath(path).parents}
     return files | folders | {PurePosixPath(path).name for path in files if path.startswith("deploy/recipes/")}

@@ -118,8 +118,7 @@ def misuse_password(url: str) -> None:
 
 
 def learners_recipe(terminals: Terminals) -> Path:
-    """Write the learner's recipe, whose engines are smaller than a batch and rarely idle: a killed worker has
-    leases."""
+    """Write the learner's recipe. Engines smaller than a batch are rarely idle, so a killed worker has leases."""
     return write_recipe(
         terminals.directory("learner"),
         learner={"steps": STEPS, "groups_per_step": 4, "group_size": 4},

@@ -1,5 +1,4 @@
-"""A checkpoint that is written beside training holds its own step's state; the broker hears of it once it is
-durable."""
+"""A checkpoint written beside training holds its own step's state; the broker hears of it once it is durable."""
 
 import shutil
 import threading

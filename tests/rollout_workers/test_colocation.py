@@ -81,7 +81,7 @@ async def is_never_over() -> bool:
 
 async def all_asleep(learner: Learner) -> None:
     async with asyncio.timeout(60):
-        while await learner.broker.phases.train(learner.owner):  # noqa: ASYNC110 - the server tells nobody
+        while await learner.broker.phases.train(learner.owner):  # noqa: ASYNC110 - the server announces nothing
             await asyncio.sleep(0.01)
 
 

@@ -213,7 +213,7 @@ async def test_weights_in_parts_that_fail_once_stop_it_until_a_whole_version_is_
         await case.engine.swap_in_parts(WeightVersion(2, 0), in_parts(case.new, until=0))
     counted = sum(len(response.tokens) for response in responses)
     async with asyncio.timeout(60):
-        while sum(len(response.tokens) for response in responses) == counted:  # noqa: ASYNC110 - nobody tells
+        while sum(len(response.tokens) for response in responses) == counted:  # noqa: ASYNC110 - the engine announces nothing
             await asyncio.sleep(0.01)
     with pytest.raises(WeightSyncError, match="cut off"):
         await case.engine.swap_in_parts(WeightVersion(2, 0), in_parts(case.new, until=2))

@@ -123,7 +123,7 @@ async def test_a_pool_that_grows_and_shrinks(pool: Pool) -> None:
         pool.workers.pop(name).request_drain()
         del pool.deliveries[name]
     async with asyncio.timeout(60):
-        while len(await learner.broker.status.workers()) > 2:  # noqa: ASYNC110 - the server tells nobody
+        while len(await learner.broker.status.workers()) > 2:  # noqa: ASYNC110 - the server announces nothing
             await asyncio.sleep(0.02)
     pool.swapping.most, pool.swapping.expected = 0, 1
     await learner.publish(3, *pool.of())

@@ -1,4 +1,4 @@
-"""The ways of moving trajectories that are compared, by name. A transport is imported when it is used."""
+"""The compared ways of moving trajectories, by name. A transport is imported when it is used."""
 
 from importlib import import_module
 from importlib.util import find_spec
@@ -24,7 +24,7 @@ ON_RAY = ("ray_queue", "transfer_queue")
 
 
 def is_installed(name: str) -> bool:
-    """Whether what the transport needs beyond Headway's own dependencies is there."""
+    """Whether all packages that the transport needs beyond Headway's own dependencies are installed."""
     return name not in _NEEDS or find_spec(_NEEDS[name]) is not None
 
 

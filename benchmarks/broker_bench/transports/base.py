@@ -1,4 +1,4 @@
-"""What a transport has to do: hand so many trajectories over in one process, and get them back as arrays in another."""
+"""The task of a transport: hand trajectories over in one process, and get them back as arrays in another."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
@@ -13,20 +13,20 @@ from benchmarks.broker_bench.payloads import Payloads, number_of, payloads_of
 from broker.schema import Trajectory
 
 PRODUCERS = 64
-"""Coroutines that each hand one trajectory over at a time."""
+"""Coroutines that each hand over one trajectory at a time."""
 BATCH = 64
-"""Trajectories that a consumer which can asks for at once."""
+"""Trajectories that a consumer asks for at once, where it can."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One lap: `count` trajectories with frames of `frame_bytes`, through whatever answers at `url`."""
+    """One lap: `count` trajectories with frames of `frame_bytes`, through the server or address `url`."""
 
     url: str
     count: int
     frame_bytes: int
     lap: int
-    """Its number among those of the same two processes."""
+    """The lap's number among those of the same two processes."""
 
     @property
     def payloads(self) -> Payloads:
@@ -35,7 +35,7 @@ class Task:
 
 @dataclass
 class Receipt:
-    """Which trajectories arrived."""
+    """The numbers of the trajectories that arrived."""
 
     numbers: list[int] = field(default_factory=list)
     tokens: int = 0
@@ -61,20 +61,20 @@ Consume = Callable[[], Awaitable[Receipt]]
 
 
 class Transport(Protocol):
-    """One way of moving trajectories. The consumer's end is opened first; what is opened is ready to go."""
+    """One way of moving trajectories. The consumer's end is opened first; an opened end is ready to go."""
 
     promise: str
-    """What has happened to a trajectory that counts as handed over, and as received."""
+    """The guarantee for a trajectory that counts as handed over, and as received."""
 
     def consumer(self, task: Task) -> AbstractAsyncContextManager[Consume]:
-        """Receives until all of the task's trajectories are there."""
+        """Receive until all of the task's trajectories are there."""
 
     def producer(self, task: Task) -> AbstractAsyncContextManager[Produce]:
-        """Hands all of the task's trajectories over."""
+        """Hand all of the task's trajectories over."""
 
 
 async def in_coroutines(numbers: Iterable[int], send: Callable[[int], Awaitable[None]]) -> None:
-    """Sends all of them, each coroutine its next when its last was handed over."""
+    """Send all of them, each coroutine its next one when its last was handed over."""
     waiting = iter(numbers)
 
     async def one_after_the_other() -> None:

@@ -1,6 +1,6 @@
 """Headway itself, with the protocol of a real run: bounded lag, an announced version and a commit for every step.
 
-Prompts are fed before the lap begins, since nothing else here carries any.
+Prompts are fed before the lap begins, because the other transports carry none.
 """
 
 from collections.abc import AsyncIterator

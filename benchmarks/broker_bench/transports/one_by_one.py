@@ -1,4 +1,4 @@
-"""A stream of pickles, read one entry at a time: what training systems in the field that use Redis do today."""
+"""A stream of pickles, read one entry at a time, as in other training systems that use Redis."""
 
 import pickle
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ _KEPT = 1_000_000
 
 
 class OneByOne:
-    """XADD of one pickle, XREAD COUNT 1: arrays inside, which is the kind case."""
+    """XADD of one pickle, XREAD COUNT 1: with arrays inside, which is the kinder case."""
 
     promise = (
         "stored by the server (as durable as its AOF); no acknowledgement, read from a position that one remembers"
@@ -60,7 +60,7 @@ class OneByOne:
 
 
 class OneByOneLists(OneByOne):
-    """The same with lists of numbers inside, as dumped from a model class: what is really sent in the field."""
+    """The same with lists of numbers inside, as dumped from a model class, which systems in the field send."""
 
     def to_object(self, trajectory: Trajectory) -> Any:
         return as_lists(trajectory)
@@ -73,7 +73,7 @@ class OneByOneLists(OneByOne):
 
 
 def as_lists(trajectory: Trajectory) -> dict[str, Any]:
-    """Numbers as a model class holds them."""
+    """Return numbers as a model class holds them."""
     return {
         "number": number_of(trajectory.tid),
         "prompt": trajectory.prompt_tokens.tolist(),

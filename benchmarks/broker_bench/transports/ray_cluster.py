@@ -1,4 +1,4 @@
-"""A Ray cluster on this machine, and being part of it."""
+"""A Ray cluster on this machine, and membership in it."""
 
 import logging
 import os
@@ -12,12 +12,12 @@ _OBJECT_STORE_BYTES = 2 << 30
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "benchmark"}
 
 _TOKEN = secrets.token_hex(32)
-"""Of the clusters that this process starts: Ray reads it once."""
+"""The token of the clusters that this process starts: Ray reads it once."""
 
 
 @contextmanager
 def started() -> Iterator[str]:
-    """A cluster of this machine alone; yields its address. Processes started meanwhile may join it."""
+    """Start a cluster of this machine alone, and yield its address. Processes started meanwhile may join it."""
     root = str(Path(__file__).parents[3])
     environment = {
         "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),  # for its workers
@@ -38,7 +38,7 @@ def started() -> Iterator[str]:
 
 
 def join(address: str) -> None:
-    """Makes this process a driver of the cluster, until it ends. Idempotent."""
+    """Make this process a driver of the cluster, until it ends. Idempotent."""
     import ray
 
     if not ray.is_initialized():

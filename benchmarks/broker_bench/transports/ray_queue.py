@@ -38,7 +38,7 @@ class RayQueue:
 
 
 def _queue(task: Task) -> Queue:
-    """The same actor for both ends; it ends with the cluster, since the producer may still await its last reply."""
+    """Return the same actor for both ends. It ends with the cluster: the producer may still await its last reply."""
     join(task.url)
     queue = Queue(actor_options={"name": f"queue-{task.lap}", "get_if_exists": True, "num_cpus": 0})
     queue.qsize()  # once it answers, its process runs

@@ -1,7 +1,7 @@
-"""A stream and a consumer group, as one would build it by hand: the same frames, read 64 at a time, acknowledged.
+"""A stream and a consumer group, as a user would build it by hand: the same frames, read 64 at a time, acknowledged.
 
-Nothing is deleted, nobody holds a sample, nothing bounds its age, and a learner that dies has lost what it had
-acknowledged. That is what Headway's protocol is compared with.
+Headway's protocol is compared with this: nothing is deleted, no worker holds a sample, nothing bounds its age, and a
+learner that dies has lost the samples that it had acknowledged.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class Streams:
 
 
 class PipelinedStreams(Streams):
-    """The XADDs that have come up while the last pipeline was under way go out together in the next: the faster way."""
+    """The XADDs that came up while the last pipeline was under way go out together in the next: the faster way."""
 
     @asynccontextmanager
     async def producer(self, task: Task) -> AsyncIterator[Produce]:
@@ -63,7 +63,7 @@ class PipelinedStreams(Streams):
 
 
 class _SharedPipeline:
-    """One round trip at a time, for all that wait."""
+    """One round trip at a time, for all waiting coroutines."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -71,7 +71,7 @@ class _SharedPipeline:
         self._sender: asyncio.Task[None] | None = None
 
     async def xadd(self, frame: bytes) -> None:
-        """Returns once the server has it."""
+        """Add the entry; return once the server has it."""
         done = asyncio.get_running_loop().create_future()
         self._waiting.append((frame, done))
         if self._sender is None or self._sender.done():
@@ -90,6 +90,6 @@ class _SharedPipeline:
 
 
 def connect(url: str) -> Any:
-    """A client with a connection for every coroutine."""
+    """Open a client with a connection for every coroutine."""
     pool = redis.BlockingConnectionPool.from_url(url, max_connections=PRODUCERS + 1, timeout=60)
     return redis.Redis.from_pool(pool)

@@ -1,4 +1,4 @@
-"""verl's TransferQueue: a controller that knows who produced and consumed what, and storage units, as Ray actors."""
+"""verl's TransferQueue: a controller that knows who produced and consumed each sample, and storage, as Ray actors."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -23,7 +23,7 @@ _POLL_S = 0.002
 
 
 class TransferQueue:
-    """Every coroutine puts one sample; the reader takes up to a batch of what is ready and clears it."""
+    """Every coroutine puts one sample; the reader takes up to a batch of ready samples and clears it."""
 
     promise = "in the storage units' memory, marked as consumed once read; lost with the actors"
 
@@ -46,7 +46,7 @@ class TransferQueue:
         while (left := task.count - len(receipt.numbers)) > 0:
             wanted = min(wanted, left)
             found = await client.async_get_meta(_FIELDS, wanted, _partition(task), task_name=_READER)
-            if found.size == 0:  # fewer are ready: it gives all or nothing
+            if found.size == 0:  # fewer samples are ready: the queue gives all or nothing
                 await asyncio.sleep(_POLL_S)
                 continue
             _note(receipt, await client.async_get_data(found))
@@ -55,14 +55,14 @@ class TransferQueue:
 
 
 def _client(task: Task) -> Any:
-    """This process's client. Whoever comes first starts the actors; they end with the cluster."""
+    """Return this process's client. The first process starts the actors, which end with the cluster."""
     join(task.url)
     transfer_queue.init(OmegaConf.create({"controller": {"polling_mode": True}}))
     return transfer_queue.get_client()
 
 
 def _partition(task: Task) -> str:
-    """Each lap's own, as verl has one for every training step."""
+    """Return the lap's own partition, as verl has one for every training step."""
     return f"lap-{task.lap}"
 
 

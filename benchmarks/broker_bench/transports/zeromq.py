@@ -1,4 +1,4 @@
-"""ZeroMQ PUSH to PULL over a unix socket, the same frames: what it costs to move bytes and remember nothing."""
+"""ZeroMQ PUSH to PULL over a unix socket, with the same frames: the cost of moving bytes without remembering any."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -72,8 +72,7 @@ def _wandb(directory: Path) -> Curves:
 
 
 def _frames(data: bytes) -> Iterator[bytes]:
-    """Yield the records of a log in LevelDB's format: blocks of 32 KiB, whose parts have a checksum, a length and a
-    kind."""
+    """Yield the records of a log in LevelDB's format: blocks of 32 KiB, parts with checksum, length and kind."""
     at, record = 7, b""
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:

@@ -19,8 +19,7 @@ WORDS = 3000
 
 
 def launch(jobs: Sequence[Job]) -> Iterator[tuple[Job, str]]:
-    """Yield each job with its error, or ''. All jobs need equally many processes; after a failure the rest starts
-    anew."""
+    """Yield each job with its error, or ''. All need equally many processes; after a failure the rest starts anew."""
     waiting = list(jobs)
     for job in waiting:
         job.directory.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Where a disk is full, files are damaged or a directory is missing, the learner serves the weights itself."""
+"""The learner serves the weights itself where a disk is full, files are damaged or a directory is missing."""
 
 import asyncio
 import errno
