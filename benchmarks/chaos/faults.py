@@ -181,7 +181,7 @@ class Faults:
             send(pid, signal.SIGCONT)
 
     async def _revive_learner(self, rng: random.Random) -> None:
-        """One that was taken for dead comes back, as a rule when another has claimed the run."""
+        """Stop a learner that is taken for dead, and resume it, as a rule when another one has claimed the run."""
         async with self._learner_lock:
             self._learner.signal(signal.SIGSTOP)
             incarnation = partial(self._scene.incarnation_of, self._learner.process_name)

@@ -14,11 +14,11 @@ POLL_S = 0.2
 async def fate_of(
     learner: BaseProcess, incarnation: Callable[[], int], witness: Witness, within_s: float = WITHIN_S
 ) -> Literal["left", "unfenced", "unreplaced"]:
-    """What has become of a learner of the incarnation that it has claimed so far.
+    """Return the fate of a learner that has claimed an incarnation, perhaps replaced by a later one.
 
-    `unfenced`: it is still there though the server has said for `within_s` that a later one has claimed the run.
-    `unreplaced`: the server has not said so for as long. Whoever was to replace the learner was killed before it could
-    claim the run, or the server has lost the claim with its last second: the run is still this learner's.
+    `unfenced`: it still runs though the server has said for `within_s` that a later one has claimed the run.
+    `unreplaced`: the server has not said so for as long. The learner's replacement was killed before it could claim the
+    run, or the server has lost the claim with its last second: the run is still this learner's.
     """
     replaced_s = alone_s = 0.0
     while learner.exitcode is None:

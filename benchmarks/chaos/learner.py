@@ -25,8 +25,7 @@ from .trial import BROKER_TIMEOUT_S, MAX_LAG, Trial
 
 
 def run_learner(trial: Trial, url: str, incarnation: c_int64) -> None:
-    """The process: ends with code 0 once every prompt has been trained; `incarnation` becomes the one that it
-    claims."""
+    """Run the process: code 0 once every prompt has been trained. `incarnation` becomes the one that it claims."""
     enter(trial.directory, "learner")
     take_out(trial.without)
     TinyBackend.trails, TinyBackend.weights_name = trial.trails, trial.weights_name

@@ -30,11 +30,12 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     effective_kills: dict[str, int]
     """Kills that hit a held lease, a batch not yet committed, or weights on their way."""
     held_by_killed: dict[str, int]
-    """Samples of killed workers, and requests of killed scorers: as nothing is lost, others have had all of them."""
+    """Samples of killed workers, and requests of killed scorers; others have had all of them, because nothing is
+    lost."""
     expired_leases: int
-    """As the server counts them: those of killed workers, and those of stopped and hostile ones."""
+    """The server's count of expired leases: those of killed workers, and those of stopped and hostile ones."""
     copied_leases: int
-    """Samples that were given to another worker, too, as their holders did not get on with them."""
+    """Samples that another worker got too, because their holders made no progress."""
     stops: dict[str, int]
     crashes: dict[str, int]
     """Ends with an unexpected error; the logs say which."""
@@ -42,9 +43,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     power_losses: int
     revived_learners: int
     unfenced_learners: int
-    """Of these, those that did not end by themselves although another one had claimed the run."""
+    """The revived learners that did not end by themselves although another one had claimed the run."""
     unreplaced_learners: int
-    """Of these, those that the run still belonged to, as nobody had lived to claim it."""
+    """The revived learners to which the run still belonged, because no other one had lived to claim it."""
     leftovers: int
     """Processes of an overwritten run that were woken."""
     unexpelled_leftovers: int
@@ -56,11 +57,14 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     junk_requests: dict[str, int]
     """Junk that hostile workers asked of the reward model, by kind."""
     evaluations: int
-    """Those that gave a result."""
+    """Evaluations that gave a result."""
     skipped_evaluations: int
-    """Those that gave none, as the rules are: every worker that had the version was killed or moved on, or a power loss
-    took the samples. The learner's log names each with the reason. What was under way when a learner died is not among
-    them: the next one forgets it."""
+    """Evaluations that gave none, as the rules have it.
+
+    Every worker that had the version was killed or moved on, or a power loss took the samples. The learner's log names
+    each with the reason. Evaluations that were under way when a learner died are not counted: the next one forgets
+    them.
+    """
     hoards: int
     """The number of times that a hostile worker took all leases that it could get, under ever new names."""
     hoarded: int
@@ -72,9 +76,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     broadcasts: bool
     """Whether workers took part in broadcasts; False where all of them pulled."""
     received: int
-    """Versions that workers took part in the broadcast of, each counted once a worker."""
+    """Versions that workers received by broadcast, each counted once a worker."""
     received_by_replacements: int
-    """Of these, those of processes that had taken the place of killed ones."""
+    """The part of these versions that went to processes in the place of killed ones."""
     full_memory: int
     damaged: int
     repeated_submissions: int
@@ -99,7 +103,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     covered_by: str
     """The protection that was taken out along with this one, or that makes good its absence."""
     missing: tuple[str, ...] = ()
-    """What faults must have led to in a trial of the usual mix that is long enough, and have not."""
+    """Expected effects of the faults that a long enough trial of the usual mix has not shown."""
 
     @property
     def is_clean(self) -> bool:

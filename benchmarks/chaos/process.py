@@ -22,7 +22,7 @@ _POLL_S = 0.02
 _FORKS = multiprocessing.get_context("forkserver")
 
 Start = Callable[[str], tuple[Callable[..., None], tuple[Any, ...]]]
-"""What the process of this name runs."""
+"""Returns the function of the process of this name, with its arguments."""
 
 
 def warm_up(*modules: str) -> None:
@@ -31,8 +31,10 @@ def warm_up(*modules: str) -> None:
 
 
 def enter(directory: Path, name: str) -> None:
-    """The first thing that a new process does: it ends with its parent and leaves its traces in the directory, at
-    SIGUSR1 also where each of its threads is."""
+    """Set up a new process: it ends with its parent and writes its logs and files into the directory.
+
+    At SIGUSR1 it also writes the place of each of its threads there.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None, "enter is for children"
     threading.Thread(target=_end_with, args=(parent,), name="parent", daemon=True).start()
@@ -64,9 +66,9 @@ class Role:
         self._process: ForkServerProcess | None = None
         self._killed: set[int] = set()
         self.process_name = name
-        """Of the newest process."""
+        """The name of the newest process."""
         self.begun = 0
-        """Processes."""
+        """The number of processes begun."""
         self.crashes = 0
         """The number of unexpected ends."""
         self.begun_anew = 0

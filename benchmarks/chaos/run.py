@@ -58,9 +58,9 @@ class _Stage:
         self._disk = Disk(trial.recipe.run_directory)
         self._vitals = Vitals(self._pids)
         self._tallies = defaultdict[str, list[Tally]](list)
-        """Of the processes of each worker, in their order."""
+        """The tallies of each worker's processes, in their order."""
         self._incarnations: dict[str, c_int64] = {}
-        """Of the learner's processes."""
+        """The incarnations that the learner's processes have claimed."""
         self._workers = [f"worker-{number}" for number in range(WORKERS)]
         self._scorers = [f"scorer-{number}" for number in range(SCORERS if trial.has_scorers else 0)]
         self._links = {name: Link(self._server.port) for name in (LEARNER, *self._workers, *self._scorers)}

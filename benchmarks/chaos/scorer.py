@@ -22,8 +22,10 @@ from .user_code import PROMPT_TOKENS
 
 
 def run_scorer(trial: Trial, url: str, name: str, process: str) -> None:
-    """One `process` of the scorer of this name, whose log it continues: ends with code 0 when the run is finished, with
-    BEGIN_ANEW where the product would begin anew."""
+    """Run one `process` of the scorer of this name, whose log it continues.
+
+    It ends with code 0 when the run is finished, with BEGIN_ANEW where the product would begin anew.
+    """
     enter(trial.directory, name)
     patch.object(rollout_workers.scorers.runtimes, "open_runner", TinyRunner).start()
     patch.object(scoring, "open_broker", partial(open_broker, timeout_s=BROKER_TIMEOUT_S)).start()
@@ -35,7 +37,7 @@ def run_scorer(trial: Trial, url: str, name: str, process: str) -> None:
 
 
 TOKENS_PER_S = 1000
-"""So that a scorer has requests about as often as not."""
+"""The speed at which a scorer has requests about half of the time."""
 
 
 class TinyRunner:

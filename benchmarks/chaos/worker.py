@@ -36,8 +36,10 @@ LONGEST_DELAY_S = 2 * LEASE_TTL_S
 
 
 def run_worker(trial: Trial, url: str, name: str, process: str, tally: Tally) -> None:
-    """One `process` of the worker of this name, whose log it continues: ends with code 0 when the run is finished, with
-    BEGIN_ANEW where the product would begin anew."""
+    """Run one `process` of the worker of this name, whose log it continues.
+
+    It ends with code 0 when the run is finished, with BEGIN_ANEW where the product would begin anew.
+    """
     enter(trial.directory, name)
     take_out(trial.without)
     torch.set_num_threads(1)
@@ -63,7 +65,7 @@ class PullingWorker(Worker):
 
 
 class CountingGroup(JoinedGroup):
-    """Tells how many versions it has received."""
+    """Counts the versions that it has received."""
 
     def receive(
         self, offer: WeightManifest, landing: Landing, cancelled: threading.Event
