@@ -67,11 +67,17 @@ class RayLauncher(Launcher):
 
     def check(self, recipe: "Recipe") -> None:
         """Raise ConfigError for a recipe that chooses its GPUs itself, or whose broker other nodes cannot reach."""
-        if recipe.run.is_colocated or any((recipe.workers.devices, *(pool.devices for pool in recipe.workers.pools))):
+        if recipe.run.is_colocated:
             raise ConfigError(
-                "launcher.kind=ray lets Ray choose the GPUs of each process: leave out workers.devices, also of pools,"
-                " and run.placement=colocated. Processes that launcher.options.roles gives a fraction of `gpus` share"
-                " one."
+                "run.placement=colocated puts each engine on the GPU of one of the learner's ranks, and with"
+                " launcher.kind=ray Ray chooses the GPUs of each process. Log in to the node that has the GPUs, and"
+                " start the run there by `headway run` with launcher.kind=local; or leave out run.placement."
+            )
+        if any((recipe.workers.devices, *(pool.devices for pool in recipe.workers.pools))):
+            raise ConfigError(
+                "workers.devices names GPUs, and with launcher.kind=ray Ray chooses the GPUs of each process. Leave it"
+                " out, also of workers.pools. Processes that launcher.options.roles gives a fraction of `gpus` share"
+                " one, and a resource of your own names a kind of GPU."
             )
         self._places.plan(recipe)
         others = sorted({node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]} - {socket.gethostname()})

@@ -156,7 +156,9 @@ def test_directories_that_were_made_for_a_command_are_gone_with_it(launcher: Lau
             [],
             "roles gives 1 GPUs to each process of learner, which needs 2",
         ),
-        (["workers.devices=[1]", "workers.count=1"], [], "lets Ray choose the GPUs of each process"),
+        (["workers.devices=[1]", "workers.count=1"], [], "workers.devices names GPUs"),
+        (["workers.pools=[{name: wide, count: 1, devices: [1]}]"], [], "also of workers.pools"),
+        (["run.placement=colocated"], [], "start the run there by `headway run` with launcher.kind=local"),
     ],
 )
 def test_a_recipe_that_ray_cannot_place_is_refused(
