@@ -252,9 +252,11 @@ def newest_endpoint(parent: Path) -> Endpoint:
     alive = (path for path in parent.glob(f"*/{ENDPOINT}") if is_held(path.parent))  # a killed run leaves its file
     found = sorted(alive, key=lambda path: path.stat().st_mtime)
     if not found:
+        ended = max(parent.glob(f"*/{CONFIG}"), key=lambda path: path.stat().st_mtime, default=None)
+        report = f" The newest that has ended is shown by `headway report {ended.parent.name}`." if ended else ""
         raise HeadwayError(
             f"No run is going on below {parent.resolve()}. Name one: --broker URL --run NAME (HEADWAY_BROKER"
-            " and HEADWAY_RUN do as well); a finished run left its figures in runs/NAME/summary.json."
+            f" and HEADWAY_RUN do as well).{report}"
         )
     return _read_endpoint(found[-1])
 

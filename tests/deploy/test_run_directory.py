@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from broker.errors import ConfigError, HeadwayError
 from deploy.recipe.loading import load_recipe, with_overrides
 from deploy.recipe.recipe import Recipe
 from deploy.run.directory import (
+    CONFIG,
     endpoint,
     find_endpoint,
     held,
@@ -159,6 +161,12 @@ def test_the_newest_run_is_found_while_it_runs(tmp_path: Path) -> None:
 
 def test_no_run_at_all(tmp_path: Path) -> None:
     with pytest.raises(HeadwayError, match=r"No run is going on below .*Name one: --broker URL --run NAME"):
+        newest_endpoint(tmp_path)
+    for age_s, name in ((9, "old"), (5, "new"), (7, "middle")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / CONFIG).touch()
+        os.utime(tmp_path / name / CONFIG, (time.time() - age_s,) * 2)
+    with pytest.raises(HeadwayError, match="has ended is shown by `headway report new`"):
         newest_endpoint(tmp_path)
 
 
