@@ -99,11 +99,12 @@ announced_at, pinned_at, waiting_since (when the learner first asked for a batch
 Fields of `group:G`: size, length (of the prompt, up to a power of two), prompt (a digest of its frame), round, state
 (pool, open, ready, pinned; lost: without its prompt), index (admission number), queued_at (when its round's samples
 were offered to workers; server's clock), floor (lowest weight step in this round), newest (highest), bytes, done,
-trimmed, ready_at (when it had all its samples), waited (seconds from then until it was taken), pin (step); for each
-sample I token:I (it says for which incarnation's weights and when it was given), step:I (the lowest of its lease
-and segments, then of its submission), oldest:I (lowest of its segments), by:I (its last holder: name and session, with
-a `?` behind a name that belongs to another session), since:I (when a segment brought it tokens), and once submitted
-bytes:I and payload:I.
+trimmed, ready_at (when it had all its samples), by_step (what each step's weights sampled of it:
+`STEP:SAMPLES:TOKENS...`), waited (seconds from then until it was taken), pin (step); for each sample I token:I (it says
+for which incarnation's weights and when it was given), step:I (the lowest of its lease and segments, then of its
+submission), oldest:I (lowest of its segments), by:I (its last holder: name and session, with a `?` behind a name that
+belongs to another session), since:I (when a segment brought it tokens), and once submitted bytes:I, payload:I and
+tokens:I (by the step of their weights: `STEP:TOKENS...`).
 
 Fields of `evaluation:V`: size (samples), samples (of each prompt), done, mixed (samples that had tokens of other
 versions), keep (seconds for which workers keep the version), seen (when a worker last had a sample for no longer than

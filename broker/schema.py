@@ -608,6 +608,10 @@ class VersionGroups(msgspec.Struct, frozen=True):
     ready: int
     dropped: int
     """Groups that were dropped: over the bound on lag, or because all their rewards were the same."""
+    ready_samples: int = 0
+    """Samples of ready groups whose oldest token this version sampled."""
+    ready_tokens: int = 0
+    """Response tokens of ready groups that this version sampled."""
 
 
 class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):

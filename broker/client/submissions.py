@@ -63,7 +63,7 @@ class Submissions:
 
     async def submit(self, lease: Lease, trajectory: Trajectory) -> SubmitOutcome:
         """Submits a finished sample. Raises FrameError where its parts contradict each other."""
-        metadata = (len(trajectory.response_tokens), *steps(trajectory.spans))
+        metadata = (_tokens_by_step(trajectory.spans), *steps(trajectory.spans))
         frame = encode_trajectory(replace(trajectory, identity=lease.identity))
         submission = Submission(lease, frame, metadata, time.monotonic())
         return await self._shared.send(submission)
@@ -146,3 +146,11 @@ def steps(spans: Sequence[VersionSpan]) -> list[Argument]:
         return [spans[0].version.step, spans[0].version.incarnation, spans[0].version.step]
     newest = {version.incarnation: version.step for version in sorted(span.version for span in spans)}
     return [oldest_step(spans), *(number for pair in newest.items() for number in pair)]
+
+
+def _tokens_by_step(spans: Sequence[VersionSpan]) -> str:
+    """Returns the tokens that the weights of each step sampled: `STEP:TOKENS STEP:TOKENS...`."""
+    tokens = dict[int, int]()
+    for span in spans:
+        tokens[span.version.step] = tokens.get(span.version.step, 0) + span.end - span.start
+    return " ".join(f"{step}:{count}" for step, count in tokens.items())

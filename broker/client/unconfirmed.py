@@ -24,7 +24,7 @@ class Submission:
     lease: Lease
     payload: bytes
     metadata: tuple[Argument, ...]
-    """The arguments of `submit.lua` after `n`: tokens, oldest step, and {incarnation, its newest step}..."""
+    """The arguments of `submit.lua` after `n`: tokens by step, oldest step, and {incarnation, its newest step}..."""
     at: float
 
 

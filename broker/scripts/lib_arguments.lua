@@ -55,6 +55,18 @@ local function blob(a, kind, m, nonce)
   return name
 end
 
+-- Returns how many tokens ARGV[a] names, a sample's tokens by the step of their weights: `STEP:TOKENS STEP:TOKENS...`.
+local function tokens_by_step(a)
+  local total = 0
+  local rest = string.gsub(text(a, 'tokens', 20000) .. ' ', '(%d+):(%d+) ', function(step, n)
+    if #step > 10 or #n > 10 then refuse('tokens') end
+    total = total + n
+    return ''
+  end)
+  if rest ~= '' or total > 2147483647 then refuse('tokens') end
+  return total
+end
+
 -- Checks ARGV[a] to ARGV[last]: the oldest step, then {incarnation, its newest step}...
 local function versions(a, last)
   if last > #ARGV or last - a < 2 or (last - a) % 2 == 1 then refuse('versions') end

@@ -46,10 +46,10 @@ end
 -- Frees the current round of a group that stays in the run, and removes the round's fields from its hash.
 -- Returns the group's size.
 local function clear_round(g)
-  local names = { 'floor', 'newest', 'bytes', 'done', 'pin', 'trimmed', 'ready_at', 'waited' }
+  local names = { 'floor', 'newest', 'bytes', 'done', 'pin', 'trimmed', 'ready_at', 'by_step', 'waited' }
   local size = free_round(g)
   for i = 0, size - 1 do
-    for _, name in ipairs({ 'token:', 'step:', 'by:', 'since:', 'bytes:', 'payload:' }) do
+    for _, name in ipairs({ 'token:', 'step:', 'tokens:', 'by:', 'since:', 'bytes:', 'payload:' }) do
       names[#names + 1] = name .. i
     end
   end
@@ -83,8 +83,8 @@ local function redo(g, i)
   free_blob(payload)
   call('HINCRBY', group_key(g), 'bytes', -bytes)
   count('payload_bytes', -bytes)
-  call('HDEL', group_key(g), 'pin', 'token:' .. i, 'step:' .. i, 'by:' .. i, 'since:' .. i, 'bytes:' .. i,
-    'payload:' .. i)
+  call('HDEL', group_key(g), 'pin', 'token:' .. i, 'step:' .. i, 'tokens:' .. i, 'by:' .. i, 'since:' .. i,
+    'bytes:' .. i, 'payload:' .. i)
   call('HSET', group_key(g), 'state', 'open')
   call('HINCRBY', group_key(g), 'done', -1)
   call('ZADD', RETRY, index, member(g, round, i))

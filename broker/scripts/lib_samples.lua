@@ -8,9 +8,25 @@ local function enqueue(g, index, round, size)
   call('ZADD', RETRY, unpack(scored))
 end
 
+-- Returns what the weights of each step sampled of a group, as text: `STEP:SAMPLES:TOKENS...`. A sample counts at its
+-- oldest step, a token at its own.
+local function by_step(g)
+  local samples, tokens, said = {}, {}, {}
+  for _, had in ipairs(by_sample(g, 'tokens', field(g, 'size'))) do
+    local oldest
+    for step, n in string.gmatch(had or '', '(%d+):(%d+)') do
+      oldest = math.min(oldest or tonumber(step), tonumber(step))
+      tokens[tonumber(step)] = (tokens[tonumber(step)] or 0) + n
+    end
+    if oldest then samples[oldest] = (samples[oldest] or 0) + 1 end
+  end
+  for step, n in pairs(tokens) do said[#said + 1] = string.format('%d:%d:%d', step, samples[step] or 0, n) end
+  return table.concat(said, ' ')
+end
+
 -- Lets a group that has all its samples wait for the learner.
 local function make_ready(g, floor)
-  call('HSET', group_key(g), 'state', 'ready', 'ready_at', now())
+  call('HSET', group_key(g), 'state', 'ready', 'ready_at', now(), 'by_step', by_step(g))
   call('ZADD', READY, floor, g)
 end
 

@@ -3,7 +3,8 @@
 -- snapshot() -> {meta, tally, {pool, retry, leases, ready, pinned groups}, {StepMetrics frame...}, {worker, frame...},
 --   {worker that is quarantined...}, {{tid, worker, reason} of dead letters, newest first...},
 --   {samples refused in the last minute by a worker's fault, how many workers these came from},
---   {pool, frame, workers wanted...}, {{step of weights, groups generating, ready, dropped} newest first...},
+--   {pool, frame, workers wanted...}, {{step of weights, groups generating, ready, dropped, samples ready, tokens ready}
+--   newest first...},
 --   {worker, ms that its session lasts, ms until it is not alive any more...},
 --   {age of the oldest ready group | '', their mean age | '', age of the oldest lease | '', age of the next sample to be
 --   leased | ''},
@@ -46,9 +47,9 @@ local function refused_lately()
   return { samples, workers }
 end
 
--- Returns the counts of groups by the step of the oldest weights that sampled them, for the newest versions; a version
--- samples before it is announced, so the first one may be the next.
-local function by_version()
+-- Returns the counts of groups by the step of the oldest weights that sampled them, and what `queue` says of ready
+-- samples, for the newest versions; a version samples before it is announced, so the first one may be the next.
+local function by_version(waiting)
   local found, newest = {}, tonumber(call('HMGET', META, 'announced_step')[1] or '')
   for step = (newest or -1) + 1, math.max(0, (newest or 0) + 2 - SHOWN_VERSIONS), -1 do
     local counts, total = { step }, 0
@@ -56,6 +57,8 @@ local function by_version()
       counts[n + 1] = call('ZCOUNT', queue, step, step)
       total = total + counts[n + 1]
     end
+    counts[5], counts[6] = unpack(waiting[step] or { 0, 0 })
+    total = total + counts[6]
     if total > 0 then found[#found + 1] = counts end
   end
   return found
@@ -73,9 +76,23 @@ local function ages(times)
   return string.format('%.3f', oldest), string.format('%.3f', total / #times)
 end
 
-local function queue_ages()
-  local ready, leased, next_one = {}, {}, {}
-  for _, g in ipairs(call('ZRANGE', READY, 0, MOST_AGES - 1)) do ready[#ready + 1] = since(g, 'ready_at') end
+-- Returns {step = {samples whose oldest token it sampled, tokens}} of all ready groups, and since when the first of them
+-- have waited.
+local function queue()
+  local waiting, ready = {}, {}
+  for n, g in ipairs(call('ZRANGE', READY, 0, -1)) do
+    local at, by_step = fields(g, 'ready_at', 'by_step')
+    if n <= MOST_AGES then ready[#ready + 1] = tonumber(at or '') end
+    for step, samples, tokens in string.gmatch(by_step or '', '(%d+):(%d+):(%d+)') do
+      local had = waiting[tonumber(step)] or { 0, 0 }
+      waiting[tonumber(step)] = { had[1] + samples, had[2] + tokens }
+    end
+  end
+  return waiting, ready
+end
+
+local function queue_ages(ready)
+  local leased, next_one = {}, {}
   for _, m in ipairs(call('ZRANGE', LEASES, 0, MOST_AGES - 1)) do
     local g, _, i = parse(m)
     leased[#leased + 1] = moved_at(fields(g, 'token:' .. i, 'since:' .. i))
@@ -85,6 +102,7 @@ local function queue_ages()
   return { oldest, mean, (ages(leased)), (ages(next_one)) }
 end
 
+local waiting, ready = queue()
 local alive, lifetimes = alive_workers(), {}
 for a = 1, #alive, 2 do
   lifetimes[#lifetimes + 1] = alive[a]
@@ -97,4 +115,4 @@ for n, holder in ipairs(call('SMEMBERS', P .. 'quarantined')) do quarantined[n] 
 
 return { call('HGETALL', META), call('HGETALL', P .. 'tally'), sizes, call('LRANGE', P .. 'steps', 0, -1),
   alive, quarantined, dead_letters(), refused_lately(), alive_pools(),
-  by_version(), lifetimes, queue_ages(), scoring_status() }
+  by_version(waiting), lifetimes, queue_ages(ready), scoring_status() }

@@ -1,7 +1,7 @@
 -- include: lib_base lib_arguments lib_samples lib_tokens
 -- flags: allow-oom
--- submit(is again, {member, token, payload, bytes, n, tokens, oldest step, {incarnation, its newest step}...}...)
---   -> {outcome...}; n is how many arguments follow it.
+-- submit(is again, {member, token, payload, bytes, n, tokens by step, oldest step, {incarnation, its newest step}...}...)
+--   -> {outcome...}; n is how many arguments follow it. Tokens by step are `STEP:TOKENS STEP:TOKENS...`.
 -- Accepts finished samples, whose payloads the worker has SET (with a TTL) just before, under keys of their own. The
 -- first finished sample of a round wins. A worker that lost the lease, writes for an earlier round, or used weights of
 -- an abandoned branch is fenced, and its payload freed.
@@ -16,7 +16,7 @@ local is_again = ARGV[1] == '1'
 local accepted, bytes_accepted, tokens_accepted, finished = {}, 0, 0, {}
 
 local function note_finished(tokens)
-  local length = length_class(tonumber(tokens))
+  local length = length_class(tokens)
   finished[length] = (finished[length] or 0) + 1
 end
 
@@ -28,7 +28,7 @@ end
 -- Carries out the submission whose arguments are ARGV[a] to ARGV[last], and returns its outcome.
 local function submit(a, last)
   local m, token, payload, bytes = ARGV[a], ARGV[a + 1], ARGV[a + 2], ARGV[a + 3]
-  local tokens, from = ARGV[a + 5], ARGV[a + 6]
+  local tokens, from = tokens_by_step(a + 5), ARGV[a + 6]
   local newest_now, is_void = newest_of(a + 7, last)
   local g, round, i = parse(m)
   local key = group_key(g)
@@ -75,7 +75,8 @@ local function submit(a, last)
     had_bytes = field(g, 'bytes')
   end
   done = (done or 0) + 1
-  local set = { 'payload:' .. i, payload, 'bytes:' .. i, bytes, 'done', done, 'bytes', (had_bytes or 0) + bytes }
+  local set = { 'payload:' .. i, payload, 'bytes:' .. i, bytes, 'done', done, 'bytes', (had_bytes or 0) + bytes,
+    'tokens:' .. i, ARGV[a + 5] }
   local function also(name, value) set[#set + 1], set[#set + 2] = name, value end
   if had_token ~= token then also('token:' .. i, token) end
   if had_from ~= from then also('step:' .. i, from) end
@@ -97,7 +98,7 @@ local function check(a)
   sample(a)
   blob(a + 2, 'payload', ARGV[a], text(a + 1, 'token', 200))
   whole(a + 3, 'bytes', 1, 2147483647)
-  whole(a + 5, 'tokens', 0, 2147483647)
+  tokens_by_step(a + 5)
   local last = a + 4 + whole(a + 4, 'arguments', 4, 10000)
   versions(a + 6, last)
   return last

@@ -29,7 +29,7 @@ from .scaling import DISMISSED
 
 LOOK_S = 1.0
 MOST_EVENTS = 1000
-WORKER_COLUMNS = ("worker", "host", "state", "version", "lag", "leases", "tokens/s", "sent")
+WORKER_COLUMNS = ("worker", "host", "state", "version", "lag", "leases", "tokens/s", "sent", "error")
 POOL_COLUMNS = ("pool", "wanted", "running", "leaving", "restarting", "given up")
 HELP = (
     "+ and - ask the pool under the cursor for a worker more or less. d asks the worker under the cursor to hand its"
@@ -261,12 +261,13 @@ def _worker(info: WorkerInfo, status: RunStatus) -> tuple[str, ...]:
     return (
         info.worker,
         info.host,
-        state_text(info, status) + (f": {info.last_error}" if info.last_error else ""),
+        state_text(info, status),
         version_text(info.version),
         lag,
         f"{info.active}/{info.capacity}",
         f"{info.tokens_per_s:,.0f}",
         f"{info.submitted:,}",
+        info.last_error.partition("\n")[0],  # last, as a column never becomes narrower again
     )
 
 

@@ -17,7 +17,7 @@ from deploy.observe.pools import pool_of, workers_of
 from deploy.printing import say, say_json
 from rollout_workers.run_end import RUN_OVER
 
-from .looking import as_learner, client_of, locate_run
+from .looking import as_learner, awaited, client_of, locate_run
 
 LOOK_S = 2.0
 """Seconds between two looks at the run."""
@@ -38,16 +38,20 @@ def keep_scaling(
 ) -> None:
     """Scale the pool until the run is over or Ctrl-C, and print each decision that is not the one before.
 
-    `dry_run`: print the decisions and ask for nothing. Raises RunNotFoundError where the run has no such pool.
+    `dry_run`: print the decisions and ask for nothing. Waits for a run that no learner has claimed yet. Raises
+    RunNotFoundError where the run has no such pool.
     """
     where, run = locate_run(url, run)
     with client_of(where if dry_run else as_learner(url, where), run) as client:
+        awaited(lambda: client.call(client.broker.status.snapshot(whichever=True)))
         said = None
         for look in Autoscaling(client, pool, targets, cooldown_s, dry_run).looks():
             decided = (look.load.wanted, look.decision.wanted, look.decision.reason)
             if decided != said:
                 said = decided
                 _tell(look, as_json)
+    if not as_json:
+        say("The run is over.")
 
 
 @dataclass
@@ -118,5 +122,5 @@ def _tell(look: Look, as_json: bool) -> None:
         say_json(look, in_one_line=True)
         return
     wanted, before = look.decision.wanted, look.load.wanted
-    change = f"{before} workers stay" if wanted == before else f"{before} -> {wanted} workers"
-    say(f"Pool {look.pool}: {change}. {look.decision}")
+    change = f"{before} stays" if wanted == before else f"{before} -> {wanted}"
+    say(f"Workers of pool {look.pool}: {change}. {look.decision}")

@@ -1,25 +1,26 @@
 """Looks at a run from outside: which run is meant, a client of its server, and `headway status`."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from rich.live import Live
 
 from broker.client.broker import BlockingBroker
 from broker.connection.address import without_password
 from broker.errors import ConfigError, RunNotFoundError
-from broker.schema import RunStatus
 from broker.server.access import Role
 from broker.server.credentials import url_as
 from deploy.observe.live import Look
 from deploy.observe.status import status_json, status_tables
-from deploy.observe.waiting import Waiting
 from deploy.observe.waiting import look as look_at
 from deploy.printing import say, say_json
 from deploy.run.directory import find_endpoint
 from deploy.terminal import Terminal
+
+T = TypeVar("T")
 
 NOT_YET = "A learner claims its run once the stages before it are done."
 WATCH_S = 1.0
@@ -46,7 +47,7 @@ def show_status(url: str | None, run: str | None, *, as_json: bool, watch: bool)
 
 def _watch_status(look: Look, as_json: bool) -> None:
     """Show the status until Ctrl-C. Waits for a run that no learner has claimed yet."""
-    status, waiting = _first_status(look)
+    status, waiting = awaited(look)
     if as_json:
         while True:
             say_json(status_json(status, waiting), in_one_line=True)
@@ -58,7 +59,8 @@ def _watch_status(look: Look, as_json: bool) -> None:
             live.update(status_tables(*look()), refresh=True)
 
 
-def _first_status(look: Look) -> tuple[RunStatus, Waiting | None]:
+def awaited(look: Callable[[], T]) -> T:
+    """Return the first look at a run. Waits, and says so, until a learner has claimed it."""
     is_told = False
     while True:
         try:

@@ -252,13 +252,24 @@ def newest_endpoint(parent: Path) -> Endpoint:
     alive = (path for path in parent.glob(f"*/{ENDPOINT}") if is_held(path.parent))  # a killed run leaves its file
     found = sorted(alive, key=lambda path: path.stat().st_mtime)
     if not found:
-        ended = max(parent.glob(f"*/{CONFIG}"), key=lambda path: path.stat().st_mtime, default=None)
-        report = f" The newest that has ended is shown by `headway report {ended.parent.name}`." if ended else ""
-        raise HeadwayError(
-            f"No run is going on below {parent.resolve()}. Name one: --broker URL --run NAME (HEADWAY_BROKER"
-            f" and HEADWAY_RUN do as well).{report}"
-        )
+        raise HeadwayError(_without_endpoint(parent))
     return _read_endpoint(found[-1])
+
+
+def _without_endpoint(parent: Path) -> str:
+    """Return why no run below `parent` has an endpoint, and what its user can do."""
+    runs = sorted(parent.glob(f"*/{CONFIG}"), key=lambda path: path.stat().st_mtime)
+    newest = runs[-1].parent if runs else None
+    if newest is not None and is_going_on(newest):
+        return (
+            f"Run {newest.name} has no workers and no broker yet: it starts, or is in a stage before reinforcement"
+            f" learning. Ask again later; `headway dashboard {newest.name}` follows it until then."
+        )
+    report = f" The newest that has ended is shown by `headway report {newest.name}`." if newest is not None else ""
+    return (
+        f"No run is going on below {parent.resolve()}. Name one: --broker URL --run NAME (HEADWAY_BROKER and"
+        f" HEADWAY_RUN do as well).{report}"
+    )
 
 
 def _read_endpoint(path: Path) -> Endpoint:

@@ -81,6 +81,21 @@ class GroupState:
         found = {i: self.fields.get(f"{name}:{i}") for i in range(self.size)}
         return {i: value for i, value in found.items() if value is not None}
 
+    def number_by_step(self) -> dict[int, tuple[int, int]]:
+        """The samples and tokens of each step, as a ready group has them."""
+        said = [[int(number) for number in one.split(":")] for one in self.fields["by_step"].split()]
+        return {step: (samples, tokens) for step, samples, tokens in said}
+
+    def counted_by_step(self) -> dict[int, tuple[int, int]]:
+        """The same from what is known of each sample."""
+        samples, tokens = Counter[int](), Counter[int]()
+        for said in self.of_samples("tokens").values():
+            steps = [[int(number) for number in one.split(":")] for one in said.split()]
+            samples[min(steps)[0]] += 1
+            for step, count in steps:
+                tokens[step] += count
+        return {step: (samples[step], count) for step, count in tokens.items()}
+
 
 @dataclass(frozen=True)
 class EvaluationState:
@@ -174,6 +189,7 @@ class Audit:
             assert self.queues[queue].get(name, group.number("floor")) == group.number("floor"), f"{queue}: {fields}"
         if group.state == "ready":
             assert len(payloads) == group.size or group.is_trimmed, f"ready without {fields}"
+            assert group.number_by_step() == group.counted_by_step(), f"miscounted: {fields}"
         self._check_samples(name, group, payloads)
 
     def _check_samples(self, name: str, group: GroupState, payloads: dict[int, str]) -> None:

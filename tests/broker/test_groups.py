@@ -119,13 +119,36 @@ async def test_groups_are_counted_by_the_oldest_version_that_sampled_them(broker
     await run.submit_all(mixed[:1], 1)
     assert (await broker.status.snapshot()).versions == (
         VersionGroups(1, generating=2, ready=0, dropped=0),
-        VersionGroups(0, generating=0, ready=2, dropped=0),
+        VersionGroups(0, generating=0, ready=2, dropped=0, ready_samples=4, ready_tokens=24),
     )
     assert await run.take(1, 1) == groups(0)
     assert await broker.batches.drop(run.owner, 1, groups(0)) == 1
-    assert (await broker.status.snapshot()).versions[-1] == VersionGroups(0, generating=0, ready=1, dropped=1)
+    assert (await broker.status.snapshot()).versions[-1] == VersionGroups(
+        0, generating=0, ready=1, dropped=1, ready_samples=2, ready_tokens=12
+    )
     await run.announce(31)
     assert [version.step for version in (await broker.status.snapshot()).versions] == [1], "only the newest are counted"
+
+
+async def test_samples_in_the_queue_count_at_their_oldest_version_and_their_tokens_at_their_own(broker: Broker) -> None:
+    run = await begin(broker, rules(4, groups_per_step=1), fed=8, group_size=2)
+
+    async def queued() -> dict[int, tuple[int, int]]:
+        versions = (await broker.status.snapshot()).versions
+        return {one.step: (one.ready_samples, one.ready_tokens) for one in versions if one.ready_tokens}
+
+    one, other, late = (await run.lease(3, 0)).leases
+    await run.announce(2)
+    assert await run.submit(one, 0, 2) is SubmitOutcome.ACCEPTED
+    assert await queued() == {}, "the group lacks a sample"
+    assert await run.submit(other, 1) is SubmitOutcome.ACCEPTED
+    assert await queued() == {2: (0, 5), 1: (1, 6), 0: (1, 1)}
+    assert await run.submit(other, 1) is SubmitOutcome.DUPLICATE
+    assert await queued() == {2: (0, 5), 1: (1, 6), 0: (1, 1)}
+    await run.submit_all([late, *(await run.lease(1, 2)).leases], 2)
+    assert await queued() == {2: (2, 17), 1: (1, 6), 0: (1, 1)}
+    assert await run.take(2, 1) == groups(0)
+    assert await queued() == {2: (2, 12)}
 
 
 async def test_dropped_groups_are_named_until_the_watermark_passes_them(broker: Broker) -> None:

@@ -73,7 +73,7 @@ class Hostile:
         member, token = leased[0].decode(), leased[1].decode()
         name = f"payload:{member}:{token}"
         self.store(name, frame)
-        (outcome,) = self.call("submit", 0, member, token, name, len(frame), 4, 1, oldest, 1, newest)
+        (outcome,) = self.call("submit", 0, member, token, name, len(frame), 4, f"{oldest}:1", oldest, 1, newest)
         return bytes(outcome)
 
     def append(
@@ -218,7 +218,9 @@ async def test_it_hands_in_no_sample_that_another_one_holds(cast: Cast) -> None:
             cast.hostile.store(name, b"junk")
         for again in (0, 1):
             with suppress(RedisError):
-                assert cast.hostile.call("submit", again, str(lease.tid), token, name, 4, 4, 1, 0, 1, 0) == [b"fenced"]
+                assert cast.hostile.call("submit", again, str(lease.tid), token, name, 4, 4, "0:1", 0, 1, 0) == [
+                    b"fenced"
+                ]
             if token:
                 cast.hostile.store(name, b"junk")
     for verb, arguments in {"release": [], "discard": [-1, "x", "x"], "lose": ["x", "x"]}.items():
@@ -293,7 +295,7 @@ async def test_it_names_no_blob_but_its_own(cast: Cast) -> None:
     (member, token, *_), *_ = cast.hostile.lease(1)
     for name in (theirs, "manifest:announced", f"segment:{member.decode()}:x\n", f"3/{theirs}"):
         with pytest.raises(RedisError, match="ARGUMENT"):
-            cast.hostile.call("submit", 0, member, token, name, 9, 4, 1, 0, 1, 0)
+            cast.hostile.call("submit", 0, member, token, name, 9, 4, "0:1", 0, 1, 0)
         with pytest.raises(RedisError, match="ARGUMENT"):
             cast.hostile.call("append", member, token, 0, name, 9, 1, 1, 0, 1, 0)
     assert cast.hostile.client.exists(cast.hostile.prefix + theirs) == 1
@@ -303,7 +305,7 @@ async def test_it_says_no_size_that_is_not(cast: Cast) -> None:
     (member, token, *_), *_ = cast.hostile.lease(1)
     name = f"payload:{member.decode()}:{token.decode()}"
     cast.hostile.store(name, b"junk")
-    assert cast.hostile.call("submit", 0, member, token, name, 1 << 30, 4, 1, 0, 1, 0) == [b"no payload"]
+    assert cast.hostile.call("submit", 0, member, token, name, 1 << 30, 4, "0:1", 0, 1, 0) == [b"no payload"]
     assert (await cast.learner.status.snapshot()).queues.payload_bytes == 0
 
 
@@ -556,7 +558,7 @@ async def test_it_submits_nothing_again_that_is_too_old_to_be_trained(cast: Cast
         member, token = leased[0].decode(), leased[1].decode()
         assert cast.hostile.call("release", member, token) == 1
         cast.hostile.store(f"payload:{member}:{token}", b"junk")
-        said = (member, token, f"payload:{member}:{token}", 4, 4, 1, oldest, 1, 3)
+        said = (member, token, f"payload:{member}:{token}", 4, 4, f"{oldest}:1", oldest, 1, 3)
         assert cast.hostile.call("submit", 1, *said) == [outcome]
 
 
@@ -716,7 +718,7 @@ class Fuzz:
             self._hostile.store(name, b"junk", is_new=True)
             self._hostile.store(f"segment:{member}:1", b"junk", is_new=True)
         usual: dict[str, list[Any]] = {
-            "submit": [0, member, token, name, 4, 4, 3, 0, 1, 0],
+            "submit": [0, member, token, name, 4, 4, "0:3", 0, 1, 0],
             "append": [member, token, 0, f"segment:{member}:1", 4, 3, 30, 0, 1, 0],
             "release": [member, token],
             "discard": [member, token, -1, "reason", b"head"],

@@ -4,6 +4,8 @@ Other tests have it look at a run on a real broker whose learner and workers are
 """
 
 import math
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -15,9 +17,10 @@ from broker.server.embedded import EmbeddedServer
 from deploy.observe.autoscaling import Autoscaler, Load, Targets
 from deploy.observe.pools import workers_of
 from deploy.recipe.loading import load_recipe, recipe_to_bytes
-from deploy.roles.autoscaler import Autoscaling
+from deploy.roles.autoscaler import Autoscaling, keep_scaling
 from tests.broker.scenario import FRESH, rules
 from tests.broker.test_codec import STEP, WORKER
+from tests.broker.topologies import wait_until
 
 from .runs import run_status, worker
 
@@ -213,3 +216,22 @@ def test_what_it_decides_of_a_run_reaches_the_pools_supervisor(
     client.call(broker.status.set_state(claim.owner, "finished"))
     assert list(looks) == []
     client.close()
+
+
+def test_it_waits_for_a_learner_and_says_when_the_run_is_over(
+    server: EmbeddedServer, run_name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("deploy.roles.looking.WATCH_S", 0.01)
+
+    def keep() -> None:
+        keep_scaling(server.url, run_name, "", TARGETS, cooldown_s=0.0, dry_run=True, as_json=False)
+
+    client = BlockingBroker(server.url, run_name)
+    with closing(client), ThreadPoolExecutor(1) as threads:
+        scaling, broker = threads.submit(keep), client.broker
+        wait_until(lambda: scaling.done() or "Waiting for it." in capsys.readouterr().err)
+        assert not scaling.done()
+        claim = client.call(broker.batches.claim(checkpoint=FRESH, rules=rules(2), config=b"recipe", resume=False))
+        client.call(broker.status.set_state(claim.owner, "finished"))
+        scaling.result(timeout=LONG_S)
+    assert capsys.readouterr().out == "The run is over.\n"

@@ -43,7 +43,7 @@ def served() -> dict[Sample, float]:
     step = replace(step, metrics=replace(step.metrics, algorithm={"ess": 0.9, "clip_fraction": 0.1}, by_lag=by_lag))
     tallies = Tallies(trained_by_prompt_length={8: 4}, dispatched_by_lag={0: 30})
     ages = replace(run_status().ages, next_sample_s=1.0)
-    held = (VersionGroups(0, generating=1, ready=1, dropped=0),)
+    held = (VersionGroups(0, generating=1, ready=1, dropped=0, ready_samples=2, ready_tokens=9),)
     status = replace(
         run_status(), tallies=tallies, ages=ages, versions=held, pools=(POOL,), scorers=(SCORER,), scoring=(SCORING,)
     )

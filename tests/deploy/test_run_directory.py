@@ -168,6 +168,8 @@ def test_no_run_at_all(tmp_path: Path) -> None:
         os.utime(tmp_path / name / CONFIG, (time.time() - age_s,) * 2)
     with pytest.raises(HeadwayError, match="has ended is shown by `headway report new`"):
         newest_endpoint(tmp_path)
+    with held(tmp_path / "new"), pytest.raises(HeadwayError, match="Run new has no workers and no broker yet"):
+        newest_endpoint(tmp_path)
 
 
 def test_the_last_incarnation_is_remembered(tmp_path: Path) -> None:

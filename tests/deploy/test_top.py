@@ -93,6 +93,19 @@ async def test_it_shows_who_does_what_and_what_happens(app: Top, run: Scenario) 
         assert "w1 node" not in shown
 
 
+async def test_a_long_error_hides_no_other_column(app: Top, run: Scenario) -> None:
+    error = "connection closed by peer " * 20 + "\nsecond line"
+    async with app.run_test(size=(100, 40)) as pilot:
+        await run.broker.status.heartbeat(worker("w1", WeightVersion(1, 0), last_error=error), ALIVE_S)
+        shown = await until(pilot, app, lambda text: "connection closed by peer" in text)
+        table = app.query_one("#workers", DataTable)
+        *figures, errors = table.ordered_columns
+        assert f"{errors.label}" == "error"
+        assert sum(column.get_render_width(table) for column in figures) < 100
+        assert "w1 node generating 1.0" in shown
+        assert "second line" not in f"{table.get_row_at(0)}"
+
+
 async def test_plus_and_minus_scale_the_pool_under_the_cursor(app: Top, run: Scenario) -> None:
     async def wanted() -> dict[str, int]:
         return {pool.pool: pool.wanted for pool in (await run.broker.status.snapshot()).pools}

@@ -22,7 +22,7 @@ from broker.server.access import Role
 from broker.server.credentials import url_as
 from deploy.observe.prometheus.families import Family
 from deploy.observe.prometheus.pools import POOL_STATES
-from deploy.observe.prometheus.run import AGES, BY_LAG, LAST_STEP, QUEUES, SUMS, TALLIES
+from deploy.observe.prometheus.run import AGES, BY_LAG, LAST_STEP, QUEUED, QUEUES, SUMS, TALLIES
 from deploy.observe.prometheus.worker import FIGURES
 from deploy.observe.status import RECENT_STEPS
 from deploy.run.directory import newest_endpoint
@@ -43,6 +43,8 @@ pytestmark = pytest.mark.slow
 
 GROUPS, SAMPLES, WORKERS = 4, 4, 2
 BEGUN_STEPS = 6
+MOST_TOKENS = 16
+"""The recipe's sampling.max_new_tokens."""
 HELD_S = 600.0
 STILL_S = 1.0
 OF_THE_MOMENT = {"silent_s", "tokens_per_s", "heard_s", "broker_calls", "broker_s"}
@@ -317,12 +319,22 @@ def test_queues_are_the_same_everywhere_and_add_up(views: Views) -> None:
     assert [(version["generating"], version["ready"], version["dropped"]) for version in versions] == [
         groups for one in shown if any(groups := (one["groups_generating"], one["groups_ready"], one["groups_dropped"]))
     ]
+    for name, _, field in QUEUED:
+        by_lag = {dict(labels)["lag"]: value for (of, labels), value in views.learner.items() if of == name}
+        announced = int(views.status["announced"].partition(".")[2])
+        counted = {str(announced - version["step"]): version[field] for version in versions if version[field]}
+        assert by_lag == counted, field
     for name, _, field, label in TALLIES:
         counted = {dict(labels)[label]: value for (of, labels), value in views.learner.items() if of == name}
         assert counted == views.status["tallies"][field] == views.live["status"]["tallies"][field], field
     assert sum(views.status["tallies"]["dispatched_by_lag"].values()) >= len(views.steps) * GROUPS * SAMPLES
     trained = sum(line["groups"] for line in views.steps)
     assert queues["admitted"] == trained + queues["ready"] + queues["open"]
+    assert sum(version["ready_samples"] for version in versions) == SAMPLES * queues["ready"]
+    ready_tokens = sum(version["ready_tokens"] for version in versions)
+    assert ready_tokens == sum(version["tokens_ready"] for version in shown)
+    of_open_group = queues["generated_tokens"] - sum(line["trained_tokens"] for line in views.steps) - ready_tokens
+    assert SAMPLES - 1 <= of_open_group <= (SAMPLES - 1) * MOST_TOKENS
     accepted = sum(worker["submitted"] for worker in views.status["workers"])
     assert accepted == sum(line["trajectories"] for line in views.steps) + SAMPLES * (queues["ready"] + 1) - 1
 

@@ -305,9 +305,9 @@ function turning(first, shown, count) {
 }
 
 function versions(all, prefix = "") {
-  const rows = all.slice(0, NEWEST_VERSIONS).map((one) => [make("span", {}, one.version + (one.is_announced ? " (announced)" : "")), one.workers, one.generating, one.groups_generating, one.groups_ready, one.trained, one.trained_tokens, one.groups_dropped]);
-  const columns = [["version", false], ["workers", true], ["their samples", true], ["groups generating", true], ["ready", true], ["samples trained", true], ["tokens trained", true], ["groups dropped", true]];
-  const shown = box(`${prefix}Weight versions`, table(columns, rows, "Weight versions"), make("p", { class: "quiet" }, "Groups and trained samples count under the oldest version that sampled them, trained tokens under their own; trained: in the last 20 steps."));
+  const rows = all.slice(0, NEWEST_VERSIONS).map((one) => [make("span", {}, one.version + (one.is_announced ? " (announced)" : "")), one.workers, one.generating, one.groups_generating, one.groups_ready, one.tokens_ready, one.trained, one.trained_tokens, one.groups_dropped]);
+  const columns = [["version", false], ["workers", true], ["their samples", true], ["groups generating", true], ["ready", true], ["tokens ready", true], ["samples trained", true], ["tokens trained", true], ["groups dropped", true]];
+  const shown = box(`${prefix}Weight versions`, table(columns, rows, "Weight versions"), make("p", { class: "quiet" }, "Groups and trained samples count under the oldest version that sampled them, tokens under their own; trained: in the last 20 steps."));
   shown.classList.add("wide");
   return shown;
 }

@@ -27,6 +27,8 @@ class HeldVersion(msgspec.Struct, frozen=True, kw_only=True):
     groups_ready: int
     """Groups whose oldest token it sampled, and that the learner has not taken."""
     groups_dropped: int
+    tokens_ready: int
+    """Tokens that it sampled, of groups that the learner has not taken."""
     trained: int
     """Trajectories that the steps trained and whose oldest token it sampled."""
     trained_tokens: int
@@ -63,6 +65,7 @@ def _held(
         groups_generating=groups.generating,
         groups_ready=groups.ready,
         groups_dropped=groups.dropped,
+        tokens_ready=groups.ready_tokens,
         trained=trained,
         trained_tokens=trained_tokens,
     )

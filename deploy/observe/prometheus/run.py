@@ -170,6 +170,18 @@ BY_LAG = (
 )
 """The name, the text and the field of LagFigures of each."""
 
+QUEUED = (
+    (
+        "headway_broker_lag_generating_groups",
+        "Groups without all samples, by the lag of their oldest token",
+        "generating",
+    ),
+    ("headway_broker_lag_ready_groups", "Ready groups, by the lag of their oldest token", "ready"),
+    ("headway_broker_lag_ready_samples", "Samples of ready groups, by the lag of their oldest token", "ready_samples"),
+    ("headway_broker_lag_ready_tokens", "Response tokens of ready groups, by their own lag", "ready_tokens"),
+)
+"""The name, the text and the field of VersionGroups of each."""
+
 
 class RunCollector(Collector):
     """Keeps what the learner's events say, for scrapes in other threads."""
@@ -275,9 +287,9 @@ class RunCollector(Collector):
             yield metric(name, text, counts, label)
         yield from shown(QUEUES, msgspec.structs.asdict(self._heartbeat.queues))
         yield from shown(AGES, msgspec.structs.asdict(self._heartbeat.ages))
-        for state, counts in _groups_by_lag(self._heartbeat).items():
-            text = f"{state.capitalize()} groups, by how many steps their oldest token is behind the announced weights."
-            yield metric(f"headway_broker_lag_{state}_groups", text, counts, "lag")
+        for name, text, field in QUEUED:
+            counts = _by_lag(self._heartbeat, field)
+            yield metric(name, f"{text}: steps behind the announced weights.", counts, "lag")
         states: Counter[str] = Counter(worker.state for worker in workers)
         yield metric("headway_pool_workers", "Living workers, by state.", {s: states[s] for s in STATES}, "state")
         versions = {worker.worker: worker.version.step if worker.version else None for worker in workers}
@@ -300,15 +312,14 @@ class RunCollector(Collector):
         )
 
 
-def _groups_by_lag(event: HeartbeatEvent) -> dict[str, dict[str, float]]:
-    """Return the groups that samples are generated of, and those that are ready, by lag."""
+def _by_lag(event: HeartbeatEvent, field: str) -> dict[str, float]:
+    """Return what a field of VersionGroups counts, by lag. The weights that are offered count with the announced."""
     announced = event.announced.step if event.announced is not None else 0
-    found: dict[str, dict[str, float]] = {"generating": {}, "ready": {}}
+    counts = Counter[str]()
     for version in event.versions:
-        for state, counts in found.items():
-            if count := getattr(version, state):
-                counts[str(max(0, announced - version.step))] = float(count)
-    return found
+        if count := getattr(version, field):
+            counts[str(max(0, announced - version.step))] += count
+    return {lag: float(count) for lag, count in counts.items()}
 
 
 def _lag_histogram(name: str, text: str, lags: Counter[int]) -> Metric:

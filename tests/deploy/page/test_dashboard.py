@@ -209,7 +209,7 @@ def test_samples_are_counted_by_the_version_that_sampled_them() -> None:
         recent_steps=(step_metrics(9), step_metrics(10)),
         workers=(worker("a", WeightVersion(1, 10)), worker("b", WeightVersion(1, 9)), worker("c", None)),
         versions=(
-            VersionGroups(9, generating=4, ready=2, dropped=0),
+            VersionGroups(9, generating=4, ready=2, dropped=0, ready_samples=8, ready_tokens=640),
             VersionGroups(3, generating=0, ready=0, dropped=7),
         ),
     )
@@ -227,10 +227,10 @@ def test_samples_are_counted_by_the_version_that_sampled_them() -> None:
     }
     assert list(found) == ["1.10", "1.9", "1.8", "1.7", "1.3", "-"]
     groups = {
-        one.version: (one.groups_generating, one.groups_ready, one.groups_dropped)
+        one.version: (one.groups_generating, one.groups_ready, one.tokens_ready, one.groups_dropped)
         for one in held_versions(status, recent(status))
     }
-    assert groups == {name: {"1.9": (4, 2, 0), "1.3": (0, 0, 7)}.get(name, (0, 0, 0)) for name in found}
+    assert groups == {name: {"1.9": (4, 2, 640, 0), "1.3": (0, 0, 0, 7)}.get(name, (0, 0, 0, 0)) for name in found}
 
 
 async def test_a_worker_that_misses_heartbeats_is_late_and_then_lost(broker: Broker, server: EmbeddedServer) -> None:

@@ -137,7 +137,11 @@ def test_the_endpoint_shows_the_pool_and_the_queues_of_the_last_look() -> None:
         finished_by_response_length={16: 90, 32: 10},
         cut_by_response_length={8: 3},
     )
-    held = (VersionGroups(7, generating=5, ready=0, dropped=0), VersionGroups(4, generating=2, ready=3, dropped=1))
+    held = (
+        VersionGroups(8, generating=1, ready=0, dropped=0),
+        VersionGroups(7, generating=5, ready=0, dropped=0, ready_tokens=70),
+        VersionGroups(4, generating=2, ready=3, dropped=1, ready_samples=12, ready_tokens=500),
+    )
     status = replace(
         run_status(),
         tallies=tallies,
@@ -168,9 +172,11 @@ def test_the_endpoint_shows_the_pool_and_the_queues_of_the_last_look() -> None:
     assert figure(found, "headway_broker_finished_samples_total", response_tokens="32") == 10
     assert figure(found, "headway_broker_cut_samples_total", response_tokens="8") == 3
     assert figure(found, "headway_learner_trained_samples_total", response_tokens="16") == 200
-    assert figure(found, "headway_broker_lag_generating_groups", lag="0") == 5
+    assert figure(found, "headway_broker_lag_generating_groups", lag="0") == 6, "of the offered version, too"
     assert figure(found, "headway_broker_lag_generating_groups", lag="3") == 2
     assert figure(found, "headway_broker_lag_ready_groups", lag="3") == 3
+    assert figure(found, "headway_broker_lag_ready_samples", lag="3") == 12
+    assert [figure(found, "headway_broker_lag_ready_tokens", lag=lag) for lag in "03"] == [70, 500]
     assert figure(found, "headway_pool_workers", state="generating") == 2
     assert figure(later, "headway_pool_workers", state="generating") == 1
     assert figure(later, "headway_pool_workers", state="paused") == 0
