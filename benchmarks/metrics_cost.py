@@ -88,7 +88,7 @@ def main() -> None:
         queues=queues,
         tallies=Tallies(**dict.fromkeys(Tallies.__struct_fields__, _COUNTS)),
         announced=WeightVersion(1, options.steps),
-        versions=tuple(VersionGroups(options.steps - lag, 4, 4, 4) for lag in range(32)),
+        versions=tuple(VersionGroups(options.steps - lag, 4, 4, 4, 32, 4000) for lag in range(32)),
         pools=POOLS,
         scorers=SCORERS,
         scoring=SCORING,
