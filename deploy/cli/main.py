@@ -1,5 +1,6 @@
 """`headway`: the group of all commands, and how each of them ends: its exit code, and an error as one paragraph."""
 
+import gc
 import io
 import os
 import sys
@@ -17,11 +18,15 @@ from .commands import data, launch, models, new, pages, ray, roles, run, runs, t
 from .ending import Ending
 
 BUG_EXIT, INTERRUPT_EXIT = 70, 130
+_NEW_OBJECTS = 50_000
+"""New objects between two collections. Imported packages make millions that stay, and Python's 700 would examine them
+again and again: a tenth of the time that torch and transformers take to import."""
 
 
 def main() -> None:
     """Run `headway`. Every error is one paragraph on stderr; --debug, anywhere, adds the traceback."""
     ending = Ending()
+    gc.set_threshold(_NEW_OBJECTS)
     sys.path.append(os.environ.get("HEADWAY_IMPORT_PATH", os.getcwd()))  # the user's own rewards and sources
     if not sys.stderr.isatty():  # in a log or a pipe, transformers' progress bars are noise
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -89,7 +89,7 @@ async def test_it_sleeps_while_the_learner_trains_and_its_samples_go_on_afterwar
     brokers: tuple[Broker, Broker], tmp_path: Path
 ) -> None:
     learner = await Learner.start(brokers[0], groups=2)
-    deliveries, engine = Asked(), watched(make_engine(tmp_path))
+    deliveries, engine = Asked(), watched(make_engine(tmp_path, capacity=1))  # for a busy machine: never all at once
     await learner.broker.phases.generate(learner.owner, LONG_S)
     await learner.publish(0, deliveries)
     async with at_work(brokers[1], engine, deliveries, max_new_tokens=TOKENS) as worker:
@@ -119,7 +119,7 @@ async def test_an_engine_that_wakes_to_no_newer_weights_is_given_its_own_again(
     brokers: tuple[Broker, Broker], tmp_path: Path
 ) -> None:
     learner = await Learner.start(brokers[0], groups=2)
-    deliveries, engine = Asked(), watched(make_engine(tmp_path))
+    deliveries, engine = Asked(), watched(make_engine(tmp_path, capacity=1))
     await learner.broker.phases.generate(learner.owner, LONG_S)
     await learner.publish(0, deliveries)
     async with at_work(brokers[1], engine, deliveries, max_new_tokens=TOKENS) as worker:
