@@ -10,8 +10,8 @@ RAY := $(VENV)/ray
 TRACKERS := $(VENV)/trackers
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# Much of the suite waits for processes that it started, so two of its files at a time suit two cores.
-PYTEST_OPTIONS ?= -n 2 --dist loadfile
+# Much of the suite waits for processes that it started, so three of its files at a time suit two cores.
+PYTEST_OPTIONS ?= -n 3 --dist loadfile --no-loadscope-reorder
 SEED ?= 0
 MINUTES ?= 3
 
