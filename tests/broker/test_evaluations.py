@@ -24,7 +24,7 @@ PASSED = EvaluationResult(passed=True, reward=1.25, response_tokens=7)
 
 @pytest.fixture
 async def other(url: str, run_name: str) -> AsyncIterator[Broker]:
-    """Return another worker's lease."""
+    """Yield the broker of another worker."""
     opened = await open_broker(url, run_name)
     yield opened
     await opened.close()
