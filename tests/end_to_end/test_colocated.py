@@ -75,6 +75,13 @@ class Run:
             assert time.monotonic() < deadline, self.events()[-20:]
             time.sleep(0.01)
 
+    def until_learner_says(self, words: str) -> None:
+        """Wait for these words in the learner's log."""
+        deadline = time.monotonic() + DEADLINE_S
+        while words not in (log := (self.directory / "logs/learner.log").read_text()):
+            assert time.monotonic() < deadline, log[-2000:]
+            time.sleep(0.1)
+
     def check(self) -> None:
         """Assert that the run trained as it should, and that learner and engines were never on the device together."""
         check_trained(self.directory, steps=self._steps, trajectories_per_step=16, max_lag=self._max_lag)
@@ -171,9 +178,10 @@ def test_a_learner_that_is_stopped_while_the_broker_is_away_leaves_the_device_to
     with paused(at_work.pid):  # the batch must not be complete before the broker is away
         kill(server)
     headway.send(signal.SIGINT)
+    run.until_learner_says("Engines may still be on the device: stopping without a checkpoint")
+    server.start()  # workers would try to hand their samples back for as long as they are given
     assert headway.wait() == 128 + signal.SIGINT, headway.tail()
     assert "back" not in {event.what for event in run.events() if event.at_s > at_work.at_s}
-    server.start()
     run.start("--resume").succeeds()
     run.check()
     trained = lines(run.directory / "trained.jsonl")
