@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from broker import Broker
 from broker.client.scoring import new_request_name
+from broker.client.submissions import measures_of
 from broker.client.unconfirmed import Submission
 from broker.errors import BrokerError, QuarantinedError
 from broker.schema import Lease, ScoreRequest, Segment, Trajectory, TrajectoryId, VersionSpan, WeightVersion
@@ -184,11 +185,11 @@ class Hostile:
             self.sent[kind] += 1
 
     async def _submit(self, lease: Lease, version: WeightVersion, kind: str) -> None:
-        """Submit with the metadata of an honest sample, because scripts see only the metadata that a worker wrote."""
+        """Submit with the measures of an honest sample, because scripts see only the measures that a worker wrote."""
         honest = _honest(lease, version)
         frame = b"rubbish" if kind == RUBBISH else encode_trajectory(PILLS[kind](honest))
-        metadata = (len(honest.response_tokens), version.step, version.incarnation, version.step)
-        await self._broker.leases._submissions._hand_in([Submission(lease, frame, metadata, 0.0)])
+        submission = Submission(lease, frame, measures_of(frame, honest.spans), 0.0)
+        await self._broker.leases._submissions._hand_in([submission])
 
     async def _poison_segment(self, lease: Lease, version: WeightVersion) -> None:
         """Append a poisoned segment and hand the lease back, for an honest worker to go on."""

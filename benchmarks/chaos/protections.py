@@ -69,8 +69,8 @@ def _lease_token() -> None:
     """Let any submission complete a sample, however late and however often."""
     _edit(
         "submit",
-        "local mine = had_round == round and (had_token == token or (copier and not had_payload)",
-        "local mine = had_round == round and (true",
+        "local mine = had_round == one.round and (is_holder or (copier and not had_payload)",
+        "local mine = had_round == one.round and (true",
     )
     _edit("submit", "if mine and had_payload then", "if false then")
 

@@ -184,7 +184,7 @@ class Batches:
         if status == b"wait":
             return NotReady(rest[0].decode())
         self._note_fork(owner, rest.pop(0))
-        pinned = [_Pinned(g.decode(), int(r), {int(i): p.decode() for i, p in samples}) for g, r, _, *samples in rest]
+        pinned = [_Pinned(g.decode(), int(r), _payloads(names)) for g, r, _, *names in rest]
         groups = await self._fetch(owner, step, pinned)
         waited_s = tuple(float(waited) for _, _, waited, *_ in rest if waited)
         return NotReady.REJECTED if groups is None else TakenBatch(step, groups, waited_s)
@@ -337,6 +337,10 @@ class Batches:
         replicas = self._known.rules.replicas if self._known else 0
         if replicas and not await self._connection.make_durable(replicas, _REPLICA_TIMEOUT_MS):
             log.warning("fewer than broker.replicas=%d replicas keep up with the server", replicas)
+
+
+def _payloads(names: Sequence[bytes | None]) -> dict[int, str]:
+    return {sample: name.decode() for sample, name in enumerate(names) if name is not None}
 
 
 def _decode_as(tid: TrajectoryId, blob: bytes | None) -> Trajectory:

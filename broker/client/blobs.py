@@ -42,3 +42,8 @@ class Blobs:
             f"The server at {self._connection.url} loses blobs of {size} bytes as soon as they are stored: its "
             "maxmemory-policy must be noeviction."
         )
+
+
+def shard_of(name: str) -> str:
+    """Returns the beginning `N/` of a payload's name, which tells its shard; "" where that is the run's own."""
+    return name[: name.index("/") + 1] if name[0] != "p" else ""

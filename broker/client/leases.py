@@ -26,7 +26,7 @@ from broker.schema import Lease, Prompt, SampleLimits, Segment, Trajectory, Traj
 from broker.wire.codec import decode, decode_segment, encode_segment
 
 from .blobs import Blobs, Storage
-from .submissions import ATTEMPTS, Submissions, SubmitOutcome, steps
+from .submissions import ATTEMPTS, Submissions, SubmitOutcome, measures_of
 
 __all__ = ["AppendOutcome", "AppendReply", "LeaseReply", "Leases", "NoMoreLeases", "SubmitOutcome", "parse_tid"]
 
@@ -161,10 +161,8 @@ class Leases:
                 lease.token,
                 segment.index,
                 name,
-                len(frame),
-                len(segment.tokens),
                 ttl_s,
-                *steps(segment.spans),
+                measures_of(frame, segment.spans),
                 before=[store],
             )
             if outcome != b"no blob":

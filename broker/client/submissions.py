@@ -1,5 +1,6 @@
 """A worker hands in several finished samples in one call, and keeps each until the server cannot lose it."""
 
+import struct
 import time
 from collections.abc import Sequence
 from enum import StrEnum
@@ -8,11 +9,10 @@ from msgspec.structs import replace
 
 from broker.connection.connection import Argument, Command, Connection
 from broker.connection.sharing import SharedCalls
-from broker.schema import Lease, Trajectory, VersionSpan
-from broker.staleness import oldest_step
+from broker.schema import Lease, Trajectory, VersionSpan, WeightVersion
 from broker.wire.codec import encode_trajectory
 
-from .blobs import Blobs
+from .blobs import Blobs, shard_of
 from .unconfirmed import Submission, Unconfirmed
 
 ATTEMPTS = 3
@@ -23,6 +23,7 @@ _AT_A_TIME = 2
 _SHARED_BY = 16
 _SHARED_BYTES = 1 << 20
 """About the most bytes that wait for the same reply."""
+_OF_ONE_VERSION = struct.Struct(">4I")
 
 
 class SubmitOutcome(StrEnum):
@@ -63,9 +64,9 @@ class Submissions:
 
     async def submit(self, lease: Lease, trajectory: Trajectory) -> SubmitOutcome:
         """Submits a finished sample. Raises FrameError where its parts contradict each other."""
-        metadata = (_tokens_by_step(trajectory.spans), *steps(trajectory.spans))
         frame = encode_trajectory(replace(trajectory, identity=lease.identity))
-        submission = Submission(lease, frame, metadata, time.monotonic())
+        measures = measures_of(frame, trajectory.spans)
+        submission = Submission(lease, frame, measures, time.monotonic())
         return await self._shared.send(submission)
 
     async def confirm(self) -> int:
@@ -110,8 +111,7 @@ class Submissions:
             name, store = self._blobs.store("payload", lease.tid, lease.token, payload)
             names.append(name)
             stores.append(store)
-            arguments += [str(lease.tid), lease.token, name, len(payload), len(submission.metadata)]
-            arguments += submission.metadata
+            arguments += (str(lease.tid), lease.token, shard_of(name), submission.measures)
         replies = await self._connection.script("submit", *arguments, before=stores)
         gone, kept = list[Submission](), list[str]()
         for submission, name, reply in zip(submissions, names, replies, strict=True):
@@ -140,17 +140,14 @@ class Submissions:
         return str(server_id.decode())
 
 
-def steps(spans: Sequence[VersionSpan]) -> list[Argument]:
-    """Returns the oldest step, then for each incarnation whose weights sampled: the incarnation and its newest step."""
+def measures_of(frame: bytes, spans: Sequence[VersionSpan]) -> bytes:
+    """Returns what a script is told of a blob (`measures` in `lib_arguments.lua`): its bytes, then the incarnation,
+    the step and the tokens of each version that sampled it."""
     if len(spans) == 1:
-        return [spans[0].version.step, spans[0].version.incarnation, spans[0].version.step]
-    newest = {version.incarnation: version.step for version in sorted(span.version for span in spans)}
-    return [oldest_step(spans), *(number for pair in newest.items() for number in pair)]
-
-
-def _tokens_by_step(spans: Sequence[VersionSpan]) -> str:
-    """Returns the tokens that the weights of each step sampled: `STEP:TOKENS STEP:TOKENS...`."""
-    tokens = dict[int, int]()
+        one, version = spans[0], spans[0].version
+        return _OF_ONE_VERSION.pack(len(frame), version.incarnation, version.step, one.end - one.start)
+    tokens = dict[WeightVersion, int]()
     for span in spans:
-        tokens[span.version.step] = tokens.get(span.version.step, 0) + span.end - span.start
-    return " ".join(f"{step}:{count}" for step, count in tokens.items())
+        tokens[span.version] = tokens.get(span.version, 0) + span.end - span.start
+    numbers = [number for one, count in tokens.items() for number in (one.incarnation, one.step, count)]
+    return struct.pack(f">{1 + len(numbers)}I", len(frame), *numbers)

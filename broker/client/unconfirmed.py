@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from broker.connection.connection import Argument
 from broker.schema import Lease
 
 KEPT_BYTES = 64 << 20
@@ -23,8 +22,8 @@ class Submission:
 
     lease: Lease
     payload: bytes
-    metadata: tuple[Argument, ...]
-    """The arguments of `submit.lua` after `n`: tokens by step, oldest step, and {incarnation, its newest step}..."""
+    measures: bytes
+    """The payload's measures, as `submit.lua` takes them (`measures_of`)."""
     at: float
 
 

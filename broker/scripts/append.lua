@@ -1,21 +1,19 @@
 -- include: lib_base lib_arguments lib_samples lib_tokens
--- append(member, token, index, segment, bytes, tokens, ttl_s, oldest step, {incarnation, its newest step}...)
---   -> {outcome, segments held}
+-- append(member, token, index, segment, ttl_s, measures of the segment) -> {outcome, segments held}
 -- Records a segment that the worker has SET (with a TTL) just before, under a key of its own, and renews the lease.
 -- Only the lease's holder may append, and in order; the segments of a copy are dropped. A segment with tokens older than
 -- the lease's weights is a strike.
 -- Touches: meta, leases, retry, open, group:*, segments:*, segment:* (PERSIST, UNLINK), strikes, quarantined, dead.
 local g, round, i = sample(1)
-local index, name, bytes = whole(3, 'index', 0, 1000000), blob(4, 'segment', ARGV[1]), whole(5, 'bytes', 1, 2147483647)
-local tokens = whole(6, 'tokens', 0, 2147483647)
-versions(8, #ARGV)
-local ttl = seconds(7, limit('lease_ttl_s', 3600))
+local index, name = whole(3, 'index', 0, 1000000), segment_of(4, ARGV[1])
+local bytes, tokens, oldest, versions = measures(6)
+local ttl = seconds(5, limit('lease_ttl_s', 3600))
 local had = call('HMGET', group_key(g), 'round', 'state', 'token:' .. i, 'payload:' .. i, 'oldest:' .. i, 'step:' .. i,
   'newest', 'by:' .. i)
 local mine = had[1] == round and had[3] == ARGV[2] and had[2] == 'open' and not had[4]
-local newest, is_void = newest_of(9, #ARGV)
-local oldest, from = tonumber(ARGV[8]), had[6]
-if mine and is_older_than_lease(oldest, from, told_by(had[3]), 9, #ARGV) then
+local newest, is_void = newest_of(versions)
+local from = had[6]
+if mine and is_older_than_lease(oldest, from, had[3], versions) then
   blame(ARGV[1], had[8], 'a segment of step ' .. oldest .. ' under a lease for weights of step ' .. from)
   is_void = true
 end

@@ -51,7 +51,8 @@ wanted = math.min(wanted, 1000) -- bounds the arguments of one command
 if limit > 0 then wanted = math.min(wanted, limit - n_held) end
 if wanted <= 0 then return refuse('worker limit') end
 
-local nonce_of_these = nonce_of_lease(nonce, incarnation)
+local token_of = tokens_under(nonce_of_lease(nonce, incarnation))
+local step_text = string.format('%d', step)
 
 local function may(index) return math.floor(index / groups_per_step) <= step + lag end
 
@@ -91,7 +92,7 @@ local function hand(g, samples, handed, leased)
       if oldest then segments, oldest = usable_segments(g, m, samples.numbers[a], tonumber(oldest)) end
       local from = math.min(step, oldest or step)
       given = given + 1
-      token = token_of(m, nonce_of_these)
+      token = token_of(m)
       if had[4 * a + 1] then revived[#revived + 1] = 'since:' .. samples.numbers[a] end
       set[n + 1], set[n + 2], set[n + 3], set[n + 4] = names[4 * a - 2], token, names[4 * a - 1], from
       set[n + 5], set[n + 6] = 'by:' .. samples.numbers[a], holder
@@ -161,6 +162,35 @@ local function refusal()
   if stored_bytes >= max_bytes then return 'bytes' end
 end
 
+-- Leases samples of a group that is admitted now, of which the server knows no lease and no segment yet. Those beyond
+-- the caller's wish wait for the next one.
+local function hand_new(g, round, size)
+  local set, leased, waiting = { 'state', 'open', 'index', index, 'queued_at', time }, {}, {}
+  local n, w, before = 6, 0, given
+  for a, m in ipairs(members(g, round, size)) do
+    if given < wanted and not copied[m] then
+      local i, token = digits(a - 1), token_of(m)
+      given = given + 1
+      set[n + 1], set[n + 2], set[n + 3], set[n + 4] = 'token:' .. i, token, 'step:' .. i, step_text
+      set[n + 5], set[n + 6] = 'by:' .. i, holder
+      n = n + 6
+      reply[given + 3] = { m, token }
+      local at = 2 * (given - before)
+      leased[at - 1], leased[at] = deadline, m
+    else
+      waiting[w + 1], waiting[w + 2] = index, m
+      w = w + 2
+    end
+  end
+  if given > before then
+    set[n + 1], set[n + 2] = 'floor', step_text
+    call('ZADD', LEASES, unpack(leased))
+    call('ZADD', OPEN, step_text, g)
+  end
+  call('HSET', group_key(g), unpack(set))
+  if w > 0 then call('ZADD', RETRY, unpack(waiting)) end
+end
+
 local function admit()
   local reason = refusal()
   if reason then return call('ZCARD', P .. 'pool') == 0 and 'no prompts' or reason end
@@ -169,16 +199,14 @@ local function admit()
   local length, round, size = fields(g, 'length', 'round', 'size')
   count('admitted')
   tally('dispatched_by_prompt_length', length)
-  enqueue(g, index, round, size)
+  hand_new(g, round, size)
   index = index + 1
 end
 
 local function hand_all()
-  while given < wanted do
-    local reason = hand_retries()
-    if not reason and given < wanted then reason = admit() end
-    if reason then return refuse(reason) end
-  end
+  local reason = hand_retries()
+  while not reason and given < wanted do reason = admit() end
+  if reason then refuse(reason) end
 end
 
 -- Gives copies of those samples of a group that are leased to others and not done, and for which `is_due(i, since)`
@@ -196,7 +224,7 @@ local function copy_samples(g, is_due)
       given = given + 1
       copied[m] = true
       if had and is_too_old(had) then had = nil end
-      local token = token_of(m, nonce_of_copy(incarnation, math.min(step, had or step), holder))
+      local token = tokens_under(nonce_of_copy(incarnation, math.min(step, had or step), holder))(m)
       reply[given + 3] = had and { m, token, had, unpack(segments_of(m, had)) } or { m, token }
     end
   end

@@ -48,28 +48,51 @@ local function parse(m) return string.match(m, '^(.+):(%d+):(%d+)$') end
 local function segments_key(m) return P .. 'segments:' .. m end
 local function field(g, name) return call('HGET', group_key(g), name) end
 local function fields(g, ...) return unpack(call('HMGET', group_key(g), ...)) end
--- Returns {value of the field `name:I`, or false} for the samples I = 0, 1, ... of a group.
-local function by_sample(g, name, size)
-  local names = {}
-  for i = 1, size do names[i] = name .. ':' .. (i - 1) end
-  return call('HMGET', group_key(g), unpack(names))
+-- Text of the numbers from 0 on, and {`name:0`, `name:1`, ...} of names and sizes. The library keeps both, as to make
+-- text of a number takes longer than all the rest of a field's name.
+local DIGITS, NAMES = {}, {}
+local function digits(i)
+  local made = DIGITS[i]
+  if not made then
+    made = string.format('%d', i)
+    DIGITS[i] = made
+  end
+  return made
 end
+local function names_by_sample(names, size)
+  local kept = NAMES[names .. size]
+  if not kept then
+    kept = {}
+    for name in string.gmatch(names, '%a+') do
+      for i = 1, size do kept[#kept + 1] = name .. ':' .. digits(i - 1) end
+    end
+    NAMES[names .. size] = kept
+  end
+  return kept
+end
+-- Returns {value of the field `name:I`, or false} for the samples I = 0, 1, ... of a group. Behind those of the first
+-- name follow those of the next one, where `names` has several.
+local function by_sample(g, names, size) return call('HMGET', group_key(g), unpack(names_by_sample(names, size))) end
 local function members(g, round, size)
-  local all = {}
-  for i = 1, size do all[i] = member(g, round, i - 1) end
+  local all, beginning = {}, g .. ':' .. round .. ':'
+  for i = 1, size do all[i] = beginning .. digits(i - 1) end
   return all
 end
 
 -- A blob's name is its key without the run's prefix. A name that begins with a number and a slash lies on another
 -- shard of the cluster. Scripts cannot reach that shard, so they put the name on the garbage list, and the learner
 -- frees the blob.
-local function is_blob(name) return string.find(name, '^%d*/?payload:') or string.find(name, '^%d*/?segment:') end
 local function is_remote(name) return string.find(name, '^%d+/') end
 local function free_blobs(names)
   local here = {}
   for _, name in ipairs(names) do
-    if name and is_blob(name) then -- names come from workers
-      if is_remote(name) then call('RPUSH', P .. 'garbage', name) else here[#here + 1] = PUBLIC .. name end
+    if name then
+      local beginning = string.sub(name, 1, 8)
+      if beginning == 'payload:' or beginning == 'segment:' then
+        here[#here + 1] = PUBLIC .. name
+      elseif string.find(name, '^%d+/payload:') or string.find(name, '^%d+/segment:') then
+        call('RPUSH', P .. 'garbage', name)
+      end
     end
   end
   if #here > 0 then call('UNLINK', unpack(here)) end
@@ -77,8 +100,10 @@ end
 local function free_blob(name) free_blobs({ name }) end
 -- Takes the time to live off a blob. Returns false if the blob is gone, or has not `bytes` bytes.
 local function keep_blob(name, bytes)
-  if bytes and not is_remote(name) and call('STRLEN', PUBLIC .. name) ~= tonumber(bytes) then return false end
-  return is_remote(name) or call('PERSIST', PUBLIC .. name) == 1 or call('EXISTS', PUBLIC .. name) == 1
+  if is_remote(name) then return true end
+  local key = PUBLIC .. name
+  if bytes and call('STRLEN', key) ~= bytes then return false end
+  return call('PERSIST', key) == 1 or call('EXISTS', key) == 1
 end
 
 -- Adds a dead letter. `blamed` is the holder at fault, if any; only a digest is stored, as its session is secret.

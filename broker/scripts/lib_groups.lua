@@ -22,18 +22,23 @@ end
 
 local function announced_step() return tonumber(meta('announced_step') or '') end
 
--- Frees the blobs of a group's current round and takes its samples from every queue, which fences their leases.
--- Returns the group's size, and false if it is pinned: then it is in no queue.
-local function free_round(g)
-  local size, round, pin, state, bytes = fields(g, 'size', 'round', 'pin', 'state', 'bytes')
-  local all, is_queued = members(g, round, size), state ~= 'pinned'
-  for i, oldest in ipairs(by_sample(g, 'oldest', size)) do
-    if oldest then
-      discard_segments(g, all[i], i - 1)
+-- Returns {size, round, pin, state, bytes, floor, length} of a group; false where it has no such field.
+local function told_of(g)
+  return call('HMGET', group_key(g), 'size', 'round', 'pin', 'state', 'bytes', 'floor', 'length')
+end
+
+-- Frees the blobs of a group's current round and takes its samples from every queue, which fences their leases. `told`
+-- is what `told_of` returned. Returns the group's size, and false if it is pinned: then it is in no queue.
+local function free_round(g, told)
+  local size, round, pin, state, bytes = unpack(told, 1, 5)
+  local all, is_queued, blobs = members(g, round, size), state ~= 'pinned', by_sample(g, 'oldest payload', size)
+  for i, m in ipairs(all) do
+    if blobs[i] then
+      discard_segments(g, m, i - 1)
       bytes = field(g, 'bytes')
     end
   end
-  free_blobs(by_sample(g, 'payload', size))
+  free_blobs({ unpack(blobs, #all + 1) })
   if is_queued then
     for _, queue in ipairs({ LEASES, RETRY }) do call('ZREM', queue, unpack(all)) end
     for _, queue in ipairs({ OPEN, READY }) do call('ZREM', queue, g) end
@@ -47,7 +52,7 @@ end
 -- Returns the group's size.
 local function clear_round(g)
   local names = { 'floor', 'newest', 'bytes', 'done', 'pin', 'trimmed', 'ready_at', 'by_step', 'waited' }
-  local size = free_round(g)
+  local size = free_round(g, told_of(g))
   for i = 0, size - 1 do
     for _, name in ipairs({ 'token:', 'step:', 'tokens:', 'by:', 'since:', 'bytes:', 'payload:' }) do
       names[#names + 1] = name .. i
@@ -94,10 +99,10 @@ end
 -- Takes a pinned group out of its step's batch: it is ready again if it is whole, and is generated anew otherwise.
 local function unpin(g)
   if not is_whole(g) then return requeue(g) end
-  local pin, floor = fields(g, 'pin', 'floor')
+  local pin, floor, size = fields(g, 'pin', 'floor', 'size')
   call('LREM', batch_key(pin), 0, g)
   call('HDEL', group_key(g), 'pin')
-  make_ready(g, floor)
+  make_ready(g, floor, size)
 end
 
 -- Records that the incarnation goes on from the weights of `step`, which are older than those announced before. Groups
@@ -128,8 +133,8 @@ local function give_up_reproducing(step)
 end
 
 -- Removes a group that was trained or dropped. Its name stays in `names` as long as a feed could name it again.
-local function settle(g, names)
-  local size, is_queued = free_round(g)
+local function settle(g, names, told)
+  local size, is_queued = free_round(g, told)
   if is_any_refused() then
     for i = 0, size - 1 do call('SREM', REFUSED, g .. ':' .. i) end
   end
@@ -144,12 +149,13 @@ end
 -- Settles a group that a stated rule drops. Displays count such groups by the step of the oldest weights that sampled
 -- them; no more than the newest versions are kept.
 local function settle_dropped(g)
-  local floor = tonumber(field(g, 'floor') or '')
+  local told = told_of(g)
+  local floor = tonumber(told[6] or '')
   if floor then
     call('ZADD', GIVEN_UP, floor, g)
     call('ZREMRANGEBYSCORE', GIVEN_UP, '-inf', floor - SHOWN_VERSIONS)
   end
-  settle(g, DROPPED)
+  settle(g, DROPPED, told)
 end
 
 local function is_settled(g)
@@ -175,13 +181,14 @@ end
 -- Settles a group that the learner has trained for good, even where a server that lost writes has another state of it.
 -- Returns 1, or 0 if the group was settled already.
 local function settle_trained(g)
-  local had = call('HMGET', group_key(g), 'state', 'length', 'pin', 'floor', 'size')
-  if not had[1] and is_settled(g) then return 0 end
-  if not had[1] or had[1] == 'pool' then count('admitted') end
-  if had[2] then tally('trained_by_prompt_length', had[2]) end
-  if had[3] then give_standing(g, had[5]) end
-  if had[3] and had[4] then tally('trained_by_lag', had[3] - had[4]) end
-  if had[1] then settle(g, SETTLED) elseif g >= (meta('watermark') or '') then call('ZADD', SETTLED, 0, g) end
+  local told = told_of(g)
+  local size, _, pin, state, _, floor, length = unpack(told)
+  if not state and is_settled(g) then return 0 end
+  if not state or state == 'pool' then count('admitted') end
+  if length then tally('trained_by_prompt_length', length) end
+  if pin then give_standing(g, size) end
+  if pin and floor then tally('trained_by_lag', pin - floor) end
+  if state then settle(g, SETTLED, told) elseif g >= (meta('watermark') or '') then call('ZADD', SETTLED, 0, g) end
   count('trained')
   return 1
 end

@@ -10,13 +10,14 @@ end
 
 -- Returns what the weights of each step sampled of a group, as text: `STEP:SAMPLES:TOKENS...`. A sample counts at its
 -- oldest step, a token at its own.
-local function by_step(g)
+local function by_step(g, size)
   local samples, tokens, said = {}, {}, {}
-  for _, had in ipairs(by_sample(g, 'tokens', field(g, 'size'))) do
+  for _, had in ipairs(by_sample(g, 'tokens', size)) do
     local oldest
-    for step, n in string.gmatch(had or '', '(%d+):(%d+)') do
-      oldest = math.min(oldest or tonumber(step), tonumber(step))
-      tokens[tonumber(step)] = (tokens[tonumber(step)] or 0) + n
+    for at = 1, #(had or ''), 12 do
+      local _, step, n = struct.unpack('>I4I4I4', had, at)
+      if not oldest or step < oldest then oldest = step end
+      tokens[step] = (tokens[step] or 0) + n
     end
     if oldest then samples[oldest] = (samples[oldest] or 0) + 1 end
   end
@@ -25,8 +26,8 @@ local function by_step(g)
 end
 
 -- Lets a group that has all its samples wait for the learner.
-local function make_ready(g, floor)
-  call('HSET', group_key(g), 'state', 'ready', 'ready_at', now(), 'by_step', by_step(g))
+local function make_ready(g, floor, size)
+  call('HSET', group_key(g), 'state', 'ready', 'ready_at', now(), 'by_step', by_step(g, size))
   call('ZADD', READY, floor, g)
 end
 
@@ -66,27 +67,14 @@ local function highest_step()
 end
 local function is_impossible(newest) return newest > highest_step() + FORGOTTEN end
 
--- Reads {incarnation, its newest step}... in ARGV[a] to ARGV[last]. Returns the newest step of all, and true if a
--- rewind has abandoned any of these weights, or if any is newer than all that the server knows.
-local function newest_of(a, last)
+-- Returns the newest step of `versions`, {incarnation, step}..., and true if a rewind has abandoned any of them, or if any is newer than all that the server knows.
+local function newest_of(versions)
   local newest, is_void = -1, false
-  for b = a, last, 2 do
-    newest = math.max(newest, tonumber(ARGV[b + 1]))
-    is_void = is_void or is_abandoned(tonumber(ARGV[b]), tonumber(ARGV[b + 1]))
+  for b = 1, #versions, 2 do
+    if versions[b + 1] > newest then newest = versions[b + 1] end
+    is_void = is_void or is_abandoned(versions[b], versions[b + 1])
   end
   return newest, is_void or newest > highest_step()
-end
-
--- Returns true if a sample has tokens of older weights (`oldest`) than its lease was given for (`from`, in incarnation
--- `under`). A worker's weights become older only with a later incarnation; the sample's weights are
--- {incarnation, its newest step}... in ARGV[a] to ARGV[last].
-local function is_older_than_lease(oldest, from, under, a, last)
-  if not from or not under or oldest >= tonumber(from) then return false end
-  for b = a, last, 2 do
-    local incarnation = tonumber(ARGV[b])
-    if incarnation > tonumber(under) and incarnation <= number('incarnation') then return false end
-  end
-  return true
 end
 
 -- Returns true if a sample with tokens of step `oldest` is too old for the next step. With `mask` no sample is.

@@ -1,17 +1,21 @@
 -- Tokens of leases. A token proves that the run gave this lease, even to a server that has forgotten the lease: the
--- proof is made with P, which contains a secret.
-local function proof(m, nonce, server)
-  return string.sub(redis.sha1hex(table.concat({ P, server, nonce, m }, ' ')), 1, 24)
+-- proof is made with a key, and the key with P, which contains a secret. The leases of one call have one key: a digest
+-- of key and member is of one block, half as dear as a digest of all parts.
+local function proof_key(nonce, server)
+  return string.sub(redis.sha1hex(P .. ' ' .. server .. ' ' .. nonce), 1, 32)
 end
-local function token_of(m, nonce)
+local function proof(m, key) return string.sub(redis.sha1hex(key .. m), 1, 24) end
+-- Returns the function that makes a member's token under this nonce.
+local function tokens_under(nonce)
   local server = string.sub(server_id(), 1, 8)
-  return nonce .. '.' .. server .. '.' .. proof(m, nonce, server)
+  local beginning, key = nonce .. '.' .. server .. '.', proof_key(nonce, server)
+  return function(m) return beginning .. proof(m, key) end
 end
 
 -- Returns nil if this is no token of this sample; else true if another server process gave it, false if this one did.
 local function is_of_before(m, token)
   local nonce, server, proven = string.match(token, '^(%w+)%.(%x+)%.(%x+)$')
-  if not nonce or proof(m, nonce, server) ~= proven then return nil end
+  if not nonce or proof(m, proof_key(nonce, server)) ~= proven then return nil end
   return server ~= string.sub(server_id(), 1, 8)
 end
 
@@ -23,6 +27,17 @@ end
 local function told_by(token)
   local incarnation, ms = string.match(token or '', '^%x+x(%d+)x(%d+)%.')
   return incarnation, ms and ms / 1000
+end
+-- Returns true if a sample has tokens of older weights (`oldest`) than its lease was given for (`from`), under this
+-- token. A worker's weights become older only with a later incarnation; the sample's are {incarnation, step}...
+local function is_older_than_lease(oldest, from, token, versions)
+  if not from or oldest >= tonumber(from) then return false end
+  local under = told_by(token)
+  if not under then return false end
+  for b = 1, #versions, 2 do
+    if versions[b] > tonumber(under) and versions[b] <= number('incarnation') then return false end
+  end
+  return true
 end
 -- Returns when a sample was leased, or got its last tokens; `since` is when segments brought it some.
 local function moved_at(token, since) return tonumber(since or '') or select(2, told_by(token)) end

@@ -1,7 +1,7 @@
 -- include: lib_base lib_samples lib_groups lib_tokens
 -- flags: allow-oom
 -- take(incarnation, owner, server, step, n)
---   -> {'batch', forked to | '', {group, round, seconds that it waited | '', {sample, payload}...}...} | {'wait', why} | {'exhausted'}
+--   -> {'batch', forked to | '', {group, round, seconds that it waited | '', payload | false...}...} | {'wait', why} | {'exhausted'}
 -- Pins n ready groups to the step, those of the oldest weights first. Until the step is committed, the same step gives
 -- the same batch again.
 -- Touches: meta, tally, pool, retry, leases, open, ready, pinned, batch:*, settled, dropped, given_up, group:*, prompt:*,
@@ -28,11 +28,7 @@ local function deliver()
   local reply = { 'batch', call('HGET', FORKS, ARGV[1]) or '' }
   for _, g in ipairs(call('LRANGE', BATCH, 0, -1)) do
     local round, size, waited = fields(g, 'round', 'size', 'waited')
-    local one = { g, round, waited or '' }
-    for i, payload in ipairs(by_sample(g, 'payload', size)) do
-      if payload then one[#one + 1] = { i - 1, payload } end
-    end
-    reply[#reply + 1] = one
+    reply[#reply + 1] = { g, round, waited or '', unpack(by_sample(g, 'payload', size)) }
   end
   return reply
 end
@@ -108,7 +104,7 @@ local function trim(g)
   call('HSET', group_key(g), 'trimmed', 1)
   refloor(g)
   call('ZREM', OPEN, g)
-  make_ready(g, field(g, 'floor'))
+  make_ready(g, field(g, 'floor'), size)
 end
 
 -- Trims or sends back groups that would be over the bound at the next step.
@@ -130,12 +126,17 @@ local function wait_for(what)
 end
 
 local function pin(ready, need)
+  local names = {}
   for a = 1, need do
     local g = ready[a].group
     local since = tonumber(field(g, 'ready_at') or '') or now()
-    call('ZREM', READY, g)
     call('HSET', group_key(g), 'state', 'pinned', 'pin', step, 'waited', math.max(0, now() - since))
-    call('RPUSH', BATCH, g)
+    names[a] = g
+  end
+  for first = 1, need, 1000 do -- bounds the arguments of one command
+    local some = { unpack(names, first, math.min(need, first + 999)) }
+    call('ZREM', READY, unpack(some))
+    call('RPUSH', BATCH, unpack(some))
   end
   call('ZADD', PINNED, step, step)
   call('HSET', META, 'pinned_at', now())

@@ -1,6 +1,7 @@
 """One look at every key of a run, as the table in `broker/keys.py` describes them, and the invariants among them."""
 
 import json
+import struct
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -90,9 +91,9 @@ class GroupState:
         """The same from what is known of each sample."""
         samples, tokens = Counter[int](), Counter[int]()
         for said in self.of_samples("tokens").values():
-            steps = [[int(number) for number in one.split(":")] for one in said.split()]
-            samples[min(steps)[0]] += 1
-            for step, count in steps:
+            versions = list(struct.iter_unpack(">3I", said.encode("latin-1")))
+            samples[min(step for _, step, _ in versions)] += 1
+            for _, step, count in versions:
                 tokens[step] += count
         return {step: (samples[step], count) for step, count in tokens.items()}
 
@@ -296,9 +297,7 @@ class Auditor:
 
     def look(self) -> Audit:
         audit = _Reading(self._run)
-        seen = self._look(args=[f"headway:{{{self._run}*"]).decode(
-            errors="replace"
-        )  # hostile workers may report any number
+        seen = self._look(args=[f"headway:{{{self._run}*"]).decode("latin-1")  # some values are bytes, not text
         for key, value, ttl in json.loads(seen):
             audit.read(key, value, ttl)
         return audit.result()

@@ -4,6 +4,7 @@
 import asyncio
 import itertools
 import random
+import struct
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, suppress
 from typing import Any
@@ -49,6 +50,11 @@ zrangebyscore zrem zscore
 """Commands of a worker's functions, and of connecting: the server refuses each key that is not a worker's."""
 
 
+def measures(*numbers: int) -> bytes:
+    """Return the measures of a blob, as functions take them: its bytes, {incarnation, step, tokens} of each version."""
+    return struct.pack(f">{len(numbers)}I", *numbers)
+
+
 class Hostile:
     """A plain client with the worker's password."""
 
@@ -71,9 +77,8 @@ class Hostile:
     def submit(self, leased: list[bytes], oldest: int, newest: int, *, frame: bytes = b"junk") -> bytes:
         """Submit a sample, and return the outcome."""
         member, token = leased[0].decode(), leased[1].decode()
-        name = f"payload:{member}:{token}"
-        self.store(name, frame)
-        (outcome,) = self.call("submit", 0, member, token, name, len(frame), 4, f"{oldest}:1", oldest, 1, newest)
+        self.store(f"payload:{member}:{token}", frame)
+        (outcome,) = self.call("submit", 0, member, token, "", measures(len(frame), 1, oldest, 1, 1, newest, 0))
         return bytes(outcome)
 
     def append(
@@ -83,7 +88,9 @@ class Hostile:
         member, token = leased[0].decode(), leased[1].decode()
         name = f"segment:{member}:{random.getrandbits(64):x}"
         self.store(name, frame)
-        outcome, _ = self.call("append", member, token, 0, name, len(frame), tokens, 30, oldest, 1, newest)
+        outcome, _ = self.call(
+            "append", member, token, 0, name, 30, measures(len(frame), 1, oldest, tokens, 1, newest, 0)
+        )
         return bytes(outcome)
 
     def renew(self, leased: list[bytes], ttl_s: float = 30) -> list[bytes]:
@@ -218,9 +225,8 @@ async def test_it_hands_in_no_sample_that_another_one_holds(cast: Cast) -> None:
             cast.hostile.store(name, b"junk")
         for again in (0, 1):
             with suppress(RedisError):
-                assert cast.hostile.call("submit", again, str(lease.tid), token, name, 4, 4, "0:1", 0, 1, 0) == [
-                    b"fenced"
-                ]
+                said = (str(lease.tid), token, "", measures(4, 1, 0, 4))
+                assert cast.hostile.call("submit", again, *said) == [b"fenced"]
             if token:
                 cast.hostile.store(name, b"junk")
     for verb, arguments in {"release": [], "discard": [-1, "x", "x"], "lose": ["x", "x"]}.items():
@@ -295,17 +301,32 @@ async def test_it_names_no_blob_but_its_own(cast: Cast) -> None:
     (member, token, *_), *_ = cast.hostile.lease(1)
     for name in (theirs, "manifest:announced", f"segment:{member.decode()}:x\n", f"3/{theirs}"):
         with pytest.raises(RedisError, match="ARGUMENT"):
-            cast.hostile.call("submit", 0, member, token, name, 9, 4, "0:1", 0, 1, 0)
+            cast.hostile.call("append", member, token, 0, name, 1, measures(9, 1, 0, 1))
+    _, _, number = member.decode().rpartition(":")
+    for said, shard in ((f"{number}:{lease.token}", ""), ("", ""), (token, "3"), (token, "x/"), (token, "3/x:")):
         with pytest.raises(RedisError, match="ARGUMENT"):
-            cast.hostile.call("append", member, token, 0, name, 9, 1, 1, 0, 1, 0)
+            cast.hostile.call("submit", 0, member, said, shard, measures(9, 1, 0, 4))
     assert cast.hostile.client.exists(cast.hostile.prefix + theirs) == 1
+
+
+async def test_its_measures_are_numbers_in_bounds(cast: Cast) -> None:
+    (member, token, *_), *_ = cast.hostile.lease(1)
+    usual, large = (9, 1, 0, 4), 1 << 31
+    wrong = [b"", measures(9), measures(9, 1, 0), measures(*usual)[:-1], measures(0, 1, 0, 4), b"x" * 90_004]
+    wrong += [measures(*usual[:place], large, *usual[place + 1 :]) for place in range(len(usual))]
+    wrong += [measures(9, 1, 0, large - 1, 1, 1, 1), measures(*usual, 1)]
+    for packed in wrong:
+        with pytest.raises(RedisError, match="ARGUMENT"):
+            cast.hostile.call("submit", 0, member, token, "", packed)
+        with pytest.raises(RedisError, match="ARGUMENT"):
+            cast.hostile.call("append", member, token, 0, f"segment:{member.decode()}:1", 1, packed)
 
 
 async def test_it_says_no_size_that_is_not(cast: Cast) -> None:
     (member, token, *_), *_ = cast.hostile.lease(1)
     name = f"payload:{member.decode()}:{token.decode()}"
     cast.hostile.store(name, b"junk")
-    assert cast.hostile.call("submit", 0, member, token, name, 1 << 30, 4, "0:1", 0, 1, 0) == [b"no payload"]
+    assert cast.hostile.call("submit", 0, member, token, "", measures(1 << 30, 1, 0, 4)) == [b"no payload"]
     assert (await cast.learner.status.snapshot()).queues.payload_bytes == 0
 
 
@@ -558,7 +579,7 @@ async def test_it_submits_nothing_again_that_is_too_old_to_be_trained(cast: Cast
         member, token = leased[0].decode(), leased[1].decode()
         assert cast.hostile.call("release", member, token) == 1
         cast.hostile.store(f"payload:{member}:{token}", b"junk")
-        said = (member, token, f"payload:{member}:{token}", 4, 4, f"{oldest}:1", oldest, 1, 3)
+        said = (member, token, "", measures(4, 1, oldest, 1, 1, 3, 0))
         assert cast.hostile.call("submit", 1, *said) == [outcome]
 
 
@@ -605,9 +626,10 @@ async def test_a_segment_that_is_named_again_stays(cast: Cast, auditor: Auditor)
     member, token = leased[0].decode(), leased[1].decode()
     name = f"segment:{member}:1"
     cast.hostile.store(name, b"junk")
-    assert cast.hostile.call("append", member, token, 0, name, 4, 6, 30, 0, 1, 0) == [b"appended", 1]
-    for said, index, outcome in ((token, 5, [b"out of order", 1]), ("late", 0, [b"fenced", 0])):
-        assert cast.hostile.call("append", member, said, index, name, 4, 6, 30, 0, 1, 0) == outcome
+    said = (name, 30, measures(4, 1, 0, 6))
+    assert cast.hostile.call("append", member, token, 0, *said) == [b"appended", 1]
+    for shown, index, outcome in ((token, 5, [b"out of order", 1]), ("late", 0, [b"fenced", 0])):
+        assert cast.hostile.call("append", member, shown, index, *said) == outcome
         auditor.look().check()
 
 
@@ -713,13 +735,12 @@ class Fuzz:
     def _arguments(self, verb: str) -> list[Any]:
         held = self._random.choice(self._held) if self._held else [b"0000-00000000:0:0", b"x"]
         member, token = held[0].decode(), held[1].decode()
-        name = f"payload:{member}:{token}"
         with suppress(RedisError):
-            self._hostile.store(name, b"junk", is_new=True)
+            self._hostile.store(f"payload:{member}:{token}", b"junk", is_new=True)
             self._hostile.store(f"segment:{member}:1", b"junk", is_new=True)
         usual: dict[str, list[Any]] = {
-            "submit": [0, member, token, name, 4, 4, "0:3", 0, 1, 0],
-            "append": [member, token, 0, f"segment:{member}:1", 4, 3, 30, 0, 1, 0],
+            "submit": [0, member, token, "", measures(4, 1, 0, 4)],
+            "append": [member, token, 0, f"segment:{member}:1", 30, measures(4, 1, 0, 3)],
             "release": [member, token],
             "discard": [member, token, -1, "reason", b"head"],
             "lose": [member, token, "reason", b"head"],
@@ -744,7 +765,20 @@ class Fuzz:
     def _junk(self) -> Any:
         group, sample = group_id(self._random.randrange(12)), self._random.randrange(3)
         numbers = [-1, 0, 1, 2, 1e300, "nan", "inf", "0x10", "1e5", 1 << 62]
-        texts = ["", " ", b"\xff\x00", "x" * 5000, group, f"prompt:{group}", "*", "a:b:c", ":0:0", f"{group}:00:0"]
+        texts = [
+            "",
+            " ",
+            b"\xff\x00",
+            b"\xff" * 20,
+            measures(4, 9, 1, 1),
+            "x" * 5000,
+            group,
+            f"prompt:{group}",
+            "*",
+            "a:b:c",
+            ":0:0",
+            f"{group}:00:0",
+        ]
         return self._random.choice([*numbers, *texts, f"{group}:0:{sample}"])
 
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from broker import Broker
 from broker.client.batches import CheckpointMark, NotReady
 from broker.client.leases import AppendOutcome, SubmitOutcome
+from broker.client.submissions import measures_of
 from broker.client.unconfirmed import Submission
 from broker.errors import FrameError, QuarantinedError
 from broker.possible import check_possible
@@ -81,7 +82,9 @@ PILLS: dict[str, tuple[Callable[[Trajectory], Trajectory], str]] = {
 async def submit_unseen(broker: Broker, lease: Lease, pill: Trajectory, *, step: int = 0) -> SubmitOutcome:
     """Submit with the metadata of an honest sample, because scripts see only the metadata that a worker wrote."""
     frame = encode_trajectory(replace(pill, identity=lease.identity))
-    submission = Submission(lease, frame, (len(pill.response_tokens), step, 1, step), 0.0)
+    submission = Submission(
+        lease, frame, measures_of(frame, (VersionSpan(0, len(pill.response_tokens), WeightVersion(1, step)),)), 0.0
+    )
     (outcome,) = await broker.leases._submissions._hand_in([submission])
     return outcome
 
@@ -290,7 +293,7 @@ async def test_a_segment_that_cannot_be_gone_on_from_is_discarded(broker: Broker
         lying = replace(segment, identity=lease.identity, worker="w", spans=(VersionSpan(0, 6, WeightVersion(1, 7)),))
         frame = encode_segment(lying)
         name, store = broker.leases._blobs.store("segment", lease.tid, "abcdef", frame)
-        arguments = (str(lease.tid), lease.token, 0, name, len(frame), 6, 30, 0, 1, 0)
+        arguments = (str(lease.tid), lease.token, 0, name, 30, measures_of(frame, segment.spans))
         assert (await broker._connection.script("append", *arguments, before=[store]))[0] == b"appended"
     else:
         await broker.leases.append(lease, segment, 30)

@@ -10,6 +10,7 @@ import pytest
 from broker import Broker
 from broker.client.batches import NotReady
 from broker.client.leases import AppendOutcome, SubmitOutcome
+from broker.client.submissions import measures_of
 from broker.errors import FrameError
 from broker.schema import Lease, Segment, VersionSpan, WeightVersion
 
@@ -103,8 +104,10 @@ async def test_segments_come_in_order_and_a_repeated_one_counts_once(broker: Bro
 async def test_a_lost_reply_appends_once(broker: Broker) -> None:
     run = await begin(broker, rules(0, groups_per_step=1), group_size=1)
     (lease,) = (await run.lease(1, 0)).leases
-    arguments: list[Any] = [str(lease.tid), lease.token, 0, f"segment:{lease.tid}:x", 10, 4, TTL_S, 0, 1, 0]
-    store = ("SET", broker._connection.keys(f"segment:{lease.tid}:x"), b"0123456789", "PX", 60_000)
+    frame = b"0123456789"
+    measures = measures_of(frame, (VersionSpan(0, 4, WeightVersion(1, 0)),))
+    arguments: list[Any] = [str(lease.tid), lease.token, 0, f"segment:{lease.tid}:x", TTL_S, measures]
+    store = ("SET", broker._connection.keys(f"segment:{lease.tid}:x"), frame, "PX", 60_000)
     for _ in range(2):  # the connection repeats a call without an answer
         assert await broker._connection.script("append", *arguments, before=[store]) == [b"appended", 1]
     assert await broker._connection.execute("TTL", broker._connection.keys(f"segment:{lease.tid}:x")) == -1
