@@ -32,8 +32,9 @@ log = logging.getLogger(__name__)
 
 _HEAD_BYTES = 256
 _REPLICA_TIMEOUT_MS = 5000
-_ON_A_SHARD = re.compile(rb"\d+/(payload|segment):")
-"""The blobs that workers may put on the garbage list; a worker chooses their names."""
+_ON_A_SHARD = re.compile(rb"\d+/(payload|segment):[!-~]+")
+"""The blobs that workers may put on the garbage list. A worker chooses their names; others than ASCII are
+ignored."""
 NOTHING = Contains("", ())
 
 
@@ -328,7 +329,7 @@ class Batches:
             names = await self._connection.learner_script("sweep", owner, len(freed), last)
             if not names:
                 return
-            keys = [self._connection.keys.blob(name.decode()) for name in names if _ON_A_SHARD.match(name)]
+            keys = [self._connection.keys.blob(name.decode()) for name in names if _ON_A_SHARD.fullmatch(name)]
             await self._connection.pipeline([("UNLINK", key) for key in keys])
             freed = names
 

@@ -322,6 +322,18 @@ async def test_its_measures_are_numbers_in_bounds(cast: Cast) -> None:
             cast.hostile.call("append", member, token, 0, f"segment:{member.decode()}:1", 1, packed)
 
 
+async def test_a_name_that_is_no_text_does_not_hold_up_the_learner(cast: Cast) -> None:
+    """The learner frees blobs on other shards, by the names that workers gave them."""
+    for member in (b"\xff:0:0", b"x\ny:0:0"):
+        said = (member, b"t", "3/", measures(9, 1, 0, 4))
+        assert cast.hostile.call("submit", 0, *said) == [b"fenced"]
+        assert cast.hostile.call("append", member, b"t", 0, b"3/segment:" + member + b":1", 1, said[-1])[0] == b"fenced"
+    await cast.honest.generate(4, 0)
+    assert await cast.run.take(0) is not None
+    assert await cast.learner.batches.commit(cast.run.owner, 1) > 0
+    assert await cast.learner.batches.commit(cast.run.owner, 1) == 0
+
+
 async def test_it_says_no_size_that_is_not(cast: Cast) -> None:
     (member, token, *_), *_ = cast.hostile.lease(1)
     name = f"payload:{member.decode()}:{token.decode()}"
