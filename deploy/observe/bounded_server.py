@@ -30,6 +30,7 @@ class BoundedServer(ThreadingHTTPServer):
     """Answers each connection in a thread of its own."""
 
     daemon_threads = True
+    request_queue_size = 1024  # where it is full, as the 5 of socketserver soon are, clients try again in seconds
 
     def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
         """Bind the port; 0: any free one. Raises OSError."""
