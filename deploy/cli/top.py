@@ -99,7 +99,7 @@ class Top(App[None]):
     #question { background: $warning; color: $text; }
     #workers { height: 2fr; }
     #lower { height: 1fr; }
-    #pools { width: 50; }
+    #pools { width: auto; max-width: 60%; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         ("plus,equals_sign", "scale(1)", "worker more"),
