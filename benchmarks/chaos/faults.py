@@ -102,7 +102,13 @@ class Faults:
     async def _repeat(self, name: str, mean_s: float, act: Act) -> None:
         rng = random.Random(f"{self._seed} {name}")
         while not await self._is_over_after(rng.expovariate(1 / mean_s)):
-            await act(rng)
+            try:
+                await act(rng)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                assert task is not None
+                assert task.cancelling(), f"{name}: a task that ends so ends without a word"
+                raise
             self.struck[name] += 1
 
     async def _is_over_after(self, seconds: float) -> bool:

@@ -110,7 +110,8 @@ class Hostile:
     def __init__(self, url: str) -> None:
         self._url = url
         self._generation = 0
-        self._broker = Broker(url, RUN, timeout_s=TIMEOUT_S)
+        self._broker, self._asker = self._open(), self._open()
+        """One each, as whoever closes a client cancels what others are waiting for from it."""
         self.sent: Counter[str] = Counter()
         self.quarantined = 0
         self.asked: Counter[str] = Counter()
@@ -119,6 +120,7 @@ class Hostile:
 
     async def close(self) -> None:
         await self._broker.close()
+        await self._asker.close()
 
     async def send(self, rng: random.Random) -> None:
         """Send a few pills of one kind, unless the server is away."""
@@ -128,9 +130,9 @@ class Hostile:
                 await self._answer(rng, version)
         except QuarantinedError:
             self.quarantined += 1
-            await self._begin_anew()
+            self._broker = await self._anew(self._broker)
         except BrokerError:
-            await self._begin_anew()
+            self._broker = await self._anew(self._broker)
 
     async def ask(self, rng: random.Random) -> None:
         """Send a few requests that no scorer can answer, before those of honest workers."""
@@ -139,14 +141,14 @@ class Hostile:
         try:
             if kind == RUBBISH:
                 said = [part for name in names for part in (name, b"rubbish")]
-                asker = worker, self._broker.session
-                await self._broker.scoring._connection.script("score_ask", SCORER, *asker, LEASE_TTL_S, 1.0, *said)
+                asker = worker, self._asker.session
+                await self._asker.scoring._connection.script("score_ask", SCORER, *asker, LEASE_TTL_S, 1.0, *said)
             else:
                 requests = dict.fromkeys(names, REQUESTS[kind])
-                await self._broker.scoring.ask(SCORER, requests, ttl_s=LEASE_TTL_S, hold_s=1.0, worker=worker)
+                await self._asker.scoring.ask(SCORER, requests, ttl_s=LEASE_TTL_S, hold_s=1.0, worker=worker)
             self.asked[kind] += len(names)
         except BrokerError:
-            await self._begin_anew()
+            self._asker = await self._anew(self._asker)
 
     async def hoard(self, rng: random.Random) -> None:
         """Take all available samples for a few times a lease's duration, under ever new names, and hand none in."""
@@ -207,11 +209,15 @@ class Hostile:
         await self._broker.leases.append(lease, segment, LEASE_TTL_S)
         await self._broker.leases.release([lease])
 
-    async def _begin_anew(self) -> None:
+    async def _anew(self, broker: Broker) -> Broker:
+        """Another client in place of this one, whose workers have another name."""
         self._generation += 1
         with suppress(BrokerError):
-            await self._broker.close()
-        self._broker = Broker(self._url, RUN, timeout_s=TIMEOUT_S)
+            await broker.close()
+        return self._open()
+
+    def _open(self) -> Broker:
+        return Broker(self._url, RUN, timeout_s=TIMEOUT_S)
 
 
 def _honest(lease: Lease, version: WeightVersion) -> Trajectory:

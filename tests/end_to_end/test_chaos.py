@@ -4,6 +4,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import random
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ from benchmarks.chaos.audit import MUST_BE_ZERO, Audit, audit
 from benchmarks.chaos.disk import Disk, no_file_grows
 from benchmarks.chaos.fencing import fate_of
 from benchmarks.chaos.flood import flood, listening_ports
-from benchmarks.chaos.pills import HOSTILE, PILLS, is_pill
+from benchmarks.chaos.pills import HOSTILE, PILLS, Hostile, is_pill
 from benchmarks.chaos.protections import PROTECTIONS, take_out
 from benchmarks.chaos.tasks import (
     OF_ANOTHER_RUN,
@@ -183,6 +184,20 @@ async def test_a_learner_that_stays_is_unfenced_only_where_another_one_has_claim
     stays.join()
     assert await fate_of(stays, lambda: 1, witness, within_s=0.5) == "left"
     await witness.close()
+
+
+async def test_an_attack_that_begins_anew_ends_no_other_one() -> None:
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(say_nothing, "127.0.0.1", 0) as server:
+        hostile = Hostile(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        asking = asyncio.create_task(hostile.ask(random.Random(0)))
+        await asyncio.sleep(0.3)
+        await asyncio.gather(asking, hostile.send(random.Random(0)))
+        await hostile.close()
 
 
 async def test_a_full_disk_has_room_again_afterwards(tmp_path: Path) -> None:
