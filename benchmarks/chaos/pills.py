@@ -111,7 +111,7 @@ class Hostile:
         self._url = url
         self._generation = 0
         self._broker, self._asker = self._open(), self._open()
-        """One each, as whoever closes a client cancels what others are waiting for from it."""
+        """Two clients, as closing one cancels what other callers wait for."""
         self.sent: Counter[str] = Counter()
         self.quarantined = 0
         self.asked: Counter[str] = Counter()
