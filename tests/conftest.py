@@ -16,6 +16,8 @@ from broker.server.embedded import EmbeddedServer
 # Tests share the cores with each other and with the processes that they start. Threads of torch that wait for each
 # other there cost several times what they compute.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Processes that tests start would compile all of the project anew, each of them, where this is set.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 settings.register_profile("no-deadline", deadline=None)  # a busy machine is no failure
 settings.load_profile("no-deadline")
 # Ctrl-C is ignored where the tests run in the background, and so would it be by all processes that they start.
