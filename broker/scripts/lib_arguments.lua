@@ -56,7 +56,7 @@ end
 -- versions that sampled them. It is packed: bytes, then {incarnation, step, tokens}..., big-endian integers of 32 bits
 -- below 2^31. One argument that is read at once costs a fraction of what as many arguments in digits cost.
 local function measures(a)
-  local packed, versions, MOST = text(a, 'measures', 80000), {}, 2147483647
+  local packed, versions, MOST = text(a, 'measures', 20000), {}, 2147483647
   if #packed < 16 or #packed % 12 ~= 4 then refuse('measures') end
   local bytes, tokens, oldest, newest = (struct.unpack('>I4', packed)), 0, MOST, 0
   for at = 5, #packed, 12 do
