@@ -16,7 +16,7 @@ from deploy.observe.page.watching import Look, Watcher
 from deploy.observe.waiting import Waiting, look
 from deploy.printing import say, say_json
 from deploy.roles.looking import client_of, locate_run
-from deploy.run.directory import CONFIG, find_endpoint, find_run
+from deploy.run.directory import CONFIG, find_endpoint, find_run, find_starting, is_going_on
 from deploy.run.figures import learned, spent
 from deploy.run.record import Record, read_record, stamp
 from deploy.run.report import METRICS, lineage
@@ -77,17 +77,30 @@ def _source(run: str | None, url: str | None, name: str | None) -> Source:
         directory = find_run(run, (CONFIG, METRICS))
         here = directory.resolve()
         return Source(directory, lambda: (url, name or here.name) if url else _endpoint(here))
+    if not (url or name) and (starting := _before_its_broker()) is not None:
+        return Source(starting, lambda: _endpoint(starting))
     found = locate_run(url, name)
     directory = Path("runs", found[1])
     is_here = not url and (directory / CONFIG).exists()
     return Source(directory if is_here else None, (lambda: _endpoint(directory)) if is_here else (lambda: found))
 
 
+def _before_its_broker() -> Path | None:
+    """Return the newest run below ./runs where it has no broker yet, and no other run has one."""
+    parent = Path("runs")
+    try:
+        find_endpoint(parent, None)
+    except HeadwayError:
+        return find_starting(parent)
+    return None
+
+
 def _endpoint(directory: Path) -> tuple[str, str]:
     try:
         found = find_endpoint(directory.parent, directory.name)
     except HeadwayError as error:
-        raise HeadwayError(f"No process runs in {directory}; its figures are those of its files.") from error
+        why = "has no broker yet" if is_going_on(directory) else "has no process"
+        raise HeadwayError(f"{directory} {why}; its figures are those of its files.") from error
     return found.url, found.run
 
 

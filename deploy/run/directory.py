@@ -256,15 +256,26 @@ def newest_endpoint(parent: Path) -> Endpoint:
     return _read_endpoint(found[-1])
 
 
+def find_starting(parent: Path) -> Path | None:
+    """Return the directory of the run below `parent` that started last, if a process runs in it; else None. It may have
+    no broker yet."""
+    newest = _newest(parent)
+    return newest if newest is not None and is_going_on(newest) else None
+
+
+def _newest(parent: Path) -> Path | None:
+    runs = sorted(parent.glob(f"*/{CONFIG}"), key=lambda path: path.stat().st_mtime)
+    return runs[-1].parent if runs else None
+
+
 def _without_endpoint(parent: Path) -> str:
     """Return why no run below `parent` has an endpoint, and what its user can do."""
-    runs = sorted(parent.glob(f"*/{CONFIG}"), key=lambda path: path.stat().st_mtime)
-    newest = runs[-1].parent if runs else None
-    if newest is not None and is_going_on(newest):
+    if (starting := find_starting(parent)) is not None:
         return (
-            f"Run {newest.name} has no workers and no broker yet: it starts, or is in a stage before reinforcement"
-            f" learning. Ask again later; `headway dashboard {newest.name}` follows it until then."
+            f"Run {starting.name} has no workers and no broker yet: it starts, or is in a stage before reinforcement"
+            f" learning. Ask again later; `headway dashboard` follows it already."
         )
+    newest = _newest(parent)
     report = f" The newest that has ended is shown by `headway report {newest.name}`." if newest is not None else ""
     return (
         f"No run is going on below {parent.resolve()}. Name one: --broker URL --run NAME (HEADWAY_BROKER and"

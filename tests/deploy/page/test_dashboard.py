@@ -409,4 +409,12 @@ def test_the_command_shows_a_run_that_is_over(tmp_path: Path) -> None:
         url = process.stdout.readline().split()[1]
         assert eventually(lambda: get_json(url, "/page.json")["runs"])[0]["steps"] == [0, 1, 2, 3, 4]
         problem = eventually(lambda: get_json(url, "/live.json")["problem"])
-        assert problem.startswith(f"No process runs in {directory}")
+        assert problem.startswith(f"{directory} has no process")
+
+
+def test_the_command_follows_a_run_that_has_no_broker_yet(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "runs" / "early")
+    with held(directory), dashboard_url(cwd=tmp_path) as url:
+        assert eventually(lambda: get_json(url, "/page.json")["runs"])[0]["name"] == "early"
+        problem = eventually(lambda: get_json(url, "/live.json")["problem"])
+        assert problem.endswith("runs/early has no broker yet; its figures are those of its files.")
