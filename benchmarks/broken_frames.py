@@ -210,7 +210,7 @@ def _bomb(chance: Random) -> bytes:
 
 @cache
 def _bombs() -> tuple[bytes, ...]:
-    """Yield a few bytes that unfold to 64 MiB, or to as many as they should, with the size stated and without."""
+    """Return a few bytes that unfold to 64 MiB, or to as many as they should, with the size stated and without."""
     sizes = (3 * 6, 3 * 9, 3 * MAX_TOKENS, 64 << 20)
     packers = [zstandard.ZstdCompressor(level=1, write_content_size=stated) for stated in (True, False)]
     return tuple(packer.compress(bytes(size)) for size in sizes for packer in packers)

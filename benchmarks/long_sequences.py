@@ -101,7 +101,7 @@ def _reset_peak_gib(device: str) -> float | None:
 
 
 def training_cases(options: argparse.Namespace) -> Iterator[Case]:
-    """Return shorter sequences first, fewer GPUs first."""
+    """Yield shorter sequences first, fewer GPUs first."""
     for tokens in options.tokens:
         for context in options.contexts:
             yield Case(

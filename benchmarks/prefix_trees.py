@@ -42,7 +42,7 @@ SPREAD = 0.5
 
 
 def samples(count: int, group: int, prompt: int, response: int, vocabulary: int) -> Iterator[PackableSequence]:
-    """Return whole groups, `count` samples or as few more as it takes."""
+    """Yield whole groups, `count` samples or as few more as it takes."""
     rng = np.random.default_rng(0)
     for _ in range(-(-count // group)):
         beginning = rng.integers(0, vocabulary, prompt)

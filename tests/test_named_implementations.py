@@ -18,7 +18,7 @@ NAMES = {*ENGINES, *TRANSPORTS, *BACKENDS}
 
 
 def compared(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Return (line, name) of every comparison, membership or `case` that spells a registered name."""
+    """Yield (line, name) of every comparison, membership or `case` that spells a registered name."""
     for node in ast.walk(tree):
         asked = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
         asked += [node.value] if isinstance(node, ast.MatchValue) else []

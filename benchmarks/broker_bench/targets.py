@@ -37,7 +37,7 @@ def judge(done: Mapping[Entry, Sequence[Lap]]) -> list[dict[str, Any]]:
 
 
 def _matches(target: Target, entries: Sequence[Entry]) -> list[tuple[Entry, Entry]]:
-    """Yield Headway's entries and the others' on a server of the same durability."""
+    """Return Headway's entries and the others' on a server of the same durability."""
     sized = [entry for entry in entries if entry.frame_bytes == target.frame_bytes]
     return [
         (mine, theirs)

@@ -69,7 +69,7 @@ class Rollouts:
         return Sample(request, limit, list(prompt.token_ids))
 
     def _trajectories(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[Sampled]]) -> Iterator[Trajectory]:
-        """Return trajectories in the prompts' order, each as many times as it has samples."""
+        """Yield trajectories in the prompts' order, each as many times as it has samples."""
         places = [(prompt, index) for prompt in prompts for index in range(prompt.num_samples)]
         scores = asyncio.run(self._scores([prompt for prompt, _ in places], responses))
         for (prompt, index), response, score in zip(places, responses, scores, strict=True):

@@ -49,7 +49,7 @@ def write_model(workload: Workload, models: Path | None, device: str, timeout_s:
 
 
 def read_weights(directory: Path, dtype: str) -> list[tuple[str, torch.Tensor]]:
-    """Yield the weights by Hugging Face name, as a learner does."""
+    """Return the weights by Hugging Face name, as a learner yields them."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))

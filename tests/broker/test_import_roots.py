@@ -26,7 +26,7 @@ a_number = 3
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return a user's directory with modules of their own, and an environment below it with installed packages."""
+    """Yield a user's directory with modules of their own, and an environment below it with installed packages."""
     home, installed = tmp_path / "home", tmp_path / "home" / ".venv" / "packages"
     (home / "my_package").mkdir(parents=True)
     (home / "my_package" / "__init__.py").touch()

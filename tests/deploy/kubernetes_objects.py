@@ -129,7 +129,7 @@ def rendered(directory: Path) -> list[Object]:
 
 
 def objects_in(directory: Path) -> Iterator[Object]:
-    """Return the objects of all manifests below the directory, as they are written."""
+    """Yield the objects of all manifests below the directory, as they are written."""
     for path in sorted(directory.rglob("*.yaml")):
         if path.name != "kustomization.yaml":
             yield from yaml.safe_load_all(path.read_text())
@@ -173,7 +173,7 @@ def containers_of(pod: Object) -> list[Object]:
 
 
 def references(pod: Object) -> Iterator[str]:
-    """Return the Secrets and ConfigMaps without which the pod would not start."""
+    """Yield the Secrets and ConfigMaps without which the pod would not start."""
     for volume in pod["spec"].get("volumes", []):
         if "secret" in volume:
             yield f"Secret/{volume['secret']['secretName']}"

@@ -155,7 +155,7 @@ def test_a_process_of_its_own(arguments: list[str | bytes], expected: str, place
 
 
 def unbounded(annotation: Any, path: str) -> Iterator[str]:
-    """Return the paths of numbers without an upper bound of their own."""
+    """Yield the paths of numbers without an upper bound of their own."""
     kind = _plain(annotation)
     if get_origin(kind) is tuple:
         kind = _plain(get_args(kind)[0])

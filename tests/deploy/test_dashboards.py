@@ -64,7 +64,7 @@ def printed(option: str) -> str:
 
 
 def expressions(content: Any) -> Iterator[str]:
-    """Return every query in a file."""
+    """Yield every query in a file."""
     if isinstance(content, dict):
         yield from (value for key, value in content.items() if key in ("expr", "definition"))
         content = list(content.values())

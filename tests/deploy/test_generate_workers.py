@@ -150,7 +150,7 @@ def test_a_worker_that_joined_by_the_url_goes_on_for_the_next_writer(
 
 @contextmanager
 def another_writer(url: str) -> Iterator[None]:
-    """Start a living process that answers the same prompts in the run."""
+    """Pretend that another living process answers the same prompts in the run."""
     with closing(BlockingBroker(url, "job")) as blocking:
         holding = blocking.broker.holding
         blocking.call(holding.begin(msgspec.structs.replace(Holder.this_process(), pid=os.getppid())))

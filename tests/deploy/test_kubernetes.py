@@ -219,7 +219,7 @@ def test_every_name_that_a_pod_needs_exists(objects: list[Object]) -> None:
 
 
 def urls(objects: list[Object]) -> Iterator[str]:
-    """Return the URLs of the broker in the pods' environment, without the files that exist only in a pod."""
+    """Yield the URLs of the broker in the pods' environment, without the files that exist only in a pod."""
     for pod in pods_of(objects).values():
         for container in containers_of(pod):
             for variable in container.get("env", []):

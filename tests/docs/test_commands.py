@@ -48,7 +48,7 @@ def blocks() -> list[Block]:
 
 
 def lines(program: str, among: list[Block] | None = None) -> Iterator[list[str]]:
-    """Return the words of every line that calls the program, in all blocks or in those of `among`.
+    """Yield the words of every line that calls the program, in all blocks or in those of `among`.
 
     Comments are left out, and so is the part that redirects the output.
     """

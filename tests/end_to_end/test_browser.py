@@ -95,7 +95,7 @@ def brightness(page: Any, property_: str) -> float:
 
 
 def opened(terminals: Terminals, directory: Path) -> str:
-    """Yield the address of a dashboard of the run."""
+    """Open a dashboard of the run, and return its address."""
     dashboard = terminals.open("dashboard", "dashboard", directory, "--port", "0", "--json")
     wait_until(lambda: "}" in dashboard.said)
     url: str = json.loads(dashboard.said.splitlines()[0])["url"]

@@ -29,7 +29,7 @@ SAMPLES = 32 * 8
 
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory, machine: dict[str, str]) -> Iterator[Path]:
-    """Return the directory of a run whose warm-up is done; it takes nearly all of the time."""
+    """Yield the directory of a run whose warm-up is done; it takes nearly all of the time."""
     opened = Terminals(tmp_path_factory.mktemp("warm"), machine)
     directory = opened.directory("warm")
     _write_pairs(directory / "pairs.jsonl")
@@ -40,7 +40,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory, machine: dict[str, str]) -> I
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, machine: dict[str, str], warm: Path) -> Iterator[Path]:
-    """Return the directory of that run once its pairs are trained, too."""
+    """Yield the directory of that run once its pairs are trained, too."""
     opened = Terminals(tmp_path_factory.mktemp("whole"), machine)
     directory = opened.directory("whole")
     shutil.copytree(warm, directory, dirs_exist_ok=True)

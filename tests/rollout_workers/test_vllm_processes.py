@@ -79,7 +79,7 @@ async def check_what_is_held(engine: Engine, models: list[Any]) -> None:
 
 
 async def check_an_error_in_one_process(engine: Any, models: list[Any]) -> None:
-    """The engine reports the error, and the other process's answer does not confuse the next swap."""
+    """Assert that the engine reports the error, and that the other process's answer does not confuse the next swap."""
     await engine._llm.collective_rpc("fail_in_one_process")
     with pytest.raises(WeightSyncError, match="RuntimeError: told to fail"):
         await hold(engine, models[0])

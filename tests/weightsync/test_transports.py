@@ -51,7 +51,7 @@ DATA = WEIGHTS.buckets
 
 @pytest.fixture
 def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Return a user's directory with a module of their own."""
+    """Make a user's directory with a module of their own."""
     plugged.write(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("HEADWAY_IMPORT_PATH", str(tmp_path))

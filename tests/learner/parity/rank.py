@@ -44,7 +44,7 @@ def main(path: Path) -> None:
 
 
 def run(job: Job) -> None:
-    """The rank's report is written last: it says that the job is done."""
+    """Run the job. The rank's report is written last: it says that the job is done."""
     rank = int(os.environ["RANK"])
     try:
         report = _carried_out(job)
