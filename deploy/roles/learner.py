@@ -335,7 +335,6 @@ def recipe_updater(recipe: Recipe, backend: Backend, ranks: Ranks) -> Updater:
     """Return what turns batches into updates of `backend`, as the recipe wants it. Collective over the ranks."""
     objective = Objective(
         recipe.algorithm,
-        is_one_update=recipe.learner.updates_per_step == 1,
         max_new_tokens=recipe.sampling.max_new_tokens,
     )
     if recipe.algorithm.distillation.candidates:

@@ -89,11 +89,12 @@ class Objective:
     def __init__(
         self, config: AlgorithmConfig, *, is_one_update: bool = False, max_new_tokens: int | None = None
     ) -> None:
-        """`is_one_update`: each batch is trained in a single update. The proximal policy is then the current one, and
+        """`is_one_update`: each batch is trained in a single update, so the proximal policy is the current one, and
         the loss uses its logprobs without another forward pass. `max_new_tokens`: the default length of a fixed
         denominator.
         """
         check_algorithm(config)
+        self._config, self._max_new_tokens = config, max_new_tokens
         self.is_of_pairs = is_of_pairs(config)
         """True where sequences 2p and 2p + 1 of every micro-batch are the chosen and the rejected one of a pair."""
         self.needs_proximal = needs_proximal(config) and not is_one_update
@@ -109,6 +110,11 @@ class Objective:
         self._kl_coefficient = config.kl.coefficient
         self._distillation = config.distillation
         self._weighs_distillation = weighs_distillation(config)
+
+    def of_first_update(self) -> "Objective":
+        """Returns the same loss for the weights before the step: their logprobs are the proximal ones, so it needs no
+        other forward pass for them."""
+        return Objective(self._config, is_one_update=True, max_new_tokens=self._max_new_tokens)
 
     def token_loss(
         self,

@@ -112,6 +112,7 @@ class Updater:
         self._backend = backend
         self._ranks = ranks
         self._objective = objective
+        self._first_objective = objective.of_first_update()
         self._reference = reference
         self._critic = critic
         self._advantage = None if critic else open_advantage(algorithm)
@@ -183,14 +184,18 @@ class Updater:
 
     def update(self, packed: Sequence[list[PackedBatch]], step: int) -> Update:
         """Makes an optimizer update of each part of a packed step; proximal logprobs are those before the first of
-        them."""
+        them, which needs no forward pass for its own."""
         parts = self._parts(packed)
-        proximal = [self._logprobs(part.batches) if self._objective.needs_proximal else None for part in parts]
+        objectives = [self._first_objective, *[self._objective] * (len(parts) - 1)]
+        proximal = [
+            self._logprobs(part.batches) if objective.needs_proximal else None
+            for objective, part in zip(objectives, parts, strict=True)
+        ]
         learning_rate = self.learning_rate(step)
         losses, norms, reports, critic_reports = [], [], [], list[dict[str, float]]()
-        for part, proximal_logprobs in zip(parts, proximal, strict=True):
-            current_logprobs = self._logprobs(part.batches) if self._objective.needs_current else None
-            token_loss = self._objective.token_loss(
+        for objective, part, proximal_logprobs in zip(objectives, parts, proximal, strict=True):
+            current_logprobs = self._logprobs(part.batches) if objective.needs_current else None
+            token_loss = objective.token_loss(
                 part.batches, self._ranks.sum, proximal_logprobs, part.reference, current_logprobs
             )
             loss, grad_norm, report = self._backend.step(part.batches, token_loss, self._temperature, learning_rate)

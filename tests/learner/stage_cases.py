@@ -170,7 +170,7 @@ def updater_of(backend: Backend, algorithm: AlgorithmConfig, backend_kind: str) 
     return Updater(
         backend,
         ranks,
-        Objective(algorithm, is_one_update=True),
+        Objective(algorithm),
         reference,
         critic,
         algorithm=algorithm,

@@ -13,11 +13,12 @@ from algorithms.presets import PRESETS
 from learner.algorithm_config import AlgorithmConfig
 from learner.backends import open_backend
 from learner.backends.base import Backend, TokenLoss
+from learner.backends.fsdp.backend import FsdpBackend
 from learner.config import LearnerConfig
 from learner.objective.composition import needs_reference
 from learner.objective.critic import Critic
 from learner.objective.objective import Objective
-from learner.objective.update import Updater
+from learner.objective.update import Update, Updater
 from learner.ranks import Ranks
 from learner.rows.batch import PackedBatch
 from tests.learner.preset_oracles import LOSSES, MAX_NEW_TOKENS, OF_PAIRS, Response, Token, loss_of
@@ -136,7 +137,7 @@ def train(name: str, updates_per_step: int, monkeypatch: pytest.MonkeyPatch) -> 
     updater = Updater(
         backend,
         ranks,
-        Objective(config, is_one_update=updates_per_step == 1, max_new_tokens=MAX_NEW_TOKENS),
+        Objective(config, max_new_tokens=MAX_NEW_TOKENS),
         reference() if needs_reference(config) else None,
         critic,
         algorithm=config,
@@ -176,3 +177,21 @@ def test_every_update_of_a_step_is_the_published_loss(
         if number:
             moved = [abs(float(t.current.detach()) - t.proximal) for response in responses for t in response]
             assert max(moved) > 0.3
+
+
+def test_the_first_update_of_a_step_takes_no_forward_pass_beside_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = list[int]()
+    logprobs, update = FsdpBackend.logprobs, Updater.update
+
+    def counted(backend: FsdpBackend, batches: Sequence[PackedBatch], temperature: float) -> list[torch.Tensor]:
+        passes.append(len(batches))
+        return logprobs(backend, batches, temperature)
+
+    def updated(updater: Updater, *arguments: Any) -> Update:
+        passes.clear()  # those of the samples
+        return update(updater, *arguments)
+
+    monkeypatch.setattr(FsdpBackend, "logprobs", counted)
+    monkeypatch.setattr(Updater, "update", updated)
+    updates = train("decoupled_ppo", 3, monkeypatch)
+    assert passes == [len(seen) for seen in updates[1:]]

@@ -26,7 +26,7 @@ def updater_of(config: AlgorithmConfig, *, micro_batch_tokens: int = 40, updates
     return Updater(
         open_backend("fsdp", model_config("qwen3"), OPTIMIZER, seed=3),
         Ranks(0, 1, 0, 1, is_lead=True),
-        Objective(config, is_one_update=updates_per_step == 1),
+        Objective(config),
         reference(),
         algorithm=config,
         learner=LearnerConfig(micro_batch_tokens=micro_batch_tokens, updates_per_step=updates_per_step),

@@ -26,7 +26,7 @@ def test_an_update_on_trimmed_groups(aggregation: str) -> None:
     updater = Updater(
         backend,
         Ranks.of(backend),
-        Objective(config, is_one_update=True),
+        Objective(config),
         None,
         algorithm=config,
         learner=LearnerConfig(micro_batch_tokens=40),

@@ -311,7 +311,7 @@ def test_an_update_replays_and_its_reference_chooses_for_itself() -> None:
     updater = Updater(
         backend,
         Ranks.of(backend),
-        Objective(algorithm, is_one_update=True),
+        Objective(algorithm),
         reference,
         algorithm=algorithm,
         learner=LearnerConfig(micro_batch_tokens=40),

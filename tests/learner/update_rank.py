@@ -64,7 +64,7 @@ def updates(
     torch.set_num_threads(1)
     algorithm = msgspec.convert(ALGORITHMS[preset], AlgorithmConfig)
     backend = open_backend(backend_kind, MODEL, OPTIMIZER, seed=3)
-    objective = Objective(algorithm, is_one_update=updates_per_step == 1)
+    objective = Objective(algorithm)
     updater = Updater(
         backend,
         Ranks.of(backend),
