@@ -22,7 +22,7 @@ EXTERN_TESTS := tests/deploy/test_dashboards.py tests/deploy/test_slurm.py tests
 	tests/end_to_end/test_browser.py tests/docs/test_site_in_browser.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev install-megatron demo demo-vllm demo-megatron chaos parity peer-losses bench-broker study-staleness docs test test-quick test-ray test-trackers test-browser test-extern extern-tools check shape format clean
+.PHONY: help install install-dev install-megatron demo demo-vllm demo-megatron chaos parity peer-losses race bench-broker study-staleness docs test test-quick test-ray test-trackers test-browser test-extern extern-tools check shape format clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -78,6 +78,9 @@ parity: install-dev  ## every layout of both backends against plain transformers
 
 peer-losses: $(PEERS)/.installed  ## every loss against verl's and TRL's own code, in an environment of its own
 	@$(PEERS)/bin/python -W ignore -m benchmarks.peer_losses
+
+race: $(PEERS)/.installed  ## Headway against TRL's GRPO trainer: samples a second and pass rates (ROUNDS=1, minutes)
+	@$(BIN)/python -m benchmarks.peers --output build/race --rounds $(or $(ROUNDS),1) --python $(PEERS)/bin/python
 
 bench-broker: $(BENCH)/.installed  ## the broker against Streams, ZeroMQ, Ray queues and others: figures and whether targets are met
 	@$(BENCH)/bin/python -m benchmarks.broker

@@ -1,0 +1,95 @@
+"""python -m benchmarks.peers --output DIR [--python .venv/peers/bin/python] [--rounds 1]
+       [--of headway,trl-1-thread,...] [--recipe arithmetic.yaml] [--device cpu|cuda] [key=value ...]
+
+Headway and TRL train the recipe's model on its task, from the same warmed-up weights; `key=value` are overrides of the
+recipe for both. TRL races with each of its settings, and the best of them counts. In every round each contestant runs
+once, in turn, and its median run counts. A warm-up that has ended is not made again: give the same output to go on.
+With `--device cuda` both generate with vLLM on one GPU. Progress goes to standard error; the last line is one JSON
+object. The exit code is 1 if a run failed; targets that are missed stand in "met".
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from . import contestants
+from .comparison import compared
+from .figures import Figures
+from .race import Race
+
+
+def main() -> int:
+    """Return the exit code: 1 if a run failed."""
+    options = _parse()
+    race = Race(
+        recipe=options.recipe,
+        overrides=tuple(options.overrides),
+        output=str(options.output.absolute()),
+        device=options.device,
+    )
+    race.load()  # refuses, before anything starts, what is no race
+    contestants.warm_up(race, options.timeout_s)
+    before = contestants.pass_rate(race, race.model, options.timeout_s)
+    rounds: dict[str, list[Figures]] = {name: [] for name in options.of}
+    failed: dict[str, str] = {}
+    for _ in range(options.rounds):
+        for name in options.of:
+            _tell(f"{name}, load {os.getloadavg()[0]:.1f}")
+            try:
+                figures = contestants.run(name, race, options.python, options.timeout_s)
+            except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+                failed[name] = str(error)[-200:]
+                continue
+            rounds[name].append(figures)
+            _tell(json.dumps({name: msgspec.to_builtins(figures)}))
+    tried = {name: msgspec.to_builtins(setting) for name, setting in contestants.TRL.items() if name in options.of}
+    about = {"recipe": options.recipe, "overrides": options.overrides, "device": options.device, "tried_of_trl": tried}
+    print(json.dumps({**about, **compared(rounds, before), "load": os.getloadavg()[0], "failed": failed}))
+    return int(bool(failed))
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the recipe, such as learner.steps=20")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--python", type=Path, default=Path(".venv/peers/bin/python"), help="an interpreter with TRL")
+    parser.add_argument("--recipe", default="arithmetic.yaml")
+    parser.add_argument(
+        "--of",
+        type=_names,
+        default=contestants.DEFAULT,
+        metavar="NAME,...",
+        help=f"of {', '.join(contestants.NAMES)}; default: {','.join(contestants.DEFAULT)}",
+    )
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--timeout-s", type=float, default=900.0, help="of one command")
+    options = parser.parse_intermixed_args()
+    if not options.python.exists() and set(options.of) & set(contestants.TRL):
+        parser.error(
+            f"--python {options.python} does not exist; `make race` installs TRL into an environment of its own"
+        )
+    options.output.mkdir(parents=True, exist_ok=True)
+    return options
+
+
+def _names(text: str) -> tuple[str, ...]:
+    asked = text.split(",")
+    if unknown := set(asked) - set(contestants.NAMES):
+        raise argparse.ArgumentTypeError(f"no {', '.join(sorted(unknown))}; there are {', '.join(contestants.NAMES)}")
+    return tuple(asked)
+
+
+def _tell(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

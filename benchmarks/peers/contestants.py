@@ -1,0 +1,94 @@
+"""The contestants: Headway, and TRL with each of its settings. Each runs in processes of its own, and one evaluator
+measures all models."""
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.learns.parts import finish
+from deploy.run.stage_output import is_complete
+
+from . import of_headway
+from .figures import Figures
+from .of_trl import TrlOrder, TrlSetting
+from .race import Race
+
+TRL = {
+    "trl-1-thread": TrlSetting(threads=1),
+    "trl-all-threads": TrlSetting(),
+    "trl-1-thread-4-micro-batches": TrlSetting(threads=1, micro_batches=4),
+    "trl-1-thread-continuous": TrlSetting(threads=1, continuous_batching=True),
+    "trl-1-thread-eager-experts": TrlSetting(threads=1, model={"experts_implementation": "eager"}),
+    "trl-1-thread-batched-experts": TrlSetting(threads=1, model={"experts_implementation": "batched_mm"}),
+}
+"""TRL's settings, by the name of their runs."""
+DEFAULT = (of_headway.NAME, "trl-1-thread", "trl-all-threads")
+"""The contestants that race unless the user names others."""
+NAMES = (of_headway.NAME, *TRL)
+
+
+def warm_up(race: Race, timeout_s: float) -> None:
+    """Make the model from which all start, unless it is there.
+
+    Raises CalledProcessError or TimeoutExpired, its output on stderr.
+    """
+    if not is_complete(race.model):
+        place = (f"run.directory={race.output}", f"run.name={race.model.name}")
+        command = ["sft", race.recipe, "--output", str(race.model), *race.all_overrides, *place]
+        finish(command, race.model, timeout_s)
+
+
+def run(name: str, race: Race, python: Path, timeout_s: float) -> Figures:
+    """Make a contestant's run anew and measure its model; `python` is an interpreter that has TRL.
+
+    Raises CalledProcessError or TimeoutExpired, its output on stderr.
+    """
+    before = _processor_s()
+    if name == of_headway.NAME:
+        figures, model = of_headway.drive(race, timeout_s)
+    else:
+        figures, model = _drive_trl(TRL[name], race, Path(race.output) / name, python, timeout_s)
+    samples = len(figures.rewards) * race.samples_per_step
+    return msgspec.structs.replace(
+        figures,
+        processor_ms_per_sample=round(1000 * (_processor_s() - before) / samples, 2),
+        pass_rate=pass_rate(race, model, timeout_s),
+    )
+
+
+def pass_rate(race: Race, model: Path, timeout_s: float) -> float:
+    """Return the share of the recipe's held-out prompts that a saved model solves, by Headway's embedded engine.
+
+    Raises CalledProcessError or TimeoutExpired.
+    """
+    command = (sys.executable, "-m", "deploy", "eval", race.recipe, *race.all_overrides, "--checkpoint", str(model))
+    done = subprocess.run([*command, "--json"], stdout=subprocess.PIPE, check=True, timeout=timeout_s)
+    return float(json.loads(done.stdout)["pass_rate"])
+
+
+def _drive_trl(
+    setting: TrlSetting, race: Race, directory: Path, python: Path, timeout_s: float
+) -> tuple[Figures, Path]:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir()
+    order, result = directory / "order.json", directory / "figures.json"
+    order.write_bytes(msgspec.json.encode(TrlOrder(race=race, setting=setting, model=str(directory / "model"))))
+    command = (str(python), "-W", "ignore", "-m", f"{__package__}.of_trl", str(order), str(result))
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    if setting.threads:
+        environment["OMP_NUM_THREADS"] = str(setting.threads)
+    # This process's standard output has only one JSON object.
+    subprocess.run(command, stdout=sys.stderr, check=True, timeout=timeout_s, env=environment)
+    return msgspec.json.decode(result.read_bytes(), type=Figures), directory / "model"
+
+
+def _processor_s() -> float:
+    """Return the processor time of all processes that have ended and that this one, or one of them, waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

@@ -1,0 +1,77 @@
+"""Headway's driver: `headway run` as a user starts it, with nothing but the race's recipe."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from benchmarks.learns.parts import finish
+from broker.schema import StepMetrics
+from deploy.run.directory import CHECKPOINTS
+from deploy.run.report import METRICS, lineage, read_last_look, read_lines
+from learner.checkpoints.checkpoint import CheckpointStore
+
+from .figures import Figures, Step, figures_of
+from .race import Race
+
+NAME = "headway"
+
+
+def arguments(race: Race) -> list[str]:
+    """Return the arguments of `headway` that make the run, which writes one checkpoint, at its end."""
+    steps = race.load().learner.steps
+    return [
+        "run",
+        race.recipe,
+        "--overwrite",
+        *race.all_overrides,
+        f"model.path={race.model}",
+        "sft.phases=[]",
+        f"run.directory={race.output}",
+        f"run.name={NAME}",
+        f"checkpoint.every_steps={steps}",
+        "evaluation.prompts=0",
+    ]
+
+
+def drive(race: Race, timeout_s: float) -> tuple[Figures, Path]:
+    """Make the run, and return its figures and the directory of its model.
+
+    Raises CalledProcessError or TimeoutExpired, its output on stderr.
+    """
+    directory, began = Path(race.output) / NAME, time.time()
+    finish(arguments(race), directory, timeout_s)
+    latest = CheckpointStore(directory / CHECKPOINTS, keep=1).latest()
+    assert latest is not None, directory
+    return read_figures(directory, began), latest.path
+
+
+def read_figures(directory: Path, began: float) -> Figures:
+    """Return the figures from the files of a run whose command began at that time of the clock."""
+    metrics = lineage(read_lines(directory / METRICS, StepMetrics))
+    # The last line was written when the last step ended; the lines count from the beginning of the learner's loop.
+    loop_s = (directory / METRICS).stat().st_mtime - began - metrics[-1].time_s
+    steps = [
+        Step(
+            end_s=loop_s + step.time_s,
+            samples=step.trajectories,
+            tokens=round(step.trajectories * step.response_tokens_mean),
+            reward=step.reward_mean,
+            learner_idle_s=step.take_s,
+        )
+        for step in metrics
+    ]
+    look = read_last_look(directory)
+    workers = look.workers if look else ()
+    swaps = sum(worker.swaps for worker in workers)
+    return figures_of(
+        steps,
+        engine_idle=_idle([worker.busy_s for worker in workers], look.time_s) if look and workers else None,
+        pause_per_update_s=sum(worker.swap_s for worker in workers) / swaps if swaps else None,
+        lag_mean=fmean(step.lag_mean for step in metrics),
+    )
+
+
+def _idle(busy_s: Sequence[float], loop_s: float) -> float:
+    """Return the share of the learner's loop in which a worker's engine had nothing to do, its start included."""
+    return max(0.0, 1 - fmean(busy_s) / loop_s)

@@ -1,0 +1,255 @@
+"""python -m benchmarks.peers.of_trl ORDER RESULT
+
+TRL's driver: its GRPOTrainer on the race's prompts, with the race's verifier, in an interpreter that has TRL. It
+generates with transformers on a CPU, with vLLM in its own process on a GPU. ORDER and RESULT are files of JSON.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from broker.schema import Prompt
+from deploy.recipe.recipe import Recipe
+
+from .figures import FIRST, Figures, Step, figures_of
+from .race import Race
+
+BEGAN = time.monotonic()
+
+
+class TrlSetting(msgspec.Struct, frozen=True, kw_only=True):
+    """One of TRL's settings that is tried."""
+
+    threads: int | None = None
+    """OMP_NUM_THREADS; None: as many as PyTorch takes by itself."""
+    micro_batches: int = 1
+    """Forward and backward passes of an update."""
+    continuous_batching: bool = False
+    """Whether transformers generates in continuous batches instead of one padded batch."""
+    model: dict[str, Any] = {}
+    """Arguments with which transformers loads the model."""
+
+
+class TrlOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """A run of TRL's trainer."""
+
+    race: Race
+    setting: TrlSetting
+    model: str
+    """The directory where it saves its model."""
+
+
+class Clock:
+    """Notes when steps end, and what the verifier saw and the engine took in each of them."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.generating_s: list[float] = []
+        """Seconds of each step in which samples were generated."""
+        self._rewards: list[float] = []
+        self._tokens = 0
+        self._generating_s = 0.0
+        self._ended = time.monotonic()
+
+    def add_samples(self, rewards: Sequence[float], responses: Sequence[Sequence[int]]) -> None:
+        """Note the rewards and the tokens of responses."""
+        self._rewards += rewards
+        self._tokens += sum(map(len, responses))
+
+    def add_generation(self, seconds: float) -> None:
+        """Note the time of a call that generated."""
+        self._generating_s += seconds
+
+    def begin(self) -> None:
+        """Start the first step."""
+        self._ended = time.monotonic()
+
+    def end_step(self) -> None:
+        """End a step: all that was noted since the last one is its own."""
+        now, samples = time.monotonic(), len(self._rewards)
+        self.steps.append(
+            Step(
+                end_s=now - BEGAN,
+                samples=samples,
+                tokens=self._tokens,
+                reward=sum(self._rewards) / max(1, samples),
+                learner_idle_s=self._generating_s,
+            )
+        )
+        self.generating_s.append(self._generating_s)
+        self._rewards, self._tokens, self._generating_s, self._ended = [], 0, 0.0, now
+
+    def figures(self, first: int = FIRST) -> Figures:
+        """Return the figures: while one part works the other one is idle, all of an update is the engine's pause."""
+        first = min(first, len(self.steps) - 1)
+        seconds = self.steps[-1].end_s - self.steps[first - 1].end_s
+        training_s = seconds - sum(self.generating_s[first:])
+        return figures_of(
+            self.steps,
+            engine_idle=training_s / seconds,
+            pause_per_update_s=training_s / len(self.steps[first:]),
+            first=first,
+        )
+
+
+def rows_of(recipe: Recipe, steps: int) -> list[dict[str, str]]:
+    """Return the prompts of so many steps, those that Headway's cursor feeds, in its order."""
+    from learner.data.prompts import open_source
+
+    source = open_source(recipe.prompts, recipe.run.seed)
+    items = [source.train(0, position) for position in range(steps * recipe.learner.groups_per_step)]
+    return [
+        {
+            "prompt": item.content if isinstance(item.content, str) else msgspec.json.encode(item.content).decode(),
+            "ground_truth": item.ground_truth,
+            "data_source": item.data_source,
+            "extra": msgspec.json.encode(item.extra_info).decode(),
+        }
+        for item in items
+    ]
+
+
+def config_of(race: Race, setting: TrlSetting, directory: str) -> dict[str, Any]:
+    """Return the arguments of GRPOConfig: the race's loss, optimizer and batch, and otherwise what is fastest."""
+    recipe = race.load()
+    on_gpu, optimizer, updates = race.device == "cuda", recipe.optimizer, recipe.learner.updates_per_step
+    passes = updates * setting.micro_batches
+    return {
+        "output_dir": directory,
+        "max_steps": recipe.learner.steps * updates,
+        "per_device_train_batch_size": race.samples_per_step // passes,
+        "gradient_accumulation_steps": setting.micro_batches,
+        "steps_per_generation": passes,
+        "num_generations": recipe.learner.group_size,
+        "max_completion_length": recipe.sampling.max_new_tokens,
+        "temperature": recipe.sampling.temperature,
+        "top_p": recipe.sampling.top_p,
+        "loss_type": "dapo",  # the mean over all tokens, as the preset has it
+        "beta": recipe.algorithm.kl.coefficient,
+        "router_aux_loss_coef": 0.0 if "moe" in _architecture(race) else None,
+        "learning_rate": optimizer.learning_rate,
+        "lr_scheduler_type": "constant",
+        "adam_beta1": optimizer.beta1,
+        "adam_beta2": optimizer.beta2,
+        "adam_epsilon": optimizer.epsilon,
+        "weight_decay": optimizer.weight_decay,
+        "max_grad_norm": optimizer.max_grad_norm,
+        "seed": recipe.run.seed,
+        "shuffle_dataset": False,
+        "bf16": on_gpu,
+        "use_cpu": not on_gpu,
+        "gradient_checkpointing": False,
+        "use_transformers_continuous_batching": setting.continuous_batching,
+        "use_vllm": on_gpu,
+        **({"vllm_mode": "colocate", "vllm_max_model_length": recipe.engine.max_model_len} if on_gpu else {}),
+        "model_init_kwargs": {"dtype": "float32", "attn_implementation": "sdpa", **setting.model},
+        "save_strategy": "no",
+        "logging_steps": recipe.learner.steps,
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+
+
+def _architecture(race: Race) -> str:
+    return str(msgspec.json.decode((race.model / "config.json").read_bytes())["model_type"])
+
+
+class Verifier:
+    """The race's rewards as TRL calls them, which also tell the clock what was sampled."""
+
+    def __init__(self, recipe: Recipe, model: Path, clock: Clock) -> None:
+        from rollout_workers.decoding import load_decoding
+
+        self._recipe = recipe
+        self._clock = clock
+        self._decoding = load_decoding(model)
+        self._reward: Any = None
+
+    async def score(
+        self,
+        prompts: Sequence[str],
+        completion_ids: Sequence[Sequence[int]],
+        ground_truth: Sequence[str],
+        data_source: Sequence[str],
+        extra: Sequence[str],
+        **_others: Any,
+    ) -> list[float]:
+        """Return the rewards of these responses."""
+        from deploy.recipe.operators import roots_of
+        from rollout_workers.decoding import response_text
+        from rollout_workers.rewards import open_reward
+
+        if self._reward is None:  # opened in the loop that uses it
+            self._reward = await open_reward(self._recipe.rewards, roots_of(self._recipe))
+        rewards = []
+        for text, ids, truth, source, facts in zip(
+            prompts, completion_ids, ground_truth, data_source, extra, strict=True
+        ):
+            asked = Prompt(
+                group="race",
+                token_ids=[],
+                text=text,
+                ground_truth=truth,
+                data_source=source,
+                extra_info=msgspec.json.decode(facts),
+                num_samples=1,
+            )
+            reason = "stop" if ids and ids[-1] in self._decoding.stop_token_ids else "length"
+            score = await self._reward.score(asked, response_text(self._decoding, ids), reason, ids)
+            rewards.append(score.total)
+        self._clock.add_samples(rewards, completion_ids)
+        return rewards
+
+
+def run(order: TrlOrder) -> Figures:
+    """Train, save the model, and return the figures."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    recipe, model, clock = order.race.load(), order.race.model, Clock()
+    updates = recipe.learner.updates_per_step
+    verifier = Verifier(recipe, model, clock)
+
+    async def score(**given: Any) -> list[float]:
+        return await verifier.score(**given)
+
+    class Steps(TrainerCallback):  # type: ignore[misc]  # transformers exports it lazily, without a type
+        def on_step_end(self, _arguments: Any, state: Any, *_control: Any, **_options: Any) -> None:
+            if state.global_step % updates == 0:
+                clock.end_step()
+
+    class Timed(GRPOTrainer):  # type: ignore[misc]  # TRL exports it lazily, without a type
+        def _generate_single_turn(self, *arguments: Any, **options: Any) -> Any:
+            began = time.monotonic()
+            try:
+                return super()._generate_single_turn(*arguments, **options)
+            finally:
+                clock.add_generation(time.monotonic() - began)
+
+    trainer = Timed(
+        model=str(model),
+        args=GRPOConfig(**config_of(order.race, order.setting, order.model)),
+        reward_funcs=score,
+        train_dataset=Dataset.from_list(rows_of(recipe, recipe.learner.steps)),
+        processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
+        callbacks=[Steps()],
+    )
+    trainer.train()
+    trainer.save_model(order.model)
+    return clock.figures()
+
+
+def main() -> None:
+    """Make the ordered run, and write its figures."""
+    order, result = map(Path, sys.argv[1:])
+    figures = run(msgspec.json.decode(order.read_bytes(), type=TrlOrder))
+    result.write_bytes(msgspec.json.encode(figures))
+
+
+if __name__ == "__main__":
+    main()

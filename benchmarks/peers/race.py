@@ -1,0 +1,59 @@
+"""The definition of the race, which both drivers read: a recipe of Headway with overrides, and its warmed-up model."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from broker.errors import ConfigError
+from deploy.recipe.loading import load_recipe
+from deploy.recipe.recipe import Recipe
+from deploy.run.stage_output import SFT
+
+ON_GPU = (
+    "learner.device=cuda",
+    "engine.kind=vllm",
+    "engine.device=cuda",
+    "engine.options={gpu_memory_utilization: 0.3}",
+    "weights.transport=ipc",
+    "workers.count=1",
+)
+"""Learner and engine of Headway on one GPU, with the share of its memory that TRL leaves to its engine by default."""
+GRPO = ("group_mean_std", "ppo_clip", "token_mean")
+"""The composition that both have: the preset `grpo`, TRL's `loss_type="dapo"`."""
+
+
+class Race(msgspec.Struct, frozen=True, kw_only=True):
+    """The same race for every driver."""
+
+    recipe: str
+    """A path, or the name of a recipe that ships."""
+    overrides: tuple[str, ...] = ()
+    output: str
+    """The absolute path of the directory of all models and runs."""
+    device: str = "cpu"
+
+    @property
+    def model(self) -> Path:
+        """The directory of the warmed-up model from which all start."""
+        return Path(self.output) / SFT
+
+    @property
+    def all_overrides(self) -> tuple[str, ...]:
+        """The overrides of the recipe, the user's last."""
+        return (*(ON_GPU if self.device == "cuda" else ()), *self.overrides)
+
+    @property
+    def samples_per_step(self) -> int:
+        """The number of samples that one step trains."""
+        learner = self.load().learner
+        return learner.groups_per_step * learner.group_size
+
+    def load(self, overrides: Sequence[str] = ()) -> Recipe:
+        """Return the recipe. Raises ConfigError, also for a loss that TRL does not have in the same form."""
+        recipe = load_recipe(self.recipe, [*self.all_overrides, *overrides])
+        loss = recipe.algorithm
+        found = (loss.advantage.kind, loss.objective.kind, loss.aggregation.kind)
+        if found != GRPO or loss.corrections or loss.kl.coefficient or loss.dynamic_sampling:
+            raise ConfigError(f"algorithm: {found} is not the loss of the race; leave it at algorithm.preset=grpo.")
+        return recipe

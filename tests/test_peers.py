@@ -1,0 +1,156 @@
+"""The race with TRL: its one definition, how both drivers read it, and the comparison. TRL itself is not needed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from benchmarks.peers import comparison, contestants, of_headway
+from benchmarks.peers.figures import Figures, Step, figures_of
+from benchmarks.peers.of_trl import Clock, TrlSetting, Verifier, config_of, rows_of
+from benchmarks.peers.race import Race
+from broker.errors import ConfigError
+from broker.schema import WorkerInfo
+from deploy.recipe.loading import load_recipe
+from deploy.run.events import HeartbeatEvent, StepEvent
+from learner.data.prompts import open_source
+from learner.models.model import load_model, load_tokenizer
+from tests.deploy.runs import bare_metrics, open_record, run_status, worker
+from tests.learner.tiny import model_config
+
+ROOT = Path(__file__).parents[1]
+
+
+def race_in(output: Path, *overrides: str, **changes: Any) -> Race:
+    return Race(**{"recipe": "arithmetic.yaml", "overrides": overrides, "output": str(output), **changes})
+
+
+@pytest.fixture
+def race(tmp_path: Path) -> Race:
+    """Return a race whose model is there."""
+    one = race_in(tmp_path, "learner.steps=3", "learner.groups_per_step=4", "optimizer.learning_rate=3e-4")
+    load_model(model_config("qwen3_moe")).save_pretrained(one.model)
+    load_tokenizer(model_config("qwen3_moe")).save_pretrained(one.model)
+    return one
+
+
+def test_headway_runs_the_race_from_the_warmed_up_model(tmp_path: Path) -> None:
+    race = race_in(tmp_path, "learner.steps=7", "run.seed=5")
+    command, recipe, *arguments = of_headway.arguments(race)
+    ours, given = load_recipe(recipe, [one for one in arguments if "=" in one]), race.load()
+    assert command == "run"
+    assert (ours.model.path, ours.warm_up, ours.run_directory) == (str(race.model), (), tmp_path / "headway")
+    assert (ours.learner, ours.optimizer, ours.algorithm) == (given.learner, given.optimizer, given.algorithm)
+    assert (ours.checkpoint.every_steps, ours.evaluation.prompts, ours.run.seed) == (7, 0, 5)
+
+
+def test_on_a_gpu_both_generate_with_vllm(race: Race) -> None:
+    on_gpu = msgspec.structs.replace(race, device="cuda")
+    recipe, trl = on_gpu.load(), config_of(on_gpu, TrlSetting(), "/m")
+    assert (recipe.engine.kind, recipe.engine.device, recipe.learner.device) == ("vllm", "cuda", "cuda")
+    assert (trl["use_vllm"], trl["vllm_mode"], trl["use_cpu"]) == (True, "colocate", False)
+
+
+def test_trl_trains_as_many_samples_in_as_many_updates_at_the_same_rate(race: Race) -> None:
+    whole, parted = (config_of(race, TrlSetting(micro_batches=count), "/m") for count in (1, 4))
+    assert (whole["per_device_train_batch_size"], whole["steps_per_generation"], whole["max_steps"]) == (32, 1, 3)
+    assert (parted["per_device_train_batch_size"], parted["gradient_accumulation_steps"]) == (8, 4)
+    assert (whole["num_generations"], whole["max_completion_length"], whole["learning_rate"]) == (8, 32, 3e-4)
+    twice = config_of(race_in(Path(race.output), "learner.updates_per_step=2"), TrlSetting(), "/m")
+    assert (twice["per_device_train_batch_size"], twice["steps_per_generation"], twice["max_steps"]) == (128, 2, 120)
+
+
+def test_trl_gets_the_prompts_that_headway_feeds_in_their_order(race: Race) -> None:
+    recipe = race.load()
+    rows, source = rows_of(recipe, 3), open_source(recipe.prompts, recipe.run.seed)
+    assert [row["prompt"] for row in rows] == [source.train(0, position).content for position in range(12)]
+    assert [row["ground_truth"] for row in rows] == [source.train(0, position).ground_truth for position in range(12)]
+
+
+async def test_trls_samples_are_judged_by_headways_reward(race: Race) -> None:
+    tokenizer, clock = load_tokenizer(model_config("qwen3_moe")), Clock()
+    end, answers = tokenizer.eos_token_id, [tokenizer(text).input_ids for text in ("4*5=0#0", "4*5=0#1", "4*5=0#0")]
+    responses = [[*answers[0], end], [*answers[1], end], answers[2]]  # right, wrong, cut off
+    columns = {"ground_truth": ["0"] * 3, "data_source": ["arithmetic"] * 3, "extra": ["{}"] * 3}
+    verifier = Verifier(race.load(), race.model, clock)
+    assert await verifier.score(["^4*5="] * 3, responses, **columns, trainer_state=None) == [1.0, 0.0, 0.0]
+    clock.add_generation(0.25)
+    clock.end_step()
+    (step,) = clock.steps
+    assert (step.samples, step.tokens, round(step.reward, 3), step.learner_idle_s) == (3, 23, 0.333, 0.25)
+
+
+def test_another_loss_is_no_race(tmp_path: Path) -> None:
+    for override in ("algorithm.preset=gspo", "algorithm.kl.coefficient=0.1", "algorithm.dynamic_sampling=2"):
+        with pytest.raises(ConfigError, match="not the loss of the race"):
+            race_in(tmp_path, override).load()
+
+
+def steps_of(*ends_s: float, samples: int = 4) -> list[Step]:
+    return [Step(end_s=end, samples=samples, tokens=10, reward=0.5, learner_idle_s=0.25) for end in ends_s]
+
+
+def test_first_steps_do_not_count_towards_speeds() -> None:
+    one = figures_of(steps_of(50, 60, 61, 62), engine_idle=0.0, pause_per_update_s=None, first=2)
+    assert (one.samples_per_s, one.tokens_per_s, one.response_tokens, one.learner_idle) == (4.0, 10.0, 2.5, 0.25)
+    assert (one.first_step_s, one.seconds, one.ends_s) == (50, 62, [50, 60, 61, 62])
+    assert (one.engine_idle, one.pause_per_update_s) == (0.0, None)
+
+
+def test_a_synchronous_trainer_pauses_generation_for_all_of_an_update() -> None:
+    clock = Clock()
+    clock.steps, clock.generating_s = steps_of(10, 12, 14), [9.0, 0.5, 1.5]
+    one = clock.figures(first=1)
+    assert (one.engine_idle, one.pause_per_update_s) == (0.5, 1.0)
+
+
+def test_headways_files_become_figures(tmp_path: Path) -> None:
+    record = open_record(tmp_path)
+    for step in range(3):
+        values = {"trajectories": 8, "response_tokens_mean": 5.0, "reward_mean": 0.5, "take_s": 0.5, "lag_mean": 1.0}
+        metrics = bare_metrics(incarnation=1, step=step, time_s=2.0 * (step + 1), step_s=2.0, **values)
+        record.write(StepEvent(metrics=metrics, tids=()))
+    workers = tuple(busy(name, seconds) for name, seconds in (("a", 3.0), ("b", 4.5)))
+    status = msgspec.structs.replace(run_status(), workers=workers)
+    record.write(HeartbeatEvent.later(status, step=2, time_s=5.0))
+    os.utime(tmp_path / "metrics.jsonl", (1000.0, 1000.0))
+    one = of_headway.read_figures(tmp_path, began=970.0)
+    assert one.ends_s == [26.0, 28.0, 30.0]
+    assert (one.samples_per_s, one.tokens_per_s, one.learner_idle, one.lag_mean) == (4.0, 20.0, 0.25, 1.0)
+    assert (one.engine_idle, one.pause_per_update_s) == (0.25, 0.05)
+
+
+def busy(name: str, seconds: float) -> WorkerInfo:
+    return msgspec.structs.replace(worker(name, None), busy_s=seconds, swaps=10, swap_s=0.5)
+
+
+def ran(speed: int, pass_rate: float) -> Figures:
+    one = figures_of(steps_of(1, 2, samples=speed), engine_idle=None, pause_per_update_s=None)
+    return msgspec.structs.replace(one, pass_rate=pass_rate)
+
+
+def test_the_median_run_is_compared_with_the_best_setting_of_trl() -> None:
+    ours, slow, best = [ran(90, 0.9), ran(30, 0.95), ran(60, 0.93)], [ran(20, 0.99)], [ran(50, 0.95)]
+    rounds = {"headway": ours, "trl-1-thread": slow, "trl-all-threads": best}
+    one = comparison.compared(rounds, before=0.3)
+    assert (one["best_of_trl"], one["times_faster"], list(one["met"].values())) == (
+        "trl-all-threads",
+        1.2,
+        [False, True],
+    )
+    assert (one["headway"]["pass_rate"], one["samples_per_s"]["headway"]) == (0.93, [90, 30, 60])
+    worse = comparison.compared({"headway": [ran(90, 0.8)], "trl-all-threads": best}, before=0.3)
+    assert list(worse["met"].values()) == [True, False]
+    assert "met" not in comparison.compared({"headway": ours, "trl-1-thread": []}, before=0.3)
+
+
+def test_without_trl_the_program_says_how_to_get_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.peers", "--output", str(tmp_path), "--python", "/nowhere"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "`make race` installs TRL" in done.stderr
+    assert set(contestants.DEFAULT) <= set(contestants.NAMES)
