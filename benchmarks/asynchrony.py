@@ -234,7 +234,7 @@ def _parse() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the recipe, for all parts")
-    parser.add_argument("--model", type=Path, help="what the warm-up begins with; default: the recipe's own")
+    parser.add_argument("--model", type=Path, help="the model with which the warm-up begins; default: the recipe's own")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--recipe", default=RECIPE)
     parser.add_argument(

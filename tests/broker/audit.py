@@ -158,7 +158,7 @@ class Audit:
 
     def check(self) -> None:
         """Raises AssertionError where the keys contradict each other."""
-        assert not self.unknown, f"not in the table, or nobody's: {self.unknown}"
+        assert not self.unknown, f"not in the table, or without an owner: {self.unknown}"
         negative = {name: value for name, value in self.meta.items() if value.startswith("-") and name not in _SIGNED}
         assert not negative, f"negative: {negative}"
         for name, group in self.groups.items():
@@ -236,7 +236,7 @@ class Audit:
         for version, evaluation in self.evaluations.items():
             used.update(f"prompt:evaluation:{version}:{n}" for n in range(evaluation.prompts))
         orphans = set(self.blobs) - set(used) - self.garbage
-        assert not orphans, f"nobody's, without a time to live: {orphans}"
+        assert not orphans, f"without an owner and a time to live: {orphans}"
         stored = sum(size for blob, size in self.blobs.items() if blob in used and not blob.startswith("prompt:"))
         assert self.count("payload_bytes") == stored, f"{stored} bytes stored, payload_bytes {self.meta}"
 

@@ -49,7 +49,7 @@ class SlowEngine:
         assert version == VERSION
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        raise AssertionError("nobody probes here")
+        raise AssertionError("no test probes this engine")
 
     async def close(self) -> None:
         """There is nothing to free."""

@@ -56,7 +56,7 @@ def test_a_leftover_worker_joins_the_new_run_and_brings_nothing_of_the_old_one(t
     assert {line.identity for line in read_lines(run / TRAINED, TrainedLine)} == {new}
     assert "This process starts anew" in leftover.said
     assert starts_of(leftover) == 2
-    assert "left out" not in learner.said, "a broadcast waited for whoever is not of this run"
+    assert "left out" not in learner.said, "a broadcast waited for a worker of another run"
     assert checkpoints(run) == {"1"}
 
 

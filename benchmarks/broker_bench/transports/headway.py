@@ -22,7 +22,7 @@ class Headway:
 
     promise = (
         "leased and fenced, stored and counted by the server (as durable as its AOF), taken in pinned steps of bounded "
-        "lag, decoded, committed and freed; trained at most once whoever crashes"
+        "lag, decoded, committed and freed; trained at most once whichever process crashes"
     )
     segments = 0
 

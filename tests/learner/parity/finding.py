@@ -75,9 +75,9 @@ def _incomplete(got: Outcome, baseline: Baseline) -> Iterator[str]:
 def _inexact_files(job: Job) -> Iterator[str]:
     """Yield Hugging Face files whose tensors changed bits in a load and an export, or in a checkpoint."""
     if not _same(load_file(job.directory / "before.safetensors"), _files(job.model)):
-        yield "what is exported at the start is not what was loaded"
+        yield "the export at the start differs from the loaded files"
     if not _same(load_file(job.directory / "after.safetensors"), _files(job.checkpoint(job.steps.stop))):
-        yield "the checkpoint's Hugging Face files are not what is exported"
+        yield "the checkpoint's Hugging Face files differ from the export"
 
 
 def _files(directory: Path) -> Tensors:
