@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from broker import Broker, open_broker
+from broker import BlockingBroker, Broker, open_broker
 from broker.server.embedded import EmbeddedServer
 
 # Tests share the cores with each other and with the processes that they start. Threads of torch that wait for each
@@ -72,6 +72,13 @@ def url(server: EmbeddedServer) -> str:
 @pytest.fixture
 def run_name() -> str:
     return f"test-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def blocking(url: str, run_name: str) -> Iterator[BlockingBroker]:
+    opened = BlockingBroker(url, run_name)
+    yield opened
+    opened.close()
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from broker.schema import (
     Prompt,
     QueueDepths,
     RunRules,
+    Segment,
     Trajectory,
     VersionSpan,
     WeightManifest,
@@ -65,6 +66,19 @@ def trajectory(lease: Lease, *versions: int | WeightVersion, tokens: int = 6) ->
         rewards={"exact": 1.0, "length": -0.5},
         finish_reason="stop",
         worker="w",
+    )
+
+
+def as_segment(whole: Trajectory) -> Segment:
+    """Return all tokens of a sample as its first segment."""
+    return Segment(
+        tid=whole.tid,
+        index=0,
+        start=0,
+        tokens=whole.response_tokens,
+        behavior_logprobs=whole.behavior_logprobs,
+        loss_mask=whole.loss_mask,
+        spans=whole.spans,
     )
 
 

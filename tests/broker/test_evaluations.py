@@ -1,12 +1,12 @@
 """Each evaluation sample gets one result, of the wanted version alone, whichever worker dies; none of it is trained."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import pytest
 
-from broker import Broker, open_broker
+from broker import Broker
 from broker.client.batches import CheckpointMark
 from broker.client.evaluations import EvaluationLease, EvaluationOutcome, EvaluationProgress, EvaluationResult
 from broker.errors import FencedError, QuarantinedError
@@ -23,23 +23,8 @@ PASSED = EvaluationResult(passed=True, reward=1.25, response_tokens=7)
 
 
 @pytest.fixture
-async def other(url: str, run_name: str) -> AsyncIterator[Broker]:
-    """Yield the broker of another worker."""
-    opened = await open_broker(url, run_name)
-    yield opened
-    await opened.close()
-
-
-@pytest.fixture
 async def run(broker: Broker) -> Scenario:
     return await begin(broker, rules(1), fed=4)
-
-
-@pytest.fixture
-def auditor(url: str, run_name: str) -> Iterator[Auditor]:
-    auditor = Auditor(url, run_name)
-    yield auditor
-    auditor.close()
 
 
 async def leased(

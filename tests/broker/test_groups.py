@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from broker import Broker
-from broker.client.batches import CheckpointMark, Contains, NotReady, TakenBatch
+from broker.client.batches import CheckpointMark, Claim, Contains, NotReady, TakenBatch
 from broker.client.leases import SubmitOutcome
 from broker.errors import BrokerError
 from broker.schema import Lease, Tallies, VersionGroups, WeightVersion
@@ -174,6 +174,19 @@ async def trained(broker: Broker, steps: int) -> Scenario:
     return run
 
 
+async def claimed_to_replay(broker: Broker) -> Claim:
+    """Train four steps, and claim the run from the checkpoint of step 2 with a log of all four."""
+    await trained(broker, 4)
+    return await broker.batches.claim(
+        checkpoint=CheckpointMark(1, 2),
+        rules=rules(0),
+        config=b"",
+        resume=True,
+        contains=Contains(group_id(4), ()),
+        replayable_to=4,
+    )
+
+
 async def test_an_older_checkpoint_gets_again_exactly_what_it_has_not_trained(broker: Broker) -> None:
     await trained(broker, 4)
     checkpoint, contains = CheckpointMark(1, 2), Contains(group_id(3), tuple(groups(5)))
@@ -191,15 +204,7 @@ async def test_an_older_checkpoint_gets_again_exactly_what_it_has_not_trained(br
 
 
 async def test_steps_that_the_learner_can_replay_by_itself_stay_settled(broker: Broker) -> None:
-    await trained(broker, 4)
-    claim = await broker.batches.claim(
-        checkpoint=CheckpointMark(1, 2),
-        rules=rules(0),
-        config=b"",
-        resume=True,
-        contains=Contains(group_id(4), ()),
-        replayable_to=4,
-    )
+    claim = await claimed_to_replay(broker)
     assert (claim.committed_step, claim.is_rewound) == (4, False)
     assert await broker.prompts.feed([prompt(i, 1) for i in range(4, 9)], claim.owner) == 0
 
@@ -228,15 +233,7 @@ async def test_a_fresh_start_on_an_advanced_run_is_refused(broker: Broker) -> No
 
 
 async def test_a_replaying_learner_admits_no_more_than_the_bound(broker: Broker) -> None:
-    await trained(broker, 4)
-    claim = await broker.batches.claim(
-        checkpoint=CheckpointMark(1, 2),
-        rules=rules(0),
-        config=b"",
-        resume=True,
-        contains=Contains(group_id(4), ()),
-        replayable_to=4,
-    )
+    claim = await claimed_to_replay(broker)
     again = Scenario(broker, claim)
     await again.announce(4)
     assert (await again.queues()).admitted == 8

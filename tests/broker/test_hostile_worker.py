@@ -125,13 +125,6 @@ async def cast(server: EmbeddedServer, run_name: str) -> AsyncIterator[Cast]:
         yield Cast(learner, worker, hostile, run)
 
 
-@pytest.fixture
-def auditor(server: EmbeddedServer, run_name: str) -> Iterator[Auditor]:
-    auditor = Auditor(server.url, run_name)
-    yield auditor
-    auditor.close()
-
-
 async def test_no_other_command_is_its_own(cast: Cast, server: EmbeddedServer, run_name: str) -> None:
     """None of them may run code, list keys, watch others, or change the server."""
     listed = ask(server, "EVAL", "return redis.call('COMMAND', 'LIST')", 0)

@@ -9,10 +9,10 @@ from broker import Broker, open_broker
 from broker.client.batches import new_identity
 from broker.client.leases import AppendOutcome, SubmitOutcome
 from broker.errors import ForeignRunError
-from broker.schema import SCHEMA_VERSION, ModelFiles, Segment, VersionSpan, WeightVersion
+from broker.schema import SCHEMA_VERSION, ModelFiles, WeightVersion
 from broker.wire import codec, frames
 
-from .scenario import FRESH, Scenario, begin, broadcast_group, groups, prompt, rules, trajectory
+from .scenario import FRESH, Scenario, as_segment, begin, broadcast_group, groups, prompt, rules, trajectory
 from .test_codec import WORKER
 
 
@@ -129,16 +129,7 @@ async def test_a_sample_written_for_another_run_is_generated_anew(broker: Broker
 async def test_a_segment_of_another_run_ends_nobody(broker: Broker) -> None:
     run = await begin(broker, rules(1))
     (lease,) = (await run.lease(1, 0)).leases
-    whole = trajectory(lease, 0)
-    segment = Segment(
-        tid=lease.tid,
-        index=0,
-        start=0,
-        tokens=whole.response_tokens,
-        behavior_logprobs=whole.behavior_logprobs,
-        loss_mask=whole.loss_mask,
-        spans=(VersionSpan(0, 6, WeightVersion(1, 0)),),
-    )
+    segment = as_segment(trajectory(lease, 0))
     reply = await broker.leases.append(replace(lease, identity=new_identity()), segment, 30)
     assert reply.outcome is AppendOutcome.APPENDED
     await broker.leases.release([lease])

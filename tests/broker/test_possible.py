@@ -18,7 +18,7 @@ from broker.possible import check_possible
 from broker.schema import Lease, SampleLimits, Segment, Trajectory, TrajectoryId, VersionSpan, WeightVersion
 from broker.wire.codec import encode_segment, encode_trajectory
 
-from .scenario import begin, groups, prompt, rules, trajectory
+from .scenario import as_segment, begin, groups, prompt, rules, trajectory
 
 LIMITS = SampleLimits(vocabulary=151_936, max_new_tokens=8)
 WITH_EXPERTS = SampleLimits(vocabulary=151_936, max_new_tokens=8, experts=(2, 1, 4))
@@ -241,16 +241,7 @@ async def test_a_worker_of_the_learner_before_goes_on_after_a_segment_of_the_new
     resumed = await begin(broker, rules(1), checkpoint=CheckpointMark(1, 0), resume=True)
     await resumed.announce(0)
     (lease,) = (await broker.leases.lease("w", WeightVersion(2, 0), 1, 30)).leases
-    whole = trajectory(lease, WeightVersion(2, 0))
-    segment = Segment(
-        tid=lease.tid,
-        index=0,
-        start=0,
-        tokens=whole.response_tokens,
-        behavior_logprobs=whole.behavior_logprobs,
-        loss_mask=whole.loss_mask,
-        spans=whole.spans,
-    )
+    segment = as_segment(trajectory(lease, WeightVersion(2, 0)))
     assert (await broker.leases.append(lease, segment, 30)).outcome is AppendOutcome.APPENDED
     await broker.leases.release([lease])
     (again,) = (await resumed.lease(1, 0, worker="v")).leases

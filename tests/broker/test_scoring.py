@@ -1,7 +1,6 @@
 """Each scoring request gets one answer, whichever process dies; nothing is kept for askers that are gone."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
 
 import numpy as np
 import pytest
@@ -30,20 +29,6 @@ SCORERS = f"{QUALITY} teacher strict"
 async def run(broker: Broker) -> Broker:
     await begin(broker, rules(1, scorers=SCORERS))
     return broker
-
-
-@pytest.fixture
-async def other(url: str, run_name: str) -> AsyncIterator[Broker]:
-    opened = await open_broker(url, run_name)
-    yield opened
-    await opened.close()
-
-
-@pytest.fixture
-def auditor(url: str, run_name: str) -> Iterator[Auditor]:
-    auditor = Auditor(url, run_name)
-    yield auditor
-    auditor.close()
 
 
 def request(first: int = 5, length: int = 3) -> ScoreRequest:

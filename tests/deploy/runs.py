@@ -107,6 +107,16 @@ def open_record(directory: Path, identity: str = "") -> JsonlSink:
     return record
 
 
+def write_resumed_run(directory: Path) -> None:
+    """Write a run of five steps, killed after the fourth and resumed at step 3, with a first and a last evaluation."""
+    record = open_record(directory)
+    record.write(evaluation(1, 0, 0.25))
+    for incarnation, steps in ((1, range(4)), (2, range(3, 5))):
+        for step in steps:
+            record.write(step_event(step, [f"g{step}:0:0"], incarnation=incarnation, reward=step / 4))
+    record.write(evaluation(2, 5, 0.875))
+
+
 def worker(name: str, version: WeightVersion | None, *, last_error: str = "") -> WorkerInfo:
     """Return the report of a busy worker."""
     return WorkerInfo(

@@ -23,7 +23,7 @@ from deploy.run.report import (
 )
 from tests.end_to_end.records import SUMMARY_KEYS
 
-from .runs import evaluation, open_record, step_event, step_metrics
+from .runs import open_record, step_event, step_metrics, write_resumed_run
 
 
 def line(incarnation: int, step: int, *tids: str, oldest: int | None = None) -> TrainedLine:
@@ -80,18 +80,8 @@ def test_the_writer_survives_a_torn_line(tmp_path: Path) -> None:
     }
 
 
-def write_run(directory: Path) -> None:
-    """Write a run of five steps, killed after the fourth and resumed at step 3."""
-    record = open_record(directory)
-    record.write(evaluation(1, 0, 0.25))
-    for incarnation, steps in ((1, range(4)), (2, range(3, 5))):
-        for step in steps:
-            record.write(step_event(step, [f"g{step}:0:0"], incarnation=incarnation, reward=step / 4))
-    record.write(evaluation(2, 5, 0.875))
-
-
 def test_the_summary_holds_every_key_and_counts_the_lineage(tmp_path: Path) -> None:
-    write_run(tmp_path)
+    write_resumed_run(tmp_path)
     summary = summarize(tmp_path, {"max_lag_allowed": 2, "generated_tokens": 1200, "dropped_stale": 3})
     assert set(summary) == SUMMARY_KEYS
     assert read_summary(tmp_path) == summary
@@ -106,7 +96,7 @@ def test_the_summary_holds_every_key_and_counts_the_lineage(tmp_path: Path) -> N
 
 
 def test_amending_keeps_the_rest(tmp_path: Path) -> None:
-    write_run(tmp_path)
+    write_resumed_run(tmp_path)
     before = summarize(tmp_path, {"max_lag_allowed": 2})
     after = amend_summary(tmp_path, {"worker_restarts": 2, "generated_tokens": 180})
     assert after == {**before, "worker_restarts": 2, "generated_tokens": 180, "generation_tokens_per_s": 10.0}
@@ -123,7 +113,7 @@ def test_the_summary_of_a_run_without_a_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_empty", [True, False])
 def test_the_plot_is_a_picture(tmp_path: Path, is_empty: bool) -> None:
     if not is_empty:
-        write_run(tmp_path)
+        write_resumed_run(tmp_path)
     path = plot(tmp_path, max_lag=2)
     assert path == tmp_path / "plots" / "reward_lag.png"
     assert path.read_bytes().startswith(b"\x89PNG")
@@ -134,7 +124,7 @@ def test_moving_average() -> None:
 
 
 def test_the_summary_is_what_a_fold_over_metrics_says(tmp_path: Path) -> None:
-    write_run(tmp_path)
+    write_resumed_run(tmp_path)
     summary = summarize(tmp_path)
     last: dict[int, dict[str, Any]] = {}
     elapsed: dict[int, float] = {}

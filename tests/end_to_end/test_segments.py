@@ -28,13 +28,6 @@ START = Callable[[str, int], subprocess.Popen[bytes]]
 
 
 @pytest.fixture
-def blocking(url: str, run_name: str) -> Iterator[BlockingBroker]:
-    opened = BlockingBroker(url, run_name)
-    yield opened
-    opened.close()
-
-
-@pytest.fixture
 def start(url: str, run_name: str) -> Iterator[START]:
     """Yield a function that starts a worker by its name, with a capacity."""
     started: list[subprocess.Popen[bytes]] = []

@@ -29,13 +29,6 @@ LONG_S = 1000.0
 
 
 @pytest.fixture
-def blocking(url: str, run_name: str) -> Iterator[BlockingBroker]:
-    opened = BlockingBroker(url, run_name)
-    yield opened
-    opened.close()
-
-
-@pytest.fixture
 def owner(blocking: BlockingBroker) -> Owner:
     rules = RunRules(max_lag=0, groups_per_step=1)
     claim = blocking.broker.batches.claim(checkpoint=CheckpointMark(0, 0), rules=rules, config=b"", resume=False)

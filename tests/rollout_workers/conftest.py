@@ -15,3 +15,12 @@ async def brokers(server: EmbeddedServer) -> AsyncIterator[tuple[Broker, Broker]
     yield pair
     for broker in pair:
         await broker.close()
+
+
+@pytest.fixture
+async def three_brokers(url: str, run_name: str) -> AsyncIterator[tuple[Broker, Broker, Broker]]:
+    """Yield the learner's broker and those of two workers."""
+    opened = Broker(url, run_name), Broker(url, run_name), Broker(url, run_name)
+    yield opened
+    for broker in opened:
+        await broker.close()

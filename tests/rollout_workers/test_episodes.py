@@ -1,13 +1,11 @@
 """Episodes of several turns: recorder, worker and heir keep an environment's text apart from sampled tokens."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from broker.client.broker import Broker
 from broker.schema import Trajectory
@@ -58,15 +56,6 @@ class AsksOn:
         """There is nothing to free."""
 
 
-@pytest.fixture
-async def brokers(url: str, run_name: str) -> AsyncIterator[tuple[Broker, Broker, Broker]]:
-    """Yield the learner's broker and those of two workers."""
-    opened = Broker(url, run_name), Broker(url, run_name), Broker(url, run_name)
-    yield opened
-    for broker in opened:
-        await broker.close()
-
-
 async def kill_in_a_later_turn(worker: Worker) -> None:
     """Kill the worker without a farewell: tokens outside of segments are lost, and leases run out."""
 
@@ -106,9 +95,9 @@ def check(learner: Learner, trajectory: Trajectory) -> None:
 
 
 async def test_an_episode_goes_on_after_its_worker_was_killed_in_a_later_turn(
-    brokers: tuple[Broker, Broker, Broker], tmp_path: Path
+    three_brokers: tuple[Broker, Broker, Broker], tmp_path: Path
 ) -> None:
-    learner = await Learner.start(brokers[0], groups=2, architecture="moe")
+    learner = await Learner.start(three_brokers[0], groups=2, architecture="moe")
     first, second = Deliveries(), Deliveries()
     await learner.publish(0, first)
     options: dict[str, Any] = {
@@ -119,11 +108,11 @@ async def test_an_episode_goes_on_after_its_worker_was_killed_in_a_later_turn(
         "records_experts": True,
         "lease_ttl_s": LEASE_TTL_S,
     }
-    killed = make_worker(brokers[1], make_engine(tmp_path / "1", architecture="moe"), first, **options)
+    killed = make_worker(three_brokers[1], make_engine(tmp_path / "1", architecture="moe"), first, **options)
     await kill_in_a_later_turn(killed)
     await learner.publish(1, second)
     engine = make_engine(tmp_path / "2", architecture="moe")
-    heir = make_worker(brokers[2], engine, second, name="worker-2", **options)
+    heir = make_worker(three_brokers[2], engine, second, name="worker-2", **options)
     async with running(heir):
         groups = await learner.take(1)
     assert heir.resumed_tokens > CAPACITY * 20
@@ -139,13 +128,13 @@ async def test_an_episode_goes_on_after_its_worker_was_killed_in_a_later_turn(
 
 
 async def test_weights_change_in_mid_episode_and_a_turn_that_cannot_be_answered_is_handed_back(
-    brokers: tuple[Broker, Broker, Broker], tmp_path: Path
+    three_brokers: tuple[Broker, Broker, Broker], tmp_path: Path
 ) -> None:
-    learner = await Learner.start(brokers[0], groups=2)
+    learner = await Learner.start(three_brokers[0], groups=2)
     deliveries = Deliveries()
     await learner.publish(0, deliveries)
     worker = make_worker(
-        brokers[1],
+        three_brokers[1],
         make_engine(tmp_path),
         deliveries,
         max_new_tokens=LONG,

@@ -1,7 +1,6 @@
 """Workers continue samples of other workers: a real server and embedded engine, and a learner moved by hand."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,6 @@ from rollout_workers.worker import Worker
 from .loop import CAPACITY, LONG, LONGER, Deliveries, Learner, make_engine, make_worker, until
 from .models import forward_logprobs
 from .test_chosen_experts import chosen_by
-
-
-@pytest.fixture
-async def brokers(url: str, run_name: str) -> AsyncIterator[tuple[Broker, Broker, Broker]]:
-    """Yield the learner's broker and those of two workers."""
-    opened = Broker(url, run_name), Broker(url, run_name), Broker(url, run_name)
-    yield opened
-    for broker in opened:
-        await broker.close()
 
 
 async def work_a_while(worker: Worker) -> int:
@@ -56,37 +46,37 @@ async def finish(learner: Learner, worker: Worker, step: int = 0) -> tuple[Group
 
 
 async def test_what_a_drained_worker_generated_is_gone_on_with(
-    brokers: tuple[Broker, Broker, Broker], tmp_path: Path
+    three_brokers: tuple[Broker, Broker, Broker], tmp_path: Path
 ) -> None:
-    learner = await Learner.start(brokers[0], groups=2)
+    learner = await Learner.start(three_brokers[0], groups=2)
     first, second = Deliveries(), Deliveries()
     await learner.publish(0, first, second)
-    drained = make_worker(brokers[1], make_engine(tmp_path / "1"), first, max_new_tokens=LONG)
+    drained = make_worker(three_brokers[1], make_engine(tmp_path / "1"), first, max_new_tokens=LONG)
     handed_over = await work_a_while(drained)
 
-    heir = make_worker(brokers[2], make_engine(tmp_path / "2"), second, name="worker-2", max_new_tokens=LONG)
+    heir = make_worker(three_brokers[2], make_engine(tmp_path / "2"), second, name="worker-2", max_new_tokens=LONG)
     groups = await finish(learner, heir)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     assert [len(trajectory.response_tokens) for trajectory in trajectories] == [LONG] * CAPACITY
     assert heir.resumed_tokens == handed_over
     assert heir.info().generated_tokens == CAPACITY * LONG - handed_over
-    queues = (await brokers[0].status.snapshot()).queues
+    queues = (await three_brokers[0].status.snapshot()).queues
     assert (queues.resumed_tokens, queues.expired_leases) == (handed_over, 0)
     for trajectory in trajectories:
         check_logprobs(learner, trajectory)
 
 
 async def test_an_heir_has_the_chosen_experts_of_the_whole_sample(
-    brokers: tuple[Broker, Broker, Broker], tmp_path: Path
+    three_brokers: tuple[Broker, Broker, Broker], tmp_path: Path
 ) -> None:
-    learner = await Learner.start(brokers[0], groups=2, architecture="moe")
+    learner = await Learner.start(three_brokers[0], groups=2, architecture="moe")
     first, second = Deliveries(), Deliveries()
     await learner.publish(0, first, second)
     options: dict[str, Any] = {"max_new_tokens": LONG, "records_experts": True}
-    drained = make_worker(brokers[1], make_engine(tmp_path / "1", architecture="moe"), first, **options)
+    drained = make_worker(three_brokers[1], make_engine(tmp_path / "1", architecture="moe"), first, **options)
     assert await work_a_while(drained) > 0
     engine = make_engine(tmp_path / "2", architecture="moe")
-    groups = await finish(learner, make_worker(brokers[2], engine, second, name="worker-2", **options))
+    groups = await finish(learner, make_worker(three_brokers[2], engine, second, name="worker-2", **options))
     (model,) = learner.models.values()
     for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
         tokens = [*trajectory.prompt_tokens.tolist(), *trajectory.response_tokens.tolist()]
@@ -95,30 +85,30 @@ async def test_an_heir_has_the_chosen_experts_of_the_whole_sample(
 
 
 async def test_a_sample_that_was_begun_without_experts_is_refused(
-    brokers: tuple[Broker, Broker, Broker], tmp_path: Path
+    three_brokers: tuple[Broker, Broker, Broker], tmp_path: Path
 ) -> None:
-    learner = await Learner.start(brokers[0], groups=2, architecture="moe")
+    learner = await Learner.start(three_brokers[0], groups=2, architecture="moe")
     first, second = Deliveries(), Deliveries()
     await learner.publish(0, first, second)
-    drained = make_worker(brokers[1], make_engine(tmp_path / "1", architecture="moe"), first, max_new_tokens=LONG)
+    drained = make_worker(three_brokers[1], make_engine(tmp_path / "1", architecture="moe"), first, max_new_tokens=LONG)
     await work_a_while(drained)
     engine = make_engine(tmp_path / "2", architecture="moe")
-    heir = make_worker(brokers[2], engine, second, name="worker-2", max_new_tokens=LONG, records_experts=True)
+    heir = make_worker(three_brokers[2], engine, second, name="worker-2", max_new_tokens=LONG, records_experts=True)
     with pytest.raises(MissingExpertsError, match="router_replay=true needs them"):
         await heir.run()
 
 
 async def test_a_worker_goes_on_only_under_weights_as_new_as_the_segments(
-    brokers: tuple[Broker, Broker, Broker], tmp_path: Path
+    three_brokers: tuple[Broker, Broker, Broker], tmp_path: Path
 ) -> None:
-    learner = await Learner.start(brokers[0], groups=2)
+    learner = await Learner.start(three_brokers[0], groups=2)
     first, late = Deliveries(), Deliveries()
     await learner.publish(0, late)
     await learner.publish(1, first)
-    drained = make_worker(brokers[1], make_engine(tmp_path / "1"), first, max_new_tokens=LONG)
+    drained = make_worker(three_brokers[1], make_engine(tmp_path / "1"), first, max_new_tokens=LONG)
     await work_a_while(drained)
 
-    heir = make_worker(brokers[2], make_engine(tmp_path / "2"), late, name="worker-2", max_new_tokens=LONG)
+    heir = make_worker(three_brokers[2], make_engine(tmp_path / "2"), late, name="worker-2", max_new_tokens=LONG)
     finishing = asyncio.create_task(finish(learner, heir, step=2))
     await until(lambda: heir.resumed_tokens > 0)
     await asyncio.sleep(0.1)
@@ -131,9 +121,9 @@ async def test_a_worker_goes_on_only_under_weights_as_new_as_the_segments(
 
 
 async def test_segments_of_weights_that_fail_their_probe_are_not_stored(
-    brokers: tuple[Broker, Broker, Broker], tmp_path: Path
+    three_brokers: tuple[Broker, Broker, Broker], tmp_path: Path
 ) -> None:
-    learner = await Learner.start(brokers[0], groups=2)
+    learner = await Learner.start(three_brokers[0], groups=2)
     deliveries = Deliveries()
     engine = make_engine(tmp_path, max_model_len=1024)
     held: list[WeightVersion] = []
@@ -147,29 +137,29 @@ async def test_segments_of_weights_that_fail_their_probe_are_not_stored(
         return await verified(token_ids)
 
     verified, engine.score = engine.score, score
-    worker = make_worker(brokers[1], engine, deliveries, max_new_tokens=LONGER, segment_tokens=1)
+    worker = make_worker(three_brokers[1], engine, deliveries, max_new_tokens=LONGER, segment_tokens=1)
     await learner.publish(0, deliveries)
     task = asyncio.create_task(worker.run())
     await until(lambda: worker.info().generated_tokens > CAPACITY * 10)
     await learner.publish(1, deliveries, error=0.25)
     with pytest.raises(WeightSyncError):
         await task
-    reply = await brokers[0].leases.lease("heir", learner.version(1), CAPACITY, 10)
+    reply = await three_brokers[0].leases.lease("heir", learner.version(1), CAPACITY, 10)
     spans = [span for lease in reply.leases for segment in lease.segments for span in segment.spans]
     assert {span.version for span in spans} == {learner.version(0)}
 
 
 async def test_a_fenced_segment_stops_its_sample_before_any_heartbeat(
-    brokers: tuple[Broker, Broker, Broker], tmp_path: Path
+    three_brokers: tuple[Broker, Broker, Broker], tmp_path: Path
 ) -> None:
-    learner = await Learner.start(brokers[0], groups=2)
+    learner = await Learner.start(three_brokers[0], groups=2)
     deliveries = Deliveries()
     await learner.publish(0, deliveries)
     engine = make_engine(tmp_path)
-    worker = make_worker(brokers[1], engine, deliveries, max_new_tokens=LONG, heartbeat_s=3600)
+    worker = make_worker(three_brokers[1], engine, deliveries, max_new_tokens=LONG, heartbeat_s=3600)
     finishing = asyncio.create_task(finish(learner, worker))
     await until(lambda: worker.info().generated_tokens > CAPACITY * 30)
-    await brokers[0].leases.release([held.lease for held in worker._held._held.values()])
+    await three_brokers[0].leases.release([held.lease for held in worker._held._held.values()])
     groups = await finishing
     assert worker._held.lost == CAPACITY
     assert worker.resumed_tokens > 0

@@ -204,11 +204,9 @@ async def announced(broker: Broker) -> WeightManifest:
 
 
 @pytest.fixture
-def board(url: str, run_name: str) -> Iterator[Board]:
-    """Yield a board for both ends of a group, in threads of the test."""
-    blocking = BlockingBroker(url, run_name)
-    yield Board(blocking.call, blocking.broker.meetings)
-    blocking.close()
+def board(blocking: BlockingBroker) -> Board:
+    """Return a board for both ends of a group, in threads of the test."""
+    return Board(blocking.call, blocking.broker.meetings)
 
 
 @pytest.fixture

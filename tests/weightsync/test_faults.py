@@ -87,17 +87,25 @@ def until_all_receive(learner: Learner, *workers: str) -> None:
             return
 
 
-@pytest.mark.parametrize("through", [0, 1, BUCKETS, BUCKETS + 1])
-def test_workers_killed_and_stopped_within_a_transfer(
-    hasty_learner: Learner, start_member: StartWorker, through: int
-) -> None:
-    learner, place = hasty_learner, Place(100, through)
+def three_members(
+    learner: Learner, start_member: StartWorker, place: Place
+) -> tuple[WorkerProcess, WorkerProcess, WorkerProcess]:
+    """Return a healthy member, one that is killed at the place, and one that is stopped there; all hold a version."""
     healthy = start_member("healthy")
     killed = start_member("killed", interruptions={place: signal.SIGKILL})
     stopped = start_member("stopped", interruptions={place: signal.SIGSTOP})
     learner.publish()
     until_all_receive(learner, "healthy", "killed", "stopped")
     learner.until_held("healthy", "killed", "stopped")
+    return healthy, killed, stopped
+
+
+@pytest.mark.parametrize("through", [0, 1, BUCKETS, BUCKETS + 1])
+def test_workers_killed_and_stopped_within_a_transfer(
+    hasty_learner: Learner, start_member: StartWorker, through: int
+) -> None:
+    learner, place = hasty_learner, Place(100, through)
+    healthy, killed, stopped = three_members(learner, start_member, place)
 
     learner.step = 99
     report = learner.publish()

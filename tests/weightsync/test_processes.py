@@ -43,12 +43,18 @@ def test_workers_join_receive_and_die(learner: Learner, start_worker: Callable[[
     assert learner.epoch() > first_epoch + 1
 
 
-def test_a_frozen_worker_costs_one_deadline_and_catches_up(
-    learner: Learner, start_worker: Callable[[str], WorkerProcess]
-) -> None:
+def two_holders(learner: Learner, start_worker: Callable[[str], WorkerProcess]) -> tuple[WorkerProcess, WorkerProcess]:
+    """Return two workers, both of which hold the first version."""
     one, two = start_worker("one"), start_worker("two")
     learner.publish()
     learner.until_held("one", "two")
+    return one, two
+
+
+def test_a_frozen_worker_costs_one_deadline_and_catches_up(
+    learner: Learner, start_worker: Callable[[str], WorkerProcess]
+) -> None:
+    one, two = two_holders(learner, start_worker)
     assert learner.publish().members == ("one", "two")
     learner.until_held("one", "two")
 
@@ -69,9 +75,7 @@ def test_a_frozen_worker_costs_one_deadline_and_catches_up(
 def test_a_member_that_freezes_before_the_group_forms_is_left_out(
     learner: Learner, start_worker: Callable[[str], WorkerProcess]
 ) -> None:
-    one, two = start_worker("one"), start_worker("two")
-    learner.publish()
-    learner.until_held("one", "two")
+    one, two = two_holders(learner, start_worker)
     two.send(signal.SIGSTOP)
     report = learner.publish()
     assert report.members == ("one",)
@@ -84,9 +88,7 @@ def test_a_member_that_freezes_before_the_group_forms_is_left_out(
 def test_a_worker_killed_while_versions_flow_stops_nobody(
     learner: Learner, start_worker: Callable[[str], WorkerProcess]
 ) -> None:
-    one, two = start_worker("one"), start_worker("two")
-    learner.publish()
-    learner.until_held("one", "two")
+    one, two = two_holders(learner, start_worker)
     assert learner.publish().members == ("one", "two")
     killer = threading.Timer(0.3, two.send, [signal.SIGKILL])
     killer.start()

@@ -20,7 +20,7 @@ from tests.weightsync.conftest import CONFIG, Learner, WorkerProcess
 from tests.weightsync.interruptions import Place, damaged_bucket
 from tests.weightsync.learner_process import publish
 from tests.weightsync.processes import ForkedProcess
-from tests.weightsync.test_faults import SHORT_S, until_all_receive, weights_without_c
+from tests.weightsync.test_faults import SHORT_S, three_members, until_all_receive, weights_without_c
 from weightsync.config import WeightsConfig
 from weightsync.tensors.landing import Window
 
@@ -106,12 +106,7 @@ def test_members_killed_and_stopped_take_at_most_their_wave_with_them(
     start_learner: Callable[..., Learner], start_member: StartWorker, swaps_at_once: float
 ) -> None:
     learner, place = start_learner(swaps_at_once=swaps_at_once, broadcast_timeout_s=SHORT_S), Place(100, 1)
-    healthy = start_member("healthy")
-    killed = start_member("killed", interruptions={place: signal.SIGKILL})
-    stopped = start_member("stopped", interruptions={place: signal.SIGSTOP})
-    learner.publish()
-    until_all_receive(learner, "healthy", "killed", "stopped")
-    learner.until_held("healthy", "killed", "stopped")
+    healthy, killed, stopped = three_members(learner, start_member, place)
 
     learner.step = 99
     report = learner.publish()

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from deploy.cli.main import cli
 from deploy.recipe.loading import dump_recipe, load_recipe
 from deploy.run.report import summarize
-from tests.deploy.runs import evaluation, open_record, step_event
+from tests.deploy.runs import write_resumed_run
 
 
 class Elements(HTMLParser):
@@ -48,11 +48,6 @@ def write_run(directory: Path, *overrides: str) -> Path:
     directory.mkdir(parents=True)
     recipe = load_recipe("arithmetic.yaml", ("broker.url=redis://me:secret@host:1", *overrides))
     (directory / "config.yaml").write_text(dump_recipe(recipe))
-    record = open_record(directory)
-    record.write(evaluation(1, 0, 0.25))
-    for incarnation, steps in ((1, range(4)), (2, range(3, 5))):
-        for step in steps:
-            record.write(step_event(step, [f"g{step}:0:0"], incarnation=incarnation, reward=step / 4))
-    record.write(evaluation(2, 5, 0.875))
+    write_resumed_run(directory)
     summarize(directory, {"max_lag_allowed": 2, "worker_restarts": 3})
     return directory
