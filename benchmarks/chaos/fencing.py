@@ -1,4 +1,4 @@
-"""Does a learner leave that came back when another one had claimed its run?"""
+"""The fate of a learner that came back when another one had claimed its run, and has to leave."""
 
 import asyncio
 from collections.abc import Callable

@@ -33,8 +33,7 @@ class Leftovers:
         self._asleep: list[BaseProcess] = []
         self._incarnation = shared.RawValue(c_int64)
         self._tallies = [shared.RawValue(Tally) for _ in range(WORKERS)]
-        """References that keep this memory from the next process that asks for some, because the leftovers write into
-        it."""
+        """References that keep this memory from the next process that asks for some: the leftovers write into it."""
         self.woken = 0
         self.unexpelled = 0
         """The number of woken processes that did not leave by themselves."""

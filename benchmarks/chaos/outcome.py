@@ -30,8 +30,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     effective_kills: dict[str, int]
     """Kills that hit a held lease, a batch not yet committed, or weights on their way."""
     held_by_killed: dict[str, int]
-    """Samples of killed workers, and requests of killed scorers; others have had all of them, because nothing is
-    lost."""
+    """Samples of killed workers, and requests of killed scorers; others have had all of them, as nothing is lost."""
     expired_leases: int
     """The server's count of expired leases: those of killed workers, and those of stopped and hostile ones."""
     copied_leases: int
@@ -110,7 +109,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         return self.finished and not self.shows and not self.missing
 
     def with_missing(self) -> Self:
-        """Without some effect of its faults a trial would show nothing of what is there against them."""
+        """Return this outcome with the expected effects that are missing; a trial without them would prove nothing."""
         if self.against or self.minutes / self.rarely < LONG_MINUTES:
             return self
         effects = {

@@ -36,8 +36,8 @@ class Witness:
             await asyncio.sleep(_POLL_S)
 
     async def is_effective(self, role: str) -> bool:
-        """Whether the death of the server or the learner now hits a held lease, an uncommitted batch, or weights on
-        their way."""
+        """Whether the death of the server or the learner now hits a held lease, an open batch, or weights on their
+        way."""
         status = await self.status()
         if status is None:
             return False
@@ -45,8 +45,7 @@ class Witness:
         return is_pinned or (status.queues.leased > 0 if role == "server" else await self._is_publishing())
 
     async def held_by(self, process: str) -> int:
-        """Return the number of samples or requests that this worker or scorer reports; 0 while the server does not
-        answer."""
+        """Return the samples or requests that this worker or scorer reports; 0 while the server does not answer."""
         status = await self.status()
         if status is None:
             return 0

@@ -48,7 +48,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     pass_rate: float | None = None
     """The share of held-out prompts that the saved model solves."""
     lag_mean: float = 0.0
-    """By how many versions a sample's oldest token was behind the weights that it trained, in the mean."""
+    """The mean number of versions by which a sample's oldest token was behind the weights that it trained."""
 
 
 def figures_of(

@@ -124,15 +124,15 @@ class Model:
     """The batch of each step, which every repetition gets again."""
     samples: Samples = field(default_factory=Samples)
     has_forgotten: bool = False
-    """The server was rolled back, and no learner has told it since which batches it had taken."""
+    """Whether the server was rolled back, and no learner has told it since which batches it had taken."""
     is_exact: bool = True
-    """Steps that are trained again get the same batches.
+    """Whether steps that are trained again get the same batches.
 
     Without a log they are trained with the batches that damage and rollbacks have left, and no worker has the weights
     that were announced after them.
     """
     is_calm: bool = True
-    """Nothing was damaged, rolled back or rewound, and the rules are those of the beginning."""
+    """Whether nothing was damaged, rolled back or rewound, and the rules are those of the beginning."""
     damaged: set[str] = field(default_factory=set)
     """Groups with bytes on the server that differ from the stored ones."""
 

@@ -409,7 +409,7 @@ async def test_it_may_lease_all_samples_under_ever_new_names_and_the_learner_goe
 
 
 async def test_a_worker_that_was_killed_bars_nobody_from_a_sample_that_was_refused(cast: Cast) -> None:
-    """Else the learner would wait for two minutes once all workers have been replaced by others."""
+    """Otherwise the learner would wait for two minutes once all workers have been replaced by others."""
     run, honest = cast.run, cast.honest
     await cast.worker.status.heartbeat(replace(WORKER, worker="w"), 1.0)
     await honest.generate(4, 0)

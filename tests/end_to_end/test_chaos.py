@@ -139,7 +139,8 @@ def test_a_pill_is_poison_and_no_damage(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", PILLS)
 def test_every_pill_is_told_from_an_honest_sample(kind: str) -> None:
-    """Its author tells it; a pill whose segments another worker may continue differs in its content too."""
+    """The audit knows a pill by its author; one whose segments another worker may continue has a different content
+    too."""
     prompt, honest = generated(TrajectoryId(group_at((0, 7)), 0, 1))
     pill = PILLS[kind](msgspec.structs.replace(honest, worker=f"{HOSTILE}-1"))
     assert is_pill(pill)
