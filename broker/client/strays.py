@@ -158,7 +158,7 @@ class Strays:
         if swept.foreign:
             log.warning(
                 "%d of %d keys (%d bytes) that were freed on the server at %s are none that workers of ours leave (nor"
-                " a cluster's node, unless it lost its last writes): somebody uses a worker's password to fill its"
+                " a cluster's node, unless it lost its last writes): a process uses a worker's password to fill its"
                 " memory. Change it. The embedded server: stop it, delete passwords/worker in its directory, start it"
                 " and the workers again. Your own: tell it the `ACL SETUSER` and `CLIENT KILL` lines for the worker"
                 " that `headway acl` prints.",

@@ -20,7 +20,7 @@ def check_traits(url: str, say: Callable[[str], object], *, timeout_s: float) ->
         )
     if traits.is_open:
         say(
-            f"Warning: the server at {shown} asks for no password. Whoever reaches its port can write the"
+            f"Warning: the server at {shown} asks for no password. Anything that reaches its port can write the"
             " configuration, prompts and weights of its runs. `headway acl` prints users for it, one for each role;"
             " `headway broker` starts a server that has them."
         )

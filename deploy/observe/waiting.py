@@ -183,7 +183,7 @@ def _training(status: RunStatus, progress: StepProgress) -> Waiting | None:
         return _because("training", f"No worker is alive, and {trains}.", status, progress, who="nobody")
     if lack := _what_workers_lack(status, progress):
         return _because("training", f"The workers wait: {lack}, and {trains}.", status, progress, who="workers")
-    text = f"Nobody waits: {trains}, and the workers generate for later steps."
+    text = f"No process waits: {trains}, and the workers generate for later steps."
     return _because("training", text, status, progress, who="nobody")
 
 

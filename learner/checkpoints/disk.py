@@ -26,7 +26,7 @@ def not_written(path: Path, error: OSError) -> str:
 def gone(directory: Path) -> str:
     """Returns sentences for a directory that was removed meanwhile."""
     return (
-        f"{directory} is gone: somebody removed it while it was written to. Bring it back and go on with --resume, or"
+        f"{directory} is gone: it was removed while it was written to. Bring it back and go on with --resume, or"
         " start the run anew."
     )
 

@@ -288,7 +288,7 @@ def exported(printed: IO[str]) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("settings", "code", "told"),
     [
-        ([], 0, "Warning: the server at {url} asks for no password. Whoever reaches its port"),
+        ([], 0, "Warning: the server at {url} asks for no password. Anything that reaches its port"),
         (["appendonly no"], 0, "Warning: the server at {url} keeps no append-only file"),
         (["maxmemory-policy allkeys-lru"], 1, "Error: The server at {url} throws keys away once its memory is full"),
     ],

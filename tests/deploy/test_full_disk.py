@@ -156,7 +156,7 @@ def test_a_role_whose_log_was_removed_is_said_to_have_lost_its_directory(tmp_pat
     child = Child(Command(name="learner", argv=(sys.executable, "-c", ""), log=tmp_path / "logs" / "learner.log"))
     shutil.rmtree(tmp_path / "logs")
     child.kill()
-    assert child.last_words().startswith(f"{tmp_path / 'logs'} is gone: somebody removed it")
+    assert child.last_words().startswith(f"{tmp_path / 'logs'} is gone: it was removed")
 
 
 def test_who_ends_without_room_for_a_word_is_said_to_have_had_none(disk: Path) -> None:

@@ -80,7 +80,7 @@ def test_workers_come_and_go_and_the_run_completes(terminals: Terminals) -> None
     assert summary(run)["mixed_version_trajectories"] > 0
     assert summary(run)["weight_versions"] == STEPS + 1
     check_nothing_is_shared(terminals)
-    assert "somebody uses a worker's password" in " ".join(learner.said.split())
+    assert "a process uses a worker's password" in " ".join(learner.said.split())
     for terminal in (learner, joined):
         assert "Warning" not in terminal.said, terminal.said
 

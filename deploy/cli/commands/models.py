@@ -123,7 +123,7 @@ def generate(
     if workers is None and run:
         raise click.UsageError("--run needs --workers or --broker.")
     if workers == 0 and not broker:
-        raise click.UsageError("--workers 0 needs --broker: somebody has to generate.")
+        raise click.UsageError("--workers 0 needs --broker: no worker would generate.")
     if workers is not None and shard != (1, 1):
         raise click.UsageError("--shard and --workers exclude each other: workers share the prompts themselves.")
     from deploy.cli.models import answer_prompts

@@ -85,7 +85,7 @@ class HttpPull:
         except ssl.SSLCertVerificationError as error:
             raise UnreachableError(
                 f"who answers at {manifest.pull_url} does not show the learner's certificate ({error.verify_message}): "
-                "another process has its port now, or somebody stands between"
+                "another process has its port now, or another one stands between"
             ) from error
         except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: a malformed number
             raise UnreachableError(f"pulling version {version} from {manifest.pull_url} failed: {error!r}") from error
