@@ -60,9 +60,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     skipped_evaluations: int
     """Evaluations that gave none, as the rules have it.
 
-    Every worker that had the version was killed or moved on, or a power loss took the samples. The learner's log names
-    each with the reason. Evaluations that were under way when a learner died are not counted: the next one forgets
-    them.
+    A power loss took the samples, or every worker that had the version was killed or moved on: the trial has them keep
+    it for two seconds, of which a sample takes half, and more where the reward hangs or the machine is busy. The
+    learner's log names each with the reason. Evaluations that were under way when a learner died are not counted: the
+    next one forgets them.
     """
     hoards: int
     """The number of times that a hostile worker took all leases that it could get, under ever new names."""
