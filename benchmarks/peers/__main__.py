@@ -48,7 +48,7 @@ def main() -> int:
             rounds[name].append(figures)
             _tell(json.dumps({name: msgspec.to_builtins(figures)}))
     tried = {name: msgspec.to_builtins(setting) for name, setting in contestants.TRL.items() if name in options.of}
-    about = {"recipe": options.recipe, "overrides": options.overrides, "device": options.device, "tried_of_trl": tried}
+    about = {"recipe": options.recipe, "overrides": race.all_overrides, "device": options.device, "tried_of_trl": tried}
     print(json.dumps({**about, **compared(rounds, before), "load": os.getloadavg()[0], "failed": failed}))
     return int(bool(failed))
 

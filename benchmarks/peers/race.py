@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -10,15 +11,19 @@ from deploy.recipe.loading import load_recipe
 from deploy.recipe.recipe import Recipe
 from deploy.run.stage_output import SFT
 
-ON_GPU = (
-    "learner.device=cuda",
-    "engine.kind=vllm",
-    "engine.device=cuda",
-    "engine.options={gpu_memory_utilization: 0.3}",
-    "weights.transport=ipc",
-    "workers.count=1",
-)
-"""Learner and engine of Headway on one GPU, with the share of its memory that TRL leaves to its engine by default."""
+SETTINGS = {
+    "cpu": ("engine.max_concurrent=128",),
+    "cuda": (
+        "learner.device=cuda",
+        "engine.kind=vllm",
+        "engine.device=cuda",
+        "engine.options={gpu_memory_utilization: 0.3}",
+        "weights.transport=ipc",
+        "workers.count=1",
+    ),
+}
+"""Headway's own settings by device. On CPUs each of two workers has half of a step in its engine; on a GPU learner and
+engine share it, and the engine has the share of its memory that TRL leaves to its own by default."""
 GRPO = ("group_mean_std", "ppo_clip", "token_mean")
 """The composition that both have: the preset `grpo`, TRL's `loss_type="dapo"`."""
 
@@ -31,7 +36,7 @@ class Race(msgspec.Struct, frozen=True, kw_only=True):
     overrides: tuple[str, ...] = ()
     output: str
     """The absolute path of the directory of all models and runs."""
-    device: str = "cpu"
+    device: Literal["cpu", "cuda"] = "cpu"
 
     @property
     def model(self) -> Path:
@@ -41,7 +46,7 @@ class Race(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def all_overrides(self) -> tuple[str, ...]:
         """The overrides of the recipe, the user's last."""
-        return (*(ON_GPU if self.device == "cuda" else ()), *self.overrides)
+        return (*SETTINGS[self.device], *self.overrides)
 
     @property
     def samples_per_step(self) -> int:
