@@ -33,7 +33,7 @@ STATES = {
     "claimed": "The learner has taken the run and prepares its first weights.",
     "training": "Training.",
     "finished": "Finished.",
-    "stopped": "Stopped after a checkpoint.",
+    "stopped": "Stopped; --resume goes on from the last checkpoint.",
 }
 """The run's states in words for people. Other states are shown as they are."""
 NO_LEARNER = "Waiting for a learner to take the run."

@@ -115,7 +115,8 @@ def _say_how_it_ended(recipe: Recipe, is_finished: bool) -> None:
     if is_finished:
         say(f"Finished. See how it went: {report}")
     else:
-        say(f"Stopped after a checkpoint. To go on, give the same command with --resume. See how it went: {report}")
+        go_on = "To go on from the last checkpoint, add --resume."
+        say(f"Stopped. {go_on} See how it went: {report}")
 
 
 def _check_stages_are_done(recipe: Recipe, *, resume: bool, overwrite: bool) -> None:

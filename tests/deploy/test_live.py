@@ -120,7 +120,10 @@ def test_how_a_run_had_ended_that_is_resumed_is_old_news() -> None:
     for _ in states:
         monitor._look()
     lines = output.getvalue().splitlines()
-    assert [line for line in lines if not line.startswith("step")] == ["Training.", "Stopped after a checkpoint."]
+    assert [line for line in lines if not line.startswith("step")] == [
+        "Training.",
+        "Stopped; --resume goes on from the last checkpoint.",
+    ]
 
 
 def test_a_line_above_the_panel_leaves_its_markup_alone() -> None:
