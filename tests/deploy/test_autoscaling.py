@@ -221,7 +221,7 @@ def test_what_it_decides_of_a_run_reaches_the_pools_supervisor(
 def test_it_waits_for_a_learner_and_says_when_the_run_is_over(
     server: EmbeddedServer, run_name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("deploy.roles.looking.WATCH_S", 0.01)
+    monkeypatch.setattr("deploy.roles.looking.WATCH_S", 2.0)  # it must not look between the two calls below
 
     def keep() -> None:
         keep_scaling(server.url, run_name, "", TARGETS, cooldown_s=0.0, dry_run=True, as_json=False)

@@ -17,7 +17,7 @@ from broker import BlockingBroker
 from broker.client.batches import CheckpointMark, TakenBatch
 from broker.client.leases import SubmitOutcome
 from broker.errors import BrokerUnavailableError, FencedError, ServerRestartedError
-from broker.schema import Group, Probe, Prompt, RunRules, Tallies, WeightVersion
+from broker.schema import Group, Probe, Prompt, RunRules, Tallies, WeightManifest, WeightVersion
 from broker.server.embedded import EmbeddedServer
 from broker.wire.codec import encode_trajectory
 from learner.config import ModelConfig, PromptsConfig, RandomModelConfig
@@ -122,8 +122,9 @@ class Announcing:
     """The broker's verb, which the test delays or lets fail."""
 
     def __init__(self, blocking: BlockingBroker, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._announce = blocking.broker.versions.announce
+        self._announce, self._announced = blocking.broker.versions.announce, blocking.broker.versions.announced
         self.goes_on = threading.Event()
+        self.manifests: list[WeightManifest | None] = []
         self.failures: list[Exception] = []
         monkeypatch.setattr(blocking.broker.versions, "announce", self)
         self._monkeypatch = monkeypatch
@@ -143,6 +144,7 @@ class Announcing:
         if self.failures:
             raise self.failures.pop()
         await self._announce(*arguments)
+        self.manifests.append(await self._announced())
 
 
 def test_a_version_is_announced_beside_the_next_step(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,11 +161,11 @@ def test_a_version_is_announced_beside_the_next_step(url: str, monkeypatch: pyte
         assert announced(blocking) == WeightVersion(1, 0)
         announcing.goes_on.set()
         learner.publish(WeightVersion(1, 2), [("w", tensor)], PROBE)
-        manifest = blocking.call(blocking.broker.versions.announced())
-        assert manifest is not None
-        assert manifest.fingerprints == (fingerprint(torch.full((4,), 1.0)),)
+        assert announcing.manifests
         learner.settle()
         assert announced(blocking) == WeightVersion(1, 2)
+        fingerprints = [manifest.fingerprints for manifest in announcing.manifests if manifest]
+        assert fingerprints == [(fingerprint(torch.full((4,), value)),) for value in (1.0, 2.0)]
 
 
 def test_a_version_that_was_not_announced_is_announced_while_a_batch_is_waited_for(

@@ -2,7 +2,6 @@
 """Settings that trade memory against time change no result."""
 
 import contextlib
-import functools
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +15,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
-import learner.backends.fsdp.row
-import learner.models.attention
 from broker.errors import ConfigError
 from learner.backends import open_backend
 from learner.backends.base import Backend
@@ -27,7 +24,9 @@ from learner.backends.fsdp.policy import Policy
 from learner.config import ComputeConfig, LayoutConfig
 from learner.models.model import load_model
 from learner.rows.packing import concatenate, pack
-from tests.learner.tiny import OPTIMIZER, alike, model_config, ratio_loss, sequences, share
+from tests.learner import compiled_layers
+from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences, share
+from tests.learner.torchrun import run_alone
 
 LENGTHS = [7, 12, 5, 20, 3, 9]
 LAYERS = 2
@@ -71,54 +70,9 @@ def test_recomputation_runs_again_what_it_says_and_changes_no_gradient(architect
         assert (count[attention] > 0) is (recompute == "full")
 
 
-@torch.library.custom_op("headway_tests::attention", mutates_args=())
-def opaque(query: torch.Tensor, longest: int, scale: float) -> torch.Tensor:
-    """Stand for the variable-length kernel, which no CPU has, as a compiler sees it."""
-    return query * scale
-
-
-opaque.register_fake(lambda query, longest, scale: torch.empty_like(query))
-opaque.register_autograd(
-    lambda ctx, gradient: (gradient * ctx.scale, None, None),
-    setup_context=lambda ctx, inputs, output: setattr(ctx, "scale", inputs[2]),
-)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, about tensors that it looks at
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler does it
-@pytest.mark.parametrize(
-    ("architecture", "recompute"), [("qwen3", "none"), ("qwen3", "full"), ("qwen3_moe", "selective")]
-)
-def test_layers_of_any_number_and_length_are_compiled_once(
-    architecture: str, recompute: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The model has ten layers; torch compiles eight variants of one function. Graphs run as they are, uncompiled."""
-    graphs = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        graphs.append(graph)
-        return graph
-
-    def kernel(q: torch.Tensor, k: Any, v: Any, cu: Any, also_cu: Any, longest: int, also: int, **options: Any) -> Any:
-        return opaque(q + k.square().mean() + v.mean(), longest, options["scale"])
-
-    torch._dynamo.reset()
-    experts: dict[str, Any] = {"num_experts": 9} if architecture == "qwen3_moe" else {}
-    config = model_config(architecture, num_hidden_layers=10, **experts)
-    compiled, plain = (Policy(load_model(config, 1), on_cpu=True, half_precision=False) for _ in range(2))
-    for policy in (compiled, plain):
-        policy._varlen = True
-    monkeypatch.setattr(learner.models.attention, "varlen_attn", kernel)
-    monkeypatch.setattr(learner.backends.fsdp.row, "check_alignment", lambda device: None)
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    prepare_layers(compiled.layers, ComputeConfig(compile=True, recompute=recompute))
-    for is_tree in (False, True):
-        for lengths in (LENGTHS, [30, 4], [1100, 7]):
-            batch = concatenate(alike(sequences(lengths), 3), is_tree=is_tree)
-            losses = [share(batch, policy(batch, 0.8), 10.0) for policy in (compiled, plain)]
-            torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
-            losses[0].backward()
-        assert len(graphs) == 1 + is_tree, "rows with shared tokens have a variant of their own"
+def test_layers_of_any_number_and_length_are_compiled_once() -> None:
+    """A process of its own does it: what torch has compiled for other tests changes what it compiles."""
+    run_alone(compiled_layers.__name__, timeout_s=200)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])

@@ -1,4 +1,4 @@
-"""Several ranks on this machine, as `torchrun` starts them."""
+"""Scripts of tests in processes of their own: one alone, or several ranks on this machine, as `torchrun` has them."""
 
 import subprocess
 import sys
@@ -10,11 +10,14 @@ SHOWN = 6000
 def run_ranks(module: str, count: int, *arguments: object, timeout_s: float) -> None:
     """Run `python -m module` on `count` ranks, all with these arguments, until every one of them has ended well."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-    done = subprocess.run(
-        [*launcher, "-m", module, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
+    _run([*launcher, "-m", module, *map(str, arguments)], timeout_s)
+
+
+def run_alone(module: str, *, timeout_s: float) -> None:
+    """Run `python -m module` until it has ended well."""
+    _run([sys.executable, "-m", module], timeout_s)
+
+
+def _run(command: list[str], timeout_s: float) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert done.returncode == 0, done.stderr[-SHOWN:]
