@@ -229,13 +229,11 @@ def test_a_member_waiting_for_the_verdict_can_be_cancelled(board: Board) -> None
 
 
 def test_nobody_connects_to_a_gloo_group_that_is_formed(board: Board) -> None:
+    stores = [Rendezvous(board, group(), leads=not rank).store_of(0) for rank in range(2)]
     before = listening()
-    with ThreadPoolExecutor(2) as threads:
+    with ThreadPoolExecutor(2) as threads:  # of ports that are opened at once, all are left alone
         forming = [
-            threads.submit(
-                form_group, "gloo", Rendezvous(board, group(), leads=not rank).store_of(0), rank, 2, LOCAL, Deadline(30)
-            )
-            for rank in range(2)
+            threads.submit(form_group, "gloo", store, rank, 2, LOCAL, Deadline(30)) for rank, store in enumerate(stores)
         ]
         members = [member.result() for member in forming]
     opened = sorted(listening() - before)
