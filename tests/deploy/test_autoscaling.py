@@ -4,9 +4,11 @@ Other tests have it look at a run on a real broker whose learner and workers are
 """
 
 import math
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace as changed
@@ -221,7 +223,8 @@ def test_what_it_decides_of_a_run_reaches_the_pools_supervisor(
 def test_it_waits_for_a_learner_and_says_when_the_run_is_over(
     server: EmbeddedServer, run_name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("deploy.roles.looking.WATCH_S", 2.0)  # it must not look between the two calls below
+    may_look = threading.Event()  # not between the two calls below
+    monkeypatch.setattr("deploy.roles.looking.time", SimpleNamespace(sleep=lambda _: may_look.wait(LONG_S)))
 
     def keep() -> None:
         keep_scaling(server.url, run_name, "", TARGETS, cooldown_s=0.0, dry_run=True, as_json=False)
@@ -233,5 +236,6 @@ def test_it_waits_for_a_learner_and_says_when_the_run_is_over(
         assert not scaling.done()
         claim = client.call(broker.batches.claim(checkpoint=FRESH, rules=rules(2), config=b"recipe", resume=False))
         client.call(broker.status.set_state(claim.owner, "finished"))
+        may_look.set()
         scaling.result(timeout=LONG_S)
     assert capsys.readouterr().out == "The run is over.\n"

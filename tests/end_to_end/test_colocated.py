@@ -66,21 +66,24 @@ class Run:
 
         It polls seldom enough to leave the cores to the run.
         """
-        deadline = time.monotonic() + DEADLINE_S
-        while True:
-            found = [event for event in self.events()[after:] if is_it(event)]
-            if len(found) >= times:
-                return found[times - 1]
-            self._terminals.check()
-            assert time.monotonic() < deadline, self.events()[-20:]
-            time.sleep(0.01)
+
+        def found() -> list[Event]:
+            return [event for event in self.events()[after:] if is_it(event)]
+
+        self._until(lambda: len(found()) >= times, lambda: self.events()[-20:])
+        return found()[times - 1]
 
     def until_learner_says(self, words: str) -> None:
         """Wait for these words in the learner's log."""
+        log = self.directory / "logs/learner.log"
+        self._until(lambda: words in log.read_text(), lambda: log.read_text()[-2000:])
+
+    def _until(self, is_so: Callable[[], bool], seen: Callable[[], object]) -> None:
         deadline = time.monotonic() + DEADLINE_S
-        while words not in (log := (self.directory / "logs/learner.log").read_text()):
-            assert time.monotonic() < deadline, log[-2000:]
-            time.sleep(0.1)
+        while not is_so():
+            self._terminals.check()
+            assert time.monotonic() < deadline, seen()
+            time.sleep(0.01)
 
     def check(self) -> None:
         """Assert that the run trained as it should, and that learner and engines were never on the device together."""

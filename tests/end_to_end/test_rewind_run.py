@@ -85,6 +85,8 @@ def test_what_the_checkpoint_lacks_is_generated_anew(terminals: Terminals, url: 
     with scripted_worker(url, terminals) as worker:
         arguments = ("--resume", "--rewind-to", f"{BACK}", "--regenerate", f"learner.steps={steps.stop}")
         learner = start_learner(terminals, url, *arguments)
+        # Until then the run is the one that has ended, which still leases samples of its groups.
+        worker.watch.until("it has gone back", lambda status: status.announced == WeightVersion(2, BACK))
         worker.answer(steps)
         learner.succeeds()
         assert worker.watch.until_step(steps.stop).announced == WeightVersion(2, steps.stop)
