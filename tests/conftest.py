@@ -44,6 +44,16 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show why tests failed that passed when they ran once more: each has a race, which is to be found."""
+    for report in terminalreporter.stats.get("rerun", ()):
+        terminalreporter.section(f"{report.nodeid}, before it ran once more")
+        terminalreporter.write_line(report.longreprtext)
+        for name, text in report.sections:
+            terminalreporter.section(name, sep="-")
+            terminalreporter.write_line(text)
+
+
 @pytest.fixture(autouse=True)
 def state_of_the_process() -> Iterator[None]:
     """Restore the level of the log and the signal handlers, which a command under test may change for this process."""
