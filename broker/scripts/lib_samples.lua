@@ -67,7 +67,8 @@ local function highest_step()
 end
 local function is_impossible(newest) return newest > highest_step() + FORGOTTEN end
 
--- Returns the newest step of `versions`, {incarnation, step}..., and true if a rewind has abandoned any of them, or if any is newer than all that the server knows.
+-- Returns the newest step of `versions`, {incarnation, step}..., and true if a rewind has abandoned any of them, or if
+-- any is newer than all that the server knows.
 local function newest_of(versions)
   local newest, is_void = -1, false
   for b = 1, #versions, 2 do

@@ -51,7 +51,8 @@ local function submit(one)
     blame(m, holder_of(one, is_holder, copier), 'tokens of weights ' .. newest_now .. ', which were never announced')
     is_void = true
   elseif mine and is_holder and is_older_than_lease(from, had_from, token, one.versions) then
-    blame(m, holder_of(one, is_holder, copier), 'tokens of step ' .. from .. ' under a lease for weights of step ' .. had_from)
+    blame(m, holder_of(one, is_holder, copier),
+      'tokens of step ' .. from .. ' under a lease for weights of step ' .. had_from)
     is_void = true
   end
   is_void = is_void or (copied_from and from < tonumber(copied_from))

@@ -1,7 +1,8 @@
 -- include: lib_base lib_samples lib_groups lib_tokens
 -- flags: allow-oom
 -- take(incarnation, owner, server, step, n)
---   -> {'batch', forked to | '', {group, round, seconds that it waited | '', payload | false...}...} | {'wait', why} | {'exhausted'}
+--   -> {'batch', forked to | '', {group, round, seconds that it waited | '', payload | false...}...} | {'wait', why}
+--   | {'exhausted'}
 -- Pins n ready groups to the step, those of the oldest weights first. Until the step is committed, the same step gives
 -- the same batch again.
 -- Touches: meta, tally, pool, retry, leases, open, ready, pinned, batch:*, settled, dropped, given_up, group:*, prompt:*,

@@ -77,22 +77,16 @@ def _source(run: str | None, url: str | None, name: str | None) -> Source:
         directory = find_run(run, (CONFIG, METRICS))
         here = directory.resolve()
         return Source(directory, lambda: (url, name or here.name) if url else _endpoint(here))
-    if not (url or name) and (starting := _before_its_broker()) is not None:
+    try:
+        found = locate_run(url, name)
+    except HeadwayError:  # the newest run may have no broker yet
+        starting = None if url or name else find_starting(Path("runs"))
+        if starting is None:
+            raise
         return Source(starting, lambda: _endpoint(starting))
-    found = locate_run(url, name)
     directory = Path("runs", found[1])
     is_here = not url and (directory / CONFIG).exists()
     return Source(directory if is_here else None, (lambda: _endpoint(directory)) if is_here else (lambda: found))
-
-
-def _before_its_broker() -> Path | None:
-    """Return the newest run below ./runs where it has no broker yet, and no other run has one."""
-    parent = Path("runs")
-    try:
-        find_endpoint(parent, None)
-    except HeadwayError:
-        return find_starting(parent)
-    return None
 
 
 def _endpoint(directory: Path) -> tuple[str, str]:

@@ -333,10 +333,7 @@ def _chosen_by(parts: Parts) -> Callable[[EvaluationEvent], None] | None:
 
 def recipe_updater(recipe: Recipe, backend: Backend, ranks: Ranks) -> Updater:
     """Return what turns batches into updates of `backend`, as the recipe wants it. Collective over the ranks."""
-    objective = Objective(
-        recipe.algorithm,
-        max_new_tokens=recipe.sampling.max_new_tokens,
-    )
+    objective = Objective(recipe.algorithm, max_new_tokens=recipe.sampling.max_new_tokens)
     if recipe.algorithm.distillation.candidates:
         as_teacher(backend)
     return Updater(

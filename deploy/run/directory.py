@@ -264,8 +264,8 @@ def find_starting(parent: Path) -> Path | None:
 
 
 def _newest(parent: Path) -> Path | None:
-    runs = sorted(parent.glob(f"*/{CONFIG}"), key=lambda path: path.stat().st_mtime)
-    return runs[-1].parent if runs else None
+    found = max(parent.glob(f"*/{CONFIG}"), key=lambda path: path.stat().st_mtime, default=None)
+    return found.parent if found is not None else None
 
 
 def _without_endpoint(parent: Path) -> str:
