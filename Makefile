@@ -64,7 +64,7 @@ $(VENV)/.installed-megatron: $(VENV)/.installed
 	@$(PIP) install -q -c constraints.txt -e '.[megatron]'
 	@touch $@
 
-demo: install  ## a small Qwen3-MoE learns arithmetic: warm-up, then asynchronous GRPO (2 to 3 minutes on 2 cores)
+demo: install  ## a small Qwen3-MoE learns arithmetic: warm-up, then asynchronous GRPO (1 to 3 minutes on 2 cores)
 	@$(BIN)/headway run arithmetic.yaml run.seed=$(SEED) --overwrite
 
 demo-vllm: install-dev  ## the same with vLLM for CPUs as the inference engine
