@@ -1,11 +1,12 @@
 """The difference between the logprobs of engine and learner for a sampled token, in bfloat16, dense and with experts.
 
     python -m benchmarks.agreement [--shape qwen3-0.6b,moe-2.4b] [--layers N] [--engine embedded,vllm]
-        [--backend fsdp,megatron] [--prompts 64] [--tokens 256] [--device cuda|cpu]
+        [--backend fsdp,megatron] [--prompts 64] [--tokens 256] [--device cuda|cpu] [--quantization fp8]
 
 Each engine samples the same prompts at temperature 1 and each backend computes the logprobs of these samples, as the
 product does, in processes of their own; with experts twice, with the engine's choices replayed and without. Weights are
-random, wide enough that logprobs differ: a flat distribution would agree in spite of any error.
+random, wide enough that logprobs differ: a flat distribution would agree in spite of any error. With `--quantization`
+vLLM rounds the weights further as they arrive, and its figures stand beside those without.
 
 `difference` is |learner - engine| of a token, `sequence_ratio` is exp(sum of learner - engine) over a response, and
 `own_choices_differ` is the share of the engine's choices of experts that the learner's router would not have made. The
@@ -19,7 +20,7 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     prompts: int
     tokens: int
+    quantization: str = ""
+    """vLLM's option of this name; empty: none."""
 
 
 def sample(told: object) -> dict[str, Any]:
@@ -81,15 +84,24 @@ async def _sample(order: Order) -> list[Trajectory]:
         max_model_len=PROMPT_TOKENS + order.tokens + 1,
         dtype="bfloat16",
         device=order.device,
-        options={"gpu_memory_utilization": 0.7} if order.kind == "vllm" else {},
+        options=_options(order),
     )
     engine = open_engine(config, Path(order.model), seed=0, tells_experts=order.has_experts)
-    await engine.swap_weights(WeightVersion(1, 0), _weights(order.model))
+    weights = _weights(order.model)
+    await engine.swap_weights(WeightVersion(1, 0), [(name, torch.flip(tensor, [0])) for name, tensor in weights])
+    await engine.swap_weights(WeightVersion(1, 1), weights)  # what is measured replaced another version
     drawn, vocabulary = random.Random(0), load_config(ModelConfig(path=order.model)).vocab_size
     prompts = [[drawn.randrange(2, vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(order.prompts)]
     trajectories = await asyncio.gather(*[_trajectory(engine, order, *one) for one in enumerate(prompts)])
     await engine.close()
     return trajectories
+
+
+def _options(order: Order) -> dict[str, Any]:
+    if order.kind != "vllm":
+        return {}
+    quantized = {"quantization": order.quantization} if order.quantization else {}
+    return {"gpu_memory_utilization": 0.7, **quantized}
 
 
 def _weights(directory: str) -> list[tuple[str, torch.Tensor]]:
@@ -184,7 +196,7 @@ def main() -> int:
         shape = shape_of(shape_name, options.layers)
         directory = checkpoint.folder(options.models, f"wide-{shape_name}", shape)
         checkpoint.write_isolated(shape, directory, options.device, options.timeout_s, SCALE)
-        for engine in options.engine:
+        for engine, quantization in _engines(options):
             with tempfile.TemporaryDirectory(prefix="headway-agreement-") as samples:
                 settings = {
                     "model": str(directory),
@@ -193,8 +205,9 @@ def main() -> int:
                     "device": options.device,
                     "prompts": options.prompts,
                     "tokens": options.tokens,
+                    "quantization": quantization,
                 }
-                name = f"{shape_name} {engine}"
+                name = " ".join(filter(None, [shape_name, engine, quantization]))
                 steps = [(name, "sample", engine)]
                 steps += [(f"{name} {backend}", "compare", backend) for backend in options.backend]
                 for label, function, kind in steps:
@@ -212,6 +225,14 @@ def main() -> int:
     return int(bool(failed))
 
 
+def _engines(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """Yield engines and their quantization."""
+    for engine in options.engine:
+        yield engine, ""
+        if options.quantization and engine == "vllm":
+            yield engine, options.quantization
+
+
 def _parse() -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
     has_megatron = importlib.util.find_spec("megatron") is not None
@@ -220,6 +241,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=0, help="0: as many as the shape has")
     parser.add_argument("--engine", type=_names, default="embedded,vllm" if on_gpu else "embedded")
     parser.add_argument("--backend", type=_names, default="fsdp,megatron" if has_megatron else "fsdp")
+    parser.add_argument("--quantization", default="", help="of vLLM, such as fp8, beside none")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256 if on_gpu else 64, help="of every response")
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu", choices=("cuda", "cpu"))
