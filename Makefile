@@ -25,7 +25,7 @@ EXTERN_TESTS := tests/deploy/test_dashboards.py tests/deploy/test_slurm.py tests
 	tests/end_to_end/test_browser.py tests/docs/test_site_in_browser.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev install-megatron demo demo-vllm demo-megatron chaos parity peer-losses race bench-broker study-staleness docs test test-quick test-ray test-trackers test-browser test-extern extern-tools check shape format clean
+.PHONY: help install install-dev install-megatron demo demo-vllm demo-megatron chaos parity peer-losses race bench-broker study-staleness docs test test-quick test-ray test-trackers test-peft test-browser test-extern extern-tools check shape format clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -142,12 +142,16 @@ test-ray: $(RAY)/.installed  ## the tests that need Ray, in an environment of th
 test-trackers: $(TRACKERS)/.installed  ## the tests that need wandb, MLflow and trackio, in an environment of their own (a minute)
 	@$(TRACKERS)/bin/python -m pytest tests/deploy/sinks/test_trackers.py
 
+test-peft: $(PEERS)/.installed  ## adapters beside the library PEFT, in an environment of its own (half a minute)
+	@$(PEERS)/bin/python -m pytest tests/learner/test_peft.py
+
 test-browser: $(VENV)/.installed-browser  ## the dashboard of a real run, and these pages, in headless Chromium, which you install
 	@$(BIN)/python -m pytest tests/end_to_end/test_browser.py tests/docs/test_site_in_browser.py
 
-test-extern: extern-tools $(VENV)/.installed-browser $(RAY)/.installed $(TRACKERS)/.installed  ## all that CI skips for want of a tool; fails where one is missing
+test-extern: extern-tools $(VENV)/.installed-browser $(RAY)/.installed $(TRACKERS)/.installed $(PEERS)/.installed  ## all that CI skips for want of a tool; fails where one is missing
 	@PATH="$$PATH:/usr/sbin" HEADWAY_TEST_SLURM=1 $(BIN)/python -m pytest --no-skips $(EXTERN_TESTS)
 	@$(TRACKERS)/bin/python -m pytest --no-skips tests/deploy/sinks/test_trackers.py
+	@$(PEERS)/bin/python -m pytest --no-skips tests/learner/test_peft.py
 	@$(RAY)/bin/python -m pytest --no-skips -m ray tests/deploy tests/end_to_end/test_ray.py
 
 extern-tools:

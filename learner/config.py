@@ -21,6 +21,34 @@ class RandomModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     ]
 
 
+class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A low-rank adapter, which is trained in the place of the model's weights."""
+
+    kind: Annotated[Literal["lora"], Meta(description="lora: W x + alpha / rank * B (A x), W as it was")] = "lora"
+    rank: Annotated[int, Meta(ge=1, le=512, description="rank of every change")] = 16
+    alpha: Annotated[float, Meta(gt=0, description="a change is scaled by alpha / rank")] = 32.0
+    targets: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="weights that it changes, by the ends of their names, such as q_proj or experts.down_proj;"
+            " none: all linear layers and experts of the decoder, but no routers"
+        ),
+    ] = ()
+    dropout: Annotated[
+        float,
+        Meta(ge=0, lt=1, description="share of an adapter's inputs that supervised training leaves out; 0 with rl"),
+    ] = 0.0
+    stages: Annotated[
+        tuple[str, ...],
+        Meta(description="names of the stages that train it; the others train the whole model; none: every stage"),
+    ] = ()
+
+    @property
+    def scale(self) -> float:
+        """The factor of a change."""
+        return self.alpha / self.rank
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The model that is trained."""
 
@@ -35,6 +63,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str,
         Meta(description="file with the Jinja template that renders messages; empty: the tokenizer has one, or none"),
     ] = ""
+    adapter: Annotated[
+        AdapterConfig | None, Meta(description="the adapter that is trained; null: the whole model is")
+    ] = None
 
 
 class PromptsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

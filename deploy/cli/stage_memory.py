@@ -8,9 +8,9 @@ from broker.errors import ConfigError
 from deploy.recipe.recipe import Recipe
 from deploy.recipe.scorers import REWARD_MODEL, Scorer, scorers_of
 from deploy.recipe.stage_graph import REFERENCE
-from learner.config import ModelConfig, StageConfig
+from learner.config import AdapterConfig, ModelConfig, StageConfig
 from learner.models.model import load_config
-from learner.models.shape import ModelShape, shape_of
+from learner.models.shape import ModelShape, Parameter, adapter_parameters, shape_of
 from learner.objective.composition import needs_critic, needs_reference
 from learner.planning.memory import plan_memory, plan_teaching, scored
 from learner.planning.planned import PlannedModel, RankMemory
@@ -31,6 +31,16 @@ class Shapes:
         """Raises ConfigError if the policy's cannot be read."""
         self.policy = shape_of(load_config(recipe.model))
         self._others: dict[str, ModelShape] = {}
+        self._adapters: dict[AdapterConfig, tuple[Parameter, ...]] = {}
+
+    def adapter_of(self, recipe: Recipe, stage: StageConfig) -> tuple[Parameter, ...]:
+        """Return the parameters of the adapter that the stage trains; none if it trains the whole model."""
+        adapter = recipe.adapter_in(stage)
+        if adapter is None:
+            return ()
+        if adapter not in self._adapters:
+            self._adapters[adapter] = adapter_parameters(load_config(recipe.model), adapter)
+        return self._adapters[adapter]
 
     def at(self, path: str) -> ModelShape:
         """Return the shape of the model at this path; `stage:NAME` has the policy's. Raises ConfigError."""
@@ -86,7 +96,12 @@ def largest_of(stages: list[StageMemory]) -> StageMemory:
 
 
 def _stage(recipe: Recipe, stage: StageConfig, shapes: Shapes) -> StageMemory:
-    planned = PlannedModel(shape=shapes.policy, learner=recipe.learner, dtype=recipe.model.dtype)
+    planned = PlannedModel(
+        shape=shapes.policy,
+        learner=recipe.learner,
+        dtype=recipe.model.dtype,
+        adapter=shapes.adapter_of(recipe, stage),
+    )
     if stage.has_workers:
         return _of_learner(recipe, stage, planned, shapes)
     if stage.kind == REWARD_MODEL:

@@ -4,7 +4,7 @@
                          `base`       plain values, in words     presets       all sections       contradictions
 
     checks.py    limits.py, placement.py, data_checks.py, packages.py, references.py
-    sections     sections.py, sinks.py, scorers.py, pools.py, ray_roles.py, colocation.py, operators.py
+    sections     sections.py, sinks.py, scorers.py, pools.py, ray_roles.py, colocation.py, operators.py, adapters.py
     stages       stage_keys.py, stage_graph.py
 
 The invariant: what can be known to fail is refused before any process starts, in words that name the key, its value and

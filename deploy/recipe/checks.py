@@ -20,6 +20,7 @@ from weightsync.config import WeightsConfig
 from weightsync.transports.abilities import TRANSPORTS
 from weightsync.transports.abilities import abilities_of as transport_abilities
 
+from .adapters import impossible_adapters
 from .colocation import impossible_turns
 from .limits import beyond_limits
 from .pools import MAIN, pools_of
@@ -86,6 +87,7 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
     yield from _impossible_layouts(learner)
     yield from _impossible_stages(recipe)
     yield from _missing_abilities(recipe)
+    yield from impossible_adapters(recipe)
     if not recipe.model.path and recipe.model.random is None:
         yield "no model: set model.path to a Hugging Face directory or id, or describe model.random."
     if learner.groups_per_step % learner.updates_per_step:

@@ -12,6 +12,7 @@ from msgspec import Meta
 from broker.config import BrokerConfig, StalenessConfig
 from learner.algorithm_config import AlgorithmConfig
 from learner.config import (
+    AdapterConfig,
     CheckpointConfig,
     LearnerConfig,
     ModelConfig,
@@ -125,6 +126,13 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def has_learner(self) -> bool:
         """Whether a stage is trained from what workers generate."""
         return any(stage.has_workers for stage in self.plan)
+
+    def adapter_in(self, stage: StageConfig) -> AdapterConfig | None:
+        """Return the adapter that a stage trains; None: the whole model. Models of scores are always trained whole."""
+        adapter = self.model.adapter
+        if adapter is None or stage.kind == "reward_model" or (adapter.stages and stage.name not in adapter.stages):
+            return None
+        return adapter
 
     @property
     def run_directory(self) -> Path:

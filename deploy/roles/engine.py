@@ -11,7 +11,7 @@ from broker.schema import WeightVersion
 from deploy.recipe.checks import check_engine
 from deploy.recipe.sections import SOURCE, overridden
 from deploy.run.trained import TrainedModel
-from learner.backends.hugging_face_files import TensorFiles, weight_files
+from learner.backends.adapter_files import open_weights
 from rollout_workers.config import EngineConfig, EvalConfig, SamplingConfig, WorkersConfig
 from rollout_workers.engines import open_engine
 from rollout_workers.samples.held_out import evaluation_sampling
@@ -62,12 +62,11 @@ def settings_of(model: TrainedModel, overrides: Sequence[str], temperature: floa
 
 async def open_trained(model: TrainedModel, settings: OwnSettings, seed: int) -> "Engine":
     """Open an engine with the model's weights. Raises HeadwayError; then nothing of the engine is left."""
-    paths = weight_files(str(model.path))
-    if not paths:
+    tensors = open_weights(str(model.path))
+    if tensors is None:
         raise ConfigError(f"{model.path} has no safetensors files.")
     engine = open_engine(settings.engine, model.path, seed=seed)
     try:
-        tensors = TensorFiles(paths)
         await engine.swap_weights(WEIGHTS, [(name, tensors(name)) for name in sorted(tensors.names)])
     except BaseException:
         await engine.close()

@@ -17,7 +17,8 @@ import torch
 
 from broker.errors import ConfigError, HeadwayError
 from deploy.run.trained import TrainedModel, is_model
-from learner.backends.hugging_face_files import TensorFiles, weight_files, write_tensors
+from learner.backends.adapter_files import open_weights
+from learner.backends.hugging_face_files import write_tensors
 from learner.backends.score_head import has_score_head
 from learner.checkpoints.checkpoint import FILES_FILE, partial_path, put_in_place
 from learner.checkpoints.disk import free_mib
@@ -104,10 +105,9 @@ def _refuse_what_holds_something(directory: Path, is_forced: bool) -> None:
 def _write(source: Path, target: Path, dtype: Dtype | None) -> tuple[str, int]:
     """Write all files; return the weights' number format and the number of parameters. Holds one file's tensors at a
     time."""
-    paths = weight_files(str(source))
-    if not paths:
+    tensors = open_weights(str(source))
+    if tensors is None:
         raise ExportError(f"{source} has no safetensors files.")
-    tensors = TensorFiles(paths)
     _write_configuration(source, target, dtype)
     formats: dict[str, int] = {}
 

@@ -14,6 +14,7 @@ import torch
 
 from deploy.run.trained import TrainedModel
 from learner.backends import open_backend
+from learner.backends.adapter_files import adapted_model, has_adapter
 from learner.backends.score_head import has_score_head
 from learner.checkpoints.checkpoint import read_checkpoint
 from learner.checkpoints.digests import check_digests
@@ -58,6 +59,7 @@ def compare(model: TrainedModel, exported: Path, device: str) -> Agreement:
     read_checkpoint(model.path)
     check_digests(model.path, 0, 1)
     source = ModelConfig(path=str(model.path), dtype=model.recipe.model.dtype)
+    source = adapted_model(source) if has_adapter(model.path) else source
     is_scored = has_score_head(source)
     mine, theirs, exported_dtype = (_scores if is_scored else _logprobs)(model, source, exported, device)
     differences = (mine - theirs).abs()

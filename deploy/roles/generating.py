@@ -21,7 +21,7 @@ from broker.schema import Prompt
 from deploy.run.answers import Answer, AnswerFile, Response
 from deploy.run.directory import held
 from deploy.run.trained import TrainedModel
-from learner.backends.hugging_face_files import weight_files
+from learner.backends.adapter_files import open_weights
 from learner.config import ModelConfig
 from learner.data.prompts.cursor import group_at
 from learner.data.prompts.rendering import Renderer
@@ -138,7 +138,8 @@ class BatchInference:
 
     def _made_from(self, prompts: Sequence[Prompt]) -> str:
         """Return a digest of all that decides the answers."""
-        stats = [(path.name, path.stat()) for path in weight_files(str(self.model.path))]
+        tensors = open_weights(str(self.model.path))
+        stats = [(path.name, path.stat()) for path in (tensors.paths if tensors else ())]
         weights = [(name, found.st_size, found.st_mtime_ns) for name, found in stats]
         settings = (self.settings.sampling, self.settings.engine.max_model_len, self.samples, self.seed)
         parts = (str(self.model.path), weights, settings, self.shard.number, self.shard.count)

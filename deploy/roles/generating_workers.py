@@ -30,7 +30,7 @@ from deploy.recipe.loading import recipe_to_bytes
 from deploy.recipe.recipe import Recipe, RunConfig
 from deploy.run.in_use import refuse_if_in_use
 from deploy.run.trained import TrainedModel
-from learner.backends.hugging_face_files import TensorFiles, weight_files
+from learner.backends.adapter_files import open_weights
 from learner.config import LearnerConfig, ModelConfig
 from learner.data.prompts.cursor import group_at, place_of
 from learner.experience.outages import RepeatedCalls
@@ -139,7 +139,8 @@ class _Job:
         self._outages.insist(lambda: self._verbs.versions.put_model(self._owner, files))
         self._feed()  # before any worker asks, so that they begin with the first prompts
         publisher = Publisher(self._blocking, self._owner, self._recipe.weights)
-        tensors = TensorFiles(weight_files(model.path))
+        tensors = open_weights(model.path)
+        assert tensors is not None, "the parent has looked"
         gathering = publisher.gather((name, tensors(name)) for name in sorted(tensors.names))
         token = next(iter(self._left.values())).token_ids[0]
         probe = Probe(token_ids=[token], logprobs=[], tolerance=0.0)  # a single token predicts none

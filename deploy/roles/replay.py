@@ -22,6 +22,7 @@ from deploy.run.directory import CHECKPOINTS, EXPERIENCE, REPLAYS
 from deploy.run.report import METRICS, lineage, read_lines, summarize
 from deploy.run.stage_output import after_stages
 from learner.algorithm_config import AlgorithmConfig, preset_defaults
+from learner.backends.adapter_files import FOLDER
 from learner.backends.base import Backend
 from learner.checkpoints.checkpoint import Checkpoint, CheckpointStore
 from learner.checkpoints.weights_digest import saved_tensors, weights_digest
@@ -112,12 +113,16 @@ class Replay:
         if step not in self._checkpoints:
             return []
         path = self._checkpoints[step].path
+        # Of a model with an adapter a checkpoint holds the adapter alone.
+        folder, tensors = path, backend.named_tensors
+        if getattr(backend, "trains_adapter", False):
+            folder, tensors = path / FOLDER, backend.adapter_tensors  # type: ignore[attr-defined]
         return [
             ComparedWeights(
                 step=step,
                 checkpoint=str(path),
-                replayed_digest=weights_digest(backend.named_tensors()),
-                original_digest=weights_digest(saved_tensors(path)),
+                replayed_digest=weights_digest(tensors()),
+                original_digest=weights_digest(saved_tensors(folder)),
             )
         ]
 

@@ -35,6 +35,7 @@ FIXED = {
     "prompts.system_prompt": "prompts that were fed already have it",
     "model.path": _MODEL,
     "model.random": _MODEL,
+    "model.adapter": "checkpoints of a whole model, and of each adapter, hold other tensors",
     "model.chat_template": "prompts that were fed were rendered with the one before",
     "algorithm.critic.path": "the checkpoint's critic is of this model",
     "learner.backend": "checkpoints are written in a backend's own form",

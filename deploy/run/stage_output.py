@@ -55,10 +55,12 @@ def directory_of(recipe: Recipe, number: int) -> Path:
 
 def starting_at(recipe: Recipe, number: int) -> Recipe:
     """Return the recipe for the role of stage `number`: its model is the one that the stage starts from, and paths
-    `stage:NAME` are the directories that these stages have left."""
+    `stage:NAME` are the directories that these stages have left. It has an adapter if this stage trains one."""
     left = [directory_of(recipe, one) for one in chain_of(recipe.plan, number)[:-1]]
     made = [directory for directory in left if is_complete(directory)]
+    adapter = recipe.adapter_in(recipe.plan[number])
     recipe = _with_directories(recipe)
+    recipe = msgspec.structs.replace(recipe, model=msgspec.structs.replace(recipe.model, adapter=adapter))
     return _with_model(recipe, made[-1]) if made else recipe
 
 
@@ -134,8 +136,12 @@ def origin(recipe: Recipe, number: int) -> Any:
     """Return what decides the model that this stage leaves, as JSON, so that it compares with what was read."""
     chain = chain_of(recipe.plan, number)
     first = recipe.plan[chain[0]]
+    trains: dict[str, Any]
     is_older_form = chain == [0] and first.kind == "sft" and not first.options
     trains = {"sft": SftConfig(phases=first.phases)} if is_older_form else {"stages": [_made(recipe, n) for n in chain]}
+    adapters = [recipe.adapter_in(recipe.plan[one]) for one in chain]
+    if any(adapters):
+        trains["adapters"] = [adapter and msgspec.structs.replace(adapter, stages=()) for adapter in adapters]
     parts = {"model": _model(recipe), **trains, "prompts": recipe.prompts, "seed": recipe.run.seed}
     return msgspec.json.decode(msgspec.json.encode(parts))
 
@@ -144,6 +150,7 @@ def _model(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe's model, with the text of its chat template in place of the file."""
     model: dict[str, Any] = msgspec.to_builtins(recipe.model)
     file = model.pop("chat_template")
+    model.pop("adapter")  # each stage says whether it trains it
     return {**model, "chat_template": read_chat_template(file)} if file else model
 
 

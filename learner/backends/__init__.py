@@ -4,6 +4,7 @@
     megatron/  Megatron Core: tensor, pipeline, context, expert parallelism
     token_logprobs.py   hidden states ─► logprobs, for both
     expert_rows.py      experts over rows sorted by expert, for both
+    adapter_files.py    an adapter beside its base model, read as one
     score_head.py       the first weights of a critic's or reward model's head
 
     open_backend("fsdp", ...) ── logprobs, step ──► loss and gradients, summed over micro-batches and ranks
@@ -22,12 +23,15 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, overload
 
+import msgspec
+
 from broker.errors import ConfigError
 from broker.installation import is_installed
 from broker.user_code.kinds import unknown_kind
 from broker.user_code.own import make_own
 from broker.user_code.roots import load
 from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
+from learner.models.layout import check_adapter
 
 from .abilities import BACKENDS, BackendAbilities
 
@@ -94,12 +98,16 @@ def open_backend(
     """Return the backend `kind` with its model and a fresh optimizer. Under torchrun every rank calls it.
 
     `head`: the model's own, or one of a single output, for a critic or a reward model with the same body. Raises
-    ConfigError for a reward model in the place of a policy.
+    ConfigError for a reward model in the place of a policy, and for an adapter that the backend does not train; models
+    of scores are always trained whole.
     """
     if head == "policy":
         from .score_head import check_is_policy
 
         check_is_policy(model)
+        check_adapter(kind, abilities_of(kind).trains_adapters, is_asked=model.adapter is not None)
+    else:
+        model = msgspec.structs.replace(model, adapter=None)
 
     def opened(opener: Callable[..., Any]) -> Opened:
         backend: Opened = opener(model, optimizer, device=device, seed=seed, layout=layout, compute=compute)

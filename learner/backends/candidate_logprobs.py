@@ -97,12 +97,13 @@ class _CandidateLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_T1K: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+    def backward(ctx: Any, grad_T1K: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
         hidden_TH, weight_VH, rows_TK, logsumexp_T = ctx.saved_tensors
         head: Head = ctx.head
         grad_TK = grad_T1K[:, 1:].to(logsumexp_T.dtype) / head.temperature
         grad_hidden_TH = torch.empty_like(hidden_TH)
-        grad_weight_VH = torch.zeros_like(weight_VH, dtype=logsumexp_T.dtype)
+        # A frozen head has none.
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=logsumexp_T.dtype) if ctx.needs_input_grad[1] else None
         for part in chunks(len(hidden_TH), head.chunk):
             logits_CV = logits_of(hidden_TH[part] @ weight_VH.T, head.temperature, head.num_real)
             grad_CV = (logits_CV - logsumexp_T[part, None]).exp_().mul_(-grad_TK[part].sum(1, keepdim=True))
@@ -110,5 +111,7 @@ class _CandidateLogprobs(torch.autograd.Function):
             grad_CV.scatter_add_(1, rows_TK[part].clamp(min=0), grad_TK[part].where(is_own_CK, 0.0))
             grad_CV = grad_CV.to(hidden_TH.dtype)
             torch.mm(grad_CV, weight_VH, out=grad_hidden_TH[part])
-            grad_weight_VH.add_(grad_CV.T @ hidden_TH[part])
-        return head.reduce(grad_hidden_TH), grad_weight_VH.to(weight_VH.dtype), None, None
+            if grad_weight_VH is not None:
+                grad_weight_VH.add_(grad_CV.T @ hidden_TH[part])
+        grad_weight = None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype)
+        return head.reduce(grad_hidden_TH), grad_weight, None, None

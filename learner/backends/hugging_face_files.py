@@ -77,7 +77,7 @@ class TensorFiles:
         """Read the files' tables of contents. Raises ConfigError for a file that cannot be read."""
         from safetensors import SafetensorError, safe_open
 
-        self._paths = paths
+        self.paths = tuple(paths)
         try:
             files = [safe_open(path, framework="pt") for path in paths]
         except (OSError, SafetensorError) as error:
@@ -98,4 +98,4 @@ class TensorFiles:
 
     @property
     def _where(self) -> Path:
-        return self._paths[0].parent
+        return self.paths[0].parent

@@ -160,17 +160,20 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad_T: torch.Tensor, _: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None, None, None]:
         hidden_TH, weight_VH, rows_T, logsumexp_T = ctx.saved_tensors
         head: Head = ctx.head
         grad_hidden_TH = torch.empty_like(hidden_TH)
-        grad_weight_VH = torch.zeros_like(weight_VH, dtype=logsumexp_T.dtype)
+        # A frozen head has none.
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=logsumexp_T.dtype) if ctx.needs_input_grad[1] else None
         for part in chunks(len(hidden_TH), head.chunk):
             products_CV = hidden_TH[part] @ weight_VH.T
             grad_CV = _fused(_gradient, products_CV, rows_T[part], head, logsumexp_T[part], grad_T[part])
             torch.mm(grad_CV, weight_VH, out=grad_hidden_TH[part])
-            _add_product(grad_weight_VH, grad_CV.T, hidden_TH[part])
-        return head.reduce(grad_hidden_TH), grad_weight_VH.to(weight_VH.dtype), None, None, None
+            if grad_weight_VH is not None:
+                _add_product(grad_weight_VH, grad_CV.T, hidden_TH[part])
+        grad_weight = None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype)
+        return head.reduce(grad_hidden_TH), grad_weight, None, None, None
 
 
 def _normalizer(

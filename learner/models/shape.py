@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from learner.config import AdapterConfig
+
+from .adapters import targets_of
 from .model import building
 
 if TYPE_CHECKING:
@@ -107,6 +110,20 @@ def shape_of(config: "PretrainedConfig") -> ModelShape:
         is_tied=is_tied,
         experts=num_experts(config) if any(".experts." in n for n in named) else 0,
         experts_per_token=getattr(config, "num_experts_per_tok", None) or 0,
+    )
+
+
+def adapter_parameters(config: "PretrainedConfig", adapter: AdapterConfig) -> tuple[Parameter, ...]:
+    """Returns the parameters of an adapter for the model that transformers would build. Raises ConfigError for targets
+    that the model lacks."""
+    from transformers import AutoModelForCausalLM
+
+    with building(config), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return tuple(
+        _parameter(name, shape)
+        for target in targets_of(model, adapter)
+        for name, shape in zip(target.factors, target.shapes(adapter.rank), strict=True)
     )
 
 

@@ -67,6 +67,8 @@ def head_bytes(planned: PlannedModel) -> int:
     number = planned.compute_bytes
     if not planned.is_trained:
         return rows * (FP32 + number) * tokens
+    if planned.adapter:  # the head is frozen
+        return rows * 2 * number * tokens
     return rows * (2 * number * tokens + (FP32 + number) * planned.shape.width)
 
 

@@ -1,7 +1,9 @@
 """The memory that an fsdp rank holds."""
 
+from collections.abc import Iterable
+
 from learner.models.layout import check_context, check_ranks
-from learner.models.shape import ModelShape
+from learner.models.shape import ModelShape, Parameter
 
 from .estimates import activation_bytes, attention_numbers, head_bytes, published_bytes
 from .planned import FP32, MOMENTS, PlannedModel, RankMemory
@@ -19,15 +21,19 @@ def _rank(planned: PlannedModel, rank: int) -> RankMemory:
     """Plans one rank. Every tensor is cut along its first dimension; the first ranks have a row more
     (`torch.chunk`)."""
     ranks = planned.learner.processes
-    elements = sum(_rows(p.shape[0], ranks, rank) * (p.size // p.shape[0]) for p in planned.shape.parameters)
+    elements = _elements(planned.shape.parameters, ranks, rank)
+    trained, parameters = elements, FP32 * elements
+    if planned.adapter:
+        trained = _elements(planned.adapter, ranks, rank)
+        parameters = planned.compute_bytes * elements + FP32 * trained
     is_elsewhere = planned.learner.compute.offload_optimizer or not planned.is_trained
-    on_device = 0 if is_elsewhere else MOMENTS * elements
-    reference = FP32 * elements if planned.has_reference else 0
+    on_device = 0 if is_elsewhere else MOMENTS * trained
+    reference = parameters if planned.has_reference else 0
     return RankMemory(
         rank=rank,
         part=f"1/{ranks} of every tensor",
-        parameters=FP32 * elements,
-        gradients=FP32 * elements if planned.is_trained else 0,
+        parameters=parameters,
+        gradients=FP32 * trained if planned.is_trained else 0,
         optimizer=on_device,
         gathered=_gathered_bytes(planned),
         activations=activation_bytes(planned, range(planned.shape.layers), in_flight=1.0, selective=_selective),
@@ -35,6 +41,10 @@ def _rank(planned: PlannedModel, rank: int) -> RankMemory:
         other_models=reference,
         published=published_bytes(planned, rank),
     )
+
+
+def _elements(parameters: Iterable[Parameter], ranks: int, rank: int) -> int:
+    return sum(_rows(p.shape[0], ranks, rank) * (p.size // p.shape[0]) for p in parameters)
 
 
 def _rows(count: int, ranks: int, rank: int) -> int:
@@ -52,19 +62,24 @@ def _gathered_bytes(planned: PlannedModel) -> int:
     from learner.backends.fsdp.sharding import GATHERED_GRADIENT_BYTES, GATHERED_WEIGHT_BYTES
 
     shape, number = planned.shape, planned.compute_bytes
-    layer = max(_size(shape, index) for index in range(shape.layers))
-    outside = _size(shape, None)
-    whole = number * shape.num_parameters
+    adapter = sum(parameter.size for parameter in planned.adapter)
+    layer = max(_size(shape.parameters, index) for index in range(shape.layers))
+    outside = _size(shape.parameters, None)
+    whole = number * (shape.num_parameters + adapter)
     weights = whole if whole <= GATHERED_WEIGHT_BYTES else number * (outside + 2 * layer)
     if not planned.is_trained:
         return weights
-    sums = FP32 * shape.num_parameters if planned.learner.processes > 1 else 0
-    working = weights + (number + FP32) * max(layer, outside)
+    if planned.adapter:
+        trained, largest = adapter, max(_size(planned.adapter, index) for index in range(shape.layers))
+    else:
+        trained, largest = shape.num_parameters, max(layer, outside)
+    sums = FP32 * trained if planned.learner.processes > 1 else 0
+    working = weights + (number + FP32) * largest
     return working + (sums if sums <= GATHERED_GRADIENT_BYTES else 0)
 
 
-def _size(shape: ModelShape, layer: int | None) -> int:
-    return sum(parameter.size for parameter in shape.parameters if parameter.layer == layer)
+def _size(parameters: Iterable[Parameter], layer: int | None) -> int:
+    return sum(parameter.size for parameter in parameters if parameter.layer == layer)
 
 
 def _selective(shape: ModelShape, layer: int) -> int:

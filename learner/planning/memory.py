@@ -17,7 +17,7 @@ from dataclasses import replace
 from broker.errors import ConfigError
 from broker.user_code.roots import load
 from learner.backends.abilities import BACKENDS
-from learner.models.layout import check_splits
+from learner.models.layout import check_adapter, check_splits
 from learner.models.shape import ModelShape, Parameter
 
 from .planned import PlannedModel, RankMemory
@@ -31,9 +31,10 @@ def plan_memory(planned: PlannedModel) -> list[RankMemory]:
     if known is None:
         raise ConfigError(f"learner.backend: nothing is known of what `{backend}` holds; use {' or '.join(BACKENDS)}.")
     check_splits(backend, known.abilities.splits, planned.learner.layout)
+    check_adapter(backend, known.abilities.trains_adapters, is_asked=bool(planned.adapter))
     ranks: list[RankMemory] = load(known.plan, "learner.backend")(planned)
     if planned.critic is not None:
-        alone = replace(planned, shape=planned.critic, critic=None, has_reference=False, versions={})
+        alone = replace(planned, shape=planned.critic, critic=None, has_reference=False, adapter=(), versions={})
         ranks = _in_turn(ranks, plan_memory(scored(alone)))
     return _largest_first(ranks)
 
@@ -57,8 +58,18 @@ def plan_teaching(student: PlannedModel, teacher: ModelShape) -> list[RankMemory
     """Returns every rank's memory, largest first, while a teacher on the student's ranks is asked, before the student's
     first step. Neither has gradients or moments then, and only the teacher is at work."""
     of_student, of_teacher = (
-        plan_memory(replace(student, shape=shape, is_trained=False, has_reference=False, critic=None, versions={}))
-        for shape in (student.shape, teacher)
+        plan_memory(
+            replace(
+                student,
+                shape=shape,
+                adapter=adapter,
+                is_trained=False,
+                has_reference=False,
+                critic=None,
+                versions={},
+            )
+        )
+        for shape, adapter in ((student.shape, student.adapter), (teacher, ()))
     )
     asked = {held.rank: held for held in of_teacher}
     ranks = [

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Literal
 
 from learner.config import LearnerConfig
-from learner.models.shape import ModelShape
+from learner.models.shape import ModelShape, Parameter
 
 FP32 = 4
 MOMENTS = 2 * FP32
@@ -58,6 +58,8 @@ class PlannedModel:
     """Whether it is updated. A teacher is only read: it has neither gradients nor moments, and keeps no activations."""
     has_vocabulary: bool = True
     """Whether its output is over the vocabulary; else one score, as a reward model's."""
+    adapter: tuple[Parameter, ...] = ()
+    """The parameters of the adapter that is trained, whose base is frozen; none: the whole model is trained."""
     versions: Mapping[int, int] = field(default_factory=dict)
     """The number of whole versions of the weights on each rank's device."""
 

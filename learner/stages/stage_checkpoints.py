@@ -12,8 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from learner.backends.base import Backend
-from learner.backends.saving import Saving
+from learner.backends.base import Backend, Snapshot, Stored
+from learner.backends.hugging_face_files import write_tensors
+from learner.backends.saving import NamedTensors, Saving, snapshot_gathered
 from learner.checkpoints.best import Best, read_best
 from learner.checkpoints.checkpoint import (
     Checkpoint,
@@ -105,9 +106,13 @@ class StageCheckpoints:
         return best.step
 
     def leave(self, step: int, place: dict[str, Any]) -> Path:
-        """Writes both as the finished stage, removes its checkpoints, and returns the model's directory."""
+        """Writes both as the finished stage, removes its checkpoints, and returns the model's directory. An adapter is
+        merged into the model there, from which the next stage starts."""
         state = self._state(step, place)
-        Saving(self._ranks, self._directory, {"": self._backend}, None).finish(partial(seal, state=state))
+        models: dict[str, Stored] = {"": self._backend}
+        if getattr(self._backend, "trains_adapter", False):
+            models["."] = _WholeWeights(self._backend, self._ranks)
+        Saving(self._ranks, self._directory, models, None).finish(partial(seal, state=state))
         self._remove()
         return self._directory
 
@@ -126,3 +131,23 @@ class StageCheckpoints:
 
     def _state(self, step: int, place: dict[str, Any]) -> LearnerState:
         return LearnerState(identity=self._identity, incarnation=0, step=step, cursor=place)
+
+
+class _WholeWeights:
+    """The whole weights of a model whose checkpoints hold an adapter. Its files join those of the checkpoint."""
+
+    def __init__(self, backend: Backend, ranks: Ranks) -> None:
+        self._backend = backend
+        self._ranks = ranks
+
+    def snapshot(self, directory: Path, *, is_copied: bool) -> Snapshot:
+        """Returns the writer of the weights' files."""
+        write = partial(_write_weights, directory) if self._ranks.is_first else None
+        return Snapshot((snapshot_gathered(self._backend.named_tensors(), write, is_copied=is_copied),))
+
+    def load(self, directory: Path) -> None:
+        """Does nothing: the checkpoint has all that a backend loads."""
+
+
+def _write_weights(directory: Path, tensors: NamedTensors) -> None:
+    write_tensors(tensors, directory)

@@ -15,7 +15,7 @@ import learner.backends.fsdp.sharding
 from learner.backends import open_backend
 from learner.backends.base import Backend
 from learner.backends.fsdp.backend import FsdpBackend
-from learner.config import ComputeConfig, LayoutConfig
+from learner.config import AdapterConfig, ComputeConfig, LayoutConfig
 from learner.rows.packing import PackableSequence, concatenate, plan
 from tests.learner.tiny import OPTIMIZER, alike, model_config, ratio_loss, sequences
 
@@ -30,6 +30,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str
     layout: LayoutConfig = LayoutConfig()
     compute: ComputeConfig = ComputeConfig()
+    adapter: AdapterConfig | None = None
     is_large: bool = False
     """Whether every micro-batch sends gradients over the ranks and gathers weights."""
 
@@ -47,7 +48,7 @@ def run(case: Case, directory: Path) -> None:
     directory.mkdir(exist_ok=True)
     learner.backends.fsdp.sharding.GATHERED_GRADIENT_BYTES = 0 if case.is_large else 1 << 30
     learner.backends.fsdp.sharding.GATHERED_WEIGHT_BYTES = 0 if case.is_large else 1 << 30
-    model = model_config(case.architecture)
+    model = msgspec.structs.replace(model_config(case.architecture), adapter=case.adapter)
     backend = open_backend("fsdp", model, OPTIMIZER, seed=3, layout=case.layout, compute=case.compute)
     results = []
     for number in range(len(LENGTHS)):

@@ -5,6 +5,7 @@
     row.py        packed batch ─► a rank's part of it, on its device
     context.py    ranks that share a row's tokens, and swap them for heads around attention
     layers.py     recomputation, compilation, fused norms    optimizer.py   AdamW, its moments in CPU memory if asked
+    adapters.py   low-rank changes of frozen weights
     experts.py    how experts compute            replayed_router.py   experts that a batch says to take
     streaming.py  files ─► shards, a tensor at a time        export.py   shards ─► Hugging Face names and files
     training_state.py   parameters, moments and RNG to disk and back, bit for bit

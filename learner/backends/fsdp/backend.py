@@ -1,12 +1,14 @@
 """The fsdp backends: a policy, which is published and saved for engines, and a critic, which stays in the learner."""
 
 import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from learner.backends.adapter_files import write_adapter
 from learner.backends.base import Backend, Likeliest, TokenLoss
 from learner.backends.hugging_face_files import write_tensors
 from learner.backends.rng import load_rng, snapshot_rng
@@ -39,8 +41,9 @@ class FsdpBackend(ShardedModel):
     ) -> None:
         super().__init__(Policy, model, optimizer, device=device, seed=seed, layout=layout, compute=compute)
         self._policy = self._module
-        self._export = HuggingFaceExport(self._policy.model, self._dtype)
+        self._export = HuggingFaceExport(self._policy.model, self._dtype, self._adapters)
         self._tokenizer = load_tokenizer(model)
+        self._base = os.path.realpath(model.path) if os.path.isdir(model.path) else model.path
 
     def logprobs(self, batches: Sequence[PackedBatch], temperature: float) -> list[torch.Tensor]:
         """[T] fp32 logprobs for every micro-batch; [0] for an empty one."""
@@ -63,6 +66,11 @@ class FsdpBackend(ShardedModel):
         """Make one update. Empty micro-batches report {}. The weights stay if the norm is not finite."""
         return self._update(batches, loss, learning_rate, temperature)
 
+    @property
+    def trains_adapter(self) -> bool:
+        """Whether checkpoints hold an adapter in the place of whole weights."""
+        return self._adapters is not None
+
     @torch.no_grad()
     def follow(self, policy: Backend, decay: float) -> None:
         """Move each rank's own shards; nothing is sent."""
@@ -77,19 +85,27 @@ class FsdpBackend(ShardedModel):
         """
         return self._export.tensors()
 
+    def adapter_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield A and B of every adapted weight by their names in PEFT's files, in `model.dtype`. Collective."""
+        return self._export.adapter_tensors()
+
     def load(self, directory: Path) -> None:
         """Load parameters and moments into any number of ranks, RNG states rank by rank. Collective."""
         super().load(directory)
         load_rng(directory, self.rank, self._device)
 
     def _stage_more(self, directory: Path, *, is_copied: bool) -> tuple[Callable[[], None], ...]:
-        """Return the writers of a Hugging Face model (rank 0's) and of the process's generators."""
+        """Return the writers of a Hugging Face model, or of its adapter (rank 0's), and of the process's generators."""
         write = functools.partial(self._write_hugging_face, directory) if self.rank == 0 else None
-        hugging_face = snapshot_gathered(self.named_tensors(), write, is_copied=is_copied)
+        tensors = self.named_tensors() if self._adapters is None else self._export.adapter_tensors()
+        hugging_face = snapshot_gathered(tensors, write, is_copied=is_copied)
         return hugging_face, snapshot_rng(directory, self.rank, self._device)
 
     def _write_hugging_face(self, directory: Path, tensors: NamedTensors) -> None:
-        write_tensors(tensors, directory)
+        if self._adapters is None:
+            write_tensors(tensors, directory)
+        else:
+            write_adapter(tensors, self._adapters.peft_config(self._base), directory)
         self._write_configuration(directory)
 
     def _write_configuration(self, directory: Path) -> None:
@@ -147,7 +163,7 @@ class FsdpScoreBackend(FsdpValueBackend):
         super().__init__(model, optimizer, **options)
         self._model = model
         self._body = self._module.model
-        self._export = HuggingFaceExport(self._body, self._dtype)
+        self._export = HuggingFaceExport(self._body, self._dtype, self._adapters)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the body's tensors in `model.dtype`, and the head in fp32.

@@ -29,10 +29,11 @@ def experts_implementation(model: "PreTrainedModel", few: int) -> str:
         return "eager"
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _grouped)
     experts = [part for part in model.modules() if hasattr(part, "has_gate") and hasattr(part, "down_proj")]
-    return EXPERTS_NAME if all(_is_plain(part) for part in experts) else "grouped_mm"
+    return EXPERTS_NAME if all(is_plain(part) for part in experts) else "grouped_mm"
 
 
-def _is_plain(experts: Any) -> bool:
+def is_plain(experts: Any) -> bool:
+    """Return whether experts of a layer are down(silu(gate(x)) * up(x)), with gate and up in one tensor."""
     from transformers.integrations import moe
 
     own_gate = getattr(type(experts), "_apply_gate", None)

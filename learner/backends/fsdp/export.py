@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from learner.models.adapters import is_factor, peft_names, to_peft
+
+from .adapters import Adapters, merged
 from .sharding import whole
 
 if TYPE_CHECKING:
@@ -19,15 +22,16 @@ BLOCK = re.compile(r".*?\.\d+\.")
 class HuggingFaceExport:
     """A model's tensors as `save_pretrained` would write them."""
 
-    def __init__(self, model: "PreTrainedModel", dtype: torch.dtype) -> None:
+    def __init__(self, model: "PreTrainedModel", dtype: torch.dtype, adapters: Adapters | None = None) -> None:
         self._model = model
         self._dtype = dtype
+        self._adapters = adapters
         self._unchanged: set[tuple[str, ...]] = set()
         """Blocks, as tuples of tensor names, that files name as the model does: transformers' conversion of one takes
         longer than the gathering. Tensors outside of all layers keep their names, too."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor, tied ones once. Collective: gathers a layer at a time.
+        """Yield every tensor, tied ones once, with its adapter merged into it. Collective: gathers a layer at a time.
 
         transformers holds a layer's experts as one tensor (`mlp.experts.gate_up_proj`), but files and engines have
         one for each expert (`mlp.experts.0.gate_proj.weight`); transformers' own table converts them.
@@ -36,7 +40,8 @@ class HuggingFaceExport:
 
         for _, block in itertools.groupby(_distinct(self._model), key=lambda item: _block(item[0])):
             names, shards = zip(*block, strict=True)
-            gathered = dict(zip(names, whole(shards, self._dtype), strict=True))
+            gathered = self._merged(dict(zip(names, whole(shards, self._dtype), strict=True)))
+            names = tuple(gathered)
             if names in self._unchanged:
                 yield from gathered.items()
                 continue
@@ -44,6 +49,27 @@ class HuggingFaceExport:
             if [*map(id, converted.values())] == [*map(id, gathered.values())] and [*converted] == [*gathered]:
                 self._unchanged.add(names)
             yield from converted.items()
+
+    def adapter_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield A and B of every adapted weight by their names in PEFT's files. Collective."""
+        assert self._adapters is not None
+        names = peft_names(self._adapters.targets)
+        for target, shards in self._adapters.factors():
+            factors = to_peft(target, *whole(shards, self._dtype))
+            yield from zip(names[target.parameter], factors, strict=True)
+
+    def _merged(self, gathered: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the tensors of a block without A and B, which have changed the others."""
+        if self._adapters is None:
+            return gathered
+        changed = {name: tensor for name, tensor in gathered.items() if not is_factor(name)}
+        for target in self._adapters.targets:
+            if target.parameter in changed:
+                first, second = (gathered[name] for name in target.factors)
+                changed[target.parameter] = merged(
+                    changed[target.parameter], (first, second), self._adapters.config.scale
+                )
+        return changed
 
 
 def _block(name: str) -> str:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -16,11 +16,12 @@ from learner.backends.off_device import OffDevice
 from learner.backends.process_group import check_same_count, count_ranks, join_ranks, sum_over_ranks
 from learner.backends.replayed_choice import disagreement
 from learner.backends.saving import save
-from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
+from learner.config import AdapterConfig, ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from learner.models.layout import check_ranks, check_splits
 from learner.models.model import load_model
 from learner.rows.batch import PackedBatch
 
+from .adapters import Adapters
 from .context import ContextGroup
 from .layers import prepare_layers
 from .optimizer import open_optimizer
@@ -49,7 +50,7 @@ class ShardedModel:
     ) -> None:
         check_splits("fsdp", BACKENDS["fsdp"].abilities.splits, layout)
         check_ranks(layout, count_ranks())
-        _check_compute(device, compute)
+        _check_compute(device, compute, model.adapter)
         self._device = join_ranks(device)
         mesh = init_device_mesh(device, (dist.get_world_size(),))
         context = join_context(layout, device)
@@ -57,6 +58,7 @@ class ShardedModel:
         self.replica, self.is_lead = self.rank // context.size, context.rank == 0
         self.replicas = self.world_size // context.size
         self._dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
+        self._adapters: Adapters | None = None
         self._module = self._open(kind, model, seed, mesh, context, compute)
         self._parameters = [p for p in self._module.parameters() if p.requires_grad]
         self._max_grad_norm = optimizer.max_grad_norm
@@ -79,11 +81,15 @@ class ShardedModel:
         is_streamed = can_stream(model)
         whole = meta_model(model) if is_streamed else load_model(model, seed)
         module = kind(whole, on_cpu=on_cpu, half_precision=is_half, context=context)
+        if model.adapter is not None:
+            self._adapters = Adapters(module.model, model.adapter, self._dtype)
         prepare_layers(module.layers, compute)
         shard(module, mesh, half_precision=is_half)
         if is_streamed:
             allocate_shards(module, self._device)
             fill_shards(whole, model.path)
+        if self._adapters is not None:
+            self._adapters.fill(seed)
         return module
 
     def snapshot(self, directory: Path, *, is_copied: bool) -> Snapshot:
@@ -130,7 +136,7 @@ class ShardedModel:
         check_same_count(len(batches), self._device)
         self._optimizer.zero_grad(set_to_none=True)
         shares, reports = [], Reports()
-        with gathering(self._module):
+        with gathering(self._module), nullcontext() if self._adapters is None else self._adapters.dropping():
             for index, batch in enumerate(batches):
                 sync_gradients(self._module, is_last=index == len(batches) - 1)
                 share, report = self._backward(index, batch, loss, *options)
@@ -174,6 +180,11 @@ class ShardedModel:
         return share.detach(), report
 
 
-def _check_compute(device: str, compute: ComputeConfig) -> None:
+def _check_compute(device: str, compute: ComputeConfig, adapter: AdapterConfig | None) -> None:
     if device == "cpu" and compute.compile:
         raise ConfigError("learner.compute.compile=true needs learner.device=cuda: on a CPU it gains nothing.")
+    if adapter is not None and adapter.dropout and compute.recompute != "none":
+        raise ConfigError(
+            f"model.adapter.dropout is {adapter.dropout:g}, and learner.compute.recompute={compute.recompute} computes"
+            " activations again, which would leave out others. Set one of both to 0 or none."
+        )

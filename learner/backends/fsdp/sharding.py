@@ -70,7 +70,8 @@ def sync_gradients(module: nn.Module, *, is_last: bool) -> None:
     A single rank waits for the last one whatever the size: its shards are the whole model.
     """
     assert isinstance(module, FSDPModule)
-    fits = dist.get_world_size() == 1 or 4 * _size(module) <= GATHERED_GRADIENT_BYTES
+    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    fits = dist.get_world_size() == 1 or 4 * trained <= GATHERED_GRADIENT_BYTES
     module.set_requires_gradient_sync(is_last or not fits)
 
 

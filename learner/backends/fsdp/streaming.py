@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from broker.errors import ConfigError
-from learner.backends.hugging_face_files import TensorFiles, weight_files
+from learner.backends.adapter_files import Weights, open_weights
 from learner.config import ModelConfig
+from learner.models.adapters import is_factor
 from learner.models.model import load_config
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def can_stream(model: ModelConfig) -> bool:
     """Return whether `model.path` has safetensors files of weights that are not quantized."""
     if model.random is not None or getattr(load_config(model), "quantization_config", None) is not None:
         return False
-    return bool(weight_files(model.path))
+    return open_weights(model.path) is not None
 
 
 def meta_model(model: ModelConfig) -> "PreTrainedModel":
@@ -73,9 +74,12 @@ def fill_shards(model: "PreTrainedModel", path: str) -> None:
 
     Parameters that still lie on the meta device, such as the head of a critic's model, are left out.
     """
-    shards = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if not tensor.is_meta}
+    named = model.state_dict(keep_vars=True)
+    shards = {name: tensor for name, tensor in named.items() if not (tensor.is_meta or is_factor(name))}
     filled: set[int] = set()
-    for name, weight in _converted(model, TensorFiles(weight_files(path)), shards):
+    weights = open_weights(path)
+    assert weights is not None, "can_stream has looked"
+    for name, weight in _converted(model, weights, shards):
         _copy(path, name, weight, shards[name])
         filled.add(id(shards[name]))
     if lacking := [name for name, shard in shards.items() if id(shard) not in filled]:
@@ -105,7 +109,7 @@ def copy_rows(weight: torch.Tensor, shard: torch.Tensor) -> None:
 
 
 def _converted(
-    model: "PreTrainedModel", files: TensorFiles, wanted: Mapping[str, torch.Tensor]
+    model: "PreTrainedModel", files: Weights, wanted: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the files' tensors under the model's names; only the tensors of one weight are in memory at once."""
     from transformers.conversion_mapping import get_model_conversion_mapping

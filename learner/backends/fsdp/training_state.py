@@ -31,10 +31,12 @@ Tensors = dict[str, torch.Tensor]
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> Tensors:
-    """The live tensors by name: saving reads them, loading writes into them."""
+    """The live tensors by name: saving reads them, loading writes into them. Frozen parameters are as they were."""
     allocate_moments(optimizer)
     tensors: Tensors = {f"model.{name}": buffer for name, buffer in model.named_buffers()}
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         tensors[f"model.{name}"] = parameter.detach()
         for key, value in optimizer.state[parameter].items():
             tensors[f"optimizer.{name}.{key}"] = value

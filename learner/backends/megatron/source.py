@@ -3,7 +3,8 @@
 import torch
 
 from broker.errors import ConfigError
-from learner.backends.hugging_face_files import Read, TensorFiles, weight_files
+from learner.backends.adapter_files import open_weights
+from learner.backends.hugging_face_files import Read
 from learner.backends.score_head import SCORE_BIAS, SCORE_WEIGHT
 from learner.config import ModelConfig
 from learner.models.model import load_model
@@ -13,13 +14,13 @@ def open_source(model: ModelConfig, seed: int) -> Read:
     """Return a reader of the model's tensors; a random model is made whole. Raises ConfigError without files."""
     if model.random is not None:
         return _random_tensors(model, seed).__getitem__
-    paths = weight_files(model.path)
-    if not paths:
+    tensors = open_weights(model.path)
+    if tensors is None:
         raise ConfigError(
             f"model.path: {model.path} has no safetensors files, and the megatron backend reads no others. Save the "
             "model once with transformers' save_pretrained, or use learner.backend=fsdp."
         )
-    return TensorFiles(paths)
+    return tensors
 
 
 def with_head(read: Read, first: torch.Tensor) -> Read:

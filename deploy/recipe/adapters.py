@@ -1,0 +1,40 @@
+"""Finds contradictions between an adapter, the stages that train it and the backend."""
+
+from collections.abc import Iterator
+
+from learner.backends import abilities_of
+
+from .recipe import Recipe
+from .stage_graph import chain_of
+
+
+def impossible_adapters(recipe: Recipe) -> Iterator[str]:
+    """Yield what a recipe with `model.adapter` contradicts."""
+    adapter, plan = recipe.model.adapter, recipe.plan
+    if adapter is None:
+        return
+    if not abilities_of(recipe.learner.backend).trains_adapters:
+        yield (
+            f"model.adapter needs learner.backend=fsdp: {recipe.learner.backend} trains whole models only. Change one"
+            " of both."
+        )
+    known = {stage.name: stage for stage in plan}
+    for name in adapter.stages:
+        if name not in known:
+            yield f"model.adapter.stages names {name!r}, and the recipe's stages are {', '.join(known)}."
+        elif known[name].kind == "reward_model":
+            yield f"model.adapter.stages names {name!r}, and a reward model is always trained whole. Leave it out."
+    for number, stage in enumerate(plan):
+        if stage.is_left_out or recipe.adapter_in(stage) is None:
+            continue
+        if stage.has_workers and adapter.dropout:
+            yield (
+                f"model.adapter.dropout is {adapter.dropout:g}, and stage {stage.name} compares logprobs, which would"
+                " then differ by chance. Set it to 0, or leave the stage out of model.adapter.stages."
+            )
+        trained = [one for one in chain_of(plan, number)[:-1] if not plan[one].is_left_out]
+        if recipe.model.random is not None and not trained:
+            yield (
+                f"model.adapter changes a trained model, and stage {stage.name} starts from random weights. Set"
+                " model.path, or let a stage before it train the whole model (model.adapter.stages)."
+            )

@@ -1,0 +1,123 @@
+"""A recipe says which stages train an adapter, and is refused where none can; a run leaves the adapter."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from broker.errors import ConfigError
+from deploy.cli.main import answer
+from deploy.launch.local import Local
+from deploy.recipe.loading import dump_recipe, load_recipe
+from deploy.run.directory import SETTINGS
+from deploy.run.resuming import check_resumable
+from deploy.run.stage_output import after_stages, origin, planned
+from deploy.terminal import Terminal
+from learner.backends import open_backend
+from learner.backends.adapter_files import open_weights
+from learner.backends.fsdp.sharding import local
+from learner.backends.saving import Saving
+from learner.checkpoints.checkpoint import LearnerState, seal
+from learner.ranks import Ranks
+from tests.end_to_end.recipes import TINY
+from tests.learner.adapted import saved_base, with_adapter
+from tests.learner.tiny import OPTIMIZER, model_config
+
+from .test_stages import OWN, OWN_STAGE, RL, SFT, load
+
+OF_RL = {"rank": 4, "stages": ["rl"]}
+
+
+def adapted(adapter: dict[str, Any]) -> dict[str, Any]:
+    return {**TINY["model"], "adapter": adapter}
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"adapter": {"stages": ["lr"]}}, r"adapter\.stages names 'lr', and the recipe's stages are sft, rl\."),
+        ({"adapter": {**OF_RL, "dropout": 0.1}}, r"dropout is 0\.1, and stage rl compares logprobs"),
+        ({"adapter": {}}, r"stage sft starts from random weights. Set model\.path"),
+        ({"adapter": OF_RL, "backend": "megatron"}, r"needs learner\.backend=fsdp: megatron trains whole models"),
+        ({"adapter": {"rank": 0}}, r"model\.adapter\.rank is 0; expected"),
+        ({"adapter": {"kind": "dora"}}, r"model\.adapter\.kind is 'dora'"),
+        ({"adapter": {"ranks": 4}}, r"unknown key model\.adapter\.ranks; did you mean model\.adapter\.rank\?"),
+    ],
+)
+def test_a_wrong_adapter_is_told(sections: dict[str, Any], told: str, tmp_path: Path) -> None:
+    learner = {**TINY.get("learner", {}), "backend": sections.get("backend", "fsdp")}
+    with pytest.raises(ConfigError, match=told):
+        load(tmp_path, model=adapted(sections["adapter"]), stages=[SFT, RL], learner=learner)
+
+
+def test_a_stage_trains_the_adapter_if_it_is_named(tmp_path: Path) -> None:
+    recipe = load(tmp_path, model=adapted(OF_RL), stages=[SFT, RL])
+    assert [recipe.adapter_in(stage) is not None for stage in recipe.plan] == [False, True]
+    plain = load(tmp_path, stages=[SFT, RL])
+    assert origin(recipe, 0) == origin(plain, 0), "the warm-up is the same, and is not made again"
+    assert origin(recipe, 1) != origin(plain, 1)
+    assert after_stages(recipe).model.adapter == recipe.model.adapter
+
+
+def test_a_run_goes_on_with_what_it_trains(tmp_path: Path) -> None:
+    before, plain = load(tmp_path, model=adapted(OF_RL), stages=[SFT, RL]), load(tmp_path, stages=[SFT, RL])
+    other = load(tmp_path, model=adapted({**OF_RL, "rank": 8}), stages=[SFT, RL])
+    before.run_directory.mkdir(parents=True)
+    (before.run_directory / SETTINGS).write_bytes(msgspec.json.encode(before))
+    check_resumable(before, None)
+    for changed in (plain, other):
+        with pytest.raises(ConfigError, match=r"model\.adapter was .* checkpoints of a whole model, and of each adap"):
+            check_resumable(changed, None)
+
+
+@pytest.mark.slow
+def test_a_stage_leaves_a_whole_model_and_its_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_stages.py").write_text(OWN_STAGE)
+    recipe = load(tmp_path, model=adapted({"rank": 4, "stages": ["Repeat"]}), stages=[SFT, OWN])
+    assert Local(recipe, "recipe.yaml", (), resume=False, overwrite=False, console=Terminal()).run() == 0
+    first, second = planned(recipe)
+    base, left = (AutoModelForCausalLM.from_pretrained(one.directory).state_dict() for one in (first, second))
+    assert not (first.directory / "adapter").exists()
+    config = json.loads((second.directory / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(first.directory.resolve())
+    changed = {name for name in base if not torch.equal(base[name], left[name])}
+    assert changed == {name for name in base if name.removesuffix(".weight").endswith("_proj")}, "others are frozen"
+    (second.directory / "model.safetensors").unlink()  # what the adapter makes of its base is the same model
+    open_weights.__globals__["weight_files"].cache_clear()
+    merged = open_weights(str(second.directory))
+    assert merged is not None
+    for name in changed - {name for name in changed if "experts" in name}:
+        torch.testing.assert_close(merged(name), left[name], rtol=0, atol=1e-6)
+
+
+def test_an_adapter_is_exported_as_the_merged_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = saved_base(model_config("qwen3_moe", tied=False), tmp_path / "base")
+    model, run = with_adapter(base), tmp_path / "run"
+    run.mkdir()
+    recipe = msgspec.structs.replace(load_recipe("arithmetic.yaml"), model=model)
+    (run / "config.yaml").write_text(dump_recipe(recipe))
+    policy = open_backend("fsdp", model, OPTIMIZER, seed=1)
+    for parameter in policy._parameters:  # type: ignore[attr-defined]
+        local(parameter.detach()).normal_(std=0.1)
+    saving = Saving(Ranks.of(policy), run / "checkpoints" / "1" / "step_2", {"": policy}, None)
+    saving.finish(lambda directory: seal(directory, state=LearnerState(incarnation=1, step=2)))
+    code = answer(["export", str(run), "--out", str(tmp_path / "out"), "--json"])
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    assert json.loads(said.out)["check"]["mean_difference"] < 1e-5
+    exported = open_weights(str(tmp_path / "out"))
+    assert exported is not None
+    for name, tensor in policy.named_tensors():
+        torch.testing.assert_close(exported(name), tensor, rtol=0, atol=1e-6)
+    assert not torch.equal(exported("model.layers.0.mlp.experts.0.up_proj.weight"), open_base(base.path))
+
+
+def open_base(path: str) -> torch.Tensor:
+    weights = open_weights(path)
+    assert weights is not None
+    return weights("model.layers.0.mlp.experts.0.up_proj.weight")
