@@ -26,6 +26,7 @@ def write_export(
     is_checked: bool,
     is_forced: bool,
     device: str,
+    is_adapter: bool,
     as_json: bool,
 ) -> None:
     """Export the model that is meant (`find_trained`), and print what was written."""
@@ -36,12 +37,21 @@ def write_export(
 
     disable_progress_bar()
     found = find_trained(model, step)
-    done = export_model(found, directory, dtype=dtype, is_checked=is_checked, is_forced=is_forced, device=device)
+    done = export_model(
+        found,
+        directory,
+        dtype=dtype,
+        is_checked=is_checked,
+        is_forced=is_forced,
+        device=device,
+        is_adapter=is_adapter,
+    )
     if as_json:
         say_json(done)
         return
     size = f"{done.parameters:,} parameters in {done.dtype}, {done.bytes / 1e6:,.1f} MB"
-    say(f"{done.directory} holds the model of {done.checkpoint}: {size}.")
+    what = "adapter" if is_adapter else "model"
+    say(f"{done.directory} holds the {what} of {done.checkpoint}: {size}.")
     if (check := done.check) is not None:
         say(
             f"The {check.compared} of {check.tokens} tokens differ from those of the backend {check.backend} by"

@@ -9,7 +9,7 @@
                 └─ observer.py                    what the loop reports ─► sinks, live figures
     worker.py ──── asked.py                       ─► scorers
 
-    with a trained model   export.py, export_check.py, chat.py, generating.py, generating_pool.py,
+    with a trained model   export.py, adapter_export.py, export_check.py, chat.py, generating.py, generating_pool.py,
                            generating_workers.py, replay.py
     from outside           looking.py;  stop_request.py: SIGTERM and Ctrl-C as a flag
 

@@ -5,6 +5,7 @@ DIRECTORY/    model*.safetensors  config.json  generation_config.json  the token
 The directory is written under another name beside its place, checked there, and renamed once it is durable.
 """
 
+import functools
 import os
 import shutil
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import torch
 
 from broker.errors import ConfigError, HeadwayError
 from deploy.run.trained import TrainedModel, is_model
+from learner.backends.adapter_files import CONFIG as ADAPTER_CONFIG
 from learner.backends.adapter_files import open_weights
 from learner.backends.hugging_face_files import write_tensors
 from learner.backends.score_head import has_score_head
@@ -26,6 +28,7 @@ from learner.config import ModelConfig
 from learner.models.classifier import write_classifier_files
 from learner.models.model import load_config, load_tokenizer
 
+from .adapter_export import check_has_adapter, compare_adapter, write_adapter
 from .export_check import Agreement, compare
 
 if TYPE_CHECKING:
@@ -53,9 +56,17 @@ class Export(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def export_model(
-    model: TrainedModel, directory: Path, *, dtype: Dtype | None, is_checked: bool, is_forced: bool, device: str = "cpu"
+    model: TrainedModel,
+    directory: Path,
+    *,
+    dtype: Dtype | None,
+    is_checked: bool,
+    is_forced: bool,
+    device: str = "cpu",
+    is_adapter: bool = False,
 ) -> Export:
-    """Write the model to `directory`, whole or not at all. `dtype`: None keeps the files' number format.
+    """Write the model, or its adapter alone, to `directory`, whole or not at all. `dtype`: None keeps the files' number
+    format.
 
     Raises ExportError, ConfigError for a directory that must not be replaced, and CheckpointError for a checkpoint that
     the backend cannot load.
@@ -67,13 +78,21 @@ def export_model(
             f"{model.path} is in no run's directory, so it is unknown which backend trained it. --no-check leaves the"
             " comparison out."
         )
+    if is_adapter:
+        check_has_adapter(model)
     partial = partial_path(directory)
     try:
         with _writing(directory):
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            written, parameters = _write(model.path, partial, dtype)
-        check = compare(model, partial, device) if is_checked else None
+            if is_adapter:
+                written, parameters = write_adapter(model, partial, dtype)
+            else:
+                written, parameters = write_model(model.path, partial, dtype)
+        compared = (
+            functools.partial(compare_adapter, written=written, write_model=write_model) if is_adapter else compare
+        )
+        check = compared(model, partial, device) if is_checked else None
         if check is not None and not check.is_close:
             raise ExportError(_disagreement(model, check))
         size = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
@@ -98,11 +117,13 @@ def _refuse_what_holds_something(directory: Path, is_forced: bool) -> None:
         raise ConfigError(f"{directory} exists. Choose another --out, or replace what is there with --force.")
     if (directory / FILES_FILE).exists() or directory.is_symlink():
         raise ConfigError(f"{directory} is a learner's checkpoint or a link; --force does not replace it.")
-    if not directory.is_dir() or (any(directory.iterdir()) and not is_model(directory)):
+    if not directory.is_dir() or (
+        any(directory.iterdir()) and not (is_model(directory) or (directory / ADAPTER_CONFIG).is_file())
+    ):
         raise ConfigError(f"{directory} holds something else than a model; --force does not replace it.")
 
 
-def _write(source: Path, target: Path, dtype: Dtype | None) -> tuple[str, int]:
+def write_model(source: Path, target: Path, dtype: Dtype | None = None) -> tuple[str, int]:
     """Write all files; return the weights' number format and the number of parameters. Holds one file's tensors at a
     time."""
     tensors = open_weights(str(source))

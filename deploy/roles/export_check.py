@@ -50,6 +50,11 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True):
         return self.mean_difference <= self.limit
 
 
+def limit_of(dtype: str) -> float:
+    """Return the largest mean difference that rounding to this number format explains."""
+    return LIMITS[getattr(torch, dtype)]
+
+
 def compare(model: TrainedModel, exported: Path, device: str) -> Agreement:
     """Compare the files in `exported` with the state of the checkpoint `model`, in this process, on `device`.
 

@@ -1,18 +1,22 @@
 """A recipe says which stages train an adapter, and is refused where none can; a run leaves the adapter."""
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from broker.errors import ConfigError
 from deploy.cli.main import answer
 from deploy.launch.local import Local
 from deploy.recipe.loading import dump_recipe, load_recipe
+from deploy.roles import adapter_export
 from deploy.run.directory import SETTINGS
 from deploy.run.resuming import check_resumable
 from deploy.run.stage_output import after_stages, origin, planned
@@ -20,8 +24,10 @@ from deploy.terminal import Terminal
 from learner.backends import open_backend
 from learner.backends.adapter_files import open_weights
 from learner.backends.fsdp.sharding import local
+from learner.backends.hugging_face_files import write_tensors
 from learner.backends.saving import Saving
 from learner.checkpoints.checkpoint import LearnerState, seal
+from learner.config import ModelConfig
 from learner.ranks import Ranks
 from tests.end_to_end.recipes import TINY
 from tests.learner.adapted import saved_base, with_adapter
@@ -30,6 +36,13 @@ from tests.learner.tiny import OPTIMIZER, model_config
 from .test_stages import OWN, OWN_STAGE, RL, SFT, load
 
 OF_RL = {"rank": 4, "stages": ["rl"]}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_process_group_left() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def adapted(adapter: dict[str, Any]) -> dict[str, Any]:
@@ -95,9 +108,8 @@ def test_a_stage_leaves_a_whole_model_and_its_adapter(tmp_path: Path, monkeypatc
         torch.testing.assert_close(merged(name), left[name], rtol=0, atol=1e-6)
 
 
-def test_an_adapter_is_exported_as_the_merged_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base = saved_base(model_config("qwen3_moe", tied=False), tmp_path / "base")
-    model, run = with_adapter(base), tmp_path / "run"
+def make_run(run: Path, model: ModelConfig) -> Path:
+    """Make a run with one checkpoint, of random weights."""
     run.mkdir()
     recipe = msgspec.structs.replace(load_recipe("arithmetic.yaml"), model=model)
     (run / "config.yaml").write_text(dump_recipe(recipe))
@@ -106,14 +118,21 @@ def test_an_adapter_is_exported_as_the_merged_model(tmp_path: Path, capsys: pyte
         local(parameter.detach()).normal_(std=0.1)
     saving = Saving(Ranks.of(policy), run / "checkpoints" / "1" / "step_2", {"": policy}, None)
     saving.finish(lambda directory: seal(directory, state=LearnerState(incarnation=1, step=2)))
+    return run
+
+
+def test_an_adapter_is_exported_as_the_merged_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = saved_base(model_config("qwen3_moe", tied=False), tmp_path / "base")
+    run = make_run(tmp_path / "run", with_adapter(base))
     code = answer(["export", str(run), "--out", str(tmp_path / "out"), "--json"])
     said = capsys.readouterr()
     assert code == 0, said.err
     assert json.loads(said.out)["check"]["mean_difference"] < 1e-5
-    exported = open_weights(str(tmp_path / "out"))
+    exported, merged = open_weights(str(tmp_path / "out")), open_weights(str(run / "checkpoints" / "1" / "step_2"))
     assert exported is not None
-    for name, tensor in policy.named_tensors():
-        torch.testing.assert_close(exported(name), tensor, rtol=0, atol=1e-6)
+    assert merged is not None
+    assert exported.names == merged.names
+    assert all(torch.equal(exported(name), merged(name)) for name in merged.names)
     assert not torch.equal(exported("model.layers.0.mlp.experts.0.up_proj.weight"), open_base(base.path))
 
 
@@ -121,3 +140,38 @@ def open_base(path: str) -> torch.Tensor:
     weights = open_weights(path)
     assert weights is not None
     return weights("model.layers.0.mlp.experts.0.up_proj.weight")
+
+
+def test_an_adapter_is_exported_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = saved_base(model_config("qwen3_moe", tied=False), tmp_path / "base")
+    for name, model in (("run", with_adapter(base)), ("whole", base)):
+        make_run(tmp_path / name, model)
+    out, export = tmp_path / "out", ["export", "--adapter", "--json", "--out", str(tmp_path / "out")]
+    assert answer([*export, str(tmp_path / "run")]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["check"]["mean_difference"] < 1e-5
+    assert {path.name for path in out.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    (source,) = (tmp_path / "run").rglob("adapter_model.safetensors")
+    ours, theirs = load_file(source), load_file(out / "adapter_model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert said["parameters"] == sum(tensor.numel() for tensor in ours.values())
+    assert answer([*export, str(tmp_path / "run"), "--dtype", "bf16", "--force"]) == 0
+    assert json.loads(capsys.readouterr().out)["dtype"] == "bfloat16"
+    assert load_file(out / "adapter_model.safetensors")[next(iter(ours))].dtype == torch.bfloat16
+    assert answer([*export, str(tmp_path / "whole"), "--force"]) != 0
+    assert "holds no adapter: its run trained the whole model" in capsys.readouterr().err
+
+
+def test_an_exported_adapter_that_computes_something_else_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", with_adapter(saved_base(model_config("qwen3"), tmp_path / "base")))
+
+    def write_negated(tensors: Iterable[tuple[str, torch.Tensor]], directory: Path) -> None:
+        write_tensors([(name, -tensor if "lora_A" in name else tensor) for name, tensor in tensors], directory)
+
+    monkeypatch.setattr(adapter_export, "write_tensors", write_negated)
+    assert answer(["export", str(run), "--adapter", "--out", str(tmp_path / "out")]) != 0
+    assert "is not kept: the logprobs of" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from deploy.cli.main import answer
 from learner.backends.adapter_files import open_weights
 from learner.config import ModelConfig, RandomModelConfig
 from tests.learner.adapted import saved_base
@@ -38,7 +37,7 @@ def test_a_run_trains_an_adapter_and_goes_on_with_it(terminals: Terminals) -> No
     for name in after.names:
         has_changed = not torch.equal(after(name), untrained(name))
         assert has_changed is (not torch.equal(after(name), before(name))) is name.endswith("_proj.weight")
-    assert answer(["export", str(last), "--out", str(terminals.root / "out")]) == 0
+    terminals.open("run", "export", run, "--adapter", "--out", "out").succeeds()
 
     terminals.open("run", "replay", run, "--from", "4").succeeds()
     refused = terminals.open("run", "run", recipe, "--resume", "model.adapter=null")

@@ -37,6 +37,7 @@ def _step(step: int | None, best: bool) -> int | str | None:
 @_model
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The directory to make.")
 @click.option("--dtype", type=click.Choice([*DTYPES]), help="Number format of the weights.  [default: the model's own]")
+@click.option("--adapter", is_flag=True, help="The adapter alone, as a PEFT directory.  [default: merged]")
 @click.option("--force", is_flag=True, help="Replace a model that is there.")
 @click.option(
     "--check/--no-check", default=True, help="Compare logprobs (or scores) with the learner's backend.  [default: do]"
@@ -49,6 +50,7 @@ def export(
     best: bool,
     out: Path,
     dtype: str | None,
+    adapter: bool,
     force: bool,
     check: bool,
     device: str,
@@ -65,7 +67,17 @@ def export(
     from deploy.cli.models import write_export
 
     kept = DTYPES[dtype] if dtype else None
-    write_export(model, chosen, out, dtype=kept, is_checked=check, is_forced=force, device=device, as_json=as_json)
+    write_export(
+        model,
+        chosen,
+        out,
+        dtype=kept,
+        is_checked=check,
+        is_forced=force,
+        device=device,
+        is_adapter=adapter,
+        as_json=as_json,
+    )
 
 
 def _shard(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, int]:
