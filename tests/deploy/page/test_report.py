@@ -47,9 +47,7 @@ def test_the_json_holds_what_the_files_say(tmp_path: Path) -> None:
     assert "secret" not in run["recipe"]
 
 
-def test_without_a_run_the_report_is_of_the_newest_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_run_the_report_is_of_the_newest_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HEADWAY_RUN", raising=False)
     for began, name in enumerate(("newer", "oldest"), -2):
