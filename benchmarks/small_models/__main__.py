@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,18 +23,18 @@ from benchmarks.throughput.shapes import shape_of
 from learner.config import ComputeConfig, ModelConfig
 
 from . import bare, kernels, today
-from .rows import Work
+from .rows import StepWork
 
 PARTS = ("today", "bare", "attention", "optimizer", "whole")
 
 WORKS = tuple(
-    Work(samples=samples, budget=budget, sharing=sharing)
+    StepWork(samples=samples, budget=budget, sharing=sharing)
     for samples, budget in ((128, 4096), (128, 16384), (512, 16384), (512, 65536))
     for sharing in ("never", "auto")
 )
-SHORT = Work(samples=128, budget=16384, sharing="auto")
-PLAIN = Work(samples=128, budget=16384, sharing="never")
-LARGE = Work(samples=512, budget=65536, sharing="auto")
+SHORT = StepWork(samples=128, budget=16384, sharing="auto")
+PLAIN = StepWork(samples=128, budget=16384, sharing="never")
+LARGE = StepWork(samples=512, budget=65536, sharing="auto")
 
 
 def main() -> None:
@@ -48,7 +49,7 @@ def main() -> None:
     found: dict[str, Any] = {
         "torch": torch.__version__,
         "shape": options.shape,
-        "cudnn": torch.backends.cudnn.version(),
+        "cudnn": _cudnn(),
     }
     if options.device == "cuda":
         found["device"] = torch.cuda.get_device_name()
@@ -59,7 +60,7 @@ def main() -> None:
         started = time.monotonic()
         try:
             found[name] = call()
-        except Exception:  # the other parts are still worth having
+        except Exception:  # noqa: BLE001  # the other parts are still worth having
             found[name] = traceback.format_exc()[-1500:]
         print(f"{name} {time.monotonic() - started:.1f} s: {json.dumps(found[name])}", file=sys.stderr, flush=True)
     print(json.dumps(found))
@@ -73,21 +74,26 @@ def _cases(
         compute = ComputeConfig(compile=compiles)
         yield (
             f"today, {_words(compiles)}",
-            lambda compute=compute: today.measured(model, device, compute, WORKS, vocabulary, detail=SHORT),
+            partial(today.measured, model, device, compute, WORKS, vocabulary, detail=SHORT),
         )
     for compiles in compiled if "bare" in parts else ():
         step = bare.BareStep(model, ComputeConfig(compile=compiles), device)
         for work in (SHORT, PLAIN, LARGE):
             row = step.row(work, vocabulary)
-            yield f"bare, {_words(compiles)}, {work.name}", lambda step=step, row=row: bare.measured(step, row)
+            yield f"bare, {_words(compiles)}, {work.name}", partial(bare.measured, step, row)
     if "attention" in parts and device == "cuda":
         for name, shape in kernels.SHAPES.items():
-            yield f"attention, {name}", lambda shape=shape: kernels.measured(shape)
+            yield f"attention, {name}", partial(kernels.measured, shape)
     if "optimizer" in parts:
         yield "optimizer", lambda: bare.optimizers(bare.BareStep(model, ComputeConfig(), device))
     if "whole" in parts and device == "cuda":
         whole = bare.BareStep(model, ComputeConfig(), device, is_whole=True)
         yield f"whole, {SHORT.name}", lambda: bare.measured(whole, whole.row(SHORT, vocabulary))
+
+
+def _cudnn() -> int | None:
+    version: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return version
 
 
 def _words(compiles: bool) -> str:

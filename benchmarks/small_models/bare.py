@@ -16,7 +16,7 @@ from learner.models.model import load_model
 from learner.rows.cost import CostModel
 
 from .clock import profiled, timed, wait
-from .rows import Work
+from .rows import StepWork
 
 
 class BareStep:
@@ -34,7 +34,7 @@ class BareStep:
             self._hidden = torch.compile(self._policy.hidden, dynamic=False)
         self._weight = self._policy.model.get_output_embeddings().weight
 
-    def row(self, work: Work, vocabulary: int) -> FsdpRow:
+    def row(self, work: StepWork, vocabulary: int) -> FsdpRow:
         """Return the first row of the work."""
         return self._policy.row(work.rows(vocabulary, CostModel())[0])
 
@@ -73,7 +73,7 @@ def measured(step: BareStep, row: FsdpRow) -> dict[str, Any]:
 
 def _replayed(step: BareStep, row: FsdpRow, wanted: Sequence[torch.Tensor]) -> dict[str, Any]:
     began = time.perf_counter()
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(2):
@@ -113,18 +113,18 @@ def optimizers(step: BareStep) -> dict[str, Any]:
     masters = [one.detach().float() for one in step.parameters]
     flat = torch.cat([one.flatten() for one in masters])
     halves = [one.detach().clone() for one in step.parameters]
-    for master in [*masters, flat]:
-        master.grad = torch.full_like(master, 1e-3)
+    gradients = [torch.full_like(master, 1e-3) for master in masters]
+    for master, gradient in zip([*masters, flat], [*gradients, torch.full_like(flat, 1e-3)], strict=True):
+        master.grad = gradient
     found: dict[str, Any] = {}
     calls: dict[str, Callable[[], object]] = {
         "round": lambda: torch._foreach_copy_(halves, masters),
-        "add": lambda: torch._foreach_add_([one.grad for one in masters], halves),
-        "norms": lambda: torch._foreach_norm([one.grad for one in masters]),
-        "flat norm": lambda: torch.linalg.vector_norm(flat.grad),
+        "add": lambda: torch._foreach_add_(gradients, halves),
+        "norms": lambda: torch._foreach_norm(gradients),
+        "flat norm": lambda: flat.square().sum(),
     }
-    for name, options in {"fused": {"fused": True}, "foreach": {"foreach": True}}.items():
-        if name == "fused" or torch.cuda.is_available():
-            calls[f"adamw {name}"] = torch.optim.AdamW(masters, lr=1e-6, **options).step
+    calls["adamw fused"] = torch.optim.AdamW(masters, lr=1e-6, fused=True).step
+    calls["adamw foreach"] = torch.optim.AdamW(masters, lr=1e-6, foreach=True).step
     calls["adamw fused flat"] = torch.optim.AdamW([flat], lr=1e-6, fused=True).step
     for name, call in calls.items():
         found[name] = timed(call)

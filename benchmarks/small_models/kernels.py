@@ -20,8 +20,8 @@ LONGEST_REASON = 300
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
-    """What is attended to."""
+class Attended:
+    """The sizes of queries, keys and values."""
 
     sequences: int
     length: int
@@ -36,17 +36,17 @@ class Shape:
 
 
 SHAPES = {
-    "smollm2, 128 x 114": Shape(sequences=128, length=114, heads=9, key_value_heads=3, width=64),
-    "smollm2, 128 x 512": Shape(sequences=128, length=512, heads=9, key_value_heads=3, width=64),
-    "1.7b, 32 x 1024": Shape(sequences=32, length=1024, heads=16, key_value_heads=8, width=128),
-    "1.7b, 8 x 4096": Shape(sequences=8, length=4096, heads=16, key_value_heads=8, width=128),
-    "8b, 2 x 16384": Shape(sequences=2, length=16384, heads=32, key_value_heads=8, width=128),
+    "smollm2, 128 x 114": Attended(sequences=128, length=114, heads=9, key_value_heads=3, width=64),
+    "smollm2, 128 x 512": Attended(sequences=128, length=512, heads=9, key_value_heads=3, width=64),
+    "1.7b, 32 x 1024": Attended(sequences=32, length=1024, heads=16, key_value_heads=8, width=128),
+    "1.7b, 8 x 4096": Attended(sequences=8, length=4096, heads=16, key_value_heads=8, width=128),
+    "8b, 2 x 16384": Attended(sequences=2, length=16384, heads=32, key_value_heads=8, width=128),
 }
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def measured(shape: Shape) -> dict[str, Any]:
+def measured(shape: Attended) -> dict[str, Any]:
     """Return every kernel's milliseconds of a forward and backward pass and its TFLOP/s, or its refusal."""
     tokens = shape.sequences * shape.length
     options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
@@ -71,18 +71,20 @@ def measured(shape: Shape) -> dict[str, Any]:
             figures["tflops"] = round(shape.flops / figures["ms"] / 1e9, 1)
             figures["off"] = float((attended_THD.float() - wanted.float()).abs().max())
             found[name] = figures
-        except Exception as error:  # a kernel that is not for these shapes, whatever it raises
+        except Exception as error:  # noqa: BLE001  # a kernel refuses shapes in many ways
             found[name] = f"{type(error).__name__}: {error}"[:LONGEST_REASON]
     return found
 
 
-def _kernels(shape: Shape) -> Iterator[tuple[str, Attend]]:
+def _kernels(shape: Attended) -> Iterator[tuple[str, Attend]]:
     bounds = torch.arange(shape.sequences + 1, device="cuda", dtype=torch.int32) * shape.length
     grouped = {"is_grouped": shape.heads != shape.key_value_heads}
 
     def varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         options = _varlen_options(**grouped)
-        return varlen_attn(query, key, value, bounds, bounds, shape.length, shape.length, **options)
+        attended = varlen_attn(query, key, value, bounds, bounds, shape.length, shape.length, **options)
+        assert isinstance(attended, torch.Tensor)
+        return attended
 
     yield "varlen", varlen
     for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
@@ -94,50 +96,54 @@ def _kernels(shape: Shape) -> Iterator[tuple[str, Attend]]:
         yield "flex", _flex(shape)
 
 
-def _padded(shape: Shape, backend: SDPBackend, *, repeats: bool = False) -> Attend:
+def _padded(shape: Attended, backend: SDPBackend, *, repeats: bool = False) -> Attend:
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         if repeats:
             key, value = _repeated(key, shape), _repeated(value, shape)
-        rows = (one.view(shape.sequences, shape.length, *one.shape[1:]).transpose(1, 2) for one in (query, key, value))
+        size = (shape.sequences, shape.length)
+        q, k, v = (one.view(*size, *one.shape[1:]).transpose(1, 2) for one in (query, key, value))
         with sdpa_kernel(backend):
-            attended = F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=not repeats)
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=not repeats)
         return attended.transpose(1, 2).flatten(0, 1)
 
     return attend
 
 
-def _repeated(rows: torch.Tensor, shape: Shape) -> torch.Tensor:
+def _repeated(rows: torch.Tensor, shape: Attended) -> torch.Tensor:
     return rows.repeat_interleave(shape.heads // shape.key_value_heads, dim=1)
 
 
-def _nested(shape: Shape, backend: SDPBackend) -> Attend:
+def _nested(shape: Attended, backend: SDPBackend) -> Attend:
     bounds = torch.arange(shape.sequences + 1, device="cuda") * shape.length
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        rows = [
-            torch.nested.nested_tensor_from_jagged(one, bounds, min_seqlen=shape.length, max_seqlen=shape.length)
+        q, k, v = (
+            torch.nested.nested_tensor_from_jagged(
+                one, bounds, min_seqlen=shape.length, max_seqlen=shape.length
+            ).transpose(1, 2)
             for one in (query, _repeated(key, shape), _repeated(value, shape))
-        ]
+        )
         with sdpa_kernel(backend):
-            attended = F.scaled_dot_product_attention(*(one.transpose(1, 2) for one in rows), is_causal=True)
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return attended.transpose(1, 2).values()
 
     return attend
 
 
-def _cudnn(shape: Shape, bounds: torch.Tensor) -> Attend:
+def _cudnn(shape: Attended, bounds: torch.Tensor) -> Attend:
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         key, value = _repeated(key, shape), _repeated(value, shape)
         longest = shape.length
         found = torch.ops.aten._cudnn_attention_forward(
             query, key, value, None, bounds, bounds, longest, longest, True, 0.0, True, False
         )
-        return found[0]
+        attended: torch.Tensor = found[0]
+        return attended
 
     return attend
 
 
-def _flex(shape: Shape) -> Attend:
+def _flex(shape: Attended) -> Attend:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     length, tokens = shape.length, shape.sequences * shape.length
@@ -149,7 +155,9 @@ def _flex(shape: Shape) -> Attend:
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        rows = (one.transpose(0, 1)[None] for one in (query, key, value))
-        return compiled(*rows, block_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+        q, k, v = (one.transpose(0, 1)[None] for one in (query, key, value))
+        attended = compiled(q, k, v, block_mask=mask, enable_gqa=True)
+        assert isinstance(attended, torch.Tensor)
+        return attended[0].transpose(0, 1)
 
     return attend

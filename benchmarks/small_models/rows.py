@@ -10,7 +10,7 @@ from learner.rows.units import pack_units
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class StepWork:
     """Samples of a step, in groups of eight."""
 
     samples: int

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from learner.algorithm_config import AlgorithmConfig
@@ -14,11 +15,17 @@ from learner.rows.batch import PackedBatch
 from learner.rows.cost import CostModel
 
 from .clock import profiled, timed, wait, waits
-from .rows import Work
+from .rows import StepWork
 
 
 def measured(
-    model: ModelConfig, device: str, compute: ComputeConfig, works: Sequence[Work], vocabulary: int, *, detail: Work
+    model: ModelConfig,
+    device: str,
+    compute: ComputeConfig,
+    works: Sequence[StepWork],
+    vocabulary: int,
+    *,
+    detail: StepWork,
 ) -> dict[str, Any]:
     """Return the figures of each amount of work, and the profile of `detail`."""
     began = time.perf_counter()
@@ -35,7 +42,7 @@ def measured(
             "tokens": sum(row.num_tokens for row in rows),
             "computed": sum(row.num_positions for row in rows),
             "first_s": round(first_s, 2),
-            "logprobs": timed(lambda rows=rows: backend.logprobs(rows, 1.0)),
+            "logprobs": timed(partial(backend.logprobs, rows, 1.0)),
             "update": timed(_update(backend, rows)),
         }
     rows = detail.rows(vocabulary, CostModel())
@@ -76,10 +83,10 @@ def _parts(backend: FsdpBackend, rows: Sequence[PackedBatch]) -> dict[str, Any]:
         with gathering(module):
             for index, batch in enumerate(rows):
                 sync_gradients(module, is_last=index == len(rows) - 1)
-                part("row", lambda batch=batch: module.row(batch))
-                outputs_T = part("forward", lambda batch=batch: module(batch, 1.0))
-                outputs_T = part("to host", lambda outputs_T=outputs_T: outputs_T.cpu())
-                share, _ = part("loss", lambda index=index, outputs_T=outputs_T: loss(index, outputs_T))
+                part("row", partial(module.row, batch))
+                outputs_T = part("forward", partial(module, batch, 1.0))
+                outputs_T = part("to host", outputs_T.cpu)
+                share, _ = part("loss", partial(loss, index, outputs_T))
                 part("backward", share.backward)
         part("clip", lambda: clip_gradients(backend._parameters, 1.0, backend._device))
         part("optimizer", backend._optimizer.step)
