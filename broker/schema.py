@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-SCHEMA_VERSION = 10
+SCHEMA_VERSION = 11
 
 # Every struct that is part of one run carries its `identity`: 16 random hexadecimal digits, made when the run begins.
 # Names, incarnations and steps of two runs may be equal; their identities never are. The broker's client writes it.
@@ -234,6 +234,15 @@ class Archived(msgspec.Struct, frozen=True, array_like=True):
     """Digests of the anchor's buckets, which are as large as the version's own: blake2b, 16 bytes in hexadecimal."""
 
 
+class BaseWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """The frozen weights that an adapter changes; an engine fetches them once."""
+
+    tensors: tuple[TensorSpec, ...]
+    buckets: tuple[int, ...]
+    fingerprints: tuple[int, ...]
+    """As of a WeightManifest."""
+
+
 class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     """All that an engine needs to receive, verify and name one version of the weights."""
 
@@ -259,6 +268,10 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     """In an offer: the announced version that has the same `tensors` and `buckets`, which are left out here."""
     deltas: tuple[DeltaSpec, ...] = ()
     """The chain of deltas that ends at this version, oldest first, each from the version of the one before."""
+    adapter_scale: float = 0.0
+    """The factor by which B A is added to a weight, where the version carries an adapter alone; 0: whole weights."""
+    base: BaseWeights | None = None
+    """In an announcement of an adapter: the weights that it changes, which are at `pull_url` as version 0.0."""
     archived: Archived | None = None
     """The part of the version that is archived, too; None: all of it is at `pull_url` only."""
 
@@ -545,7 +558,7 @@ class QueueAges(msgspec.Struct, frozen=True, kw_only=True):
     oldest_ready_s: float | None = None
     """The longest time for which a ready group has waited for the learner."""
     mean_ready_s: float | None = None
-    """The mean of that time over the ready groups, or over an even sample of more than 512 of them."""
+    """The mean of that time over the ready groups, or over the first 1000 of them."""
     oldest_lease_s: float | None = None
     """The longest time since a leased sample was leased, or was saved as a segment."""
     next_sample_s: float | None = None
@@ -609,9 +622,9 @@ class VersionGroups(msgspec.Struct, frozen=True):
     dropped: int
     """Groups that were dropped: over the bound on lag, or because all their rewards were the same."""
     ready_samples: int = 0
-    """Samples of ready groups whose oldest token this version sampled; of more than 512 ready groups an estimate."""
+    """Samples of ready groups whose oldest token this version sampled."""
     ready_tokens: int = 0
-    """Response tokens of ready groups that this version sampled; of more than 512 ready groups an estimate."""
+    """Response tokens of ready groups that this version sampled."""
 
 
 class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):

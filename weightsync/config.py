@@ -16,6 +16,14 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             " machine, also where learner and engines share a GPU; or your own as package.module:Class"
         ),
     ] = "gloo"
+    adapter: Annotated[
+        Literal["auto", "merged"],
+        Meta(
+            description="what versions carry in a run with model.adapter. auto: the adapter alone, where all engines"
+            " take adapters (embedded), with staging other than none and placement separated; merged: the weights that"
+            " it makes of the model, whole"
+        ),
+    ] = "auto"
     staging: Annotated[
         Literal["host", "device", "none"],
         Meta(

@@ -3,9 +3,23 @@
 from collections.abc import Iterator
 
 from learner.backends import abilities_of
+from rollout_workers.engines import abilities_of as engine_abilities
 
+from .pools import pools_of
 from .recipe import Recipe
 from .stage_graph import chain_of
+
+
+def sends_adapter(recipe: Recipe) -> bool:
+    """Return whether the run's versions carry the adapter alone: all of its engines must take them."""
+    engines = [recipe.engine, *(pool.recipe.engine for pool in pools_of(recipe))]
+    return (
+        recipe.model.adapter is not None
+        and recipe.weights.adapter == "auto"
+        and recipe.weights.staging != "none"
+        and not recipe.run.is_colocated
+        and all(engine_abilities(engine).takes_adapters for engine in engines)
+    )
 
 
 def impossible_adapters(recipe: Recipe) -> Iterator[str]:

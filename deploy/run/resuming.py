@@ -87,8 +87,8 @@ FREE = frozenset(
         "learner.compute": "recompute offload_optimizer compile",
         "launcher": "kind options",
         "checkpoint": "every_steps keep best asynchronous log_bytes",
-        "weights": "transport staging broadcast_timeout_s bucket_bytes host ports tls poll_s swaps_at_once kv_policy"
-        " follow delta_chain archive pull_bytes_per_s",
+        "weights": "adapter transport staging broadcast_timeout_s bucket_bytes host ports tls poll_s swaps_at_once"
+        " kv_policy follow delta_chain archive pull_bytes_per_s",
     }.items()
     for key in keys.split()
 ) | {"rewards", "metrics"}

@@ -105,6 +105,33 @@ class Backend(Trained, Protocol):
         ...
 
 
+@runtime_checkable
+class AdapterBackend(Backend, Protocol):
+    """A policy of which an adapter may be trained alone (`model.adapter`)."""
+
+    @property
+    def trains_adapter(self) -> bool:
+        """Whether one is. The next members are for that case."""
+        ...
+
+    @property
+    def adapter_scale(self) -> float:
+        """The factor of B A."""
+        ...
+
+    def base_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the frozen weights as `named_tensors` does, without the adapter."""
+        ...
+
+    def factor_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield A and B on every rank by the model's names for them, as engines take them (`AdaptedEngine`)."""
+        ...
+
+    def adapter_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield them by their names, and in their form, in PEFT's files."""
+        ...
+
+
 class Likeliest(NamedTuple):
     """The C likeliest tokens in the place of each of T tokens, the likeliest first."""
 

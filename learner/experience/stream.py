@@ -182,6 +182,10 @@ class Experience:
         self.settle()
         self._standing.publish(version, self._publisher.begin(version, self._publisher.gather(tensors), probe))
 
+    def serve_base(self, tensors: Iterable[tuple[str, torch.Tensor]], adapter_scale: float) -> None:
+        """Let workers pull the frozen weights, which adapters change: all versions from now on are adapters."""
+        self._publisher.serve_base(tensors, adapter_scale)
+
     def settle(self) -> None:
         """Wait until the version that was published last is announced, or the learner is asked to stop."""
         if (publication := self._standing.publication) is None:

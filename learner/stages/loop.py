@@ -5,14 +5,16 @@ A resumed learner replays the batches that its checkpoint does not contain, and 
 with the highest step that was announced.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, assert_never
+
+import torch
 
 from broker.client.batches import TakenBatch
 from broker.errors import HeadwayError, UntrainableBatchError
 from broker.schema import Group, WeightVersion
-from learner.backends.base import Backend
+from learner.backends.base import AdapterBackend, Backend
 from learner.checkpoints.checkpoint import CheckpointStore, LearnerState
 from learner.data.prompts.cursor import PromptCursor
 from learner.experience.frames import share_groups
@@ -71,6 +73,8 @@ class LoopConfig:
     """True where training goes on while a checkpoint is written."""
     caught_up_at: int = 0
     """The highest step announced before this learner took over."""
+    sends_adapter: bool = False
+    """True where versions carry the adapter that the backend trains, alone (`AdapterBackend`)."""
     is_branch: bool = False
     """True where the learner goes on from another checkpoint than the latest; it then saves a new one at once."""
 
@@ -95,6 +99,7 @@ class Learner:
     def __post_init__(self) -> None:
         self.loss: float | None = None
         """The loss of the last step that this process trained; None before the first."""
+        self._has_served_base = False
         self._caught_up_at = self.config.caught_up_at
         self._saved_step = -1 if self.config.is_branch else self.version.step
         self._writer = CheckpointWriter(self.checkpoints, self.ranks, asynchronous=self.config.asynchronous)
@@ -213,13 +218,27 @@ class Learner:
             return
         self.observer.on_publish(self.version)
         probe = measure_probe(self.backend, self.config.probe_tokens, self.config.probe_tolerance)
-        tensors = self.backend.named_tensors()
+        tensors = self._tensors()
         try:
             if self.experience is not None:
                 self.experience.publish(self.version, tensors, probe)
         finally:
             for _ in tensors:  # gathering is collective
                 pass
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Returns what a version carries. The base of adapters is published once, before the first of them."""
+        if not self.config.sends_adapter:
+            return self.backend.named_tensors()
+        assert isinstance(self.backend, AdapterBackend)
+        if not self._has_served_base:
+            base = self.backend.base_tensors()
+            if self.experience is not None:
+                self.experience.serve_base(base, self.backend.adapter_scale)
+            for _ in base:  # gathering is collective
+                pass
+            self._has_served_base = True
+        return self.backend.factor_tensors()
 
     def commit(self) -> None:
         """Makes the state durable, then lets the broker forget the batches that it contains."""

@@ -35,6 +35,8 @@ class EngineAbilities:
     """The same part where the option is not given."""
     tells_experts: bool = True
     """Whether it can report which experts it chose, as `algorithm.router_replay` needs."""
+    takes_adapters: bool = False
+    """Whether it takes versions that carry an adapter alone (`base.AdaptedEngine`)."""
     takes_stored: Callable[[str, object], bool] = takes_all
     """Return whether the engine takes an option of this name and value from the broker's configuration, because the
     option makes it import, read and run nothing. The default takes all: an operator's own engine knows what its options

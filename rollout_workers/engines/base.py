@@ -1,7 +1,7 @@
 """The seam between a worker and the engine that generates its tokens."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
 import torch
@@ -129,4 +129,29 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Stop generating and free everything, also of an engine that is asleep. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class AdaptedEngine(Engine, Protocol):
+    """An engine that also takes versions of an adapter alone: it computes W x + scale * B (A x), and W stays.
+
+    Names are those of the model's modules, as in `layers.0.self_attn.q_proj.lora_A` [R, I] and `lora_B` [O, R], or
+    `layers.0.mlp.experts.down_proj_lora_A` [E, R, I] and `..._lora_B` [E, O, R] of all experts of a layer.
+    """
+
+    async def load_base(self, tensors: NamedTensors, *, check: Check | None = None) -> None:
+        """Load the weights W. The engine samples nothing from then on until `swap_adapter` has succeeded."""
+        ...
+
+    async def swap_adapter(
+        self,
+        version: WeightVersion,
+        tensors: NamedTensors,
+        scale: float,
+        *,
+        keep_cache: bool = False,
+        check: Check | None = None,
+    ) -> None:
+        """Swap as `swap_weights` does, over the weights that `load_base` has loaded."""
         ...

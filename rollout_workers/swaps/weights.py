@@ -7,14 +7,14 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from broker.errors import NoRoomError, VersionRegressionError, WeightSyncError
 from broker.schema import Probe, TensorSpec, WeightManifest, WeightVersion
-from rollout_workers.engines.base import Engine
+from rollout_workers.engines.base import AdaptedEngine, Engine
 from rollout_workers.engines.held import Held
 from rollout_workers.engines.placing.loading import is_fused
 from rollout_workers.outages import Outages
@@ -66,6 +66,8 @@ class HeldWeights:
         self._changed = asyncio.Condition()
         self._engine_is_ours = asyncio.Lock()
         self._contents: Contents = "nothing"
+        self._base: tuple[int, ...] = ()
+        """Fingerprints of the frozen weights that the engine holds, where versions are adapters; () without any."""
         self.version: WeightVersion | None = None
         """The newest version that was verified, even if the engine has lost it since."""
         self.swaps = 0
@@ -121,7 +123,7 @@ class HeldWeights:
         """Swap no version in while the engine sleeps and loses its weights. Afterwards the newest version is swapped
         in, or the same one again if none has come."""
         async with self._engine_is_ours:
-            self._contents = "away"
+            self._contents, self._base = "away", ()
             yield
             async with self._changed:
                 self._contents = "nothing"
@@ -252,13 +254,17 @@ class HeldWeights:
         """Swap in a whole version. While the engine is still paused, fingerprints prove that it holds the published
         tensors."""
         manifest = delivery.manifest
-        swap = functools.partial(
-            self._engine.swap_weights,
-            manifest.version,
-            delivery.tensors,
-            keep_cache=self._keep_cache,
-            check=functools.partial(refuse_other_tensors, manifest) if self._verify else None,
-        )
+        how: dict[str, Any] = {
+            "keep_cache": self._keep_cache,
+            "check": functools.partial(refuse_other_tensors, manifest) if self._verify else None,
+        }
+        if manifest.adapter_scale:
+            engine = await self._over_base(manifest.version.incarnation)
+            swap = functools.partial(
+                engine.swap_adapter, manifest.version, delivery.tensors, manifest.adapter_scale, **how
+            )
+        else:
+            swap = functools.partial(self._engine.swap_weights, manifest.version, delivery.tensors, **how)
         try:
             await swap()
         except NoRoomError:
@@ -270,6 +276,24 @@ class HeldWeights:
                 await swap()
             except NoRoomError as again:  # the first attempt may have changed anything
                 raise WeightSyncError(str(again)) from again
+
+    async def _over_base(self, incarnation: int) -> AdaptedEngine:
+        """Return the engine once it holds the frozen weights, which are fetched once; another learner is asked whether
+        its own are the same."""
+        if not isinstance(self._engine, AdaptedEngine):
+            raise WeightSyncError(
+                "the run's versions are adapters, and this engine takes whole weights alone. Set weights.adapter=merged"
+                " for the run, or start the worker with an engine that takes adapters (engine.kind=embedded)"
+            )
+        if self._base and self.version is not None and self.version.incarnation == incarnation:
+            return self._engine
+        base = await self._outages.ride_out(functools.partial(self._subscriber.base, self._base))
+        if base is not None:
+            check = functools.partial(refuse_other_tensors, base.manifest) if self._verify else None
+            await self._engine.load_base(base.tensors, check=check)
+            self._base = base.manifest.fingerprints
+            log.info("holds the base of adapters: %d tensors", len(self._base))
+        return self._engine
 
     async def _probe(self, manifest: WeightManifest) -> None:
         """Check that the engine computes as the learner does. The engine generates meanwhile, so wrong weights end the

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from broker.errors import ConfigError
 from deploy.cli.main import answer
 from deploy.launch.local import Local
+from deploy.recipe.adapters import sends_adapter
 from deploy.recipe.loading import dump_recipe, load_recipe
 from deploy.roles import adapter_export
 from deploy.run.directory import SETTINGS
@@ -74,6 +75,23 @@ def test_a_stage_trains_the_adapter_if_it_is_named(tmp_path: Path) -> None:
     assert origin(recipe, 0) == origin(plain, 0), "the warm-up is the same, and is not made again"
     assert origin(recipe, 1) != origin(plain, 1)
     assert after_stages(recipe).model.adapter == recipe.model.adapter
+
+
+@pytest.mark.parametrize(
+    ("sections", "alone"),
+    [
+        ({}, True),
+        ({"weights": {"adapter": "merged"}}, False),
+        ({"engine": {**TINY["engine"], "kind": "vllm"}}, False),
+        ({"weights": {"transport": "ipc", "staging": "none"}}, False),
+        ({"workers": {"count": 1, "pools": [{"name": "v", "count": 1, "engine": {"kind": "vllm"}}]}}, False),
+    ],
+)
+def test_versions_carry_the_adapter_alone_where_all_engines_take_it(
+    sections: dict[str, Any], alone: bool, tmp_path: Path
+) -> None:
+    assert sends_adapter(load(tmp_path, model=adapted(OF_RL), stages=[SFT, RL], **sections)) is alone
+    assert not sends_adapter(load(tmp_path, stages=[SFT, RL], **sections))
 
 
 def test_a_run_goes_on_with_what_it_trains(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ def test_a_run_trains_an_adapter_and_goes_on_with_it(terminals: Terminals) -> No
     run = recipe.parent / "runs" / "tiny"
     check_trained(run, steps=6, trajectories_per_step=16, max_lag=2)
     assert {line["incarnation"] for line in lines(run / "trained.jsonl")} == {1, 2}
+    for log in (run / "logs").glob("worker-*.log"):  # of two processes each, one for each start of the run
+        assert 1 <= log.read_text().count("holds the base of adapters") <= 2
     first, last = run / "checkpoints" / "1" / "step_4", run / "checkpoints" / "2" / "step_6"
     assert not list(last.glob("*.safetensors"))
     before, after, untrained = (open_weights(str(path)) for path in (first, last, base.path))

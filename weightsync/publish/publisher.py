@@ -19,6 +19,7 @@ from broker.errors import VersionRegressionError
 from broker.owner import Owner
 from broker.schema import (
     Archived,
+    BaseWeights,
     BroadcastGroup,
     Probe,
     TensorSpec,
@@ -31,9 +32,10 @@ from weightsync.archives import open_archive
 from weightsync.archives.archiver import Archiver
 from weightsync.config import WeightsConfig
 from weightsync.deadline import Deadline
+from weightsync.tensors.base_weights import BASE, described
 from weightsync.tensors.chain import Delta, DeltaChain
 from weightsync.tensors.gathering import Gathering, Staging
-from weightsync.tensors.staging import StagedWeights
+from weightsync.tensors.staging import StagedWeights, stage
 from weightsync.transports.abilities import abilities_of, broadcast_device
 from weightsync.transports.addresses import learner_address
 from weightsync.transports.http.pull_server import PullServer
@@ -104,6 +106,8 @@ class Publisher:
         self._announced: WeightManifest | None = None
         """The last version that this publisher announced. Workers know it, so an offer of the same tensors names this
         version instead of repeating them."""
+        self._base: BaseWeights | None = None
+        self._adapter_scale = 0.0
         archive = open_archive(config.archive, broker, owner)
         address = learner_address(config.host, broker.broker.url)
         self._sender = Sender(
@@ -130,6 +134,14 @@ class Publisher:
         # On a stream of its own a transfer does not wait for the training that runs on the GPU meanwhile.
         uses_gpu = self._memory_is_reused or not abilities.sends_host_memory
         self._stream = torch.cuda.Stream() if uses_gpu else None  # type: ignore[no-untyped-call]
+
+    def serve_base(self, tensors: Iterable[tuple[str, torch.Tensor]], adapter_scale: float) -> None:
+        """Keep the frozen weights in host memory, for workers to pull once: every version from now on is an adapter,
+        which adds `adapter_scale` * B A to them. Raises NoRoomError, and WeightSyncError for tensors that cannot be
+        sent."""
+        staged = stage(tensors, self._config.bucket_bytes)
+        self._pulls.serve_always(BASE, staged.buckets)
+        self._base, self._adapter_scale = described(staged), adapter_scale
 
     def gather(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Gathering:
         """Prepare memory for the next version, which is to have these tensors. None of them is read before `begin`,
@@ -203,6 +215,7 @@ class Publisher:
         announced = msgspec.structs.replace(
             self._manifest(version, staged.tensors, staged.sizes, probe, epoch),
             fingerprints=staged.fingerprints,
+            base=self._base,
             deltas=tuple(delta.spec for delta in deltas),
             archived=archived,
         )
@@ -246,6 +259,7 @@ class Publisher:
             buckets=buckets,
             probe=probe,
             group_epoch=epoch,
+            adapter_scale=self._adapter_scale,
             pull_url=self._pulls.url,
             pull_token=self._token,
             pull_certificate=self._pulls.certificate,

@@ -7,6 +7,7 @@ broadcast is handed over as it arrives, and a pulled version comes whole, throug
 
 import asyncio
 import logging
+import math
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -20,13 +21,18 @@ from broker.errors import BrokerError, BrokerUnavailableError, WeightSyncError
 from broker.schema import WeightManifest, WeightVersion
 from broker.user_code.roots import ImportRoots
 from weightsync.config import WeightsConfig
-from weightsync.tensors.landing import Landing, Window
+from weightsync.deadline import Deadline
+from weightsync.pace import Pace
+from weightsync.tensors.base_weights import BASE, manifest_of_base
+from weightsync.tensors.landing import Landed, Landing, Window
 from weightsync.transports.abilities import abilities_of, broadcast_device
+from weightsync.transports.http.pull import HttpPull
 from weightsync.transports.threads import BoundedThreads
 
 from .deliveries import Arriving, Delivery
 from .groups import GroupFollower
 from .inbox import Inbox
+from .puller import Puller
 from .pulls import Pulls
 from .receiver import JoinedGroup
 
@@ -104,6 +110,32 @@ class Subscriber:
     def newer(self) -> Delivery | Arriving | None:
         """Return a newer version that has arrived since the last one was handed over, in exchange for it, or None."""
         return self._inbox.take_instead()
+
+    async def base(self, known: tuple[int, ...]) -> Delivery | None:
+        """Pull the frozen weights that announced adapters change; None if their fingerprints are the `known` ones.
+
+        Raises the broker's errors; failed pulls are tried again and never raise."""
+        while True:
+            announced = await self._broker.versions.announced()
+            if announced is not None and announced.base is not None:
+                if announced.base.fingerprints == known:
+                    return None
+                try:
+                    return await self._pull_base(manifest_of_base(announced))
+                except WeightSyncError as error:
+                    self._note_failure("pull", BASE, error)
+            await asyncio.sleep(self._config.poll_s)
+
+    async def _pull_base(self, manifest: WeightManifest) -> Delivery:
+        pull = HttpPull(self._config.broadcast_timeout_s, Pace(self._config.pull_bytes_per_s))
+        cancelled = threading.Event()
+        pulled = await self._threads.run(
+            "pull-base",
+            lambda: Puller(pull, keeps_base=False).pull(manifest, Deadline(math.inf, cancelled)),
+            cancelled,
+            overdue_s=None,
+        )
+        return Delivery(manifest, Landed(pulled.buckets), may_be_reused=False)
 
     async def close(self) -> None:
         """Leave the group and stop. A transfer under way ends by its deadline at the latest. Idempotent."""

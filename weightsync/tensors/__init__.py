@@ -4,6 +4,7 @@
                                                    └─► chain.py ─► deltas.py: what has changed since a version
     worker    received ─► landing.py: memory that is used again ─► views of buckets: named tensors
 
+    base_weights.py               the frozen weights that adapters change, fetched once
     fingerprint.py, row_sums.py   sums that two ends compare, computed on a CPU or a GPU
     shared_memory.py              buffers that several processes of one machine map
 

@@ -85,6 +85,20 @@ class FsdpBackend(ShardedModel):
         """
         return self._export.tensors()
 
+    @property
+    def adapter_scale(self) -> float:
+        """The factor of B A."""
+        assert self._adapters is not None
+        return self._adapters.config.scale
+
+    def base_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the frozen weights as `named_tensors` does, without the adapter."""
+        return self._export.tensors(is_merged=False)
+
+    def factor_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield A and B of every adapted weight by the model's names, in `model.dtype`. Collective."""
+        return self._export.factor_tensors()
+
     def adapter_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield A and B of every adapted weight by their names in PEFT's files, in `model.dtype`. Collective."""
         return self._export.adapter_tensors()

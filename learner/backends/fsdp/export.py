@@ -30,8 +30,9 @@ class HuggingFaceExport:
         """Blocks, as tuples of tensor names, that files name as the model does: transformers' conversion of one takes
         longer than the gathering. Tensors outside of all layers keep their names, too."""
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor, tied ones once, with its adapter merged into it. Collective: gathers a layer at a time.
+    def tensors(self, *, is_merged: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor, tied ones once, with its adapter merged into it unless not `is_merged`. Collective:
+        gathers a layer at a time.
 
         transformers holds a layer's experts as one tensor (`mlp.experts.gate_up_proj`), but files and engines have
         one for each expert (`mlp.experts.0.gate_proj.weight`); transformers' own table converts them.
@@ -40,7 +41,7 @@ class HuggingFaceExport:
 
         for _, block in itertools.groupby(_distinct(self._model), key=lambda item: _block(item[0])):
             names, shards = zip(*block, strict=True)
-            gathered = self._merged(dict(zip(names, whole(shards, self._dtype), strict=True)))
+            gathered = self._of_files(dict(zip(names, whole(shards, self._dtype), strict=True)), is_merged)
             names = tuple(gathered)
             if names in self._unchanged:
                 yield from gathered.items()
@@ -58,13 +59,19 @@ class HuggingFaceExport:
             factors = to_peft(target, *whole(shards, self._dtype))
             yield from zip(names[target.parameter], factors, strict=True)
 
-    def _merged(self, gathered: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the tensors of a block without A and B, which have changed the others."""
+    def factor_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield A and B of every adapted weight by the model's names. Collective."""
+        assert self._adapters is not None
+        for target, shards in self._adapters.factors():
+            yield from zip(target.factors, whole(shards, self._dtype), strict=True)
+
+    def _of_files(self, gathered: dict[str, torch.Tensor], is_merged: bool) -> dict[str, torch.Tensor]:
+        """Return the tensors of a block without A and B, which have changed the others if `is_merged`."""
         if self._adapters is None:
             return gathered
         changed = {name: tensor for name, tensor in gathered.items() if not is_factor(name)}
         for target in self._adapters.targets:
-            if target.parameter in changed:
+            if is_merged and target.parameter in changed:
                 first, second = (gathered[name] for name in target.factors)
                 changed[target.parameter] = merged(
                     changed[target.parameter], (first, second), self._adapters.config.scale

@@ -3,6 +3,7 @@
     engine.py ──commands──► its thread ──► decoder.py ─┬─ slot_cache.py   attention over keys in fixed places
        ▲                                     one step   ├─ sampling.py     logits ─► next tokens, logprobs
        └──────chunks of tokens──────────────────────────┴─ router_tap.py   the experts that the forward chose
+    adapters.py    low-rank changes that layers add to what their frozen weights compute
     abilities.py   what it can do, stated without importing torch
 
 Weights arrive through `engines/placing/`. The folder knows no broker and no worker.

@@ -32,6 +32,7 @@ from rollout_workers.config import EngineConfig
 from rollout_workers.engines.base import Check, Chunk, GenerationRequest, NamedTensors, Parts
 from rollout_workers.engines.placing.loading import Filling, fill, held_tensors
 
+from .adapters import Adapter
 from .decoder import Decoder, Sample, Sampled
 from .sampling import Sampler
 from .slot_cache import ATTENTION
@@ -92,6 +93,7 @@ class EmbeddedEngine:
         device = torch.device(config.device)
         model = model.to(device).eval().requires_grad_(False)
         self._decoder = Decoder(model, self.capacity, self.max_model_len, Sampler(seed, device), device, version)
+        self._adapter = Adapter(model)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._queued: deque[Stream] = deque()
         self._streams: dict[Sample, Stream] = {}
@@ -137,6 +139,22 @@ class EmbeddedEngine:
     ) -> None:
         """See Engine."""
         await self._ask(lambda: self._swap(version, tensors, keep_cache, check))
+
+    async def load_base(self, tensors: NamedTensors, *, check: Check | None = None) -> None:
+        """See AdaptedEngine."""
+        await self._ask(lambda: self._load_base(tensors, check))
+
+    async def swap_adapter(
+        self,
+        version: WeightVersion,
+        tensors: NamedTensors,
+        scale: float,
+        *,
+        keep_cache: bool = False,
+        check: Check | None = None,
+    ) -> None:
+        """See AdaptedEngine."""
+        await self._ask(lambda: self._swap_adapter(version, tensors, scale, keep_cache, check))
 
     async def swap_in_parts(
         self, version: WeightVersion, parts: Parts, *, keep_cache: bool = False, check: Check | None = None
@@ -259,7 +277,27 @@ class EmbeddedEngine:
         places = filling.places(tensors)
         filling.check_whole()  # before anything is changed
         self._overwrite(places)
+        self._adapter.drop()
         self._finish_swap(version, filling, keep_cache, check)
+
+    def _load_base(self, tensors: NamedTensors, check: Check | None) -> None:
+        filling = Filling(self._decoder.model)
+        places = filling.places(tensors)
+        filling.check_whole()
+        self._overwrite(places)
+        if check is not None:
+            check(held_tensors(self._decoder.model, filling.published))
+
+    def _swap_adapter(
+        self, version: WeightVersion, tensors: NamedTensors, scale: float, keep_cache: bool, check: Check | None
+    ) -> None:
+        self._adapter.check(tensors)  # before anything is changed
+        self._overwrite(())
+        self._adapter.fill(tensors, scale)
+        self._decoder.changed(version, keep_cache=keep_cache)
+        if check is not None:
+            check(self._adapter.held(tensors))
+        self._is_paused = False
 
     def _load_part(self, filling: Filling, part: NamedTensors) -> None:
         self._overwrite(filling.places(part))

@@ -46,6 +46,7 @@ class PullServer:
         self._memory_is_reused = memory_is_reused
         self._versions: dict[WeightVersion, ServedVersion] = {}
         self._deltas: dict[WeightVersion, bytes] = {}
+        self._lasting: dict[WeightVersion, ServedVersion] = {}
         listener = listen(address, ports)
         is_encrypted = not is_loopback(listener) if tls is None else tls
         context, self.certificate = new_identity() if is_encrypted else (None, "")
@@ -59,6 +60,10 @@ class PullServer:
         """Serve `version`, too."""
         served = ServedVersion(buckets, memory_is_reused=self._memory_is_reused)
         self._versions = {**self._versions, version: served}
+
+    def serve_always(self, version: WeightVersion, buckets: tuple[torch.Tensor, ...]) -> None:
+        """Serve `version` until `close`, from buckets in host memory that stay as they are."""
+        self._lasting = {**self._lasting, version: ServedVersion(buckets, memory_is_reused=False)}
 
     def serve_deltas(self, deltas: Mapping[WeightVersion, bytes]) -> None:
         """Serve `deltas`, too, given by the versions to which they lead."""
@@ -92,7 +97,7 @@ class PullServer:
         """Return whether `find` would not wait for a copy of what `path` names; the copy is begun."""
         match path.split("/"):
             case ["", incarnation, step, name] if all(map(_is_number, (incarnation, step, name))):
-                served = self._versions.get(WeightVersion(int(incarnation), int(step)))
+                served = self._served(WeightVersion(int(incarnation), int(step)))
                 return served is None or served.is_ready(int(name))
         return True
 
@@ -107,14 +112,17 @@ class PullServer:
         if name == DELTA:
             delta = self._deltas.get(version)
             return None if delta is None else Found(memoryview(delta), nullcontext)
-        served = self._versions.get(version)
+        served = self._served(version)
         data = served.read(int(name)) if served is not None and _is_number(name) else None
         return None if served is None or data is None else Found(data, served.being_read)
+
+    def _served(self, version: WeightVersion) -> ServedVersion | None:
+        return self._versions.get(version) or self._lasting.get(version)
 
     def close(self) -> None:
         """Stop serving and join all threads, without waiting for clients. Idempotent."""
         self._visits.close()
-        self._versions, self._deltas = {}, {}
+        self._versions, self._deltas, self._lasting = {}, {}, {}
 
 
 def _is_number(part: str) -> bool:
