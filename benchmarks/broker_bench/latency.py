@@ -1,7 +1,8 @@
 """The durations of a lease, a submission and a take while a thousand workers share the server.
 
 The workers are coroutines of a few processes, each with a `Broker` and so with connections of its own, as if it were a
-process; the learner is another process. A worker holds one sample at a time and "generates" it in a random time, so
+process; the learner is another process, and so is a worker that has a process to itself as real ones do: its durations
+are what the server does to a worker, those of the crowd are also what a busy Python process does. A worker holds one sample at a time and "generates" it in a random time, so
 that the load is that of so many workers, not the most that the server can bear. It waits at the bell and looks for
 versions as real workers do. The server's own time per command tells its work from that of the clients, which share the
 machine's cores with it.
@@ -35,6 +36,8 @@ FRAME_BYTES = 10_000
 HEARTBEAT_S = 1.0
 PROCESSES = 4
 """The number of processes that the workers share; with a single one its own speed would be the limit."""
+ALONE_GENERATE_S = 0.05
+"""The time in which the worker with a process of its own generates a sample."""
 _MAX_LAG = 64
 _LOOK_S = 1.0
 
@@ -59,10 +62,11 @@ def measure(*, workers: int, generate_s: float, samples: int, heartbeat_s: float
     with fresh_server("everysec") as server:
         processes = min(PROCESSES, workers)
         load = _Load(server.url, generate_s, heartbeat_s, workers // processes, samples // processes)
-        run = Run(groups=(samples + 3 * workers + 10 * BATCH) // GROUP_SIZE, max_lag=_MAX_LAG)
+        run = Run(groups=(2 * samples + 3 * workers + 10 * BATCH) // GROUP_SIZE, max_lag=_MAX_LAG)
         before = cpu_seconds(server.pid)
         began_s = time.perf_counter()
-        takes, results = uvloop.run(_learn(run, load, processes))
+        alone = _Load(server.url, ALONE_GENERATE_S, heartbeat_s, 1, samples // 8)
+        takes, (own, *results) = uvloop.run(_learn(run, [alone, *[load] * processes]))
         wall_s, spent = time.perf_counter() - began_s, cpu_seconds(server.pid) - before
         commands = _commands(server.url, wall_s)
     return {
@@ -76,6 +80,8 @@ def measure(*, workers: int, generate_s: float, samples: int, heartbeat_s: float
         "frame_bytes": FRAME_BYTES,
         "lease_ms": _percentiles([lease for one in results for lease in one[0]]),
         "submit_ms": _percentiles([submit for one in results for submit in one[1]]),
+        "lease_of_a_worker_alone_in_its_process_ms": _percentiles(own[0]),
+        "submit_of_a_worker_alone_in_its_process_ms": _percentiles(own[1]),
         "take_64_and_decode_ms": _percentiles(takes),
     }
 
@@ -84,21 +90,32 @@ def _commands(url: str, wall_s: float) -> dict[str, dict[str, float]]:
     """Return calls a second, and microseconds of each, for the commands that cost the server most."""
     with redis.Redis.from_url(url) as client:
         stats: dict[str, dict[str, float]] = client.info("commandstats")
-    dearest = sorted(stats, key=lambda name: stats[name]["usec"], reverse=True)[:6]
-    return {
-        name.removeprefix("cmdstat_"): {
-            "per_s": round(stats[name]["calls"] / wall_s, 1),
-            "us": round(stats[name]["usec_per_call"], 1),
+        dearest = sorted(stats, key=lambda name: stats[name]["usec"], reverse=True)[:6]
+        return {
+            name.removeprefix("cmdstat_"): {
+                "per_s": round(stats[name]["calls"] / wall_s, 1),
+                "us": round(stats[name]["usec_per_call"], 1),
+                "p99_below_us": _below_us(client, name.removeprefix("cmdstat_"), 0.99),
+                "longest_below_us": _below_us(client, name.removeprefix("cmdstat_"), 1.0),
+            }
+            for name in dearest
         }
-        for name in dearest
-    }
 
 
-async def _learn(run: Run, load: "_Load", count: int) -> tuple[list[float], list[_Result]]:
-    """Train until the workers of so many processes have finished."""
-    broker, context = await open_broker(load.url, RUN), multiprocessing.get_context("spawn")
-    pipes = [context.Pipe() for _ in range(count)]
-    processes = [context.Process(target=_work, args=(load, theirs, n)) for n, (_, theirs) in enumerate(pipes)]
+def _below_us(client: redis.Redis, command: str, share: float) -> int:
+    """Return within how many microseconds the server itself carried out this share of the calls: a power of two."""
+    (found,) = client.execute_command("LATENCY", "HISTOGRAM", command).values()
+    return next(int(bound) for bound, within in found[b"histogram_usec"].items() if within >= share * found[b"calls"])
+
+
+async def _learn(run: Run, loads: "Sequence[_Load]") -> tuple[list[float], list[_Result]]:
+    """Train until the workers of a process for each load have finished."""
+    broker, context = await open_broker(loads[0].url, RUN), multiprocessing.get_context("spawn")
+    pipes = [context.Pipe() for _ in loads]
+    processes = [
+        context.Process(target=_work, args=(load, theirs, n))
+        for n, (load, (_, theirs)) in enumerate(zip(loads, pipes, strict=True))
+    ]
     try:
         learner = await Learner.begin(broker, run)
         for process in processes:
