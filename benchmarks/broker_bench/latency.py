@@ -1,11 +1,11 @@
 """The durations of a lease, a submission and a take while a thousand workers share the server.
 
 The workers are coroutines of a few processes, each with a `Broker` and so with connections of its own, as if it were a
-process; the learner is another process, and so is a worker that has a process to itself as real ones do: its durations
-are what the server does to a worker, those of the crowd are also what a busy Python process does. A worker holds one sample at a time and "generates" it in a random time, so
-that the load is that of so many workers, not the most that the server can bear. It waits at the bell and looks for
-versions as real workers do. The server's own time per command tells its work from that of the clients, which share the
-machine's cores with it.
+process; the learner is another process. One worker more has a process to itself, as real ones do: its durations are the
+server's doing, and those of the crowd also that of a busy Python process. A worker holds one sample at a time and
+"generates" it in a random time, so that the load is that of so many workers, not the most that the server can bear. It
+waits at the bell and looks for versions as real workers do. The server's own time per command tells its work from that
+of the clients, which share the machine's cores with it.
 """
 
 import asyncio
