@@ -109,7 +109,7 @@ has it).
 
 Fields of `evaluation:V`: size (samples), samples (of each prompt), done, mixed (samples that had tokens of other
 versions), keep (seconds for which workers keep the version), seen (when a worker last had a sample for no longer than
-that, or handed one in; server's clock); for each sample I token:I of its newest lease, and once done
+that, or handed one in; server's clock); for each sample I token:I and by:I (holder) of its newest lease, and once done
 result:I (`passed reward tokens`).
 
 Fields of `scoring:request:NAME:ID`: frame (tokens; until it ends), bytes, since (when it was asked; server's clock),

@@ -558,7 +558,7 @@ class QueueAges(msgspec.Struct, frozen=True, kw_only=True):
     oldest_ready_s: float | None = None
     """The longest time for which a ready group has waited for the learner."""
     mean_ready_s: float | None = None
-    """The mean of that time over the ready groups, or over the first 1000 of them."""
+    """The mean of that time over the ready groups, or over an even sample of more than 512 of them."""
     oldest_lease_s: float | None = None
     """The longest time since a leased sample was leased, or was saved as a segment."""
     next_sample_s: float | None = None
@@ -622,9 +622,9 @@ class VersionGroups(msgspec.Struct, frozen=True):
     dropped: int
     """Groups that were dropped: over the bound on lag, or because all their rewards were the same."""
     ready_samples: int = 0
-    """Samples of ready groups whose oldest token this version sampled."""
+    """Samples of ready groups whose oldest token this version sampled; of more than 512 ready groups an estimate."""
     ready_tokens: int = 0
-    """Response tokens of ready groups that this version sampled."""
+    """Response tokens of ready groups that this version sampled; of more than 512 ready groups an estimate."""
 
 
 class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):

@@ -196,6 +196,11 @@ class Leases:
         for lease in leases:
             self._forget(lease)
 
+    async def bury(self, session: str) -> int:
+        """Hands back at once what the process with this session held, and returns how many leases that were. The caller
+        has seen that process end, and made its session: no other process knows that."""
+        return int(await self._connection.script("bury", session, absent=0))
+
     async def give_up(self, lease: Lease, reason: str) -> None:
         """Hands back a sample that cannot be used, to be generated anew from its start; the dead letters say why."""
         await self._discard(lease, _NO_SEGMENT, reason, b"")

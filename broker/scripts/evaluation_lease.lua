@@ -46,7 +46,7 @@ if room > 0 then
   for _, i in ipairs(call('ZRANGEBYSCORE', queue, '-inf', time, 'LIMIT', 0, room)) do
     call('ZADD', queue, time + ttl, i)
     call('ZADD', begun_key(version), 'NX', time, i)
-    call('HSET', key, 'token:' .. i, nonce)
+    call('HSET', key, 'token:' .. i, nonce, 'by:' .. i, holder)
     grant(tonumber(i), nonce)
   end
 end

@@ -8,7 +8,7 @@ for a = 2, #ARGV, 2 do
   local i = whole(a, 'sample', 0, 2147483647)
   if call('HGET', key, 'token:' .. i) == text(a + 1, 'token', 64) and call('ZSCORE', queue, i) then
     call('ZADD', queue, 0, i)
-    call('HDEL', key, 'token:' .. i)
+    call('HDEL', key, 'token:' .. i, 'by:' .. i)
     n = n + 1
   end
 end

@@ -10,10 +10,12 @@
 --   leased | ''},
 --   {{scorer, frame...}, {scorer's name, requests not answered, leased, age of the oldest, answered, failed, expired,
 --   bytes}...}}
--- Ages are seconds as text; of many groups and leases the first 1000 are looked at.
+-- Ages are seconds as text. A look holds up all other clients, so it is bounded: of many leases the first 1000 are looked
+-- at, and of more than 512 ready groups every second, third ... one, which then stands for so many; their counts by step
+-- and their ages are estimates then.
 -- Reads: meta, tally, pool, retry, leases, open, ready, given_up, pinned, batch:*, steps, workers,
 --   worker:*, session:*, quarantined, dead, pools, pool:*, wanted, scoring:*.
-local MOST_AGES = 1000
+local MOST_LEASES, MOST_READY = 1000, 512
 local sizes, pinned = {}, 0
 for i, queue in ipairs({ 'pool', 'retry', 'leases', 'ready' }) do sizes[i] = call('ZCARD', P .. queue) end
 for _, step in ipairs(call('ZRANGE', P .. 'pinned', 0, -1)) do pinned = pinned + call('LLEN', P .. 'batch:' .. step) end
@@ -76,16 +78,19 @@ local function ages(times)
   return string.format('%.3f', oldest), string.format('%.3f', total / #times)
 end
 
--- Returns {step = {samples whose oldest token it sampled, tokens}} of all ready groups, and since when the first of them
--- have waited.
+-- Returns {step = {samples whose oldest token it sampled, tokens}} of all ready groups, and since when those that were
+-- looked at have waited. They lie evenly over the queue, which is sorted by step.
 local function queue()
-  local waiting, ready = {}, {}
-  for n, g in ipairs(call('ZRANGE', READY, 0, -1)) do
+  local waiting, ready, size = {}, {}, sizes[4]
+  local every = math.max(1, math.ceil(size / MOST_READY))
+  local all = every == 1 and call('ZRANGE', READY, 0, -1)
+  for place = 0, size - 1, every do
+    local stands_for, g = math.min(every, size - place), all and all[place + 1] or call('ZRANGE', READY, place, place)[1]
     local at, by_step = fields(g, 'ready_at', 'by_step')
-    if n <= MOST_AGES then ready[#ready + 1] = tonumber(at or '') end
+    ready[#ready + 1] = tonumber(at or '')
     for step, samples, tokens in string.gmatch(by_step or '', '(%d+):(%d+):(%d+)') do
       local had = waiting[tonumber(step)] or { 0, 0 }
-      waiting[tonumber(step)] = { had[1] + samples, had[2] + tokens }
+      waiting[tonumber(step)] = { had[1] + stands_for * samples, had[2] + stands_for * tokens }
     end
   end
   return waiting, ready
@@ -93,7 +98,7 @@ end
 
 local function queue_ages(ready)
   local leased, next_one = {}, {}
-  for _, m in ipairs(call('ZRANGE', LEASES, 0, MOST_AGES - 1)) do
+  for _, m in ipairs(call('ZRANGE', LEASES, 0, MOST_LEASES - 1)) do
     local g, _, i = parse(m)
     leased[#leased + 1] = moved_at(fields(g, 'token:' .. i, 'since:' .. i))
   end

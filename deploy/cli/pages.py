@@ -5,7 +5,8 @@ from pathlib import Path
 
 from deploy.observe.page.document import document
 from deploy.observe.page.picture import page_of
-from deploy.printing import say, say_json
+from deploy.printing import complain, say, say_json
+from deploy.run.directory import find_newest
 from deploy.run.record import read_record
 from deploy.run.whole_files import replace_file
 
@@ -22,3 +23,10 @@ def write_page(runs: Sequence[str], output: Path | None, *, as_json: bool) -> No
         say_json(page)
     else:
         say(f"Page: {path}")
+
+
+def newest() -> str:
+    """Return the run below ./runs that began or was resumed last, and say which one it is. Raises HeadwayError."""
+    directory = find_newest(Path("runs"))
+    complain(f"No RUN is named: this is the newest, {directory}.")
+    return str(directory)

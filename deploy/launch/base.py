@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 BROKER = "HEADWAY_BROKER"
 WORKER_TAG = "HEADWAY_WORKER_TAG"
 """The variable with the end of a worker's name, by which its supervisor knows it among all workers."""
+WORKER_SESSION = "HEADWAY_WORKER_SESSION"
+"""The variable with a worker's session, a secret by which its supervisor hands its leases back once it is dead."""
 TAIL_LINES = 12
 ERROR_PREFIX = "Error: "
 """The start of the command line's one-paragraph errors. No other line of a log starts with it."""
@@ -81,11 +83,13 @@ class Command:
     """Its number in its pool, from 0."""
     tag: str = ""
     """A worker's tag, new with every start: no other process can know it before the worker reports."""
+    session: str = ""
+    """A worker's session, new with every start: no other process ever knows it."""
 
     def variables(self) -> dict[str, str]:
         """Return what its process has in its environment on top of the launcher's own."""
         farewell = {} if self.farewell is None else {ENVIRONMENT: str(self.farewell)}
-        tag = {WORKER_TAG: self.tag} if self.tag else {}
+        own = {WORKER_TAG: self.tag, WORKER_SESSION: self.session}
         return {
             "HEADWAY_IMPORT_PATH": os.environ.get("HEADWAY_IMPORT_PATH", os.getcwd()),
             "PYTHONSAFEPATH": "1",  # a user's folder called `broker` must not shadow Headway's
@@ -93,13 +97,14 @@ class Command:
             **self.resources.variables(),
             **self.environment,
             **farewell,
-            **tag,
+            **{name: value for name, value in own.items() if value},
         }
 
     def shown_variables(self) -> dict[str, str]:
         """Return the variables that may be shown and set in a terminal: without a password and without a supervisor's
         file."""
-        shown = {name: value for name, value in self.variables().items() if name not in (ENVIRONMENT, WORKER_TAG)}
+        hidden = (ENVIRONMENT, WORKER_TAG, WORKER_SESSION)
+        shown = {name: value for name, value in self.variables().items() if name not in hidden}
         return shown | ({BROKER: without_secrets(shown[BROKER])} if BROKER in shown else {})
 
     def directory(self) -> Path:

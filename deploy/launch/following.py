@@ -1,4 +1,5 @@
-"""Reports a supervisor's pools to the broker, and learns from it how many workers are wanted in each."""
+"""Reports a supervisor's pools and their dead processes to the broker, and learns from it how many workers are wanted
+in each."""
 
 import logging
 import threading
@@ -23,7 +24,8 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def following(url: str, run: str, pools: Sequence[Pool]) -> Iterator[None]:
-    """Set `wanted` of the pools to what `headway scale` asks for, in a thread, until the end of the block.
+    """Set `wanted` of the pools to what `headway scale` asks for, in a thread, until the end of the block, and hand the
+    leases of their dead processes back.
 
     During an outage of the server the pools keep their sizes. So does a pool whose report is refused, as another
     supervisor has its name, until it is taken.
@@ -47,6 +49,7 @@ def _follow(url: str, run: str, pools: list[Pool], over: threading.Event) -> Non
                 if client is None:
                     client = BlockingBroker(url, run)
                 for pool in pools:
+                    _bury(client, pool)
                     _report(client, pool, refused)
                 is_over = end.is_over(client.call(client.broker.status.state()))
                 for pool in pools:
@@ -61,8 +64,19 @@ def _follow(url: str, run: str, pools: list[Pool], over: threading.Event) -> Non
             except HeadwayError as error:
                 log.warning("The pools cannot be scaled: %s", error)
                 return
+        if client is not None:
+            with suppress(HeadwayError):  # else their leases expire
+                for pool in pools:
+                    _bury(client, pool)
     finally:
         _close(client)
+
+
+def _bury(client: BlockingBroker, pool: Pool) -> None:
+    """Hand back what its dead processes held. One whose burial failed for want of a server stays for the next time."""
+    while pool.dead:
+        client.call(client.broker.leases.bury(pool.dead[0]))
+        pool.dead.popleft()
 
 
 def _report(client: BlockingBroker, pool: Pool, refused: dict[str, str]) -> None:

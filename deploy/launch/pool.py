@@ -5,7 +5,7 @@ import secrets
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -19,6 +19,8 @@ DRAIN_WORKER_S = 20.0
 """Seconds for a worker to drain, unless its pool has another time. Then it is killed."""
 NAMED_AS_ENDED = 32
 """The most ended processes that a report names: it has to stay small."""
+MOST_DEAD = 4096
+"""The most dead processes of which the broker is told once an outage is over."""
 HEALTHY_S = 60.0
 """Seconds after which a living worker has recovered, so that its restarts are counted anew."""
 HEALED_S = 3600.0
@@ -32,6 +34,7 @@ class Slot:
     command: Command
     child: Handle | None = None
     tag: str = ""
+    session: str = ""
     started: float = 0.0
     failures: int = 0
     """Failures in a row."""
@@ -53,8 +56,8 @@ class Slot:
     def start(self, launcher: Launcher) -> None:
         """Start the process, or start it again."""
         self.worker, self.verdict, self.is_set_aside, self.killed_at = "", None, False, 0.0
-        self.tag = secrets.token_hex(4)
-        self.child = launcher.start(replace(self.command, tag=self.tag))
+        self.tag, self.session = secrets.token_hex(4), secrets.token_hex(16)
+        self.child = launcher.start(replace(self.command, tag=self.tag, session=self.session))
         self.started = time.monotonic()
 
     def set_aside(self, drain_s: float) -> None:
@@ -100,6 +103,8 @@ class Pool:
     """Workers that left by themselves since `wanted` changed, with their work handed back. They are not replaced."""
     is_run_over: bool = field(default=False, init=False)
     """Whether the run has ended, by the broker's record. Any thread may set it."""
+    dead: deque[str] = field(default_factory=lambda: deque(maxlen=MOST_DEAD), init=False)
+    """Sessions of processes that ended without handing their work back; another thread tells the broker of them."""
     _ended: deque[tuple[str, float]] = field(default_factory=lambda: deque(maxlen=NAMED_AS_ENDED), init=False)
     """Tags of processes that ended, and when: others see at once that these workers are dead."""
 
@@ -143,6 +148,7 @@ class Pool:
                     slot.child.kill()
                 continue
             self._ended.append((slot.tag, time.monotonic()))
+            self.note_dead([slot])
             if slot.is_leaving:
                 slot.child.kill()  # kills what it may have left in its session
                 del self.slots[number]
@@ -151,6 +157,10 @@ class Pool:
                 del self.slots[number]
             else:
                 yield slot
+
+    def note_dead(self, slots: Iterable[Slot]) -> None:
+        """Keep the sessions of those processes that ended without handing their work back."""
+        self.dead += [slot.session for slot in slots if slot.child is not None and not slot.child.is_done()]
 
     @property
     def has_left(self) -> bool:

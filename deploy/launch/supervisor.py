@@ -202,6 +202,8 @@ class Supervisor:
         for slot in self._all():
             if slot.child is not None:
                 slot.child.kill()
+        for pool in self.pools:
+            pool.note_dead(pool.slots.values())
 
     def _all(self) -> Iterator[Slot]:
         if self._learner is not None:

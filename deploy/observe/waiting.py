@@ -348,8 +348,8 @@ def _doing(worker: WorkerInfo | None, quiet_s: float) -> str:
     """Returns what a worker does; None: it is dead."""
     if worker is None:
         return (
-            f", which is not alive and sent nothing for {_seconds(quiet_s)}: another worker gets them once the lease"
-            " has expired"
+            f", which is not alive and sent nothing for {_seconds(quiet_s)}: another worker gets them once its"
+            " supervisor hands them back, or the lease has expired"
         )
     where = f" on host {worker.host[:_HOST_CHARACTERS]}"
     if worker.silent_s >= SILENT_S:

@@ -20,7 +20,7 @@ import msgspec
 from broker.connection.address import without_password
 from broker.errors import BrokerUnavailableError, ConfigError, ForeignRunError, HeadwayError
 from broker.keys import check_pool_name, check_run_name, check_worker_name
-from deploy.launch.base import WORKER_TAG, Launcher
+from deploy.launch.base import WORKER_SESSION, WORKER_TAG, Launcher
 from deploy.launch.commands import ScorerCommand, WorkerCommand, learner_command, sft_command
 from deploy.launch.farewell import say_farewell
 from deploy.launch.following import following
@@ -213,7 +213,8 @@ def run_worker(
 
     tag = os.environ.get(WORKER_TAG) or secrets.token_hex(2)
     try:
-        work(url, run, check_worker_name(f"{_host()}-{name}-{tag}"), overrides, allowed, grace_s)
+        session = os.environ.get(WORKER_SESSION, "")
+        work(url, run, check_worker_name(f"{_host()}-{name}-{tag}"), overrides, allowed, grace_s, session)
     except (ForeignRunError, ConfigChangedError) as error:
         _start_anew(error)
     say_farewell()

@@ -51,19 +51,21 @@ def work(
     overrides: Sequence[str],
     allowed: Sequence[str] = (),
     grace_s: float = DRAIN_WORKER_S,
+    session: str = "",
 ) -> None:
     """Work until the run is over, or until SIGTERM or SIGINT drains this worker within `grace_s`. `allowed`: modules
-    and import paths that the run's configuration may name. Raises HeadwayError."""
-    uvloop.run(_run(url, run, worker, overrides, allowed, grace_s))
+    and import paths that the run's configuration may name. `session`: the secret by which its supervisor can hand its
+    leases back; empty: one of its own. Raises HeadwayError."""
+    uvloop.run(_run(url, run, worker, overrides, allowed, grace_s, session))
 
 
 async def _run(
-    url: str, run: str, worker: str, overrides: Sequence[str], allowed: Sequence[str], grace_s: float
+    url: str, run: str, worker: str, overrides: Sequence[str], allowed: Sequence[str], grace_s: float, session: str
 ) -> None:
     drain = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, drain.set)
-    broker = await open_broker(url, run)
+    broker = await open_broker(url, run, session=session)
     try:
         with tempfile.TemporaryDirectory(prefix="headway-worker-") as private:
             stored = await or_drained(_fetch_config_and_libraries(broker), drain)

@@ -263,6 +263,15 @@ def find_starting(parent: Path) -> Path | None:
     return newest if newest is not None and is_going_on(newest) else None
 
 
+def find_newest(parent: Path) -> Path:
+    """Return the directory of the run below `parent` that began or was resumed last, whether or not it runs. Raises
+    ConfigError if there is none."""
+    newest = _newest(parent)
+    if newest is None:
+        raise ConfigError(f"There is no run below {parent.resolve()}. Name the directory of one, or start one there.")
+    return newest
+
+
 def _newest(parent: Path) -> Path | None:
     found = max(parent.glob(f"*/{CONFIG}"), key=lambda path: path.stat().st_mtime, default=None)
     return found.parent if found is not None else None

@@ -48,6 +48,25 @@ async def test_a_sample_costs_the_server_few_commands(broker: Broker, url: str) 
     assert sum(entry["calls"] for entry in counted.values()) / 64 < 11
 
 
+async def test_a_look_at_a_long_queue_costs_the_server_no_more_than_at_a_short_one(broker: Broker, url: str) -> None:
+    run = await begin(broker, rules(1200, groups_per_step=1), fed=1200, group_size=1)
+    for step, count in ((0, 500), (1, 601)):
+        await run.announce(step)
+        leases = (await run.lease(count, step)).leases
+        await asyncio.gather(*(run.submit(lease, step) for lease in leases))
+    with redis.Redis.from_url(url) as server:
+        server.config_resetstat()
+        status = await broker.status.snapshot()
+        counted: Any = server.info("commandstats")
+    assert sum(entry["calls"] for entry in counted.values()) < 2 * 512
+    of_step_1, of_step_0 = status.versions
+    assert (of_step_0.ready, of_step_1.ready, status.queues.ready) == (500, 601, 1101)
+    assert of_step_0.ready_samples + of_step_1.ready_samples == 1101
+    assert of_step_0.ready_samples == pytest.approx(500, abs=3)
+    assert of_step_1.ready_tokens == 6 * of_step_1.ready_samples
+    assert status.ages.oldest_ready_s is not None
+
+
 async def test_ages_are_of_what_waits_and_a_batch_keeps_how_long_its_groups_waited(broker: Broker) -> None:
     async def ages() -> QueueAges:
         return (await broker.status.snapshot()).ages

@@ -155,6 +155,15 @@ async def test_a_lost_workers_samples_go_to_another(broker: Broker, other: Broke
     assert (await look(run)).done == 1
 
 
+async def test_a_dead_processs_samples_go_to_another_at_once(broker: Broker, other: Broker, run: Scenario) -> None:
+    await broker.evaluations.ask(run.owner, V0, HELD_OUT, 2)
+    dead, mine = await leased(other, 2, "dead"), await leased(broker, 1)
+    assert await broker.leases.bury(other.session) == 2
+    assert {lease.sample for lease in await leased(broker, 2, "heir")} == {lease.sample for lease in dead}
+    assert (await broker.evaluations.lease("w", V0, 0, LONG_S, mine)).lost == frozenset()
+    assert (await look(run)).done == 0
+
+
 async def test_a_late_result_counts_where_nobody_else_has_the_sample(broker: Broker, run: Scenario) -> None:
     await broker.evaluations.ask(run.owner, V0, HELD_OUT, 1)
     (late,) = await leased(broker, 1, ttl_s=0)

@@ -1,6 +1,7 @@
 """Another worker continues a sample after its last segment when its worker cannot finish it."""
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ from broker import Broker
 from broker.client.batches import NotReady
 from broker.client.leases import AppendOutcome, SubmitOutcome
 from broker.client.submissions import measures_of
-from broker.errors import FrameError
+from broker.errors import BrokerError, FrameError
 from broker.schema import Lease, Segment, VersionSpan, WeightVersion
 
 from .renewal import renew
@@ -47,6 +48,26 @@ async def kept(broker: Broker) -> int:
         for n in await broker._connection.scan(broker._connection.keys(f"{kind}:*"))
     ]
     return sum(await broker._connection.pipeline([("STRLEN", name) for name in names]))
+
+
+async def test_a_dead_process_hands_back_what_it_held_with_its_segments_and_nothing_else(
+    broker: Broker, other: Broker
+) -> None:
+    run = await begin(broker, rules(0), group_size=1)
+    dead = (await other.leases.lease("dead", WeightVersion(1, 0), 1, TTL_S)).leases
+    (mine,) = (await run.lease(1, 0, worker="mine")).leases
+    await append(other, dead[0], 0)
+    for stranger in ("f" * 32, other.session[:-1] + "x", other.session[1:], ""):
+        with suppress(BrokerError):
+            assert await broker.leases.bury(stranger) == 0
+    assert (await broker.status.snapshot()).queues.leased == 2
+    assert await broker.leases.bury(other.session) == 1
+    (again,) = (await run.lease(1, 0, worker="heir")).leases
+    assert (again.tid, [one.index for one in again.segments]) == (dead[0].tid, [0])
+    assert (await other.leases.append(dead[0], segment(dead[0], 1), TTL_S)).outcome is AppendOutcome.FENCED
+    assert (await broker.leases.append(mine, segment(mine, 0), TTL_S)).outcome is AppendOutcome.APPENDED
+    queues = (await broker.status.snapshot()).queues
+    assert (queues.leased, queues.expired_leases, queues.resumed_tokens) == (2, 1, 4)
 
 
 async def test_another_worker_goes_on_after_the_last_segment_of_an_expired_lease(broker: Broker) -> None:

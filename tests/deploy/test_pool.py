@@ -1,5 +1,7 @@
 """A pool of real processes grows and shrinks while its supervisor runs, also when another process asks for it."""
 
+import os
+import signal
 import socket
 import threading
 import time
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from broker import BlockingBroker, Broker
-from broker.schema import PoolInfo
+from broker.schema import PoolInfo, WeightVersion
 from broker.server.embedded import EmbeddedServer
 from deploy.launch.base import Command
 from deploy.launch.following import following
@@ -137,6 +139,55 @@ def test_a_pool_follows_what_is_asked_of_the_broker_and_reports(claimed: Blockin
         until(lambda: pool.wanted == 3)
         (info,) = claimed.call(claimed.broker.status.snapshot()).pools
         assert (info.pool, info.wanted, info.running) == ("big", 3, 0)
+
+
+def test_a_killed_worker_hands_its_leases_back_before_they_expire_and_one_that_left_does_not(
+    claimed: BlockingBroker, tmp_path: Path
+) -> None:
+    pool, launcher = Pool("big", 2, workers(tmp_path)), LocalLauncher()
+    url, run = claimed.broker.url, claimed.broker.run
+    pool.resize(launcher, print)
+    until(lambda: all((tmp_path / f"w{number}.up").exists() for number in range(2)))
+    held = [BlockingBroker(url, run, session=slot.session) for slot in pool.slots.values()]
+    killed, left = (slot.child for slot in pool.slots.values())
+    assert isinstance(killed, Child)
+    assert isinstance(left, Child)
+    for number, one in enumerate(held):
+        assert len(one.call(one.broker.leases.lease(f"w{number}", WeightVersion(1, 0), 1, 1000)).leases) == 1
+    with following(url, run, [pool]):
+        os.kill(killed.pid, signal.SIGKILL)
+        left.terminate()
+        until(lambda: killed.exit_code() is not None and left.exit_code() is not None)
+        assert list(pool.gone(print)) == [pool.slots[0]]
+        until(lambda: claimed.call(claimed.broker.status.snapshot()).queues.leased == 1)
+        until(lambda: not pool.dead)
+    assert claimed.call(claimed.broker.leases.bury(held[1].broker.session)) == 1
+    for one in held:
+        one.close()
+
+
+def test_a_worker_that_does_not_leave_in_time_hands_back_what_it_held_as_its_supervisor_ends(
+    claimed: BlockingBroker, tmp_path: Path
+) -> None:
+    deaf = "import pathlib, signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\npathlib.Path('up').touch()\n"
+    pool = Pool("big", 1, workers(tmp_path, deaf + FOREVER), 0.1)
+    url, run = claimed.broker.url, claimed.broker.run
+
+    def stop() -> None:
+        until((tmp_path / "up").exists)
+        held = BlockingBroker(url, run, session=pool.slots[0].session)
+        held.call(held.broker.leases.lease("w0", WeightVersion(1, 0), 1, 1000))
+        held.close()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    stopper = threading.Thread(target=stop)
+    with following(url, run, [pool]):
+        until(lambda: bool(claimed.call(claimed.broker.status.snapshot()).pools))
+        stopper.start()
+        Supervisor([pool], say=print).run()
+    stopper.join()
+    queues = claimed.call(claimed.broker.status.snapshot()).queues
+    assert (queues.leased, queues.expired_leases) == (0, 1)
 
 
 def test_a_pool_whose_name_another_supervisor_has_reports_once_it_is_free(

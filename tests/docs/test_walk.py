@@ -24,7 +24,7 @@ from .pages import ROOT
 from .shells import Shell
 
 PAGE = ROOT / "docs" / "elastic.md"
-PORTS = ("6380", "8265")
+PORTS = ("6380", "8420")
 STEP = re.compile(
     r'^```(?P<language>\w+) title="(?P<title>[^"]*)"\n(?P<text>.*?)^```'
     r"|Press (?P<keys>\S+) in\sterminal (?P<terminal>\d)|Open <(?P<url>[^>]+)>"

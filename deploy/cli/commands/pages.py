@@ -20,20 +20,21 @@ def several(context: click.Context, parameter: click.Parameter, runs: tuple[str,
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", metavar="[RUN]", required=False, envvar="HEADWAY_RUN")
 @click.option(
     "--output", type=click.Path(dir_okay=False, path_type=Path), help="The HTML file.  [default: RUN's name.html here]"
 )
 @json_option
-def report(run: str, output: Path | None, as_json: bool) -> None:
+def report(run: str | None, output: Path | None, as_json: bool) -> None:
     """Write one HTML page that shows RUN: its figures, curves, lag, time, events and recipe.
 
-    RUN is a run's directory or its name below ./runs; it may be running. The page needs no network. --json prints what
-    the page shows, and writes it only with --output.
+    RUN is a run's directory or its name below ./runs, by default $HEADWAY_RUN, or else the run there that began or was
+    resumed last; it may be running. The page needs no network. --json prints what the page shows, and writes it only
+    with --output.
     """
-    from deploy.cli.pages import write_page
+    from deploy.cli.pages import newest, write_page
 
-    write_page([run], output, as_json=as_json)
+    write_page([run or newest()], output, as_json=as_json)
 
 
 @click.command()
@@ -58,7 +59,7 @@ def compare(runs: tuple[str, ...], output: Path | None, as_json: bool) -> None:
 @click.option("--broker", "url", envvar="HEADWAY_BROKER", show_envvar=True, help="Default: that of RUN.")
 @click.option("--run", "run", envvar="HEADWAY_RUN", show_envvar=True, help="The run's name at --broker.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Beyond loopback, the page's address has a token.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8265, show_default=True, help="0: any free port.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8420, show_default=True, help="0: any free port.")
 @click.option("--json", "as_json", is_flag=True, help="Print the page's address as one JSON object.")
 def dashboard(directory: str | None, url: str | None, run: str | None, host: str, port: int, as_json: bool) -> None:
     """Serve the page of a run, which follows it while it runs, until Ctrl-C.

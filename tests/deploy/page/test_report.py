@@ -1,6 +1,7 @@
 """The page of a run: its JSON has the run's figures, its HTML holds that JSON, asks no other host and obeys no text."""
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
+from click.testing import CliRunner
 
+from broker.errors import ConfigError
+from deploy.cli.main import cli
 from deploy.observe.page.thinning import COLUMNS, POINTS, ROWS, curve, lag_map, spans
 from deploy.recipe.loading import load_recipe
 from deploy.run.directory import held
@@ -41,6 +45,25 @@ def test_the_json_holds_what_the_files_say(tmp_path: Path) -> None:
     assert [(each["step"], each["pass_rate"]) for each in run["evaluations"]] == [(0, 0.25), (5, 0.875)]
     assert run["max_lag"] == load_recipe("arithmetic.yaml").staleness.max_lag
     assert "secret" not in run["recipe"]
+
+
+def test_without_a_run_the_report_is_of_the_newest_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HEADWAY_RUN", raising=False)
+    for began, name in enumerate(("newer", "oldest"), -2):
+        os.utime(write_run(tmp_path / "runs" / name) / "config.yaml", (1e9 - began,) * 2)
+    answer = CliRunner().invoke(cli, ["report", "--json"])
+    assert [run["name"] for run in json.loads(answer.stdout)["runs"]] == ["newer"]
+    assert "this is the newest, runs/newer" in answer.stderr
+    monkeypatch.setenv("HEADWAY_RUN", "oldest")
+    assert json.loads(headway("report", "--json"))["runs"][0]["name"] == "oldest"
+
+
+def test_without_any_run_the_report_says_where_it_looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HEADWAY_RUN", raising=False)
+    with pytest.raises(ConfigError, match=f"no run below {tmp_path / 'runs'}"):
+        headway("report")
 
 
 def test_a_damaged_last_look_is_told(tmp_path: Path) -> None:

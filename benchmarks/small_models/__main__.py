@@ -1,0 +1,113 @@
+"""python -m benchmarks.small_models [--shape smollm2-135m] [--device cuda|cpu] [--limit-s 420] [--parts today,...]
+
+The learner's step of a small model on one GPU. The parts, in this order: `today` (the backend, eager and compiled, by
+row size), `bare` (one module without sharding, replayed as CUDA graphs or not), `attention`, `optimizer`, `whole` (the
+whole model compiled as one). A part that does not begin within the limit is left out. Progress goes to standard error;
+the last line is one JSON object.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.throughput import checkpoint
+from benchmarks.throughput.shapes import shape_of
+from learner.config import ComputeConfig, ModelConfig
+
+from . import bare, kernels, today
+from .rows import StepWork
+
+PARTS = ("today", "bare", "attention", "optimizer", "whole")
+
+WORKS = tuple(
+    StepWork(samples=samples, budget=budget, sharing=sharing)
+    for samples, budget in ((128, 4096), (128, 16384), (512, 16384), (512, 65536))
+    for sharing in ("never", "auto")
+)
+SHORT = StepWork(samples=128, budget=16384, sharing="auto")
+PLAIN = StepWork(samples=128, budget=16384, sharing="never")
+LARGE = StepWork(samples=512, budget=65536, sharing="auto")
+
+
+def main() -> None:
+    """Measure all parts, as the command line says."""
+    options = _parse()
+    os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+    began = time.monotonic()
+    shape = shape_of(options.shape)
+    directory = checkpoint.folder(None, options.shape, shape)
+    checkpoint.write_isolated(shape, directory, options.device, 300.0)
+    model = ModelConfig(path=str(directory), dtype="bfloat16" if options.device == "cuda" else "float32")
+    found: dict[str, Any] = {
+        "torch": torch.__version__,
+        "shape": options.shape,
+        "cudnn": _cudnn(),
+    }
+    if options.device == "cuda":
+        found["device"] = torch.cuda.get_device_name()
+    for name, call in _cases(model, options.device, shape.vocabulary, options.parts):
+        if time.monotonic() - began > options.limit_s:
+            found[name] = "left out: no time"
+            continue
+        started = time.monotonic()
+        try:
+            found[name] = call()
+        except Exception:  # noqa: BLE001  # the other parts are still worth having
+            found[name] = traceback.format_exc()[-1500:]
+        print(f"{name} {time.monotonic() - started:.1f} s: {json.dumps(found[name])}", file=sys.stderr, flush=True)
+    print(json.dumps(found))
+
+
+def _cases(
+    model: ModelConfig, device: str, vocabulary: int, parts: tuple[str, ...]
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    compiled = [False, True] if device == "cuda" else [False]
+    for compiles in compiled if "today" in parts else ():
+        compute = ComputeConfig(compile=compiles)
+        yield (
+            f"today, {_words(compiles)}",
+            partial(today.measured, model, device, compute, WORKS, vocabulary, detail=SHORT),
+        )
+    for compiles in compiled if "bare" in parts else ():
+        step = bare.BareStep(model, ComputeConfig(compile=compiles), device)
+        for work in (SHORT, PLAIN, LARGE):
+            row = step.row(work, vocabulary)
+            yield f"bare, {_words(compiles)}, {work.name}", partial(bare.measured, step, row)
+    if "attention" in parts and device == "cuda":
+        for name, shape in kernels.SHAPES.items():
+            yield f"attention, {name}", partial(kernels.measured, shape)
+    if "optimizer" in parts:
+        yield "optimizer", lambda: bare.optimizers(bare.BareStep(model, ComputeConfig(), device))
+    if "whole" in parts and device == "cuda":
+        whole = bare.BareStep(model, ComputeConfig(), device, is_whole=True)
+        yield f"whole, {SHORT.name}", lambda: bare.measured(whole, whole.row(SHORT, vocabulary))
+
+
+def _cudnn() -> int | None:
+    version: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return version
+
+
+def _words(compiles: bool) -> str:
+    return "compiled" if compiles else "eager"
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="smollm2-135m")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--limit-s", type=float, default=420.0)
+    parser.add_argument("--parts", type=lambda text: tuple(text.split(",")), default=PARTS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Attention alone: the kernels that this torch has for packed sequences, forward and backward.
+
+B sequences of L tokens, T = B * L packed ones, H query heads, K key/value heads, D their width.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
+
+from learner.models.attention import _varlen_options
+
+from .clock import timed
+
+LONGEST_REASON = 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attended:
+    """The sizes of queries, keys and values."""
+
+    sequences: int
+    length: int
+    heads: int
+    key_value_heads: int
+    width: int
+
+    @property
+    def flops(self) -> float:
+        """The operations of the forward and the backward pass, of the causal half."""
+        return 3.5 * 4 * self.sequences * self.length**2 * self.heads * self.width / 2
+
+
+SHAPES = {
+    "smollm2, 128 x 114": Attended(sequences=128, length=114, heads=9, key_value_heads=3, width=64),
+    "smollm2, 128 x 512": Attended(sequences=128, length=512, heads=9, key_value_heads=3, width=64),
+    "1.7b, 32 x 1024": Attended(sequences=32, length=1024, heads=16, key_value_heads=8, width=128),
+    "1.7b, 8 x 4096": Attended(sequences=8, length=4096, heads=16, key_value_heads=8, width=128),
+    "8b, 2 x 16384": Attended(sequences=2, length=16384, heads=32, key_value_heads=8, width=128),
+}
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def measured(shape: Attended) -> dict[str, Any]:
+    """Return every kernel's milliseconds of a forward and backward pass and its TFLOP/s, or its refusal."""
+    tokens = shape.sequences * shape.length
+    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+    query_THD = torch.randn(tokens, shape.heads, shape.width, **options)
+    key_TKD, value_TKD = (torch.randn(tokens, shape.key_value_heads, shape.width, **options) for _ in range(2))
+    gradient_THD = torch.randn_like(query_THD)
+    found: dict[str, Any] = {}
+    wanted: torch.Tensor | None = None
+    for name, attend in _kernels(shape):
+
+        def both(attend: Attend = attend) -> torch.Tensor:
+            attended_THD = attend(query_THD, key_TKD, value_TKD)
+            torch.autograd.grad(attended_THD, (query_THD, key_TKD, value_TKD), gradient_THD)
+            return attended_THD.detach()
+
+        try:
+            attended_THD = both()
+            wanted = attended_THD if wanted is None else wanted
+            figures: dict[str, Any] = timed(both, repeats=9)
+            with torch.no_grad():
+                figures["forward_ms"] = timed(lambda: attend(query_THD, key_TKD, value_TKD), repeats=9)["ms"]  # noqa: B023
+            figures["tflops"] = round(shape.flops / figures["ms"] / 1e9, 1)
+            figures["off"] = float((attended_THD.float() - wanted.float()).abs().max())
+            found[name] = figures
+        except Exception as error:  # noqa: BLE001  # a kernel refuses shapes in many ways
+            found[name] = f"{type(error).__name__}: {error}"[:LONGEST_REASON]
+    return found
+
+
+def _kernels(shape: Attended) -> Iterator[tuple[str, Attend]]:
+    bounds = torch.arange(shape.sequences + 1, device="cuda", dtype=torch.int32) * shape.length
+    grouped = {"is_grouped": shape.heads != shape.key_value_heads}
+
+    def varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        options = _varlen_options(**grouped)
+        attended = varlen_attn(query, key, value, bounds, bounds, shape.length, shape.length, **options)
+        assert isinstance(attended, torch.Tensor)
+        return attended
+
+    yield "varlen", varlen
+    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+        yield f"padded, {backend.name}", _padded(shape, backend)
+    yield "padded, keys repeated, CUDNN_ATTENTION", _padded(shape, SDPBackend.CUDNN_ATTENTION, repeats=True)
+    yield "nested, CUDNN_ATTENTION", _nested(shape, SDPBackend.CUDNN_ATTENTION)
+    yield "cudnn with bounds, keys repeated", _cudnn(shape, bounds)
+    if shape.length <= 4096:
+        yield "flex", _flex(shape)
+
+
+def _padded(shape: Attended, backend: SDPBackend, *, repeats: bool = False) -> Attend:
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if repeats:
+            key, value = _repeated(key, shape), _repeated(value, shape)
+        size = (shape.sequences, shape.length)
+        q, k, v = (one.view(*size, *one.shape[1:]).transpose(1, 2) for one in (query, key, value))
+        with sdpa_kernel(backend):
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=not repeats)
+        return attended.transpose(1, 2).flatten(0, 1)
+
+    return attend
+
+
+def _repeated(rows: torch.Tensor, shape: Attended) -> torch.Tensor:
+    return rows.repeat_interleave(shape.heads // shape.key_value_heads, dim=1)
+
+
+def _nested(shape: Attended, backend: SDPBackend) -> Attend:
+    bounds = torch.arange(shape.sequences + 1, device="cuda") * shape.length
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            torch.nested.nested_tensor_from_jagged(
+                one, bounds, min_seqlen=shape.length, max_seqlen=shape.length
+            ).transpose(1, 2)
+            for one in (query, _repeated(key, shape), _repeated(value, shape))
+        )
+        with sdpa_kernel(backend):
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return attended.transpose(1, 2).values()
+
+    return attend
+
+
+def _cudnn(shape: Attended, bounds: torch.Tensor) -> Attend:
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        key, value = _repeated(key, shape), _repeated(value, shape)
+        longest = shape.length
+        found = torch.ops.aten._cudnn_attention_forward(
+            query, key, value, None, bounds, bounds, longest, longest, True, 0.0, True, False
+        )
+        attended: torch.Tensor = found[0]
+        return attended
+
+    return attend
+
+
+def _flex(shape: Attended) -> Attend:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    length, tokens = shape.length, shape.sequences * shape.length
+
+    def is_seen(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (query // length == key // length) & (query >= key)
+
+    mask = torch.compile(create_block_mask)(is_seen, None, None, tokens, tokens, device="cuda")
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        q, k, v = (one.transpose(0, 1)[None] for one in (query, key, value))
+        attended = compiled(q, k, v, block_mask=mask, enable_gqa=True)
+        assert isinstance(attended, torch.Tensor)
+        return attended[0].transpose(0, 1)
+
+    return attend

@@ -1,0 +1,38 @@
+"""The rows that are measured: a step's samples, packed with and without shared prompts."""
+
+from dataclasses import dataclass
+
+from benchmarks.prefix_trees import samples
+from learner.rows.batch import PackedBatch
+from learner.rows.clusters import PrefixSharing
+from learner.rows.cost import CostModel
+from learner.rows.units import pack_units
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """Samples of a step, in groups of eight."""
+
+    samples: int
+    budget: int
+    """The tokens of a micro-batch."""
+    sharing: PrefixSharing
+    prompt: int = 64
+    response: int = 50
+
+    @property
+    def name(self) -> str:
+        return f"{self.samples} samples, rows of {self.budget}, {self.sharing}"
+
+    def rows(self, vocabulary: int, cost: CostModel) -> list[PackedBatch]:
+        """Return the micro-batches."""
+        given = list(samples(self.samples, 8, self.prompt, self.response, vocabulary))
+        rows = pack_units(
+            [[one] for one in given],
+            replica=0,
+            replicas=1,
+            micro_batch_tokens=self.budget,
+            cost=cost,
+            prefix_sharing=self.sharing,
+        )
+        return [row.batch for row in rows]
