@@ -8,7 +8,8 @@ All have one signature, which your own (`package.module:function` in a recipe) s
 or the proximal policy's logprobs. Losses must be finite where the mask is 0, whatever stands there (ours are 0, by
 `tokens.trained_advantages`); aggregation gives them no weight. Metrics: see `algorithms.metrics`.
 
-    a bound silences the token        ppo_clip (token ratio), gspo, gspo_token (sequence), dppo (divergence)
+    a bound silences the token        ppo_clip (token ratio), gspo, gspo_token (mean of a sequence),
+                                      sequence_clip (product of a sequence), dppo (divergence)
     a bound limits its weight         cispo (token ratio), topr (sequence, A < 0 only)
     both, ratio flipped for A > 0     aspo
     a smooth gate                     sapo
@@ -30,6 +31,7 @@ from .gspo import gspo, gspo_token
 from .policy_gradient import policy_gradient
 from .ppo_clip import ppo_clip
 from .sapo import sapo
+from .sequence_clip import sequence_clip
 from .topr import topr
 from .unclipped import unclipped
 
@@ -37,6 +39,7 @@ OBJECTIVES: dict[str, Callable[..., tuple[torch.Tensor, Metrics]]] = {
     "ppo_clip": ppo_clip,
     "gspo": gspo,
     "gspo_token": gspo_token,
+    "sequence_clip": sequence_clip,
     "cispo": cispo,
     "topr": topr,
     "aspo": aspo,

@@ -12,6 +12,7 @@ verl's own denominators (1e-6 for ORPO and supervised fine-tuning, parts of whic
     imitated.py     Headway's supervised fine-tuning, from records to the gradient of a model
     verl_calls.py   verl's functions, called as its trainer calls them; of_verl.py has the settings
     of_trl.py       TRL's GRPO loss, and its settings
+    of_trl_rloo.py  TRL's RLOO: its loss and advantages
     of_trl_imitation.py     TRL's supervised fine-tuning of the same records and model
     of_trl_preferences.py   TRL's losses of pairs, of single judgements and of reward models
     of_trl_distillation.py  TRL's divergences from a teacher

@@ -26,13 +26,14 @@ def difference(ours: Outcome, theirs: Outcome) -> float:
 def main() -> int:
     """Print the report, and return the exit status."""
     try:
-        from . import of_trl, of_trl_distillation, of_trl_imitation, of_trl_preferences, of_verl
+        from . import of_trl, of_trl_distillation, of_trl_imitation, of_trl_preferences, of_trl_rloo, of_verl
     except ModuleNotFoundError as error:
         sys.exit(
             f"{error}: `make peer-losses` installs verl and TRL into an environment of their own and runs this there."
         )
     torch.set_default_dtype(torch.float64)  # peers make tensors of constants
-    of_peer = {"verl": [of_verl], "trl": [of_trl, of_trl_imitation, of_trl_preferences, of_trl_distillation]}
+    by_trl = [of_trl, of_trl_rloo, of_trl_imitation, of_trl_preferences, of_trl_distillation]
+    of_peer = {"verl": [of_verl], "trl": by_trl}
     settings = {peer: [one for part in parts for one in part.settings()] for peer, parts in of_peer.items()}
     found = {f"{peer} {version(peer)}": compared(each) for peer, each in settings.items()}
     single = of_trl_imitation.SINGLE_PRECISION | of_trl_preferences.SINGLE_PRECISION

@@ -50,6 +50,15 @@ def gspo_loss(b: Ragged, low: float, high: float) -> torch.Tensor:
     return sum(terms, 0 * ONE) / max(len(terms), 1)
 
 
+def sequence_clip_losses(b: Ragged, low: float, high: float) -> torch.Tensor:
+    """The clipped surrogate of each whole response, in equal parts at its trained tokens."""
+    ratios, losses = products(b), [0 * ONE] * len(b.mask_T)
+    for s, row in b.trained():
+        for t in row:
+            losses[t] = clipped(ratios[s], b.advantages_S[s], low, high) / len(row)
+    return stack(losses)
+
+
 def at_tokens(values_S: torch.Tensor, b: Ragged) -> torch.Tensor:
     return stack([values_S[s] for s, row in b.rows() for _ in row])
 
