@@ -53,7 +53,7 @@ faults = tests/weightsync/test_faults.py
 .PHONY: first second third
 first: $(addprefix $(D)/,grpo.json megatron.json faults.txt more_faults.txt)
 second: $(addprefix $(D)/,asynchronous.json separated.json colocated.json worker.json)
-third: $(addprefix $(D)/,sync.json engines.txt agreement_moe.json agreement.json sync_moe.json sync_ipc.json sync_sharded.json)
+third: $(addprefix $(D)/,sync.json engines.txt agreement_moe.json agreement.json scorers.json sync_moe.json sync_ipc.json sync_sharded.json)
 
 # All warm-ups and faults at once, then both runs that learn at once: each needs little. An engine does not start beside
 # a process that gives memory back.
@@ -92,9 +92,12 @@ $(D)/agreement_moe.json: $(call after,$(D)/sync_ipc.json)
 	$(call measure,$(LAST),300,-m benchmarks.agreement --shape moe-2.4b --layers 4 --engine vllm)
 $(D)/agreement.json: | $(D)/agreement_moe.json
 	$(call measure,$(LAST),200,-m benchmarks.agreement --shape qwen3-0.6b --engine vllm)
+$(D)/scorers.json: | $(D)/agreement.json
+	$(call measure,$(LAST),300,-m benchmarks.scorers --shape qwen3-0.6b --dtype float32 --groups 64 --response-tokens 256 \
+		--timeout-s 140)
 $(D)/sync_moe.json: | $(D)/sync.json
 	$(call measure,$(PAIR),180,$(sync) --limit-s 170 --shape moe-2.4b --kv-policy keep)
 $(D)/sync_ipc.json: | $(D)/sync_moe.json
 	$(call measure,$(PAIR),150,$(sync) --limit-s 140 --shape moe-2.4b --transport ipc --learner-gpus 2 --engine-gpus 2)
-$(D)/sync_sharded.json: | $(D)/sync_ipc.json $(D)/engines.txt $(D)/agreement.json
+$(D)/sync_sharded.json: | $(D)/sync_ipc.json $(D)/engines.txt $(D)/scorers.json
 	$(call measure,$(ALL),200,$(sync) --limit-s 190 --shape moe-2.4b --learner-gpus 2 --engine-gpus 2 $(share))

@@ -127,6 +127,7 @@ def scored(beta: float) -> Side:
 def _trainer(current: torch.Tensor, **settings: Any) -> Any:
     """Return the trainer's values that advantages and loss read, with TRL's defaults: one process."""
     arguments = {"per_device_train_batch_size": len(LENGTHS), "gradient_checkpointing_kwargs": None}
+    logs: defaultdict[str, Any] = defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list))
     trainer = {
         "model": SimpleNamespace(training=True),
         "accelerator": SimpleNamespace(
@@ -145,7 +146,7 @@ def _trainer(current: torch.Tensor, **settings: Any) -> Any:
         "pad_to_multiple_of": None,
         "_tokenizer": SimpleNamespace(pad_token_id=0),
         "_metrics": {"train": defaultdict(list)},
-        "_logs": defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)),
+        "_logs": logs,
         "_pending_extra_logs": {},
         "_pending_metrics": {},
         "_get_per_token_logps_and_entropies": lambda *_, **__: (current, torch.zeros_like(current), None),

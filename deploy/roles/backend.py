@@ -1,7 +1,11 @@
 """The backends that a recipe asks for, with their models and fresh optimizers."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import msgspec
 
+from broker.errors import ConfigError
 from deploy.recipe.recipe import Recipe
 from learner.backends import open_backend
 from learner.backends.base import Backend, ScoreBackend
@@ -56,22 +60,40 @@ def recipe_critic(recipe: Recipe, ranks: Ranks) -> Critic:
     """Open the critic of advantage.kind=gae: the reward model that it names, or else the policy's first weights with a
     new head. Collective over the ranks. Raises ConfigError for a reward model that does not fit."""
     algorithm = recipe.algorithm
-    return Critic(
-        open_backend(
+    model = _critic_model(recipe)
+    with _fitting(algorithm.critic.path):
+        backend = open_backend(
             recipe.learner.backend,
-            _critic_model(recipe),
+            model,
             recipe.optimizer,
             device=recipe.learner.device,
             seed=recipe.run.seed,
             layout=recipe.learner.layout,
             compute=recipe.learner.compute,
             head="value",
-        ),
+        )
+    return Critic(
+        backend,
         ranks,
         clip=algorithm.critic.clip,
         learning_rate=algorithm.critic.learning_rate,
         **gae_options(algorithm),
     )
+
+
+@contextmanager
+def _fitting(path: str) -> Iterator[None]:
+    """Name the key of the reward model from which a critic starts, and the remedy, in an error of its backend."""
+    try:
+        yield
+    except ConfigError as error:
+        if not path:
+            raise
+        raise ConfigError(
+            f"algorithm.critic.path: {path} cannot be the critic. {error} The critic is split as the policy is, by"
+            " learner.layout: give a reward model of one label whose sizes this layout divides, such as one of the"
+            " policy's size, or leave the path out."
+        ) from error
 
 
 def _critic_model(recipe: Recipe) -> ModelConfig:

@@ -1,9 +1,11 @@
 """PPO's critic starts from a reward model, if the recipe names one that fits."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from broker.errors import ConfigError
 from deploy.recipe.loading import load_recipe
@@ -63,3 +65,19 @@ def test_a_critic_that_does_not_fit_is_refused(
     recipe = recipe_with(path, tmp_path, alphabet)
     with pytest.raises(ConfigError, match=told):
         recipe_critic(recipe, Ranks(0, 1, 0, 1, is_lead=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("score.weight", (3, 64)), ("model.layers.0.self_attn.q_proj.weight", (8, 64))]
+)
+def test_tensors_of_another_shape_are_refused_with_their_key(
+    name: str, shape: tuple[int, ...], reward_model: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(reward_model, broken)
+    tensors = load_file(broken / "model.safetensors")
+    assert name in tensors
+    save_file({**tensors, name: torch.zeros(shape)}, broken / "model.safetensors", metadata={"format": "pt"})
+    told = rf"algorithm\.critic\.path: .*broken cannot be the critic\. .*{name}.*leave the path out"
+    with pytest.raises(ConfigError, match=told):
+        recipe_critic(recipe_with(broken, tmp_path), Ranks(0, 1, 0, 1, is_lead=True))

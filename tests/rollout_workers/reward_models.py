@@ -4,7 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
+from transformers import (
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
 
 from learner.config import ModelConfig, RandomModelConfig
 from learner.models.model import load_tokenizer
@@ -43,6 +50,22 @@ def save_model(directory: Path, *, scores: bool, seed: int = 0, alphabet: str = 
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return model
+
+
+def save_encoder(directory: Path) -> None:
+    """Save a random RoBERTa classifier of one label, with the tokenizer that `save_model` writes."""
+    config = RobertaConfig(
+        vocab_size=TOKENS,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=66,
+        num_labels=1,
+    )
+    RobertaForSequenceClassification(config).save_pretrained(directory)
+    random = RandomModelConfig(architecture="qwen3", alphabet=ALPHABET, config=_SHAPE)
+    load_tokenizer(ModelConfig(random=random)).save_pretrained(directory)
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ from tests import plugged
 
 from .marks import VLLM
 from .models import forward_logprobs
-from .reward_models import TOKENS, save_model, score_of
+from .reward_models import TOKENS, save_encoder, save_model, score_of
 
 CONFIG = ScorersConfig()
 KEY = "rewards[0].path"
@@ -193,6 +193,18 @@ def test_models_that_are_none_are_refused_with_their_key(tmp_path: Path, kind: s
     several.save_pretrained(tmp_path / "several")
     with pytest.raises(UnfitModelError, match="has 3 labels; a reward model has one"):
         open_runner("reward_model", str(tmp_path / "several"), config, key=KEY)
+
+
+@pytest.mark.parametrize("kind", ["transformers", pytest.param("vllm", marks=VLLM)])
+def test_a_classifier_of_an_encoder_is_refused_with_the_remedy(tmp_path: Path, kind: str) -> None:
+    save_encoder(tmp_path / "encoder")
+    save_model(tmp_path / "policy", scores=False)
+    config = ScorersConfig(engine=ScorerEngineConfig(kind=kind))
+    told = (
+        r"rewards\[0\].path: .*encoder is a classifier of an encoder \(classifier\..*\).*A reward function of your own"
+    )
+    with pytest.raises(UnfitModelError, match=told):
+        open_runner("reward_model", str(tmp_path / "encoder"), config, key=KEY, policy=tmp_path / "policy")
 
 
 def test_a_model_of_another_tokenizer_is_refused_and_one_with_another_padding_token_is_not(tmp_path: Path) -> None:

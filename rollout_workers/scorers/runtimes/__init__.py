@@ -65,13 +65,15 @@ def open_runner(
     a model that is missing, of another kind or of another vocabulary, and ConfigError for a runtime that cannot be
     opened.
     """
-    from .files import check_same_tokenizer
+    from .files import check_reads_to_the_end, check_same_tokenizer
 
     assert kind in KINDS, kind
     engine = config.engine
     if engine.kind not in RUNTIMES and ":" not in engine.kind:
         raise unknown_kind(engine.kind, RUNTIMES, KEY)
     check_installed(engine.kind)
+    if kind == "reward_model" and engine.kind in RUNTIMES:
+        check_reads_to_the_end(path, key)
     if policy is not None:
         check_same_tokenizer(path, policy, key)
     asked = ScoringModel(kind=kind, path=path, key=key, policy=policy, most_tokens=most_tokens)

@@ -8,6 +8,9 @@ from typing import Any
 
 from rollout_workers.scorers.base import ScoringModel, UnfitModelError
 
+ENCODER_HEADS = ("classifier", "classification_head")
+"""The heads of the sequence classifiers that transformers makes of encoders; those of causal models are `score`."""
+
 
 def check_same_tokenizer(path: str, policy: Path, key: str) -> None:
     """Raise UnfitModelError unless a token id means the same to the scorer's model as to the policy. A directory
@@ -50,6 +53,21 @@ def check_labels(config: Any, asked: ScoringModel) -> None:
         raise UnfitModelError(
             f"{asked.key}: {asked.path} has {config.num_labels} labels; a reward model has one (num_labels: 1)."
         )
+
+
+def check_reads_to_the_end(path: str, key: str) -> None:
+    """Raise UnfitModelError for a sequence classifier of an encoder, whose head reads the first token."""
+    with reading(path, key):
+        names = list(_stored_names(path))
+    head = next((name for name in names if name.split(".")[0] in ENCODER_HEADS), None)
+    if head is None or any(name.split(".")[-2:] == ["score", "weight"] for name in names):
+        return
+    raise UnfitModelError(
+        f"{key}: {path} is a classifier of an encoder ({head}): it scores at its first token, and reads text in tokens"
+        " of its own. A scorer is given the policy's tokens and scores at the last one. Take a classifier with a score"
+        " head that was trained from a causal model of the policy's family, as a reward_model stage leaves it. A reward"
+        " function of your own, which is given the text, can ask this one: rewards: [{kind: my_rewards:function}]."
+    )
 
 
 def check_head(config: Any, asked: ScoringModel) -> None:
