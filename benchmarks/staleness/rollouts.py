@@ -13,7 +13,7 @@ from broker.schema import Group, Prompt, Trajectory, TrajectoryId, VersionSpan, 
 from deploy.recipe.recipe import Recipe
 from rollout_workers.decoding import load_decoding, response_text
 from rollout_workers.engines.base import FinishReason, GenerationRequest, NamedTensors
-from rollout_workers.engines.embedded.decoder import Decoder, Sample, Sampled
+from rollout_workers.engines.embedded.decoder import Decoder, Sample
 from rollout_workers.engines.embedded.sampling import Sampler
 from rollout_workers.engines.embedded.slot_cache import ATTENTION
 from rollout_workers.engines.placing.loading import load_tensors
@@ -45,11 +45,9 @@ class Rollouts:
         decoder = Decoder(self._model, len(samples), self._max_model_len, Sampler(seed, CPU), CPU, self._version)
         for sample in samples:
             decoder.add(sample)
-        tokens: dict[Sample, list[Sampled]] = {sample: [] for sample in samples}
         while decoder.running:
-            for sampled in decoder.step():
-                tokens[sampled.sample].append(sampled)
-        trajectories = iter(self._trajectories(prompts, list(tokens.values())))
+            decoder.step()
+        trajectories = iter(self._trajectories(prompts, samples))
         return [
             Group(prompt=prompt, round=0, trajectories=tuple(islice(trajectories, prompt.num_samples)))
             for prompt in prompts
@@ -68,7 +66,7 @@ class Rollouts:
         limit = min(len(prompt.token_ids) + request.max_new_tokens, self._max_model_len)
         return Sample(request, limit, list(prompt.token_ids))
 
-    def _trajectories(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[Sampled]]) -> Iterator[Trajectory]:
+    def _trajectories(self, prompts: Sequence[Prompt], responses: Sequence[Sample]) -> Iterator[Trajectory]:
         """Yield trajectories in the prompts' order, each as many times as it has samples."""
         places = [(prompt, index) for prompt in prompts for index in range(prompt.num_samples)]
         scores = asyncio.run(self._scores([prompt for prompt, _ in places], responses))
@@ -76,24 +74,23 @@ class Rollouts:
             yield Trajectory(
                 tid=TrajectoryId(prompt.group, 0, index),
                 prompt_tokens=np.asarray(prompt.token_ids, np.int32),
-                response_tokens=np.asarray([sampled.token for sampled in response], np.int32),
-                behavior_logprobs=np.asarray([sampled.logprob for sampled in response], np.float32),
-                loss_mask=np.ones(len(response), np.uint8),
-                spans=(VersionSpan(0, len(response), self._version),),
+                response_tokens=np.asarray(response.response, np.int32),
+                behavior_logprobs=np.asarray(response.logprobs, np.float32),
+                loss_mask=np.ones(len(response.logprobs), np.uint8),
+                spans=(VersionSpan(0, len(response.logprobs), self._version),),
                 reward=score.total,
                 rewards=dict(score.components),
                 finish_reason=reason_of(response),
                 worker="study",
             )
 
-    async def _scores(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[Sampled]]) -> list[Score]:
-        texts = [response_text(self._decoding, [sampled.token for sampled in response]) for response in responses]
+    async def _scores(self, prompts: Sequence[Prompt], responses: Sequence[Sample]) -> list[Score]:
+        texts = [response_text(self._decoding, response.response) for response in responses]
         asked = zip(prompts, texts, map(reason_of, responses), strict=True)
         return [await self._scorer.score(prompt, text, reason) for prompt, text, reason in asked]
 
 
-def reason_of(response: Sequence[Sampled]) -> FinishReason:
+def reason_of(response: Sample) -> FinishReason:
     """Return the reason why the response ended."""
-    reason = response[-1].finish_reason
-    assert reason is not None
-    return reason
+    assert response.finish_reason is not None
+    return response.finish_reason

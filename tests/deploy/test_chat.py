@@ -15,7 +15,7 @@ from deploy.cli.main import answer
 from deploy.roles.chat import Chat
 from deploy.roles.engine import own_settings
 from deploy.run.trained import find_trained
-from rollout_workers.engines.embedded.decoder import Decoder, Sampled
+from rollout_workers.engines.embedded.decoder import Decoder, Sample
 
 from .tiny_model import SMALL, greedy, make_model
 
@@ -86,7 +86,7 @@ def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(model: Path, monke
     """
     is_stopped, steps, step = threading.Event(), itertools.count(), Decoder.step
 
-    def decode(decoder: Decoder) -> list[Sampled]:
+    def decode(decoder: Decoder) -> list[Sample]:
         if next(steps) >= 20:
             is_stopped.wait(1)
         return step(decoder)

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from broker.errors import ConfigError, HeadwayError, WeightSyncError
 from broker.schema import WeightVersion
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine
 from rollout_workers.engines.embedded import engine as embedded
+from rollout_workers.engines.embedded.all_experts import EXPERTS
 from rollout_workers.engines.embedded.engine import EmbeddedEngine
 from rollout_workers.engines.embedded.slot_cache import ATTENTION
 from rollout_workers.engines.placing.loading import load_tensors, one_by_one
@@ -109,6 +111,46 @@ async def test_long_and_short_samples_share_the_cache(tmp_path: Path) -> None:
     assert [len(response.tokens) for response in responses] == lengths
     assert max(difference(model, response).max() for response in responses) < 1e-4
     await engine.close()
+
+
+async def test_samples_that_begin_alike_are_computed_once(tmp_path: Path) -> None:
+    """Also when they are computed anew under other weights; from their first own token on they differ."""
+    model = make_model("dense", 0)
+    engine = open_engine(SMALL, save_config(model, tmp_path), seed=0)
+    assert isinstance(engine, EmbeddedEngine)
+    fed = list[int]()
+    engine._decoder.model.register_forward_pre_hook(
+        lambda _module, _none, named: fed.append(named["input_ids"].numel()), with_kwargs=True
+    )
+    await hold(engine, model)
+    prompt = [2 + i % 7 for i in range(40)]
+    asked = [request(prompt, temperature=1.0, stop_token_ids=[], max_new_tokens=6, seed=seed) for seed in range(4)]
+    engine._is_paused = True  # all four begin in one forward
+    running = [asyncio.create_task(run(engine, one)) for one in asked]
+    await asyncio.sleep(0.05)
+    engine._post(lambda: setattr(engine, "_is_paused", False))
+    responses = await asyncio.gather(*running)
+    assert fed[-6:] == [39 + 4, 4, 4, 4, 4, 4]
+    assert len({tuple(response.tokens) for response in responses}) == 4
+    assert max(difference(model, response).max() for response in responses) < 1e-4
+    await engine.close()
+
+
+@pytest.mark.parametrize("experts", [4, 8])
+def test_few_experts_and_many_give_the_same_as_transformers(experts: int) -> None:
+    """Of eight experts, two of them chosen, most would be wasted: transformers' own function gets them."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "moe_intermediate_size": 16, "num_experts": experts, "num_experts_per_tok": 2}
+    part = Qwen3MoeExperts(Qwen3MoeConfig(**shape)).requires_grad_(False)
+    for parameter in part.parameters():
+        parameter.normal_(std=0.3)
+    tokens = torch.randn(50, 32)
+    weights, chosen = torch.randn(50, experts).softmax(-1).topk(2)
+    results = []
+    for implementation in ("eager", EXPERTS):
+        part.config._experts_implementation = implementation
+        results.append(part(tokens, chosen, weights))
+    assert (results[0] - results[1]).abs().max() < 1e-5
 
 
 async def test_seeds_repeat(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
     engine.py ──commands──► its thread ──► decoder.py ─┬─ slot_cache.py   attention over keys in fixed places
        ▲                                     one step   ├─ sampling.py     logits ─► next tokens, logprobs
-       └──────chunks of tokens──────────────────────────┴─ router_tap.py   the experts that the forward chose
+       └──────chunks of tokens──────────────────────────├─ router_tap.py   the experts that the forward chose
+                                                        └─ all_experts.py  the experts themselves, if they are few
     adapters.py    low-rank changes that layers add to what their frozen weights compute
     abilities.py   what it can do, stated without importing torch
 

@@ -1,8 +1,9 @@
 """Continuous batching, one forward at a time and without threads; `EmbeddedEngine` drives it from its own thread.
 
-The forward takes all tokens of a sample whose keys are not cached (a new sample, or one cached under older weights) and
-one token of every other sample, and gives each its next token. So a weight swap only forgets what was cached, or not
-even that. No sample uses another sample's cache.
+The forward takes the newest token of every sample and, for a sample whose keys are not cached (a new sample, or one
+cached under older weights), all tokens before it. So a weight swap only forgets what was cached, or not even that.
+Samples that begin together with the same tokens, such as those of one group, have these computed once; no sample uses
+what another one has cached.
 """
 
 from collections.abc import Sequence
@@ -20,8 +21,11 @@ from .router_tap import RouterTap
 from .sampling import Sampler
 from .slot_cache import Decode, Prefill, SlotCache, SlotLayout
 
+Beginnings = dict[tuple[int, ...], list[int]]
+"""Tokens to compute before the newest ones: each different sequence, with the slots that begin with it."""
+
 PREFILL_TOKENS = 4096
-"""Most new tokens in one forward; a longer sequence goes alone."""
+"""Most tokens before the newest ones in one forward; a longer sequence goes alone."""
 
 
 @dataclass(eq=False)
@@ -33,22 +37,32 @@ class Sample:
     """Number of tokens at which the sample ends, whatever the model says."""
     tokens: list[int]
     generator: torch.Generator | None = None
-    cached: int = 0
-    """Number of `tokens` with keys in the cache: all but the newest, or none."""
+    logprobs: list[float] = field(default_factory=list)
+    """One for each generated token."""
+    experts: list[Experts] = field(default_factory=list)
+    """The experts of tokens that were fed for the first time, if the request wants them; whoever reads them takes them
+    away."""
+    finish_reason: Literal["stop", "length"] | None = None
+    is_cached: bool = False
+    """Whether all `tokens` but the newest have keys in the cache; otherwise none has."""
     reported: int = 0
-    """Number of `tokens` whose experts were reported already: tokens that are computed anew are not reported again."""
+    """Number of `tokens` whose experts were noted: tokens that are computed anew are not noted again."""
 
+    @property
+    def response(self) -> list[int]:
+        """The generated tokens."""
+        return self.tokens[len(self.tokens) - len(self.logprobs) :]
 
-@dataclass(frozen=True)
-class Sampled:
-    """The next token of one sample."""
-
-    sample: Sample
-    token: int
-    logprob: float
-    finish_reason: Literal["stop", "length"] | None
-    experts: Experts | None
-    """The experts of the sample's tokens that were fed for the first time; None if the request does not want them."""
+    def add(self, token: int, logprob: float) -> bool:
+        """Append a sampled token. Everything before it is cached now. Returns whether the sample ends with it."""
+        self.is_cached = True
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if token in self.request.stop_token_ids:
+            self.finish_reason = "stop"
+        elif len(self.tokens) >= self.limit:
+            self.finish_reason = "length"
+        return self.finish_reason is not None
 
 
 @dataclass
@@ -79,12 +93,8 @@ class Decoder:
 
     @torch.inference_mode()
     def drop(self, sample: Sample) -> None:
-        """Free the sample's slot. The last sample moves there, so that used slots stay a prefix of the cache."""
-        slot = self.running.index(sample)
-        last = self.running.pop()
-        if last is not sample:
-            self._cache.move(len(self.running), slot, last.cached)
-            self.running[slot] = last
+        """Free the sample's slot."""
+        self._free([self.running.index(sample)])
 
     def changed(self, version: WeightVersion, *, keep_cache: bool = False) -> None:
         """Note that the model's weights are now those of `version`. Running samples are computed anew, unless
@@ -92,7 +102,7 @@ class Decoder:
         self.version = version
         if not keep_cache:
             for sample in self.running:
-                sample.cached = 0
+                sample.is_cached = False
 
     def sleep(self) -> None:
         """Free weights and cache; buffers stay. No sample may be running."""
@@ -113,84 +123,123 @@ class Decoder:
         self._asleep = {}
 
     @torch.inference_mode()
-    def step(self) -> list[Sampled]:
-        """Run one forward and return the next token of every sample that took part. Finished samples leave."""
-        fresh, ready = self._select()
-        took_part = [self.running[slot] for slot in fresh + ready]
-        logits_NV = self._forward(fresh, ready)
-        experts = self._new_experts(took_part)
+    def step(self) -> list[Sample]:
+        """Run one forward, which gives every sample that takes part its next token. Returns the samples that have
+        ended; they leave."""
+        slots, before = self._select()
+        took_part = [self.running[slot] for slot in slots]
+        logits_NV = self._forward(slots, before)
+        self._note_experts(slots, before)
         tokens, logprobs = self.sampler.sample(
             logits_NV, [sample.request for sample in took_part], [sample.generator for sample in took_part]
         )
-        results = [append(*next_) for next_ in zip(took_part, tokens, logprobs, experts, strict=True)]
-        for result in results:
-            if result.finish_reason:
-                self.drop(result.sample)
-        return results
-
-    def _new_experts(self, took_part: Sequence[Sample]) -> list[Experts | None]:
-        """Return the experts of each sample's tokens that the last forward fed for the first time."""
-        if all(sample.request.experts_from is None for sample in took_part):
-            return [None] * len(took_part)
-        fed = [len(sample.tokens) - sample.cached for sample in took_part]
-        rows = np.split(self.router_tap.last(), np.cumsum(fed)[:-1])
-        return [first_fed(sample, own) for sample, own in zip(took_part, rows, strict=True)]
+        ended = [
+            slot
+            for slot, sample, token, logprob in zip(slots, took_part, tokens, logprobs, strict=True)
+            if sample.add(token, logprob)
+        ]
+        finished = [self.running[slot] for slot in ended]
+        self._free(ended)
+        return finished
 
     @torch.inference_mode()
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """Return the logprobs of `token_ids[1:]` at temperature 1. The cache is not touched."""
         tokens_T = torch.tensor(token_ids, device=self.device)
         position_T = torch.arange(len(token_ids), device=self.device)
-        layout = SlotLayout(None, position_T, position_T, whole([len(token_ids)], position_T), None)
-        logits_TV = self._call(tokens_T, layout, keep=position_T)[:-1]
+        layout = SlotLayout(None, position_T, position_T, None, whole([len(token_ids)], position_T), None)
+        logits_TV = self._call(tokens_T, position_T, layout, keep=len(token_ids))[:-1]
         logprobs_TV = torch.log_softmax(logits_TV.float(), dim=-1)
         scores: list[float] = logprobs_TV.gather(1, tokens_T[1:, None])[:, 0].tolist()
         return scores
 
-    def _select(self) -> tuple[list[int], list[int]]:
-        """Return the slots to prefill now, within the budget, and the slots to decode."""
-        fresh: list[int] = []
-        ready: list[int] = []
+    def _select(self) -> tuple[list[int], Beginnings]:
+        """Return the slots that take part now, and what is computed before their newest tokens, within the budget."""
+        slots: list[int] = []
+        before: dict[tuple[int, ...], list[int]] = {}
         budget = PREFILL_TOKENS
         for slot, sample in enumerate(self.running):
-            if sample.cached:
-                ready.append(slot)
-            elif not fresh or len(sample.tokens) <= budget:
-                fresh.append(slot)
-                budget -= len(sample.tokens)
-        return fresh, ready
+            if not sample.is_cached and len(sample.tokens) > 1:
+                new = tuple(sample.tokens[:-1])
+                if new not in before:
+                    if before and len(new) > budget:
+                        continue
+                    budget -= len(new)
+                before.setdefault(new, []).append(slot)
+            slots.append(slot)
+        return slots, before
 
-    def _forward(self, fresh: list[int], ready: list[int]) -> torch.Tensor:
-        """Return [N, V] logits after the last token of each slot, `fresh` ones first."""
-        tokens: list[int] = []
-        slots: list[int] = []
-        positions: list[int] = []
-        lengths = [len(self.running[slot].tokens) for slot in fresh]
-        for slot, length in zip(fresh, lengths, strict=True):
-            tokens += self.running[slot].tokens
-            slots += [slot] * length
-            positions += range(length)
-        new = len(tokens)
-        tokens += [self.running[slot].tokens[-1] for slot in ready]
-        slots += ready
-        positions += [self.running[slot].cached for slot in ready]
-        self._cache.reserve(max(positions) + 1)
-        tokens_T, slot_T, position_T = torch.tensor([tokens, slots, positions], device=self.device)
+    def _forward(self, slots: list[int], before: Beginnings) -> torch.Tensor:
+        """Return [N, V] logits after the newest token of each slot; the tokens before it come first in the row."""
+        newest = [self.running[slot].tokens[-1] for slot in slots]
+        ends = [len(self.running[slot].tokens) - 1 for slot in slots]
+        self._cache.reserve(max(ends) + 1)
+        lengths = [len(new) for new in before]
+        new = sum(lengths)
+        tokens_T, position_T = self._tensors(
+            [*(token for tokens in before for token in tokens), *newest],
+            [*(position for length in lengths for position in range(length)), *ends],
+        )
+        places, slot_P, position_P = self._places(slots, before, ends)
         layout = SlotLayout(
             self._cache,
-            slot_T,
-            position_T,
-            whole(lengths, position_T[:new]) if fresh else None,
-            one_each(ready, position_T[new:]) if ready else None,
+            slot_P,
+            position_P,
+            places,
+            whole(lengths, position_T[:new]) if before else None,
+            one_each(slots, position_T[new:], max(ends) + 1),
         )
-        ends = torch.tensor(lengths, dtype=torch.long, device=self.device).cumsum(0) - 1
-        return self._call(tokens_T, layout, keep=torch.cat((ends, torch.arange(new, len(tokens)).to(ends))))
+        return self._call(tokens_T, position_T, layout, keep=len(slots))
 
-    def _call(self, tokens_T: torch.Tensor, layout: SlotLayout, keep: torch.Tensor) -> torch.Tensor:
-        """Call the model's own forward; it returns logits of the positions in `keep` only."""
+    def _places(
+        self, slots: list[int], before: Beginnings, ends: list[int]
+    ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        """Return for each place in the cache that is filled the packed token that it gets (None: the packed tokens in
+        their order), its slot and its position."""
+        sources, filled, positions, first = list[int](), list[int](), list[int](), 0
+        for new, sharing in before.items():
+            for slot in sharing:
+                sources += range(first, first + len(new))
+                filled += [slot] * len(new)
+                positions += range(len(new))
+            first += len(new)
+        sources += range(first, first + len(slots))
+        source_P, slot_P, position_P = self._tensors(sources, filled + slots, positions + ends)
+        return None if len(sources) == first + len(slots) else source_P, slot_P, position_P
+
+    def _tensors(self, *rows: list[int]) -> tuple[torch.Tensor, ...]:
+        """Return the rows of equal lengths as tensors. From lists of lists PyTorch takes several times as long."""
+        return torch.from_numpy(np.array(rows, np.int64)).to(self.device).unbind()
+
+    def _free(self, slots: Sequence[int]) -> None:
+        """Free these slots. The last samples move there, so that used slots stay a prefix of the cache."""
+        left = len(self.running) - len(slots)
+        holes = [slot for slot in slots if slot < left]
+        moving = [slot for slot in range(left, len(self.running)) if slot not in slots]
+        for hole, slot in zip(holes, moving, strict=True):
+            self.running[hole] = self.running[slot]
+        del self.running[left:]
+        if holes:
+            self._cache.move(moving, holes)
+
+    def _note_experts(self, slots: list[int], before: Beginnings) -> None:
+        """Note the experts of each sample's tokens that the last forward fed for the first time."""
+        if all(self.running[slot].request.experts_from is None for slot in slots):
+            return
+        rows, first = self.router_tap.last(), 0
+        fed = {slot: [row] for slot, row in zip(slots, rows[len(rows) - len(slots) :, None], strict=True)}
+        for new, sharing in before.items():
+            for slot in sharing:
+                fed[slot].insert(0, rows[first : first + len(new)])
+            first += len(new)
+        for slot, parts in fed.items():
+            note_first_fed(self.running[slot], np.concatenate(parts))
+
+    def _call(self, tokens_T: torch.Tensor, position_T: torch.Tensor, layout: SlotLayout, keep: int) -> torch.Tensor:
+        """Call the model's own forward; it returns logits of the last `keep` tokens only."""
         output = self.model(
             input_ids=tokens_T[None],
-            position_ids=layout.positions[None],
+            position_ids=position_T[None],
             use_cache=False,
             logits_to_keep=keep,
             headway_layout=layout,
@@ -206,30 +255,22 @@ def whole(lengths: Sequence[int], position_T: torch.Tensor) -> Prefill:
     return Prefill(len(position_T), sequence_T, position_T, len(lengths), max(lengths))
 
 
-def one_each(slots: list[int], position_N: torch.Tensor) -> Decode:
-    """Return the layout of the newest token of each of these slots, at these positions."""
+def one_each(slots: list[int], position_N: torch.Tensor, length: int) -> Decode:
+    """Return the layout of the newest token of each of these slots, at these positions below `length`."""
     is_prefix = slots[-1] == len(slots) - 1
-    reach = torch.arange(int(position_N.max()) + 1, device=position_N.device)
+    reach = torch.arange(length, device=position_N.device)
+    bias = torch.zeros(len(slots), length, device=position_N.device).masked_fill_(
+        reach > position_N[:, None], -torch.inf
+    )
     return Decode(
-        slice(len(slots)) if is_prefix else torch.tensor(slots, device=position_N.device),
-        (reach <= position_N[:, None])[:, None, None],
+        slice(len(slots)) if is_prefix else torch.tensor(slots, device=position_N.device), bias[:, None, None]
     )
 
 
-def first_fed(sample: Sample, experts: Experts) -> Experts | None:
-    """Return the rows of the sample's last tokens that the request wants and that were not reported before."""
+def note_first_fed(sample: Sample, experts: Experts) -> None:
+    """Note the rows of the sample's last tokens that the request wants and that were not noted before."""
     if sample.request.experts_from is None:
-        return None
+        return
     wanted = len(sample.tokens) - max(sample.reported, sample.request.experts_from)
     sample.reported = len(sample.tokens)
-    return experts[len(experts) - wanted :]
-
-
-def append(sample: Sample, token: int, logprob: float, experts: Experts | None) -> Sampled:
-    """Append a sampled token to its sample. Everything before it is cached now."""
-    sample.cached = len(sample.tokens)
-    sample.tokens.append(token)
-    is_full = len(sample.tokens) >= sample.limit
-    if token in sample.request.stop_token_ids:
-        return Sampled(sample, token, logprob, "stop", experts)
-    return Sampled(sample, token, logprob, "length" if is_full else None, experts)
+    sample.experts.append(experts[len(experts) - wanted :])

@@ -27,20 +27,22 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from broker.errors import HeadwayError, WeightSyncError
-from broker.schema import Experts, WeightVersion
+from broker.schema import WeightVersion
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines.base import Check, Chunk, GenerationRequest, NamedTensors, Parts
 from rollout_workers.engines.placing.loading import Filling, fill, held_tensors
 
 from .adapters import Adapter
-from .decoder import Decoder, Sample, Sampled
+from .all_experts import EXPERTS
+from .decoder import Decoder, Sample
 from .sampling import Sampler
 from .slot_cache import ATTENTION
 
 T = TypeVar("T")
 
-FLUSH_S = 0.02
-"""Seconds that a token may wait for others; the last token of a sample does not wait."""
+FLUSH_S = 0.1
+"""Seconds that a token may wait for others; the last token of a sample does not wait. A chunk costs its reader about
+as much as a hundred tokens."""
 DEADLINE_S = 300.0
 """Seconds for the thread to answer: a device may hang instead of failing."""
 CLOSE_S = 20.0
@@ -49,35 +51,31 @@ CLOSE_S = 20.0
 
 @dataclass(eq=False)
 class Stream:
-    """One sample on its way to its reader. The engine's thread owns the lists; the reader's event loop owns the
+    """One sample on its way to its reader. The engine's thread owns the sample; the reader's event loop owns the
     queue."""
 
     sample: Sample
     loop: asyncio.AbstractEventLoop
     chunks: asyncio.Queue[Chunk | HeadwayError] = field(default_factory=asyncio.Queue)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    experts: list[Experts] = field(default_factory=list)
+    sent: int = 0
+    """Generated tokens that the reader was sent."""
 
-    def note(self, sampled: Sampled) -> None:
-        """Keep a token for the next chunk."""
-        self.token_ids.append(sampled.token)
-        self.logprobs.append(sampled.logprob)
-        if sampled.experts is not None:
-            self.experts.append(sampled.experts)
+    @property
+    def has_more(self) -> bool:
+        return len(self.sample.logprobs) > self.sent
 
-    def chunk(self, version: WeightVersion, sampled: Sampled | None) -> Chunk:
+    def chunk(self, version: WeightVersion) -> Chunk:
         """Return a chunk of the tokens since the last chunk."""
-        reason = sampled.finish_reason if sampled else None
-        chunk = Chunk(
-            token_ids=self.token_ids,
-            logprobs=self.logprobs,
+        sample, first = self.sample, self.sent
+        self.sent = len(sample.logprobs)
+        experts, sample.experts = sample.experts, []
+        return Chunk(
+            token_ids=sample.tokens[len(sample.tokens) - self.sent + first :],
+            logprobs=sample.logprobs[first:],
             version=version,
-            experts=np.concatenate(self.experts) if self.experts else None,
-            finish_reason=reason,
+            experts=np.concatenate(experts) if experts else None,
+            finish_reason=sample.finish_reason,
         )
-        self.token_ids, self.logprobs, self.experts = [], [], []
-        return chunk
 
 
 class EmbeddedEngine:
@@ -247,28 +245,23 @@ class EmbeddedEngine:
         if self._decoder.running and not (self._is_paused or self._closing):
             self._deliver(self._decoder.step())
 
-    def _deliver(self, results: Sequence[Sampled]) -> None:
-        finished = []
-        for sampled in results:
-            self._streams[sampled.sample].note(sampled)
-            if sampled.finish_reason:
-                finished.append((self._streams.pop(sampled.sample), sampled))
-        self._send(finished)
+    def _deliver(self, finished: Sequence[Sample]) -> None:
+        self._send([self._streams.pop(sample) for sample in finished])
         if time.monotonic() - self._flushed > FLUSH_S:
             self._flush()
 
     def _flush(self) -> None:
-        """Send the tokens noted of the samples that go on."""
-        self._send([(stream, None) for stream in self._streams.values() if stream.token_ids])
+        """Send the new tokens of the samples that go on."""
+        self._send([stream for stream in self._streams.values() if stream.has_more])
         self._flushed = time.monotonic()
 
-    def _send(self, streams: Sequence[tuple[Stream, Sampled | None]]) -> None:
+    def _send(self, streams: Sequence[Stream]) -> None:
         """Send chunks with one call into each reader's event loop, however many chunks there are."""
         version = self._decoder.version
         assert version is not None
         ready: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Chunk | HeadwayError]]] = {}
-        for stream, last in streams:
-            ready.setdefault(stream.loop, []).append((stream, stream.chunk(version, last)))
+        for stream in streams:
+            ready.setdefault(stream.loop, []).append((stream, stream.chunk(version)))
         for loop, chunks in ready.items():
             call_in(loop, chunks)
 
@@ -351,7 +344,11 @@ def call_in(loop: asyncio.AbstractEventLoop, chunks: Sequence[tuple[Stream, Chun
 
 def open_embedded(config: EngineConfig, model_dir: Path, *, seed: int) -> EmbeddedEngine:
     """Build the model that `model_dir` describes. Weights in that directory are loaded as version 0.0."""
-    settings = {"dtype": getattr(torch, config.dtype), "attn_implementation": ATTENTION}
+    settings = {
+        "dtype": getattr(torch, config.dtype),
+        "attn_implementation": ATTENTION,
+        "experts_implementation": EXPERTS,
+    }
     architecture = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
     if set(getattr(architecture, "layer_types", None) or ()) - {"full_attention"}:
         raise HeadwayError(

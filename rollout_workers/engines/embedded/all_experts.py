@@ -1,0 +1,40 @@
+"""The experts of a model that has few of them: each token is given to all, and what was not chosen counts nothing.
+
+With four experts, two of them chosen, a hundred tokens take half of the time on a CPU that sorting them by expert
+takes: two products instead of many small calls. T tokens, E experts, K chosen ones, I width of an expert.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+
+EXPERTS = "headway_all_experts"
+MOST_WASTED = 2
+"""Experts for each chosen one up to which this is faster."""
+
+
+def all_experts(
+    experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Return [T, width] the weighted sum of the chosen experts' outputs, as transformers' grouped experts do, which
+    get what this function is no faster for."""
+    if not _is_for(experts, top_k_index.shape[-1]):
+        grouped: torch.Tensor = grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
+        return grouped
+    count, gate_up, down = experts.num_experts, experts.gate_up_proj, experts.down_proj
+    hidden_TEI = F.linear(hidden_states, gate_up.flatten(0, 1)).view(len(hidden_states), count, -1)
+    share_TE = top_k_weights.new_zeros(len(hidden_states), count).scatter_(1, top_k_index, top_k_weights)
+    weighted_TEI = experts._apply_gate(hidden_TEI) * share_TE[:, :, None]
+    out: torch.Tensor = weighted_TEI.flatten(1).to(down.dtype) @ down.transpose(1, 2).flatten(0, 1)
+    return out
+
+
+def _is_for(experts: Any, chosen: int) -> bool:
+    is_plain = experts.has_gate and not (experts.has_bias or experts.is_transposed or experts._is_expert_parallel)
+    is_on_cpu = experts.gate_up_proj.device.type == "cpu"
+    return bool(is_plain and is_on_cpu and experts.num_experts <= MOST_WASTED * chosen)
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS, all_experts)
