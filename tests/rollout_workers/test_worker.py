@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from broker.client.broker import Broker
@@ -337,11 +338,15 @@ class FailingEngine:
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         tokens = 0
         async for chunk in self._engine.generate(request):
-            tokens += len(chunk.token_ids)
-            if self._left and tokens > 3:
+            if self._left and tokens + len(chunk.token_ids) > 3:
                 self._left -= 1
                 self.failed.append(request.request_id)
+                first = 3 - tokens
+                yield msgspec.structs.replace(
+                    chunk, token_ids=chunk.token_ids[:first], logprobs=chunk.logprobs[:first], finish_reason=None
+                )
                 raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            tokens += len(chunk.token_ids)
             yield chunk
 
 

@@ -40,9 +40,8 @@ from .slot_cache import ATTENTION
 
 T = TypeVar("T")
 
-FLUSH_S = 0.1
-"""Seconds that a token may wait for others; the last token of a sample does not wait. A chunk costs its reader about
-as much as a hundred tokens."""
+FLUSH_S = 0.02
+"""Seconds that a token may wait for others; the last token of a sample does not wait."""
 DEADLINE_S = 300.0
 """Seconds for the thread to answer: a device may hang instead of failing."""
 CLOSE_S = 20.0

@@ -23,7 +23,7 @@ _GROWTH = 64
 """Length from which the cache grows by doubling, so that memory follows what is used instead of what is allowed."""
 
 
-class Held(NamedTuple):
+class LayerCache(NamedTuple):
     """Keys and values of one layer."""
 
     keys: torch.Tensor
@@ -39,7 +39,7 @@ class SlotCache:
         self._slots = slots
         self._max_len = max_len
         self._length = min(_GROWTH, max_len)
-        self._layers: dict[int, Held] = {}
+        self._layers: dict[int, LayerCache] = {}
 
     def reserve(self, length: int) -> None:
         """Make room for sequences of `length` tokens."""
@@ -52,7 +52,7 @@ class SlotCache:
             grown.values[..., :old, :] = layer.values
             self._layers[index] = grown
 
-    def layer(self, index: int, like: torch.Tensor) -> Held:
+    def layer(self, index: int, like: torch.Tensor) -> LayerCache:
         """Return what is held of a layer whose keys are `like` [any, K, any, D]."""
         if index not in self._layers:
             self._layers[index] = self._empty(like)
@@ -65,10 +65,10 @@ class SlotCache:
             for states in layer:
                 states.index_copy_(0, target, states.index_select(0, source))
 
-    def _empty(self, like: torch.Tensor) -> Held:
+    def _empty(self, like: torch.Tensor) -> LayerCache:
         """Return new memory, which is zeroed: a masked NaN still spoils a sum."""
         heads, size = like.shape[1], like.shape[3]
-        return Held(
+        return LayerCache(
             like.new_zeros(self._slots, heads, size, self._length),
             like.new_zeros(self._slots, heads, self._length, size),
         )
@@ -160,7 +160,7 @@ def attend_new(
     return out.transpose(1, 2)[prefill.sequences, prefill.positions]
 
 
-def attend_cached(q_NHD: torch.Tensor, cached: Held, scaling: float, decode: Decode) -> torch.Tensor:
+def attend_cached(q_NHD: torch.Tensor, cached: LayerCache, scaling: float, decode: Decode) -> torch.Tensor:
     """Attend with one query token per sequence. The H / K queries that share a key are the rows of one small
     product. For these, a CPU is several times as fast with two plain products as with PyTorch's fused attention."""
     length = decode.bias.shape[-1]
