@@ -114,7 +114,7 @@ async def test_long_and_short_samples_share_the_cache(tmp_path: Path) -> None:
 
 
 async def test_samples_that_begin_alike_are_computed_once(tmp_path: Path) -> None:
-    """Also when they are computed anew under other weights; from their first own token on they differ."""
+    """From the first token of its own on, each sample is fed alone."""
     model = make_model("dense", 0)
     engine = open_engine(SMALL, save_config(model, tmp_path), seed=0)
     assert isinstance(engine, EmbeddedEngine)
@@ -138,7 +138,7 @@ async def test_samples_that_begin_alike_are_computed_once(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("experts", [4, 8])
 def test_few_experts_and_many_give_the_same_as_transformers(experts: int) -> None:
-    """Of eight experts, two of them chosen, most would be wasted: transformers' own function gets them."""
+    """With eight experts, two of them chosen, most would be wasted: transformers' own function gets them."""
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "moe_intermediate_size": 16, "num_experts": experts, "num_experts_per_tok": 2}
     part = Qwen3MoeExperts(Qwen3MoeConfig(**shape)).requires_grad_(False)

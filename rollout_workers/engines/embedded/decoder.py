@@ -40,8 +40,7 @@ class Sample:
     logprobs: list[float] = field(default_factory=list)
     """One for each generated token."""
     experts: list[Experts] = field(default_factory=list)
-    """The experts of tokens that were fed for the first time, if the request wants them; whoever reads them takes them
-    away."""
+    """The experts of tokens that were fed for the first time, if the request wants them; a reader takes them away."""
     finish_reason: Literal["stop", "length"] | None = None
     is_cached: bool = False
     """Whether all `tokens` but the newest have keys in the cache; otherwise none has."""
