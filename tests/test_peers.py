@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.peers import comparison, contestants, of_headway
 from benchmarks.peers.figures import Figures, Step, figures_of
-from benchmarks.peers.of_trl import Clock, TrlSetting, Verifier, config_of, rows_of
+from benchmarks.peers.of_trl import Clock, TrlSetting, Verifier, config_of, prompts_of, row_of
 from benchmarks.peers.race import Race
 from broker.errors import ConfigError
 from broker.schema import WorkerInfo
@@ -66,9 +66,20 @@ def test_trl_trains_as_many_samples_in_as_many_updates_at_the_same_rate(race: Ra
 
 def test_trl_gets_the_prompts_that_headway_feeds_in_their_order(race: Race) -> None:
     recipe = race.load()
-    rows, source = rows_of(recipe, 3), open_source(recipe.prompts, recipe.run.seed)
+    tokenizer, source = load_tokenizer(model_config("qwen3_moe")), open_source(recipe.prompts, recipe.run.seed)
+    prompts = prompts_of(recipe, 3, tokenizer)
+    rows = [row_of(prompt) for prompt in prompts]
     assert [row["prompt"] for row in rows] == [source.train(0, position).content for position in range(12)]
     assert [row["ground_truth"] for row in rows] == [source.train(0, position).ground_truth for position in range(12)]
+    assert [prompt.token_ids for prompt in prompts] == [tokenizer(row["prompt"]).input_ids for row in rows]
+
+
+def test_trls_model_reads_the_conversation_that_headways_reads(race: Race) -> None:
+    recipe = race.load(["prompts.system_prompt=1+1"])
+    tokenizer = load_tokenizer(model_config("qwen3_moe"))
+    tokenizer.chat_template = "{% for message in messages %}#{{ message.content }}{% endfor %}#"
+    (first, *_) = prompts_of(recipe, 1, tokenizer)
+    assert first.text == f"#1+1#{open_source(recipe.prompts, recipe.run.seed).train(0, 0).content}#"
 
 
 async def test_trls_samples_are_judged_by_headways_reward(race: Race) -> None:

@@ -96,21 +96,24 @@ class Clock:
         )
 
 
-def rows_of(recipe: Recipe, steps: int) -> list[dict[str, str]]:
+def prompts_of(recipe: Recipe, steps: int, tokenizer: Any) -> list[Prompt]:
     """Return the prompts of so many steps, those that Headway's cursor feeds, in its order."""
     from learner.data.prompts import open_source
+    from learner.data.prompts.rendering import Renderer
 
-    source = open_source(recipe.prompts, recipe.run.seed)
-    items = [source.train(0, position) for position in range(steps * recipe.learner.groups_per_step)]
-    return [
-        {
-            "prompt": item.content if isinstance(item.content, str) else msgspec.json.encode(item.content).decode(),
-            "ground_truth": item.ground_truth,
-            "data_source": item.data_source,
-            "extra": msgspec.json.encode(item.extra_info).decode(),
-        }
-        for item in items
-    ]
+    source, renderer = open_source(recipe.prompts, recipe.run.seed), Renderer(tokenizer, recipe.prompts.system_prompt)
+    count, size = steps * recipe.learner.groups_per_step, recipe.learner.group_size
+    return [renderer.prompt(source.train(0, at), group=f"race-{at}", num_samples=size) for at in range(count)]
+
+
+def row_of(prompt: Prompt) -> dict[str, str]:
+    """Return the prompt as a row of TRL's data set, with all that the verifier needs."""
+    return {
+        "prompt": prompt.text,
+        "ground_truth": prompt.ground_truth,
+        "data_source": prompt.data_source,
+        "extra": msgspec.json.encode(prompt.extra_info).decode(),
+    }
 
 
 def config_of(race: Race, setting: TrlSetting, directory: str) -> dict[str, Any]:
@@ -212,6 +215,9 @@ def run(order: TrlOrder) -> Figures:
     from trl import GRPOConfig, GRPOTrainer
 
     recipe, model, clock = order.race.load(), order.race.model, Clock()
+    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+    prompts = prompts_of(recipe, recipe.learner.steps, tokenizer)
+    tokens = {prompt.text: list(prompt.token_ids) for prompt in prompts}
     updates = recipe.learner.updates_per_step
     verifier = Verifier(recipe, model, clock)
 
@@ -224,6 +230,9 @@ def run(order: TrlOrder) -> Figures:
                 clock.end_step()
 
     class Timed(GRPOTrainer):  # type: ignore[misc]  # TRL exports it lazily, without a type
+        def _tokenize_prompts(self, texts: list[str]) -> tuple[list[list[int]], None, dict[str, Any]]:
+            return [tokens[text] for text in texts], None, {}  # those that Headway's model reads
+
         def _generate_single_turn(self, *arguments: Any, **options: Any) -> Any:
             began = time.monotonic()
             try:
@@ -235,8 +244,8 @@ def run(order: TrlOrder) -> Figures:
         model=str(model),
         args=GRPOConfig(**config_of(order.race, order.setting, order.model)),
         reward_funcs=score,
-        train_dataset=Dataset.from_list(rows_of(recipe, recipe.learner.steps)),
-        processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
+        train_dataset=Dataset.from_list([row_of(prompt) for prompt in prompts]),
+        processing_class=tokenizer,
         callbacks=[Steps()],
     )
     trainer.train()
