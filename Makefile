@@ -8,6 +8,7 @@ BENCH := $(VENV)/bench
 PEERS := $(VENV)/peers
 RAY := $(VENV)/ray
 TRACKERS := $(VENV)/trackers
+SGLANG := $(VENV)/sglang
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Much of the suite waits for processes that it started, so three of its files at a time suit two cores.
@@ -122,6 +123,15 @@ $(TRACKERS)/.installed: $(VENV)/.installed-tools tests/deploy/sinks/requirements
 	@$(TRACKERS)/bin/python -m pip --disable-pip-version-check install -q --no-deps -r tests/deploy/sinks/requirements.txt
 	@touch $@
 
+# No kernels of SGLang exist for CPUs, and it pins another torch: it comes without what it needs, stubs stand for kernels.
+$(SGLANG)/.installed: $(VENV)/.installed-dev tests/rollout_workers/sglang-requirements.txt tests/rollout_workers/sglang_stubs.py
+	@$(BIN)/python -m venv $(SGLANG)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		"$$($(SGLANG)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/headway.pth"
+	@$(SGLANG)/bin/python -m pip --disable-pip-version-check install -q --no-deps -r tests/rollout_workers/sglang-requirements.txt
+	@$(SGLANG)/bin/python tests/rollout_workers/sglang_stubs.py
+	@touch $@
+
 $(VENV)/.installed-browser: $(VENV)/.installed-tools
 	@$(PIP) install -q -c constraints.txt -e '.[browser,docs]'
 	@touch $@
@@ -144,6 +154,9 @@ test-trackers: $(TRACKERS)/.installed  ## the tests that need wandb, MLflow and 
 
 test-peft: $(PEERS)/.installed  ## adapters beside the library PEFT, in an environment of its own (half a minute)
 	@$(PEERS)/bin/python -m pytest tests/learner/test_peft.py
+
+test-sglang: $(SGLANG)/.installed  ## the engine tests over SGLang on a CPU, in an environment of their own (about ten minutes)
+	@$(SGLANG)/bin/python -m pytest -m sglang tests/rollout_workers
 
 test-browser: $(VENV)/.installed-browser  ## the dashboard of a real run, and these pages, in headless Chromium, which you install
 	@$(BIN)/python -m pytest tests/end_to_end/test_browser.py tests/docs/test_site_in_browser.py

@@ -14,7 +14,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     kind: Annotated[
         str,
-        Meta(description="embedded (CPU or one GPU), vllm, or your own engine as package.module:Class"),
+        Meta(description="embedded (CPU or one GPU), vllm, sglang, or your own engine as package.module:Class"),
     ] = "embedded"
     max_concurrent: Annotated[
         int, Meta(ge=1, description="requests that one engine runs at a time; a worker leases as many samples")

@@ -3,9 +3,9 @@
     worker ── generate ──► engine ── Chunk(tokens, logprobs, version) ──► worker
              swap_weights ──┘  requests go on; their caches are computed anew, or kept
 
-`base.py` is the seam. `embedded/` runs any transformers model in this process (`decoder.py` is one step of it), and
-`vllm/` runs vLLM. Each states its abilities in a module that imports neither torch nor the engine, and is registered in
-`ENGINES`.
+`base.py` is the seam. `embedded/` runs any transformers model in this process (`decoder.py` is one step of it), `vllm/`
+runs vLLM, and `sglang/` SGLang. Each states its abilities in a module that imports neither torch nor the engine, and is
+registered in `ENGINES`.
 
 The invariant: a token is sampled by exactly the weights that its chunk names, and its logprob is the one that it was
 sampled with. Keys and values come from the same weights, unless a swap was told to keep older ones.
@@ -23,6 +23,7 @@ from rollout_workers.config import EngineConfig
 
 from .abilities import EngineAbilities, KnownEngine
 from .embedded.abilities import EMBEDDED
+from .sglang.abilities import SGLANG
 from .vllm.abilities import VLLM
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 SLEEPING = ("sleep", "wake")
 """Methods that an engine may lack if its abilities say that it does not sleep."""
 
-ENGINES: dict[str, KnownEngine[EngineAbilities]] = {"embedded": EMBEDDED, "vllm": VLLM}
+ENGINES: dict[str, KnownEngine[EngineAbilities]] = {"embedded": EMBEDDED, "vllm": VLLM, "sglang": SGLANG}
 
 
 def abilities_of(config: EngineConfig, roots: ImportRoots | None = None) -> EngineAbilities:

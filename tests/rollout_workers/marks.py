@@ -1,7 +1,18 @@
+"""Marks of tests that need an engine's package."""
+
+import importlib.util
+
 import pytest
 
 VLLM = [
     pytest.mark.vllm,
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # vLLM's imports warn of its own dependencies
+]
+
+SGLANG = [
+    pytest.mark.sglang,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed: make test-sglang"),
 ]

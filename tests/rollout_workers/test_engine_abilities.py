@@ -34,7 +34,7 @@ def test_what_engines_and_transports_state_is_known_without_torch() -> None:
     program = (
         "import sys, rollout_workers.engines.gpus, weightsync.transports.abilities, learner.backends;"
         "import deploy.recipe.checks;"
-        "sys.exit(str({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
+        "sys.exit(str({'torch', 'vllm', 'sglang', 'transformers'} & set(sys.modules)))"
     )
     asked = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert asked.stderr.strip() == "set()"
@@ -44,9 +44,12 @@ def test_every_engine_that_comes_with_headway_can_be_opened_by_its_path() -> Non
     assert {name: known.opener.partition(":")[2] for name, known in ENGINES.items()} == {
         "embedded": "open_embedded",
         "vllm": "open_vllm",
+        "sglang": "open_sglang",
     }
     assert ENGINES["vllm"].abilities.gpu_options == ("tensor_parallel_size", "pipeline_parallel_size")
     assert not ENGINES["vllm"].abilities.takes_stored("worker_cls", "my.Worker")
+    assert not ENGINES["sglang"].abilities.takes_stored("custom_weight_loader", "my.load")
+    assert ENGINES["sglang"].abilities.takes_stored("attention_backend", "triton")
 
 
 @pytest.mark.usefixtures("outside")

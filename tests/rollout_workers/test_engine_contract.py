@@ -38,7 +38,7 @@ from .generation import (
     run,
     run_all,
 )
-from .marks import VLLM
+from .marks import SGLANG, VLLM
 from .mixture import mixture_difference
 from .models import STOP, Architecture, forward_logprobs, make_model, named_tensors, save_config
 
@@ -84,6 +84,8 @@ def roots_of(kind: str) -> ImportRoots:
         (plugged.ENGINE, "dense"),
         pytest.param(("vllm", "dense"), marks=VLLM),
         pytest.param(("vllm", "moe"), marks=VLLM),
+        pytest.param(("sglang", "dense"), marks=SGLANG),
+        pytest.param(("sglang", "moe"), marks=SGLANG),
     ],
     ids="-".join,
 )

@@ -50,6 +50,18 @@ class HeldRows:
         return Held(self._names, found, self._elements_N)
 
 
+def whole(names: tuple[str, ...], processes: Sequence[tuple[bytes, bytes] | None]) -> Held | None:
+    """Add up what the processes hold; None if a process does not know. The head counts as a tensor of its own even if
+    the model's head is tied."""
+    known = [held for held in processes if held is not None]
+    if len(known) < len(processes):
+        return None
+    return Held.together(
+        Held(names, np.frombuffer(fingerprints, np.uint64), np.frombuffer(elements, np.int64))
+        for fingerprints, elements in known
+    )
+
+
 def _together(heights: Mapping[str, int], parameters: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
     """Group parameters of one device with at most `ROWS_AT_ONCE` rows together; a larger parameter is alone."""
     run: list[str] = []

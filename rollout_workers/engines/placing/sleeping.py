@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from weightsync.tensors.fingerprint import UNSIGNED
+
 from .placement import rows_of
 
 Runs = Sequence[tuple[int, int]]
@@ -44,6 +46,17 @@ class Kept:
         """Copy the saved tensors back after waking up."""
         for view, copy in self._saved:
             view.copy_(copy)
+
+
+def derived_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return buffers, and tensors that modules keep as plain attributes. The KV cache is not among them: the loader
+    does not fill it."""
+    found = dict(model.named_buffers())
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and name != "kv_cache":
+                found[f"{prefix}.{name}"] = value
+    return {name: tensor for name, tensor in found.items() if tensor.element_size() in UNSIGNED}
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

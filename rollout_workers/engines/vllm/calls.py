@@ -2,15 +2,13 @@
 own."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-import numpy as np
-
 from broker.errors import HeadwayError, WeightSyncError
 from rollout_workers.engines.base import Check
-from rollout_workers.engines.held import Held
+from rollout_workers.engines.placing.held_rows import whole
 
 T = TypeVar("T")
 
@@ -54,18 +52,6 @@ async def prove(llm: Any, names: tuple[str, ...], check: Check | None) -> None:
             raise WeightSyncError(f"vLLM failed to load the new weights: {failure}")
     if check is not None:
         check(whole(names, [held for _, held in outcomes]))
-
-
-def whole(names: tuple[str, ...], processes: Sequence[tuple[bytes, bytes] | None]) -> Held | None:
-    """Add up what the processes hold; None if a process does not know. The head counts as a tensor of its own even if
-    the model's head is tied."""
-    known = [held for held in processes if held is not None]
-    if len(known) < len(processes):
-        return None
-    return Held.together(
-        Held(names, np.frombuffer(fingerprints, np.uint64), np.frombuffer(elements, np.int64))
-        for fingerprints, elements in known
-    )
 
 
 async def answered(what: str, call: Coroutine[Any, Any, T]) -> T:

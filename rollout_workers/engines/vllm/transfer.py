@@ -23,8 +23,7 @@ from vllm.platforms import current_platform
 from rollout_workers.engines.held import Held
 from rollout_workers.engines.placing.direct_loading import DirectLoading
 from rollout_workers.engines.placing.shared_tensors import Mapped
-from rollout_workers.engines.placing.sleeping import Kept
-from weightsync.tensors.fingerprint import UNSIGNED
+from rollout_workers.engines.placing.sleeping import Kept, derived_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -133,17 +132,6 @@ class HeadwayTransfer(WeightTransferEngine[Nothing, ArrivedWeights]):
         initialize_layerwise_reload(self.model)
         self.model.load_weights(iter(tensors))
         finalize_layerwise_reload(self.model, self.model_config)
-
-
-def derived_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return buffers, and tensors that modules keep as plain attributes. The KV cache is not among them: the loader
-    does not fill it."""
-    found = dict(model.named_buffers())
-    for prefix, module in model.named_modules():
-        for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and name != "kv_cache":
-                found[f"{prefix}.{name}"] = value
-    return {name: tensor for name, tensor in found.items() if tensor.element_size() in UNSIGNED}
 
 
 def keeps_packed(model: torch.nn.Module) -> bool:

@@ -1,0 +1,29 @@
+"""The abilities of SGLang as an engine. This module does not import SGLang."""
+
+from broker.installation import TorchFacts, version_of
+from rollout_workers.engines.abilities import EngineAbilities, KnownEngine
+
+from .options import is_harmless
+
+
+def _examine(torch: TorchFacts) -> tuple[bool, str]:
+    version = version_of("sglang")
+    if version is None:
+        return False, "not installed"
+    return bool(torch.gpus), f"sglang {version}" if torch.gpus else f"sglang {version}, and no GPU"
+
+
+SGLANG = KnownEngine(
+    opener="rollout_workers.engines.sglang.start:open_sglang",
+    abilities=EngineAbilities(
+        gpu_options=("tp_size",),
+        sleep_option="enable_memory_saver",
+        memory_option="mem_fraction_static",
+        memory_share=0.88,
+        tells_experts=False,
+        takes_stored=is_harmless,
+    ),
+    package=("sglang", "SGLang"),
+    remedy="It needs a GPU: pip install 'headway[sglang]', in an environment without vLLM, as both pin torch.",
+    examine=_examine,
+)

@@ -1,0 +1,287 @@
+"""SGLang in this process (`sglang.Engine`), from 0.5.17 on.
+
+Logprobs are those of the tempered distribution, before top-p and top-k cut it: SGLang's default.
+
+A swap ends every request, waits until all of their outputs are there, loads while nothing runs, and sends the samples
+again with the tokens that they have. SGLang's own pause is not used: it keeps requests but returns before their last
+tokens, and a request that it retracts finds its prefix, computed with old weights, in the cache.
+
+The prefix cache stays on, and requests carry a salt, the number of the last swap (`extra_key`). So the prompts of a
+group are computed once in each version, and no request finds what older weights computed; SGLang frees the old entries
+when it needs room. A swap with `keep_cache` sends samples again under their old salt, where SGLang finds all that they
+had cached. Flushing instead would need an idle engine, and would lose the caches that `keep_cache` keeps.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager
+from typing import Any
+
+import torch
+
+from broker.errors import HeadwayError, NoRoomError, WeightSyncError
+from broker.schema import WeightVersion
+from rollout_workers.config import EngineConfig
+from rollout_workers.engines.base import Check, Chunk, GenerationRequest, NamedTensors, Parts
+from rollout_workers.engines.placing.loading import find_places, one_by_one
+from rollout_workers.engines.placing.shared_tensors import Handover
+
+from .calls import DEADLINE_S, ordered, prove, session, sleep, wake
+from .loader import Order
+from .processes import SglangProcesses
+from .requests import Stretched, ending, new_tokens, scoring
+
+AGAIN_S = 0.2
+"""Seconds between two demands that SGLang ends its requests: one that reaches it before a request does is lost."""
+
+Item = Chunk | HeadwayError
+
+
+class SglangEngine:
+    """Runs SGLang as an engine. `shapes` is the model on the meta device, which swaps are checked against."""
+
+    def __init__(self, processes: SglangProcesses, config: EngineConfig, shapes: torch.nn.Module, ranks: int) -> None:
+        """`ranks`: how many schedulers hold a part of the model each."""
+        self.capacity = config.max_concurrent
+        self.max_model_len = config.max_model_len
+        self._processes = processes
+        self._front = processes.front
+        self._ranks = ranks
+        self._vocabulary = shapes.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        self._version: WeightVersion | None = None
+        self._ended: HeadwayError | None = None
+        self._swapping = asyncio.Lock()
+        self._may_sample = asyncio.Event()
+        self._running: set[str] = set()
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._readers: dict[asyncio.Task[None], asyncio.Queue[Item]] = {}
+        self._requests = 0
+        self._swaps = 0
+        self._cleared = 0
+        """The last swap that kept no caches."""
+        self._handover = Handover(lambda tensors: _whole_model(shapes, tensors))
+        self._handover_of_parts = Handover(lambda tensors: list(one_by_one(tensors)))
+        self._given: tuple[str, ...] = ()
+        """The names of a whole version's tensors; a version in parts has the same, in any order."""
+        processes.when_ended(self._end)
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        """See Engine."""
+        if request.experts_from is not None:
+            raise HeadwayError("this engine does not tell which experts it chooses")
+        self._check(request.prompt_tokens, self.max_model_len - 1)
+        limit = min(request.max_new_tokens, self.max_model_len - len(request.prompt_tokens))
+        sample, chunks = Stretched(request, limit, self._swaps), asyncio.Queue[Item]()
+        reading = asyncio.create_task(self._read(sample, chunks))
+        self._readers[reading] = chunks
+        try:
+            while True:
+                chunk = await chunks.get()
+                if isinstance(chunk, HeadwayError):
+                    raise chunk
+                yield chunk
+                if chunk.finish_reason:
+                    return
+        finally:
+            sample.is_closed = True
+            if self._ended is None and not reading.done() and not self._may_sample.is_set():
+                reading.cancel()  # it waits for weights
+            elif self._ended is None and not reading.done():
+                self._processes.abort(sample.request_id)
+
+    async def swap_weights(
+        self,
+        version: WeightVersion,
+        tensors: NamedTensors,
+        *,
+        keep_cache: bool = False,
+        check: Check | None = None,
+    ) -> None:
+        """See Engine. If SGLang itself fails during the swap, nothing is sampled until a later swap succeeds."""
+        async with self._swap(version, keep_cache, check):
+            with ExitStack() as until_loaded:
+                given = await asyncio.to_thread(until_loaded.enter_context, self._handover.of(tensors))
+                async with self._loading():
+                    self._given = given.names
+                    await self._order(Order(act="whole", shared=given.shared))
+
+    async def swap_in_parts(
+        self, version: WeightVersion, parts: Parts, *, keep_cache: bool = False, check: Check | None = None
+    ) -> None:
+        """See Engine, and `swap_weights`."""
+        async with self._swap(version, keep_cache, check), AsyncExitStack() as until_all_are:
+            has_begun = False
+            async for part in parts:
+                with ExitStack() as until_loaded:
+                    try:
+                        given = await asyncio.to_thread(until_loaded.enter_context, self._handover_of_parts.of(part))
+                    except NoRoomError as error:
+                        if not has_begun:
+                            raise
+                        raise WeightSyncError(str(error)) from error  # earlier parts are loaded already
+                    if not has_begun:
+                        await until_all_are.enter_async_context(self._loading())
+                        has_begun = True
+                    await self._order(Order(act="part", shared=given.shared))
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """See Engine."""
+        self._check(token_ids, self.max_model_len)
+        while True:
+            await self._until_it_may_sample()
+            scored: list[Any] = []
+            async with aclosing(self._outputs(scoring(token_ids, self._next_id(), self._swaps))) as outputs:
+                async for output in outputs:
+                    scored.append(output)
+            if ending(scored[-1]) != "abort":
+                entries = scored[-1]["meta_info"]["input_token_logprobs"]
+                return [float(entry[0]) for entry in entries[1:]]
+
+    async def sleep(self) -> None:
+        """See Engine."""
+        async with self._swapping:
+            await self._emptied()
+            self._version = None
+            await sleep(self._front, self._ranks)
+
+    async def wake(self) -> None:
+        """See Engine."""
+        async with self._swapping:
+            await wake(self._front, self._ranks)
+
+    async def close(self) -> None:
+        """See Engine."""
+        if self._ended is None:
+            self._end(HeadwayError("the engine was closed"))
+        await self._processes.close()
+
+    @asynccontextmanager
+    async def _swap(self, version: WeightVersion, keep_cache: bool, check: Check | None) -> AsyncIterator[None]:
+        """Wrap the loading of tensors: once they are proved, samples go on with them."""
+        if self._ended is not None:
+            raise self._ended
+        async with self._swapping:
+            yield
+            await prove(self._front, self._ranks, self._given, check)
+            self._version = version
+            self._swaps += 1
+            if not keep_cache:
+                self._cleared = self._swaps
+            self._may_sample.set()
+
+    @asynccontextmanager
+    async def _loading(self) -> AsyncIterator[None]:
+        """End all requests, and wrap the orders of one version. Nothing is sampled until a swap has succeeded."""
+        await self._emptied()
+        async with session(self._front):
+            await self._order(Order(act="begin"))
+            yield
+            await self._order(Order(act="finish"))
+
+    async def _order(self, order: Order) -> None:
+        await ordered(self._front, self._ranks, order)
+
+    async def _emptied(self) -> None:
+        """Let no request begin, and return once none is running and all of their outputs have been read."""
+        self._may_sample.clear()
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                while self._running:
+                    self._processes.abort()
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._is_idle.wait(), AGAIN_S)
+        except TimeoutError as error:
+            raise WeightSyncError(
+                f"SGLang did not end its requests within {DEADLINE_S:.0f} s; restart the worker"
+            ) from error
+        if self._ended is not None:
+            raise WeightSyncError(str(self._ended))
+
+    async def _read(self, sample: Stretched, chunks: asyncio.Queue[Item]) -> None:
+        """Generate a sample, one request after the other, whether or not its reader takes the chunks."""
+        try:
+            while not sample.is_closed:
+                await self._until_it_may_sample()
+                if not sample.tokens or sample.salt < self._cleared:
+                    sample.salt = self._swaps
+                if await self._read_stretch(sample, chunks):
+                    return
+        except HeadwayError as error:
+            chunks.put_nowait(error)
+        finally:
+            self._readers.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
+
+    async def _read_stretch(self, sample: Stretched, chunks: asyncio.Queue[Item]) -> bool:
+        """Generate until the sample or its request ends; return whether the sample has ended."""
+        version, seen = self._version, 0
+        assert version is not None
+        sample.request_id = self._next_id()
+        async with aclosing(self._outputs(sample.request())) as outputs:
+            async for output in outputs:
+                if sample.is_closed:  # what `generate` demanded may have come before the request
+                    self._processes.abort(sample.request_id)
+                tokens, logprobs = new_tokens(output, seen)
+                seen += len(tokens)
+                sample.tokens += tokens
+                reason = ending(output)
+                is_full = len(sample.tokens) >= sample.limit
+                finish = "length" if reason == "abort" and is_full else None if reason == "abort" else reason
+                if tokens or finish:
+                    chunks.put_nowait(Chunk(token_ids=tokens, logprobs=logprobs, version=version, finish_reason=finish))
+                if finish:
+                    return True
+        return False
+
+    async def _outputs(self, request: Any) -> AsyncIterator[Any]:
+        """Yield a request's outputs. Raises HeadwayError if SGLang refuses it."""
+        self._running.add(request.rid)
+        self._is_idle.clear()
+        try:
+            async for output in self._front.generate_request(request, None):
+                yield output
+        except (ValueError, RuntimeError) as error:
+            raise self._ended or HeadwayError(f"SGLang refused or lost a request: {error}") from error
+        finally:
+            self._running.discard(request.rid)
+            if not self._running:
+                self._is_idle.set()
+
+    async def _until_it_may_sample(self) -> None:
+        if self._ended is not None:
+            raise self._ended
+        if self._version is None:
+            raise HeadwayError("this engine has no weights yet: call swap_weights first")
+        await self._may_sample.wait()
+        if self._ended is not None:
+            raise self._ended
+
+    def _next_id(self) -> str:
+        """Return an id that no other id begins with: SGLang ends all requests whose ids begin with the given one."""
+        self._requests += 1
+        return f"{self._requests}."
+
+    def _end(self, reason: HeadwayError) -> None:
+        """Raise `reason` in every reader, now and later."""
+        self._ended = reason
+        for task, chunks in list(self._readers.items()):
+            chunks.put_nowait(reason)
+            task.cancel()
+        self._may_sample.set()
+
+    def _check(self, token_ids: Sequence[int], longest: int) -> None:
+        if self._ended is not None:
+            raise self._ended
+        if not 1 <= len(token_ids) <= longest:
+            raise HeadwayError(
+                f"{len(token_ids)} tokens do not fit: engine.max_model_len={self.max_model_len} allows 1 to {longest}"
+            )
+        if min(token_ids) < 0 or max(token_ids) >= self._vocabulary:
+            raise HeadwayError(f"token ids must lie in [0, {self._vocabulary}): another model's tokenizer?")
+
+
+def _whole_model(shapes: torch.nn.Module, tensors: NamedTensors) -> NamedTensors:
+    """Return the tensors with experts one by one. Raises WeightSyncError unless they are the whole model."""
+    find_places(shapes, tensors)
+    return list(one_by_one(tensors))

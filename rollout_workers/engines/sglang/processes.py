@@ -1,0 +1,82 @@
+"""SGLang's processes, kept apart from the worker's own: SGLang would end every child of this process, and this process.
+
+SGLang's front end takes over SIGTERM, and where one of its processes dies it kills the whole tree. Here its loop runs
+as a task of ours, and a task that watches the processes tells the engine that they are gone.
+"""
+
+import asyncio
+import atexit
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from broker.errors import HeadwayError
+
+WATCH_S = 0.5
+"""Seconds between two looks at the processes."""
+END_S = 5.0
+"""Seconds for the processes to end. Then they are killed."""
+
+
+def ignore_signal(number: int, frame: object) -> None:
+    """Do nothing on SIGQUIT, which SGLang's processes send when they fail: they are watched."""
+
+
+class SglangProcesses:
+    """An open `sglang.Engine` with the processes that it started. An event loop must be running."""
+
+    def __init__(self, sglang: Any, started: set[BaseProcess]) -> None:
+        self.front = sglang.tokenizer_manager
+        self._sglang = sglang
+        self._started = started
+        atexit.unregister(sglang.shutdown)  # it kills all children of this process
+        self._ended: Callable[[HeadwayError], None] = lambda reason: None
+        self._is_closed = False
+        loop = asyncio.get_running_loop()
+        self.front.event_loop = loop  # so that SGLang starts no loop of its own, which would take over SIGTERM
+        self._tasks = [loop.create_task(self.front.handle_loop()), loop.create_task(self._watch())]
+        if watchdog := getattr(self.front, "_subprocess_watchdog", None):
+            watchdog.stop()
+
+    def when_ended(self, ended: Callable[[HeadwayError], None]) -> None:
+        """Call `ended` once the processes have died."""
+        self._ended = ended
+
+    def abort(self, request_id: str = "") -> None:
+        """Demand that SGLang ends one request, or all."""
+        if request_id:
+            self.front.abort_request(rid=request_id)
+        else:
+            self.front.abort_request(abort_all=True)
+
+    async def close(self) -> None:
+        """End the processes and free what the front end holds. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.to_thread(self._kill)
+        self._close_sockets()
+
+    async def _watch(self) -> None:
+        while all(process.is_alive() for process in self._started) and not self._tasks[0].done():  # noqa: ASYNC110
+            await asyncio.sleep(WATCH_S)
+        codes = {process.name: process.exitcode for process in self._started if not process.is_alive()}
+        found = f"exit codes {codes}" if codes else "its front end stopped"
+        self._ended(HeadwayError(f"SGLang's processes are gone ({found}): see their output, and restart the worker"))
+
+    def _kill(self) -> None:
+        for process in self._started:
+            process.terminate()
+        for process in self._started:
+            process.join(END_S)
+            if process.is_alive():
+                process.kill()
+                process.join(END_S)
+
+    def _close_sockets(self) -> None:
+        for held in (*vars(self.front).values(), *vars(self._sglang).values()):
+            if type(held).__module__.startswith("zmq.") and hasattr(held, "setsockopt"):
+                held.close(linger=0)

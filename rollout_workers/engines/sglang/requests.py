@@ -1,0 +1,88 @@
+"""A sample's stretches as SGLang's requests, and SGLang's outputs as tokens with logprobs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from broker.errors import HeadwayError
+from rollout_workers.engines.base import FinishReason, GenerationRequest
+
+ALL_TOKENS = -1
+"""SGLang's `top_k` that cuts nothing."""
+
+
+@dataclass(eq=False)
+class Stretched:
+    """One sample, over all requests that it takes."""
+
+    asked: GenerationRequest
+    limit: int
+    """The most tokens of its response."""
+    salt: int
+    """The swap after which its first request began. SGLang shares prefixes between requests of one salt."""
+    tokens: list[int] = field(default_factory=list)
+    request_id: str = ""
+    """The id of the request that is running or was the last."""
+    is_closed: bool = False
+    """Whether its reader has gone."""
+
+    def request(self) -> Any:
+        """Return the rest of the sample as SGLang's request, which is called `request_id`."""
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        asked = self.asked
+        sampling: dict[str, Any] = {
+            "temperature": asked.temperature,
+            "top_p": asked.top_p,
+            "top_k": asked.top_k or ALL_TOKENS,
+            "max_new_tokens": self.limit - len(self.tokens),
+            "stop_token_ids": asked.stop_token_ids,
+            "ignore_eos": not asked.stop_token_ids,
+        }
+        if asked.seed is not None:
+            sampling["sampling_seed"] = asked.seed
+        return GenerateReqInput(
+            input_ids=[*asked.prompt_tokens, *self.tokens],
+            sampling_params=sampling,
+            return_logprob=True,
+            stream=True,
+            rid=self.request_id,
+            extra_key=str(self.salt),
+        )
+
+
+def scoring(token_ids: Sequence[int], request_id: str, salt: int) -> Any:
+    """Return a request for the logprobs of given tokens. SGLang computes these at temperature 1, and always anew."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    return GenerateReqInput(
+        input_ids=list(token_ids),
+        sampling_params={"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True},
+        return_logprob=True,
+        logprob_start_len=0,
+        stream=True,
+        rid=request_id,
+        extra_key=f"score-{salt}",
+    )
+
+
+def new_tokens(output: Any, seen: int) -> tuple[list[int], list[float]]:
+    """Return the tokens after the first `seen` of a request, with their logprobs. Outputs repeat all tokens of their
+    request, but that of a request which ended in the queue names only the last; its logprobs are complete."""
+    entries = output["meta_info"].get("output_token_logprobs") or ()
+    return [int(entry[1]) for entry in entries[seen:]], [float(entry[0]) for entry in entries[seen:]]
+
+
+def ending(output: Any) -> FinishReason | Literal["abort"] | None:
+    """Translate SGLang's finish reason; None if the request goes on. Raises HeadwayError if SGLang refused it."""
+    match output["meta_info"].get("finish_reason"):
+        case None:
+            return None
+        case {"type": "stop" | "length" as reason}:
+            return reason  # type: ignore[no-any-return]
+        case {"type": "abort", "status_code": int(), "message": message}:
+            raise HeadwayError(f"SGLang refused or lost a request: {message}")
+        case {"type": "abort"}:
+            return "abort"
+        case other:
+            raise HeadwayError(f"SGLang ended a request with {other!r}")

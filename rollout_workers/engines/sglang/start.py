@@ -1,0 +1,105 @@
+"""Starts SGLang as an engine: its environment, its arguments, and what it cannot do."""
+
+import json
+import os
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from broker.errors import ConfigError, HeadwayError
+from rollout_workers.config import EngineConfig
+from rollout_workers.engines.gpus import gpus_of
+
+from .abilities import SGLANG
+from .engine import SglangEngine
+from .loader import LOADER
+from .processes import SglangProcesses, ignore_signal
+
+STREAM_INTERVAL = 16
+"""Tokens of a request that arrive together. One by one they would take the worker's event loop longer than a GPU takes
+to sample them."""
+
+SPARE = 8
+"""Tokens that SGLang's context is longer than `engine.max_model_len`: it ends responses a few tokens earlier."""
+
+TOKENS_ON_CPU = 65_536
+"""The most tokens of the cache on a CPU, where SGLang would take a part of the machine's memory."""
+
+
+def prepare_environment(threads: int) -> None:
+    """Set the environment that SGLang reads when it is imported or starts its processes. The user's settings stay."""
+    settings = {
+        "OMP_NUM_THREADS": str(threads),
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for the spare tokens, which are never computed
+        "TQDM_DISABLE": "1",
+    }
+    if not torch.cuda.is_available():
+        settings["SGLANG_USE_CPU_ENGINE"] = "1"
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+
+
+def engine_arguments(
+    config: EngineConfig, model_dir: Path, architecture: str, seed: int, *, sleeps: bool = False
+) -> dict[str, Any]:
+    """Return the arguments of `sglang.Engine`. `engine.options` override these."""
+    sequences = config.max_concurrent + 1  # one more for `score`, which must not wait until a request ends
+    length = config.max_model_len + SPARE
+    # A bare config.json may not name its class. Requests name all tokens at which they stop.
+    arguments: dict[str, Any] = {
+        "model_path": str(model_dir),
+        "json_model_override_args": json.dumps({"architectures": [architecture], "eos_token_id": None}),
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "custom_weight_loader": [LOADER],
+        "dtype": config.dtype,
+        "context_length": length,
+        "max_running_requests": sequences,
+        "random_seed": seed,
+        "stream_interval": STREAM_INTERVAL,
+        "log_level": "error",
+        "custom_sigquit_handler": ignore_signal,
+        "grammar_backend": "none",
+        "skip_server_warmup": True,
+    }
+    if torch.cuda.is_available():
+        arguments["enable_memory_saver"] = sleeps
+    else:
+        arguments |= {
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "sampling_backend": "pytorch",
+            "disable_overlap_schedule": True,
+            "disable_cuda_graph": True,
+            "max_total_tokens": min(TOKENS_ON_CPU, sequences * length),
+            "mem_fraction_static": 0.1,
+            "stream_interval": 1,
+        }
+    return arguments | config.options
+
+
+def open_sglang(config: EngineConfig, model_dir: Path, *, seed: int, sleeps: bool = False) -> SglangEngine:
+    """Start SGLang on the config.json in `model_dir`, with random weights. An event loop must be running.
+
+    Raises ConfigError for options that it cannot keep its promises with, and HeadwayError if a package that SGLang
+    needs is missing.
+    """
+    for name in ("quantization", "pp_size", "dp_size", "speculative_algorithm"):
+        if name in config.options:
+            raise ConfigError(f"engine.options.{name} does not go with engine.kind=sglang: take engine.kind=vllm.")
+    prepare_environment(config.threads)
+    try:
+        from sglang.srt.entrypoints.engine import Engine
+    except ImportError as error:
+        raise HeadwayError(f"SGLang cannot be imported: {error}. {SGLANG.remedy}") from error
+
+    with torch.device("meta"):
+        shapes = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir, trust_remote_code=False))
+    arguments = engine_arguments(config, model_dir, type(shapes).__name__, seed, sleeps=sleeps)
+    others = set(active_children())
+    sglang = Engine(**arguments)
+    processes = SglangProcesses(sglang, set(active_children()) - others)
+    return SglangEngine(processes, config, shapes, gpus_of(config, SGLANG.abilities))
