@@ -19,7 +19,7 @@ from broker.errors import HeadwayError, WeightSyncError
 from rollout_workers.engines.base import Check
 from rollout_workers.engines.placing.held_rows import whole
 
-from .loader import LOADER, Order, Told
+from .loader import LOADER, LoaderOrder, Told
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ def _new(io_struct: Any, which: str) -> Any:
     return getattr(io_struct, f"{which}WeightUpdateReqInput")()
 
 
-async def ordered(front: Any, ranks: int, order: Order) -> None:
+async def ordered(front: Any, ranks: int, order: LoaderOrder) -> None:
     """Have the loader of every scheduler obey. No request may be running."""
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
@@ -87,7 +87,7 @@ async def prove(front: Any, ranks: int, names: tuple[str, ...], check: Check | N
     """Raise WeightSyncError if a scheduler could not take what was loaded last, and whatever `check` raises for what
     the schedulers hold of the tensors `names`."""
     with tempfile.TemporaryDirectory(prefix="headway-sglang-") as directory:
-        order = Order(act="tell", directory=directory, wants_fingerprints=check is not None)
+        order = LoaderOrder(act="tell", directory=directory, wants_fingerprints=check is not None)
         async with session(front):
             await ordered(front, ranks, order)
         told = _read(directory, ranks)
@@ -111,8 +111,8 @@ async def sleep(front: Any, ranks: int) -> None:
     from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
     async with session(front):
-        await ordered(front, ranks, Order(act="begin"))
-        await ordered(front, ranks, Order(act="before_sleep"))
+        await ordered(front, ranks, LoaderOrder(act="begin"))
+        await ordered(front, ranks, LoaderOrder(act="before_sleep"))
     await prove(front, ranks, (), None)
     asked = ReleaseMemoryOccupationReqInput(tags=list(TAGS))
     await answered("sleep", front.release_memory_occupation(asked, None))
@@ -124,6 +124,6 @@ async def wake(front: Any, ranks: int) -> None:
 
     await answered("wake up", front.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=list(TAGS)), None))
     async with session(front):
-        await ordered(front, ranks, Order(act="begin"))
-        await ordered(front, ranks, Order(act="after_wake"))
+        await ordered(front, ranks, LoaderOrder(act="begin"))
+        await ordered(front, ranks, LoaderOrder(act="after_wake"))
     await prove(front, ranks, (), None)

@@ -28,7 +28,7 @@ from rollout_workers.engines.placing.loading import find_places, one_by_one
 from rollout_workers.engines.placing.shared_tensors import Handover
 
 from .calls import DEADLINE_S, ordered, prove, session, sleep, wake
-from .loader import Order
+from .loader import LoaderOrder
 from .processes import SglangProcesses
 from .requests import Stretched, ending, new_tokens, scoring
 
@@ -105,7 +105,7 @@ class SglangEngine:
                 given = await asyncio.to_thread(until_loaded.enter_context, self._handover.of(tensors))
                 async with self._loading():
                     self._given = given.names
-                    await self._order(Order(act="whole", shared=given.shared))
+                    await self._order(LoaderOrder(act="whole", shared=given.shared))
 
     async def swap_in_parts(
         self, version: WeightVersion, parts: Parts, *, keep_cache: bool = False, check: Check | None = None
@@ -124,7 +124,7 @@ class SglangEngine:
                     if not has_begun:
                         await until_all_are.enter_async_context(self._loading())
                         has_begun = True
-                    await self._order(Order(act="part", shared=given.shared))
+                    await self._order(LoaderOrder(act="part", shared=given.shared))
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """See Engine."""
@@ -176,11 +176,11 @@ class SglangEngine:
         """End all requests, and wrap the orders of one version. Nothing is sampled until a swap has succeeded."""
         await self._emptied()
         async with session(self._front):
-            await self._order(Order(act="begin"))
+            await self._order(LoaderOrder(act="begin"))
             yield
-            await self._order(Order(act="finish"))
+            await self._order(LoaderOrder(act="finish"))
 
-    async def _order(self, order: Order) -> None:
+    async def _order(self, order: LoaderOrder) -> None:
         await ordered(self._front, self._ranks, order)
 
     async def _emptied(self) -> None:

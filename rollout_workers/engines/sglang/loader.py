@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 Act = Literal["begin", "whole", "part", "finish", "tell", "before_sleep", "after_wake"]
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
+class LoaderOrder(msgspec.Struct, frozen=True, kw_only=True):
     """One message to the loader of every scheduler."""
 
     act: Act
@@ -48,7 +48,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     """The bytes of `Held`'s arrays; None if they were not wanted or are not known."""
 
 
-class Loaded:
+class LoadedModel:
     """Loads versions into one scheduler's model."""
 
     def __init__(self, model: Any) -> None:
@@ -60,7 +60,7 @@ class Loaded:
         self._kept: Kept | None = None
         self._failure = ""
 
-    def obey(self, order: Order) -> None:
+    def obey(self, order: LoaderOrder) -> None:
         """Do what the order says. A failure is noted, and told."""
         if order.act == "begin":
             self._failure = ""
@@ -73,7 +73,7 @@ class Loaded:
                 logger.exception("weights not loaded")
                 self._failure = f"{type(error).__name__}: {error}"
 
-    def _act(self, order: Order) -> None:
+    def _act(self, order: LoaderOrder) -> None:
         acts: dict[Act, Callable[[], None]] = {
             "begin": self._loading.begin,
             "whole": lambda: self._loading.load(self._mapped.tensors(order.shared)),
@@ -86,7 +86,7 @@ class Loaded:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
-    def _tell(self, order: Order) -> None:
+    def _tell(self, order: LoaderOrder) -> None:
         held = self._loading.held() if order.wants_fingerprints and not self._failure else None
         told = Told(
             failure=self._failure,
@@ -110,6 +110,6 @@ class Loaded:
 def load(model: Any, message: list[tuple[str, torch.Tensor]]) -> None:
     """Obey the order that SGLang's `update_weights_from_tensor` brought. Raises nothing."""
     ((_, order),) = message
-    loaded = vars(model).setdefault(NAME, None) or Loaded(model)
+    loaded = vars(model).setdefault(NAME, None) or LoadedModel(model)
     vars(model)[NAME] = loaded
-    loaded.obey(msgspec.msgpack.decode(order.cpu().numpy().tobytes(), type=Order))
+    loaded.obey(msgspec.msgpack.decode(order.cpu().numpy().tobytes(), type=LoaderOrder))
