@@ -14,7 +14,7 @@ had cached. Flushing instead would need an idle engine, and would lose the cache
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager
 from typing import Any
 
@@ -234,7 +234,7 @@ class SglangEngine:
                     return True
         return False
 
-    async def _outputs(self, request: Any) -> AsyncIterator[Any]:
+    async def _outputs(self, request: Any) -> AsyncGenerator[Any, None]:
         """Yield a request's outputs. Raises HeadwayError if SGLang refuses it."""
         self._running.add(request.rid)
         self._is_idle.clear()
