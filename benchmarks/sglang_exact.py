@@ -74,7 +74,7 @@ def config_of(*, tiny: bool, **options: Any) -> Any:
             "cuda_graph_bs_decode": [1, 2, 4, 8, 16, 32],
             "max_total_tokens": 65_536,
         } | options
-    dtype = "float32" if tiny else "bfloat16"
+    dtype: Any = "float32" if tiny else "bfloat16"
     return EngineConfig(kind="sglang", max_concurrent=PROMPTS, max_model_len=1024, dtype=dtype, options=options)
 
 
