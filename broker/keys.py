@@ -29,7 +29,7 @@ settled*              zset    groups trained that may be fed again              
 dropped*              zset    groups dropped that may be fed again               to watermark    take, drop
 given_up*             zset    groups dropped, by floor: for displays             32 versions     take, drop
 lost*                 set     groups to feed again: their prompt was damaged     until fed       lose, reject
-segments:G:R:I*       list    sample I's: `name bytes tokens author` each        until submit    append
+segments:G:R:I*       list    sample I's: `name bytes tokens author steps` each  until submit    append
 segment:G:R:I:NONCE   string  a segment (frame)                                  TTL, submit     append (SET)
 payload:G:R:I:NONCE   string  sample I of round R of group G (frame)             TTL, settled    submit (SET)
 garbage*              list    blobs on other shards that are not needed          until swept     most scripts

@@ -593,6 +593,8 @@ class Tallies(msgspec.Struct, frozen=True, kw_only=True):
     """Groups committed."""
     dispatched_by_lag: dict[int, int] = {}
     """Leases, by how far the worker's weights were behind the announced ones."""
+    resumed_by_lag: dict[int, int] = {}
+    """Tokens of samples that a worker continued, by the lag that each token had when the sample was leased."""
     trained_by_lag: dict[int, int] = {}
     """Groups committed, by the lag of their oldest token."""
     finished_by_response_length: dict[int, int] = {}

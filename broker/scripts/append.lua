@@ -45,7 +45,9 @@ call('ZADD', LEASES, now() + ttl, ARGV[1])
 call('ZREM', RETRY, ARGV[1])
 if is_repeated then return { 'appended', n } end
 if tokens > 0 then call('HSET', group_key(g), 'since:' .. i, now()) end
-call('RPUSH', list, name .. ' ' .. bytes .. ' ' .. tokens .. ' ' .. name_of(had[8]))
+local by_step = {}
+for at = 5, #ARGV[6], 12 do by_step[#by_step + 1] = string.format('%d:%d', select(2, struct.unpack('>I4I4I4', ARGV[6], at))) end
+call('RPUSH', list, table.concat({ name, bytes, tokens, name_of(had[8]), table.concat(by_step, ',') }, ' '))
 count('payload_bytes', bytes)
 call('HINCRBY', group_key(g), 'bytes', bytes)
 if not had[5] or oldest < tonumber(had[5]) then call('HSET', group_key(g), 'oldest:' .. i, oldest) end

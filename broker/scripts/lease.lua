@@ -60,12 +60,17 @@ local function is_too_old(oldest) return announced - oldest > lag and on_over_bo
 
 -- Returns the names of a sample's segments, after which the worker goes on, and their oldest step.
 local function segments_of(m, oldest)
-  local names = {}
+  local names, by_lag = {}, {}
   for _, entry in ipairs(call('LRANGE', segments_key(m), 0, -1)) do
-    local name, _, tokens = parse_segment(entry)
+    local name, _, tokens, _, by_step = parse_segment(entry)
     names[#names + 1] = name
     count('resumed_tokens', tokens)
+    for from, sampled in string.gmatch(by_step, '(%d+):(%d+)') do
+      local lag_of = math.max(0, announced - from)
+      by_lag[lag_of] = (by_lag[lag_of] or 0) + sampled
+    end
   end
+  for lag_of, sampled in pairs(by_lag) do tally('resumed_by_lag', lag_of, sampled) end
   return names, oldest
 end
 

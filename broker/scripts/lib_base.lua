@@ -145,8 +145,9 @@ local function refloor(g)
   return floor
 end
 
--- Returns name, bytes and tokens of a segment, and the name of the worker that appended it.
-local function parse_segment(entry) return string.match(entry, '^(%S+) (%d+) (%d+) ?(%S*)$') end
+-- Returns name, bytes and tokens of a segment, the name of the worker that appended it, and what each step's weights
+-- sampled of it: `STEP:TOKENS,...`.
+local function parse_segment(entry) return string.match(entry, '^(%S+) (%d+) (%d+) ?(%S*) ?(%S*)$') end
 
 -- How many segments of one sample are looked at. No honest sample has more, and more would hold up all other clients.
 local MOST_SEGMENTS = 10000

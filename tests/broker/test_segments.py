@@ -70,6 +70,24 @@ async def test_a_dead_process_hands_back_what_it_held_with_its_segments_and_noth
     assert (queues.leased, queues.expired_leases, queues.resumed_tokens) == (2, 1, 4)
 
 
+async def test_resumed_tokens_are_counted_by_their_own_lag_when_the_sample_is_leased(broker: Broker) -> None:
+    run = await begin(broker, rules(4, groups_per_step=1), group_size=1)
+    (first,) = (await run.lease(1, 0)).leases
+    await append(broker, first, 0)
+    await run.announce(2)
+    of_two = msgspec.structs.replace(
+        segment(first, 1), spans=(VersionSpan(4, 5, WeightVersion(1, 0)), VersionSpan(5, 8, WeightVersion(1, 2)))
+    )
+    assert (await broker.leases.append(first, of_two, TTL_S)).outcome is AppendOutcome.APPENDED
+    await run.announce(3)
+    assert (await broker.status.snapshot()).tallies.resumed_by_lag == {}
+    await broker.leases.release([first])
+    assert len((await run.lease(1, 3, worker="v")).leases[0].segments) == 2
+    status = await broker.status.snapshot()
+    assert status.tallies.resumed_by_lag == {1: 3, 3: 5}
+    assert status.queues.resumed_tokens == 8
+
+
 async def test_another_worker_goes_on_after_the_last_segment_of_an_expired_lease(broker: Broker) -> None:
     run = await begin(broker, rules(0, groups_per_step=1), group_size=1)
     (first,) = (await run.lease(1, 0)).leases

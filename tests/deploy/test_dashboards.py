@@ -41,7 +41,7 @@ def served() -> dict[Sample, float]:
         1: LagFigures(trajectories=1, tokens=1, reward_mean=0, ratio_mean=1, ess=1, clip_fraction=0, mask_fraction=0)
     }
     step = replace(step, metrics=replace(step.metrics, algorithm={"ess": 0.9, "clip_fraction": 0.1}, by_lag=by_lag))
-    tallies = Tallies(trained_by_prompt_length={8: 4}, dispatched_by_lag={0: 30})
+    tallies = Tallies(trained_by_prompt_length={8: 4}, dispatched_by_lag={0: 30}, resumed_by_lag={1: 9})
     ages = replace(run_status().ages, next_sample_s=1.0)
     held = (VersionGroups(0, generating=1, ready=1, dropped=0, ready_samples=2, ready_tokens=9),)
     status = replace(

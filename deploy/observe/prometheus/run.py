@@ -158,6 +158,12 @@ TALLIES = (
         "dispatched_by_lag",
         "lag",
     ),
+    (
+        "headway_broker_resumed_lag_tokens_total",
+        "Tokens after which another worker goes on, by their lag when it leased the sample.",
+        "resumed_by_lag",
+        "lag",
+    ),
 )
 """The name, the text, the field of Tallies and the label of each."""
 BY_LAG = (

@@ -134,6 +134,7 @@ def test_the_endpoint_shows_the_pool_and_the_queues_of_the_last_look() -> None:
         dispatched_by_prompt_length={8: 500, 16: 700},
         trained_by_prompt_length={8: 400},
         dispatched_by_lag={0: 30, 2: 18},
+        resumed_by_lag={1: 640},
         finished_by_response_length={16: 90, 32: 10},
         cut_by_response_length={8: 3},
     )
@@ -169,6 +170,7 @@ def test_the_endpoint_shows_the_pool_and_the_queues_of_the_last_look() -> None:
     assert figure(found, "headway_broker_begun_groups_total", prompt_tokens="16") == 700
     assert figure(found, "headway_broker_trained_groups_total", prompt_tokens="8") == 400
     assert figure(found, "headway_broker_leases_total", lag="2") == 18
+    assert figure(found, "headway_broker_resumed_lag_tokens_total", lag="1") == 640
     assert figure(found, "headway_broker_finished_samples_total", response_tokens="32") == 10
     assert figure(found, "headway_broker_cut_samples_total", response_tokens="8") == 3
     assert figure(found, "headway_learner_trained_samples_total", response_tokens="16") == 200
