@@ -132,9 +132,9 @@ class Leases:
         )
         if reason == b"quarantined":
             raise QuarantinedError(
-                f"Worker {worker} gets no more leases of run {self._connection.run}: too many of its samples were not"
-                " what they can be (`headway status` shows why). Look for a model, an engine or a version of Headway"
-                " that is not the learner's, mend it, and start the worker again."
+                f"Worker {worker} gets no more leases of run {self._connection.run}: a user quarantined it, or too"
+                " many of its samples were not what they can be: `headway status` shows why. Then look for a model, an"
+                " engine or a version of Headway that is not the learner's, and mend it. Start the worker again."
             )
         incarnation, highest_step = map(int, highest.split(b"."))
         newest = WeightVersion(incarnation, max(version.step, highest_step))

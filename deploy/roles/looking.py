@@ -105,9 +105,13 @@ def _looks(url: str, run: str) -> Iterator[Look]:
 
 @contextmanager
 def client_of(url: str, run: str) -> Iterator[BlockingBroker]:
-    """Connect for a while to the server of a run."""
+    """Connect for a while to the server of a run. A caller that meets no such run is told when there will be one."""
     client = BlockingBroker(url, run, timeout_s=PATIENCE_S)
     try:
         yield client
+    except RunNotFoundError as error:
+        if NOT_YET in f"{error}":
+            raise
+        raise RunNotFoundError(f"{error} {NOT_YET}") from error
     finally:
         client.close()

@@ -412,6 +412,11 @@ async def test_status_of_an_unknown_run_lists_those_there_are(
         f"Error: No run other at {server.url}. Runs there: {broker.run}."
         " A learner claims its run once the stages before it are done. --watch waits for it.\n"
     )
+    answer = headway("scale", "+1", "--broker", server.url, "--run", "other", cwd=tmp_path)
+    assert answer.stderr == (
+        f"Error: No run other at {server.url}. Runs there: {broker.run}."
+        " A learner claims its run once the stages before it are done.\n"
+    )
 
 
 def free_port() -> int:
