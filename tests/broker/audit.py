@@ -377,5 +377,6 @@ def _pairs(flat: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _segment(entry: str) -> tuple[str, int, int]:
-    name, size, tokens, _ = entry.split(" ")
+    name, size, tokens, _, by_step = entry.split(" ")
+    assert sum(int(one.partition(":")[2]) for one in by_step.split(",") if one) == int(tokens), entry
     return name, int(size), int(tokens)
