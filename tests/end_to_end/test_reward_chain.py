@@ -36,6 +36,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 RECIPE = "sft-rm-ppo.yaml"
 STEPS = 25
 FEW = 8
+LONG = 200
+"""Steps of a stage that is not over before a test sees its first ones."""
 SHORTER = (f"learner.steps={STEPS}", "checkpoint.every_steps=5", "evaluation.prompts=0")
 STAGES = (Path("sft"), Path("stages", "2-reward_model"))
 BY_THE_RULE = ("rewards=[{kind: arithmetic}]", "evaluation.pass_reward=1.0")
@@ -73,6 +75,30 @@ def test_a_chain_that_is_killed_in_each_stage_ends_with_a_better_policy(terminal
     assert not _equal(again, _opened(recipe))
     before, after = (_right(model) for model in (run / "sft", last))
     assert after > before + 0.08, "a policy that only fools the reward model is right no more often"
+
+
+def test_stages_that_are_killed_on_megatron_leave_the_same_models(terminals: Terminals) -> None:
+    home = terminals.directory("killed")
+    path = write_recipe(home, stages=_short_stages(), learner={"backend": "megatron"})
+    whole = terminals.open("whole", "run", path, "--until", "reward_model")
+    run = home / "runs" / "tiny"
+    for stage, again in zip(STAGES, ((), ("--resume",)), strict=True):
+        _kill(terminals.open("killed", "run", path, *again), run / f"{stage}.metrics.jsonl", 5)
+        assert not (run / stage).exists()
+    terminals.open("killed", "run", path, "--resume", "--until", "reward_model").succeeds()
+    whole.succeeds()
+    for stage in STAGES:
+        of_whole = whole.directory / "runs" / "tiny" / stage / "model.safetensors"
+        assert (run / stage / of_whole.name).read_bytes() == of_whole.read_bytes(), stage
+
+
+def _short_stages() -> list[dict[str, Any]]:
+    """Return stages of some seconds, each long enough to be killed in its middle."""
+    task = {"min_operations": 1, "max_operations": 1}
+    phase = {"kind": "arithmetic", "options": task, "learning_rate": 1e-2, "batch_size": 8, "max_steps": LONG}
+    pairs = {"kind": "arithmetic", "options": {**task, "records": 8 * LONG, "error_rate": 0.4, "skip_rate": 0.5}}
+    scored = {"data": pairs, "batch_size": 8, "learning_rate": 3e-3}
+    return [{"kind": "sft", "phases": [phase]}, {"kind": "reward_model", "options": scored}, {"kind": "rl"}]
 
 
 def test_ppo_on_megatron_computes_what_fsdp_computes_though_it_is_killed(terminals: Terminals) -> None:
