@@ -12,6 +12,8 @@ from deploy.recipe.checks import check_engine
 from deploy.recipe.sections import SOURCE, overridden
 from deploy.run.trained import TrainedModel
 from learner.backends.adapter_files import open_weights
+from learner.backends.score_head import has_score_head
+from learner.config import ModelConfig
 from rollout_workers.config import EngineConfig, EvalConfig, SamplingConfig, WorkersConfig
 from rollout_workers.engines import open_engine
 from rollout_workers.samples.held_out import evaluation_sampling
@@ -49,7 +51,12 @@ def own_settings(model: TrainedModel, overrides: Sequence[str], temperature: flo
 
 def settings_of(model: TrainedModel, overrides: Sequence[str], temperature: float | None, into: type[S]) -> S:
     """Return the settings of the model's run, or the defaults for a model outside of a run's directory, with overrides
-    and a temperature, which may be 0. Raises ConfigError."""
+    and a temperature, which may be 0. Raises ConfigError, also for a reward model, which generates nothing."""
+    if has_score_head(ModelConfig(path=str(model.path))):
+        raise ConfigError(
+            f"{model.path} is a reward model, which scores text and writes none. Give a policy: a checkpoint of the"
+            " run, or the directory that a stage of another kind left."
+        )
     recipe = model.recipe
     of_run = into() if recipe is None else into(**{name: getattr(recipe, name) for name in into.__struct_fields__})
     own = overridden(of_run, overrides)

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from deploy.cli.main import answer
 from tests.full_disk import no_files_over
+from tests.rollout_workers.reward_models import save_model
 
 from .tiny_model import SMALL, greedy, make_model
 
@@ -168,3 +169,13 @@ def test_a_killed_process_is_continued_and_no_prompt_is_lost_or_answered_twice(
     assert said["responses"] == count - said["found"]
     assert Counter(line["index"] for line in answers(out)) == Counter(range(count))
     assert set(before) <= set(out.read_bytes().splitlines())
+
+
+@pytest.mark.parametrize("command", [["generate", "rm", "prompts.jsonl", "--out", "a.jsonl"], ["chat", "rm"]])
+def test_a_reward_model_is_told_to_write_nothing(
+    command: list[str], prompts: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(prompts.parent)
+    save_model(Path("rm"), scores=True)
+    assert answer(command) == 1
+    assert "rm is a reward model, which scores text and writes none. Give a policy" in capsys.readouterr().err

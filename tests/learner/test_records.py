@@ -309,7 +309,10 @@ def test_a_description_beside_the_files_is_followed(name: str, file: str, expect
     ("name", "message"),
     [
         ("askd", "has no data set 'askd'; did you mean 'asked'?"),
-        ("", "describes several data sets. Set options.dataset (for `headway data inspect`: --dataset) to one of: asked"),
+        (
+            "",
+            "describes several data sets. Set options.dataset (for `headway data inspect`: --dataset) to one of: asked",
+        ),
         ("pictures", "the data set 'pictures' has images. Headway trains on text alone."),
         ("far", "the data set 'far' is no file here. Give its id as the path: hf:someone/something."),
         ("ranked", "the layout 'sharegpt_preference' holds preferences. Layouts of conversations: messages, "),

@@ -36,10 +36,12 @@ def describe(directory: Path, name: str, where: str) -> Description:
     stated = _stated(directory, where)
     if name not in stated:
         known = ", ".join(list(stated)[:20])
-        told = f"has no data set {name!r}{did_you_mean(name, stated) or '.'}" if name else "describes several data sets."
+        told = (
+            f"has no data set {name!r}{did_you_mean(name, stated) or '.'}" if name else "describes several data sets."
+        )
         raise ConfigError(
-            f"{where}: {directory / FILE_NAME} {told} Set options.dataset (for `headway data inspect`: --dataset) to one"
-            f" of: {known}."
+            f"{where}: {directory / FILE_NAME} {told} Set options.dataset (for `headway data inspect`: --dataset) to"
+            f" one of: {known}."
         )
     entry = stated[name]
     if "file_name" not in entry:
