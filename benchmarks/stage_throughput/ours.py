@@ -54,6 +54,7 @@ def _measure(order: Order, directory: Path) -> dict[str, Any]:
         checkpoints=StageCheckpoints(backend, ranks, directory / "model", "measured"),
         seed=0,
         micro_batch_tokens=order.micro_batch_tokens,
+        prefix_sharing="auto",
         gate=lambda _tensors, _count: 0.0,
         open_model=lambda other: open_backend("fsdp", other, OptimizerConfig(), device=order.device),
         report=report,

@@ -30,6 +30,7 @@ from learner.data.prompts import open_prompts
 from learner.data.prompts.rendering import Renderer
 from learner.models.model import load_config, load_tokenizer, model_files
 from learner.objective.composition import check_algorithm
+from learner.objective.update import prefix_sharing_of
 from learner.ranks import Ranks
 from learner.stages import base, check_stages, open_stage
 from learner.stages.base import Gate, Stage, StageError, StageParts
@@ -78,6 +79,7 @@ def fine_tune(recipe: Recipe, output: Path, *, console: Terminal, number: int = 
             checkpoints=StageCheckpoints(backend, ranks, output, identity),
             seed=recipe.run.seed,
             micro_batch_tokens=recipe.learner.micro_batch_tokens,
+            prefix_sharing=prefix_sharing_of(recipe.learner),
             gate=gate,
             open_model=functools.partial(beside_policy, recipe),
             report=report.show,

@@ -121,7 +121,7 @@ class Updater:
         is_in_reward = algorithm.kl.coefficient > 0 and algorithm.kl.place == "reward"
         self._reward_kl = ESTIMATORS[algorithm.kl.kind] if reference and is_in_reward else None
         self._learner = learner
-        self._prefix_sharing = _prefix_sharing(learner)
+        self._prefix_sharing = prefix_sharing_of(learner)
         self._optimizer = optimizer
         self._temperature = temperature
         self._max_new_tokens = max_new_tokens
@@ -333,7 +333,7 @@ class Updater:
         return self._reference.logprobs(own, self._temperature)
 
 
-def _prefix_sharing(learner: LearnerConfig) -> PrefixSharing:
+def prefix_sharing_of(learner: LearnerConfig) -> PrefixSharing:
     """Returns the setting; where it is auto, never for a backend that would hold each sample by itself."""
     is_chosen = learner.prefix_sharing != "auto" or abilities_of(learner.backend).computes_trees
     return learner.prefix_sharing if is_chosen else "never"

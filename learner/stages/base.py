@@ -27,6 +27,7 @@ from learner.backends.base import Backend
 from learner.config import ModelConfig
 from learner.data.prompts.rendering import Renderer
 from learner.ranks import Ranks
+from learner.rows.clusters import PrefixSharing
 
 from .stage_checkpoints import StageCheckpoints
 
@@ -85,6 +86,8 @@ class StageParts:
     """The run's seed."""
     micro_batch_tokens: int
     """The most tokens of a micro-batch."""
+    prefix_sharing: PrefixSharing = "never"
+    """Whether tokens that sequences of a micro-batch share at their beginnings are computed once."""
     gate: Gate
     """Called with named tensors and a number of prompts: the pass rate on so many held-out prompts. Collective."""
     open_model: Callable[[ModelConfig], Backend]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from learner.backends.base import Backend
+from learner.rows.clusters import PrefixSharing
 from learner.stages.base import Stage
 
 from . import distilling
@@ -42,7 +43,9 @@ UNITS = 4
 """The number of records: the second step has one, which leaves a rank with none."""
 
 
-def metrics(name: str, directory: Path, micro_batch_tokens: int = 40) -> list[dict[str, float]]:
+def metrics(
+    name: str, directory: Path, micro_batch_tokens: int = 40, prefix_sharing: PrefixSharing = "never"
+) -> list[dict[str, float]]:
     """Return the metrics of each step of the stage."""
     torch.set_num_threads(1)
     seen: list[dict[str, float]] = []
@@ -52,6 +55,7 @@ def metrics(name: str, directory: Path, micro_batch_tokens: int = 40) -> list[di
     stage, _ = OPEN[kind](
         directory,
         micro_batch_tokens=micro_batch_tokens,
+        prefix_sharing=prefix_sharing,
         backend_kind=backend_kind,
         report=lambda progress: seen.append({"loss": progress.loss, **progress.metrics}),
         **of_units,
@@ -62,6 +66,6 @@ def metrics(name: str, directory: Path, micro_batch_tokens: int = 40) -> list[di
 
 if __name__ == "__main__":
     directory = Path(sys.argv[1])
-    found = {name: metrics(name, directory / name) for name in STAGES}
+    found = {name: metrics(name, directory / name, prefix_sharing="always") for name in STAGES}
     (directory / f"rank_{dist.get_rank()}.json").write_bytes(msgspec.json.encode(found))
     dist.destroy_process_group()

@@ -13,13 +13,14 @@ from learner.config import RecordsConfig, StageConfig
 from learner.data.prompts.rendering import Renderer
 from learner.models.model import load_tokenizer
 from learner.ranks import Ranks
+from learner.rows.clusters import PrefixSharing
 from learner.rows.packing import PackableSequence, labelled
 from learner.rows.units import Unit
 from learner.stages import open_stage
 from learner.stages.base import Progress, Stage, StageParts
 from learner.stages.stage_checkpoints import StageCheckpoints
 from learner.stages.supervised.options import LossConfig, PreferenceOptions
-from learner.stages.supervised.preferences import PreferenceTask
+from learner.stages.supervised.preferences import PreferenceStage, PreferenceTask
 from learner.stages.supervised.stage import TaskStage
 from tests.learner.tiny import OPTIMIZER, VOCABULARY, model_config
 
@@ -79,7 +80,9 @@ def opened(
     """A stage on pairs; `given` goes to `parts_of`."""
     parts = parts_of(directory, **given)
     task = PreferenceTask(parts, options, pairs(units), pairs(4, seed=9))
-    return TaskStage(parts, options, task, part="dpo"), parts.backend
+    stage = TaskStage(parts, options, task, part="dpo")
+    stage.shares_prefixes = PreferenceStage.shares_prefixes
+    return stage, parts.backend
 
 
 def opened_scores(directory: Path, *, options: dict[str, Any] | None = None, **given: Any) -> tuple[Stage, Backend]:
@@ -108,6 +111,7 @@ def parts_of(
     *,
     head: Literal["policy", "score"] = "policy",
     micro_batch_tokens: int = 64,
+    prefix_sharing: PrefixSharing = "never",
     every_s: float = 60.0,
     backend_kind: str = "fsdp",
     report: Callable[[Progress], None] = lambda _: None,
@@ -124,6 +128,7 @@ def parts_of(
         checkpoints=StageCheckpoints(backend, ranks, directory / "stage", "this recipe", every_s=every_s),
         seed=1,
         micro_batch_tokens=micro_batch_tokens,
+        prefix_sharing=prefix_sharing,
         gate=lambda tensors, prompts: 0.0,
         open_model=lambda _: open_backend(backend_kind, MODEL, OPTIMIZER, seed=TEACHER_SEED),
         report=report,

@@ -19,8 +19,9 @@ from learner.config import ModelConfig, RandomModelConfig, RecordsConfig, StageC
 from learner.data.own_examples import Example
 from learner.models.model import load_tokenizer
 from learner.rows.batch import PackedBatch
+from learner.rows.clusters import PrefixSharing
 from learner.rows.packing import concatenate
-from learner.rows.units import pack_units
+from learner.rows.units import Row, pack_units
 from learner.stages import check_stages, open_stage
 from learner.stages.base import Progress, StageError
 from learner.stages.sft import tokenize
@@ -81,6 +82,41 @@ def test_packing_changes_no_metric(kind: str, micro_batch_tokens: int, tmp_path:
         "kto": {"reward_desirable", "held_out/reward_accuracy"},
     }
     assert {*names[kind], "held_out/loss", "grad_norm"} <= set(one.metrics)
+
+
+@pytest.mark.parametrize("kind", ["dpo", "reward_model"])
+def test_pairs_that_share_a_prompt_have_the_losses_and_gradients_of_separate_responses(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pairs' prompts are computed once in training, in measuring, and in the reference's pass."""
+    found = dict[str, list[Progress]]()
+    sharings: tuple[PrefixSharing, ...] = ("never", "always")
+    computed = dict[str, set[bool]]()
+    for sharing in sharings:
+        seen, trees = found.setdefault(sharing, []), computed.setdefault(sharing, set())
+
+        def pack(units: Any, trees: set[bool] = trees, **options: Any) -> list[Row]:
+            rows = pack_units(units, **options)
+            trees |= {row.batch.tree is not None for row in rows if row.units}
+            return rows
+
+        for module in ("stage", "reference"):
+            monkeypatch.setattr(f"learner.stages.supervised.{module}.pack_units", pack)
+        stage, _ = preference_rank.OPEN[kind](
+            tmp_path / sharing,
+            micro_batch_tokens=4096,
+            prefix_sharing=sharing,
+            report=seen.append,
+        )
+        assert stage.run()
+    assert computed == {"never": {False}, "always": {True}}
+    for number, (expected, one) in enumerate(zip(*found.values(), strict=True)):
+        assert one.loss == pytest.approx(expected.loss, abs=1e-6 if number == 0 else 1e-5)
+        assert one.metrics["grad_norm"] == pytest.approx(
+            expected.metrics["grad_norm"], rel=1e-5 if not number else 1e-3
+        )
+        assert one.metrics.get("held_out/loss") == pytest.approx(expected.metrics.get("held_out/loss"), abs=1e-5)
+    assert "held_out/loss" in one.metrics
 
 
 @pytest.mark.parametrize("name", preference_rank.STAGES)

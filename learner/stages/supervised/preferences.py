@@ -46,6 +46,7 @@ class PreferenceTask:
                 self._parts.ranks,
                 [*self.units, *self.held_out],
                 micro_batch_tokens=self._parts.micro_batch_tokens,
+                prefix_sharing=self._parts.prefix_sharing,
                 path=self._parts.checkpoints.beside / "reference.npy",
                 is_new=is_new,
             )
@@ -79,6 +80,7 @@ class PreferenceStage(TaskStage):
     """Direct preference optimization and its kin."""
 
     Options = PreferenceOptions
+    shares_prefixes = True
 
     @classmethod
     def measured(cls, options: PreferenceOptions, where: str) -> set[str]:

@@ -4,7 +4,8 @@ A resumed stage reads them: its own weights have moved, and the model that it st
 four bytes a token on the disk.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,24 +14,42 @@ from numpy.typing import NDArray
 from learner.backends.base import Backend
 from learner.checkpoints.disk import sync
 from learner.ranks import Ranks
+from learner.rows.clusters import PrefixSharing
 from learner.rows.packing import PackableSequence
-from learner.rows.units import Unit, pack_units, response_values
+from learner.rows.units import Row, Unit, pack_units, response_values
 from learner.stages.base import StageError
 
 UNITS_AT_ONCE = 1024
 """Units between two sums over the ranks."""
+
+Pack = Callable[[Sequence[Unit]], list[Row]]
+"""Returns this replica's rows of the units."""
 
 Values = list[NDArray[np.float32]]
 """[R] values of each response of a unit."""
 
 
 def reference_logprobs(
-    backend: Backend, ranks: Ranks, units: Sequence[Unit], *, micro_batch_tokens: int, path: Path, is_new: bool
+    backend: Backend,
+    ranks: Ranks,
+    units: Sequence[Unit],
+    *,
+    micro_batch_tokens: int,
+    prefix_sharing: PrefixSharing = "never",
+    path: Path,
+    is_new: bool,
 ) -> list[Values]:
     """Returns the logprobs of all responses, by unit and sequence: computed now and kept at `path` for a new stage,
     else read from there. Collective. Raises StageError where they are gone."""
     if is_new:
-        _compute(backend, ranks, units, micro_batch_tokens, path)
+        pack = functools.partial(
+            pack_units,
+            replica=ranks.replica,
+            replicas=ranks.replicas,
+            micro_batch_tokens=micro_batch_tokens,
+            prefix_sharing=prefix_sharing,
+        )
+        _compute(backend, ranks, units, pack, path)
     try:
         kept = np.load(path)
     except (OSError, ValueError) as error:
@@ -41,9 +60,9 @@ def reference_logprobs(
     return _divided(kept, units)
 
 
-def _compute(backend: Backend, ranks: Ranks, units: Sequence[Unit], micro_batch_tokens: int, path: Path) -> None:
+def _compute(backend: Backend, ranks: Ranks, units: Sequence[Unit], pack: Pack, path: Path) -> None:
     parts = [
-        _of_units(backend, ranks, units[start : start + UNITS_AT_ONCE], micro_batch_tokens)
+        _of_units(backend, ranks, units[start : start + UNITS_AT_ONCE], pack)
         for start in range(0, len(units), UNITS_AT_ONCE)
     ]
     if ranks.is_first:
@@ -56,9 +75,9 @@ def _compute(backend: Backend, ranks: Ranks, units: Sequence[Unit], micro_batch_
     ranks.any(False)  # no rank reads before the file is there
 
 
-def _of_units(backend: Backend, ranks: Ranks, units: Sequence[Unit], micro_batch_tokens: int) -> NDArray[np.float32]:
+def _of_units(backend: Backend, ranks: Ranks, units: Sequence[Unit], pack: Pack) -> NDArray[np.float32]:
     """Returns the logprobs of all their responses, one after another, on every rank."""
-    rows = pack_units(units, replica=ranks.replica, replicas=ranks.replicas, micro_batch_tokens=micro_batch_tokens)
+    rows = pack(units)
     values = [[np.zeros(_length(sequence), np.float32) for sequence in unit] for unit in units]
     for row, logprobs_T in zip(rows, backend.logprobs([row.batch for row in rows], 1.0), strict=True):
         first = 0

@@ -61,6 +61,9 @@ class TaskProgress(msgspec.Struct, frozen=True, kw_only=True):
 class TaskStage:
     """One task, trained from a model to a model."""
 
+    shares_prefixes = False
+    """Whether sequences of a unit begin alike, so that it pays to look for tokens that can be computed once."""
+
     def __init__(self, parts: StageParts, options: TrainingOptions, task: Task, *, part: str) -> None:
         """`part` names the stage in progress bars."""
         self._parts = parts
@@ -203,6 +206,7 @@ class TaskStage:
             replica=parts.ranks.replica,
             replicas=parts.ranks.replicas,
             micro_batch_tokens=parts.micro_batch_tokens,
+            prefix_sharing=parts.prefix_sharing if self.shares_prefixes else "never",
         )
 
     def _combined(self, reports: Sequence[dict[str, float]], token_loss: TokenLoss, empty: int) -> dict[str, float]:
