@@ -92,8 +92,6 @@ def _kernels(shape: Attended) -> Iterator[tuple[str, Attend]]:
     yield "padded, keys repeated, CUDNN_ATTENTION", _padded(shape, SDPBackend.CUDNN_ATTENTION, repeats=True)
     yield "nested, CUDNN_ATTENTION", _nested(shape, SDPBackend.CUDNN_ATTENTION)
     yield "cudnn with bounds, keys repeated", _cudnn(shape, bounds)
-    if shape.length <= 4096:
-        yield "flex", _flex(shape)
 
 
 def _padded(shape: Attended, backend: SDPBackend, *, repeats: bool = False) -> Attend:
@@ -139,25 +137,5 @@ def _cudnn(shape: Attended, bounds: torch.Tensor) -> Attend:
         )
         attended: torch.Tensor = found[0]
         return attended
-
-    return attend
-
-
-def _flex(shape: Attended) -> Attend:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    length, tokens = shape.length, shape.sequences * shape.length
-
-    def is_seen(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return (query // length == key // length) & (query >= key)
-
-    mask = torch.compile(create_block_mask)(is_seen, None, None, tokens, tokens, device="cuda")
-    compiled = torch.compile(flex_attention, dynamic=False)
-
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        q, k, v = (one.transpose(0, 1)[None] for one in (query, key, value))
-        attended = compiled(q, k, v, block_mask=mask, enable_gqa=True)
-        assert isinstance(attended, torch.Tensor)
-        return attended[0].transpose(0, 1)
 
     return attend

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 from broker.errors import HeadwayError
 
@@ -328,11 +327,10 @@ def _refuse_what_we_ignore(
         )
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Returns no mask: the layout determines which tokens a token attends to."""
-
-
 def register_packed_attention() -> None:
-    """Makes `config._attn_implementation = "headway_packed"` known to transformers."""
+    """Makes `config._attn_implementation = "headway_packed"` known to transformers.
+
+    It has no entry among the functions that make masks. With one, transformers would look into the position ids of
+    every forward pass for packed sequences, for which the process would wait for a GPU.
+    """
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)

@@ -123,6 +123,18 @@ def test_kept_weights_make_bit_equal_steps_and_are_never_stale(dtype: Any, monke
     assert_equal_logprobs(kept, regathered, batches)
 
 
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_a_forward_pass_does_not_look_for_packed_sequences(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers does, to make a mask, and reads the answer: the process would wait for a GPU."""
+
+    def looked(position_ids: torch.Tensor) -> None:
+        raise AssertionError(f"{position_ids} were looked at")
+
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", looked)
+    policy = Policy(load_model(model_config(architecture)), on_cpu=True, half_precision=False)
+    assert policy(concatenate(sequences([3, 5])), 1.0).shape == (8,)
+
+
 def assert_equal_logprobs(backend: Backend, other: Backend, batches: list[PackedBatch]) -> None:
     got, expected = (torch.cat(each.logprobs(batches, 1.0)) for each in (backend, other))
     assert torch.equal(got, expected)

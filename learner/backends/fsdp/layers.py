@@ -38,12 +38,17 @@ EXPENSIVE = frozenset(
 
 Forward = Callable[..., Any]
 
+RECOMPILE_LIMIT = 64
+"""Variants of a layer that are compiled: of rows with shared tokens or without, with gradients or without, of a policy,
+its reference and its critic, which have one code. Beyond torch's own limit of 8 the layers run uncompiled for good."""
+
 
 def prepare_layers(layers: Iterable[nn.Module], compute: ComputeConfig) -> None:
     """Recompute and compile as `compute` says. Compilation is outermost, so that the compiler sees recomputation."""
     for layer in layers:
         forward = _recomputed(layer.forward, compute.recompute)
         if compute.compile:
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
             forward = torch.compile(forward, dynamic=True)  # the number of tokens changes with every micro-batch
         layer.forward = forward
 
