@@ -14,6 +14,7 @@ had cached. Flushing instead would need an idle engine, and would lose the cache
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager
 from typing import Any
@@ -24,7 +25,7 @@ from broker.errors import HeadwayError, NoRoomError, WeightSyncError
 from broker.schema import WeightVersion
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines.base import Check, Chunk, GenerationRequest, NamedTensors, Parts
-from rollout_workers.engines.placing.loading import find_places, one_by_one
+from rollout_workers.engines.placing.names import renamed, tied_head, wanted_tensors
 from rollout_workers.engines.placing.shared_tensors import Handover
 
 from .calls import DEADLINE_S, ordered, prove, session, sleep, wake
@@ -61,8 +62,8 @@ class SglangEngine:
         self._swaps = 0
         self._cleared = 0
         """The last swap that kept no caches."""
-        self._handover = Handover(lambda tensors: _whole_model(shapes, tensors))
-        self._handover_of_parts = Handover(lambda tensors: list(one_by_one(tensors)))
+        self._handover = Handover(functools.partial(wanted_tensors, shapes))
+        self._handover_of_parts = Handover(functools.partial(renamed, tied_head(shapes)))
         self._given: tuple[str, ...] = ()
         """The names of a whole version's tensors; a version in parts has the same, in any order."""
         processes.when_ended(self._end)
@@ -279,9 +280,3 @@ class SglangEngine:
             )
         if min(token_ids) < 0 or max(token_ids) >= self._vocabulary:
             raise HeadwayError(f"token ids must lie in [0, {self._vocabulary}): another model's tokenizer?")
-
-
-def _whole_model(shapes: torch.nn.Module, tensors: NamedTensors) -> NamedTensors:
-    """Return the tensors with experts one by one. Raises WeightSyncError unless they are the whole model."""
-    find_places(shapes, tensors)
-    return list(one_by_one(tensors))

@@ -23,13 +23,13 @@ from broker.errors import HeadwayError, NoRoomError, WeightSyncError
 from broker.schema import Experts, WeightVersion
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines.base import Check, Chunk, GenerationRequest, NamedTensors, Parts
+from rollout_workers.engines.placing.names import renamed, tied_head, wanted_tensors
 from rollout_workers.engines.placing.shared_tensors import Handover
 
 from .arrival import Arrival
 from .calls import Load, answered, loading, prove, sleep, vllm_errors, wake
 from .chunks import VersionStarts, ending, sampling, split
 from .experts import RoutedLayers, new_rows, take
-from .names import renamed, tied_head, wanted_tensors
 
 CLOSE_S = 1.0
 """Seconds for vLLM to end. Then its process is killed: with requests running it does not end by itself."""

@@ -1,15 +1,16 @@
-"""Published tensors under the names by which vLLM loads them."""
+"""Published tensors under the names by which vLLM and SGLang load them."""
 
 import torch
 
 from rollout_workers.engines.base import NamedTensors
-from rollout_workers.engines.placing.loading import find_places, one_by_one, tied_names
+
+from .loading import find_places, one_by_one, tied_names
 
 HEAD = "lm_head.weight"
 
 
 def wanted_tensors(shapes: torch.nn.Module, tensors: NamedTensors) -> NamedTensors:
-    """Return the tensors as vLLM wants them: experts one by one, and a head of its own even if it is tied.
+    """Return the tensors as vLLM and SGLang want them: experts one by one, and a head of its own even if it is tied.
 
     Raises WeightSyncError unless they are the whole model.
     """
@@ -18,7 +19,7 @@ def wanted_tensors(shapes: torch.nn.Module, tensors: NamedTensors) -> NamedTenso
 
 
 def renamed(tied_to_head: str | None, tensors: NamedTensors) -> NamedTensors:
-    """Do as `wanted_tensors` for some of the model's tensors, without a check: vLLM's processes know what they want."""
+    """Do as `wanted_tensors` for some of the tensors, without a check: the engine's processes know what they want."""
     named = dict(one_by_one(tensors))
     if tied_to_head in named:
         named[HEAD] = named[tied_to_head]
