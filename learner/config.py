@@ -26,7 +26,7 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     kind: Annotated[Literal["lora"], Meta(description="lora: W x + alpha / rank * B (A x), W as it was")] = "lora"
     rank: Annotated[int, Meta(ge=1, le=512, description="rank of every change")] = 16
-    alpha: Annotated[float, Meta(gt=0, description="a change is scaled by alpha / rank")] = 32.0
+    alpha: Annotated[float, Meta(gt=0, le=8192, description="a change is scaled by alpha / rank")] = 32.0
     targets: Annotated[
         tuple[str, ...],
         Meta(

@@ -410,7 +410,7 @@ COMMANDS = [
     ("autoscale --most 4 --least -1", "'--least': -1 is not in the range"),
     ("autoscale --most 4 --broker http://x", "is no broker URL"),
     ("autoscale --most 4 --serve 99999", "'--serve': 99999 is not in the range"),
-    ("report", "Missing argument 'RUN'."),
+    ("report", "There is no run below"),
     ("report nowhere", "There is no run"),
     ("report rows.jsonl", "There is no run"),
     ("report nowhere --out", "No such option '--out'."),
