@@ -4,43 +4,27 @@ SGLang 0.5.17 takes weights at any time. Later releases take them between `begin
 and answer `(False, reason)` outside of these. Both answer with success and a message where they fail.
 """
 
-import asyncio
 import pickle
 import tempfile
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import torch
 
-from broker.errors import HeadwayError, WeightSyncError
+from broker.errors import WeightSyncError
 from rollout_workers.engines.base import Check
+from rollout_workers.engines.deadline import EngineCalls
 from rollout_workers.engines.placing.held_rows import whole
 
 from .loader import LOADER, LoaderOrder, Told
 
-T = TypeVar("T")
-
-DEADLINE_S = 300.0
-"""Seconds for each call: SGLang may hang instead of failing."""
+answered = EngineCalls("SGLang").answered
 
 TAGS = ["kv_cache", "weights"]
 """The memory that a sleep frees. CUDA graphs stay."""
-
-
-async def answered(what: str, call: Awaitable[T]) -> T:
-    """Return the call's answer. Raises WeightSyncError if it fails or takes longer than `DEADLINE_S`."""
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            return await call
-    except TimeoutError as error:
-        raise WeightSyncError(f"SGLang did not {what} within {DEADLINE_S:.0f} s; restart the worker") from error
-    except HeadwayError:
-        raise
-    except Exception as error:  # SGLang raises no narrower one
-        raise WeightSyncError(f"SGLang failed to {what}: {error}") from error
 
 
 @asynccontextmanager

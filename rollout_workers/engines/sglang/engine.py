@@ -25,10 +25,11 @@ from broker.errors import HeadwayError, NoRoomError, WeightSyncError
 from broker.schema import WeightVersion
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines.base import Check, Chunk, GenerationRequest, NamedTensors, Parts
+from rollout_workers.engines.deadline import DEADLINE_S
 from rollout_workers.engines.placing.names import renamed, tied_head, wanted_tensors
 from rollout_workers.engines.placing.shared_tensors import Handover
 
-from .calls import DEADLINE_S, ordered, prove, session, sleep, wake
+from .calls import ordered, prove, session, sleep, wake
 from .loader import LoaderOrder
 from .processes import SglangProcesses
 from .requests import Stretched, ending, new_tokens, scoring

@@ -110,6 +110,7 @@ class LoadedModel:
 def load(model: Any, message: list[tuple[str, torch.Tensor]]) -> None:
     """Obey the order that SGLang's `update_weights_from_tensor` brought. Raises nothing."""
     ((_, order),) = message
-    loaded = vars(model).setdefault(NAME, None) or LoadedModel(model)
-    vars(model)[NAME] = loaded
-    loaded.obey(msgspec.msgpack.decode(order.cpu().numpy().tobytes(), type=LoaderOrder))
+    held = vars(model)
+    if NAME not in held:
+        held[NAME] = LoadedModel(model)
+    held[NAME].obey(msgspec.msgpack.decode(order.cpu().numpy().tobytes(), type=LoaderOrder))

@@ -1,19 +1,15 @@
-"""Calls of a swap or a sleep into vLLM's processes, each with a deadline. Their errors are told apart from Headway's
-own."""
+"""Calls of a swap or a sleep into vLLM's processes."""
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
-from broker.errors import HeadwayError, WeightSyncError
+from broker.errors import WeightSyncError
 from rollout_workers.engines.base import Check
+from rollout_workers.engines.deadline import EngineCalls
 from rollout_workers.engines.placing.held_rows import whole
 
-T = TypeVar("T")
-
-DEADLINE_S = 300.0
-"""Seconds for each call: vLLM may hang instead of failing."""
+answered = EngineCalls("vLLM").answered
 
 DISCARD = 2
 """vLLM's level of sleep that keeps no weights. Level 1 would copy them into memory that it pins anew every time, and
@@ -52,19 +48,6 @@ async def prove(llm: Any, names: tuple[str, ...], check: Check | None) -> None:
             raise WeightSyncError(f"vLLM failed to load the new weights: {failure}")
     if check is not None:
         check(whole(names, [held for _, held in outcomes]))
-
-
-async def answered(what: str, call: Coroutine[Any, Any, T]) -> T:
-    """Return the call's answer. Raises WeightSyncError if it fails or takes longer than `DEADLINE_S`."""
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            return await call
-    except TimeoutError as error:
-        raise WeightSyncError(f"vLLM did not {what} within {DEADLINE_S:.0f} s; restart the worker") from error
-    except HeadwayError:
-        raise
-    except Exception as error:  # vLLM raises no narrower one for a call that fails in its processes
-        raise WeightSyncError(f"vLLM failed to {what}: {error}") from error
 
 
 def vllm_errors() -> tuple[type[Exception], ...]:
