@@ -1,7 +1,7 @@
 """The parts of a whole loop: a learner moved by hand, and a subscriber that delivers the test's versions."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -21,6 +21,7 @@ from rollout_workers.rewards.base import Score
 from rollout_workers.samples.taught import AskedTeacher
 from rollout_workers.worker import FAREWELL_S, Worker
 from weightsync.config import WeightsConfig
+from weightsync.publish.publisher import PublishReport
 from weightsync.tensors.fingerprint import fingerprint
 
 from .models import Architecture, forward_logprobs, make_model, named_tensors, save_config
@@ -72,6 +73,18 @@ class OneReward:
 
     async def close(self) -> None:
         """There is nothing to free."""
+
+
+async def until_a_group_forms(publish: Callable[[int], Awaitable[PublishReport]]) -> tuple[int, tuple[str, ...]]:
+    """Publish the versions of steps 1, 2, ... until workers receive one by broadcast. Return its step and their names."""
+    step = 0
+    async with asyncio.timeout(60):
+        while True:
+            step += 1
+            members = (await publish(step)).members
+            await asyncio.sleep(0.2)
+            if members:
+                return step, members
 
 
 def manifest(version: WeightVersion, probe: Probe, tensors: NamedTensors) -> WeightManifest:

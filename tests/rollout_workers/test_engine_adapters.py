@@ -25,7 +25,7 @@ from weightsync.receive.subscriber import Subscriber
 
 from .adapters import SCALE, NamedTensors, adapter_delivery, base_tensors, make_adapter, merged
 from .generation import PROMPTS, begin, difference, hold, run_all
-from .loop import PROBE, Delivery, Learner, make_engine, make_worker, running, until
+from .loop import PROBE, Delivery, Learner, make_engine, make_worker, running, until, until_a_group_forms
 from .models import Architecture, forward_logprobs, make_model
 
 TOLERANCE = 1e-4
@@ -184,12 +184,7 @@ async def test_published_adapters_reach_an_engine_that_pulls_their_base_once(
             report = await publish(0)
             assert report.nbytes < sum(tensor.nbytes for _, tensor in base)
             groups = await asyncio.to_thread(blocking.call, learner.take(0))
-            step, members = 0, tuple[str, ...]()
-            async with asyncio.timeout(60):
-                while not members:
-                    step += 1
-                    members = (await publish(step)).members
-                    await asyncio.sleep(0.2)
+            step, members = await until_a_group_forms(publish)
             assert members == ("worker-1",)
             await until(lambda: worker.info().version == learner.version(step))
         assert pulls == 1

@@ -23,7 +23,19 @@ from weightsync.config import WeightsConfig
 from weightsync.publish.publisher import Publisher, PublishReport
 from weightsync.receive.subscriber import Subscriber
 
-from .loop import CAPACITY, LONG, LONGER, Deliveries, Learner, delivery, make_engine, make_worker, running, until
+from .loop import (
+    CAPACITY,
+    LONG,
+    LONGER,
+    Deliveries,
+    Learner,
+    delivery,
+    make_engine,
+    make_worker,
+    running,
+    until,
+    until_a_group_forms,
+)
 from .models import forward_logprobs, make_model
 
 
@@ -74,12 +86,7 @@ async def test_published_weights_reach_the_engine_by_pull_and_then_by_broadcast(
             assert (await publish(0)).members == ()
             groups = await asyncio.to_thread(blocking.call, learner.take(0))
             assert {s.version for g in groups for t in g.trajectories for s in t.spans} == {learner.version(0)}
-            step, members = 0, tuple[str, ...]()
-            async with asyncio.timeout(60):
-                while not members:
-                    step += 1
-                    members = (await publish(step)).members
-                    await asyncio.sleep(0.2)
+            step, members = await until_a_group_forms(publish)
             assert members == ("worker-1",)
             await until(lambda: worker.info().version == learner.version(step))
             assert worker.info().broadcast_epoch > 0
