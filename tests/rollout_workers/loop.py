@@ -76,7 +76,7 @@ class OneReward:
 
 
 async def until_a_group_forms(publish: Callable[[int], Awaitable[PublishReport]]) -> tuple[int, tuple[str, ...]]:
-    """Publish the versions of steps 1, 2, ... until workers receive one by broadcast. Return its step and their names."""
+    """Publish versions of steps 1, 2, ... until workers receive one by broadcast. Return its step and their names."""
     step = 0
     async with asyncio.timeout(60):
         while True:
