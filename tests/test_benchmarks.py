@@ -115,3 +115,16 @@ def test_distillation_is_ahead_of_rl_only_if_it_is_with_each_seed(student: list[
     assert found["distillation_needs_fewer_samples"] == shows
     assert found["grpo"] == pytest.approx({0: 0.25, 64: 0.6, 128: 0.79})
     assert found["least_over_teacher_at_last"]["grpo"] == pytest.approx(-0.1)
+
+
+def test_adapters_are_swapped_in_flight_beside_whole_weights() -> None:
+    small = ("--width", "64", "--layers", "2", "--vocabulary", "500", "--requests", "4", "--swaps", "1")
+    on_cpu = ("--engine", "embedded", "--device", "cpu", "--dtype", "float32", "--pause-s", "0.05")
+    result = last_line("benchmarks.adapter_sync", *on_cpu, *small)
+
+    assert result["adapter"]["refused"] == {"undelivered": True}
+    for kind in ("adapter", "whole"):
+        (swap,) = result[kind]["swaps"]
+        assert swap["tokens_before"] + swap["tokens_after"] == 4 * 256
+        assert max(swap["before"], swap["after"]) < 1e-4 < swap["other"]
+    assert result["adapter"]["swaps"][0]["bytes"] < result["whole"]["swaps"][0]["bytes"]

@@ -1,25 +1,48 @@
 """Finds contradictions between an adapter, the stages that train it and the backend."""
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from learner.backends import abilities_of
+from rollout_workers.config import EngineConfig
 from rollout_workers.engines import abilities_of as engine_abilities
+from rollout_workers.engines.gpus import gpus_of
 
 from .pools import pools_of
 from .recipe import Recipe
 from .stage_graph import chain_of
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
-def sends_adapter(recipe: Recipe) -> bool:
+
+def adapter_rank(recipe: Recipe, config: "PretrainedConfig") -> int:
+    """Return the rank of the adapters that the run's versions carry alone, for this model; 0: whole weights."""
+    from learner.models.shape import num_experts
+
+    adapter = recipe.model.adapter
+    return adapter.rank if adapter and sends_adapter(recipe, has_experts=num_experts(config) > 0) else 0
+
+
+def sends_adapter(recipe: Recipe, *, has_experts: bool) -> bool:
     """Return whether the run's versions carry the adapter alone: all of its engines must take them."""
-    engines = [recipe.engine, *(pool.recipe.engine for pool in pools_of(recipe))]
     return (
         recipe.model.adapter is not None
         and recipe.weights.adapter == "auto"
         and recipe.weights.staging != "none"
         and not recipe.run.is_colocated
-        and all(engine_abilities(engine).takes_adapters for engine in engines)
+        and all(
+            _takes_adapters(engine, has_experts)
+            for engine in (recipe.engine, *(pool.recipe.engine for pool in pools_of(recipe)))
+        )
     )
+
+
+def _takes_adapters(engine: EngineConfig, has_experts: bool) -> bool:
+    """Return whether one engine takes them. What an engine computes with on several GPUs is not proved."""
+    abilities = engine_abilities(engine)
+    is_known = abilities.takes_adapters and (abilities.takes_expert_adapters or not has_experts)
+    return is_known and gpus_of(engine) == 1
 
 
 def impossible_adapters(recipe: Recipe) -> Iterator[str]:

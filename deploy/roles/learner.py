@@ -24,7 +24,7 @@ from deploy.observe.sinks.base import SinkRun
 from deploy.observe.sinks.points import points
 from deploy.observe.tracing import tracing_steps
 from deploy.observe.waiting_log import waits_logged
-from deploy.recipe.adapters import sends_adapter
+from deploy.recipe.adapters import adapter_rank
 from deploy.recipe.loading import recipe_to_bytes
 from deploy.recipe.operators import roots_of
 from deploy.recipe.recipe import Recipe
@@ -309,7 +309,7 @@ def _learner(
             identity=start.identity,
             caught_up_at=start.caught_up_at,
             is_branch=start.is_branch,
-            sends_adapter=sends_adapter(recipe),
+            sends_adapter=adapter_rank(recipe, load_config(recipe.model)) > 0,
         ),
         observer=observer,
         should_stop=parts.should_stop,

@@ -145,6 +145,9 @@ async def _work(
     farewell_s: float = DRAIN_WORKER_S / PARTS_OF_GRACE,
 ) -> None:
     from deploy.observe.tracing import tracing_samples
+    from deploy.recipe.adapters import adapter_rank
+    from learner.config import ModelConfig
+    from learner.models.model import load_config
     from rollout_workers.decoding import load_decoding
     from rollout_workers.engines import open_engine
     from rollout_workers.environments import open_environment
@@ -170,6 +173,7 @@ async def _work(
             seed=_seed(recipe, worker),
             tells_experts=records_experts,
             sleeps=is_colocated,
+            adapter_rank=adapter_rank(recipe, load_config(ModelConfig(path=str(model)))),
             roots=roots,
         )
     log.info("worker %s: engine %s is up", worker, recipe.engine.kind)

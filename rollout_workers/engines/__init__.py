@@ -73,17 +73,20 @@ def open_engine(
     seed: int,
     tells_experts: bool = False,
     sleeps: bool = False,
+    adapter_rank: int = 0,
     roots: ImportRoots | None = None,
 ) -> "Engine":
     """Start the engine `config.kind` on the config.json in `model_dir`; weights come by swap_weights.
 
     It is called as `Class(config, model_dir, seed=seed)`. If it has parameters `tells_experts` or `sleeps`, they say
-    whether it will be asked to report chosen experts, or to leave a GPU's memory to a learner. `roots`: the modules
-    below which a user's own engine may be imported; by default Headway's own and the working directory's. Raises
-    ConfigError for an engine that cannot be opened, or cannot do what will be asked of it.
+    whether it will be asked to report chosen experts, or to leave a GPU's memory to a learner; `adapter_rank` is the
+    rank of the adapters that its versions carry alone, 0 for whole weights. `roots`: the modules below which a user's
+    own engine may be imported; by default Headway's own and the working directory's. Raises ConfigError for an engine
+    that cannot be opened, or cannot do what will be asked of it.
     """
     roots = roots or ImportRoots()
     asked = {"tells_experts": tells_experts, "sleeps": sleeps}
+    given: dict[str, Any] = {**asked, "adapter_rank": adapter_rank}
     if config.kind not in ENGINES and ":" not in config.kind:
         raise unknown_kind(config.kind, ENGINES, "engine.kind")
     check_installed(config.kind)
@@ -92,7 +95,7 @@ def open_engine(
 
     def started(opener: Any) -> "Engine":
         told = inspect.signature(opener).parameters
-        engine: Engine = opener(config, model_dir, seed=seed, **{name: asked[name] for name in asked if name in told})
+        engine: Engine = opener(config, model_dir, seed=seed, **{name: given[name] for name in given if name in told})
         return engine
 
     if known := ENGINES.get(config.kind):

@@ -37,6 +37,8 @@ class EngineAbilities:
     """Whether it can report which experts it chose, as `algorithm.router_replay` needs."""
     takes_adapters: bool = False
     """Whether it takes versions that carry an adapter alone (`base.AdaptedEngine`)."""
+    takes_expert_adapters: bool = True
+    """Whether these adapters may be of a model with experts."""
     takes_stored: Callable[[str, object], bool] = takes_all
     """Return whether the engine takes an option of this name and value from the broker's configuration, because the
     option makes it import, read and run nothing. The default takes all: an operator's own engine knows what its options

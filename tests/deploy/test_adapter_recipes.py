@@ -82,7 +82,7 @@ def test_a_stage_trains_the_adapter_if_it_is_named(tmp_path: Path) -> None:
     [
         ({}, True),
         ({"weights": {"adapter": "merged"}}, False),
-        ({"engine": {**TINY["engine"], "kind": "vllm"}}, False),
+        ({"engine": {**TINY["engine"], "kind": "vllm"}}, False),  # of a model with experts
         ({"weights": {"transport": "ipc", "staging": "none"}}, False),
         ({"workers": {"count": 1, "pools": [{"name": "v", "count": 1, "engine": {"kind": "vllm"}}]}}, False),
     ],
@@ -90,8 +90,17 @@ def test_a_stage_trains_the_adapter_if_it_is_named(tmp_path: Path) -> None:
 def test_versions_carry_the_adapter_alone_where_all_engines_take_it(
     sections: dict[str, Any], alone: bool, tmp_path: Path
 ) -> None:
-    assert sends_adapter(load(tmp_path, model=adapted(OF_RL), stages=[SFT, RL], **sections)) is alone
-    assert not sends_adapter(load(tmp_path, stages=[SFT, RL], **sections))
+    recipe, plain = (load(tmp_path, stages=[SFT, RL], **sections, **model) for model in ({"model": adapted(OF_RL)}, {}))
+    assert sends_adapter(recipe, has_experts=True) is alone
+    assert not sends_adapter(plain, has_experts=True)
+    is_vllm = recipe.engine.kind == "vllm" or bool(recipe.workers.pools)
+    assert sends_adapter(recipe, has_experts=False) is (alone or is_vllm)
+
+
+def test_an_engine_on_several_gpus_gets_merged_weights(tmp_path: Path) -> None:
+    engine = {**TINY["engine"], "kind": "vllm", "options": {"tensor_parallel_size": 2}}
+    recipe = load(tmp_path, model=adapted(OF_RL), stages=[SFT, RL], engine=engine)
+    assert not sends_adapter(recipe, has_experts=False)
 
 
 def test_a_run_goes_on_with_what_it_trains(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ learner computes the same sum in the same order.
 R rank, I input features, O output features, E experts, T tokens, K experts chosen for each.
 """
 
-import re
 import types
 from typing import Any
 
@@ -14,44 +13,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from broker.errors import WeightSyncError
 from rollout_workers.engines.base import NamedTensors
 from rollout_workers.engines.held import Held
+from rollout_workers.engines.placing.adapters import FACTOR_NAME
 from weightsync.tensors.fingerprint import fingerprint
-
-_NAME = re.compile(r"(?P<module>.+)\.(?P<weight>gate_up_proj_|down_proj_|)lora_(?P<factor>[AB])")
 
 
 class Adapter:
     """The adapter of one model, which computes without any until the first one is given."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = dict(model.named_modules())
+        self.modules = dict(model.named_modules())
+        """The model's modules by name."""
         self._factors: dict[str, torch.Tensor] = {}
         """A and B by name, in the memory that forward passes read."""
         self._changed: dict[str, _Factors] = {}
         """The factors of each module that computes with some."""
-
-    def check(self, tensors: NamedTensors) -> None:
-        """Raise WeightSyncError for tensors that are no adapter of this model."""
-        given = {name: tensor.shape for name, tensor in tensors}
-        for name, shape in given.items():
-            match = _NAME.fullmatch(name)
-            module = self._modules.get(match["module"]) if match else None
-            if match is None or module is None:
-                raise WeightSyncError(f"the engine's model has no place for {name} of an adapter")
-            weight: torch.Tensor | None = getattr(module, match["weight"].rstrip("_") or "weight", None)
-            first, second = (given.get(f"{name[:-1]}{factor}") for factor in "AB")
-            if weight is None or first is None or second is None:
-                raise WeightSyncError(f"{name} is half of an adapter, or has no weight to change")
-            if (*weight.shape[:-1], first[-2]) != tuple(second) or (*weight.shape[:-2], *first[-2:]) != (
-                *weight.shape[:-2],
-                second[-1],
-                weight.shape[-1],
-            ):
-                raise WeightSyncError(
-                    f"{name} has shape {list(shape)}, which fits no change of a weight of shape {list(weight.shape)}"
-                )
 
     @torch.no_grad()
     def fill(self, tensors: NamedTensors, scale: float) -> None:
@@ -68,7 +45,7 @@ class Adapter:
     def drop(self) -> None:
         """Compute without an adapter from now on."""
         for name in self._changed:
-            del self._modules[name].forward  # the class's own again
+            self.modules[name].__dict__.pop("forward", None)  # the class's own again
         self._factors, self._changed = {}, {}
 
     def held(self, tensors: NamedTensors) -> Held | None:
@@ -76,7 +53,7 @@ class Adapter:
         read = {
             f"{module}.{name}": tensor
             for module, factors in self._changed.items()
-            if factors.is_read_by(self._modules[module])
+            if factors.is_read_by(self.modules[module])
             for name, tensor in factors.tensors.items()
         }
         if any(name in read and read[name].dtype != tensor.dtype for name, tensor in tensors):
@@ -84,17 +61,15 @@ class Adapter:
         return Held.of({name: (fingerprint(tensor), tensor.numel()) for name, tensor in read.items()})
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
-        match = _NAME.fullmatch(name)
-        assert match is not None, "`check` has looked"
+        match = FACTOR_NAME.fullmatch(name)
+        assert match is not None, "`check_adapter` has looked"
         module, weight = match["module"], match["weight"]
-        place = next(self._modules[module].parameters(recurse=False))
+        place = next(self.modules[module].parameters(recurse=False))
         held = self._factors[name] = torch.empty_like(tensor, device=place.device, dtype=place.dtype)
         if module not in self._changed:
             self._changed[module] = _Factors()
             forward = _experts if weight else _linear
-            self._modules[module].forward = types.MethodType(
-                _with(self._changed[module], forward), self._modules[module]
-            )
+            self.modules[module].forward = types.MethodType(_with(self._changed[module], forward), self.modules[module])
         self._changed[module].tensors[f"{weight}lora_{match['factor']}"] = held
 
 

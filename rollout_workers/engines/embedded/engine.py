@@ -30,6 +30,7 @@ from broker.errors import HeadwayError, WeightSyncError
 from broker.schema import WeightVersion
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines.base import Check, Chunk, GenerationRequest, NamedTensors, Parts
+from rollout_workers.engines.placing.adapters import check_adapter
 from rollout_workers.engines.placing.loading import Filling, fill, held_tensors
 
 from .adapters import Adapter
@@ -283,7 +284,7 @@ class EmbeddedEngine:
     def _swap_adapter(
         self, version: WeightVersion, tensors: NamedTensors, scale: float, keep_cache: bool, check: Check | None
     ) -> None:
-        self._adapter.check(tensors)  # before anything is changed
+        check_adapter(self._adapter.modules, tensors)  # before anything is changed
         self._overwrite(())
         self._adapter.fill(tensors, scale)
         self._decoder.changed(version, keep_cache=keep_cache)

@@ -4,6 +4,7 @@
                   ─► placement.py ─► held_rows.py ─► direct_loading.py     into one that fuses, stacks and shards
                   ─► shared_tensors.py                 into other processes, which map the memory
     names.py       renames what two engines load by the names of checkpoints
+    adapters.py    checks that tensors are an adapter of a model
     sleeping.py    saves what an engine loses in its sleep and no version brings back
 
 Every engine uses these modules, and none of them knows which engine does.

@@ -19,6 +19,8 @@ VLLM = KnownEngine(
         sleep_option="enable_sleep_mode",
         memory_option="gpu_memory_utilization",
         memory_share=0.92,
+        takes_adapters=True,
+        takes_expert_adapters=False,
         takes_stored=is_harmless,
     ),
     package=("vllm", "vLLM"),

@@ -1,6 +1,6 @@
 """Calls of a swap or a sleep into vLLM's processes."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -43,6 +43,20 @@ async def prove(llm: Any, names: tuple[str, ...], check: Check | None) -> None:
     """Raise WeightSyncError if a process could not take what was loaded last, and whatever `check` raises for what the
     processes hold of the tensors `names`."""
     outcomes = await answered("fingerprint weights", llm.collective_rpc("headway_outcome", args=(check is not None,)))
+    judge(outcomes, names, check)
+
+
+async def load_adapter(llm: Any, shared: bytes, scale: float, names: tuple[str, ...], check: Check | None) -> None:
+    """Load an adapter into every process of a paused AsyncLLM. Raises as `prove` does."""
+    arguments = (shared, scale, check is not None)
+    outcomes = await answered("load an adapter", llm.collective_rpc("headway_adapter", args=arguments))
+    judge(outcomes, names, check)
+
+
+def judge(
+    outcomes: Sequence[tuple[str, tuple[bytes, bytes] | None]], names: tuple[str, ...], check: Check | None
+) -> None:
+    """Raise WeightSyncError if a process could not take what it was given, and whatever `check` raises."""
     for failure, _ in outcomes:
         if failure:
             raise WeightSyncError(f"vLLM failed to load the new weights: {failure}")

@@ -23,11 +23,13 @@ from broker.errors import HeadwayError, NoRoomError, WeightSyncError
 from broker.schema import Experts, WeightVersion
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines.base import Check, Chunk, GenerationRequest, NamedTensors, Parts
+from rollout_workers.engines.placing.adapters import wanted_adapter
 from rollout_workers.engines.placing.names import renamed, tied_head, wanted_tensors
 from rollout_workers.engines.placing.shared_tensors import Handover
 
+from .adapters import adapter_request
 from .arrival import Arrival
-from .calls import Load, answered, loading, prove, sleep, vllm_errors, wake
+from .calls import Load, answered, load_adapter, loading, prove, sleep, vllm_errors, wake
 from .chunks import VersionStarts, ending, sampling, split
 from .experts import RoutedLayers, new_rows, take
 
@@ -48,8 +50,11 @@ class VllmEngine:
         shapes: torch.nn.Module,
         processes: set[BaseProcess],
         routed: RoutedLayers | None = None,
+        *,
+        takes_adapters: bool = False,
     ) -> None:
-        """`routed`: the layers whose chosen experts vLLM reports; None: it reports none."""
+        """`routed`: the layers whose chosen experts vLLM reports; None: it reports none. `takes_adapters`: whether vLLM
+        was started to."""
         self.capacity = config.max_concurrent
         self._llm = llm
         self._processes = processes
@@ -64,6 +69,10 @@ class VllmEngine:
         self._handover = Handover(functools.partial(wanted_tensors, shapes))
         self._given: tuple[str, ...] = ()
         """The names of a whole version's tensors; a version in parts has the same, in any order."""
+        self._takes_adapters = takes_adapters
+        self._adapter: Any = None
+        """The name by which every request asks for the adapter, once there is one."""
+        self._handover_of_adapter = Handover(functools.partial(wanted_adapter, dict(shapes.named_modules())))
         self._handover_of_parts = Handover(functools.partial(renamed, tied_head(shapes)))
         self._swaps = 0
         """Swaps until now. They salt the prefix cache: no request uses what was cached before the swap that preceded
@@ -103,6 +112,45 @@ class VllmEngine:
                     self._given = given.names
                     await load(given.shared, True)
 
+    async def load_base(self, tensors: NamedTensors, *, check: Check | None = None) -> None:
+        """See AdaptedEngine."""
+        self._check_takes_adapters()
+        async with self._swapping:
+            with ExitStack() as until_loaded:
+                given = await asyncio.to_thread(until_loaded.enter_context, self._handover.of(tensors))
+                async with self._paused(keep_cache=False) as load:
+                    self._given = given.names
+                    await load(given.shared, True)
+            await prove(self._llm, self._given, check)
+
+    async def swap_adapter(
+        self,
+        version: WeightVersion,
+        tensors: NamedTensors,
+        scale: float,
+        *,
+        keep_cache: bool = False,
+        check: Check | None = None,
+    ) -> None:
+        """See AdaptedEngine, and `swap_weights`. vLLM holds a single adapter, with which it computes every request."""
+        self._check_takes_adapters()
+        async with self._swapping:
+            with ExitStack() as until_loaded:
+                given = await asyncio.to_thread(until_loaded.enter_context, self._handover_of_adapter.of(tensors))
+                await self._pause(keep_cache)
+                await load_adapter(self._llm, given.shared, scale, given.names, check)
+            self._adapter = adapter_request()
+            await self._go_on(version)
+
+    def _check_takes_adapters(self) -> None:
+        if self._llm is None:
+            raise HeadwayError("the engine was closed")
+        if not self._takes_adapters:
+            raise WeightSyncError(
+                "vLLM was started without adapters, and the run's versions are adapters: set weights.adapter=merged, or"
+                " start the worker with the run's own configuration"
+            )
+
     async def swap_in_parts(
         self, version: WeightVersion, parts: Parts, *, keep_cache: bool = False, check: Check | None = None
     ) -> None:
@@ -127,21 +175,30 @@ class VllmEngine:
         if self._llm is None:
             raise HeadwayError("the engine was closed")
         async with self._swapping:
+            if self._adapter is not None:
+                raise WeightSyncError("this engine's requests are computed with an adapter: give it adapters alone")
             yield
             await prove(self._llm, self._given, check)
-            self._version = version
-            self._swaps += 1
-            for collector, starts in self._running.items():
-                starts.append((version, self._sampled(collector)))
-            await answered("resume", self._llm.resume_generation())
+            await self._go_on(version)
+
+    async def _go_on(self, version: WeightVersion) -> None:
+        """Generate with what was proved, which is this version."""
+        self._version = version
+        self._swaps += 1
+        for collector, starts in self._running.items():
+            starts.append((version, self._sampled(collector)))
+        await answered("resume", self._llm.resume_generation())
 
     @asynccontextmanager
     async def _paused(self, keep_cache: bool) -> AsyncIterator[Load]:
         """Pause vLLM and yield the function that loads. The pause lasts until a swap has succeeded."""
-        await answered("pause for new weights", self._llm.pause_generation(mode="keep", clear_cache=not keep_cache))
-        await answered("hand over what it sampled with", self._arrival.of_everything())
+        await self._pause(keep_cache)
         async with loading(self._llm) as load:
             yield load
+
+    async def _pause(self, keep_cache: bool) -> None:
+        await answered("pause for new weights", self._llm.pause_generation(mode="keep", clear_cache=not keep_cache))
+        await answered("hand over what it sampled with", self._arrival.of_everything())
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """See Engine. The sequence must be one token shorter than the longest, since vLLM insists on generating one."""
@@ -191,7 +248,7 @@ class VllmEngine:
         collector, finished = None, False
         try:
             salted = {"prompt_token_ids": prompt, "cache_salt": str(self._swaps)}
-            collector = await self._llm.add_request(request_id, salted, params)
+            collector = await self._llm.add_request(request_id, salted, params, lora_request=self._adapter)
             # A request that is added during a swap waits for the new weights; `swap_weights` appends their version.
             starts = self._running[collector] = [(self._version, 0)]
             routed = self._gathered_experts(collector)

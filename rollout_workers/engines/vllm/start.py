@@ -15,6 +15,7 @@ from rollout_workers.config import EngineConfig
 from rollout_workers.engines.gpus import gpus_of, starting_alone
 
 from .abilities import VLLM
+from .adapters import engine_arguments as arguments_for_adapters
 from .engine import VllmEngine
 from .experts import engine_arguments as arguments_for_experts
 from .experts import routed_layers
@@ -83,7 +84,13 @@ def engine_arguments(
 
 
 def open_vllm(
-    config: EngineConfig, model_dir: Path, *, seed: int, tells_experts: bool = False, sleeps: bool = False
+    config: EngineConfig,
+    model_dir: Path,
+    *,
+    seed: int,
+    tells_experts: bool = False,
+    sleeps: bool = False,
+    adapter_rank: int = 0,
 ) -> VllmEngine:
     """Start vLLM on the config.json in `model_dir`, with random weights. An event loop must be running."""
     prepare_environment(config.threads)
@@ -97,6 +104,7 @@ def open_vllm(
         shapes = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir, trust_remote_code=False))
     check_head_dim(shapes.config)
     arguments = engine_arguments(config, model_dir, type(shapes).__name__, seed, sleeps=sleeps)
+    arguments |= arguments_for_adapters(adapter_rank, shapes)
     routed = None
     if tells_experts:
         routed = routed_layers(shapes)
@@ -104,7 +112,7 @@ def open_vllm(
     others = set(active_children())
     with starting_alone(measured_gpus(arguments, gpus_of(config, VLLM.abilities))):
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-    return VllmEngine(llm, config, shapes, set(active_children()) - others, routed)
+    return VllmEngine(llm, config, shapes, set(active_children()) - others, routed, takes_adapters=adapter_rank > 0)
 
 
 def measured_gpus(arguments: Mapping[str, Any], count: int) -> list[str]:

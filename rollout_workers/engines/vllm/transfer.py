@@ -7,7 +7,7 @@ takes them for its own. So this module raises nothing, and the engine asks for t
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +87,11 @@ class HeadwayTransfer(WeightTransferEngine[Nothing, ArrivedWeights]):
             self._loading.load_part(tensors)
         if not current_platform.is_cpu():
             torch.cuda.synchronize()
+
+    def mapped(self, shared: bytes) -> Mapping[str, torch.Tensor]:
+        """Return the tensors that `Handover` gave. The sender may overwrite them once the call that needs them has
+        returned."""
+        return self._mapped.tensors(shared)
 
     def held(self) -> Held | None:
         """Return what this process holds of every published tensor; None if that is not known."""

@@ -1,0 +1,43 @@
+"""Checks that tensors are an adapter of a model, before an engine changes anything.
+
+R rank, I input features, O output features, E experts.
+"""
+
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from broker.errors import WeightSyncError
+from rollout_workers.engines.base import NamedTensors
+
+FACTOR_NAME = re.compile(r"(?P<module>.+)\.(?P<weight>gate_up_proj_|down_proj_|)lora_(?P<factor>[AB])")
+"""The name of A or B: the module that holds the weight, the weight's name if it is that of experts, the factor."""
+
+
+def check_adapter(modules: Mapping[str, nn.Module], tensors: NamedTensors) -> None:
+    """Raise WeightSyncError unless `tensors` are whole changes of weights of these modules: A [R, I] and B [O, R] of
+    each, with E before these for experts."""
+    given = {name: tensor.shape for name, tensor in tensors}
+    for name, shape in given.items():
+        match = FACTOR_NAME.fullmatch(name)
+        module = modules.get(match["module"]) if match else None
+        if match is None or module is None:
+            raise WeightSyncError(f"the engine's model has no place for {name} of an adapter")
+        weight: torch.Tensor | None = getattr(module, match["weight"].rstrip("_") or "weight", None)
+        first, second = (given.get(f"{name[:-1]}{factor}") for factor in "AB")
+        if weight is None or first is None or second is None:
+            raise WeightSyncError(f"{name} is half of an adapter, or has no weight to change")
+        *outer, rows, columns = weight.shape
+        rank = second[-1]
+        if (tuple(first), tuple(second)) != ((*outer, rank, columns), (*outer, rows, rank)):
+            raise WeightSyncError(
+                f"{name} has shape {list(shape)}, which fits no change of a weight of shape {list(weight.shape)}"
+            )
+
+
+def wanted_adapter(modules: Mapping[str, nn.Module], tensors: NamedTensors) -> NamedTensors:
+    """Return the tensors of an adapter. Raises WeightSyncError unless they are one of a model with these modules."""
+    check_adapter(modules, tensors)
+    return tensors

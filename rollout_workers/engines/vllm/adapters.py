@@ -1,0 +1,109 @@
+"""An adapter in one of vLLM's processes: it takes the place of the one before in vLLM's own LoRA buffers.
+
+Every request of the engine names the one adapter `NUMBER`, so running requests go on with the new one at a swap, as
+they do with whole weights. vLLM keys its prefix cache by an adapter's name, which never changes: the engine's salt, and
+the pause that clears the cache, tell versions apart.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from rollout_workers.engines.held import Held
+from weightsync.tensors.fingerprint import fingerprint
+
+NAME, NUMBER = "headway", 1
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The largest ranks for which vLLM can be started."""
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def engine_arguments(rank: int, shapes: nn.Module) -> dict[str, Any]:
+    """Return what vLLM is started with, to take adapters of this rank for the decoder's linear layers; nothing for 0.
+
+    An adapter of the head, even an empty one, cannot be computed for the tokens of a prompt, which `score` wants.
+    """
+    if not rank:
+        return {}
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    is_linear = (name for name, module in shapes.named_modules() if isinstance(module, nn.Linear))
+    layers = sorted({name.rpartition(".")[2] for name in is_linear if ".layers." in f".{name}"})
+    names = {"lora_target_modules": layers} if "lora_target_modules" in AsyncEngineArgs.__dataclass_fields__ else {}
+    return {
+        **names,
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_cpu_loras": 1,
+        "max_lora_rank": next(most for most in RANKS if most >= rank),
+    }
+
+
+def adapter_request() -> Any:
+    """Return what requests name the adapter by. Nothing is at its path: the adapter is there before any request."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(NAME, NUMBER, NAME)
+
+
+def take(lora: Any, tensors: Tensors, scale: float) -> None:
+    """Replace the adapter. `lora`: vLLM's manager in a worker process; generation must be paused. Raises vLLM's errors
+    for tensors that do not fit the model."""
+    from vllm.lora.peft_helper import PEFTHelper
+
+    manager, rank = lora._adapter_manager, next(iter(tensors.values())).shape[0]
+    named = {f"base_model.model.{name}.weight": tensor for name, tensor in _scaled(tensors, scale).items()}
+    targets = sorted({name.rpartition(".")[0].rpartition(".")[2] for name in tensors})
+    # A scale of 1: the factors have it already, so that what vLLM computes with can be told from them.
+    model = lora._lora_model_cls.from_lora_tensors(
+        NUMBER, named, PEFTHelper(rank, rank, targets), device="cpu", dtype=lora.lora_config.lora_dtype
+    )
+    manager.remove_adapter(NUMBER)
+    manager.add_adapter(model)
+    manager.activate_adapter(NUMBER)
+
+
+def held(lora: Any, tensors: Tensors, scale: float) -> Held | None:
+    """Return what vLLM's layers compute with of these tensors: their own fingerprints where its buffers have the same
+    bits, times the scale. None if the buffers have another number format."""
+    manager = lora._adapter_manager
+    if NUMBER not in manager.lora_index_to_id:
+        return Held.of({})
+    slot, found = manager.lora_index_to_id.index(NUMBER), {}
+    for name, expected in _scaled(tensors, scale).items():
+        read = _buffer(manager, slot, name, expected.shape)
+        if read is None:
+            continue
+        if read.dtype != expected.dtype:
+            return None
+        is_equal = torch.equal(read, expected.to(read.device))
+        found[name] = fingerprint(tensors[name] if is_equal else read.contiguous()), read.numel()
+    missing = {name: (0, 0) for name in tensors if name not in found}
+    return Held.of({name: (found | missing)[name] for name in tensors})
+
+
+def _scaled(tensors: Tensors, scale: float) -> dict[str, torch.Tensor]:
+    """Return A, and scale * B, in memory of their own on the CPU: what is given may be overwritten."""
+    return {
+        name: (tensor.cpu() * scale).to(tensor.dtype) if name.endswith("lora_B") else tensor.cpu().clone()
+        for name, tensor in tensors.items()
+    }
+
+
+def _buffer(manager: Any, slot: int, name: str, shape: torch.Size) -> torch.Tensor | None:
+    """Return the part of vLLM's buffers that holds a factor; None if it has none of the name."""
+    module, _, factor = name.rpartition(".")
+    places = {module: (module, 0)}
+    for packed, parts in manager.packed_modules.items():  # such as q_proj, k_proj and v_proj in qkv_proj
+        places |= {part: (packed, number) for number, part in enumerate(parts)}
+    packed, number = places[module]
+    layer = manager.modules.get(packed)
+    if layer is None:
+        return None
+    stacked = layer.lora_a_stacked if factor == "lora_A" else layer.lora_b_stacked
+    rows, columns = shape
+    read: torch.Tensor = stacked[number][slot, 0, :rows, :columns]
+    return read
