@@ -18,6 +18,7 @@ PYTEST_OPTIONS ?= -n 3 --dist loadfile --no-loadscope-reorder
 RERUN ?= --reruns 1 -raR
 SEED ?= 0
 MINUTES ?= 3
+TASK ?= short
 
 # Debian has all of these but kubectl: packages prometheus, shellcheck, munge, slurm-wlm, redis-tools and chromium.
 EXTERN_TOOLS := promtool prometheus shellcheck munged slurmctld slurmd sbatch srun scontrol redis-cli chromium kubectl
@@ -83,8 +84,8 @@ parity: install-dev  ## every layout of both backends against plain transformers
 peer-losses: $(PEERS)/.installed  ## every loss against verl's and TRL's own code, in an environment of its own
 	@$(PEERS)/bin/python -W ignore -m benchmarks.peer_losses
 
-race: $(PEERS)/.installed  ## Headway against TRL's GRPO trainer: samples a second and pass rates (ROUNDS=1, minutes)
-	@$(BIN)/python -m benchmarks.peers --output build/race --rounds $(or $(ROUNDS),1) --python $(PEERS)/bin/python
+race: $(PEERS)/.installed  ## Headway against TRL's GRPO trainer: samples a second and pass rates (ROUNDS=1, TASK=short, minutes)
+	@$(BIN)/python -m benchmarks.peers --task $(TASK) --output build/race/$(TASK) --rounds $(or $(ROUNDS),1) --python $(PEERS)/bin/python
 
 bench-broker: $(BENCH)/.installed  ## the broker against Streams, ZeroMQ, Ray queues and others: figures and whether targets are met
 	@$(BENCH)/bin/python -m benchmarks.broker

@@ -3,20 +3,23 @@
 import os
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from benchmarks.peers import comparison, contestants, of_headway
 from benchmarks.peers.figures import Figures, Step, figures_of
 from benchmarks.peers.of_trl import Clock, TrlSetting, Verifier, config_of, prompts_of, row_of
-from benchmarks.peers.race import Race
+from benchmarks.peers.race import LONG_TAILED, TASKS, Race
 from broker.errors import ConfigError
 from broker.schema import WorkerInfo
 from deploy.recipe.loading import load_recipe
 from deploy.run.events import HeartbeatEvent, StepEvent
+from learner.data.examples import open_examples
 from learner.data.prompts import open_source
 from learner.models.model import load_model, load_tokenizer
 from tests.deploy.runs import bare_metrics, open_record, run_status, worker
@@ -53,6 +56,26 @@ def test_on_a_gpu_both_generate_with_vllm(race: Race) -> None:
     recipe, trl = on_gpu.load(), config_of(on_gpu, TrlSetting(), "/m")
     assert (recipe.engine.kind, recipe.engine.device, recipe.learner.device) == ("vllm", "cuda", "cuda")
     assert (trl["use_vllm"], trl["vllm_mode"], trl["use_cpu"]) == (True, "colocate", False)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_is_a_race_on_every_device(tmp_path: Path, task: str, device: Any) -> None:
+    recipe, overrides = msgspec.structs.astuple(TASKS[task][device])
+    loaded = race_in(tmp_path, *overrides, recipe=recipe, device=device).load()
+    assert loaded.warm_up
+    assert loaded.evaluation.prompts >= 256
+
+
+def test_a_long_tailed_task_has_responses_many_times_as_long_as_most(tmp_path: Path) -> None:
+    task = TASKS[LONG_TAILED]["cpu"]
+    recipe = race_in(tmp_path, *task.overrides, recipe=task.recipe).load()
+    examples = islice(open_examples(recipe.warm_up[0], recipe.run.seed), 2000)
+    tokens = np.array([len(example.response) + 1 for example in examples])  # and the end of the text
+    assert (np.median(tokens), tokens.max()) == (16, recipe.sampling.max_new_tokens - 12)
+    prompts = open_source(recipe.prompts, recipe.run.seed)
+    longest = max(len(str(prompts.train(0, at).content)) for at in range(2000))
+    assert longest + recipe.sampling.max_new_tokens <= recipe.engine.max_model_len
 
 
 def test_trl_trains_as_many_samples_in_as_many_updates_at_the_same_rate(race: Race) -> None:

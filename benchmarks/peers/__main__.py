@@ -1,8 +1,9 @@
 """python -m benchmarks.peers --output DIR [--python .venv/peers/bin/python] [--rounds 1]
-       [--of headway,trl-1-thread,...] [--recipe arithmetic.yaml] [--device cpu|cuda] [key=value ...]
+       [--of headway,trl-1-thread,...] [--task short|long-tailed] [--device cpu|cuda] [key=value ...]
 
-Headway and TRL train the recipe's model on its task, from the same warmed-up weights; `key=value` are overrides of the
-recipe for both. TRL races with each of its settings, and the best of them counts. In every round each contestant runs
+Headway and TRL train the task's model, from the same warmed-up weights. A task is a recipe for each device (`race.py`);
+`--recipe` names another one, and `key=value` are overrides of it for both. Responses of the task `long-tailed` spread
+widely in their lengths: a few are many times as long as most. TRL races with each of its settings, and the best of them counts. In every round each contestant runs
 once, in turn, and its median run counts. A warm-up that has ended is not made again: give the same output to go on.
 With `--device cuda` both generate with vLLM on one GPU. Progress goes to standard error; the last line is one JSON
 object. The exit code is 1 if a run failed; targets that are missed stand in "met".
@@ -20,15 +21,16 @@ import msgspec
 from . import contestants
 from .comparison import compared
 from .figures import Figures
-from .race import Race
+from .race import SHORT, TASKS, Race, Task
 
 
 def main() -> int:
     """Return the exit code: 1 if a run failed."""
     options = _parse()
+    task = Task(options.recipe) if options.recipe else TASKS[options.task][options.device]
     race = Race(
-        recipe=options.recipe,
-        overrides=tuple(options.overrides),
+        recipe=task.recipe,
+        overrides=(*task.overrides, *options.overrides),
         output=str(options.output.absolute()),
         device=options.device,
     )
@@ -48,7 +50,7 @@ def main() -> int:
             rounds[name].append(figures)
             _tell(json.dumps({name: msgspec.to_builtins(figures)}))
     tried = {name: msgspec.to_builtins(setting) for name, setting in contestants.TRL.items() if name in options.of}
-    about = {"recipe": options.recipe, "overrides": race.all_overrides, "device": options.device, "tried_of_trl": tried}
+    about = {"recipe": race.recipe, "overrides": race.all_overrides, "device": options.device, "tried_of_trl": tried}
     print(json.dumps({**about, **compared(rounds, before), "load": os.getloadavg()[0], "failed": failed}))
     return int(bool(failed))
 
@@ -60,7 +62,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the recipe, such as learner.steps=20")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--python", type=Path, default=Path(".venv/peers/bin/python"), help="an interpreter with TRL")
-    parser.add_argument("--recipe", default="arithmetic.yaml")
+    parser.add_argument("--task", choices=TASKS, default=SHORT)
+    parser.add_argument("--recipe", help="in the place of the task's")
     parser.add_argument(
         "--of",
         type=_names,

@@ -1,4 +1,4 @@
-"""The definition of the race, which both drivers read: a recipe of Headway with overrides, and its warmed-up model."""
+"""The definition of the race, which all drivers read: a recipe of Headway with overrides, and its warmed-up model."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,8 +24,32 @@ SETTINGS = {
 }
 """Headway's own settings by device. On CPUs each of two workers has half of a step in its engine; on a GPU learner and
 engine share it, and the engine has the share of its memory that TRL leaves to its own by default."""
+SHORT, LONG_TAILED = "short", "long-tailed"
 GRPO = ("group_mean_std", "ppo_clip", "token_mean")
 """The composition that both have: the preset `grpo`, TRL's `loss_type="dapo"`."""
+
+
+class Task(msgspec.Struct, frozen=True):
+    """What is learned: a recipe, and what of it is not as the race needs it."""
+
+    recipe: str
+    overrides: tuple[str, ...] = ()
+
+
+TASKS = {
+    SHORT: {
+        "cpu": Task("arithmetic.yaml"),
+        "cuda": Task("smollm2-reasoning-gym.yaml", ("algorithm.corrections=[]",)),
+    },
+    LONG_TAILED: {
+        "cpu": Task(str(Path(__file__).with_name("long_tailed.yaml"))),
+        "cuda": Task(
+            str(Path(__file__).parents[1] / "long_tailed.yaml"),
+            ("algorithm.corrections=[]", "learner.steps=40", "evaluation.prompts=256"),
+        ),
+    },
+}
+"""The recipe of each task on each device."""
 
 
 class Race(msgspec.Struct, frozen=True, kw_only=True):
