@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from benchmarks.peers import comparison, contestants, of_headway
 from benchmarks.peers.figures import Figures, Step, figures_of
+from benchmarks.peers.gpu_idle import Look, idle, looking
 from benchmarks.peers.of_trl import Clock, TrlSetting, Verifier, config_of, prompts_of, row_of
 from benchmarks.peers.race import LONG_TAILED, TASKS, Race
 from broker.errors import ConfigError
@@ -52,17 +54,24 @@ def test_headway_runs_the_race_from_the_warmed_up_model(tmp_path: Path) -> None:
 
 
 def test_on_a_gpu_both_generate_with_vllm(race: Race) -> None:
-    on_gpu = msgspec.structs.replace(race, device="cuda")
+    on_gpu = msgspec.structs.replace(race, gpus=1)
     recipe, trl = on_gpu.load(), config_of(on_gpu, TrlSetting(), "/m")
     assert (recipe.engine.kind, recipe.engine.device, recipe.learner.device) == ("vllm", "cuda", "cuda")
     assert (trl["use_vllm"], trl["vllm_mode"], trl["use_cpu"]) == (True, "colocate", False)
 
 
+def test_on_two_gpus_headways_engines_have_one_and_each_process_of_trl_trains_half(race: Race) -> None:
+    on_two = msgspec.structs.replace(race, gpus=2)
+    recipe, trl = on_two.load(), config_of(on_two, TrlSetting(), "/m")
+    assert (recipe.learner.processes, set(recipe.workers.devices)) == (1, {1})
+    assert (trl["per_device_train_batch_size"], trl["steps_per_generation"]) == (16, 1)
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("task", TASKS)
-def test_every_task_is_a_race_on_every_device(tmp_path: Path, task: str, device: Any) -> None:
+def test_every_task_is_a_race_on_every_device(tmp_path: Path, task: str, device: str) -> None:
     recipe, overrides = msgspec.structs.astuple(TASKS[task][device])
-    loaded = race_in(tmp_path, *overrides, recipe=recipe, device=device).load()
+    loaded = race_in(tmp_path, *overrides, recipe=recipe, gpus=int(device == "cuda")).load()
     assert loaded.warm_up
     assert loaded.evaluation.prompts >= 256
 
@@ -106,7 +115,7 @@ def test_trls_model_reads_the_conversation_that_headways_reads(race: Race) -> No
 
 
 async def test_trls_samples_are_judged_by_headways_reward(race: Race) -> None:
-    tokenizer, clock = load_tokenizer(model_config("qwen3_moe")), Clock()
+    tokenizer, clock = load_tokenizer(model_config("qwen3_moe")), Clock(time.time())
     end, answers = tokenizer.eos_token_id, [tokenizer(text).input_ids for text in ("4*5=0#0", "4*5=0#1", "4*5=0#0")]
     responses = [[*answers[0], end], [*answers[1], end], answers[2]]  # right, wrong, cut off
     columns = {"ground_truth": ["0"] * 3, "data_source": ["arithmetic"] * 3, "extra": ["{}"] * 3}
@@ -136,7 +145,7 @@ def test_first_steps_do_not_count_towards_speeds() -> None:
 
 
 def test_a_synchronous_trainer_pauses_generation_for_all_of_an_update() -> None:
-    clock = Clock()
+    clock = Clock(time.time())
     clock.steps, clock.generating_s = steps_of(10, 12, 14), [9.0, 0.5, 1.5]
     one = clock.figures(first=1)
     assert (one.engine_idle, one.pause_per_update_s) == (0.5, 1.0)
@@ -171,15 +180,42 @@ def test_the_median_run_is_compared_with_the_best_setting_of_trl() -> None:
     ours, slow, best = [ran(90, 0.9), ran(30, 0.95), ran(60, 0.93)], [ran(20, 0.99)], [ran(50, 0.95)]
     rounds = {"headway": ours, "trl-1-thread": slow, "trl-all-threads": best}
     one = comparison.compared(rounds, before=0.3)
-    assert (one["best_of_trl"], one["times_faster"], list(one["met"].values())) == (
+    assert (one["best_of_peers"], one["times_faster"], list(one["met"].values())) == (
         "trl-all-threads",
         1.2,
-        [False, True],
+        [False, True, True, True],
     )
     assert (one["headway"]["pass_rate"], one["samples_per_s"]["headway"]) == (0.93, [90, 30, 60])
     worse = comparison.compared({"headway": [ran(90, 0.8)], "trl-all-threads": best}, before=0.3)
-    assert list(worse["met"].values()) == [True, False]
+    assert list(worse["met"].values()) == [True, False, True, True]
     assert "met" not in comparison.compared({"headway": ours, "trl-1-thread": []}, before=0.3)
+
+
+def learned(*rewards: float, step_s: float, first_s: float) -> Figures:
+    ends = [first_s + step_s * at for at in range(len(rewards))]
+    steps = [
+        Step(end_s=end, samples=4, tokens=10, reward=reward, learner_idle_s=0.0)
+        for end, reward in zip(ends, rewards, strict=True)
+    ]
+    return figures_of(steps, engine_idle=None, pause_per_update_s=None)
+
+
+def test_rewards_are_compared_after_equal_samples_and_after_equal_seconds() -> None:
+    ours = learned(*[0.1] * 5, *[0.6] * 5, step_s=1, first_s=3)  # its last step ends after 12 seconds
+    peer = learned(*[0.1] * 5, *[0.7] * 5, *[0.9] * 5, step_s=2, first_s=4)  # after 12 seconds five steps have ended
+    assert comparison.rewards_beside(ours, peer) == {"equal samples": (0.6, 0.7), "equal seconds": (0.6, 0.1)}
+    late = learned(0.5, 0.5, step_s=1, first_s=100)
+    one = comparison.compared({"headway": [ours], "trl-1-thread": [late]}, before=0.3)
+    assert one["reward_of_headway_and_peer"]["trl-1-thread"]["equal seconds"] == (0.6, None)
+    assert list(one["met"].values())[-2:] == [False, True]  # 0.1 against 0.5 after two steps; theirs have not ended
+
+
+def test_idle_time_of_gpus_is_of_the_steps_that_count() -> None:
+    seen: list[Look] = [(1.0, [100.0, 100.0]), (5.0, [20.0, 60.0]), (6.0, [40.0, 80.0]), (9.0, [0.0, 0.0])]
+    assert idle(seen, 4.0, 8.0) == [0.7, 0.3]
+    assert idle([(5.0, [])], 4.0, 8.0) is None  # a machine without nvidia-smi
+    with looking(0) as of_none:
+        assert of_none == []
 
 
 def test_without_trl_the_program_says_how_to_get_it(tmp_path: Path) -> None:

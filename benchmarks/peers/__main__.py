@@ -1,12 +1,18 @@
 """python -m benchmarks.peers --output DIR [--python .venv/peers/bin/python] [--rounds 1]
-       [--of headway,trl-1-thread,...] [--task short|long-tailed] [--device cpu|cuda] [key=value ...]
+       [--of headway,trl-1-thread,...] [--task short|long-tailed] [--gpus 0|1|2] [key=value ...]
 
-Headway and TRL train the task's model, from the same warmed-up weights. A task is a recipe for each device (`race.py`);
-`--recipe` names another one, and `key=value` are overrides of it for both. Responses of the task `long-tailed` spread
-widely in their lengths: a few are many times as long as most. TRL races with each of its settings, and the best of them counts. In every round each contestant runs
-once, in turn, and its median run counts. A warm-up that has ended is not made again: give the same output to go on.
-With `--device cuda` both generate with vLLM on one GPU. Progress goes to standard error; the last line is one JSON
-object. The exit code is 1 if a run failed; targets that are missed stand in "met".
+Headway and TRL train the task's model, from the same warmed-up weights. A task is a recipe, one for CPUs and one for
+GPUs (`race.py`); `--recipe` names another one, and `key=value` are overrides of it for both. Responses of the task
+`long-tailed` spread widely in their lengths: a few are many times as long as most. TRL races with each of its settings,
+and the best of them counts. In every round each contestant runs once, in turn, and its median run counts. A warm-up
+that has ended is not made again: give the same output to go on.
+
+With `--gpus 1` all generate with vLLM on the GPU where they train. Of two GPUs Headway's engines have the second one,
+and TRL trains and generates on both.
+
+Progress goes to standard error; the last line is one JSON object. Its "reward_of_headway_and_peer" has the mean rewards
+of the last five steps, Headway's first, once both had trained as many samples, and once both had taken as many seconds.
+The exit code is 1 if a run failed; targets that are missed stand in "met".
 """
 
 import argparse
@@ -19,20 +25,20 @@ from pathlib import Path
 import msgspec
 
 from . import contestants
-from .comparison import compared
+from .comparison import TARGET, TARGETS, compared
 from .figures import Figures
-from .race import SHORT, TASKS, Race, Task
+from .race import SETTINGS, SHORT, TASKS, Race, Task
 
 
 def main() -> int:
     """Return the exit code: 1 if a run failed."""
     options = _parse()
-    task = Task(options.recipe) if options.recipe else TASKS[options.task][options.device]
+    task = Task(options.recipe) if options.recipe else TASKS[options.task]["cuda" if options.gpus else "cpu"]
     race = Race(
         recipe=task.recipe,
         overrides=(*task.overrides, *options.overrides),
         output=str(options.output.absolute()),
-        device=options.device,
+        gpus=options.gpus,
     )
     race.load()  # refuses, before anything starts, what is no race
     contestants.warm_up(race, options.timeout_s)
@@ -50,8 +56,9 @@ def main() -> int:
             rounds[name].append(figures)
             _tell(json.dumps({name: msgspec.to_builtins(figures)}))
     tried = {name: msgspec.to_builtins(setting) for name, setting in contestants.TRL.items() if name in options.of}
-    about = {"recipe": race.recipe, "overrides": race.all_overrides, "device": options.device, "tried_of_trl": tried}
-    print(json.dumps({**about, **compared(rounds, before), "load": os.getloadavg()[0], "failed": failed}))
+    about = {"recipe": race.recipe, "overrides": race.all_overrides, "gpus": options.gpus, "tried_of_trl": tried}
+    target = TARGETS.get((options.gpus, options.task), TARGET)
+    print(json.dumps({**about, **compared(rounds, before, target), "load": os.getloadavg()[0], "failed": failed}))
     return int(bool(failed))
 
 
@@ -72,7 +79,7 @@ def _parse() -> argparse.Namespace:
         help=f"of {', '.join(contestants.NAMES)}; default: {','.join(contestants.DEFAULT)}",
     )
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--gpus", type=int, choices=SETTINGS, default=0, help="0: CPUs")
     parser.add_argument("--timeout-s", type=float, default=900.0, help="of one command")
     options = parser.parse_intermixed_args()
     if not options.python.exists() and set(options.of) & set(contestants.TRL):

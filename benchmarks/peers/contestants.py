@@ -7,6 +7,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,8 @@ from benchmarks.learns.parts import finish
 from deploy.run.stage_output import is_complete
 
 from . import of_headway
-from .figures import Figures
+from .figures import FIRST, Figures
+from .gpu_idle import idle, looking
 from .of_trl import TrlOrder, TrlSetting
 from .race import Race
 
@@ -49,14 +51,17 @@ def run(name: str, race: Race, python: Path, timeout_s: float) -> Figures:
 
     Raises CalledProcessError or TimeoutExpired, its output on stderr.
     """
-    before = _processor_s()
-    if name == of_headway.NAME:
-        figures, model = of_headway.drive(race, timeout_s)
-    else:
-        figures, model = _drive_trl(TRL[name], race, Path(race.output) / name, python, timeout_s)
+    before, began = _processor_s(), time.time()
+    with looking(race.gpus) as seen:
+        if name == of_headway.NAME:
+            figures, model = of_headway.drive(race, timeout_s)
+        else:
+            figures, model = _drive_trl(TRL[name], race, Path(race.output) / name, python, timeout_s)
     samples = len(figures.rewards) * race.samples_per_step
+    first = figures.ends_s[min(FIRST, len(figures.ends_s) - 1) - 1]
     return msgspec.structs.replace(
         figures,
+        gpu_idle=idle(seen, began + first, began + figures.ends_s[-1]),
         processor_ms_per_sample=round(1000 * (_processor_s() - before) / samples, 2),
         pass_rate=pass_rate(race, model, timeout_s),
     )
@@ -78,14 +83,18 @@ def _drive_trl(
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
     order, result = directory / "order.json", directory / "figures.json"
-    order.write_bytes(msgspec.json.encode(TrlOrder(race=race, setting=setting, model=str(directory / "model"))))
-    command = (str(python), "-W", "ignore", "-m", f"{__package__}.of_trl", str(order), str(result))
+    model = directory / "model"
+    order.write_bytes(msgspec.json.encode(TrlOrder(race=race, setting=setting, model=str(model), began=time.time())))
+    command = [str(python), "-W", "ignore", "-m", f"{__package__}.of_trl", str(order), str(result)]
+    if race.gpus > 1:
+        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(race.gpus))
+        command[1:3] = launcher
     environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     if setting.threads:
         environment["OMP_NUM_THREADS"] = str(setting.threads)
     # This process's standard output has only one JSON object.
     subprocess.run(command, stdout=sys.stderr, check=True, timeout=timeout_s, env=environment)
-    return msgspec.json.decode(result.read_bytes(), type=Figures), directory / "model"
+    return msgspec.json.decode(result.read_bytes(), type=Figures), model
 
 
 def _processor_s() -> float:

@@ -1,18 +1,23 @@
 """The figures of one driver's run, computed in the same way for all from the times of its steps."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from statistics import fmean
 
 import msgspec
 
 FIRST = 5
 """The number of first steps that do not count towards speeds: engines start, and caches are cold."""
 
+LAST = 5
+"""The number of steps whose mean reward tells how far a run had come."""
+
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
     """One step of a driver's run."""
 
     end_s: float
-    """Seconds from the driver's start to the end of the step."""
+    """Seconds from the command's start to the end of the step."""
     samples: int
     tokens: int
     """Response tokens of these samples."""
@@ -25,6 +30,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """Measurements of a driver; speeds and shares are of the steps after the first ones."""
 
+    samples_per_step: float
     samples_per_s: float
     tokens_per_s: float
     response_tokens: float
@@ -37,19 +43,31 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     pause_per_update_s: float | None
     """Seconds for which an engine stands still for an update of its weights."""
     first_step_s: float
-    """Seconds from the driver's start to the end of the first step."""
+    """Seconds from the command's start to the end of the first step."""
     seconds: float
-    """Seconds from the driver's start to the end of the last step."""
+    """Seconds from the command's start to the end of the last step."""
+    gpu_idle: list[float] | None = None
+    """For each GPU, the share of the time in which no kernel ran; None on a CPU."""
     processor_ms_per_sample: float = 0.0
     """Milliseconds of all its processes' processor time for a sample, starts included."""
     rewards: list[float]
     """The mean reward of every step, by samples."""
     ends_s: list[float]
-    """The seconds at which these steps ended, from the driver's start."""
+    """The seconds at which these steps ended, from the command's start."""
     pass_rate: float | None = None
     """The share of held-out prompts that the saved model solves."""
     lag_mean: float = 0.0
     """The mean number of versions by which a sample's oldest token was behind the weights that it trained."""
+
+
+def reward_after(run: Figures, *, samples: float | None = None, seconds: float | None = None) -> float | None:
+    """Return the mean reward of the last steps within so many samples or seconds; None if none ended by then."""
+    ended = len(run.rewards)
+    if samples is not None:
+        ended = min(ended, int(samples / run.samples_per_step + 0.5))
+    if seconds is not None:
+        ended = min(ended, bisect_right(run.ends_s, seconds))
+    return round(fmean(run.rewards[max(0, ended - LAST) : ended]), 3) if ended else None
 
 
 def figures_of(
@@ -65,6 +83,7 @@ def figures_of(
     counted, seconds = steps[first:], steps[-1].end_s - steps[first - 1].end_s
     samples, tokens = sum(step.samples for step in counted), sum(step.tokens for step in counted)
     return Figures(
+        samples_per_step=round(samples / len(counted), 1),
         samples_per_s=round(samples / seconds, 1),
         tokens_per_s=round(tokens / seconds, 1),
         response_tokens=round(tokens / samples, 1),

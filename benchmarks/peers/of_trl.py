@@ -4,6 +4,7 @@ TRL's driver: its GRPOTrainer on the race's prompts, with the race's verifier, i
 generates with transformers on a CPU, with vLLM in its own process on a GPU. ORDER and RESULT are files of JSON.
 """
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -17,8 +18,6 @@ from deploy.recipe.recipe import Recipe
 
 from .figures import FIRST, Figures, Step, figures_of
 from .race import Race
-
-BEGAN = time.monotonic()
 
 
 class TrlSetting(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,19 +40,21 @@ class TrlOrder(msgspec.Struct, frozen=True, kw_only=True):
     setting: TrlSetting
     model: str
     """The directory where it saves its model."""
+    began: float
+    """The time of the clock at which its command started."""
 
 
 class Clock:
     """Notes when steps end, and what the verifier saw and the engine took in each of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, began: float) -> None:
+        self._began = began
         self.steps: list[Step] = []
         self.generating_s: list[float] = []
         """Seconds of each step in which samples were generated."""
         self._rewards: list[float] = []
         self._tokens = 0
         self._generating_s = 0.0
-        self._ended = time.monotonic()
 
     def add_samples(self, rewards: Sequence[float], responses: Sequence[Sequence[int]]) -> None:
         """Note the rewards and the tokens of responses."""
@@ -64,24 +65,20 @@ class Clock:
         """Note the time of a call that generated."""
         self._generating_s += seconds
 
-    def begin(self) -> None:
-        """Start the first step."""
-        self._ended = time.monotonic()
-
     def end_step(self) -> None:
-        """End a step: all that was noted since the last one is its own."""
-        now, samples = time.monotonic(), len(self._rewards)
+        """End a step: all that was noted since the last one is its own, by all processes."""
+        samples, tokens, rewards = summed(len(self._rewards), self._tokens, sum(self._rewards))
         self.steps.append(
             Step(
-                end_s=now - BEGAN,
-                samples=samples,
-                tokens=self._tokens,
-                reward=sum(self._rewards) / max(1, samples),
+                end_s=time.time() - self._began,
+                samples=round(samples),
+                tokens=round(tokens),
+                reward=rewards / max(1, samples),
                 learner_idle_s=self._generating_s,
             )
         )
         self.generating_s.append(self._generating_s)
-        self._rewards, self._tokens, self._generating_s, self._ended = [], 0, 0.0, now
+        self._rewards, self._tokens, self._generating_s = [], 0, 0.0
 
     def figures(self, first: int = FIRST) -> Figures:
         """Return the figures: while one part works the other one is idle, all of an update is the engine's pause."""
@@ -94,6 +91,19 @@ class Clock:
             pause_per_update_s=training_s / len(self.steps[first:]),
             first=first,
         )
+
+
+def summed(*values: float) -> list[float]:
+    """Return the sums of these values over all processes of the trainer."""
+    import torch
+    from torch import distributed
+
+    if not distributed.is_initialized():
+        return list(values)
+    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    distributed.all_reduce(total)
+    return [float(value) for value in total.tolist()]
 
 
 def prompts_of(recipe: Recipe, steps: int, tokenizer: Any) -> list[Prompt]:
@@ -119,12 +129,12 @@ def row_of(prompt: Prompt) -> dict[str, str]:
 def config_of(race: Race, setting: TrlSetting, directory: str) -> dict[str, Any]:
     """Return the arguments of GRPOConfig: the race's loss, optimizer and batch, and otherwise what is fastest."""
     recipe = race.load()
-    on_gpu, optimizer, updates = race.device == "cuda", recipe.optimizer, recipe.learner.updates_per_step
+    on_gpu, optimizer, updates = race.on_gpu, recipe.optimizer, recipe.learner.updates_per_step
     passes = updates * setting.micro_batches
     return {
         "output_dir": directory,
         "max_steps": recipe.learner.steps * updates,
-        "per_device_train_batch_size": race.samples_per_step // passes,
+        "per_device_train_batch_size": race.samples_per_step // (passes * max(1, race.gpus)),
         "gradient_accumulation_steps": setting.micro_batches,
         "steps_per_generation": passes,
         "num_generations": recipe.learner.group_size,
@@ -214,7 +224,7 @@ def run(order: TrlOrder) -> Figures:
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    recipe, model, clock = order.race.load(), order.race.model, Clock()
+    recipe, model, clock = order.race.load(), order.race.model, Clock(order.began)
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
     prompts = prompts_of(recipe, recipe.learner.steps, tokenizer)
     tokens = {prompt.text: list(prompt.token_ids) for prompt in prompts}
@@ -257,7 +267,8 @@ def main() -> None:
     """Make the ordered run, and write its figures."""
     order, result = map(Path, sys.argv[1:])
     figures = run(msgspec.json.decode(order.read_bytes(), type=TrlOrder))
-    result.write_bytes(msgspec.json.encode(figures))
+    if os.environ.get("RANK", "0") == "0":
+        result.write_bytes(msgspec.json.encode(figures))
 
 
 if __name__ == "__main__":

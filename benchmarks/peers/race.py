@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
@@ -11,19 +10,21 @@ from deploy.recipe.loading import load_recipe
 from deploy.recipe.recipe import Recipe
 from deploy.run.stage_output import SFT
 
+ON_GPU = ("learner.device=cuda", "engine.kind=vllm", "engine.device=cuda", "weights.transport=ipc")
 SETTINGS = {
-    "cpu": ("engine.max_concurrent=128",),
-    "cuda": (
-        "learner.device=cuda",
-        "engine.kind=vllm",
-        "engine.device=cuda",
-        "engine.options={gpu_memory_utilization: 0.3}",
-        "weights.transport=ipc",
-        "workers.count=1",
+    0: ("engine.max_concurrent=128",),
+    1: (*ON_GPU, "engine.options={gpu_memory_utilization: 0.3}", "workers.count=1"),
+    2: (
+        *ON_GPU,
+        "weights.staging=device",
+        "engine.options={gpu_memory_utilization: 0.05, kv_cache_memory_bytes: 8589934592}",
+        "workers.count=4",
+        "workers.devices=[1,1,1,1]",
     ),
 }
-"""Headway's own settings by device. On CPUs each of two workers has half of a step in its engine; on a GPU learner and
-engine share it, and the engine has the share of its memory that TRL leaves to its own by default."""
+"""Headway's own settings by the number of GPUs. On CPUs each of two workers has half of a step in its engine. On one
+GPU learner and engine share it, and the engine has the share of its memory that TRL leaves to its own by default. Of
+two GPUs the learner has one and four engines the other, as in benchmarks.asynchrony."""
 SHORT, LONG_TAILED = "short", "long-tailed"
 GRPO = ("group_mean_std", "ppo_clip", "token_mean")
 """The composition that both have: the preset `grpo`, TRL's `loss_type="dapo"`."""
@@ -49,7 +50,7 @@ TASKS = {
         ),
     },
 }
-"""The recipe of each task on each device."""
+"""The recipe of each task on CPUs and on GPUs."""
 
 
 class Race(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +61,13 @@ class Race(msgspec.Struct, frozen=True, kw_only=True):
     overrides: tuple[str, ...] = ()
     output: str
     """The absolute path of the directory of all models and runs."""
-    device: Literal["cpu", "cuda"] = "cpu"
+    gpus: int = 0
+    """The number of GPUs; 0 on a CPU."""
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it trains and generates on GPUs."""
+        return self.gpus > 0
 
     @property
     def model(self) -> Path:
@@ -70,7 +77,7 @@ class Race(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def all_overrides(self) -> tuple[str, ...]:
         """The overrides of the recipe, the user's last."""
-        return (*SETTINGS[self.device], *self.overrides)
+        return (*SETTINGS[self.gpus], *self.overrides)
 
     @property
     def samples_per_step(self) -> int:
