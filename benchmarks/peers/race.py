@@ -31,7 +31,7 @@ GRPO = ("group_mean_std", "ppo_clip", "token_mean")
 
 
 class Task(msgspec.Struct, frozen=True):
-    """What is learned: a recipe, and what of it is not as the race needs it."""
+    """A recipe, and overrides of what in it is not as the race needs it."""
 
     recipe: str
     overrides: tuple[str, ...] = ()
