@@ -29,6 +29,9 @@ WORKER_TAG = "HEADWAY_WORKER_TAG"
 """The variable with the end of a worker's name, by which its supervisor knows it among all workers."""
 WORKER_SESSION = "HEADWAY_WORKER_SESSION"
 """The variable with a worker's session, a secret by which its supervisor hands its leases back once it is dead."""
+AHEAD = "HEADWAY_AHEAD"
+"""The variable with the run's recipe on this machine, for workers that may open an engine before the learner is there.
+One that shares a GPU with the learner has none: an engine measures the memory that is free while it opens."""
 TAIL_LINES = 12
 ERROR_PREFIX = "Error: "
 """The start of the command line's one-paragraph errors. No other line of a log starts with it."""

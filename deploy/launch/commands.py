@@ -19,7 +19,7 @@ from rollout_workers.engines import abilities_of
 from rollout_workers.engines.gpus import gpus_of
 from rollout_workers.scorers.runtimes import gpus_of as gpus_of_runtime
 
-from .base import BROKER, Command, Resources
+from .base import AHEAD, BROKER, Command, Resources
 
 PYTHON = (sys.executable, "-m", "deploy", "--debug")
 
@@ -117,6 +117,8 @@ class WorkerCommand:
     """Workers are called PREFIX-NUMBER."""
     pool: str = MAIN
     """The pool's name."""
+    ahead: Path | None = None
+    """The run's recipe, if a worker may open its engine beside the learner that loads; see `AHEAD`."""
     role: ClassVar[str] = WORKER
     """The command of `headway` that runs one."""
 
@@ -132,7 +134,7 @@ class WorkerCommand:
             argv=(*PYTHON, self.role, "--name", name, *self.own_arguments()),
             log=self.logs / f"{name}.log",
             cwd=self.private / name,
-            environment=connection(self.url, self.run),
+            environment=connection(self.url, self.run) | ({AHEAD: str(self.ahead)} if self.ahead else {}),
             resources=Resources(threads=self.threads, gpus=self.gpus, devices=devices),
             farewell=self.private / f"{name}.farewell",
             role=self.role,

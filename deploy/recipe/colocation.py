@@ -90,6 +90,16 @@ def worker_gpus(recipe: Recipe, visible: str) -> list[str]:
     return [gpus if first in ("", *gpus.split(",")) else f"{gpus},{first}" for gpus in given]
 
 
+def has_own_devices(recipe: Recipe, visible: str) -> bool:
+    """Return whether no worker is on a GPU of the learner's, as far as the recipe and `visible` say."""
+    if recipe.run.is_colocated or recipe.learner.device == "cpu":
+        return not recipe.run.is_colocated
+    ranks = visible.split(",") if visible else [str(rank) for rank in range(recipe.learner.processes)]
+    given = {str(device) for device in recipe.workers.devices}
+    on_cpu = abilities_of(recipe.engine, roots_of(recipe)).follows_device and recipe.engine.device == "cpu"
+    return on_cpu or bool(given and given.isdisjoint(ranks[: recipe.learner.processes]))
+
+
 def _gpus_each(engine: Mapping[str, Any]) -> int:
     """Return the GPUs of an engine as it is written. Another check reports malformed ones."""
     options = engine.get("options")

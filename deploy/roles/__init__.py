@@ -7,7 +7,8 @@
     learner.py ─┬─ backend.py, engine.py          what a recipe asks for
                 ├─ evaluation.py, worker_evaluations.py
                 └─ observer.py                    what the loop reports ─► sinks, live figures
-    worker.py ──── asked.py                       ─► scorers
+    worker.py ─┬── ahead.py                       an engine that opens while the learner loads
+               └── asked.py                       ─► scorers
 
     with a trained model   export.py, adapter_export.py, export_check.py, chat.py, generating.py, generating_pool.py,
                            generating_workers.py, replay.py

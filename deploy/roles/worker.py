@@ -9,9 +9,8 @@ import signal
 import socket
 import tempfile
 import threading
-import zlib
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +29,7 @@ from deploy.recipe.loading import recipe_from_bytes, with_overrides
 from deploy.recipe.operators import check_stored
 from deploy.recipe.recipe import Recipe
 
+from .ahead import EngineAhead, open_worker_engine
 from .joining import drained_when_changed, fetch_config, or_drained
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ async def _run(
         asyncio.get_running_loop().add_signal_handler(number, drain.set)
     broker = await open_broker(url, run, session=session)
     try:
-        with tempfile.TemporaryDirectory(prefix="headway-worker-") as private:
-            stored = await or_drained(_fetch_config_and_libraries(broker), drain)
+        async with _private_directory(run, worker, overrides, allowed) as (private, ahead):
+            stored = await or_drained(_fetch_config(broker, ahead), drain)
             if stored is not None:
                 recipe = with_overrides(recipe_from_bytes(stored), overrides)
                 roots = check_stored(recipe, overrides, allowed)
@@ -76,7 +76,7 @@ async def _run(
                 broker.leases.storage.payload_shards = recipe.broker.payload_shards
                 broker.leases.storage.replicas = recipe.broker.replicas
                 async with drained_when_changed(broker, stored, drain, _workers_part):
-                    await _work(broker, recipe, worker, Path(private), drain, roots, grace_s / PARTS_OF_GRACE)
+                    await _work(broker, recipe, worker, private, drain, roots, ahead, grace_s / PARTS_OF_GRACE)
     except SchemaMismatchError as error:
         await _name(broker, worker, "version", f"{error} Restarting the worker cannot mend this.")
         raise
@@ -99,12 +99,30 @@ def _end_soon() -> None:
     timer.start()
 
 
-async def _fetch_config_and_libraries(broker: Broker) -> bytes:
-    """Fetch the configuration while the libraries are imported: importing torch takes seconds."""
-    libraries = asyncio.create_task(asyncio.to_thread(_import_libraries))
-    stored = await fetch_config(broker)
-    await libraries
-    return stored
+@asynccontextmanager
+async def _private_directory(
+    run: str, worker: str, overrides: Sequence[str], allowed: Sequence[str]
+) -> AsyncIterator[tuple[Path, EngineAhead]]:
+    """Yield a directory of this worker's own, and what may open an engine in it ahead of the learner."""
+    with tempfile.TemporaryDirectory(prefix="headway-worker-") as private:
+        ahead = EngineAhead(run, worker, overrides, allowed, Path(private))
+        try:
+            yield Path(private), ahead
+        finally:
+            await ahead.close()
+
+
+async def _fetch_config(broker: Broker, ahead: EngineAhead) -> bytes:
+    """Fetch the configuration. The libraries are imported meanwhile, which takes seconds, and if there is no
+    configuration then, an engine is opened."""
+    fetching = asyncio.create_task(fetch_config(broker))
+    try:
+        await asyncio.to_thread(_import_libraries)
+        if not fetching.done():
+            await ahead.open()
+        return await fetching
+    finally:
+        fetching.cancel()
 
 
 def _import_libraries() -> None:
@@ -142,14 +160,11 @@ async def _work(
     private: Path,
     drain: asyncio.Event,
     roots: ImportRoots,
+    ahead: EngineAhead,
     farewell_s: float = DRAIN_WORKER_S / PARTS_OF_GRACE,
 ) -> None:
     from deploy.observe.tracing import tracing_samples
-    from deploy.recipe.adapters import adapter_rank
-    from learner.config import ModelConfig
-    from learner.models.model import load_config
     from rollout_workers.decoding import load_decoding
-    from rollout_workers.engines import open_engine
     from rollout_workers.environments import open_environment
     from rollout_workers.model_files import fetch_model
     from rollout_workers.rewards import Unjudged, open_reward
@@ -166,16 +181,7 @@ async def _work(
     if is_colocated and not await or_drained(_may_open(broker, recipe, worker), drain):
         return
     with staying_awake(broker, worker) if is_colocated else nullcontext():
-        # vLLM wants the event loop's own thread.
-        engine = open_engine(
-            recipe.engine,
-            model,
-            seed=_seed(recipe, worker),
-            tells_experts=records_experts,
-            sleeps=is_colocated,
-            adapter_rank=adapter_rank(recipe, load_config(ModelConfig(path=str(model)))),
-            roots=roots,
-        )
+        engine = await ahead.taken(recipe, roots, model) or open_worker_engine(recipe, model, worker, roots)
     log.info("worker %s: engine %s is up", worker, recipe.engine.kind)
     gc.collect()
     gc.freeze()  # an engine's packages keep millions of objects for good, which would be examined ten times a second
@@ -236,8 +242,3 @@ async def _drain_when_asked(worker: "Worker", drain: asyncio.Event) -> None:
     await drain.wait()
     log.info("draining: leases go back to the broker")
     worker.request_drain()
-
-
-def _seed(recipe: Recipe, worker: str) -> int:
-    """Return the worker's seed. Workers must not sample the same tokens; the same worker name gives the same seed."""
-    return zlib.crc32(f"{recipe.run.seed}:{worker}".encode())

@@ -26,10 +26,11 @@ from broker.server.embedded import EmbeddedServer
 from broker.user_code.roots import ImportRoots
 from deploy.cli.main import answer
 from deploy.recipe.loading import recipe_from_bytes, recipe_to_bytes
+from deploy.roles.ahead import EngineAhead
 from deploy.roles.engine import PoolSettings
 from deploy.roles.generating_pool import run_name
 from deploy.roles.generating_workers import generation_recipe
-from deploy.roles.worker import _fetch_config_and_libraries, _work
+from deploy.roles.worker import _fetch_config, _work
 from deploy.run.answers import Answer, AnswerFile, AnswersError
 from deploy.run.trained import TrainedModel
 from rollout_workers.config import SamplingConfig
@@ -96,8 +97,9 @@ def worker_elsewhere(url: str, run: str, private: Path) -> Iterator[None]:
     async def work() -> None:
         broker = await open_broker(url, run)
         try:
-            recipe = recipe_from_bytes(await _fetch_config_and_libraries(broker))
-            await _work(broker, recipe, "elsewhere-0", private, asyncio.Event(), ImportRoots())
+            ahead = EngineAhead(run, "elsewhere-0", (), (), private)
+            recipe = recipe_from_bytes(await _fetch_config(broker, ahead))
+            await _work(broker, recipe, "elsewhere-0", private, asyncio.Event(), ImportRoots(), ahead)
         finally:
             await broker.close()
 

@@ -1,0 +1,130 @@
+"""A worker of `headway run` opens its engine while the learner still loads its model, instead of after it.
+
+    the run's directory ──recipe──► engine opens ──────────┐
+    learner loads, claims ──► configuration, model's files ─┴─► the same? yes: the worker goes on with this engine
+                                                                          no: it closes it and opens another one
+
+The broker alone decides what a worker works on: until it has said so, the engine has no weights and samples nothing.
+"""
+
+import asyncio
+import logging
+import os
+import zlib
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from broker.errors import HeadwayError
+from broker.user_code.roots import ImportRoots
+from deploy.launch.base import AHEAD
+from deploy.recipe.loading import load_recipe, with_overrides
+from deploy.recipe.operators import check_stored
+from deploy.recipe.recipe import Recipe
+from deploy.run.stage_output import after_stages
+
+if TYPE_CHECKING:
+    from rollout_workers.engines.base import Engine
+
+log = logging.getLogger(__name__)
+
+
+def open_worker_engine(recipe: Recipe, model: Path, worker: str, roots: ImportRoots) -> "Engine":
+    """Open the recipe's engine on the files in `model`. vLLM wants the event loop's own thread."""
+    from rollout_workers.engines import open_engine
+
+    return open_engine(
+        recipe.engine,
+        model,
+        seed=_seed(recipe, worker),
+        tells_experts=recipe.algorithm.router_replay,
+        sleeps=recipe.run.is_colocated,
+        adapter_rank=_adapter_rank(recipe, model),
+        roots=roots,
+    )
+
+
+@dataclass(frozen=True)
+class _Opened:
+    engine: "Engine"
+    settings: tuple[Any, ...]
+    model: Path
+
+
+class EngineAhead:
+    """The engine that a worker has opened before the learner claimed the run, if it could."""
+
+    def __init__(self, run: str, worker: str, overrides: Sequence[str], allowed: Sequence[str], private: Path) -> None:
+        self._run, self._worker = run, worker
+        self._overrides, self._allowed = overrides, allowed
+        self._directory = private / "ahead"
+        self._opened: _Opened | None = None
+
+    async def open(self) -> None:
+        """Open an engine, where the environment names the run's recipe. Raises HeadwayError if the engine cannot."""
+        path = os.environ.get(AHEAD)
+        if not path:
+            return
+        found = await asyncio.to_thread(self._prepared, path)
+        if found is not None:
+            recipe, roots = found
+            engine = open_worker_engine(recipe, self._directory, self._worker, roots)
+            self._opened = _Opened(engine, _settings(recipe, roots, self._directory), self._directory)
+            log.info("worker %s: engine %s is up; waiting for the learner", self._worker, recipe.engine.kind)
+
+    async def taken(self, recipe: Recipe, roots: ImportRoots, model: Path) -> "Engine | None":
+        """Return the engine if it is the one that would be opened for the run as the broker describes it; else close
+        it. The caller closes what it gets."""
+        opened = self._opened
+        if opened is None:
+            return None
+        if opened.settings != _settings(recipe, roots, model) or _contents(opened.model) != _contents(model):
+            log.warning("worker %s: the run is another one than its directory says; opening an engine", self._worker)
+            await self.close()
+            return None
+        self._opened = None
+        return opened.engine
+
+    async def close(self) -> None:
+        """Close an engine that was not taken. Idempotent."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            await opened.engine.close()
+
+    def _prepared(self, path: str) -> tuple[Recipe, ImportRoots] | None:
+        """Return the recipe, with the model's files written; None if that cannot be. Whatever is wrong with the recipe,
+        the learner will tell."""
+        from learner.models.model import load_config, load_tokenizer, model_files
+        from rollout_workers.model_files import write_model
+
+        with suppress(HeadwayError, OSError):
+            recipe = with_overrides(after_stages(load_recipe(path, (f"run.name='{self._run}'",))), self._overrides)
+            roots = check_stored(recipe, self._overrides, self._allowed)
+            write_model(model_files(load_config(recipe.model), load_tokenizer(recipe.model)), self._directory)
+            return recipe, roots
+        return None
+
+
+def _settings(recipe: Recipe, roots: ImportRoots, model: Path) -> tuple[Any, ...]:
+    """Return what decides which engine a worker opens, besides its name and the model's files."""
+    asked = recipe.algorithm.router_replay, recipe.run.is_colocated, _adapter_rank(recipe, model)
+    return recipe.engine, recipe.run.seed, *asked, roots
+
+
+def _adapter_rank(recipe: Recipe, model: Path) -> int:
+    from deploy.recipe.adapters import adapter_rank
+    from learner.config import ModelConfig
+    from learner.models.model import load_config
+
+    return adapter_rank(recipe, load_config(ModelConfig(path=str(model))))
+
+
+def _contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def _seed(recipe: Recipe, worker: str) -> int:
+    """Return the worker's seed. Workers must not sample the same tokens; the same worker name gives the same seed."""
+    return zlib.crc32(f"{recipe.run.seed}:{worker}".encode())

@@ -1,0 +1,101 @@
+"""A worker opens its engine before the learner has claimed the run, and goes on with it only if it is the run's own."""
+
+from pathlib import Path
+
+import pytest
+
+from broker.schema import ModelFiles
+from broker.user_code.roots import ImportRoots
+from deploy.launch.base import AHEAD
+from deploy.recipe.colocation import has_own_devices
+from deploy.recipe.loading import dump_recipe, load_recipe
+from deploy.recipe.recipe import Recipe
+from deploy.roles.ahead import EngineAhead
+from learner.models.model import load_config, load_tokenizer, model_files
+from rollout_workers.model_files import write_model
+
+WIDER = "model.random.config.moe_intermediate_size=32"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    """Put the recipe of a run where its workers look for it."""
+    found = load_recipe("arithmetic.yaml", (f"run.directory={tmp_path}", "run.name=r"))
+    (tmp_path / "config.yaml").write_text(dump_recipe(found))
+    monkeypatch.setenv(AHEAD, str(tmp_path / "config.yaml"))
+    return found
+
+
+def stored(recipe: Recipe, directory: Path) -> Path:
+    """Write the files that the recipe's learner stores in the broker, as a worker does that fetches them."""
+    files = model_files(load_config(recipe.model), load_tokenizer(recipe.model))
+    return write_model(ModelFiles(files=dict(files.files)), directory)
+
+
+def ahead(private: Path, *overrides: str) -> EngineAhead:
+    return EngineAhead("r", "host-0", overrides, (), private)
+
+
+async def test_the_worker_goes_on_with_the_engine_that_it_has_opened(recipe: Recipe, tmp_path: Path) -> None:
+    opened = ahead(tmp_path)
+    await opened.open()
+    engine = await opened.taken(recipe, ImportRoots(), stored(recipe, tmp_path / "model"))
+    assert engine is not None
+    assert engine.max_model_len == recipe.engine.max_model_len
+    await opened.close()  # the engine is the worker's now, and goes on
+    assert await opened.taken(recipe, ImportRoots(), tmp_path / "model") is None
+    assert len(await engine.score([1, 2])) == 1
+    await engine.close()
+
+
+@pytest.mark.parametrize("other", ["run.seed=5", "engine.max_concurrent=3", "engine.max_model_len=65", WIDER])
+async def test_an_engine_for_another_run_is_closed(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    opened = ahead(tmp_path)
+    await opened.open()
+    assert opened._opened is not None
+    closed: list[bool] = []
+    monkeypatch.setattr(type(opened._opened.engine), "close", _noting(closed))
+    now = load_recipe(tmp_path / "config.yaml", (other,))
+    assert await opened.taken(now, ImportRoots(), stored(now, tmp_path / "model")) is None
+    assert closed == [True]
+
+
+async def test_none_is_opened_without_a_recipe_or_with_one_that_is_wrong(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for text in ("run: {name: r}\nmodel: {path: /nowhere}", "nonsense: 1", "{"):
+        (tmp_path / "config.yaml").write_text(text)
+        opened = ahead(tmp_path)
+        await opened.open()
+        assert await opened.taken(recipe, ImportRoots(), tmp_path) is None
+    monkeypatch.delenv(AHEAD)
+    opened = ahead(tmp_path)
+    await opened.open()
+    assert await opened.taken(recipe, ImportRoots(), tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "visible", "is_so"),
+    [
+        ((), "", True),
+        (("learner.device=cuda",), "", False),
+        (("learner.device=cuda", "engine.device=cpu"), "", True),
+        (("learner.device=cuda", "workers.devices=[1,2]"), "", True),
+        (("learner.device=cuda", "workers.devices=[1,2]", "learner.processes=2"), "", False),
+        (("learner.device=cuda", "workers.devices=[1,2]"), "2,3", False),
+        (("learner.device=cuda", "workers.devices=[1,2]"), "3,1,2", True),
+        (("learner.device=cuda", "run.placement=colocated", "workers.count=1"), "", False),
+    ],
+)
+def test_no_engine_opens_beside_a_learner_on_its_gpu(overrides: tuple[str, ...], visible: str, is_so: bool) -> None:
+    recipe = load_recipe("arithmetic.yaml", ("engine.device=cuda", *overrides))
+    assert has_own_devices(recipe, visible) is is_so
+
+
+def _noting(closed: list[bool]) -> object:
+    async def close(self: object) -> None:
+        closed.append(True)
+
+    return close
