@@ -114,8 +114,8 @@ result:I (`passed reward tokens`).
 
 Fields of `scoring:request:NAME:ID`: frame (tokens; until it ends), bytes, since (when it was asked; server's clock),
 by (its asker: a living worker, '?' for others, '' for the learner), hold (the seconds for which a scorer may have it),
-tries (leases so far), token of its newest lease, leased (when), reason (why the last scorer gave it up), and once it
-has ended answered (float32 values) or failed (why).
+tries (leases so far), token of its newest lease (it begins with a digest of the scorer's session), leased (when),
+reason (why the last scorer gave it up), and once it has ended answered (float32 values) or failed (why).
 
 With `payload_shards` above 1, payloads and segments lie under `headway:{RUN/N}:` instead, so that a cluster spreads
 them over its nodes. Their names then begin with `N/`, scripts put names of blobs to be freed on the garbage list, and

@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from hashlib import sha1
 from typing import Literal
 
 import numpy as np
@@ -121,7 +122,7 @@ class Scoring:
         """Renews the leases in `held`, and leases up to `most` more requests of about `most_bytes` together, the
         longest asked first. A request that cannot be read is given up. A scorer that obeys another configuration than
         the run's gets none, and `Leases.recipe_changed` is set."""
-        token, recipe = secrets.token_hex(16), self._connection.recipe
+        token, recipe = _mark(self._connection.session) + secrets.token_hex(16), self._connection.recipe
         reason, lost, *granted = await self._connection.script(
             "score_lease", scorer, ttl_s, token, most, most_bytes, recipe, *_held(held), absent=[b"", []]
         )
@@ -157,8 +158,18 @@ class Scoring:
         """Takes a scorer process that stops on purpose off the list at once."""
         await self._connection.script("scorer", process, 1, b"", absent=None)
 
+    async def bury(self, session: str) -> int:
+        """Gives back at once what the scorer process with this session held, and returns how many requests those were.
+        The caller has seen that process end, and made its session: no other process knows that."""
+        return int(await self._connection.script("score_bury", session, absent=0))
+
     async def _release(self, scorer: str, held: Sequence[Argument], reason: str) -> None:
         await self._connection.script("score_release", scorer, reason, *held, absent=None)
+
+
+def _mark(session: str) -> str:
+    """Returns the beginning of the tokens of this session's leases. The session cannot be told from it."""
+    return sha1(session.encode(), usedforsecurity=False).hexdigest()[:16]
 
 
 def _held(leases: Sequence[ScoreLease]) -> list[Argument]:

@@ -5,8 +5,9 @@ turns of an episode (`broker.schema.Turn`).
 
 Promised: a swap turn is granted only while fewer than a share of the serving workers hold one, or no worker does. One
 that is not renewed ends at its deadline on the server's clock, even if its holder is gone, and any one ends after a
-minute. A worker that had one waits for those that ask and had none since. Tokens that name no serving worker hold up
-none. A worker serves from the heartbeat that says that it holds weights until it leaves, drains, or its heartbeats end.
+minute; that of a dead process ends at once where its supervisor says that it is dead (`Leases.bury`). A worker that had
+one waits for those that ask and had none since. Tokens that name no serving worker hold up none. A worker serves from
+the heartbeat that says that it holds weights until it leaves, drains, or its heartbeats end.
 
 Not promised: more order among the workers that ask; that a holder that slept past its deadline stops its swap before
 the next one begins; that a swap turn outlives the server. A worker that gets no answer swaps without one: swap turns

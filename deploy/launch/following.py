@@ -40,6 +40,41 @@ def following(url: str, run: str, pools: Sequence[Pool]) -> Iterator[None]:
         thread.join(timeout=TTL_S)
 
 
+@contextmanager
+def burying(url: str, run: str, pools: Sequence[Pool]) -> Iterator[None]:
+    """Hand back what the pools' dead processes held, in a thread, until the end of the block. The pools keep their
+    sizes."""
+    over = threading.Event()
+    thread = threading.Thread(target=_bury_all, args=(url, run, list(pools), over), name="burials", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(timeout=TTL_S)
+
+
+def _bury_all(url: str, run: str, pools: list[Pool], over: threading.Event) -> None:
+    """Connect only once a process has died, and for the time that its burial takes."""
+    is_over = False
+    while not is_over:
+        is_over = over.wait(REPORT_S)  # those that die at the very end are buried, too
+        if not any(pool.dead for pool in pools):
+            continue
+        with suppress(BrokerUnavailableError, ForeignRunError):  # else their leases expire
+            client = BlockingBroker(url, run)
+            try:
+                for pool in pools:
+                    _bury(client, pool)
+            except (BrokerUnavailableError, ForeignRunError):
+                raise
+            except HeadwayError as error:
+                log.warning("What a dead process held comes back only when it expires: %s", error)
+                return
+            finally:
+                _close(client)
+
+
 def _follow(url: str, run: str, pools: list[Pool], over: threading.Event) -> None:
     client: BlockingBroker | None = None
     end, judge, refused = RunEnd(PATIENCE_S), Judge(), dict[str, str]()
@@ -75,7 +110,8 @@ def _follow(url: str, run: str, pools: list[Pool], over: threading.Event) -> Non
 def _bury(client: BlockingBroker, pool: Pool) -> None:
     """Hand back what its dead processes held. One whose burial failed for want of a server stays for the next time."""
     while pool.dead:
-        client.call(client.broker.leases.bury(pool.dead[0]))
+        dead = pool.dead[0]
+        client.call((client.broker.scoring if dead.is_scorer else client.broker.leases).bury(dead.session))
         pool.dead.popleft()
 
 

@@ -7,10 +7,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import NamedTuple, Self
 
 from broker.schema import PoolInfo
 from deploy.recipe.pools import MAIN
+from deploy.recipe.ray_roles import SCORER
 from rollout_workers.health.rules import Verdict
 
 from .base import Command, Handle, Launcher
@@ -25,6 +26,14 @@ HEALTHY_S = 60.0
 """Seconds after which a living worker has recovered, so that its restarts are counted anew."""
 HEALED_S = 3600.0
 """Seconds after which a worker that its supervisor judges has recovered, so that verdicts are counted anew."""
+
+
+class Dead(NamedTuple):
+    """A process that has ended without handing its work back."""
+
+    session: str
+    is_scorer: bool
+    """Whether it held requests for scores, and not samples."""
 
 
 @dataclass
@@ -103,8 +112,8 @@ class Pool:
     """Workers that left by themselves since `wanted` changed, with their work handed back. They are not replaced."""
     is_run_over: bool = field(default=False, init=False)
     """Whether the run has ended, by the broker's record. Any thread may set it."""
-    dead: deque[str] = field(default_factory=lambda: deque(maxlen=MOST_DEAD), init=False)
-    """Sessions of processes that ended without handing their work back; another thread tells the broker of them."""
+    dead: deque[Dead] = field(default_factory=lambda: deque(maxlen=MOST_DEAD), init=False)
+    """Processes that ended without handing their work back; another thread tells the broker of them."""
     _ended: deque[tuple[str, float]] = field(default_factory=lambda: deque(maxlen=NAMED_AS_ENDED), init=False)
     """Tags of processes that ended, and when: others see at once that these workers are dead."""
 
@@ -159,8 +168,9 @@ class Pool:
                 yield slot
 
     def note_dead(self, slots: Iterable[Slot]) -> None:
-        """Keep the sessions of those processes that ended without handing their work back."""
-        self.dead += [slot.session for slot in slots if slot.child is not None and not slot.child.is_done()]
+        """Keep those processes that ended without handing their work back."""
+        ended = (slot for slot in slots if slot.child is not None and not slot.child.is_done())
+        self.dead += [Dead(slot.session, is_scorer=slot.command.role == SCORER) for slot in ended]
 
     @property
     def has_left(self) -> bool:

@@ -23,7 +23,7 @@ from broker.keys import check_pool_name, check_run_name, check_worker_name
 from deploy.launch.base import WORKER_SESSION, WORKER_TAG, Launcher
 from deploy.launch.commands import ScorerCommand, WorkerCommand, learner_command, sft_command
 from deploy.launch.farewell import say_farewell
-from deploy.launch.following import following
+from deploy.launch.following import burying, following
 from deploy.launch.local import check_rewind, forget, ping, program, run_stages, stop_notice
 from deploy.launch.pool import DRAIN_WORKER_S, Pool
 from deploy.launch.server_traits import check_traits
@@ -226,7 +226,8 @@ def run_scorer(url: str, run: str, scorer: str, name: str, overrides: Sequence[s
 
     tag = os.environ.get(WORKER_TAG) or secrets.token_hex(2)
     try:
-        score(url, run, check_worker_name(f"{_host()}-{name}-{tag}"), scorer, overrides)
+        session = os.environ.get(WORKER_SESSION, "")
+        score(url, run, check_worker_name(f"{_host()}-{name}-{tag}"), scorer, overrides, session)
     except (ForeignRunError, ConfigChangedError) as error:
         _start_anew(error)
     say_farewell()
@@ -275,7 +276,9 @@ def run_scorers(
             f"{count} scorer{'s' * (count != 1)} for run {run} at {without_password(url)}; logs in {logs}. Ctrl-C hands"
             " their work back and stops."
         )
-        return Supervisor([Pool(scorer or "scorers", count, command)]).run()
+        pools = [Pool(scorer or "scorers", count, command)]
+        with burying(url, run, pools):
+            return Supervisor(pools).run()
 
 
 def _host() -> str:

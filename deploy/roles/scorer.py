@@ -27,17 +27,18 @@ LOADING_S = 600.0
 log = logging.getLogger(__name__)
 
 
-def score(url: str, run: str, process: str, name: str, overrides: Sequence[str]) -> None:
+def score(url: str, run: str, process: str, name: str, overrides: Sequence[str], session: str = "") -> None:
     """Answer the requests for scorer `name` (empty: the run's only one) until the run is over, or until SIGTERM or
-    SIGINT drains this process. Raises HeadwayError."""
-    uvloop.run(_run(url, run, process, name, overrides))
+    SIGINT drains this process. `session`: the secret by which its supervisor can hand its requests back; empty: one of
+    its own. Raises HeadwayError."""
+    uvloop.run(_run(url, run, process, name, overrides, session))
 
 
-async def _run(url: str, run: str, process: str, name: str, overrides: Sequence[str]) -> None:
+async def _run(url: str, run: str, process: str, name: str, overrides: Sequence[str], session: str) -> None:
     drain = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, drain.set)
-    broker = await open_broker(url, run)
+    broker = await open_broker(url, run, session=session)
     try:
         stored = await or_drained(fetch_config(broker), drain)
         if stored is None:

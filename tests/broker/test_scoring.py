@@ -1,6 +1,7 @@
 """Each scoring request gets one answer, whichever process dies; nothing is kept for askers that are gone."""
 
 import asyncio
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -216,6 +217,34 @@ async def test_to_ask_again_changes_nothing_and_a_server_that_lost_all_says_so(r
     assert [one.name for one in await lease(run)] == [name]
 
 
+async def test_what_a_dead_scorer_held_goes_to_another_at_once_and_nothing_else_does(
+    run: Broker, other: Broker, auditor: Auditor
+) -> None:
+    names = await ask(run, 3)
+    dead, mine = await lease(other, 2), await lease(run)
+    for stranger in (run.session[:-1] + "x", "f" * 32, other.session[1:], ""):
+        with suppress(BrokerError):
+            assert await run.scoring.bury(stranger) == 0
+    assert await lease(run) == []
+    assert await run.scoring.bury(other.session) == 2
+    assert [one.name for one in await lease(run)] == names[:2]
+    assert await other.scoring.answer(QUALITY, [(dead[0], scores(1))]) == [AnswerOutcome.FENCED]
+    assert await run.scoring.answer(QUALITY, [(mine[0], scores(1))]) == [AnswerOutcome.ACCEPTED]
+    (queue,) = (await run.status.snapshot()).scoring
+    assert (queue.leased, queue.expired_leases) == (2, 2)
+    auditor.look().check()
+
+
+async def test_a_request_that_kills_every_scorer_fails(run: Broker, other: Broker) -> None:
+    (bad,) = await ask(run, 1)
+    for _ in range(MOST_TRIES):
+        assert [one.name for one in await lease(other)] == [bad]
+        assert await run.scoring.bury(other.session) == 1
+    assert await lease(run) == []
+    (found,) = await collect(run, bad)
+    assert (found.state, found.reason) == ("failed", "5 scorers had it, and the last of them died")
+
+
 async def test_scorers_of_several_names_get_their_own(run: Broker) -> None:
     (first,), (second,) = await ask(run, 1), await ask(run, 1, "teacher")
     assert [one.name for one in await lease(run, scorer="teacher")] == [second]
@@ -280,6 +309,9 @@ async def test_a_scorers_user_does_its_work_and_a_workers_user_does_not(
     ):
         with pytest.raises(BrokerError, match="may not do this"):
             await refused
+    for supervisor in (worker, scorer):  # with a worker's user in `headway run`, a scorer's in `headway scorers`
+        assert await supervisor.scoring.bury(scorer.session) == 1
+        (leased,) = await lease(scorer)
     assert await scorer.scoring.answer(QUALITY, [(leased, scores(1))]) == [AnswerOutcome.ACCEPTED]
     assert [one.state for one in await collect(worker, name)] == ["answered"]
     await scorer.scoring.leave(SCORER.process)

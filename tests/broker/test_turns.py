@@ -8,7 +8,7 @@ import sys
 import msgspec
 import pytest
 
-from broker import Broker
+from broker import Broker, open_broker
 from broker.errors import BrokerUnavailableError
 from broker.server.embedded import EmbeddedServer
 
@@ -166,6 +166,22 @@ async def test_a_stopped_holder_costs_its_deadline_only(broker: Broker) -> None:
         if holder.returncode is None:
             holder.kill()
             await holder.wait()
+
+
+async def test_a_dead_workers_turn_ends_at_once_and_no_other_one(broker: Broker, server: EmbeddedServer) -> None:
+    dead = await open_broker(server.url, broker.run)
+    await serve(broker, "w1", "w2")
+    await serve(dead, "w3", "w4")
+    assert await dead.swap_turns.take("w3:a", 0.5, LONG_S)
+    assert await broker.swap_turns.take("w1:a", 0.5, LONG_S)
+    assert not await broker.swap_turns.take("w2:a", 0.5, LONG_S)
+    assert await broker.leases.bury("f" * 32) == 0
+    assert not await broker.swap_turns.take("w2:a", 0.5, LONG_S)
+    assert await broker.leases.bury(dead.session) == 0
+    assert await broker.swap_turns.take("w2:a", 0.5, LONG_S)
+    assert await broker.swap_turns.renew("w1:a", LONG_S)
+    assert not await dead.swap_turns.renew("w3:a", LONG_S)
+    await dead.close()
 
 
 async def test_turns_leave_nothing_behind(broker: Broker) -> None:

@@ -6,6 +6,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +16,13 @@ from broker import BlockingBroker, Broker
 from broker.schema import PoolInfo, WeightVersion
 from broker.server.embedded import EmbeddedServer
 from deploy.launch.base import Command
-from deploy.launch.following import following
+from deploy.launch.following import burying, following
 from deploy.launch.pool import Pool
 from deploy.launch.processes import Child, LocalLauncher
 from deploy.launch.supervisor import Supervisor
+from deploy.recipe.ray_roles import SCORER
 from tests.broker.scenario import FRESH, begin, rules
+from tests.broker.test_scoring import QUALITY, ask, lease
 from tests.processes import children_left
 
 from .test_supervisor import FOREVER, drains, role
@@ -164,6 +168,31 @@ def test_a_killed_worker_hands_its_leases_back_before_they_expire_and_one_that_l
     assert claimed.call(claimed.broker.leases.bury(held[1].broker.session)) == 1
     for one in held:
         one.close()
+
+
+@pytest.mark.parametrize("burying_in", [following, burying])
+def test_a_killed_scorers_requests_go_to_another_before_their_leases_expire(
+    server: EmbeddedServer, run_name: str, tmp_path: Path, burying_in: Callable[..., AbstractContextManager[None]]
+) -> None:
+    client = BlockingBroker(server.url, run_name)
+    client.call(begin(client.broker, rules(0, scorers=QUALITY)))
+    pool = Pool("quality", 1, lambda number: replace(workers(tmp_path)(number), role=SCORER))
+    pool.resize(LocalLauncher(), print)
+    until((tmp_path / "w0.up").exists)
+    scorer = BlockingBroker(server.url, run_name, session=pool.slots[0].session)
+    names = client.call(ask(client.broker, 2))
+    assert len(scorer.call(lease(scorer.broker))) == 2
+    assert client.call(lease(client.broker)) == []
+    child = pool.slots[0].child
+    assert isinstance(child, Child)
+    with burying_in(server.url, run_name, [pool]):
+        os.kill(child.pid, signal.SIGKILL)
+        until(lambda: child.exit_code() is not None)
+        assert list(pool.gone(print)) == [pool.slots[0]]
+        until(lambda: not pool.dead)
+    assert [one.name for one in client.call(lease(client.broker))] == names
+    scorer.close()
+    client.close()
 
 
 def test_a_worker_that_does_not_leave_in_time_hands_back_what_it_held_as_its_supervisor_ends(
