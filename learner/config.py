@@ -146,6 +146,14 @@ class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             description="largest size in bytes of the experience log, from which steps are trained again; 0: no log",
         ),
     ] = 8 << 30
+    stage_every_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="seconds between checkpoints of a stage without workers, which it repeats at most when it is"
+            " killed; 0: it writes one after every step",
+        ),
+    ] = 60.0
 
 
 class SftPhaseConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

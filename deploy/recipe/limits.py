@@ -120,6 +120,7 @@ LIMITS = {
     "checkpoint.every_steps": _COUNT,
     "checkpoint.keep": Limit(1, 10_000, "each is a directory of several files"),
     "checkpoint.log_bytes": _BYTES,
+    "checkpoint.stage_every_s": _WAIT,
     "weights.broadcast_timeout_s": Limit(0.1, DAY_S, "it covers forming a group over a network, and sending"),
     "weights.bucket_bytes": Limit(1024, 1 << 36, "two buckets are held in memory"),
     "weights.poll_s": Limit(0.001, 60, "each is a message to the server, and who does not look stays behind"),

@@ -76,7 +76,7 @@ def fine_tune(recipe: Recipe, output: Path, *, console: Terminal, number: int = 
             ranks=ranks,
             tokenizer=tokenizer,
             renderer=Renderer(tokenizer, recipe.prompts.system_prompt),
-            checkpoints=StageCheckpoints(backend, ranks, output, identity),
+            checkpoints=StageCheckpoints(backend, ranks, output, identity, every_s=recipe.checkpoint.stage_every_s),
             seed=recipe.run.seed,
             micro_batch_tokens=recipe.learner.micro_batch_tokens,
             prefix_sharing=prefix_sharing_of(recipe.learner),

@@ -86,7 +86,7 @@ FREE = frozenset(
         "learner.layout": "tensor pipeline virtual_pipeline context expert expert_tensor",
         "learner.compute": "recompute offload_optimizer compile",
         "launcher": "kind options",
-        "checkpoint": "every_steps keep best asynchronous log_bytes",
+        "checkpoint": "every_steps keep best asynchronous log_bytes stage_every_s",
         "weights": "adapter transport staging broadcast_timeout_s bucket_bytes host ports tls poll_s swaps_at_once"
         " kv_policy follow delta_chain archive pull_bytes_per_s",
     }.items()

@@ -29,9 +29,6 @@ from learner.ranks import Ranks
 
 from .checkpoint_writer import CheckpointWriter
 
-EVERY_S = 60.0
-"""The time between checkpoints, which a killed stage repeats at most; a shorter stage writes none."""
-
 log = logging.getLogger(__name__)
 
 
@@ -43,10 +40,9 @@ def checkpoints_of(directory: Path) -> Path:
 class StageCheckpoints:
     """One stage's checkpoints. All calls are collective; a write that fails raises CheckpointError on every rank."""
 
-    def __init__(
-        self, backend: Backend, ranks: Ranks, directory: Path, identity: str, *, every_s: float = EVERY_S
-    ) -> None:
-        """`identity` stands for all that decides the stage's model; checkpoints of another identity are removed."""
+    def __init__(self, backend: Backend, ranks: Ranks, directory: Path, identity: str, *, every_s: float) -> None:
+        """`identity` stands for all that decides the stage's model; checkpoints of another identity are removed.
+        `every_s`: the seconds between checkpoints; a shorter stage writes none."""
         self._backend = backend
         self._ranks = ranks
         self._directory = directory

@@ -107,7 +107,8 @@ def test_a_worker_may_change_its_engine(recipe_path: Path) -> None:
         ),
         (
             "checkpoint.zzz=1",
-            "mine.yaml: unknown key checkpoint.zzz. Valid here: every_steps, keep, best, asynchronous, log_bytes.",
+            "mine.yaml: unknown key checkpoint.zzz. Valid here: every_steps, keep, best, asynchronous, log_bytes,"
+            " stage_every_s.",
         ),
         ("staleness.max_lag=-1", f"mine.yaml: staleness.max_lag is -1; expected an integer >= 0 {MAX_LAG}."),
         (

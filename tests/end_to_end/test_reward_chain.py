@@ -3,6 +3,7 @@
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from learner.objective.update import Updater
 from learner.ranks import Ranks
 from learner.stages.loop import TrainedStep
 from learner.stages.replay import replay
+from learner.stages.stage_checkpoints import checkpoints_of
 from tests.rollout_workers.reward_models import save_model
 
 from .recipes import write_recipe
@@ -79,17 +81,25 @@ def test_a_chain_that_is_killed_in_each_stage_ends_with_a_better_policy(terminal
 
 def test_stages_that_are_killed_on_megatron_leave_the_same_models(terminals: Terminals) -> None:
     home = terminals.directory("killed")
-    path = write_recipe(home, stages=_short_stages(), learner={"backend": "megatron"})
-    whole = terminals.open("whole", "run", path, "--until", "reward_model")
+    path = write_recipe(
+        home, stages=_short_stages(), learner={"backend": "megatron"}, checkpoint={"stage_every_s": 0.2}
+    )
+    whole = terminals.open("whole", "run", path, "--until", "dpo", "checkpoint.stage_every_s=60")
     run = home / "runs" / "tiny"
-    for stage, again in zip(STAGES, ((), ("--resume",)), strict=True):
-        _kill(terminals.open("killed", "run", path, *again), run / f"{stage}.metrics.jsonl", 5)
+    stages = (*STAGES, Path("stages", "3-dpo"))
+    for stage, again in zip(stages, ((), ("--resume",), ("--resume",)), strict=True):
+        _kill_once(terminals.open("killed", "run", path, *again), partial(_has_checkpoint, run / stage))
         assert not (run / stage).exists()
-    terminals.open("killed", "run", path, "--resume", "--until", "reward_model").succeeds()
+    terminals.open("killed", "run", path, "--resume", "--until", "dpo").succeeds()
     whole.succeeds()
-    for stage in STAGES:
+    for stage in stages:
         of_whole = whole.directory / "runs" / "tiny" / stage / "model.safetensors"
         assert (run / stage / of_whole.name).read_bytes() == of_whole.read_bytes(), stage
+
+
+def _has_checkpoint(stage: Path) -> bool:
+    """Whether the stage has trained some steps, and written a checkpoint from which it can go on."""
+    return _lines(Path(f"{stage}.metrics.jsonl")) >= 5 and any(checkpoints_of(stage).glob("*/step_*"))
 
 
 def _short_stages() -> list[dict[str, Any]]:
@@ -98,7 +108,8 @@ def _short_stages() -> list[dict[str, Any]]:
     phase = {"kind": "arithmetic", "options": task, "learning_rate": 1e-2, "batch_size": 8, "max_steps": LONG}
     pairs = {"kind": "arithmetic", "options": {**task, "records": 8 * LONG, "error_rate": 0.4, "skip_rate": 0.5}}
     scored = {"data": pairs, "batch_size": 8, "learning_rate": 3e-3}
-    return [{"kind": "sft", "phases": [phase]}, {"kind": "reward_model", "options": scored}, {"kind": "rl"}]
+    trained = [{"kind": kind, "options": scored} for kind in ("reward_model", "dpo")]
+    return [{"kind": "sft", "phases": [phase]}, *trained, {"kind": "rl"}]
 
 
 def test_ppo_on_megatron_computes_what_fsdp_computes_though_it_is_killed(terminals: Terminals) -> None:
@@ -143,7 +154,11 @@ def _replayed_by_fsdp(recipe: Recipe, run: Path) -> tuple[list[TrainedStep], Upd
 
 def _kill(terminal: Terminal, record: Path, steps: int) -> None:
     """Send SIGKILL to the command once the record has so many steps."""
-    _kill_once(terminal, lambda: record.exists() and len(record.read_text().splitlines()) >= steps)
+    _kill_once(terminal, lambda: _lines(record) >= steps)
+
+
+def _lines(record: Path) -> int:
+    return len(record.read_text().splitlines()) if record.exists() else 0
 
 
 def _kill_once(terminal: Terminal, is_due: Callable[[], bool]) -> None:

@@ -87,9 +87,9 @@ def test_it_goes_on_where_it_was(name: str, backend_kind: str, request: pytest.F
 
 def test_checkpoints_of_other_settings_are_not_gone_on_with(tmp_path: Path) -> None:
     backend = open_backend("fsdp", MODEL, OPTIMIZER, seed=3)
-    StageCheckpoints(backend, Ranks.of(backend), tmp_path / "sft", "before").keep(5, {"steps": 5})
-    assert StageCheckpoints(backend, Ranks.of(backend), tmp_path / "sft", "before").load() == {"steps": 5}
-    changed = StageCheckpoints(backend, Ranks.of(backend), tmp_path / "sft", "now")
+    StageCheckpoints(backend, Ranks.of(backend), tmp_path / "sft", "before", every_s=60.0).keep(5, {"steps": 5})
+    assert StageCheckpoints(backend, Ranks.of(backend), tmp_path / "sft", "before", every_s=60.0).load() == {"steps": 5}
+    changed = StageCheckpoints(backend, Ranks.of(backend), tmp_path / "sft", "now", every_s=60.0)
     assert changed.load() == {}
     changed.keep(1, {"steps": 1})
     assert changed.load() == {"steps": 1}
