@@ -32,6 +32,8 @@ __all__ = ["AppendOutcome", "AppendReply", "LeaseReply", "Leases", "NoMoreLeases
 
 _HEAD_BYTES = 256
 _NO_SEGMENT = -1
+_COPY = "copy"
+"""The beginning of the tokens of copies, see `lib_tokens.lua`."""
 
 log = logging.getLogger(__name__)
 
@@ -118,18 +120,11 @@ class Leases:
         QuarantinedError, ForeignRunError."""
         await self._submissions.note_server()
         held = self._held[worker]
-        state, reason, highest, *granted = await self._connection.script(
-            "lease",
-            version.incarnation,
-            version.step,
-            count,
-            ttl_s,
-            secrets.token_hex(8),
-            f"{worker} {self._connection.session}",
-            self._connection.recipe,
-            *(f"{tid} {token}" for tid, token in held.items()),
-            absent=[b"absent", b"paused", b"0.0"],
-        )
+        state, reason, highest, in_doubt, *granted = await self._asked(worker, version, count, ttl_s)
+        if unknown := [one for one in in_doubt if held.get(parse_tid(one[0])) != one[1]]:
+            await self._connection.script("release", *(part for one in unknown for part in one))
+            if not granted:
+                state, reason, highest, _, *granted = await self._asked(worker, version, count, ttl_s)
         if reason == b"quarantined":
             raise QuarantinedError(
                 f"Worker {worker} gets no more leases of run {self._connection.run}: a user quarantined it, or too"
@@ -143,6 +138,26 @@ class Leases:
         leases = await self._fetched([_Granted.read(one) for one in granted], worker, newest, ttl_s)
         held.update((lease.tid, lease.token) for lease in leases)
         return LeaseReply(leases, state.decode(), NoMoreLeases(reason.decode()) if reason else None)
+
+    async def _asked(self, worker: str, version: WeightVersion, count: int, ttl_s: float) -> list[Any]:
+        """Returns the answer of `lease.lua`, with the samples in doubt as (member, token). All that is said of the
+        leases that the worker holds is how many they are, and which of them are copies."""
+        held = self._held[worker]
+        state, reason, highest, in_doubt, *granted = await self._connection.script(
+            "lease",
+            version.incarnation,
+            version.step,
+            count,
+            ttl_s,
+            secrets.token_hex(8),
+            f"{worker} {self._connection.session}",
+            self._connection.recipe,
+            len(held),
+            *(str(tid) for tid, token in held.items() if token.startswith(_COPY)),
+            absent=[b"absent", b"paused", b"0.0", []],
+        )
+        pairs = (one.rpartition(b" ") for one in in_doubt)
+        return [state, reason, highest, [(member, token.decode()) for member, _, token in pairs], *granted]
 
     def forget_lost(self, leases: Sequence[Lease], lost: Collection[str]) -> None:
         """Forgets those of the leases whose tokens are lost: the worker may be given these samples again."""

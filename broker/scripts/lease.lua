@@ -1,8 +1,12 @@
 -- include: lib_base lib_arguments lib_samples lib_tokens
--- lease(incarnation, step, count, ttl_s, nonce, holder, recipe | '', 'member token' held...)
---   -> {state, reason, 'incarnation.highest step', {member, token} or {member, token, oldest step, segment...}...}
+-- lease(incarnation, step, count, ttl_s, nonce, holder, recipe | '', number of leases held, member of a copy held...)
+--   -> {state, reason, 'incarnation.highest step', {'member token' in doubt...},
+--       {member, token} or {member, token, oldest step, segment...}...}
 -- Leases admitted samples that have no lease (expired, handed back, never begun), those due first, then newly admitted
 -- groups, then copies of samples that others hold and do not get on with.
+-- A sample whose lease has expired and that no other holder has taken is not leased to the one that had it: that one may
+-- still be generating it, or may never have had the answer. So it is told which samples are in doubt, and releases those
+-- that it does not hold.
 -- `recipe` is a digest of the configuration that the worker obeys. One that obeys another than the run's gets no leases:
 -- its samples would be drawn by other rules.
 -- A process that uses the name of another worker is told apart by its session and not refused: otherwise a process that
@@ -13,7 +17,8 @@ local wanted, nonce, holder = whole(3, 'count', 0, 1000000), text(5, 'nonce', 64
 if not string.match(nonce, '^%x+$') then refuse('nonce') end
 local worker, session = string.match(holder, '^(%w[%w._-]*) (%w+)$')
 if not worker then refuse('holder') end
-local recipe = text(7, 'recipe', 64)
+local recipe, n_held = text(7, 'recipe', 64), whole(8, 'held', 0, 1000000)
+local names_of_caller = { [worker .. ' ' .. session] = true, [worker .. '? ' .. session] = true }
 if is_of_another(worker, session) then holder = worker .. '? ' .. session end
 local known = call('HMGET', META, 'state', 'on_over_bound', 'incarnation', 'announced_incarnation', 'announced_step',
   'max_lag', 'groups_per_step', 'max_leases_per_worker', 'admitted', 'dropped', 'payload_bytes', 'max_bytes',
@@ -21,14 +26,10 @@ local known = call('HMGET', META, 'state', 'on_over_bound', 'incarnation', 'anno
 local state, on_over_bound, obeyed = known[1] or 'absent', known[2], known[19]
 for a = 3, 18 do known[a] = tonumber(known[a] or '') end
 local newest_incarnation, announced_incarnation, announced, lag, groups_per_step = unpack(known, 3, 7)
-local reply, given, time = { state, '', (newest_incarnation or 0) .. '.' .. (known[14] or 0) }, 0, now()
-local held, copied, n_held = {}, {}, #ARGV - 7
+local doubts, copied = {}, {}
+local reply, given, time = { state, '', (newest_incarnation or 0) .. '.' .. (known[14] or 0), doubts }, 0, now()
 local deadline = string.format('%.6f', time + seconds(4, known[15] or 3600))
-for a = 8, #ARGV do
-  held[ARGV[a]] = true
-  local ends = string.find(ARGV[a], ' copy', 1, true)
-  if ends then copied[string.sub(ARGV[a], 1, ends - 1)] = true end
-end
+for a = 9, #ARGV do copied[ARGV[a]] = true end
 
 local function refuse(reason) reply[2] = reason return reply end
 
@@ -80,31 +81,34 @@ local function usable_segments(g, m, i, oldest)
   return segments_of(m, oldest)
 end
 
--- Leases samples of one group, except those that the caller itself may still be generating: it renews the leases that
--- it holds, and never gets the same sample twice. Adds members to `handed`, and deadlines and members to `leased` (as
+-- Leases samples of one group, except those that the caller itself may still be generating, which are in doubt. Adds members to `handed`, and deadlines and members to `leased` (as
 -- ZADD takes them).
 local function hand(g, samples, handed, leased)
   local names, set, revived, n, lowest, is_raised = { 'floor' }, {}, {}, 1, nil, false
   for _, i in ipairs(samples.numbers) do
     names[n + 1], names[n + 2], names[n + 3], names[n + 4] = 'token:' .. i, 'step:' .. i, 'oldest:' .. i, 'since:' .. i
-    n = n + 4
+    names[n + 5] = 'by:' .. i
+    n = n + 5
   end
   local had = call('HMGET', group_key(g), unpack(names))
   n = 0
   for a, m in ipairs(samples) do
-    local token, had_from, oldest, segments = had[4 * a - 2], had[4 * a - 1], had[4 * a], nil
-    if given < wanted and not copied[m] and not (token and held[m .. ' ' .. token]) then
+    local token, had_from, oldest, since, by = unpack(had, 5 * a - 3, 5 * a + 1)
+    local segments
+    if token and names_of_caller[by] then
+      doubts[#doubts + 1] = m .. ' ' .. token
+    elseif given < wanted and not copied[m] then
       if oldest then segments, oldest = usable_segments(g, m, samples.numbers[a], tonumber(oldest)) end
       local from = math.min(step, oldest or step)
       given = given + 1
       token = token_of(m)
-      if had[4 * a + 1] then revived[#revived + 1] = 'since:' .. samples.numbers[a] end
-      set[n + 1], set[n + 2], set[n + 3], set[n + 4] = names[4 * a - 2], token, names[4 * a - 1], from
-      set[n + 5], set[n + 6] = 'by:' .. samples.numbers[a], holder
+      if since then revived[#revived + 1] = 'since:' .. samples.numbers[a] end
+      set[n + 1], set[n + 2], set[n + 3], set[n + 4] = names[5 * a - 3], token, names[5 * a - 2], from
+      set[n + 5], set[n + 6] = names[5 * a + 1], holder
       n = n + 6
       lowest = math.min(lowest or from, from)
       is_raised = is_raised or (had_from and tonumber(had_from) < from)
-      reply[given + 3] = segments and { m, token, oldest, unpack(segments) } or { m, token }
+      reply[given + 4] = segments and { m, token, oldest, unpack(segments) } or { m, token }
       local at = #handed
       handed[at + 1], leased[2 * at + 1], leased[2 * at + 2] = m, deadline, m
     end
@@ -179,7 +183,7 @@ local function hand_new(g, round, size)
       set[n + 1], set[n + 2], set[n + 3], set[n + 4] = 'token:' .. i, token, 'step:' .. i, step_text
       set[n + 5], set[n + 6] = 'by:' .. i, holder
       n = n + 6
-      reply[given + 3] = { m, token }
+      reply[given + 4] = { m, token }
       local at = 2 * (given - before)
       leased[at - 1], leased[at] = deadline, m
     else
@@ -221,16 +225,17 @@ local function copy_samples(g, is_due)
   if state ~= 'open' or not may(tonumber(index)) then return end
   local tokens, payloads = by_sample(g, 'token', size), by_sample(g, 'payload', size)
   local since, oldest = by_sample(g, 'since', size), by_sample(g, 'oldest', size)
+  local by = by_sample(g, 'by', size)
   for a = 1, size do
     local m, had = member(g, round, a - 1), tonumber(oldest[a] or '')
     local is_under_way = tokens[a] and not payloads[a]
-    local is_mine = copied[m] or held[m .. ' ' .. (tokens[a] or '')]
+    local is_mine = copied[m] or names_of_caller[by[a] or '']
     if given < wanted and is_under_way and not is_mine and is_due(a - 1, moved_at(tokens[a], since[a]) or time) then
       given = given + 1
       copied[m] = true
       if had and is_too_old(had) then had = nil end
       local token = tokens_under(nonce_of_copy(incarnation, math.min(step, had or step), holder))(m)
-      reply[given + 3] = had and { m, token, had, unpack(segments_of(m, had)) } or { m, token }
+      reply[given + 4] = had and { m, token, had, unpack(segments_of(m, had)) } or { m, token }
     end
   end
 end

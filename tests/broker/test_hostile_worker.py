@@ -71,7 +71,7 @@ class Hostile:
     def lease(self, count: int, ttl_s: float = 30, *, step: int = 0, holder: str = "evil 1") -> list[list[bytes]]:
         """Return {member, token} of each lease, and where it has segments, their oldest step and names."""
         nonce = f"{random.getrandbits(64):x}"
-        leased: list[list[bytes]] = self.call("lease", 1, step, count, ttl_s, nonce, holder, "")[3:]
+        leased: list[list[bytes]] = self.call("lease", 1, step, count, ttl_s, nonce, holder, "", 0)[4:]
         return leased
 
     def submit(self, leased: list[bytes], oldest: int, newest: int, *, frame: bytes = b"junk") -> bytes:
@@ -453,7 +453,7 @@ async def test_strikes_of_copies_end_their_holder(cast: Cast) -> None:
     copies = cast.hostile.lease(3)
     assert len(copies) == 3
     assert [cast.hostile.submit(one, 0, 1000) for one in copies] == [b"fenced"] * 3
-    assert cast.hostile.call("lease", 1, 0, 1, 30, "a", "evil 1", "")[1] == b"quarantined"
+    assert cast.hostile.call("lease", 1, 0, 1, 30, "a", "evil 1", "", 0)[1] == b"quarantined"
 
 
 async def test_it_reports_under_no_name_of_another(cast: Cast) -> None:
