@@ -36,6 +36,14 @@ def tethered(*argv: str) -> list[str]:
     return [sys.executable, "-IS", tether.__file__, str(os.getpid()), *argv]
 
 
+def is_alive(process: psutil.Process) -> bool:
+    """Return whether it runs; one that has ended and was not waited for does not."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def children_left() -> list[psutil.Process]:
     """Return the processes below this one, without those of multiprocessing or Ray that end together with it."""
     return [one for one in psutil.Process().children(recursive=True) if _is_left(one)]

@@ -1,6 +1,7 @@
 """Marks of tests that need an engine's package."""
 
 import importlib.util
+from typing import Any
 
 import pytest
 
@@ -16,3 +17,10 @@ SGLANG = [
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed: make test-sglang"),
 ]
+
+
+def needs_sglang(test: Any) -> Any:
+    """Mark one test of a file whose other tests need no SGLang."""
+    for mark in SGLANG:
+        test = mark(test)
+    return test

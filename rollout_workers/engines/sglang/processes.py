@@ -6,7 +6,10 @@ as a task of ours, and a task that watches the processes tells the engine that t
 
 import asyncio
 import atexit
-from collections.abc import Callable
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -16,6 +19,30 @@ WATCH_S = 0.5
 """Seconds between two looks at the processes."""
 END_S = 5.0
 """Seconds for the processes to end. Then they are killed."""
+LONGEST_DIRECTORY = 64
+"""Bytes of a directory in which SGLang's sockets can lie: the path of a socket may have 107."""
+SHORT_DIRECTORY = "/tmp"
+"""The directory that is taken where TMPDIR is longer."""
+
+
+@contextmanager
+def own_sockets() -> Iterator[tempfile.TemporaryDirectory[str]]:
+    """Let SGLang, which is started in this block, make its sockets in a new directory that only this user may enter.
+
+    SGLang makes them wherever Python makes temporary files, leaves them there, and cannot be told another place. With a
+    path that is too long it fails. Yields the directory, which outlives the block, but no error in it.
+    """
+    usual = tempfile.gettempdir()
+    parent = usual if len(os.fsencode(usual)) <= LONGEST_DIRECTORY else SHORT_DIRECTORY
+    directory = tempfile.TemporaryDirectory(prefix="headway-sglang-", dir=parent, ignore_cleanup_errors=True)
+    tempfile.tempdir = directory.name
+    try:
+        yield directory
+    except BaseException:
+        directory.cleanup()
+        raise
+    finally:
+        tempfile.tempdir = usual
 
 
 def ignore_signal(number: int, frame: object) -> None:
@@ -25,10 +52,11 @@ def ignore_signal(number: int, frame: object) -> None:
 class SglangProcesses:
     """An open `sglang.Engine` with the processes that it started. An event loop must be running."""
 
-    def __init__(self, sglang: Any, started: set[BaseProcess]) -> None:
+    def __init__(self, sglang: Any, started: set[BaseProcess], sockets: tempfile.TemporaryDirectory[str]) -> None:
         self.front = sglang.tokenizer_manager
         self._sglang = sglang
         self._started = started
+        self._sockets = sockets
         atexit.unregister(sglang.shutdown)  # it kills all children of this process
         self._ended: Callable[[HeadwayError], None] = lambda reason: None
         self._is_closed = False
@@ -50,7 +78,7 @@ class SglangProcesses:
             self.front.abort_request(abort_all=True)
 
     async def close(self) -> None:
-        """End the processes and free what the front end holds. Idempotent."""
+        """End the processes, free what the front end holds, and remove the sockets. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -59,6 +87,7 @@ class SglangProcesses:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.to_thread(self._kill)
         self._close_sockets()
+        self._sockets.cleanup()
 
     async def _watch(self) -> None:
         while all(process.is_alive() for process in self._started) and not self._tasks[0].done():  # noqa: ASYNC110

@@ -16,7 +16,8 @@ from rollout_workers.engines.gpus import gpus_of
 from .abilities import SGLANG
 from .engine import SglangEngine
 from .loader import LOADER
-from .processes import SglangProcesses, ignore_signal
+from .processes import SglangProcesses, ignore_signal, own_sockets
+from .tied import TIED
 
 STREAM_INTERVAL = 16
 """Tokens of a request that arrive together. One by one they would take the worker's event loop longer than a GPU takes
@@ -100,6 +101,7 @@ def open_sglang(config: EngineConfig, model_dir: Path, *, seed: int, sleeps: boo
         shapes = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir, trust_remote_code=False))
     arguments = engine_arguments(config, model_dir, type(shapes).__name__, seed, sleeps=sleeps)
     others = set(active_children())
-    sglang = Engine(**arguments)
-    processes = SglangProcesses(sglang, set(active_children()) - others)
+    with own_sockets() as sockets:
+        sglang = type("TiedEngine", (Engine,), TIED)(**arguments)
+    processes = SglangProcesses(sglang, set(active_children()) - others, sockets)
     return SglangEngine(processes, config, shapes, gpus_of(config, SGLANG.abilities))
