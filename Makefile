@@ -27,7 +27,7 @@ EXTERN_TESTS := tests/deploy/test_dashboards.py tests/deploy/test_slurm.py tests
 	tests/end_to_end/test_browser.py tests/docs/test_site_in_browser.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev install-megatron demo demo-vllm demo-megatron chaos parity peer-losses race bench-broker study-staleness docs test test-quick test-ray test-trackers test-peft test-browser test-extern extern-tools check shape format clean
+.PHONY: help install install-dev install-megatron demo demo-vllm demo-megatron chaos parity peer-losses race bench-broker study-staleness docs test test-quick test-ray test-trackers test-peft test-sglang test-browser test-extern extern-tools check shape format clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -131,6 +131,7 @@ $(SGLANG)/.installed: $(VENV)/.installed-dev tests/rollout_workers/sglang-requir
 		"$$($(SGLANG)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/headway.pth"
 	@$(SGLANG)/bin/python -m pip --disable-pip-version-check install -q --no-deps -r tests/rollout_workers/sglang-requirements.txt
 	@$(SGLANG)/bin/python tests/rollout_workers/sglang_stubs.py
+	@$(SGLANG)/bin/python -m pip --disable-pip-version-check install -q --no-deps -e .
 	@touch $@
 
 $(VENV)/.installed-browser: $(VENV)/.installed-tools
@@ -156,8 +157,9 @@ test-trackers: $(TRACKERS)/.installed  ## the tests that need wandb, MLflow and 
 test-peft: $(PEERS)/.installed  ## adapters beside the library PEFT, in an environment of its own (half a minute)
 	@$(PEERS)/bin/python -m pytest tests/learner/test_peft.py
 
-test-sglang: $(SGLANG)/.installed  ## the engine tests over SGLang on a CPU, in an environment of their own (about ten minutes)
-	@$(SGLANG)/bin/python -m pytest -m sglang tests/rollout_workers
+test-sglang: $(SGLANG)/.installed  ## the tests that need SGLang, on a CPU, in an environment of their own (about a quarter of an hour)
+	@HEADWAY_TEST_MAIN=$(CURDIR)/$(BIN)/headway \
+		$(SGLANG)/bin/python -m pytest -m sglang tests/rollout_workers tests/end_to_end/test_sglang.py
 
 test-browser: $(VENV)/.installed-browser  ## the dashboard of a real run, and these pages, in headless Chromium, which you install
 	@$(BIN)/python -m pytest tests/end_to_end/test_browser.py tests/docs/test_site_in_browser.py

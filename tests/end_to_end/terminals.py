@@ -15,7 +15,7 @@ from tests.processes import tethered
 
 from .recipes import SEVENS
 
-HEADWAY = Path(sys.executable).with_name("headway")
+HEADWAY = str(Path(sys.executable).with_name("headway"))
 DEADLINE_S = 300.0
 """A deadline for steps that take seconds: a machine may be busy, but nothing waits for ever."""
 TAIL_LINES = 30
@@ -24,14 +24,16 @@ TAIL_LINES = 30
 class Terminal:
     """One `headway` command and what it printed."""
 
-    def __init__(self, directory: Path, arguments: tuple[str, ...], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, directory: Path, arguments: tuple[str, ...], environment: Mapping[str, str], headway: str = HEADWAY
+    ) -> None:
         self.directory = directory
         self.log = directory / "terminal.log"
         (directory / "tmp").mkdir(parents=True, exist_ok=True)
         (directory / "sevens.py").write_text(SEVENS)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                tethered(str(HEADWAY), *arguments),
+                tethered(headway, *arguments),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -93,11 +95,10 @@ class Terminals:
         path.mkdir(parents=True, exist_ok=True)
         return path
 
-    def open(self, name: str, *arguments: str | Path, **environment: str) -> Terminal:
-        """Start `headway ARGUMENTS` in the directory `name`."""
-        terminal = Terminal(
-            self.directory(name), tuple(str(argument) for argument in arguments), {**self._environment, **environment}
-        )
+    def open(self, name: str, *arguments: str | Path, headway: str = HEADWAY, **environment: str) -> Terminal:
+        """Start `headway ARGUMENTS` in the directory `name`. `headway`: that of another environment."""
+        told = tuple(str(argument) for argument in arguments)
+        terminal = Terminal(self.directory(name), told, {**self._environment, **environment}, headway)
         self._opened.append(terminal)
         return terminal
 

@@ -6,20 +6,22 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from rollout_workers.engines.sglang.processes import own_sockets
-from tests.broker.topologies import wait_until
 from tests.processes import is_alive, tethered
 
 from .marks import needs_sglang
 from .models import make_model, save_config
 
 ROOT = Path(__file__).parents[2]
+DEADLINE_S = 120.0
+"""A deadline for steps that take seconds: a machine may be busy, but nothing waits for ever."""
 OPENS = """
 import asyncio, sys
 from pathlib import Path
@@ -95,3 +97,10 @@ def schedulers_of(worker: psutil.Process) -> list[psutil.Process]:
     """Return its children that run SGLang's scheduler, or will once they have imported it."""
     told = [(child, " ".join(child.cmdline())) for child in worker.children() if is_alive(child)]
     return [child for child, words in told if "spawn_main" in words or "sglang::scheduler" in words]
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.02)

@@ -24,6 +24,7 @@ SGLANG = KnownEngine(
         takes_stored=is_harmless,
     ),
     package=("sglang", "SGLang"),
-    remedy="It needs a GPU: pip install 'headway[sglang]', in an environment without vLLM, as both pin torch.",
+    remedy="It needs a GPU and an environment without vLLM, as both pin torch: pip install 'headway[sglang]' there, and"
+    " start its workers there (headway workers). Its tests run on a CPU: make test-sglang.",
     examine=_examine,
 )

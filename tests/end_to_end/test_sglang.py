@@ -1,0 +1,88 @@
+"""Workers with SGLang train a run, alone and beside another engine's, and one of them is killed meanwhile.
+
+`make test-sglang` runs these tests in an environment with SGLang, and names the `headway` of the one without it, which
+then starts server, learner and the other engine's workers: so does a user who has both.
+"""
+
+import os
+import signal
+
+import psutil
+import pytest
+
+from broker.schema import RunStatus
+from tests.broker.topologies import wait_until
+from tests.processes import is_alive
+from tests.rollout_workers.marks import SGLANG
+
+from .recipes import write_recipe
+from .records import check_trained, summary
+from .terminals import HEADWAY, Terminal, Terminals, paused
+from .test_pools import busy, of_pool
+from .test_separate_roles import RUN, exported, free_port
+from .watching import attached, watching
+
+pytestmark = [*SGLANG, pytest.mark.timeout(900)]
+
+MAIN = os.environ.get("HEADWAY_TEST_MAIN", HEADWAY)
+"""The `headway` of the environment without SGLang."""
+STEPS = 40
+
+
+def test_a_run_with_sglang_learns_and_outlives_a_killed_worker(terminals: Terminals) -> None:
+    recipe = write_recipe(
+        terminals.directory("run"),
+        learner={"steps": STEPS},
+        engine={"kind": "sglang"},
+        workers={"count": 1},
+    )
+    headway = terminals.open("run", "run", recipe)
+    run = terminals.root / "run" / "runs" / "tiny"
+    with attached(terminals, headway, run) as watch:
+        status = watch.until_step(3)
+        kill_with_its_engine(status.workers[0].pid)
+    headway.succeeds()
+    check_trained(run, steps=STEPS, trajectories_per_step=16, max_lag=2)
+    found = summary(run)
+    assert found["worker_restarts"] == 1
+    assert found["reward_last"] > 2 * found["reward_first"]
+
+
+def test_pools_of_two_environments_train_one_run(terminals: Terminals) -> None:
+    server = terminals.open("server", "broker", "--port", str(free_port()), headway=MAIN)
+    learns, works, looks = [exported(terminals, server, command) for command in ("learner", "workers", "status")]
+    recipe = write_recipe(
+        terminals.directory("learner"),
+        learner={"steps": 3 * STEPS},
+        engine={"max_concurrent": 4},
+        checkpoint={"every_steps": 20},
+    )
+    with watching(looks["HEADWAY_BROKER"], RUN, terminals) as watch:
+        learner = terminals.open("learner", "learner", recipe, headway=MAIN, **learns)
+        other = terminals.open("other", "workers", "--pool", "other", headway=MAIN, **works)
+        sglang = terminals.open("sglang", "workers", "--pool", "sglang", "engine.kind=sglang", **works)
+        watch.until("the first pool generates", lambda status: bool(busy(status, other)))
+        with paused(learner.pid):  # the run might be over before SGLang is there
+            watch.until("SGLang is there", lambda status: bool(of_pool(status, sglang)))
+        status = watch.until("both take broadcasts and generate", lambda status: both(status, other, sglang))
+        with paused(learner.pid):
+            kill_with_its_engine(of_pool(status, sglang)[0].pid)
+            watch.until("another is in its place", lambda status: bool(of_pool(status, sglang)))
+        watch.until("both do so again", lambda status: both(status, other, sglang))
+        watch.until("the run is over", lambda status: status.state == "finished")
+    for terminal in (learner, other, sglang):
+        terminal.succeeds()
+    check_trained(terminals.root / "learner" / "runs" / RUN, steps=3 * STEPS, trajectories_per_step=16, max_lag=2)
+
+
+def both(status: RunStatus, *terminals: Terminal) -> bool:
+    """Return whether a worker of each of the two terminals is in a broadcast group and has submitted samples."""
+    return all(any(info.broadcast_epoch for info in busy(status, terminal)) for terminal in terminals)
+
+
+def kill_with_its_engine(pid: int) -> None:
+    """Kill the worker as a crash would, and assert that nothing is left of what its engine started."""
+    engine = psutil.Process(pid).children(recursive=True)
+    assert any("sglang::scheduler" in " ".join(one.cmdline()) for one in engine)
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not any(is_alive(one) for one in engine))
