@@ -244,16 +244,19 @@ def test_half_a_tensor_is_not_the_tensor() -> None:
 async def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[tuple[Engine, Path, list[PreTrainedModel]]]:
+    caches = tmp_path_factory.mktemp("caches")
     architecture: Architecture
     kind, architecture = request.param
     models = [make_model(architecture, seed) for seed in range(3)]
     directory = save_config(models[0], tmp_path_factory.mktemp(architecture))
     options: dict[str, object] = {"worker_extension_cls": EXTENSION} if kind == "vllm" else {}
-    engine = open_engine(
-        EngineConfig(kind=kind, max_concurrent=8, max_model_len=512, options=options), directory, seed=0
-    )
-    yield engine, directory, models
+    config = EngineConfig(kind=kind, max_concurrent=8, max_model_len=512, options=options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(caches))
+        engine = open_engine(config, directory, seed=0)
+        yield engine, directory, models
     await engine.close()
+    assert len(list(caches.glob("headway/placements/*"))) == (kind == "vllm"), "one model was traced"
 
 
 @pytest.mark.asyncio(loop_scope="module")

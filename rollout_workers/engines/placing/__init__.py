@@ -2,6 +2,7 @@
 
     named tensors ─► loading.py                        into a module whose names are those of the files
                   ─► placement.py ─► held_rows.py ─► direct_loading.py     into one that fuses, stacks and shards
+                                 └─► kept_placements.py ──┘                on disk, for the next engine
                   ─► shared_tensors.py                 into other processes, which map the memory
     names.py       renames what two engines load by the names of checkpoints
     adapters.py    checks that tensors are an adapter of a model

@@ -3,6 +3,8 @@
 The first version goes through the loader, which is traced (`placement`). Then the found copies are made once: only if
 they give the same bits are all later versions copied. Otherwise the loader loads every version.
 
+A placement that an earlier engine has kept on disk (`kept_placements`) saves the trace: it is proved by two loads.
+
 The loader also loads every version of an engine that quantizes (`engine.options.quantization`): the learner publishes
 full precision, and the loader makes blocks and scales of it. Fingerprints then prove what the engine was given; what it
 holds is left to the probe.
@@ -18,7 +20,9 @@ from rollout_workers.engines.held import Held
 from weightsync.tensors.fingerprint import fingerprint
 
 from .held_rows import HeldRows
-from .placement import Copies, Load, Placement, Published, scribble, trace
+from .kept_placements import KeptPlacements
+from .placement import Copies, Load, Placement, Published, rows_of, runs_of, scrambled, scribble, trace
+from .sleeping import gaps
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +42,10 @@ class DirectLoading:
         *,
         derived: Callable[[], Mapping[str, torch.Tensor]] = dict,
         keeps_packed: bool = False,
+        kept: KeptPlacements | None = None,
     ) -> None:
         self._load = load
+        self._kept = kept
         self._keeps_packed = keeps_packed
         self._parameters = parameters
         self._derived = derived
@@ -116,16 +122,45 @@ class DirectLoading:
         loader loads them. Before the first version no row is known to be filled."""
         if self._published and self._placement is None:
             return None
-        runs: dict[str, list[tuple[int, int]]] = {}
-        for block in self._placement.blocks if self._placement else ():
-            runs.setdefault(block.parameter, []).append((block.first_row, block.first_row + block.rows))
-        return runs
+        return runs_of(self._placement) if self._placement else {}
 
     def _found(self, published: tuple[Published, ...], tensors: Mapping[str, torch.Tensor]) -> Placement | None:
         """Load the version, and return the placement if copies reproduce it."""
+        if (known := self._proved(published, tensors)) is not None:
+            return known
         placement = self._traced(published)
         self._load(tensors.items())
-        return placement if placement and self._reproduces(placement, published, tensors) else None
+        if not (placement and self._reproduces(placement, published, tensors)):
+            return None
+        if self._kept is not None:
+            self._kept.write(published, self._parameters(), placement)
+        return placement
+
+    @torch.no_grad()
+    def _proved(self, published: tuple[Published, ...], tensors: Mapping[str, torch.Tensor]) -> Placement | None:
+        """Load the version, and return the placement that was kept, if the loader puts everything where that says, and
+        touches nothing else: tensors that differ everywhere, so that no two may be mistaken for each other, and those
+        of this version. Nothing is copied, as a wrong copy could leave numbers where no later version goes."""
+        known = None if self._kept is None or self._keeps_packed else self._kept.read(published, self._parameters())
+        if known is None:
+            return None
+        device, rest = next(iter(self._parameters().values())).device, self._rest(known)
+        self._load(scrambled(published, device))
+        parameters = self._parameters()  # once: there may be tens of thousands of tensors
+        is_right = all(known.is_at(parameters, {name: one}) for name, one in scrambled(published, device))
+        self._load(tensors.items())
+        if is_right and known.is_at(self._parameters(), tensors) and self._rest(known) == rest:
+            return known
+        logger.warning("this loader puts weights elsewhere than that of an engine before: it is traced")
+        return None
+
+    def _rest(self, placement: Placement) -> list[int]:
+        """Return the fingerprints of all that the placement's copies leave as it is."""
+        runs, rest = runs_of(placement), [fingerprint(tensor) for tensor in self._derived().values()]
+        for name, parameter in self._parameters().items():
+            rows = rows_of(parameter)
+            rest += [fingerprint(rows[start:end]) for start, end in gaps(runs.get(name, ()), len(rows))]
+        return rest
 
     def _traced(self, published: tuple[Published, ...]) -> Placement | None:
         """Trace the loader; afterwards the parameters hold numbers, not weights. Returns None if the loader does more

@@ -90,6 +90,21 @@ class Placement:
         sources = [_strided(tensors[block.source], block, target.shape[1]) for target, block in pairs]
         return Copies([target for target, _ in pairs], sources)
 
+    def is_at(self, parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Return whether the parameters hold, bit for bit, what copies of these tensors would put there."""
+        targets, sources = self.copies(parameters, tensors)
+        bits = [BITS[target.dtype.itemsize] for target in targets]
+        pairs = zip(targets, sources, bits, strict=True)
+        return all(torch.equal(target.view(one), source.to(target.device).view(one)) for target, source, one in pairs)
+
+
+def runs_of(placement: Placement) -> dict[str, list[tuple[int, int]]]:
+    """Return the rows that copies fill, by parameter, as runs from one row up to another."""
+    runs: dict[str, list[tuple[int, int]]] = {}
+    for block in placement.blocks:
+        runs.setdefault(block.parameter, []).append((block.first_row, block.first_row + block.rows))
+    return runs
+
 
 def filled_rows(parameters: Mapping[str, torch.Tensor], block: Block) -> torch.Tensor:
     """Return [rows, C], a view of the parameter's rows that the block fills."""
@@ -128,6 +143,12 @@ def scribble(load: Load, parameters: Mapping[str, torch.Tensor], sources: Sequen
     _loaded(load, parameters, sources, _source)
 
 
+def scrambled(sources: Sequence[Published], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield sources of which no two have the same elements, and no source the same ones in two rows, but by rare
+    chance. Weights may: many models begin with vectors of ones."""
+    return _numbered(sources, _scramble, device)
+
+
 def _check(parameters: Mapping[str, torch.Tensor], sources: Sequence[Published]) -> None:
     for name, parameter in parameters.items():
         if not parameter.is_contiguous():
@@ -157,6 +178,12 @@ def _low_half(number: int, places: torch.Tensor) -> torch.Tensor:
 
 def _high_half(number: int, places: torch.Tensor) -> torch.Tensor:
     return places // NUMBERS
+
+
+def _scramble(number: int, places: torch.Tensor) -> torch.Tensor:
+    mixed = (places + 1).mul_(-1640531535).add_(number * 40503)  # 32 bits, which wrap
+    mixed.bitwise_xor_(mixed >> 15).mul_(0x2C1B3C6D)
+    return mixed.bitwise_xor_(mixed >> 12).bitwise_and_(NUMBERS - 1)
 
 
 def _loaded(

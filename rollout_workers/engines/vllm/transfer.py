@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import vllm
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -22,6 +23,7 @@ from vllm.platforms import current_platform
 
 from rollout_workers.engines.held import Held
 from rollout_workers.engines.placing.direct_loading import DirectLoading
+from rollout_workers.engines.placing.kept_placements import KeptPlacements, cache_directory
 from rollout_workers.engines.placing.shared_tensors import Mapped
 from rollout_workers.engines.placing.sleeping import Kept, derived_tensors
 
@@ -57,6 +59,7 @@ class HeadwayTransfer(WeightTransferEngine[Nothing, ArrivedWeights]):
             lambda: dict(self.model.named_parameters()),
             derived=lambda: derived_tensors(self.model),
             keeps_packed=current_platform.is_cpu() and keeps_packed(self.model),
+            kept=KeptPlacements(cache_directory(), self._kind()),
         )
         self._kept: Kept | None = None
         self.failure = ""
@@ -125,6 +128,11 @@ class HeadwayTransfer(WeightTransferEngine[Nothing, ArrivedWeights]):
         except Exception as error:  # see the module's docstring
             logger.exception("weights not loaded")
             self.failure = f"{type(error).__name__}: {error}"
+
+    def _kind(self) -> str:
+        """Return what decides where vLLM's loader puts weights, besides their names and shapes."""
+        process = f"{torch.distributed.get_rank()} of {torch.distributed.get_world_size()}"
+        return f"vllm {vllm.__version__} {current_platform.device_type} {type(self.model).__name__} {process}"
 
     def _finish(self) -> None:
         self._loading.end()
