@@ -112,6 +112,13 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Annotated[int, Meta(ge=1 << 16)] | None,
         Meta(description="limit of one worker's pulls (it may choose for itself); default: none"),
     ] = None
+    pull_files: Annotated[
+        bool,
+        Meta(
+            description="a worker that pulls the first version reads it from the files in model.path, if it finds them"
+            " and they have the published fingerprints (it may choose for itself)"
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
         """Read `http`, the former name of `none`, in older recipes and in the configurations of older runs."""

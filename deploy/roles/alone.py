@@ -56,7 +56,7 @@ _WORKERS_OWN = (
     "engine.",
     "weights.follow=",
     "weights.archive=",
-    "weights.pull_bytes_per_s=",
+    "weights.pull_",
     "workers.metrics_",
     DEVICES,
 )
@@ -385,7 +385,7 @@ def _own_of(overrides: Sequence[str]) -> _WorkersOwn:
         if not override.startswith(_WORKERS_OWN):
             raise ConfigError(
                 f"A worker cannot take the override {override!r}: all but engine.*, weights.follow,"
-                " weights.archive, weights.pull_bytes_per_s, workers.devices and workers.metrics_* comes from the run's"
+                " weights.archive, weights.pull_*, workers.devices and workers.metrics_* comes from the run's"
                 " configuration, so that learner and workers agree. Give it to `headway learner` instead."
             )
     own = overridden(_WorkersOwn(), overrides)

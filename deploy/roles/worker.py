@@ -23,7 +23,7 @@ from broker.errors import (
     SickWorkerError,
     WeightSyncError,
 )
-from broker.user_code.roots import ImportRoots
+from broker.user_code.roots import ImportRoots, import_directory
 from deploy.launch.pool import DRAIN_WORKER_S
 from deploy.recipe.loading import recipe_from_bytes, with_overrides
 from deploy.recipe.operators import check_stored
@@ -189,7 +189,7 @@ async def _work(
         rollout = Worker(
             broker=broker,
             engine=engine,
-            subscriber=Subscriber(broker, worker, recipe.weights, roots),
+            subscriber=Subscriber(broker, worker, recipe.weights, roots, _model_here(recipe)),
             reward=await open_reward(recipe.rewards, roots, asking(broker, worker)) if recipe.rewards else Unjudged(),
             environment=await open_environment(recipe.environment, roots),
             teacher=open_teacher(broker, recipe, worker),
@@ -208,6 +208,13 @@ async def _work(
             farewell_s=farewell_s,
         )
         await _roll_out(rollout, recipe, worker, drain)
+
+
+def _model_here(recipe: Recipe) -> Path | None:
+    """Return the directory of the recipe's model, if there is one on this machine and the worker may read it. A
+    relative path is below the directory in which the user started `headway`."""
+    here = import_directory() / recipe.model.path
+    return here if recipe.weights.pull_files and recipe.model.path and here.is_dir() else None
 
 
 async def _roll_out(rollout: "Worker", recipe: Recipe, worker: str, drain: asyncio.Event) -> None:

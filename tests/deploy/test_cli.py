@@ -138,7 +138,7 @@ def test_help_names_every_command_but_the_internal_ones(tmp_path: Path) -> None:
         (
             ["workers", "staleness.max_lag=3", "--broker", NOWHERE, "--run", "x"],
             "A worker cannot take the override 'staleness.max_lag=3': all but engine.*, weights.follow,"
-            " weights.archive, weights.pull_bytes_per_s, workers.devices and workers.metrics_* comes from the run's"
+            " weights.archive, weights.pull_*, workers.devices and workers.metrics_* comes from the run's"
             " configuration",
         ),
         (
@@ -180,12 +180,14 @@ def test_a_worker_chooses_its_engine_and_how_it_is_connected() -> None:
         "weights.follow=pull",
         "weights.archive=file:///mnt",
         "weights.pull_bytes_per_s=100000",
+        "weights.pull_files=true",
         "engine.threads=3",
         "workers.metrics_port=9500",
     ]
     assert _own_of(own).engine.threads == 3
     recipe = with_overrides(load_recipe("arithmetic.yaml"), own)
     assert (recipe.weights.follow, recipe.weights.pull_bytes_per_s) == ("pull", 100_000)
+    assert recipe.weights.pull_files
     assert recipe.weights.archive == "file:///mnt"
     assert recipe.workers.metrics_port == 9500
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -160,10 +161,10 @@ class WorkerProcess(ForkedProcess):
 class InProcessWorker:
     """A subscriber on the test's own event loop, with the heartbeat of a worker."""
 
-    def __init__(self, broker: Broker, name: str, config: WeightsConfig = CONFIG) -> None:
+    def __init__(self, broker: Broker, name: str, config: WeightsConfig = CONFIG, model: Path | None = None) -> None:
         self.name = name
         self._broker = broker
-        self.subscriber = Subscriber(broker, name, config)
+        self.subscriber = Subscriber(broker, name, config, model=model)
         self.version: WeightVersion | None = None
 
     async def next(self) -> WeightVersion:
@@ -242,8 +243,8 @@ def start_worker(url: str, run_name: str) -> Iterator[Callable[..., WorkerProces
 async def start_inside(broker: Broker) -> AsyncIterator[Callable[..., InProcessWorker]]:
     started: list[InProcessWorker] = []
 
-    def start(name: str, config: WeightsConfig = CONFIG) -> InProcessWorker:
-        started.append(InProcessWorker(broker, name, config))
+    def start(name: str, config: WeightsConfig = CONFIG, model: Path | None = None) -> InProcessWorker:
+        started.append(InProcessWorker(broker, name, config, model))
         return started[-1]
 
     yield start

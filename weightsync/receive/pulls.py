@@ -5,6 +5,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 from broker import Broker
 from broker.errors import WeightSyncError
@@ -20,6 +21,7 @@ from weightsync.transports.http.pull import HttpPull
 from weightsync.transports.threads import BoundedThreads
 
 from .deliveries import Delivery
+from .model_files import FilesPull
 from .puller import Pulled, Puller
 
 logger = logging.getLogger(__name__)
@@ -37,8 +39,10 @@ class Pulls:
         landing: Landing | None,
         on_pulled: Callable[[Delivery], None],
         on_failure: Callable[[str, WeightVersion, WeightSyncError | str], None],
+        model: Path | None = None,
     ) -> None:
         """A pulled version lies in memory of `landing`, to which it must be given back; None: in memory of its own.
+        `model`: a directory that may hold the first version; None: there is none on this machine.
 
         `on_failure` is called with the reason when a pull fails, and when a version had to be fetched whole instead of
         by deltas.
@@ -48,7 +52,7 @@ class Pulls:
         self._landing = landing
         self._on_pulled = on_pulled
         self._on_failure = on_failure
-        self._puller = Puller(_open_pull(broker, config), keeps_base=config.follow == "pull")
+        self._puller = Puller(_open_pull(broker, config, model), keeps_base=config.follow == "pull")
         self._threads = BoundedThreads()
         self._pulling: asyncio.Task[None] | None = None
         self._failures = 0
@@ -108,11 +112,13 @@ class Pulls:
         return landed, pulled
 
 
-def _open_pull(broker: Broker, config: WeightsConfig) -> PullTransport:
+def _open_pull(broker: Broker, config: WeightsConfig, model: Path | None = None) -> PullTransport:
     pace = Pace(config.pull_bytes_per_s)
-    learner = HttpPull(config.broadcast_timeout_s, pace)
+    learner: PullTransport = HttpPull(config.broadcast_timeout_s, pace)
     reader = open_reader(config.archive, broker, config.broadcast_timeout_s)
-    return learner if reader is None else ArchivePull(reader, learner, pace)
+    if reader is not None:
+        learner = ArchivePull(reader, learner, pace)
+    return learner if model is None else FilesPull(model, learner)
 
 
 def _how(pulled: Pulled) -> str:

@@ -11,6 +11,7 @@ import math
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 from msgspec.structs import replace
@@ -48,9 +49,16 @@ class Subscriber:
     """Hands over versions in the broker's event loop, in which it is made and works from the first `wait_for_version`
     until `close`."""
 
-    def __init__(self, broker: Broker, worker: str, config: WeightsConfig, roots: ImportRoots | None = None) -> None:
+    def __init__(
+        self,
+        broker: Broker,
+        worker: str,
+        config: WeightsConfig,
+        roots: ImportRoots | None = None,
+        model: Path | None = None,
+    ) -> None:
         """`roots`: modules below which a transport of the user's own may be imported; by default those of
-        ImportRoots."""
+        ImportRoots. `model`: a directory from which the first version is read if it holds that, see `model_files`."""
         roots = roots or ImportRoots()
         self._broker = broker
         self._config = config
@@ -67,7 +75,7 @@ class Subscriber:
         self._window = Window(torch.device(device)) if config.staging == "none" else None
         # A base for deltas must not be overwritten, and without room for two versions a pulled one must not be kept.
         shared = self._landing if self.joins_groups and self._window is None else None
-        self._pulls = Pulls(broker, worker, config, shared, self._note_arrival, self._note_failure)
+        self._pulls = Pulls(broker, worker, config, shared, self._note_arrival, self._note_failure, model)
         self._inbox = Inbox(self._landing)
         self._known: WeightManifest | None = None
         """The manifest of the last version that arrived. Most offers name that version instead of repeating its

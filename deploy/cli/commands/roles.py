@@ -108,7 +108,7 @@ def workers(
 ) -> int:
     """Run a pool of COUNT workers.
 
-    They take all keys but engine.*, weights.follow, weights.archive, weights.pull_bytes_per_s, workers.devices and
+    They take all keys but engine.*, weights.follow, weights.archive, weights.pull_*, workers.devices and
     workers.metrics_* from the run's own configuration, which the broker holds. Workers may start before the learner,
     and leave and join while it trains; `headway scale` changes their number. At Ctrl-C or SIGTERM they hand
     their work back and stop.
