@@ -1,8 +1,8 @@
 -- include: lib_base lib_arguments lib_samples lib_tokens
 -- append(member, token, index, segment, ttl_s, measures of the segment) -> {outcome, segments held}
 -- Records a segment that the worker has SET (with a TTL) just before, under a key of its own, and renews the lease.
--- Only the lease's holder may append, and in order; the segments of a copy are dropped. A segment with tokens older than
--- the lease's weights is a strike.
+-- Only the lease's holder may append, and in order; the segments of a copy are dropped. A segment with tokens older
+-- than the lease's weights is a strike.
 -- Touches: meta, leases, retry, open, group:*, segments:*, segment:* (PERSIST, UNLINK), strikes, quarantined, dead.
 local g, round, i = sample(1)
 local index, name = whole(3, 'index', 0, 1000000), segment_of(4, ARGV[1])

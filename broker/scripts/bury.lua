@@ -1,9 +1,9 @@
 -- include: lib_base lib_arguments lib_samples lib_groups lib_evaluations
 -- flags: allow-oom
 -- bury(session) -> how many leases were given back. The samples keep their segments.
--- The process with this session has ended without handing them back; its supervisor, which made the session, says so. No
--- other process knows it, so no process can take the leases of a worker that it did not start. A worker that lives all
--- the same, behind a cut network, is fenced like one whose leases have expired, and these count among those.
+-- The process with this session has ended without handing them back; its supervisor, which made the session, says so.
+-- No other process knows it, so no process can take the leases of a worker that it did not start. A worker that lives
+-- all the same, behind a cut network, is fenced like one whose leases have expired, and these count among those.
 -- Its turn to swap weights ends, too. Looks at 10000 leases at most: the others expire.
 -- Touches: retry, leases, open, group:*, evaluating:*, evaluation:*, turns, turns:*; reads session:*.
 local session, MOST, n = text(1, 'session', 64), 10000, 0

@@ -5,8 +5,8 @@
 -- Leases samples of the evaluation of the version that the caller's engine holds, and renews those that it has. A
 -- lease that is not renewed expires, and another worker may have the sample. Each worker that serves gets its share at
 -- a time, so that several take part where there are several, and one that dies leaves others behind that can go on.
--- Samples that others have had for long are copied to a living worker that has room: no worker can keep them for itself.
--- Touches: evaluating:*, evaluation:*, begun:*; reads session:*, serving, quarantined, prompt:evaluation:*.
+-- Samples that others have had for long are copied to a living worker that has room: no worker can keep them for
+-- itself. Touches: evaluating:*, evaluation:*, begun:*; reads session:*, serving, quarantined, prompt:evaluation:*.
 local version, wanted, ttl = text(1, 'version', 50), whole(2, 'count', 0, 1000), seconds(3, limit('lease_ttl_s', 3600))
 local nonce, holder, is_alive = text(4, 'nonce', 64), evaluator(5)
 local recipe = text(6, 'recipe', 64)

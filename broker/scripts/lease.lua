@@ -4,11 +4,11 @@
 --       {member, token} or {member, token, oldest step, segment...}...}
 -- Leases admitted samples that have no lease (expired, handed back, never begun), those due first, then newly admitted
 -- groups, then copies of samples that others hold and do not get on with.
--- A sample whose lease has expired and that no other holder has taken is not leased to the one that had it: that one may
--- still be generating it, or may never have had the answer. So it is told which samples are in doubt, and releases those
--- that it does not hold.
--- `recipe` is a digest of the configuration that the worker obeys. One that obeys another than the run's gets no leases:
--- its samples would be drawn by other rules.
+-- A sample whose lease has expired and that no other holder has taken is not leased to the one that had it: that one
+-- may still be generating it, or may never have had the answer. So it is told which samples are in doubt, and releases
+-- those that it does not hold.
+-- `recipe` is a digest of the configuration that the worker obeys. One that obeys another than the run's gets no
+-- leases: its samples would be drawn by other rules.
 -- A process that uses the name of another worker is told apart by its session and not refused: otherwise a process that
 -- takes a name first could keep the worker of that name from working.
 -- Touches: meta, tally, pool, retry, leases, open, group:*, segments:*; reads session:*, refused, standing.
@@ -81,8 +81,8 @@ local function usable_segments(g, m, i, oldest)
   return segments_of(m, oldest)
 end
 
--- Leases samples of one group, except those that the caller itself may still be generating, which are in doubt. Adds members to `handed`, and deadlines and members to `leased` (as
--- ZADD takes them).
+-- Leases samples of one group, except those that the caller itself may still be generating, which are in doubt. Adds
+-- members to `handed`, and deadlines and members to `leased` (as ZADD takes them).
 local function hand(g, samples, handed, leased)
   local names, set, revived, n, lowest, is_raised = { 'floor' }, {}, {}, 1, nil, false
   for _, i in ipairs(samples.numbers) do

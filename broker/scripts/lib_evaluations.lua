@@ -1,6 +1,6 @@
 -- Evaluations: workers that hold exactly one version of the weights sample held-out prompts with it. These samples are
--- in no queue of the training's samples and in none of its counters. Version V has the hash `evaluation:V` and the zsets
--- `evaluating:V` and `begun:V` (see broker/keys.py); its prompts lie under `prompt:evaluation:V:N`.
+-- in no queue of the training's samples and in none of its counters. Version V has the hash `evaluation:V` and the
+-- zsets `evaluating:V` and `begun:V` (see broker/keys.py); its prompts lie under `prompt:evaluation:V:N`.
 local EVALUATIONS = P .. 'evaluations'
 
 local function evaluation_key(version) return P .. 'evaluation:' .. version end

@@ -60,8 +60,8 @@ local function copy_of(m, token)
 end
 
 -- Renews leases for ARGV[a] seconds, also expired ones that no other worker has taken, but none that had no new segment
--- for `lease_hold_s`. ARGV[a + 1] and the following ones are their members and tokens. Returns the tokens of leases that
--- the caller has lost.
+-- for `lease_hold_s`. ARGV[a + 1] and the following ones are their members and tokens. Returns the tokens of leases
+-- that the caller has lost.
 local function renew_leases(a)
   local time, lost = now(), {}
   local deadline, earliest = time + seconds(a, limit('lease_ttl_s', 3600)), time - limit('lease_hold_s', 86400)

@@ -3,16 +3,16 @@
 -- snapshot() -> {meta, tally, {pool, retry, leases, ready, pinned groups}, {StepMetrics frame...}, {worker, frame...},
 --   {worker that is quarantined...}, {{tid, worker, reason} of dead letters, newest first...},
 --   {samples refused in the last minute by a worker's fault, how many workers these came from},
---   {pool, frame, workers wanted...}, {{step of weights, groups generating, ready, dropped, samples ready, tokens ready}
---   newest first...},
+--   {pool, frame, workers wanted...}, {{step of weights, groups generating, ready, dropped, samples ready, tokens
+--   ready} newest first...},
 --   {worker, ms that its session lasts, ms until it is not alive any more...},
---   {age of the oldest ready group | '', their mean age | '', age of the oldest lease | '', age of the next sample to be
---   leased | ''},
+--   {age of the oldest ready group | '', their mean age | '', age of the oldest lease | '', age of the next sample to
+--   be leased | ''},
 --   {{scorer, frame...}, {scorer's name, requests not answered, leased, age of the oldest, answered, failed, expired,
 --   bytes}...}}
--- Ages are seconds as text. A look holds up all other clients, so it is bounded: of many leases the first 1000 are looked
--- at, and of more than 512 ready groups every second, third ... one, which then stands for so many; their counts by step
--- and their ages are estimates then.
+-- Ages are seconds as text. A look holds up all other clients, so it is bounded: of many leases the first 1000 are
+-- looked at, and of more than 512 ready groups every second, third ... one, which then stands for so many; their counts
+-- by step and their ages are estimates then.
 -- Reads: meta, tally, pool, retry, leases, open, ready, given_up, pinned, batch:*, steps, workers,
 --   worker:*, session:*, quarantined, dead, pools, pool:*, wanted, scoring:*.
 local MOST_LEASES, MOST_READY = 1000, 512

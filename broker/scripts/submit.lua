@@ -9,8 +9,8 @@
 -- older one would have its whole group generated anew. It takes a sample from another holder only on a server that has
 -- restarted. A copy of a lease is as good as the lease.
 -- Weights that no worker can have are a strike against the holder, and so are weights older than those of its lease.
--- Touches: meta, tally, leases, retry, open, ready, group:*, segments:*, payload:* (PERSIST, UNLINK), strikes, quarantined,
--- dead.
+-- Touches: meta, tally, leases, retry, open, ready, group:*, segments:*, payload:* (PERSIST, UNLINK), strikes,
+-- quarantined, dead.
 local is_again = ARGV[1] == '1'
 local accepted, bytes_accepted, tokens_accepted, finished = {}, 0, 0, {}
 

@@ -5,8 +5,8 @@
 --   | {'exhausted'}
 -- Pins n ready groups to the step, those of the oldest weights first. Until the step is committed, the same step gives
 -- the same batch again.
--- Touches: meta, tally, pool, retry, leases, open, ready, pinned, batch:*, settled, dropped, given_up, group:*, prompt:*,
--- payload:*, segments:*, segment:*.
+-- Touches: meta, tally, pool, retry, leases, open, ready, pinned, batch:*, settled, dropped, given_up, group:*,
+-- prompt:*, payload:*, segments:*, segment:*.
 local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
 if fenced then return fenced end
 local step, n, lag = tonumber(ARGV[4]), tonumber(ARGV[5]), number('max_lag')
