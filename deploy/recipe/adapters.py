@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from broker.errors import LASTING_EXIT, ConfigError
 from learner.backends import abilities_of
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines import abilities_of as engine_abilities
@@ -14,6 +15,12 @@ from .stage_graph import chain_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+
+class UnfitEngineError(ConfigError):
+    """A worker's own engine does not take what the run sends."""
+
+    exit_code = LASTING_EXIT
 
 
 def adapter_rank(recipe: Recipe, config: "PretrainedConfig") -> int:
@@ -43,6 +50,24 @@ def _takes_adapters(engine: EngineConfig, has_experts: bool) -> bool:
     abilities = engine_abilities(engine)
     is_known = abilities.takes_adapters and (abilities.takes_expert_adapters or not has_experts)
     return is_known and gpus_of(engine) == 1
+
+
+def rank_for_worker(recipe: Recipe, engine: EngineConfig, config: "PretrainedConfig") -> int:
+    """Return the rank of the adapters that a worker of the run will be sent; 0: whole weights.
+
+    `recipe` is the run's own, `engine` the worker's, which may be another than the run's recipe names. Raises
+    UnfitEngineError if it does not take what all others are sent.
+    """
+    from learner.models.shape import num_experts
+
+    rank = adapter_rank(recipe, config)
+    if rank and not _takes_adapters(engine, num_experts(config) > 0):
+        raise UnfitEngineError(
+            f"The versions of run {recipe.run.name} carry an adapter alone, and this worker's engine ({engine.kind})"
+            " takes whole weights of this model alone. Start the worker with an engine of the run's recipe"
+            f" ({recipe.engine.kind}), or go on with merged weights: --resume weights.adapter=merged."
+        )
+    return rank
 
 
 def impossible_adapters(recipe: Recipe) -> Iterator[str]:

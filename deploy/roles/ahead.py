@@ -31,7 +31,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def open_worker_engine(recipe: Recipe, model: Path, worker: str, roots: ImportRoots) -> "Engine":
+def sent_rank(of_run: Recipe, recipe: Recipe, model: Path) -> int:
+    """Return the rank of the adapters that a worker with this recipe is sent in the run of the other one, on the files
+    in `model`; 0: whole weights. Raises UnfitEngineError if its engine does not take them."""
+    from deploy.recipe.adapters import rank_for_worker
+    from learner.config import ModelConfig
+    from learner.models.model import load_config
+
+    return rank_for_worker(of_run, recipe.engine, load_config(ModelConfig(path=str(model))))
+
+
+def open_worker_engine(recipe: Recipe, model: Path, worker: str, roots: ImportRoots, adapter_rank: int) -> "Engine":
     """Open the recipe's engine on the files in `model`. vLLM wants the event loop's own thread."""
     from rollout_workers.engines import open_engine
 
@@ -41,7 +51,7 @@ def open_worker_engine(recipe: Recipe, model: Path, worker: str, roots: ImportRo
         seed=_seed(recipe, worker),
         tells_experts=recipe.algorithm.router_replay,
         sleeps=recipe.run.is_colocated,
-        adapter_rank=_adapter_rank(recipe, model),
+        adapter_rank=adapter_rank,
         roots=roots,
     )
 
@@ -69,18 +79,18 @@ class EngineAhead:
             return
         found = await asyncio.to_thread(self._prepared, path)
         if found is not None:
-            recipe, roots = found
-            engine = open_worker_engine(recipe, self._directory, self._worker, roots)
-            self._opened = _Opened(engine, _settings(recipe, roots, self._directory), self._directory)
+            recipe, roots, rank = found
+            engine = open_worker_engine(recipe, self._directory, self._worker, roots, rank)
+            self._opened = _Opened(engine, _settings(recipe, roots, rank), self._directory)
             log.info("worker %s: engine %s is up; waiting for the learner", self._worker, recipe.engine.kind)
 
-    async def taken(self, recipe: Recipe, roots: ImportRoots, model: Path) -> "Engine | None":
+    async def taken(self, recipe: Recipe, roots: ImportRoots, model: Path, rank: int) -> "Engine | None":
         """Return the engine if it is the one that would be opened for the run as the broker describes it; else close
         it. The caller closes what it gets."""
         opened = self._opened
         if opened is None:
             return None
-        if opened.settings != _settings(recipe, roots, model) or _contents(opened.model) != _contents(model):
+        if opened.settings != _settings(recipe, roots, rank) or _contents(opened.model) != _contents(model):
             log.warning("worker %s: the run is another one than its directory says; opening an engine", self._worker)
             await self.close()
             return None
@@ -93,32 +103,25 @@ class EngineAhead:
         if opened is not None:
             await opened.engine.close()
 
-    def _prepared(self, path: str) -> tuple[Recipe, ImportRoots] | None:
-        """Return the recipe, with the model's files written; None if that cannot be. Whatever is wrong with the recipe,
-        the learner will tell."""
+    def _prepared(self, path: str) -> tuple[Recipe, ImportRoots, int] | None:
+        """Return the recipe, and the rank of the adapters that the engine takes, with the model's files written; None
+        if that cannot be. Whatever is wrong with the recipe, the learner will tell."""
         from learner.models.model import load_config, load_tokenizer, model_files
         from rollout_workers.model_files import write_model
 
         with suppress(HeadwayError, OSError):
-            recipe = with_overrides(after_stages(load_recipe(path, (f"run.name='{self._run}'",))), self._overrides)
+            of_run = after_stages(load_recipe(path, (f"run.name='{self._run}'",)))
+            recipe = with_overrides(of_run, self._overrides)
             roots = check_stored(recipe, self._overrides, self._allowed)
             write_model(model_files(load_config(recipe.model), load_tokenizer(recipe.model)), self._directory)
-            return recipe, roots
+            return recipe, roots, sent_rank(of_run, recipe, self._directory)
         return None
 
 
-def _settings(recipe: Recipe, roots: ImportRoots, model: Path) -> tuple[Any, ...]:
+def _settings(recipe: Recipe, roots: ImportRoots, rank: int) -> tuple[Any, ...]:
     """Return what decides which engine a worker opens, besides its name and the model's files."""
-    asked = recipe.algorithm.router_replay, recipe.run.is_colocated, _adapter_rank(recipe, model)
+    asked = recipe.algorithm.router_replay, recipe.run.is_colocated, rank
     return recipe.engine, recipe.run.seed, *asked, roots
-
-
-def _adapter_rank(recipe: Recipe, model: Path) -> int:
-    from deploy.recipe.adapters import adapter_rank
-    from learner.config import ModelConfig
-    from learner.models.model import load_config
-
-    return adapter_rank(recipe, load_config(ModelConfig(path=str(model))))
 
 
 def _contents(directory: Path) -> dict[str, bytes]:

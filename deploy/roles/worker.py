@@ -29,7 +29,7 @@ from deploy.recipe.loading import recipe_from_bytes, with_overrides
 from deploy.recipe.operators import check_stored
 from deploy.recipe.recipe import Recipe
 
-from .ahead import EngineAhead, open_worker_engine
+from .ahead import EngineAhead, open_worker_engine, sent_rank
 from .joining import drained_when_changed, fetch_config, or_drained
 
 if TYPE_CHECKING:
@@ -70,13 +70,14 @@ async def _run(
         async with _private_directory(run, worker, overrides, allowed) as (private, ahead):
             stored = await or_drained(_fetch_config(broker, ahead), drain)
             if stored is not None:
-                recipe = with_overrides(recipe_from_bytes(stored), overrides)
+                of_run = recipe_from_bytes(stored)
+                recipe = with_overrides(of_run, overrides)
                 roots = check_stored(recipe, overrides, allowed)
                 broker.leases.storage.payload_ttl_s = recipe.broker.payload_ttl_s
                 broker.leases.storage.payload_shards = recipe.broker.payload_shards
                 broker.leases.storage.replicas = recipe.broker.replicas
                 async with drained_when_changed(broker, stored, drain, _workers_part):
-                    await _work(broker, recipe, worker, private, drain, roots, ahead, grace_s / PARTS_OF_GRACE)
+                    await _work(broker, of_run, recipe, worker, private, drain, roots, ahead, grace_s / PARTS_OF_GRACE)
     except SchemaMismatchError as error:
         await _name(broker, worker, "version", f"{error} Restarting the worker cannot mend this.")
         raise
@@ -155,6 +156,7 @@ def _evaluations(config: "EvalConfig") -> tuple[Any, ...]:
 
 async def _work(
     broker: Broker,
+    of_run: Recipe,
     recipe: Recipe,
     worker: str,
     private: Path,
@@ -181,7 +183,8 @@ async def _work(
     if is_colocated and not await or_drained(_may_open(broker, recipe, worker), drain):
         return
     with staying_awake(broker, worker) if is_colocated else nullcontext():
-        engine = await ahead.taken(recipe, roots, model) or open_worker_engine(recipe, model, worker, roots)
+        rank = sent_rank(of_run, recipe, model)
+        engine = await ahead.taken(recipe, roots, model, rank) or open_worker_engine(recipe, model, worker, roots, rank)
     log.info("worker %s: engine %s is up", worker, recipe.engine.kind)
     gc.collect()
     gc.freeze()  # an engine's packages keep millions of objects for good, which would be examined ten times a second

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from broker.errors import ConfigError
 from deploy.cli.main import answer
 from deploy.launch.local import Local
-from deploy.recipe.adapters import sends_adapter
+from deploy.recipe.adapters import UnfitEngineError, rank_for_worker, sends_adapter
 from deploy.recipe.loading import dump_recipe, load_recipe
 from deploy.roles import adapter_export
 from deploy.run.directory import SETTINGS
@@ -29,6 +29,7 @@ from learner.backends.hugging_face_files import write_tensors
 from learner.backends.saving import Saving
 from learner.checkpoints.checkpoint import LearnerState, seal
 from learner.config import ModelConfig
+from learner.models.model import load_config
 from learner.ranks import Ranks
 from tests.end_to_end.recipes import TINY
 from tests.learner.adapted import saved_base, with_adapter
@@ -37,6 +38,7 @@ from tests.learner.tiny import OPTIMIZER, model_config
 from .test_stages import OWN, OWN_STAGE, RL, SFT, load
 
 OF_RL = {"rank": 4, "stages": ["rl"]}
+ENGINES = (TINY["engine"], {**TINY["engine"], "kind": "vllm"})
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -101,6 +103,17 @@ def test_an_engine_on_several_gpus_gets_merged_weights(tmp_path: Path) -> None:
     engine = {**TINY["engine"], "kind": "vllm", "options": {"tensor_parallel_size": 2}}
     recipe = load(tmp_path, model=adapted(OF_RL), stages=[SFT, RL], engine=engine)
     assert not sends_adapter(recipe, has_experts=False)
+
+
+def test_a_worker_gets_what_the_run_sends_or_is_refused(tmp_path: Path) -> None:
+    recipe, own = (load(tmp_path, model=adapted(OF_RL), stages=[SFT, RL], engine=one) for one in ENGINES)
+    dense, experts = (load_config(model_config(name)) for name in ("qwen3", "qwen3_moe"))
+    assert rank_for_worker(recipe, own.engine, dense) == 4
+    assert rank_for_worker(own, recipe.engine, experts) == 0, "all get merged weights, whatever this one could take"
+    with pytest.raises(
+        UnfitEngineError, match=r"worker's engine \(vllm\) takes whole weights .* weights\.adapter=merged"
+    ):
+        rank_for_worker(recipe, own.engine, experts)
 
 
 def test_a_run_goes_on_with_what_it_trains(tmp_path: Path) -> None:

@@ -39,11 +39,11 @@ def ahead(private: Path, *overrides: str) -> EngineAhead:
 async def test_the_worker_goes_on_with_the_engine_that_it_has_opened(recipe: Recipe, tmp_path: Path) -> None:
     opened = ahead(tmp_path)
     await opened.open()
-    engine = await opened.taken(recipe, ImportRoots(), stored(recipe, tmp_path / "model"))
+    engine = await opened.taken(recipe, ImportRoots(), stored(recipe, tmp_path / "model"), 0)
     assert engine is not None
     assert engine.max_model_len == recipe.engine.max_model_len
     await opened.close()  # the engine is the worker's now, and goes on
-    assert await opened.taken(recipe, ImportRoots(), tmp_path / "model") is None
+    assert await opened.taken(recipe, ImportRoots(), tmp_path / "model", 0) is None
     assert len(await engine.score([1, 2])) == 1
     await engine.close()
 
@@ -58,7 +58,7 @@ async def test_an_engine_for_another_run_is_closed(
     closed: list[bool] = []
     monkeypatch.setattr(type(opened._opened.engine), "close", _noting(closed))
     now = load_recipe(tmp_path / "config.yaml", (other,))
-    assert await opened.taken(now, ImportRoots(), stored(now, tmp_path / "model")) is None
+    assert await opened.taken(now, ImportRoots(), stored(now, tmp_path / "model"), 0) is None
     assert closed == [True]
 
 
@@ -69,11 +69,11 @@ async def test_none_is_opened_without_a_recipe_or_with_one_that_is_wrong(
         (tmp_path / "config.yaml").write_text(text)
         opened = ahead(tmp_path)
         await opened.open()
-        assert await opened.taken(recipe, ImportRoots(), tmp_path) is None
+        assert await opened.taken(recipe, ImportRoots(), tmp_path, 0) is None
     monkeypatch.delenv(AHEAD)
     opened = ahead(tmp_path)
     await opened.open()
-    assert await opened.taken(recipe, ImportRoots(), tmp_path) is None
+    assert await opened.taken(recipe, ImportRoots(), tmp_path, 0) is None
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def worker_elsewhere(url: str, run: str, private: Path) -> Iterator[None]:
         try:
             ahead = EngineAhead(run, "elsewhere-0", (), (), private)
             recipe = recipe_from_bytes(await _fetch_config(broker, ahead))
-            await _work(broker, recipe, "elsewhere-0", private, asyncio.Event(), ImportRoots(), ahead)
+            await _work(broker, recipe, recipe, "elsewhere-0", private, asyncio.Event(), ImportRoots(), ahead)
         finally:
             await broker.close()
 

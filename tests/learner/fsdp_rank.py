@@ -31,6 +31,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     layout: LayoutConfig = LayoutConfig()
     compute: ComputeConfig = ComputeConfig()
     adapter: AdapterConfig | None = None
+    checkpoint: str = ""
+    """The directory of a checkpoint after the first step, from which the second one is taken; empty: none."""
     is_large: bool = False
     """Whether every micro-batch sends gradients over the ranks and gathers weights."""
 
@@ -50,8 +52,10 @@ def run(case: Case, directory: Path) -> None:
     learner.backends.fsdp.sharding.GATHERED_WEIGHT_BYTES = 0 if case.is_large else 1 << 30
     model = msgspec.structs.replace(model_config(case.architecture), adapter=case.adapter)
     backend = open_backend("fsdp", model, OPTIMIZER, seed=3, layout=case.layout, compute=case.compute)
+    if case.checkpoint:
+        backend.load(Path(case.checkpoint))
     results = []
-    for number in range(len(LENGTHS)):
+    for number in range(1 if case.checkpoint else 0, len(LENGTHS)):
         results.append(step(backend, number))
         with backend.off_device():
             dist.barrier()
