@@ -1,6 +1,8 @@
 """The race with TRL: its one definition, how both drivers read it, and the comparison. TRL itself is not needed."""
 
+import json
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -11,12 +13,15 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
+from pyarrow import parquet
 
-from benchmarks.peers import comparison, contestants, of_headway
+from benchmarks.peers import comparison, contestants, of_headway, of_verl
 from benchmarks.peers.figures import Figures, Step, figures_of
 from benchmarks.peers.gpu_idle import Look, idle, looking
-from benchmarks.peers.of_trl import Clock, TrlSetting, Verifier, config_of, prompts_of, row_of
-from benchmarks.peers.race import LONG_TAILED, TASKS, Race
+from benchmarks.peers.of_trl import Clock, Judge, TrlSetting, Verifier, config_of, prompts_of, row_of
+from benchmarks.peers.of_trl_async import AsyncClock, PathKernel, async_config_of
+from benchmarks.peers.race import LONG_TAILED, SHORT, TASKS, Race
 from broker.errors import ConfigError
 from broker.schema import WorkerInfo
 from deploy.recipe.loading import load_recipe
@@ -24,9 +29,11 @@ from deploy.run.events import HeartbeatEvent, StepEvent
 from learner.data.examples import open_examples
 from learner.data.prompts import open_source
 from learner.models.model import load_model, load_tokenizer
+from tests.broker.topologies import wait_until
 from tests.deploy.runs import bare_metrics, open_record, run_status, worker
 from tests.learner.tiny import model_config
 
+VERL_MODES = tuple(of_verl.MODES.values())
 ROOT = Path(__file__).parents[1]
 
 
@@ -216,6 +223,108 @@ def test_idle_time_of_gpus_is_of_the_steps_that_count() -> None:
     assert idle([(5.0, [])], 4.0, 8.0) is None  # a machine without nvidia-smi
     with looking(0) as of_none:
         assert of_none == []
+
+
+def test_the_stand_in_for_the_hubs_kernel_attends_along_every_path() -> None:
+    torch.manual_seed(0)
+    shared, tails, heads = 3, (4, 2), 2  # two samples share three tokens; both have grouped heads
+    query, key, value = (torch.randn(shared + sum(tails), count, 8) for count in (2 * heads, heads, heads))
+    paths = [[0, 1, 2], [0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 7, 8]]
+    cu_queries, cu_keys = torch.tensor([0, 3, 7, 9]), torch.tensor([0, 3, 10, 15])
+    index = torch.tensor([at for path in paths for at in path])
+    attended = PathKernel().flash_attn_varlen_func(
+        query, key[index], value[index], cu_queries, cu_keys, 4, 7, softmax_scale=0.3, causal=True, window_size=(-1, -1)
+    )
+    for path in paths[1:]:
+        keys, values = (of[path].repeat_interleave(2, dim=1).double() for of in (key, value))
+        scores = 0.3 * torch.einsum("qhd,khd->hqk", query[path].double(), keys)
+        scores += torch.full(scores.shape, -torch.inf).triu(1)
+        alone = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+        torch.testing.assert_close(attended[path].double(), alone, atol=1e-6, rtol=1e-6)
+
+
+def test_trls_asynchronous_trainer_trains_as_many_samples_and_sends_weights_as_often(tmp_path: Path) -> None:
+    for task, (passes, samples) in ((SHORT, (1, 128)), (LONG_TAILED, (4, 128))):
+        recipe, overrides = msgspec.structs.astuple(TASKS[task]["cuda"])
+        race = race_in(tmp_path, *overrides, recipe=recipe, gpus=2)
+        race.model.mkdir(exist_ok=True)
+        (race.model / "config.json").write_text('{"model_type": "llama"}')
+        config, loaded = async_config_of(race, "/m", "http://engine"), race.load()
+        assert (config["gradient_accumulation_steps"], config["per_device_train_batch_size"]) == (passes, samples)
+        assert passes * samples * config["weight_sync_steps"] == race.samples_per_step == 512
+        assert config["max_steps"] == loaded.learner.steps * loaded.learner.updates_per_step
+        assert (config["token_budget"], config["max_staleness"]) == (0, loaded.staleness.max_lag)
+        assert pickle.loads(pickle.dumps(Judge(race)))  # its trainer pickles the rewards
+
+
+async def test_trls_asynchronous_trainer_judges_as_the_other_one(race: Race) -> None:
+    tokenizer = load_tokenizer(model_config("qwen3_moe"))
+    right = [*tokenizer("4*5=0#0").input_ids, tokenizer.eos_token_id]
+    columns = {"ground_truth": ["0"], "data_source": ["arithmetic"], "extra": ["{}"], "completions": [[]]}
+    prompts = [[{"role": "user", "content": "^4*5="}]]
+    assert await Judge(race)(prompts=prompts, completion_ids=[right], **columns) == [1.0]
+    assert await Judge(race)(prompts=prompts, completion_ids=[right[:-1]], **columns) == [0.0]
+
+
+def test_what_trls_asynchronous_trainer_logs_of_updates_becomes_steps() -> None:
+    clock = AsyncClock(time.time() - 50, updates=2)
+    log = {"batch/samples_per_step": 4.0, "batch/trained_tokens_per_step": 20.0, "perf/rollout_wait_s": 0.25}
+    for reward, sync in ((0.5, {}), (0.7, {"perf/weight_sync_s": 0.3}), (0.6, {}), (0.8, {"perf/weight_sync_s": 0.5})):
+        clock.note({**log, "reward": reward, "sample/staleness_mean": 1.0, **sync})
+    one = clock.figures()
+    assert (one.rewards, one.samples_per_step, one.response_tokens, one.lag_mean) == ([0.6, 0.7], 8.0, 5.0, 1.0)
+    assert (one.pause_per_update_s, one.first_step_s, one.engine_idle) == (0.4, 50.0, None)
+
+
+def test_verl_trains_as_many_samples_in_as_many_updates(tmp_path: Path) -> None:
+    recipe, overrides = msgspec.structs.astuple(TASKS[SHORT]["cuda"])
+    race = race_in(tmp_path, *overrides, recipe=recipe, gpus=2)
+    sync, alone = (dict(one.split("=", 1) for one in of_verl.overrides_of(race, mode, tmp_path)) for mode in VERL_MODES)
+    for one in (sync, alone):
+        assert (one["data.train_batch_size"], one["actor_rollout_ref.rollout.n"]) == ("32", "16")
+        assert one["actor_rollout_ref.actor.ppo_mini_batch_size"] == "8"
+        assert (one["trainer.total_training_steps"], one["data.max_response_length"]) == ("40", "96")
+    assert (sync["trainer.n_gpus_per_node"], alone["trainer.n_gpus_per_node"]) == ("2", "1")
+    assert alone["trainer.v1.separate_async.parameter_sync_step"] == "4"
+
+
+def test_verl_reads_the_conversations_that_headways_model_reads(race: Race) -> None:
+    tokenizer = load_tokenizer(model_config("qwen3_moe"))
+    tokenizer.chat_template = "{% for message in messages %}#{{ message.content }}{% endfor %}#"
+    tokenizer.save_pretrained(race.model)
+    spoken = msgspec.structs.replace(race, overrides=(*race.overrides, "prompts.system_prompt=1+1"))
+    of_verl.write_prompts(spoken, race.model / "prompts.parquet")
+    rows = parquet.read_table(race.model / "prompts.parquet").to_pylist()
+    source = open_source(race.load().prompts, race.load().run.seed)
+    assert len(rows) == (3 + of_verl.AHEAD) * 4
+    assert rows[5]["prompt"] == [
+        {"role": "system", "content": "1+1"},
+        {"role": "user", "content": source.train(0, 5).content},
+    ]
+    assert rows[5]["reward_model"]["ground_truth"] == source.train(0, 5).ground_truth
+
+
+def test_verls_metrics_become_figures_as_they_are_written(tmp_path: Path) -> None:
+    file, began = tmp_path / "metrics.jsonl", time.time()
+    metrics = {"timing_s/gen": 1.0, "timing_s/step": 4.0, "response_length/mean": 5.0, "critic/score/mean": 0.5}
+    with of_verl.following(file) as lines, file.open("a") as written:
+        for step in range(2):
+            written.write(json.dumps({"step": step, "data": metrics}) + "\n")
+            written.flush()
+            wait_until(lambda: len(lines) == step + 1)  # noqa: B023  # called before the next step
+    timed = [
+        (began + 10.0, metrics),
+        (began + 16.0, {**metrics, "timing_s/step": 6.0, "timing_s/save_checkpoint": 2.0}),
+    ]
+    one = of_verl.figures_from(timed, began, samples=8, is_sync=True)
+    assert (one.ends_s, one.samples_per_s, one.response_tokens) == ([10.0, 14.0], 2.0, 5.0)
+    assert (one.engine_idle, one.pause_per_update_s, one.learner_idle) == (0.75, 3.0, 0.25)
+
+
+def test_who_needs_gpus_says_so() -> None:
+    assert not contestants.lacking("headway", 0)
+    assert "--gpus 2" in contestants.lacking("trl-async", 1)
+    assert "--gpus 1 or 2" in contestants.lacking("verl-sync", 0)
 
 
 def test_without_trl_the_program_says_how_to_get_it(tmp_path: Path) -> None:

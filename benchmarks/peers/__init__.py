@@ -1,13 +1,27 @@
-"""Headway and TRL train the same model on the same prompts, one after the other.
+"""Headway, TRL and verl train the same model on the same prompts, one after the other.
 
-    headway sft ─► OUTPUT/sft ─┬─► headway run           ─► OUTPUT/headway ┐
-                               └─► TRL's GRPOTrainer,    ─► OUTPUT/trl-... ├─► headway eval ─► figures, compared
-                                   once for each setting                   ┘
+    headway sft ─► OUTPUT/sft ─┬─► headway run             ─► OUTPUT/headway   ┐
+                               ├─► TRL's GRPOTrainer,      ─► OUTPUT/trl-...   │
+                               │   once for each setting                       ├─► headway eval ─► figures, compared
+                               ├─► TRL's AsyncGRPOTrainer  ─► OUTPUT/trl-async │
+                               └─► verl, sync and async    ─► OUTPUT/verl-...  ┘
 
-`race.py` is the definition: a recipe, which tells both the task, prompts, verifier, model, samples and updates of a
-step, loss and optimizer. `of_headway.py` and `of_trl.py` are the drivers, `contestants.py` starts each in processes of
-its own and has the one evaluator measure its model, `figures.py` is what a driver finds, and `comparison.py` compares.
+`race.py` is the definition: a task is a recipe, which tells all of them prompts, verifier, model, samples and updates
+of a step, loss and optimizer. `of_headway.py`, `of_trl.py`, `of_trl_async.py` and `of_verl.py` are the drivers;
+`contestants.py` starts each in processes of its own and has the one evaluator measure its model. `figures.py` is what a
+driver finds, `gpu_idle.py` what is seen of its GPUs from outside, and `comparison.py` compares. Each step of each
+contestant trains the same number of samples, and engines get weights after each step.
 
-TRL's asynchronous trainer has no driver: it sends its weights to `vllm serve` by NCCL alone, which needs two GPUs. verl
-has none either: its trainer needs a Ray cluster and an engine for GPUs, which is more than an option of this program.
+What the others need that Headway does not, in the interpreter that `--python` names:
+
+- trl-1-thread and its like: TRL 1.16; on a GPU its vLLM.
+- trl-async: two GPUs, TRL 1.16, aiohttp, requests, and a vLLM of 0.22 to 0.31, whose server it starts itself. TRL takes
+  its attention from a hub; torch's variable-length kernel stands in for it.
+- verl-sync (one GPU or two), verl-async (two): verl 0.9.1, Ray, vLLM, hydra-core 1.3, antlr4-python3-runtime 4.9.3,
+  TransferQueue, tensordict, torchdata, codetiming, peft, accelerate, datasets, pandas, orjson; verl-async also cupy.
+  Put them into a folder of their own on PYTHONPATH, before the others: math-verify's antlr4 is too new for hydra-core.
+  Unpacked, Ray has 240 MB, pandas 84 and the rest together less than 50; cupy for CUDA 13 comes on top.
+
+No run of trl-async or verl has been made on a GPU yet. Without one these work: the configuration of each, which their
+own classes accept; the rewards and prompts, which their own classes read; the command line of the vLLM server.
 """

@@ -7,8 +7,9 @@ GPUs (`race.py`); `--recipe` names another one, and `key=value` are overrides of
 and the best of them counts. In every round each contestant runs once, in turn, and its median run counts. A warm-up
 that has ended is not made again: give the same output to go on.
 
-With `--gpus 1` all generate with vLLM on the GPU where they train. Of two GPUs Headway's engines have the second one,
-and TRL trains and generates on both.
+With `--gpus 1` all generate with vLLM on the GPU where they train. Of two GPUs the engines of Headway, trl-async and
+verl-async have the second one; the synchronous trainers train and generate on both. The page of this package says what
+TRL and verl need. They may want different environments: give the same output to two commands.
 
 Progress goes to standard error; the last line is one JSON object. Its "reward_of_headway_and_peer" has the mean rewards
 of the last five steps, Headway's first, once both had trained as many samples, and once both had taken as many seconds.
@@ -27,6 +28,7 @@ import msgspec
 from . import contestants
 from .comparison import TARGET, TARGETS, compared
 from .figures import Figures
+from .of_headway import NAME
 from .race import SETTINGS, SHORT, TASKS, Race, Task
 
 
@@ -68,7 +70,9 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the recipe, such as learner.steps=20")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--python", type=Path, default=Path(".venv/peers/bin/python"), help="an interpreter with TRL")
+    parser.add_argument(
+        "--python", type=Path, default=Path(".venv/peers/bin/python"), help="an interpreter with TRL, or with verl"
+    )
     parser.add_argument("--task", choices=TASKS, default=SHORT)
     parser.add_argument("--recipe", help="in the place of the task's")
     parser.add_argument(
@@ -82,7 +86,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, choices=SETTINGS, default=0, help="0: CPUs")
     parser.add_argument("--timeout-s", type=float, default=900.0, help="of one command")
     options = parser.parse_intermixed_args()
-    if not options.python.exists() and set(options.of) & set(contestants.TRL):
+    if lacking := [why for name in options.of if (why := contestants.lacking(name, options.gpus))]:
+        parser.error("; ".join(lacking))
+    if not options.python.exists() and set(options.of) != {NAME}:
         parser.error(
             f"--python {options.python} does not exist; `make race` installs TRL into an environment of its own"
         )

@@ -1,4 +1,4 @@
-"""Compares the contestants' figures: Headway over the setting of TRL that suited TRL best."""
+"""Compares the contestants' figures: Headway over the fastest peer."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -11,7 +11,7 @@ from .of_headway import NAME
 from .race import LONG_TAILED, SHORT
 
 TARGETS = {(2, SHORT): 2.0, (2, LONG_TAILED): 3.0}
-"""The targets by the number of GPUs and the task: so many times the samples per second of the better setting of TRL."""
+"""The targets by the number of GPUs and the task: so many times the samples per second of the fastest peer."""
 TARGET = 1.5
 """The target elsewhere."""
 NOISE = 0.04

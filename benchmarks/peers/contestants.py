@@ -1,5 +1,5 @@
-"""The contestants: Headway, and TRL with each of its settings. Each runs in processes of its own, and one evaluator
-measures all models."""
+"""The contestants: Headway, both trainers of TRL, the synchronous one with each of its settings, and verl. Each runs in
+its own processes, and one evaluator measures all models."""
 
 import json
 import os
@@ -12,10 +12,11 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks.gpus import gpu_names
 from benchmarks.learns.parts import finish
 from deploy.run.stage_output import is_complete
 
-from . import of_headway
+from . import of_headway, of_trl_async, of_verl
 from .figures import FIRST, Figures
 from .gpu_idle import idle, looking
 from .of_trl import TrlOrder, TrlSetting
@@ -32,7 +33,18 @@ TRL = {
 """TRL's settings, by the name of their runs."""
 DEFAULT = (of_headway.NAME, "trl-1-thread", "trl-all-threads")
 """The contestants that race unless the user names others."""
-NAMES = (of_headway.NAME, *TRL)
+ON_TWO = (of_trl_async.NAME, "verl-async")
+"""The contestants whose trainer has one GPU and whose server has another."""
+NAMES = (of_headway.NAME, *TRL, of_trl_async.NAME, *of_verl.MODES)
+
+
+def lacking(name: str, gpus: int) -> str:
+    """Return why a contestant cannot race on so many GPUs; empty if it can."""
+    if name in ON_TWO and gpus != 2:
+        return f"{name} trains on one GPU and generates on another: it needs --gpus 2"
+    if name in of_verl.MODES and gpus == 0:
+        return f"{name} generates with vLLM on GPUs only: it needs --gpus 1 or 2"
+    return ""
 
 
 def warm_up(race: Race, timeout_s: float) -> None:
@@ -55,8 +67,10 @@ def run(name: str, race: Race, python: Path, timeout_s: float) -> Figures:
     with looking(race.gpus) as seen:
         if name == of_headway.NAME:
             figures, model = of_headway.drive(race, timeout_s)
+        elif name in of_verl.MODES:
+            figures, model = of_verl.drive(name, race, python, timeout_s)
         else:
-            figures, model = _drive_trl(TRL[name], race, Path(race.output) / name, python, timeout_s)
+            figures, model = _drive_trl(name, race, python, timeout_s)
     samples = len(figures.rewards) * race.samples_per_step
     first = figures.ends_s[min(FIRST, len(figures.ends_s) - 1) - 1]
     return msgspec.structs.replace(
@@ -77,21 +91,27 @@ def pass_rate(race: Race, model: Path, timeout_s: float) -> float:
     return float(json.loads(done.stdout)["pass_rate"])
 
 
-def _drive_trl(
-    setting: TrlSetting, race: Race, directory: Path, python: Path, timeout_s: float
-) -> tuple[Figures, Path]:
+def _drive_trl(name: str, race: Race, python: Path, timeout_s: float) -> tuple[Figures, Path]:
+    directory, setting = Path(race.output) / name, TRL.get(name, TrlSetting())
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
-    order, result = directory / "order.json", directory / "figures.json"
-    model = directory / "model"
-    order.write_bytes(msgspec.json.encode(TrlOrder(race=race, setting=setting, model=str(model), began=time.time())))
-    command = [str(python), "-W", "ignore", "-m", f"{__package__}.of_trl", str(order), str(result)]
-    if race.gpus > 1:
-        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(race.gpus))
-        command[1:3] = launcher
+    order, result, model = directory / "order.json", directory / "figures.json", directory / "model"
+    module, server_gpu = "of_trl", None
+    launcher: tuple[str, ...] = ()
     environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     if setting.threads:
         environment["OMP_NUM_THREADS"] = str(setting.threads)
+    if name == of_trl_async.NAME:
+        module = "of_trl_async"
+        environment["CUDA_VISIBLE_DEVICES"], server_gpu = gpu_names(2)
+    elif race.gpus > 1:
+        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(race.gpus))
+    order.write_bytes(
+        msgspec.json.encode(
+            TrlOrder(race=race, setting=setting, model=str(model), began=time.time(), server_gpu=server_gpu)
+        )
+    )
+    command = (str(python), "-W", "ignore", *launcher, "-m", f"{__package__}.{module}", str(order), str(result))
     # This process's standard output has only one JSON object.
     subprocess.run(command, stdout=sys.stderr, check=True, timeout=timeout_s, env=environment)
     return msgspec.json.decode(result.read_bytes(), type=Figures), model

@@ -42,6 +42,13 @@ class TrlOrder(msgspec.Struct, frozen=True, kw_only=True):
     """The directory where it saves its model."""
     began: float
     """The time of the clock at which its command started."""
+    server_gpu: str | None = None
+    """The name of the GPU of a server that generates; None without one."""
+
+
+def seconds_since(began: float) -> float:
+    """Return the seconds since a time of the clock, which processes share."""
+    return time.time() - began
 
 
 class Clock:
@@ -70,7 +77,7 @@ class Clock:
         samples, tokens, rewards = summed(len(self._rewards), self._tokens, sum(self._rewards))
         self.steps.append(
             Step(
-                end_s=time.time() - self._began,
+                end_s=seconds_since(self._began),
                 samples=round(samples),
                 tokens=round(tokens),
                 reward=rewards / max(1, samples),
@@ -216,6 +223,20 @@ class Verifier:
             rewards.append(score.total)
         self._clock.add_samples(rewards, completion_ids)
         return rewards
+
+
+class Judge:
+    """The race's rewards as TRL's asynchronous trainer calls them, in a process to which it pickles them."""
+
+    def __init__(self, race: Race) -> None:
+        self._race = race
+        self._verifier: Verifier | None = None
+
+    async def __call__(self, prompts: Sequence[Sequence[dict[str, str]]], **columns: Any) -> list[float]:
+        """Return the rewards of responses to these conversations, of whose only message the text has been rendered."""
+        if self._verifier is None:
+            self._verifier = Verifier(self._race.load(), self._race.model, Clock(time.time()))
+        return await self._verifier.score(prompts=[messages[0]["content"] for messages in prompts], **columns)
 
 
 def run(order: TrlOrder) -> Figures:

@@ -1,0 +1,295 @@
+"""python -m benchmarks.peers.of_trl_async ORDER RESULT
+
+The driver of TRL's AsyncGRPOTrainer, in an interpreter that has TRL and vLLM: the trainer on one GPU, `vllm serve` on
+another, to which it sends its weights by NCCL. ORDER and RESULT are files of JSON.
+
+Steps are of exactly the race's samples (`token_budget` 0, where TRL fills rows up to a number of tokens), and weights
+are sent after each. Its attention kernel comes from a hub; torch's variable-length kernel stands in for it. Without
+GPUs it is a rehearsal: all is real, with vLLM for CPUs, but no weights are sent.
+"""
+
+import inspect
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from deploy.recipe.recipe import Recipe
+
+from .figures import Figures, Step, figures_of
+from .of_trl import Judge, TrlOrder, TrlSetting, config_of, prompts_of, row_of, seconds_since
+from .race import Race
+
+if TYPE_CHECKING:
+    import torch
+
+NAME = "trl-async"
+LARGEST_PASS = 128
+"""Samples in one forward and backward pass: more of the longest responses do not fit beside their gradients."""
+ALL = "{{ messages[0]['content'] }}"
+"""A chat template for a conversation whose only message has been rendered."""
+NO_TOOLS = {"defaults": {"role": "assistant"}, "fields": {"content": {"close_pattern": "$", "content": "text"}}}
+"""A template of answers, which the trainer wants for a chat template that it does not know: all of it is text."""
+SYNCHRONOUS = frozenset(
+    (
+        "loss_type",  # it has one: the mean over all tokens
+        "beta",
+        "steps_per_generation",
+        "shuffle_dataset",
+        "use_transformers_continuous_batching",
+        "use_vllm",
+        "vllm_mode",
+        "vllm_max_model_length",
+        "vllm_gpu_memory_utilization",
+    )
+)
+"""Arguments of GRPOConfig that AsyncGRPOConfig does not have."""
+WARM_SERVER_S = 240.0
+
+
+def async_config_of(race: Race, directory: str, url: str) -> dict[str, Any]:
+    """Return the arguments of AsyncGRPOConfig: those of the synchronous trainer, where it has them."""
+    recipe = race.load()
+    updates = recipe.learner.updates_per_step
+    passes = -(-race.samples_per_step // (updates * LARGEST_PASS))
+    common = config_of(race, TrlSetting(micro_batches=passes), directory)
+    return {
+        **{key: value for key, value in common.items() if key not in SYNCHRONOUS},
+        "per_device_train_batch_size": race.samples_per_step // (updates * passes),  # one process trains
+        "model_init_kwargs": {"dtype": "float32"},
+        "token_budget": 0,
+        "weight_sync_steps": updates,
+        "max_staleness": recipe.staleness.max_lag,
+        "logging_steps": 1,  # its metrics of a step come with its log
+        "vllm_server_base_url": url,
+        "vllm_server_timeout": WARM_SERVER_S,
+    }
+
+
+def server_arguments(recipe: Recipe, model: Path, port: int) -> list[str]:
+    """Return the arguments of `vllm serve` that AsyncGRPOTrainer wants, and the race's model and lengths."""
+    on_gpu = recipe.engine.device == "cuda"
+    of_gpu = ("--gpu-memory-utilization", "0.85", "--weight-transfer-config", '{"backend": "nccl"}')
+    return [
+        str(model),
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--dtype", recipe.engine.dtype, "--max-model-len", str(recipe.engine.max_model_len)),
+        *("--logprobs-mode", "processed_logprobs"),
+        *(of_gpu if on_gpu else ("--enforce-eager",)),
+    ]
+
+
+@contextmanager
+def serving(recipe: Recipe, model: Path, gpu: str | None) -> Iterator[str]:
+    """Serve the model until the end of the block, on that GPU; gives the URL at which it will answer."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-W", "ignore", "-m", "vllm.entrypoints.cli.main", "serve"]
+    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+    if gpu is None:
+        environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    else:
+        environment["CUDA_VISIBLE_DEVICES"] = gpu
+    with subprocess.Popen([*command, *server_arguments(recipe, model, port)], env=environment) as server:
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.terminate()
+            try:
+                server.wait(20)
+            except subprocess.TimeoutExpired:
+                server.kill()
+
+
+class PathKernel:
+    """Stands in for the hub's FlashAttention 3, of which TRL calls one function."""
+
+    def flash_attn_varlen_func(
+        self,
+        query_QHD: "torch.Tensor",
+        key_KHD: "torch.Tensor",
+        value_KHD: "torch.Tensor",
+        cu_queries: "torch.Tensor",
+        cu_keys: "torch.Tensor",
+        longest_queries: int,
+        longest_keys: int,
+        *,
+        softmax_scale: float,
+        causal: bool,
+        window_size: tuple[int, int],
+    ) -> "torch.Tensor":
+        """[Q, H, D]: each run of queries attends to its own keys, with which it ends.
+
+        It is torch's variable-length kernel on a GPU, and one call of torch's attention for each run elsewhere.
+        """
+        assert causal, "TRL's trees are causal"
+        assert window_size == (-1, -1), "no model of the race has a sliding window"
+        if query_QHD.is_cuda:
+            return _on_gpu(
+                query_QHD, key_KHD, value_KHD, cu_queries, cu_keys, longest_queries, longest_keys, softmax_scale
+            )
+        return _run_by_run(query_QHD, key_KHD, value_KHD, cu_queries.tolist(), cu_keys.tolist(), softmax_scale)
+
+
+def _on_gpu(
+    query_QHD: "torch.Tensor",
+    key_KHD: "torch.Tensor",
+    value_KHD: "torch.Tensor",
+    cu_queries: "torch.Tensor",
+    cu_keys: "torch.Tensor",
+    longest_queries: int,
+    longest_keys: int,
+    scale: float,
+) -> "torch.Tensor":
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = inspect.signature(varlen_attn).parameters  # torch's versions name them differently
+    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    if "enable_gqa" in known:
+        options["enable_gqa"] = query_QHD.shape[1] != key_KHD.shape[1]
+    attended = varlen_attn(
+        query_QHD, key_KHD, value_KHD, cu_queries, cu_keys, longest_queries, longest_keys, scale=scale, **options
+    )
+    assert not isinstance(attended, tuple)
+    return attended
+
+
+def _run_by_run(
+    query_QHD: "torch.Tensor",
+    key_KHD: "torch.Tensor",
+    value_KHD: "torch.Tensor",
+    cu_queries: list[int],
+    cu_keys: list[int],
+    scale: float,
+) -> "torch.Tensor":
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    attended = []
+    for run in range(len(cu_queries) - 1):
+        query = query_QHD[cu_queries[run] : cu_queries[run + 1]].transpose(0, 1)
+        key, value = (of[cu_keys[run] : cu_keys[run + 1]].transpose(0, 1) for of in (key_KHD, value_KHD))
+        queries, keys = query.shape[1], key.shape[1]
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+        one = scaled_dot_product_attention(
+            query[None], key[None], value[None], attn_mask=mask, scale=scale, enable_gqa=True
+        )
+        attended.append(one[0].transpose(0, 1))
+    return torch.cat(attended)
+
+
+class NotSent:
+    """Takes the place of the trainer's weight transfer in a rehearsal."""
+
+    def init_weight_transfer(self) -> None:
+        pass
+
+    def pause(self) -> None:
+        pass
+
+    def send_weights(self, iterator: Iterator[tuple[str, "torch.Tensor"]]) -> None:
+        for _ in iterator:
+            pass
+
+    def resume(self) -> None:
+        pass
+
+    def destroy(self) -> None:
+        pass
+
+
+class AsyncClock:
+    """Makes steps of what the trainer logs of each of its updates."""
+
+    def __init__(self, began: float, updates: int) -> None:
+        self._began = began
+        self._updates = updates
+        self._logged: list[Mapping[str, float]] = []
+        self._steps: list[Step] = []
+        self._pauses_s: list[float] = []
+        self._lags: list[float] = []
+
+    def note(self, logs: Mapping[str, float]) -> None:
+        """Note an update. Its reward may be of one forward pass later, as the trainer packs one ahead."""
+        self._logged.append(logs)
+        if len(self._logged) < self._updates:
+            return
+        samples = sum(log["batch/samples_per_step"] for log in self._logged)
+        self._steps.append(
+            Step(
+                end_s=seconds_since(self._began),
+                samples=round(samples),
+                tokens=round(sum(log["batch/trained_tokens_per_step"] for log in self._logged)),
+                reward=fmean(log["reward"] for log in self._logged if log.get("reward") is not None),
+                learner_idle_s=sum(log["perf/rollout_wait_s"] for log in self._logged),
+            )
+        )
+        self._pauses_s += [log["perf/weight_sync_s"] for log in self._logged if "perf/weight_sync_s" in log]
+        self._lags += [log["sample/staleness_mean"] for log in self._logged if "sample/staleness_mean" in log]
+        self._logged = []
+
+    def figures(self) -> Figures:
+        """Return the figures. The engine is paused while it is sent weights; how busy it was only its GPU tells."""
+        return figures_of(
+            self._steps,
+            engine_idle=None,
+            pause_per_update_s=fmean(self._pauses_s),
+            lag_mean=fmean(self._lags) if self._lags else 0.0,
+        )
+
+
+def run(order: TrlOrder) -> Figures:
+    """Serve, train, save the model, and return the figures."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, packing
+
+    packing._flash_attn = PathKernel
+    race, model = order.race, order.race.model
+    recipe = race.load()
+    clock = AsyncClock(order.began, recipe.learner.updates_per_step)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompts = prompts_of(recipe, recipe.learner.steps, tokenizer)
+    tokenizer.chat_template, tokenizer.response_template = ALL, NO_TOOLS
+    rows = [{**row_of(prompt), "prompt": [{"role": "user", "content": prompt.text}]} for prompt in prompts]
+    for prompt, row in zip(prompts, rows, strict=True):
+        read = tokenizer.apply_chat_template(row["prompt"], return_dict=False, add_generation_prompt=True)
+        assert read == list(prompt.token_ids), "TRL's model must read what Headway's reads"
+
+    class Steps(TrainerCallback):  # type: ignore[misc]  # transformers exports it lazily, without a type
+        def on_log(self, _arguments: Any, _state: Any, _control: Any, logs: dict[str, float], **_options: Any) -> None:
+            if "batch/samples_per_step" in logs:
+                clock.note(dict(logs))
+
+    with serving(recipe, model, order.server_gpu) as url:
+        trainer = AsyncGRPOTrainer(
+            model=str(model),
+            args=AsyncGRPOConfig(**async_config_of(race, order.model, url)),
+            reward_funcs=Judge(race),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+            callbacks=[Steps()],
+            weight_transfer=None if race.on_gpu else NotSent(),
+        )
+        trainer.train()
+        trainer.save_model(order.model)
+    AutoTokenizer.from_pretrained(model).save_pretrained(order.model)  # with the model's own chat template
+    return clock.figures()
+
+
+def main() -> None:
+    """Make the ordered run, and write its figures."""
+    order, result = map(Path, sys.argv[1:])
+    figures = run(msgspec.json.decode(order.read_bytes(), type=TrlOrder))
+    result.write_bytes(msgspec.json.encode(figures))
+
+
+if __name__ == "__main__":
+    main()

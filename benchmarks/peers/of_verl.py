@@ -1,0 +1,243 @@
+"""verl's driver: `verl.trainer.main_ppo` in an interpreter that has verl, Ray and vLLM, on one GPU or two.
+
+It trains as many samples in as many updates with the same loss, and hands weights over once a step. Its packed rows and
+its attention want the package flash-attn; padded rows and torch's attention stand in for them. Its asynchronous trainer
+has one GPU and a server of vLLM the other, to which it sends weights by NCCL from a buffer of the package cupy.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from deploy.recipe.recipe import Recipe
+
+from .figures import Figures, Step, figures_of
+from .of_trl import prompts_of, row_of
+from .race import Race
+
+MODES = {"verl-sync": "sync", "verl-async": "separate_async"}
+"""The contestants, and verl's `trainer.v1.trainer_mode`."""
+RACE = "HEADWAY_RACE"
+"""The environment variable with the race, as JSON, for `verl_rewards.py`."""
+AHEAD = 10
+"""Steps of prompts beyond those that are trained, which an asynchronous trainer has under way at the end."""
+NO_DUAL_CLIP = 1e6
+LOOK_S = 0.05
+Line = tuple[float, dict[str, float]]
+"""The time of the clock at which the metrics of a step were written, and the metrics."""
+
+
+def write_prompts(race: Race, file: Path) -> None:
+    """Write the race's prompts as verl reads them: conversations, and all that the verifier needs.
+
+    The model's chat template makes of them what Headway feeds. Raises ConfigError for a model without such a template.
+    """
+    from pyarrow import Table, parquet
+    from transformers import AutoTokenizer
+
+    from learner.data.prompts import open_source
+
+    recipe = race.load()
+    tokenizer = AutoTokenizer.from_pretrained(race.model)
+    source = open_source(recipe.prompts, recipe.run.seed)
+    rows = []
+    for at, prompt in enumerate(prompts_of(recipe, recipe.learner.steps + AHEAD, tokenizer)):
+        messages = [
+            {"role": "system", "content": recipe.prompts.system_prompt},
+            {"role": "user", "content": source.train(0, at).content},
+        ]
+        read = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        assert read == prompt.text, "verl's model must read what Headway's reads"
+        row = row_of(prompt)
+        rows.append(
+            {
+                "prompt": messages,
+                "data_source": row["data_source"],
+                "reward_model": {"style": "rule", "ground_truth": row["ground_truth"]},
+                "extra_info": {"index": at, "text": row["prompt"], "facts": row["extra"]},
+            }
+        )
+    parquet.write_table(Table.from_pylist(rows), file)
+
+
+def overrides_of(race: Race, mode: str, directory: Path) -> list[str]:
+    """Return the overrides of verl's configuration, in Hydra's syntax."""
+    recipe = race.load()
+    return [
+        *_of_data(recipe, directory),
+        *_of_actor(recipe, race.model),
+        *_of_rollout(recipe, mode),
+        *_of_trainer(recipe, race, mode, directory),
+        "algorithm.adv_estimator=grpo",
+        "algorithm.use_kl_in_reward=False",
+        # The ratio's denominator: what the engine said, or what the learner computes before the step.
+        f"algorithm.rollout_correction.bypass_mode={recipe.algorithm.objective.anchor == 'behavior'}",
+        "reward.reward_manager.source=importlib",
+        "reward.reward_manager.name=RaceRewards",
+        f"reward.reward_manager.module.path={Path(__file__).with_name('verl_rewards.py')}",
+    ]
+
+
+def _of_data(recipe: Recipe, directory: Path) -> list[str]:
+    response = recipe.sampling.max_new_tokens
+    return [
+        f"data.train_files={directory / 'prompts.parquet'}",
+        f"data.val_files={directory / 'prompts.parquet'}",
+        f"data.train_batch_size={recipe.learner.groups_per_step}",
+        f"data.max_prompt_length={recipe.engine.max_model_len - response}",
+        f"data.max_response_length={response}",
+        "data.shuffle=False",
+        "data.filter_overlong_prompts=False",
+        "data.dataloader_num_workers=0",
+    ]
+
+
+def _of_actor(recipe: Recipe, model: Path) -> list[str]:
+    actor, optimizer = "actor_rollout_ref.actor", recipe.optimizer
+    return [
+        f"actor_rollout_ref.model.path={model}",
+        "actor_rollout_ref.model.use_remove_padding=False",
+        "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+        f"{actor}.ppo_mini_batch_size={recipe.learner.groups_per_step // recipe.learner.updates_per_step}",
+        f"{actor}.use_dynamic_bsz=True",
+        f"{actor}.ppo_max_token_len_per_gpu={recipe.learner.micro_batch_tokens}",
+        f"{actor}.clip_ratio_c={NO_DUAL_CLIP}",
+        f"{actor}.grad_clip={optimizer.max_grad_norm}",
+        f"{actor}.optim.lr={optimizer.learning_rate}",
+        f"{actor}.optim.betas=[{optimizer.beta1},{optimizer.beta2}]",
+        f"{actor}.optim.weight_decay={optimizer.weight_decay}",
+        f"{actor}.optim.override_optimizer_config={{eps:{optimizer.epsilon}}}",
+        f"{actor}.checkpoint.save_contents=[model,hf_model]",
+    ]
+
+
+def _of_rollout(recipe: Recipe, mode: str) -> list[str]:
+    rollout = "actor_rollout_ref.rollout"
+    alone = (
+        "actor_rollout_ref.hybrid_engine=False",
+        f"{rollout}.nnodes=1",
+        f"{rollout}.n_gpus_per_node=1",
+        f"{rollout}.checkpoint_engine.backend=nccl",
+    )
+    return [
+        f"{rollout}.name=vllm",
+        f"{rollout}.n={recipe.learner.group_size}",
+        f"{rollout}.temperature={recipe.sampling.temperature}",
+        f"{rollout}.top_p={recipe.sampling.top_p}",
+        f"{rollout}.dtype={recipe.engine.dtype}",
+        f"{rollout}.tensor_model_parallel_size=1",
+        f"{rollout}.max_model_len={recipe.engine.max_model_len}",
+        f"{rollout}.max_num_seqs=1024",
+        f"{rollout}.gpu_memory_utilization={0.85 if mode == 'separate_async' else 0.3}",
+        *(alone if mode == "separate_async" else ()),
+    ]
+
+
+def _of_trainer(recipe: Recipe, race: Race, mode: str, directory: Path) -> list[str]:
+    trainer, ahead = "trainer.v1.separate_async", max(1, recipe.staleness.max_lag)
+    alone = (
+        f"{trainer}.parameter_sync_step={recipe.learner.updates_per_step}",
+        f"{trainer}.num_warmup_batches={ahead}",
+        f"trainer.v1.sampler.max_off_policy_threshold={ahead}",
+    )
+    return [
+        f"trainer.v1.trainer_mode={mode}",
+        "trainer.nnodes=1",
+        f"trainer.n_gpus_per_node={1 if mode == 'separate_async' else race.gpus}",
+        f"trainer.total_training_steps={recipe.learner.steps}",
+        f"trainer.save_freq={recipe.learner.steps}",
+        "trainer.test_freq=-1",
+        "trainer.val_before_train=False",
+        "trainer.resume_mode=disable",
+        "trainer.logger=[console,file]",
+        "trainer.project_name=race",
+        f"trainer.experiment_name={mode}",
+        f"trainer.default_local_dir={directory / 'checkpoints'}",
+        *(alone if mode == "separate_async" else ()),
+    ]
+
+
+def drive(name: str, race: Race, python: Path, timeout_s: float) -> tuple[Figures, Path]:
+    """Make the run, and return its figures and the directory of its model.
+
+    Raises CalledProcessError or TimeoutExpired, its output on stderr.
+    """
+    directory, began = Path(race.output) / name, time.time()
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir()
+    write_prompts(race, directory / "prompts.parquet")
+    metrics = directory / "metrics.jsonl"
+    command = (str(python), "-W", "ignore", "-m", "verl.trainer.main_ppo", *overrides_of(race, MODES[name], directory))
+    environment = {**os.environ, "VERL_FILE_LOGGER_PATH": str(metrics), RACE: msgspec.json.encode(race).decode()}
+    with following(metrics) as lines:
+        # This process's standard output has only one JSON object.
+        subprocess.run(command, stdout=sys.stderr, check=True, timeout=timeout_s, env=environment, cwd=directory)
+    steps = race.load().learner.steps
+    model = directory / "checkpoints" / f"global_step_{steps}" / "actor" / "huggingface"
+    return figures_from(lines, began, race.samples_per_step, is_sync=MODES[name] == "sync"), model
+
+
+@contextmanager
+def following(file: Path) -> Iterator[list[Line]]:
+    """Read lines of metrics as they are written, until the end of the block; they stand in the list that it gives."""
+    lines: list[Line] = []
+    is_over = threading.Event()
+
+    def read() -> None:
+        if not file.exists():
+            return
+        for line in file.read_text().splitlines(keepends=True)[len(lines) :]:
+            if line.endswith("\n"):
+                lines.append((time.time(), json.loads(line)["data"]))
+
+    def follow() -> None:
+        while not is_over.wait(LOOK_S):
+            read()
+
+    thread = threading.Thread(target=follow, name="following")
+    thread.start()
+    try:
+        yield lines
+    finally:
+        is_over.set()
+        thread.join()
+        read()
+
+
+def figures_from(lines: Sequence[Line], began: float, samples: int, *, is_sync: bool) -> Figures:
+    """Return the figures of lines of metrics. The last step's time to save the model does not count.
+
+    The synchronous trainer's engines stand still while it trains; how busy the other one's are only its GPU tells.
+    """
+    steps = [
+        Step(
+            end_s=at - began - metrics.get("timing_s/save_checkpoint", 0.0),
+            samples=samples,
+            tokens=round(samples * metrics["response_length/mean"]),
+            reward=metrics["critic/score/mean"],
+            learner_idle_s=metrics["timing_s/gen"],
+        )
+        for at, metrics in lines
+    ]
+    every: list[dict[str, Any]] = [metrics for _, metrics in lines]
+    whole_s = [of["timing_s/step"] - of.get("timing_s/save_checkpoint", 0.0) for of in every]
+    trained_s = [seconds - of["timing_s/gen"] for seconds, of in zip(whole_s, every, strict=True)]
+    pauses_s = trained_s if is_sync else [of["timing_s/update_weights"] for of in every]
+    lags = [of.get("training/off_policy/trajectory_staleness_worst/mean", 0.0) for of in every]
+    return figures_of(
+        steps,
+        engine_idle=sum(trained_s) / sum(whole_s) if is_sync else None,
+        pause_per_update_s=sum(pauses_s) / len(pauses_s),
+        lag_mean=sum(lags) / len(lags),
+    )
