@@ -21,9 +21,10 @@ from broker.schema import Experts, WeightVersion
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import GenerationRequest
+from rollout_workers.engines.routed_layers import RoutedLayers, routed_layers
 from rollout_workers.engines.vllm.chunks import split
 from rollout_workers.engines.vllm.engine import VllmEngine
-from rollout_workers.engines.vllm.experts import RoutedLayers, new_rows, routed_layers, take
+from rollout_workers.engines.vllm.experts import new_rows, take
 from rollout_workers.engines.vllm.start import open_vllm, prepare_environment
 from rollout_workers.samples.recorder import Recorder
 

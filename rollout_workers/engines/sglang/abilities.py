@@ -20,7 +20,6 @@ SGLANG = KnownEngine(
         sleep_option="enable_memory_saver",
         memory_option="mem_fraction_static",
         memory_share=0.88,
-        tells_experts=False,
         takes_stored=is_harmless,
     ),
     package=("sglang", "SGLang"),

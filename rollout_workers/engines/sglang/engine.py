@@ -19,17 +19,17 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager
 from typing import Any
 
-import torch
-
 from broker.errors import HeadwayError, NoRoomError, WeightSyncError
-from broker.schema import WeightVersion
+from broker.schema import Experts, WeightVersion
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines.base import Check, Chunk, GenerationRequest, NamedTensors, Parts
 from rollout_workers.engines.deadline import DEADLINE_S
 from rollout_workers.engines.placing.names import renamed, tied_head, wanted_tensors
 from rollout_workers.engines.placing.shared_tensors import Handover
+from rollout_workers.engines.routed_layers import RoutedLayers
 
 from .calls import ordered, prove, session, sleep, wake
+from .experts import told
 from .loader import LoaderOrder
 from .processes import SglangProcesses
 from .requests import Stretched, ending, new_tokens, scoring
@@ -43,14 +43,24 @@ Item = Chunk | HeadwayError
 class SglangEngine:
     """Runs SGLang as an engine. `shapes` is the model on the meta device, which swaps are checked against."""
 
-    def __init__(self, processes: SglangProcesses, config: EngineConfig, shapes: torch.nn.Module, ranks: int) -> None:
-        """`ranks`: how many schedulers hold a part of the model each."""
+    def __init__(
+        self,
+        processes: SglangProcesses,
+        config: EngineConfig,
+        shapes: Any,
+        ranks: int,
+        routed: RoutedLayers | None = None,
+    ) -> None:
+        """`ranks`: how many schedulers hold a part of the model each. `routed`: the layers whose chosen experts SGLang
+        tells; None: it tells none."""
         self.capacity = config.max_concurrent
         self.max_model_len = config.max_model_len
         self._processes = processes
         self._front = processes.front
         self._ranks = ranks
-        self._vocabulary = shapes.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        self._routed = routed
+        self._layers = shapes.config.num_hidden_layers
+        self._vocabulary = shapes.get_input_embeddings().weight.shape[0]
         self._version: WeightVersion | None = None
         self._ended: HeadwayError | None = None
         self._swapping = asyncio.Lock()
@@ -71,8 +81,8 @@ class SglangEngine:
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         """See Engine."""
-        if request.experts_from is not None:
-            raise HeadwayError("this engine does not tell which experts it chooses")
+        if request.experts_from is not None and self._routed is None:
+            raise HeadwayError("this engine was not opened to tell which experts it chooses")
         self._check(request.prompt_tokens, self.max_model_len - 1)
         limit = min(request.max_new_tokens, self.max_model_len - len(request.prompt_tokens))
         sample, chunks = Stretched(request, limit, self._swaps), asyncio.Queue[Item]()
@@ -224,17 +234,39 @@ class SglangEngine:
             async for output in outputs:
                 if sample.is_closed:  # what `generate` demanded may have come before the request
                     self._processes.abort(sample.request_id)
+                reason = ending(output)
+                if reason is None and sample.first_row is not None:
+                    continue  # its last output has all tokens, and with them their experts
                 tokens, logprobs = new_tokens(output, seen)
+                experts = self._experts(sample, output, len(tokens))
+                if tokens and experts is None and sample.first_row is not None:
+                    if reason != "abort":
+                        raise HeadwayError("SGLang did not tell which experts it chose for a finished request")
+                    tokens, logprobs = [], []  # ended in SGLang's queue: the next request samples them again
                 seen += len(tokens)
                 sample.tokens += tokens
-                reason = ending(output)
                 is_full = len(sample.tokens) >= sample.limit
                 finish = "length" if reason == "abort" and is_full else None if reason == "abort" else reason
                 if tokens or finish:
-                    chunks.put_nowait(Chunk(token_ids=tokens, logprobs=logprobs, version=version, finish_reason=finish))
+                    chunks.put_nowait(
+                        Chunk(
+                            token_ids=tokens,
+                            logprobs=logprobs,
+                            version=version,
+                            experts=experts,
+                            finish_reason=finish,
+                        )
+                    )
                 if finish:
                     return True
         return False
+
+    def _experts(self, sample: Stretched, output: Any, count: int) -> Experts | None:
+        """Return the experts of the tokens that were fed to sample the `count` tokens of a request's last output."""
+        if self._routed is None or sample.first_row is None or not count:
+            return None
+        rows = len(sample.asked.prompt_tokens) + len(sample.tokens) + count - 1 - sample.first_row
+        return told(output, self._routed, self._layers, rows)
 
     async def _outputs(self, request: Any) -> AsyncGenerator[Any, None]:
         """Yield a request's outputs. Raises HeadwayError if SGLang refuses it."""

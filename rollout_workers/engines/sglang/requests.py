@@ -7,6 +7,8 @@ from typing import Any, Literal
 from broker.errors import HeadwayError
 from rollout_workers.engines.base import FinishReason, GenerationRequest
 
+from .experts import asking
+
 ALL_TOKENS = -1
 """SGLang's `top_k` that cuts nothing."""
 
@@ -25,6 +27,13 @@ class Stretched:
     """The id of the request that is running or was the last."""
     is_closed: bool = False
     """Whether its reader has gone."""
+
+    @property
+    def first_row(self) -> int | None:
+        """The token from which on the next request must tell experts; None if they are not wanted."""
+        if self.asked.experts_from is None or not self.tokens:
+            return self.asked.experts_from
+        return len(self.asked.prompt_tokens) + len(self.tokens) - 1
 
     def request(self) -> Any:
         """Return the rest of the sample as SGLang's request, which is called `request_id`."""
@@ -48,6 +57,7 @@ class Stretched:
             stream=True,
             rid=self.request_id,
             extra_key=str(self.salt),
+            **({} if self.first_row is None else asking(self.first_row)),
         )
 
 

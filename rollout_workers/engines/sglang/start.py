@@ -12,9 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from broker.errors import ConfigError, HeadwayError
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines.gpus import gpus_of
+from rollout_workers.engines.routed_layers import routed_layers
 
 from .abilities import SGLANG
 from .engine import SglangEngine
+from .experts import engine_arguments as arguments_for_experts
 from .loader import LOADER
 from .processes import SglangProcesses, ignore_signal, own_sockets
 from .tied import TIED
@@ -82,7 +84,9 @@ def engine_arguments(
     return arguments | config.options
 
 
-def open_sglang(config: EngineConfig, model_dir: Path, *, seed: int, sleeps: bool = False) -> SglangEngine:
+def open_sglang(
+    config: EngineConfig, model_dir: Path, *, seed: int, tells_experts: bool = False, sleeps: bool = False
+) -> SglangEngine:
     """Start SGLang on the config.json in `model_dir`, with random weights. An event loop must be running.
 
     Raises ConfigError for options that it cannot keep its promises with, and HeadwayError if a package that SGLang
@@ -92,16 +96,26 @@ def open_sglang(config: EngineConfig, model_dir: Path, *, seed: int, sleeps: boo
         if name in config.options:
             raise ConfigError(f"engine.options.{name} does not go with engine.kind=sglang: take engine.kind=vllm.")
     prepare_environment(config.threads)
+    with torch.device("meta"):
+        shapes = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir, trust_remote_code=False))
+    arguments = engine_arguments(config, model_dir, type(shapes).__name__, seed, sleeps=sleeps)
+    routed = routed_layers(shapes) if tells_experts else None
+    if routed is not None:
+        arguments |= arguments_for_experts()
+    return SglangEngine(started(arguments), config, shapes, gpus_of(config, SGLANG.abilities), routed)
+
+
+def started(arguments: dict[str, Any]) -> SglangProcesses:
+    """Start `sglang.Engine` with these arguments, once the environment is prepared. An event loop must be running.
+
+    Raises HeadwayError if SGLang cannot be imported.
+    """
     try:
         from sglang.srt.entrypoints.engine import Engine
     except ImportError as error:
         raise HeadwayError(f"SGLang cannot be imported: {error}. {SGLANG.remedy}") from error
 
-    with torch.device("meta"):
-        shapes = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir, trust_remote_code=False))
-    arguments = engine_arguments(config, model_dir, type(shapes).__name__, seed, sleeps=sleeps)
     others = set(active_children())
     with own_sockets() as sockets:
         sglang = type("TiedEngine", (Engine,), TIED)(**arguments)
-    processes = SglangProcesses(sglang, set(active_children()) - others, sockets)
-    return SglangEngine(processes, config, shapes, gpus_of(config, SGLANG.abilities))
+    return SglangProcesses(sglang, set(active_children()) - others, sockets)

@@ -26,12 +26,13 @@ from rollout_workers.engines.base import Check, Chunk, GenerationRequest, NamedT
 from rollout_workers.engines.placing.adapters import wanted_adapter
 from rollout_workers.engines.placing.names import renamed, tied_head, wanted_tensors
 from rollout_workers.engines.placing.shared_tensors import Handover
+from rollout_workers.engines.routed_layers import RoutedLayers
 
 from .adapters import adapter_request
 from .arrival import Arrival
 from .calls import Load, answered, load_adapter, loading, prove, sleep, vllm_errors, wake
 from .chunks import VersionStarts, ending, sampling, split
-from .experts import RoutedLayers, new_rows, take
+from .experts import new_rows, take
 
 CLOSE_S = 1.0
 """Seconds for vLLM to end. Then its process is killed: with requests running it does not end by itself."""

@@ -13,12 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from broker.errors import HeadwayError
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines.gpus import gpus_of, starting_alone
+from rollout_workers.engines.routed_layers import routed_layers
 
 from .abilities import VLLM
 from .adapters import engine_arguments as arguments_for_adapters
 from .engine import VllmEngine
 from .experts import engine_arguments as arguments_for_experts
-from .experts import routed_layers
 
 STREAM_INTERVAL = 16
 """Tokens of a request that arrive together, except its first and its last. One by one, with 512 requests at once, they
