@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rollout_workers.engines.placing.direct_loading import DirectLoading
-from rollout_workers.engines.placing.kept_placements import KeptPlacements, cache_directory
+from rollout_workers.engines.placing.kept_placements import KeptPlacements, cache_directory, kept_placements
 from rollout_workers.engines.placing.placement import Block, Placement
 
 from .test_placement import SHAPES, Shard, published, version
@@ -164,3 +164,6 @@ def test_the_directory_is_that_of_the_users_caches(tmp_path: Path, monkeypatch: 
     for unset in ("", "relative"):
         monkeypatch.setenv("XDG_CACHE_HOME", unset)
         assert cache_directory() == Path.home() / ".cache" / "headway" / "placements"
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 2**31 - 2)  # a user of whom the system knows nothing
+    assert kept_placements("engine 1") is None

@@ -23,7 +23,7 @@ from vllm.platforms import current_platform
 
 from rollout_workers.engines.held import Held
 from rollout_workers.engines.placing.direct_loading import DirectLoading
-from rollout_workers.engines.placing.kept_placements import KeptPlacements, cache_directory
+from rollout_workers.engines.placing.kept_placements import kept_placements
 from rollout_workers.engines.placing.shared_tensors import Mapped
 from rollout_workers.engines.placing.sleeping import Kept, derived_tensors
 
@@ -59,7 +59,7 @@ class HeadwayTransfer(WeightTransferEngine[Nothing, ArrivedWeights]):
             lambda: dict(self.model.named_parameters()),
             derived=lambda: derived_tensors(self.model),
             keeps_packed=current_platform.is_cpu() and keeps_packed(self.model),
-            kept=KeptPlacements(cache_directory(), self._kind()),
+            kept=kept_placements(self._kind()),
         )
         self._kept: Kept | None = None
         self.failure = ""
