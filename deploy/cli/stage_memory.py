@@ -12,6 +12,7 @@ from learner.config import AdapterConfig, ModelConfig, StageConfig
 from learner.models.model import load_config
 from learner.models.shape import ModelShape, Parameter, adapter_parameters, shape_of
 from learner.objective.composition import needs_critic, needs_reference
+from learner.objective.update import prefix_sharing_of
 from learner.planning.memory import plan_memory, plan_teaching, scored
 from learner.planning.planned import PlannedModel, RankMemory
 from learner.planning.scorer import scorer_bytes
@@ -101,6 +102,7 @@ def _stage(recipe: Recipe, stage: StageConfig, shapes: Shapes) -> StageMemory:
         learner=recipe.learner,
         dtype=recipe.model.dtype,
         adapter=shapes.adapter_of(recipe, stage),
+        sharing=_sharing(recipe, stage),
     )
     if stage.has_workers:
         return _of_learner(recipe, stage, planned, shapes)
@@ -114,6 +116,13 @@ def _stage(recipe: Recipe, stage: StageConfig, shapes: Shapes) -> StageMemory:
     ranks = plan_teaching(planned, shapes.at(options.teacher))
     taught = StageMemory(name=stage.name, models="policy, teacher before the first step", planned=planned, ranks=ranks)
     return largest_of([taught, trained])
+
+
+def _sharing(recipe: Recipe, stage: StageConfig) -> int:
+    """Return how many sequences of a row share tokens: a group's samples, or of a record the two that go together."""
+    if prefix_sharing_of(recipe.learner) == "never" or stage.phases:
+        return 1
+    return recipe.learner.group_size if stage.has_workers else 2
 
 
 def _of_learner(recipe: Recipe, stage: StageConfig, planned: PlannedModel, shapes: Shapes) -> StageMemory:

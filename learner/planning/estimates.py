@@ -1,17 +1,27 @@
 """Estimates that are alike for every backend: activations, the output head, and published versions."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from learner.models.shape import ModelShape
+from learner.rows.clusters import KEYS_OF_A_TOKEN
 
 from .planned import FP32, PlannedModel
 
-Selective = Callable[[ModelShape, int], int]
-"""(shape, layer) -> the numbers of a token that a backend keeps of the layer under `recompute: selective`."""
+INDEX = 8
 
 
-def activation_bytes(planned: PlannedModel, layers: Sequence[int], in_flight: float, selective: Selective) -> int:
-    """Returns the bytes of activations.
+class Kept(NamedTuple):
+    """What a backend keeps of a layer under `recompute: selective`."""
+
+    numbers: Callable[[ModelShape, int], int]
+    """(shape, layer) -> the numbers of a token."""
+    copies: bool
+    """Whether it keeps the copies of keys and values that sequences share."""
+
+
+def activation_bytes(planned: PlannedModel, layers: Sequence[int], in_flight: float, keeps: Kept) -> int:
+    """Returns the bytes of activations, of rows that share tokens or do not, whichever are more.
 
     Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.
 
@@ -21,22 +31,44 @@ def activation_bytes(planned: PlannedModel, layers: Sequence[int], in_flight: fl
     Recomputed activations exist for one layer at a time. Kernels are taken to be fused: unfused ones keep a fifth to a
     third more on a CPU.
     """
-    shape, tensor = planned.shape, planned.learner.layout.tensor
-    kept = [_kept_numbers(planned, layer, selective) if planned.is_trained else 0 for layer in layers]
-    made_again = max(all_numbers(shape, layer) - numbers for layer, numbers in zip(layers, kept, strict=True))
-    return int(planned.compute_bytes * planned.row_tokens * (in_flight * sum(kept) + made_again) / tensor)
+    alone = _row_bytes(planned, layers, in_flight, keeps, planned.row_tokens, 0.0)
+    positions = planned.row_tokens / (1 + (planned.sharing - 1) / KEYS_OF_A_TOKEN)
+    return int(max(alone, _row_bytes(planned, layers, in_flight, keeps, positions, (planned.sharing - 1) * positions)))
 
 
-def _kept_numbers(planned: PlannedModel, layer: int, selective: Selective) -> int:
-    """Returns the numbers kept for a token in one layer: all, those of `recompute: selective`, or the layer's input."""
+def _row_bytes(
+    planned: PlannedModel, layers: Sequence[int], in_flight: float, keeps: Kept, positions: float, copies: float
+) -> float:
+    """Returns the bytes of a row of so many positions, with further copies of tokens among the keys and values.
+
+    Sequences that share all but their ends have the most: all of them a copy of each token. By `rows.clusters` the row
+    then has fewer positions. Copies are made for a layer at work, and kept with what attention keeps. Three indices of
+    8 bytes a token say where they are.
+    """
+    shape = planned.shape
+    copied = 2 * shape.key_value_heads * shape.head_width
+    whole = [all_numbers(shape, layer) * positions + copied * copies for layer in layers]
+    kept = (
+        [_kept_numbers(planned, layer, keeps) for layer in layers] if planned.is_trained else [(0, False)] * len(layers)
+    )
+    held = [numbers * positions + copied * copies * keeps_copies for numbers, keeps_copies in kept]
+    made_again = max(all_of_it - of_it for all_of_it, of_it in zip(whole, held, strict=True))
+    indices = INDEX * (2 * (positions + copies) + positions) if copies else 0
+    numbers = in_flight * sum(held) + made_again
+    return planned.compute_bytes * numbers / planned.learner.layout.tensor + in_flight * indices
+
+
+def _kept_numbers(planned: PlannedModel, layer: int, keeps: Kept) -> tuple[int, bool]:
+    """Returns the numbers kept for a token in one layer, and whether copies of its key and value are: all, those of
+    `recompute: selective`, or the layer's input."""
     shape = planned.shape
     match planned.learner.compute.recompute:
         case "none":
-            return all_numbers(shape, layer)
+            return all_numbers(shape, layer), True
         case "full":
-            return shape.width
+            return shape.width, False
         case "selective":
-            return selective(shape, layer)
+            return keeps.numbers(shape, layer), keeps.copies
 
 
 def all_numbers(shape: ModelShape, layer: int) -> int:

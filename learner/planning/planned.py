@@ -60,6 +60,8 @@ class PlannedModel:
     """Whether its output is over the vocabulary; else one score, as a reward model's."""
     adapter: tuple[Parameter, ...] = ()
     """The parameters of the adapter that is trained, whose base is frozen; none: the whole model is trained."""
+    sharing: int = 1
+    """The most sequences that share tokens of a row, such as a group's samples; 1: rows share none."""
     versions: Mapping[int, int] = field(default_factory=dict)
     """The number of whole versions of the weights on each rank's device."""
 

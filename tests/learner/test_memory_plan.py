@@ -4,7 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -14,16 +16,19 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+import learner.models.attention
 from broker.errors import ConfigError
 from learner.backends import open_backend
 from learner.backends.base import Teacher
 from learner.config import ComputeConfig, LayoutConfig, LearnerConfig
+from learner.models.attention import PackedLayout, varlen_attention
 from learner.models.model import load_config
 from learner.models.shape import shape_of
 from learner.planning.memory import plan_memory, plan_teaching, scored
 from learner.planning.planned import PlannedModel, RankMemory
 from learner.planning.scorer import scorer_bytes
 from learner.rows.packing import pack
+from learner.rows.tree import grow, labels_of
 from rollout_workers.config import ScorersConfig
 from rollout_workers.scorers.runtimes import open_runner
 from tests.learner.tiny import OPTIMIZER, model_config, sequences
@@ -223,6 +228,60 @@ def test_activations_follow_the_formula() -> None:
     assert plan_memory(plan)[0].activations == 2 * tokens * 36 * layer
     full = with_learner(plan, compute=ComputeConfig(recompute="full"))
     assert plan_memory(full)[0].activations == 2 * tokens * (36 * 4096 + layer - 4096)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_rows_that_share_tokens_hold_a_copy_of_keys_and_values_for_each_sequence(backend: str, recompute: Any) -> None:
+    """16 copies of a token's key and value count as a token. Without grouped heads they are more: 11 make one."""
+    wide = Qwen3Config(**(TINY | {"num_key_value_heads": 16, "num_attention_heads": 16}))
+    plan = with_learner(planned(wide, backend), compute=ComputeConfig(recompute=recompute))
+    (alone,), (shared,) = plan_memory(plan), plan_memory(replace(plan, sharing=17))
+    tokens = plan.learner.micro_batch_tokens // 2
+    layer = 4 * 32 + 2 * 128 + 4 * 128 + 4 * 48
+    copies, layers = 16 * 2 * 128, {"none": 4, "full": 1}
+    layers["selective"] = layers["none" if backend == "megatron" else "full"]
+    of_tokens = alone.activations // 2
+    indices = 8 * tokens * (2 * 17 + 1)
+    assert shared.activations == of_tokens + 2 * tokens * copies * layers[recompute] + indices
+    assert alone.activations == 2 * of_tokens
+    if recompute == "none":
+        assert alone.activations == 2 * 2 * tokens * 4 * layer
+
+
+def test_shared_tokens_of_grouped_heads_take_no_more_than_separate_ones() -> None:
+    plan = planned(QWEN3_8B)
+    assert plan_memory(replace(plan, sharing=16)) == plan_memory(plan)
+
+
+def test_a_row_that_shares_tokens_keeps_what_the_plan_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention keeps queries, and a copy of key and value for each place of a path, and indices of all places."""
+    monkeypatch.setattr(learner.models.attention, "varlen_attn", lambda q, k, v, *_, **__: Kernel.apply(q, k, v))
+    prompt, ends = [*range(40)], ([1, 2], [3, 4], [5, 6])
+    tree = grow([labels_of(np.array([*prompt, *end], np.int32)) for end in ends])
+    assert tree is not None
+    q, k, v = (torch.zeros(tree.num_positions, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    layout = PackedLayout.of_paths(tree.cu_runs, tree.cu_paths, tree.paths_P, varlen=True)
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        varlen_attention(q, k, v, layout, 1.0)
+    positions, path = tree.num_positions, len(tree.paths_P)
+    assert path == 3 * 41
+    assert sum(kept.values()) == 4 * 8 * (4 * positions + 2 * 2 * path) + 8 * (path + positions)
+
+
+class Kernel(torch.autograd.Function):
+    """A stand-in for a fused kernel, which keeps what it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(q, k, v)
+        return q.clone()
 
 
 def test_activations_are_split_over_tensor_and_context_ranks() -> None:
