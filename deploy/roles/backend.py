@@ -12,9 +12,11 @@ from learner.backends.base import Backend, ScoreBackend
 from learner.backends.score_head import check_critic
 from learner.config import ModelConfig
 from learner.models.model import load_config
+from learner.models.shape import shape_of
 from learner.objective.composition import gae_options
 from learner.objective.critic import Critic
 from learner.ranks import Ranks
+from learner.rows.cost import DEFAULT_COST, CostModel
 from learner.rows.routing import Routing, routing_of
 
 
@@ -49,6 +51,15 @@ def recipe_scores(recipe: Recipe) -> ScoreBackend:
         compute=recipe.learner.compute,
         head="score",
     )
+
+
+def recipe_cost(recipe: Recipe) -> CostModel:
+    """Return the cost model of the recipe's model on its device, or of a usual one if the model's configuration names
+    its sizes otherwise."""
+    try:
+        return CostModel.of_model(shape_of(load_config(recipe.model)), recipe.learner.device)
+    except AttributeError:
+        return DEFAULT_COST
 
 
 def recipe_routing(recipe: Recipe) -> Routing | None:

@@ -49,12 +49,10 @@ from learner.experience.log import ExperienceLog
 from learner.experience.rewind import Rewind
 from learner.experience.stream import Experience
 from learner.models.model import load_config, load_tokenizer, model_files
-from learner.models.shape import shape_of
 from learner.objective.composition import needs_critic, needs_reference, needs_teacher
 from learner.objective.objective import Objective
 from learner.objective.update import Updater
 from learner.ranks import Ranks
-from learner.rows.cost import DEFAULT_COST, CostModel
 from learner.stages.colocation import LentDevice, wait_for_device
 from learner.stages.loop import Learner, LoopConfig
 from learner.stages.probe import TOLERANCE
@@ -64,7 +62,7 @@ from learner.stages.supervised.distillation import as_teacher
 from weightsync.publish.publisher import Publisher
 from weightsync.transports.listening import allow_many_files
 
-from .backend import recipe_backend, recipe_critic, recipe_routing
+from .backend import recipe_backend, recipe_cost, recipe_critic, recipe_routing
 from .evaluation import Evaluator
 from .observer import RunObserver
 from .stop_request import StopRequest
@@ -350,17 +348,9 @@ def recipe_updater(recipe: Recipe, backend: Backend, ranks: Ranks) -> Updater:
         temperature=recipe.sampling.temperature,
         max_new_tokens=recipe.sampling.max_new_tokens,
         max_lag=recipe.staleness.max_lag,
-        cost=_cost(recipe),
+        cost=recipe_cost(recipe),
         routing=recipe_routing(recipe),
     )
-
-
-def _cost(recipe: Recipe) -> CostModel:
-    """Return the cost model of the recipe's model, or of a usual one if its configuration names its sizes otherwise."""
-    try:
-        return CostModel.of_model(shape_of(load_config(recipe.model)))
-    except AttributeError:
-        return DEFAULT_COST
 
 
 def rules_of(recipe: Recipe) -> RunRules:

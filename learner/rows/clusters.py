@@ -8,7 +8,6 @@ other clusters of a row, the tree finds.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Literal, TypeAlias
 
 from .cost import CostModel
@@ -18,7 +17,8 @@ from .tree import Labels, Size, size_of
 PrefixSharing: TypeAlias = Literal["auto", "always", "never"]
 
 LEAST_SAVED = 0.1
-"""The least share of tokens that a cluster must save to be worth its copies of keys and values."""
+"""The least share of tokens that a cluster must save to be worth its copies of keys and values, and of the time that a
+plan must save by the cost model, which is not exact."""
 
 KEYS_OF_A_TOKEN = 16
 """The copies of a token's key and value in one layer that take as much memory as all activations of a token there. With
@@ -46,19 +46,24 @@ def clusters_of(
 ) -> tuple[list[UnitCluster], Plan]:
     """Returns clusters that hold every unit once, and the plan of them. Every rank gets the same.
 
-    auto: the plan that takes the least time; always: of those that share tokens; never: each unit is a cluster.
+    auto: the plan that takes the least time, which shares tokens only if that saves a tenth of it; always: of those
+    that share tokens; never: each unit is a cluster.
     """
     lengths = [sum(len(sequence.token_ids) for sequence in unit) for unit in units]
     costs = cost.of_sequences(lengths).tolist()
     alone = [UnitCluster((index,), lengths[index], costs[index], is_shared=False) for index in range(len(units))]
-    found = [(alone, _planned(alone, replicas, micro_batch_tokens))]
-    if prefix_sharing != "never" and units:
-        shared = [
-            (clusters, _planned(clusters, replicas, micro_batch_tokens))
-            for clusters in _divided(units, alone, replicas, micro_batch_tokens, cost, prefix_sharing)
-        ]
-        found = shared + (found if prefix_sharing == "auto" or not shared else [])
-    return min(found, key=lambda one: _duration(one[0], one[1], cost))
+    separate = (alone, _planned(alone, replicas, micro_batch_tokens))
+    if prefix_sharing == "never" or not units:
+        return separate
+    shared = [
+        (clusters, _planned(clusters, replicas, micro_batch_tokens))
+        for clusters in _divided(units, alone, replicas, micro_batch_tokens, cost, prefix_sharing)
+    ]
+    if not shared:
+        return separate
+    quickest = min(shared, key=lambda one: _duration(one[0], one[1], cost))
+    is_quicker = _duration(*quickest, cost) < (1 - LEAST_SAVED) * _duration(*separate, cost)
+    return quickest if is_quicker or prefix_sharing == "always" else separate
 
 
 def _divided(
@@ -84,13 +89,11 @@ def _divided(
 
 
 def _groups(units: Sequence[Sequence[PackableSequence]]) -> list[list[int]]:
-    """Returns the runs of units with the same prompt."""
-
-    def prompt(index: int) -> bytes:
-        first = units[index][0]
-        return first.token_ids[: first.prompt_length].tobytes()
-
-    return [list(members) for _, members in groupby(range(len(units)), key=prompt)]
+    """Returns the units of each prompt; prompts, and units of one, are in their order."""
+    found: dict[bytes, list[int]] = {}
+    for index, (first, *_) in enumerate(units):
+        found.setdefault(first.token_ids[: first.prompt_length].tobytes(), []).append(index)
+    return list(found.values())
 
 
 def _cut(group: Sequence[int], parts: int) -> list[Sequence[int]]:
@@ -140,6 +143,9 @@ def _duration(clusters: Sequence[UnitCluster], planned: Plan, cost: CostModel) -
 
     It adds in order, so that ranks on other machines choose the same plan.
     """
-    rounds = zip(*planned, strict=True)
-    costliest: list[float] = [max(sum(clusters[index].cost for index in chosen) for chosen in one) for one in rounds]
-    return sum(costliest) + cost.per_micro_batch * len(costliest)
+
+    def of_row(chosen: Sequence[int]) -> float:
+        members = [clusters[index] for index in chosen]
+        return cost.of_row(sum(one.cost for one in members), is_tree=any(one.is_shared for one in members))
+
+    return sum(max(map(of_row, one)) for one in zip(*planned, strict=True))

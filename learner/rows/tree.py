@@ -72,6 +72,8 @@ class Size:
     """P, the tokens whose keys and values are held for attention."""
     pairs: float
     """Twice the pairs of a query and a key that it attends to: a sequence of L tokens alone has L^2."""
+    path_pairs: float
+    """The same where each path computes all of its queries."""
 
 
 def size_of(sequences: Sequence[Labels]) -> Size:
@@ -81,6 +83,7 @@ def size_of(sequences: Sequence[Labels]) -> Size:
         positions=sum(length - shared for shared, length in found),
         path_tokens=sum(length for shared, length in found if shared < length),
         pairs=float(sum(length**2 - shared**2 for shared, length in found)),
+        path_pairs=float(sum(length**2 for shared, length in found if shared < length)),
     )
 
 
