@@ -37,7 +37,7 @@ from learner.stages.base import Gate, Stage, StageError, StageParts
 from learner.stages.kinds import leaves_policy
 from learner.stages.stage_checkpoints import StageCheckpoints
 
-from .backend import beside_policy, recipe_backend, recipe_scores
+from .backend import beside_policy, recipe_backend, recipe_cost, recipe_scores
 from .evaluation import Evaluator
 from .stop_request import StopRequest
 
@@ -80,6 +80,7 @@ def fine_tune(recipe: Recipe, output: Path, *, console: Terminal, number: int = 
             seed=recipe.run.seed,
             micro_batch_tokens=recipe.learner.micro_batch_tokens,
             prefix_sharing=prefix_sharing_of(recipe.learner),
+            cost=recipe_cost(recipe),
             gate=gate,
             open_model=functools.partial(beside_policy, recipe),
             report=report.show,

@@ -24,9 +24,9 @@ from learner.ranks import Ranks
 from learner.rows.batch import PackedBatch
 from learner.rows.clusters import PrefixSharing
 from learner.rows.cost import DEFAULT_COST, CostModel
-from learner.rows.packing import PackableSequence, concatenate, from_trajectory, plan
+from learner.rows.packing import PackableSequence, from_trajectory
 from learner.rows.routing import Routing
-from learner.rows.units import Unit, pack_units
+from learner.rows.units import Row, Unit, pack_units
 
 from .composition import open_advantage
 from .critic import Critic, outcome_rewards
@@ -180,7 +180,8 @@ class Updater:
         """Returns this rank's micro-batches of each of the step's `updates_per_step` updates; pairs stay whole."""
         size = 2 if self._objective.is_of_pairs else 1
         units = [sequences[start : start + size] for start in range(0, len(sequences), size)]
-        return [self._pack(part) for part in split(units, self._learner.updates_per_step)]
+        parts = split(units, self._learner.updates_per_step)
+        return [[row.batch for row in self._rows(part)] for part in parts]
 
     def update(self, packed: Sequence[list[PackedBatch]], step: int) -> Update:
         """Makes an optimizer update of each part of a packed step; proximal logprobs are those before the first of
@@ -287,16 +288,16 @@ class Updater:
     def _less_kl(self, rewards_S: torch.Tensor, sequences: Sequence[PackableSequence]) -> torch.Tensor:
         """[S] the rewards less the KL penalty of their sequences, on every rank; each replica computes its
         sequences'."""
-        lengths = [len(sequence.token_ids) for sequence in sequences]
-        chosen = plan(lengths, self._ranks.replicas, self._learner.micro_batch_tokens, self._cost)[self._ranks.replica]
-        batches = [concatenate([sequences[index] for index in indices]) for indices in chosen]
+        rows = self._rows([[sequence] for sequence in sequences])
         shaped_S = torch.zeros_like(rewards_S)
-        for indices, batch, reference_T in zip(chosen, batches, self._reference_logprobs(batches) or (), strict=True):
+        found = self._reference_logprobs([row.batch for row in rows]) or ()
+        for row, reference_T in zip(rows, found, strict=True):
+            indices = list(row.units)
             shaped_S[indices] = kl_shaped(
                 rewards_S[indices],
-                self._kl_of_tokens(batch, reference_T),
-                batch.loss_mask_T,
-                batch.cu_seqlens,
+                self._kl_of_tokens(row.batch, reference_T),
+                row.batch.loss_mask_T,
+                row.batch.cu_seqlens,
                 coefficient=self._kl.coefficient,
             )
         return torch.tensor(self._ranks.sum(shaped_S.tolist()), dtype=rewards_S.dtype)
@@ -310,8 +311,8 @@ class Updater:
         """Returns the tokens of all replicas' micro-batches. Collective."""
         return int(self._ranks.sum([sum(batch.num_positions for part in parts for batch in part.batches)])[0])
 
-    def _pack(self, units: Sequence[Unit]) -> list[PackedBatch]:
-        rows = pack_units(
+    def _rows(self, units: Sequence[Unit]) -> list[Row]:
+        return pack_units(
             units,
             replica=self._ranks.replica,
             replicas=self._ranks.replicas,
@@ -319,7 +320,6 @@ class Updater:
             cost=self._cost,
             prefix_sharing=self._prefix_sharing,
         )
-        return [row.batch for row in rows]
 
     def _logprobs(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
         """Returns logprobs under the present weights."""

@@ -13,7 +13,7 @@ broker besides. The other built-in kinds train from data of their own: `kinds.py
 `package.module:Name` with an `Options` struct, called as Name(parts, options); `learner.stages.open_stage` finds it.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -28,6 +28,8 @@ from learner.config import ModelConfig
 from learner.data.prompts.rendering import Renderer
 from learner.ranks import Ranks
 from learner.rows.clusters import PrefixSharing
+from learner.rows.cost import DEFAULT_COST, CostModel
+from learner.rows.units import Row, Unit, pack_units
 
 from .stage_checkpoints import StageCheckpoints
 
@@ -88,6 +90,8 @@ class StageParts:
     """The most tokens of a micro-batch."""
     prefix_sharing: PrefixSharing = "never"
     """Whether tokens that sequences of a micro-batch share at their beginnings are computed once."""
+    cost: CostModel = DEFAULT_COST
+    """The cost of a micro-batch, by which work is divided and `prefix_sharing: auto` decides."""
     gate: Gate
     """Called with named tensors and a number of prompts: the pass rate on so many held-out prompts. Collective."""
     open_model: Callable[[ModelConfig], Backend]
@@ -96,6 +100,17 @@ class StageParts:
     """The stage calls it after every step."""
     should_stop: Callable[[], bool]
     """True once the stage is to stop. Ranks may get different answers, so a stage asks `ranks.any`."""
+
+    def pack(self, units: Sequence[Unit]) -> list[Row]:
+        """Return this rank's micro-batches of the units, as the recipe wants them packed. All ranks pass the same."""
+        return pack_units(
+            units,
+            replica=self.ranks.replica,
+            replicas=self.ranks.replicas,
+            micro_batch_tokens=self.micro_batch_tokens,
+            cost=self.cost,
+            prefix_sharing=self.prefix_sharing,
+        )
 
 
 class Stage(Protocol):

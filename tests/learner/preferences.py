@@ -20,7 +20,7 @@ from learner.stages import open_stage
 from learner.stages.base import Progress, Stage, StageParts
 from learner.stages.stage_checkpoints import StageCheckpoints
 from learner.stages.supervised.options import LossConfig, PreferenceOptions
-from learner.stages.supervised.preferences import PreferenceStage, PreferenceTask
+from learner.stages.supervised.preferences import PreferenceTask
 from learner.stages.supervised.stage import TaskStage
 from tests.learner.tiny import OPTIMIZER, VOCABULARY, model_config
 
@@ -80,9 +80,7 @@ def opened(
     """A stage on pairs; `given` goes to `parts_of`."""
     parts = parts_of(directory, **given)
     task = PreferenceTask(parts, options, pairs(units), pairs(4, seed=9))
-    stage = TaskStage(parts, options, task, part="dpo")
-    stage.shares_prefixes = PreferenceStage.shares_prefixes
-    return stage, parts.backend
+    return TaskStage(parts, options, task, part="dpo"), parts.backend
 
 
 def opened_scores(directory: Path, *, options: dict[str, Any] | None = None, **given: Any) -> tuple[Stage, Backend]:

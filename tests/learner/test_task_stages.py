@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 import tests.learner.preference_rank as preference_rank
 from algorithms.supervised.preferences import dpo
@@ -20,8 +21,8 @@ from learner.data.own_examples import Example
 from learner.models.model import load_tokenizer
 from learner.rows.batch import PackedBatch
 from learner.rows.clusters import PrefixSharing
-from learner.rows.packing import concatenate
-from learner.rows.units import Row, pack_units
+from learner.rows.packing import PackableSequence, concatenate, labelled
+from learner.rows.units import Row, Unit, pack_units
 from learner.stages import check_stages, open_stage
 from learner.stages.base import Progress, StageError
 from learner.stages.sft import tokenize
@@ -84,29 +85,26 @@ def test_packing_changes_no_metric(kind: str, micro_batch_tokens: int, tmp_path:
     assert {*names[kind], "held_out/loss", "grad_norm"} <= set(one.metrics)
 
 
-@pytest.mark.parametrize("kind", ["dpo", "reward_model"])
-def test_pairs_that_share_a_prompt_have_the_losses_and_gradients_of_separate_responses(
+@pytest.mark.parametrize("kind", preference_rank.OPEN)
+def test_sequences_that_share_a_prompt_have_the_losses_and_gradients_of_separate_ones(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pairs' prompts are computed once in training, in measuring, and in the reference's pass."""
+    """Prompts are computed once in training, in measuring, in the reference's pass, and for KTO's mismatches."""
     found = dict[str, list[Progress]]()
     sharings: tuple[PrefixSharing, ...] = ("never", "always")
     computed = dict[str, set[bool]]()
+    given = of_one_prompt(kind, tmp_path, monkeypatch)
     for sharing in sharings:
         seen, trees = found.setdefault(sharing, []), computed.setdefault(sharing, set())
 
         def pack(units: Any, trees: set[bool] = trees, **options: Any) -> list[Row]:
             rows = pack_units(units, **options)
-            trees |= {row.batch.tree is not None for row in rows if row.units}
+            trees |= {row.batch.tree is not None for row in rows if sum(len(units[unit]) for unit in row.units) > 1}
             return rows
 
-        for module in ("stage", "reference"):
-            monkeypatch.setattr(f"learner.stages.supervised.{module}.pack_units", pack)
+        monkeypatch.setattr("learner.stages.base.pack_units", pack)
         stage, _ = preference_rank.OPEN[kind](
-            tmp_path / sharing,
-            micro_batch_tokens=4096,
-            prefix_sharing=sharing,
-            report=seen.append,
+            tmp_path / sharing, micro_batch_tokens=4096, prefix_sharing=sharing, report=seen.append, **given
         )
         assert stage.run()
     assert computed == {"never": {False}, "always": {True}}
@@ -117,6 +115,31 @@ def test_pairs_that_share_a_prompt_have_the_losses_and_gradients_of_separate_res
         )
         assert one.metrics.get("held_out/loss") == pytest.approx(expected.metrics.get("held_out/loss"), abs=1e-5)
     assert "held_out/loss" in one.metrics
+
+
+def of_one_prompt(kind: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return arguments that open a stage whose records have one prompt; those of pairs share it within each."""
+    if kind in ("dpo", "reward_model"):
+        return {}
+    if kind == "distill":
+        monkeypatch.setattr(distilling, "conversations", answers)
+        return {}
+    rows = [{"prompt": "3+4=", "completion": f"{number}#{number * number}"} for number in range(10)]
+    judged = [{"label": number % 2 == 0} for number in range(10)] if kind == "kto" else [{}] * 10
+    lines = [json.dumps(row | judgement) for row, judgement in zip(rows, judged, strict=True)]
+    (directory / "rows.jsonl").write_text("\n".join(lines))
+    return {"options": {"data": {"path": str(directory / "rows.jsonl")}}}
+
+
+def answers(count: int, seed: int = 0) -> list[Unit]:
+    """Return random responses to one prompt."""
+    prompt = np.arange(6, dtype=np.int32)
+    return [[with_prompt(prompt, pair[0])] for pair in pairs(count, seed)]
+
+
+def with_prompt(prompt: NDArray[np.int32], sequence: PackableSequence) -> PackableSequence:
+    response = sequence.token_ids[sequence.prompt_length :]
+    return labelled(np.concatenate([prompt, response]), np.repeat(np.array([0, 1], np.uint8), [6, len(response)]))
 
 
 @pytest.mark.parametrize("name", preference_rank.STAGES)

@@ -42,11 +42,8 @@ class PreferenceTask:
         """Compute the reference's logprobs of all pairs, or read them again, if the loss takes them. Collective."""
         if self._needs_reference:
             self._references = reference_logprobs(
-                self._parts.backend,
-                self._parts.ranks,
+                self._parts,
                 [*self.units, *self.held_out],
-                micro_batch_tokens=self._parts.micro_batch_tokens,
-                prefix_sharing=self._parts.prefix_sharing,
                 path=self._parts.checkpoints.beside / "reference.npy",
                 is_new=is_new,
             )
@@ -80,7 +77,6 @@ class PreferenceStage(TaskStage):
     """Direct preference optimization and its kin."""
 
     Options = PreferenceOptions
-    shares_prefixes = True
 
     @classmethod
     def measured(cls, options: PreferenceOptions, where: str) -> set[str]:

@@ -75,7 +75,6 @@ class RewardModelStage(TaskStage):
     """Training of a reward model; `parts.backend` is a `ScoreBackend`."""
 
     Options = RewardModelOptions
-    shares_prefixes = True
 
     @classmethod
     def measured(cls, options: RewardModelOptions, where: str) -> set[str]:

@@ -19,7 +19,7 @@ from learner.data.sources import digest_of
 from learner.objective.objective import Objective
 from learner.rows.batch import PackedBatch
 from learner.rows.packing import concatenate
-from learner.rows.units import Row, Unit, pack_units
+from learner.rows.units import Row, Unit
 from learner.stages.base import Progress, StageMetrics, StageParts
 
 from .options import HELD_OUT, BestOptions, TrainingOptions
@@ -60,9 +60,6 @@ class TaskProgress(msgspec.Struct, frozen=True, kw_only=True):
 
 class TaskStage:
     """One task, trained from a model to a model."""
-
-    shares_prefixes = False
-    """Whether sequences of a unit begin alike, so that it pays to look for tokens that can be computed once."""
 
     def __init__(self, parts: StageParts, options: TrainingOptions, task: Task, *, part: str) -> None:
         """`part` names the stage in progress bars."""
@@ -200,14 +197,7 @@ class TaskStage:
         return self._parts.backend.step(batches, loss, temperature=1.0, learning_rate=learning_rate)
 
     def _packed(self, units: Sequence[Unit]) -> list[Row]:
-        parts = self._parts
-        return pack_units(
-            units,
-            replica=parts.ranks.replica,
-            replicas=parts.ranks.replicas,
-            micro_batch_tokens=parts.micro_batch_tokens,
-            prefix_sharing=parts.prefix_sharing if self.shares_prefixes else "never",
-        )
+        return self._parts.pack(units)
 
     def _combined(self, reports: Sequence[dict[str, float]], token_loss: TokenLoss, empty: int) -> dict[str, float]:
         """Return the metrics over all ranks. The report of the row `empty` has all names, so that ranks without units

@@ -15,7 +15,7 @@ from learner.backends.base import TokenLoss
 from learner.config import RecordsConfig
 from learner.data.records import Conversation, Labelled
 from learner.data.sources import open_labelled
-from learner.rows.units import Row, Unit, pack_units, row_values
+from learner.rows.units import Row, Unit, row_values
 from learner.stages.base import StageParts
 
 from .options import UnpairedOptions
@@ -28,6 +28,9 @@ WHERE = "stages.kto.options"
 Judged = tuple[Labelled, Conversation]
 """A response with its judgement, and its mismatch."""
 
+RESPONSE, MISMATCH = slice(1), slice(1, 2)
+"""The two sequences that are read of one record. The reference sees both in one row, with one prompt."""
+
 
 class UnpairedTask:
     """Responses with judgements."""
@@ -39,20 +42,14 @@ class UnpairedTask:
         self.held_out: Sequence[Unit] = [unit[:1] for _, unit in held_out]
         self._parts = parts
         self._options = options
-        self._all = [unit[:1] for _, unit in (*trained, *held_out)]
-        self._mismatches = [unit[1:] for _, unit in (*trained, *held_out)]
+        self._both = [unit for _, unit in (*trained, *held_out)]
         self._is_desirable = [record.label for (record, _), _ in (*trained, *held_out)]
         self._references: list[Values] = []
 
     def prepare(self, is_new: bool) -> None:
         """Compute the reference's logprobs of all responses and mismatches, or read them again. Collective."""
         self._references = reference_logprobs(
-            self._parts.backend,
-            self._parts.ranks,
-            [*self._all, *self._mismatches],
-            micro_batch_tokens=self._parts.micro_batch_tokens,
-            path=self._parts.checkpoints.beside / "reference.npy",
-            is_new=is_new,
+            self._parts, self._both, path=self._parts.checkpoints.beside / "references.npy", is_new=is_new
         )
 
     def loss(self, rows: Sequence[Row], chosen: Sequence[int], *, held_out: bool) -> TokenLoss:
@@ -66,7 +63,7 @@ class UnpairedTask:
             mine = [places[number] for number in row.units]
             losses_S, metrics = kto(
                 current_T,
-                self._reference(self._all, mine, 0).to(current_T.device),
+                self._reference(mine, RESPONSE).to(current_T.device),
                 row.batch.loss_mask_T,
                 row.batch.cu_seqlens,
                 torch.tensor([self._is_desirable[place] for place in mine], dtype=torch.bool),
@@ -80,23 +77,20 @@ class UnpairedTask:
         return loss
 
     def _reference_point(self, places: Sequence[int]) -> float:
-        ranks, sums = self._parts.ranks, [0.0, 0.0]
-        rows = pack_units(
-            [self._mismatches[place] for place in places],
-            replica=ranks.replica,
-            replicas=ranks.replicas,
-            micro_batch_tokens=self._parts.micro_batch_tokens,
-        )
+        sums = [0.0, 0.0]
+        rows = self._parts.pack([self._both[place][MISMATCH] for place in places])
         for row, current_T in zip(rows, self._parts.backend.logprobs([row.batch for row in rows], 1.0), strict=True):
             mine = [places[number] for number in row.units]
-            reference_T = self._reference(self._mismatches, mine, len(self._all)).to(current_T.device)
+            reference_T = self._reference(mine, MISMATCH).to(current_T.device)
             total, count = reference_point_sums(current_T, reference_T, row.batch.loss_mask_T, row.batch.cu_seqlens)
             sums = [sums[0] + float(total), sums[1] + float(count)]
-        return reference_point_of(*ranks.sum(sums))
+        return reference_point_of(*self._parts.ranks.sum(sums))
 
-    def _reference(self, units: Sequence[Unit], places: Sequence[int], offset: int) -> torch.Tensor:
-        """[T] the reference's logprobs in a row of these units; `offset`: where they begin among all references."""
-        return row_values([units[place] for place in places], [self._references[offset + place] for place in places])
+    def _reference(self, places: Sequence[int], which: slice) -> torch.Tensor:
+        """[T] the reference's logprobs in a row of these responses, or of their mismatches."""
+        return row_values(
+            [self._both[place][which] for place in places], [self._references[place][which] for place in places]
+        )
 
 
 class UnpairedStage(TaskStage):
