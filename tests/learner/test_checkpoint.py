@@ -86,7 +86,7 @@ def test_checkpoint_is_a_hugging_face_model(tmp_path: Path) -> None:
     again.load(tmp_path / "saved")
     weights = model.state_dict()
     for name, tensor in again._policy.model.state_dict().items():
-        assert torch.equal(tensor.full_tensor(), weights[name])
+        assert torch.equal(tensor, weights[name])
 
 
 def state(incarnation: int, step: int) -> LearnerState:

@@ -240,7 +240,10 @@ def test_advantages_are_whitened_over_trained_tokens_only() -> None:
 
 def everything(backend: FsdpValueBackend) -> dict[str, torch.Tensor]:
     """Return parameters, moments and step counters."""
-    state = {name: parameter.full_tensor() for name, parameter in backend._module.named_parameters()}
+    state = {
+        name: getattr(parameter, "full_tensor", parameter.clone)()
+        for name, parameter in backend._module.named_parameters()
+    }
     for name, parameter in backend._module.named_parameters():
         for key, value in backend._optimizer.state[parameter].items():
             state[f"{name}.{key}"] = getattr(value, "full_tensor", value.clone)()
@@ -255,14 +258,14 @@ def test_a_resumed_critic_ends_bit_for_bit_where_an_uninterrupted_one_does(
     backend = open_values(architecture, dtype=dtype)
     assert isinstance(backend, FsdpValueBackend)
     critic_rank.step(backend, sequences([9, 14, 6]), 16)
-    saved = {name: p.full_tensor().clone() for name, p in backend._module.named_parameters()}
+    saved = {name: getattr(p, "full_tensor", p.clone)().clone() for name, p in backend._module.named_parameters()}
     backend.save(tmp_path / "step" / "critic")
     assert [path.name for path in (tmp_path / "step").iterdir()] == ["critic"]
     critic_rank.step(backend, sequences([12, 5], seed=1), 16)
     resumed = open_values(architecture, seed=99, dtype=dtype)
     assert isinstance(resumed, FsdpValueBackend)
     resumed.load(tmp_path / "step" / "critic")
-    loaded = {name: p.full_tensor() for name, p in resumed._module.named_parameters()}
+    loaded = {name: getattr(p, "full_tensor", p.clone)() for name, p in resumed._module.named_parameters()}
     assert saved["head.weight"].any()
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in saved.items())
     critic_rank.step(resumed, sequences([12, 5], seed=1), 16)

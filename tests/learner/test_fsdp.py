@@ -6,6 +6,7 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import learner.backends.fsdp.sharding
@@ -107,6 +108,7 @@ def test_hidden_states_are_an_ordinary_forwards(architecture: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_kept_weights_make_bit_equal_steps_and_are_never_stale(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large model gathers its weights for every layer; `logprobs` after any change of shards sees the change."""
+    always_shard(monkeypatch)
     config = model_config("qwen3", dtype=dtype)
     kept, follower = (open_backend("fsdp", config, OPTIMIZER, seed=3) for _ in range(2))
     monkeypatch.setattr(learner.backends.fsdp.sharding, "GATHERED_WEIGHT_BYTES", 0)
@@ -121,6 +123,36 @@ def test_kept_weights_make_bit_equal_steps_and_are_never_stale(dtype: Any, monke
         follower.follow(kept, 0.0)
         assert_equal_logprobs(kept, follower, batches)
     assert_equal_logprobs(kept, regathered, batches)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_single_cpu_without_shards_makes_bit_equal_steps_and_checkpoints(
+    architecture: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, backends = model_config(architecture, tied=tied), dict[str, Backend]()
+    for name in ("plain", "sharded"):
+        backends[name] = open_backend("fsdp", config, OPTIMIZER, seed=3)
+        always_shard(monkeypatch)
+    plain, sharded = backends.values()
+    assert not any(isinstance(one, DTensor) for one in plain._module.parameters())
+    assert all(isinstance(one, DTensor) for one in sharded._module.parameters())
+    batches = pack(sequences(LENGTHS), 0, 1, 20)
+    for _ in range(2):
+        results = [backend.step(batches, ratio_loss(batches, 10.0), 0.9, 1e-3) for backend in (plain, sharded)]
+        assert results[0] == results[1]
+    for name, backend in backends.items():
+        backend.save(tmp_path / name)
+    plain.load(tmp_path / "sharded")
+    sharded.load(tmp_path / "plain")
+    results = [backend.step(batches, ratio_loss(batches, 10.0), 0.9, 1e-3) for backend in (plain, sharded)]
+    assert results[0] == results[1]
+    assert_equal_logprobs(plain, sharded, batches)
+
+
+def always_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shard models opened from now on by a single CPU, too."""
+    monkeypatch.setattr(learner.backends.fsdp.sharding, "needs_shards", lambda *_, **__: True)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])

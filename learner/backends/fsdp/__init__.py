@@ -10,6 +10,7 @@
     streaming.py  files ─► shards, a tensor at a time        export.py   shards ─► Hugging Face names and files
     training_state.py   parameters, moments and RNG to disk and back, bit for bit
 
-The invariant: parameters, gradients and moments are fp32 shards over all ranks. With `model.dtype: bfloat16` only the
-forward and backward pass and what leaves the learner are rounded; a critic's head is not.
+The invariant: parameters, gradients and moments are fp32 shards over all ranks, which of a single CPU in fp32 are plain
+tensors. With `model.dtype: bfloat16` only the forward and backward pass and what leaves the learner are rounded; a
+critic's head is not.
 """

@@ -41,6 +41,8 @@ def shard(module: PackedModel, mesh: DeviceMesh, *, half_precision: bool) -> Non
     no operation of a layer waits for the device, so the process runs ahead of it. Explicit prefetching would only hold
     one more gathered layer.
     """
+    if not needs_shards(mesh, half_precision=half_precision):
+        return
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if half_precision else None, reduce_dtype=torch.float32)
     for layer in module.layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
@@ -51,6 +53,12 @@ def shard(module: PackedModel, mesh: DeviceMesh, *, half_precision: bool) -> Non
     keeps = (2 if half_precision else 4) * _size(module) <= GATHERED_WEIGHT_BYTES
     root.set_reshard_after_forward(not keeps)
     root.set_reshard_after_backward(not keeps)
+
+
+def needs_shards(mesh: DeviceMesh, *, half_precision: bool) -> bool:
+    """Return False for a single CPU in fp32, which computes with its parameters as they are: there is nothing to
+    gather, to round or to send, and FSDP's hooks would take a fifth of a small model's step."""
+    return mesh.size() > 1 or mesh.device_type != "cpu" or half_precision
 
 
 @contextmanager
@@ -67,9 +75,11 @@ def gathering(module: nn.Module) -> Iterator[None]:
 def sync_gradients(module: nn.Module, *, is_last: bool) -> None:
     """Let the next backward pass send gradients with the last micro-batch only, or always if they would not fit.
 
-    A single rank waits for the last one whatever the size: its shards are the whole model.
+    A single rank waits for the last one whatever the size: its shards are the whole model. One that is not sharded
+    adds gradients up by itself.
     """
-    assert isinstance(module, FSDPModule)
+    if not isinstance(module, FSDPModule):
+        return
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     fits = dist.get_world_size() == 1 or 4 * trained <= GATHERED_GRADIENT_BYTES
     module.set_requires_gradient_sync(is_last or not fits)

@@ -60,12 +60,19 @@ def _meta_parameters() -> Iterator[None]:
 
 
 def allocate_shards(module: nn.Module, device: torch.device) -> None:
-    """Allocate memory, with undefined contents, for tensors on the meta device."""
+    """Allocate memory, with undefined contents, for tensors on the meta device. Tied parameters stay tied."""
 
     def allocated(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
 
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            places.setdefault(parameter, []).append((part, name))
     module._apply(allocated)  # type: ignore[no-untyped-call]
+    for (first, name), *others in places.values():
+        for part, other in others:  # without shards it has made a parameter for each place
+            setattr(part, other, getattr(first, name))
 
 
 @torch.no_grad()
