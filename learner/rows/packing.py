@@ -90,7 +90,7 @@ def from_trajectory(
         loss_mask=loss_mask,
         behavior_logprobs=trajectory.behavior_logprobs,
         lags=lags,
-        advantages=np.broadcast_to(np.float32(advantages), lags.shape),
+        advantages=np.full(lags.shape, advantages, np.float32),
         experts=routing.experts_of(trajectory) if routing else None,
         teacher_logprobs=trajectory.teacher_logprobs,
         candidates=_candidates(trajectory) if has_candidates else None,
@@ -177,6 +177,8 @@ def _spread(lengths: _Lengths, costs: _Costs, count: int, replicas: int, budget:
     are short enough: lengths only fall, so a bin moves at most twice for each sequence put into it.
     """
     bins: Bins = [[] for _ in range(count * replicas)]
+    if len(bins) == 1 and int(lengths.sum()) <= budget:  # as most steps of a small model are
+        return [list(range(len(lengths)))]
     rooms = [budget] * len(bins)
     heights = np.repeat(_heights(lengths, costs, count, replicas, budget), replicas)
     roomy = list(zip((-heights).tolist(), range(len(bins)), strict=True))
