@@ -41,9 +41,11 @@ SPREAD = 0.5
 """The standard deviation of the logarithm of a response's length."""
 
 
-def samples(count: int, group: int, prompt: int, response: int, vocabulary: int) -> Iterator[PackableSequence]:
+def samples(
+    count: int, group: int, prompt: int, response: int, vocabulary: int, seed: int = 0
+) -> Iterator[PackableSequence]:
     """Yield whole groups, `count` samples or as few more as it takes."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     for _ in range(-(-count // group)):
         beginning = rng.integers(0, vocabulary, prompt)
         for length in (response * rng.lognormal(0, SPREAD, group)).clip(1, 4 * response).astype(int):
@@ -145,7 +147,7 @@ def main() -> None:
     model = ModelConfig(path=str(directory), dtype="bfloat16" if options.device == "cuda" else "float32")
     compute = ComputeConfig(compile=options.compile, recompute=options.recompute)
     backend = open_backend("fsdp", model, OptimizerConfig(), device=options.device, compute=compute)
-    cost = CostModel.of_model(model_shape_of(load_config(model)))
+    cost = CostModel.of_model(model_shape_of(load_config(model)), options.device)
     cases = []
     for group, prompt in product(options.groups, options.prompts):
         cases.append(measured_case(backend, shape, cost, group, prompt, options))

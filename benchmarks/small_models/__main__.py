@@ -1,9 +1,10 @@
 """python -m benchmarks.small_models [--shape smollm2-135m] [--device cuda|cpu] [--limit-s 420] [--parts today,...]
 
 The learner's step of a small model on one GPU. The parts, in this order: `today` (the backend, eager and compiled, by
-row size), `bare` (one module without sharding, replayed as CUDA graphs or not), `attention`, `optimizer`, `whole` (the
-whole model compiled as one). A part that does not begin within the limit is left out. Progress goes to standard error;
-the last line is one JSON object.
+row size), `bare` (one module without sharding, replayed as CUDA graphs or not), `graphs` (one graph for rows of a
+bucket of shapes, and one for the optimizer), `attention`, `optimizer`, `whole` (the whole model compiled as one). A
+part that does not begin within the limit is left out. Progress goes to standard error; the last line is one JSON
+object.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,10 +24,11 @@ from benchmarks.throughput import checkpoint
 from benchmarks.throughput.shapes import shape_of
 from learner.config import ComputeConfig, ModelConfig
 
-from . import bare, kernels, today
+from . import bare, graphs, kernels, today
 from .rows import StepWork
 
-PARTS = ("today", "bare", "attention", "optimizer", "whole")
+PARTS = ("today", "bare", "graphs", "attention", "optimizer", "whole")
+MODES = ("default", "reduce-overhead")
 
 WORKS = tuple(
     StepWork(samples=samples, budget=budget, sharing=sharing)
@@ -86,9 +89,14 @@ def _cases(
             yield f"attention, {name}", partial(kernels.measured, shape)
     if "optimizer" in parts:
         yield "optimizer", lambda: bare.optimizers(bare.BareStep(model, ComputeConfig(), device))
-    if "whole" in parts and device == "cuda":
-        whole = bare.BareStep(model, ComputeConfig(), device, is_whole=True)
-        yield f"whole, {SHORT.name}", lambda: bare.measured(whole, whole.row(SHORT, vocabulary))
+    if "graphs" in parts:
+        step = bare.BareStep(model, ComputeConfig(), device)
+        for work in (SHORT, PLAIN, replace(SHORT, samples=32)):
+            yield f"graphs, {work.name}", partial(graphs.measured, step, work, vocabulary, device)
+    for mode in MODES if "whole" in parts and device == "cuda" else ():
+        whole = bare.BareStep(model, ComputeConfig(), device, mode=mode)
+        for work in (SHORT, PLAIN):
+            yield f"whole, {mode}, {work.name}", partial(bare.measured, whole, whole.row(work, vocabulary))
 
 
 def _cudnn() -> int | None:

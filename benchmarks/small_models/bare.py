@@ -13,6 +13,7 @@ from learner.backends.fsdp.row import FsdpRow
 from learner.backends.token_logprobs import token_logprobs
 from learner.config import ComputeConfig, ModelConfig
 from learner.models.model import load_model
+from learner.rows.batch import PackedBatch
 from learner.rows.cost import CostModel
 
 from .clock import profiled, timed, wait
@@ -22,21 +23,25 @@ from .rows import StepWork
 class BareStep:
     """Forward and backward passes of one row."""
 
-    def __init__(self, model: ModelConfig, compute: ComputeConfig, device: str, *, is_whole: bool = False) -> None:
-        """`is_whole`: the whole model is compiled as one, for rows of one length."""
+    def __init__(self, model: ModelConfig, compute: ComputeConfig, device: str, *, mode: str = "") -> None:
+        """`mode`: the whole model is compiled as one in this mode of torch.compile, for rows of one length."""
         dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
         loaded = load_model(model).to(device=device, dtype=dtype)
         self._policy = Policy(loaded, on_cpu=device == "cpu", half_precision=dtype is torch.bfloat16)
         prepare_layers(self._policy.layers, compute)
         self.parameters = [one for one in self._policy.parameters() if one.requires_grad]
         self._hidden = self._policy.hidden
-        if is_whole:
-            self._hidden = torch.compile(self._policy.hidden, dynamic=False)
+        if mode:
+            self._hidden = torch.compile(self._policy.hidden, dynamic=False, mode=mode)
         self._weight = self._policy.model.get_output_embeddings().weight
 
     def row(self, work: StepWork, vocabulary: int) -> FsdpRow:
         """Return the first row of the work."""
-        return self._policy.row(work.rows(vocabulary, CostModel())[0])
+        return self.of(work.rows(vocabulary, CostModel())[0])
+
+    def of(self, batch: PackedBatch) -> FsdpRow:
+        """Return a batch as a row on the device."""
+        return self._policy.row(batch)
 
     def forward(self, row: FsdpRow) -> torch.Tensor:
         """[N] logprobs."""

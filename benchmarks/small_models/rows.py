@@ -6,6 +6,7 @@ from benchmarks.prefix_trees import samples
 from learner.rows.batch import PackedBatch
 from learner.rows.clusters import PrefixSharing
 from learner.rows.cost import CostModel
+from learner.rows.packing import concatenate
 from learner.rows.units import pack_units
 
 
@@ -19,14 +20,20 @@ class StepWork:
     sharing: PrefixSharing
     prompt: int = 64
     response: int = 50
+    seed: int = 0
 
     @property
     def name(self) -> str:
         return f"{self.samples} samples, rows of {self.budget}, {self.sharing}"
 
+    def batch(self, vocabulary: int) -> PackedBatch:
+        """Return all samples as one row, which shares tokens unless `sharing` is never."""
+        given = list(samples(self.samples, 8, self.prompt, self.response, vocabulary, self.seed))
+        return concatenate(given, is_tree=self.sharing != "never")
+
     def rows(self, vocabulary: int, cost: CostModel) -> list[PackedBatch]:
         """Return the micro-batches."""
-        given = list(samples(self.samples, 8, self.prompt, self.response, vocabulary))
+        given = list(samples(self.samples, 8, self.prompt, self.response, vocabulary, self.seed))
         rows = pack_units(
             [[one] for one in given],
             replica=0,

@@ -10,6 +10,8 @@ from learner.backends import open_backend
 from learner.backends.fsdp.backend import FsdpBackend
 from learner.backends.fsdp.sharding import clip_gradients, gathering, sync_gradients
 from learner.config import ComputeConfig, ModelConfig, OptimizerConfig
+from learner.models.model import load_config
+from learner.models.shape import shape_of
 from learner.objective.objective import Objective
 from learner.rows.batch import PackedBatch
 from learner.rows.cost import CostModel
@@ -32,8 +34,9 @@ def measured(
     backend = open_backend("fsdp", model, OptimizerConfig(), device=device, compute=compute)
     assert isinstance(backend, FsdpBackend)
     found: dict[str, Any] = {"open_s": round(time.perf_counter() - began, 1)}
+    cost = CostModel.of_model(shape_of(load_config(model)), device)
     for work in works:
-        rows = work.rows(vocabulary, CostModel())
+        rows = work.rows(vocabulary, cost)
         began = time.perf_counter()
         _update(backend, rows)()
         first_s = time.perf_counter() - began
@@ -45,7 +48,7 @@ def measured(
             "logprobs": timed(partial(backend.logprobs, rows, 1.0)),
             "update": timed(_update(backend, rows)),
         }
-    rows = detail.rows(vocabulary, CostModel())
+    rows = detail.rows(vocabulary, cost)
     found["parts"] = _parts(backend, rows)
     if device == "cuda":
         found["waits"] = waits(_update(backend, rows))

@@ -135,6 +135,8 @@ def test_a_single_cpu_without_shards_makes_bit_equal_steps_and_checkpoints(
         backends[name] = open_backend("fsdp", config, OPTIMIZER, seed=3)
         always_shard(monkeypatch)
     plain, sharded = backends.values()
+    assert isinstance(plain, FsdpBackend)
+    assert isinstance(sharded, FsdpBackend)
     assert not any(isinstance(one, DTensor) for one in plain._module.parameters())
     assert all(isinstance(one, DTensor) for one in sharded._module.parameters())
     batches = pack(sequences(LENGTHS), 0, 1, 20)
