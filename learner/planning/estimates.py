@@ -11,8 +11,8 @@ from .planned import FP32, PlannedModel
 INDEX = 8
 
 
-class Kept(NamedTuple):
-    """What a backend keeps of a layer under `recompute: selective`."""
+class KeptNumbers(NamedTuple):
+    """The part of a layer that a backend keeps under `recompute: selective`."""
 
     numbers: Callable[[ModelShape, int], int]
     """(shape, layer) -> the numbers of a token."""
@@ -20,7 +20,7 @@ class Kept(NamedTuple):
     """Whether it keeps the copies of keys and values that sequences share."""
 
 
-def activation_bytes(planned: PlannedModel, layers: Sequence[int], in_flight: float, keeps: Kept) -> int:
+def activation_bytes(planned: PlannedModel, layers: Sequence[int], in_flight: float, keeps: KeptNumbers) -> int:
     """Returns the bytes of activations, of rows that share tokens or do not, whichever are more.
 
     Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.
@@ -37,7 +37,7 @@ def activation_bytes(planned: PlannedModel, layers: Sequence[int], in_flight: fl
 
 
 def _row_bytes(
-    planned: PlannedModel, layers: Sequence[int], in_flight: float, keeps: Kept, positions: float, copies: float
+    planned: PlannedModel, layers: Sequence[int], in_flight: float, keeps: KeptNumbers, positions: float, copies: float
 ) -> float:
     """Returns the bytes of a row of so many positions, with further copies of tokens among the keys and values.
 
@@ -58,7 +58,7 @@ def _row_bytes(
     return planned.compute_bytes * numbers / planned.learner.layout.tensor + in_flight * indices
 
 
-def _kept_numbers(planned: PlannedModel, layer: int, keeps: Kept) -> tuple[int, bool]:
+def _kept_numbers(planned: PlannedModel, layer: int, keeps: KeptNumbers) -> tuple[int, bool]:
     """Returns the numbers kept for a token in one layer, and whether copies of its key and value are: all, those of
     `recompute: selective`, or the layer's input."""
     shape = planned.shape

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from learner.models.layout import check_context, check_ranks
 from learner.models.shape import ModelShape, Parameter
 
-from .estimates import Kept, activation_bytes, attention_numbers, head_bytes, published_bytes
+from .estimates import KeptNumbers, activation_bytes, attention_numbers, head_bytes, published_bytes
 from .planned import FP32, MOMENTS, PlannedModel, RankMemory
 
 
@@ -37,7 +37,7 @@ def _rank(planned: PlannedModel, rank: int) -> RankMemory:
         optimizer=on_device,
         gathered=_gathered_bytes(planned),
         activations=activation_bytes(
-            planned, range(planned.shape.layers), in_flight=1.0, keeps=Kept(_selective, copies=False)
+            planned, range(planned.shape.layers), in_flight=1.0, keeps=KeptNumbers(_selective, copies=False)
         ),
         head=head_bytes(planned),
         other_models=reference,

@@ -3,7 +3,7 @@
 from learner.models.layout import check_layout
 from learner.models.shape import ModelShape, Parameter
 
-from .estimates import Kept, activation_bytes, all_numbers, head_bytes, published_bytes
+from .estimates import KeptNumbers, activation_bytes, all_numbers, head_bytes, published_bytes
 from .planned import FP32, MOMENTS, PlannedModel, RankMemory
 
 
@@ -35,7 +35,7 @@ def _rank(planned: PlannedModel, rank: int) -> RankMemory:
         gradients=gradients if planned.is_trained else 0,
         optimizer=master + (MOMENTS * shard if planned.is_trained else 0),
         gathered=0,
-        activations=activation_bytes(planned, layers, _in_flight(planned, stage), Kept(_selective, copies=True)),
+        activations=activation_bytes(planned, layers, _in_flight(planned, stage), KeptNumbers(_selective, copies=True)),
         head=head_bytes(planned) if stage == layout.pipeline - 1 else 0,
         other_models=reference,
         published=published_bytes(planned, rank),

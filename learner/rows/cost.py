@@ -63,7 +63,7 @@ class CostModel:
     per_copy: float = 0.0
     """For each token of a tree's paths, whose key and value are copied in every layer."""
     per_tree: float = 0.0
-    """What a micro-batch that shares tokens costs besides."""
+    """A part of each micro-batch that shares tokens, besides the fixed one."""
     least: float = 0.0
     """The least cost of a micro-batch's sequences, in which the process launches its kernels. A device that has
     computed sooner waits; one that has not, computes while the process launches."""
