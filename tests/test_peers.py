@@ -20,7 +20,7 @@ from benchmarks.peers import comparison, contestants, of_headway, of_verl
 from benchmarks.peers.figures import Figures, Step, figures_of
 from benchmarks.peers.gpu_idle import Look, idle, looking
 from benchmarks.peers.of_trl import Clock, Judge, TrlSetting, Verifier, config_of, prompts_of, row_of
-from benchmarks.peers.of_trl_async import AsyncClock, PathKernel, async_config_of
+from benchmarks.peers.of_trl_async import ALL, NO_TOOLS, AsyncClock, PathKernel, async_config_of
 from benchmarks.peers.race import LONG_TAILED, SHORT, TASKS, Race
 from broker.errors import ConfigError
 from broker.schema import WorkerInfo
@@ -264,6 +264,16 @@ async def test_trls_asynchronous_trainer_judges_as_the_other_one(race: Race) -> 
     prompts = [[{"role": "user", "content": "^4*5="}]]
     assert await Judge(race)(prompts=prompts, completion_ids=[right], **columns) == [1.0]
     assert await Judge(race)(prompts=prompts, completion_ids=[right[:-1]], **columns) == [0.0]
+
+
+def test_trls_asynchronous_trainer_reads_headways_prompts_and_takes_answers_for_text(race: Race) -> None:
+    tokenizer = load_tokenizer(model_config("qwen3_moe"))
+    (prompt, *_) = prompts_of(race.load(), 1, tokenizer)
+    tokenizer.chat_template, tokenizer.response_template = ALL, NO_TOOLS
+    read = tokenizer.apply_chat_template([{"role": "user", "content": prompt.text}], return_dict=False)
+    assert read == list(prompt.token_ids)
+    answer = tokenizer.parse_response(tokenizer("4*5=0#0").input_ids, prefix=read)
+    assert answer == {"role": "assistant", "content": "4*5=0#0"}
 
 
 def test_what_trls_asynchronous_trainer_logs_of_updates_becomes_steps() -> None:

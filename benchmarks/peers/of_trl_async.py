@@ -35,7 +35,11 @@ LARGEST_PASS = 128
 """Samples in one forward and backward pass: more of the longest responses do not fit beside their gradients."""
 ALL = "{{ messages[0]['content'] }}"
 """A chat template for a conversation whose only message has been rendered."""
-NO_TOOLS = {"defaults": {"role": "assistant"}, "fields": {"content": {"close_pattern": "$", "content": "text"}}}
+NO_TOOLS = {
+    "defaults": {"role": "assistant"},
+    "start_anchor_pattern": r"\Z",
+    "fields": {"content": {"close_pattern": r"\Z", "content": "text"}},
+}
 """A template of answers, which the trainer wants for a chat template that it does not know: all of it is text."""
 SYNCHRONOUS = frozenset(
     (
@@ -249,10 +253,12 @@ def run(order: TrlOrder) -> Figures:
     """Serve, train, save the model, and return the figures."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
-    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, packing
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
 
-    packing._flash_attn = PathKernel
     race, model = order.race, order.race.model
+    packing._flash_attn = PathKernel
+    if not race.on_gpu:  # it asks CUDA for the card's name
+        async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
     recipe = race.load()
     clock = AsyncClock(order.began, recipe.learner.updates_per_step)
     tokenizer = AutoTokenizer.from_pretrained(model)
