@@ -6,7 +6,8 @@
 One learner and one engine, each on GPUs of its own, on the same ones with `--transport ipc` or `--share`, or on the
 CPU with `--device cpu`. With `--share` NCCL is told that the two are on different hosts, and goes through sockets. A
 learner of several GPUs has its weights in shards (FSDP2), an engine of several is tensor-parallel. `--native` then
-does the same with vLLM's own NCCL transfer (two GPUs). The first version is pulled and traces the engine's loader,
+does the same with the engine's own transfer: vLLM's over NCCL (two GPUs); SGLang's over its process group, or, where
+both share a GPU, of the trainer's memory (on a CPU both). The first version is pulled and traces the engine's loader,
 the second forms the group; the medians are of the later ones. Lines go to OUTPUT/results.jsonl; the last line is one
 JSON object.
 """
@@ -29,12 +30,19 @@ import msgspec
 from benchmarks.gpus import gpu_names, on_host
 from benchmarks.throughput.shapes import SHAPES, shape_of
 from broker.server.embedded import EmbeddedServer
+from rollout_workers.engines import ENGINES
 
 from .order import Order
 from .tensors import write_config
 
 WARM_UP = 2
 """The number of versions that do not count."""
+NATIVE = {
+    "native": "times_faster",
+    "native_distributed": "times_faster_than_distributed",
+    "native_tensor": "times_faster_than_tensor",
+}
+"""The engines' own transfers, and the names of the ratios of their seconds to ours."""
 
 
 class Places(NamedTuple):
@@ -102,8 +110,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _lines(path: Path) -> dict[int, dict[str, Any]]:
+    return {line["version"]: line for line in _objects(path)}
+
+
+def _objects(path: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in path.read_text().splitlines() if line.startswith('{"')]
-    return {line["version"]: line for line in lines if "version" in line}
+    return [line for line in lines if "version" in line]
 
 
 def seconds(line: dict[str, Any]) -> dict[str, float]:
@@ -124,21 +136,29 @@ def seconds(line: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def native(order: Order, output: Path, places: Places, limit_s: float) -> list[dict[str, Any]]:
-    """Measure vLLM's own transfer of the same tensors."""
-    arguments = [*_module("native"), msgspec.json.encode(order).decode()]
+def peers(order: Order, output: Path, places: Places, limit_s: float) -> dict[str, Any]:
+    """Return the medians of the engine's own transfers of the same tensors, each without its first version."""
+    module, ways = ("native_sglang", ["distributed", "tensor"]) if order.engine == "sglang" else ("native", [""])
+    lines = native(module, order, output, places, limit_s)
+    of_each = {way: [native_seconds(line) for line in lines if line.get("way", "") == way][1:] for way in ways}
+    return {"_".join(["native", *filter(None, [way])]): medians(of_each[way]) for way in ways}
+
+
+def native(module: str, order: Order, output: Path, places: Places, limit_s: float) -> list[dict[str, Any]]:
+    """Run a trainer and an engine with a transfer that is not ours, and return a line for every update."""
+    arguments = [*_module(module), msgspec.json.encode(order).decode()]
     process = _start("native", arguments, output, places.learner, ENGINE_GPU=places.engine)
     try:
         process.wait(limit_s)
     except subprocess.TimeoutExpired:
-        print(f"vLLM's own transfer had not ended after {limit_s:.0f} s", file=sys.stderr)
+        print(f"the engine's own transfer had not ended after {limit_s:.0f} s", file=sys.stderr)
     finally:
         _end(process)
-    return list(_lines(output / "native.log").values())
+    return _objects(output / "native.log")
 
 
 def native_seconds(line: dict[str, Any]) -> dict[str, float]:
-    """Return the same moments of vLLM's transfer."""
+    """Return the same moments of a transfer that is not ours."""
     return {
         "first_new_token": line["first_new_token"] - line["began"],
         "engine_without_tokens": line["first_new_token"] - line["last_old_token"],
@@ -158,9 +178,11 @@ def main() -> None:
     shape = shape_of(arguments.shape, arguments.layers)
     is_cpu = arguments.device == "cpu"
     # The engine reports tokens one by one, because their times are measured.
-    options: dict[str, Any] = {"stream_interval": 1} if arguments.engine == "vllm" else {}
-    options |= {} if is_cpu else {"gpu_memory_utilization": arguments.gpu_memory}
-    options |= {"tensor_parallel_size": arguments.engine_gpus} if arguments.engine_gpus > 1 else {}
+    options: dict[str, Any] = {} if arguments.engine == "embedded" else {"stream_interval": 1}
+    abilities = ENGINES[arguments.engine].abilities
+    options |= {} if is_cpu else {abilities.memory_option: arguments.gpu_memory}
+    options |= {abilities.gpu_options[0]: arguments.engine_gpus} if arguments.engine_gpus > 1 else {}
+    options |= json.loads(arguments.options)
     are_shared = arguments.share or arguments.transport == "ipc"
     places = Places.of(arguments.learner_gpus, arguments.engine_gpus, are_shared=are_shared)
     order = Order(
@@ -193,13 +215,13 @@ def main() -> None:
     found["ours"] = medians(of_each[WARM_UP:])
     found["first_version"] = of_each[0] if of_each else {}
     if arguments.native:
-        theirs = native(msgspec.structs.replace(order, versions=4), output, places, arguments.native_limit_s)
-        found["native"] = medians([native_seconds(line) for line in theirs[1:]])
-    for who in ("ours", "native"):
+        found |= peers(msgspec.structs.replace(order, versions=4), output, places, arguments.native_limit_s)
+    for who in ("ours", *NATIVE):
         if found.get(who):
             found[who]["gb_per_s"] = round(found["bytes"] / found[who]["first_new_token"] / 1e9, 2)
-    if found.get("native") and found.get("ours"):
-        found["times_faster"] = round(found["native"]["first_new_token"] / found["ours"]["first_new_token"], 2)
+    for who, ratio in NATIVE.items():
+        if found.get(who) and found.get("ours"):
+            found[ratio] = round(found[who]["first_new_token"] / found["ours"]["first_new_token"], 2)
     with (output / "results.jsonl").open("a") as results:
         results.writelines(json.dumps(line) + "\n" for line in (*lines, found))
     print(json.dumps(found))
@@ -212,7 +234,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--transport", choices=["nccl", "ipc", "gloo"], default="nccl")
     parser.add_argument("--staging", choices=["device", "host"], default="device")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--engine", choices=["vllm", "embedded"], default="vllm")
+    parser.add_argument("--engine", choices=["vllm", "sglang", "embedded"], default="vllm")
+    parser.add_argument("--options", default="{}", help="further options of the engine, as JSON")
     parser.add_argument("--learner-gpus", type=int, default=1, help="ranks, on a CPU too")
     parser.add_argument("--engine-gpus", type=int, default=1)
     parser.add_argument("--share", action="store_true", help="the engine has GPUs of the learner")
@@ -220,12 +243,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=1000)
     parser.add_argument("--bucket-mib", type=int, default=1024)
-    parser.add_argument("--gpu-memory", type=float, default=0.5, help="share of the GPU that vLLM takes")
+    parser.add_argument("--gpu-memory", type=float, default=0.5, help="share of the GPU that the engine takes")
     parser.add_argument("--kv-policy", choices=["recompute", "keep"], default="recompute")
     parser.add_argument("--timeout-s", type=float, default=30.0, help="deadline of a broadcast")
     parser.add_argument("--limit-s", type=float, default=240.0, help="for ours")
-    parser.add_argument("--native-limit-s", type=float, default=150.0, help="for vLLM's")
-    parser.add_argument("--native", action="store_true", help="vLLM's own NCCL transfer too")
+    parser.add_argument("--native-limit-s", type=float, default=150.0, help="for the engine's own")
+    parser.add_argument("--native", action="store_true", help="the engine's own transfer too")
     parser.add_argument("--output", type=Path, required=True)
     return parser.parse_args()
 

@@ -9,12 +9,11 @@ import asyncio
 import itertools
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -22,8 +21,9 @@ import torch
 from rollout_workers.engines.vllm.start import prepare_environment
 
 from .engine import PROMPT
-from .order import Order
+from .order import REST_S, Order
 from .tensors import random_tensors, step
+from .trainer import answer_of, free_port, tell
 
 
 def train(order: Order, engine_gpu: str) -> None:
@@ -43,47 +43,29 @@ def train(order: Order, engine_gpu: str) -> None:
         "shapes": [list(tensor.shape) for _, tensor in tensors],
         "packed": True,
     }
-    _answer(engine.stdout, "up")
-    port = _free_port()
-    _tell(
+    answer_of(engine.stdout, "up")
+    port = free_port()
+    tell(
         engine.stdin, {"join": {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}}
     )
     group = NCCLWeightTransferEngine.trainer_init({"master_address": "127.0.0.1", "master_port": port, "world_size": 2})
-    _answer(engine.stdout, "joined")
+    answer_of(engine.stdout, "joined")
     for number in range(order.versions):
+        time.sleep(REST_S)  # the engine must hear of an update at once
         step(tensors)
         torch.cuda.synchronize()
         began = time.monotonic()
-        _tell(engine.stdin, {"update": described})
+        tell(engine.stdin, {"update": described})
         NCCLWeightTransferEngine.trainer_send_weights(
             iter(tensors), NCCLTrainerSendWeightsArgs(group=group, packed=True)
         )
         torch.cuda.synchronize()
         sent = time.monotonic()
-        line = _answer(engine.stdout, "resumed")
+        line = answer_of(engine.stdout, "resumed")
         line |= {"version": number, "began": began, "sent": sent, "bytes": sum(t.nbytes for _, t in tensors)}
         print(json.dumps(line), flush=True)
     engine.stdin.close()
     engine.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _tell(to: IO[str], what: dict[str, Any]) -> None:
-    to.write(json.dumps(what) + "\n")
-    to.flush()
-
-
-def _answer(lines: IO[str], key: str) -> dict[str, Any]:
-    """Return the next line with `key`; other lines are vLLM's own."""
-    for line in lines:
-        if line.startswith("{") and key in (answer := json.loads(line)):
-            return dict(answer)
-    raise SystemExit("vLLM's engine ended early")
 
 
 async def serve(order: Order) -> None:
@@ -149,7 +131,6 @@ async def serve(order: Order) -> None:
                 "first_new_token": latest,
             }
             print(json.dumps(answer), flush=True)
-            await asyncio.sleep(0.5)
     for task in tasks:
         task.cancel()
     llm.shutdown()
