@@ -22,6 +22,8 @@ What the others need that Headway does not, in the interpreter that `--python` n
   Put them into a folder of their own on PYTHONPATH, before the others: math-verify's antlr4 is too new for hydra-core.
   Unpacked, Ray has 240 MB, pandas 84 and the rest together less than 50; cupy for CUDA 13 comes on top.
 
+The peers' learning rate is constant from the first update on; recipes for GPUs raise Headway's over three steps.
+
 No run of trl-async or verl has been made on a GPU yet. Without one these work: the configuration of each, which their
 own classes accept; the rewards and prompts, which their own classes read; the command line of the vLLM server.
 """

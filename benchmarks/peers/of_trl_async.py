@@ -10,9 +10,11 @@ GPUs it is a rehearsal: all is real, with vLLM for CPUs, but no weights are sent
 
 import inspect
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,9 +104,19 @@ def serving(recipe: Recipe, model: Path, gpu: str | None) -> Iterator[str]:
     else:
         environment["CUDA_VISIBLE_DEVICES"] = gpu
     with subprocess.Popen([*command, *server_arguments(recipe, model, port)], env=environment) as server:
+        is_over = threading.Event()
+
+        def watch() -> None:
+            code = server.wait()
+            if not is_over.is_set():  # the trainer would try again for minutes
+                print(f"vllm serve ended with exit code {code}", file=sys.stderr, flush=True)
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        threading.Thread(target=watch, name="watching the server", daemon=True).start()
         try:
             yield f"http://127.0.0.1:{port}"
         finally:
+            is_over.set()
             server.terminate()
             try:
                 server.wait(20)
