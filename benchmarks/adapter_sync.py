@@ -7,7 +7,8 @@ A random dense Qwen3 in `--dtype`. Each swap falls into running requests. `befor
 between the engine's logprobs and transformers' for the tokens that a version sampled, under the merged model of that
 version; `other` is the same under the version before, so that a token of the wrong version would show. `prepared` has
 the seconds of loading the base. An adapter that lacks a tensor, and one that is loaded and that requests do not name,
-must be refused: `refused`. The last line is one JSON object.
+must be refused: `refused`. `finish` is vLLM with places for two adapters: running samples finish with theirs, so no
+token is `after`. The last line is one JSON object.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from collections.abc import Iterable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
@@ -110,7 +112,7 @@ class Study:
         tolerance = 2e-3 if self._dtype is torch.float32 else 0.25
         return Probe(token_ids=tokens, logprobs=self.logprobs(number, [tokens])[0], tolerance=tolerance)
 
-    async def run(self, *, has_adapters: bool) -> dict[str, Any]:
+    async def run(self, *, has_adapters: bool, held: int = 1) -> dict[str, Any]:
         """Open an engine, and swap versions 1, 2, ... into running requests."""
         options = self._options
         config = EngineConfig(
@@ -121,7 +123,8 @@ class Study:
             device=options.device,
             options={"gpu_memory_utilization": 0.4} if options.engine == "vllm" and options.device == "cuda" else {},
         )
-        engine: Any = open_engine(config, self._directory, seed=0, adapter_rank=options.rank if has_adapters else 0)
+        rank = options.rank if has_adapters else 0
+        engine: Any = open_engine(config, self._directory, seed=0, adapter_rank=rank, adapters_held=held)
         try:
             started = time.monotonic()
             if has_adapters:
@@ -185,14 +188,14 @@ class Study:
         except WeightSyncError:
             refused["undelivered"] = True
         await engine.swap_adapter(version, _on_host(tensors), SCALE, check=check)
-        if hasattr(engine, "_adapter") and self._options.engine == "vllm":
-            kept, engine._adapter = engine._adapter, None
+        if self._options.engine == "vllm":
             probe = self.probe(last)
+            with patch("rollout_workers.engines.vllm.engine.adapter_request", lambda place: None):
+                scores = await engine.score(probe.token_ids)
             try:
-                refuse_other_logprobs(probe, await engine.score(probe.token_ids), version)
+                refuse_other_logprobs(probe, scores, version)
             except WeightSyncError:
                 refused["unused"] = True
-            engine._adapter = kept
         return refused
 
 
@@ -236,6 +239,8 @@ async def _measure(options: argparse.Namespace) -> dict[str, Any]:
         study = Study(options, Path(directory))
         with torch.no_grad():
             found = {"adapter": await study.run(has_adapters=True)}
+            if options.engine == "vllm":
+                found["finish"] = await study.run(has_adapters=True, held=2)
             print(json.dumps(found), file=sys.stderr, flush=True)
             return {**found, "whole": await study.run(has_adapters=False)}
 

@@ -80,12 +80,13 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         ),
     ] = 0.5
     kv_policy: Annotated[
-        Literal["recompute", "keep"],
+        Literal["recompute", "keep", "finish"],
         Meta(
             description="the KV cache of running samples at a swap. recompute: it is computed anew, so every token is"
             " sampled by exactly the weights that its span names; keep: it stays, which saves a prefill of everything"
             " that runs, and later tokens, and their logprobs, are of the new weights over keys and values of older"
-            " ones"
+            " ones; finish: samples go on with the adapter that they began with (versions that carry an adapter alone,"
+            " engine.kind=vllm)"
         ),
     ] = "recompute"
     follow: Annotated[

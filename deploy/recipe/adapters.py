@@ -16,6 +16,9 @@ from .stage_graph import chain_of
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+MOST_HELD = 8
+"""Adapters that an engine holds at most: each takes memory of the device, and a place in every batch's kernels."""
+
 
 class UnfitEngineError(ConfigError):
     """A worker's own engine does not take what the run sends."""
@@ -24,11 +27,19 @@ class UnfitEngineError(ConfigError):
 
 
 def adapter_rank(recipe: Recipe, config: "PretrainedConfig") -> int:
-    """Return the rank of the adapters that the run's versions carry alone, for this model; 0: whole weights."""
+    """Return the rank of the adapters that the run's versions carry alone, for this model; 0: whole weights. Raises
+    ConfigError if samples are to finish with their adapters and cannot."""
     from learner.models.shape import num_experts
 
-    adapter = recipe.model.adapter
-    return adapter.rank if adapter and sends_adapter(recipe, has_experts=num_experts(config) > 0) else 0
+    adapter, has_experts = recipe.model.adapter, num_experts(config) > 0
+    for complaint in _impossible_policy(recipe, has_experts=has_experts):
+        raise ConfigError(complaint)
+    return adapter.rank if adapter and sends_adapter(recipe, has_experts=has_experts) else 0
+
+
+def adapters_held(recipe: Recipe) -> int:
+    """Return how many versions of an adapter an engine holds. Samples that it runs are of `max_lag + 1` at most."""
+    return min(recipe.staleness.max_lag + 1, MOST_HELD) if recipe.weights.kv_policy == "finish" else 1
 
 
 def sends_adapter(recipe: Recipe, *, has_experts: bool) -> bool:
@@ -67,12 +78,33 @@ def rank_for_worker(recipe: Recipe, engine: EngineConfig, config: "PretrainedCon
             " takes whole weights of this model alone. Start the worker with an engine of the run's recipe"
             f" ({recipe.engine.kind}), or go on with merged weights: --resume weights.adapter=merged."
         )
+    if rank and recipe.weights.kv_policy == "finish" and not engine_abilities(engine).holds_adapters:
+        raise UnfitEngineError(
+            f"Run {recipe.run.name} has weights.kv_policy=finish, and this worker's engine ({engine.kind}) holds one"
+            f" adapter at a time. Start the worker with an engine of the run's recipe ({recipe.engine.kind})."
+        )
     return rank
+
+
+def _impossible_policy(recipe: Recipe, *, has_experts: bool) -> Iterator[str]:
+    """Yield what keeps the samples of a run from finishing with the adapter that they began with."""
+    engines = [recipe.engine, *(pool.recipe.engine for pool in pools_of(recipe))]
+    if recipe.weights.kv_policy != "finish" or (
+        sends_adapter(recipe, has_experts=has_experts)
+        and all(engine_abilities(engine).holds_adapters for engine in engines)
+    ):
+        return
+    yield (
+        "weights.kv_policy is finish, which needs versions that carry an adapter alone and engines that hold several"
+        f" (model.adapter, engine.kind=vllm on one GPU, {'a model without experts, ' if has_experts else ''}"
+        "weights.adapter=auto, weights.staging other than none, run.placement=separated). Set it to recompute."
+    )
 
 
 def impossible_adapters(recipe: Recipe) -> Iterator[str]:
     """Yield what a recipe with `model.adapter` contradicts."""
     adapter, plan = recipe.model.adapter, recipe.plan
+    yield from _impossible_policy(recipe, has_experts=False)
     if adapter is None:
         return
     if not abilities_of(recipe.learner.backend).trains_adapters:

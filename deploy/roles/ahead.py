@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from broker.errors import HeadwayError
 from broker.user_code.roots import ImportRoots
 from deploy.launch.base import AHEAD
+from deploy.recipe.adapters import adapters_held, rank_for_worker
 from deploy.recipe.loading import load_recipe, with_overrides
 from deploy.recipe.operators import check_stored
 from deploy.recipe.recipe import Recipe
@@ -34,7 +35,6 @@ log = logging.getLogger(__name__)
 def sent_rank(of_run: Recipe, recipe: Recipe, model: Path) -> int:
     """Return the rank of the adapters that a worker with this recipe is sent in the run of the other one, on the files
     in `model`; 0: whole weights. Raises UnfitEngineError if its engine does not take them."""
-    from deploy.recipe.adapters import rank_for_worker
     from learner.config import ModelConfig
     from learner.models.model import load_config
 
@@ -52,6 +52,7 @@ def open_worker_engine(recipe: Recipe, model: Path, worker: str, roots: ImportRo
         tells_experts=recipe.algorithm.router_replay,
         sleeps=recipe.run.is_colocated,
         adapter_rank=adapter_rank,
+        adapters_held=adapters_held(recipe),
         roots=roots,
     )
 
@@ -120,7 +121,7 @@ class EngineAhead:
 
 def _settings(recipe: Recipe, roots: ImportRoots, rank: int) -> tuple[Any, ...]:
     """Return what decides which engine a worker opens, besides its name and the model's files."""
-    asked = recipe.algorithm.router_replay, recipe.run.is_colocated, rank
+    asked = recipe.algorithm.router_replay, recipe.run.is_colocated, rank, adapters_held(recipe)
     return recipe.engine, recipe.run.seed, *asked, roots
 
 

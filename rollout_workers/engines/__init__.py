@@ -74,19 +74,21 @@ def open_engine(
     tells_experts: bool = False,
     sleeps: bool = False,
     adapter_rank: int = 0,
+    adapters_held: int = 1,
     roots: ImportRoots | None = None,
 ) -> "Engine":
     """Start the engine `config.kind` on the config.json in `model_dir`; weights come by swap_weights.
 
     It is called as `Class(config, model_dir, seed=seed)`. If it has parameters `tells_experts` or `sleeps`, they say
     whether it will be asked to report chosen experts, or to leave a GPU's memory to a learner; `adapter_rank` is the
-    rank of the adapters that its versions carry alone, 0 for whole weights. `roots`: the modules below which a user's
+    rank of the adapters that its versions carry alone, 0 for whole weights, and `adapters_held` how many of them it
+    holds at a time, so that running requests finish with theirs. `roots`: the modules below which a user's
     own engine may be imported; by default Headway's own and the working directory's. Raises ConfigError for an engine
     that cannot be opened, or cannot do what will be asked of it.
     """
     roots = roots or ImportRoots()
     asked = {"tells_experts": tells_experts, "sleeps": sleeps}
-    given: dict[str, Any] = {**asked, "adapter_rank": adapter_rank}
+    given: dict[str, Any] = {**asked, "adapter_rank": adapter_rank, "adapters_held": adapters_held}
     if config.kind not in ENGINES and ":" not in config.kind:
         raise unknown_kind(config.kind, ENGINES, "engine.kind")
     check_installed(config.kind)

@@ -39,6 +39,8 @@ class EngineAbilities:
     """Whether it takes versions that carry an adapter alone (`base.AdaptedEngine`)."""
     takes_expert_adapters: bool = True
     """Whether these adapters may be of a model with experts."""
+    holds_adapters: bool = False
+    """Whether it holds several of them, so that running requests finish with theirs (`weights.kv_policy=finish`)."""
     takes_stored: Callable[[str, object], bool] = takes_all
     """Return whether the engine takes an option of this name and value from the broker's configuration, because the
     option makes it import, read and run nothing. The default takes all: an operator's own engine knows what its options

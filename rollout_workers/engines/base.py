@@ -153,5 +153,9 @@ class AdaptedEngine(Engine, Protocol):
         keep_cache: bool = False,
         check: Check | None = None,
     ) -> None:
-        """Swap as `swap_weights` does, over the weights that `load_base` has loaded."""
+        """Swap as `swap_weights` does, over the weights that `load_base` has loaded.
+
+        An engine that was opened to hold several adapters has requests finish with the one that they began with, as
+        long as it has room: else those of the oldest version go on with the new one.
+        """
         ...

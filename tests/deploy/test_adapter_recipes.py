@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from broker.errors import ConfigError
 from deploy.cli.main import answer
 from deploy.launch.local import Local
-from deploy.recipe.adapters import UnfitEngineError, rank_for_worker, sends_adapter
+from deploy.recipe.adapters import UnfitEngineError, adapters_held, rank_for_worker, sends_adapter
 from deploy.recipe.loading import dump_recipe, load_recipe
 from deploy.roles import adapter_export
 from deploy.run.directory import SETTINGS
@@ -97,6 +97,27 @@ def test_versions_carry_the_adapter_alone_where_all_engines_take_it(
     assert not sends_adapter(plain, has_experts=True)
     is_vllm = recipe.engine.kind == "vllm" or bool(recipe.workers.pools)
     assert sends_adapter(recipe, has_experts=False) is (alone or is_vllm)
+
+
+def test_samples_finish_with_their_adapter_where_engines_hold_several(tmp_path: Path) -> None:
+    finish = {"weights": {"kv_policy": "finish"}}
+    on_vllm = {**finish, "engine": {**TINY["engine"], "kind": "vllm"}}
+    recipe = load(tmp_path, model=adapted(OF_RL), stages=[SFT, RL], staleness={"max_lag": 5}, **on_vllm)
+    dense, experts = (load_config(model_config(name)) for name in ("qwen3", "qwen3_moe"))
+    assert (rank_for_worker(recipe, recipe.engine, dense), adapters_held(recipe)) == (4, 6)
+    with pytest.raises(ConfigError, match=r"engine\.kind=vllm on one GPU, a model without experts, .* recompute"):
+        rank_for_worker(recipe, recipe.engine, experts)
+    with pytest.raises(UnfitEngineError, match=r"this worker's engine \(embedded\) holds one adapter at a time"):
+        rank_for_worker(recipe, load(tmp_path).engine, dense)
+    for sections in (
+        finish,
+        {**on_vllm, "model": TINY["model"]},
+        {**on_vllm, "weights": {**finish["weights"], "adapter": "merged"}},
+    ):
+        with pytest.raises(
+            ConfigError, match=r"weights\.kv_policy is finish, which needs versions that carry an adapter"
+        ):
+            load(tmp_path, **{"model": adapted(OF_RL), "stages": [SFT, RL], **sections})
 
 
 def test_an_engine_on_several_gpus_gets_merged_weights(tmp_path: Path) -> None:

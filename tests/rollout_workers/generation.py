@@ -71,11 +71,11 @@ async def run_all(engine: Engine, prompts: Sequence[Sequence[int]], **changes: A
 
 
 async def begin(
-    engine: Engine, prompts: Sequence[Sequence[int]]
+    engine: Engine, prompts: Sequence[Sequence[int]], tokens: int = 200
 ) -> tuple[list[Response], list["asyncio.Task[Response]"]]:
-    """Begin requests of exactly 200 tokens each, without stop tokens; return once every one has begun."""
+    """Begin requests of exactly so many tokens each, without stop tokens; return once every one has begun."""
     responses = [Response(prompt) for prompt in prompts]
-    asked = [request(prompt, temperature=1.0, stop_token_ids=[], max_new_tokens=200) for prompt in prompts]
+    asked = [request(prompt, temperature=1.0, stop_token_ids=[], max_new_tokens=tokens) for prompt in prompts]
     running = [
         asyncio.create_task(run(engine, one, response=response)) for one, response in zip(asked, responses, strict=True)
     ]

@@ -128,7 +128,9 @@ async def test_an_adapter_that_is_loaded_and_not_used_is_no_version(
     if case.kind == "vllm":
         await case.swap(sent)
         with monkeypatch.context() as without:
-            without.setattr(case.engine, "_adapter", None)  # requests name none: vLLM holds it, and does not use it
+            without.setattr(
+                "rollout_workers.engines.vllm.engine.adapter_request", lambda place: None
+            )  # requests name none: vLLM holds it, and does not use it
             with pytest.raises(WeightSyncError, match="the engine's logprobs differ from the learner's"):
                 await case.probe(sent)
         await case.probe(sent)

@@ -1,8 +1,8 @@
-"""An adapter in one of vLLM's processes: it takes the place of the one before in vLLM's own LoRA buffers.
+"""Adapters in one of vLLM's processes: a new one takes the place of another in vLLM's own LoRA buffers.
 
-Every request of the engine names the one adapter `NUMBER`, so running requests go on with the new one at a swap, as
-they do with whole weights. vLLM keys its prefix cache by an adapter's name, which never changes: the engine's salt, and
-the pause that clears the cache, tell versions apart.
+A request names a place, and goes on with the new adapter where the place's is replaced, as it does with whole weights.
+vLLM keys its prefix cache by the name of a place, which never changes: the engine's salt, and the pause that clears the
+cache, tell versions apart.
 """
 
 from collections.abc import Mapping
@@ -14,15 +14,15 @@ from torch import nn
 from rollout_workers.engines.held import Held
 from weightsync.tensors.fingerprint import fingerprint
 
-NAME, NUMBER = "headway", 1
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The largest ranks for which vLLM can be started."""
 
 Tensors = Mapping[str, torch.Tensor]
 
 
-def engine_arguments(rank: int, shapes: nn.Module) -> dict[str, Any]:
-    """Return what vLLM is started with, to take adapters of this rank for the decoder's linear layers; nothing for 0.
+def engine_arguments(rank: int, places: int, shapes: nn.Module) -> dict[str, Any]:
+    """Return what vLLM is started with, to hold so many adapters of this rank for the decoder's linear layers; nothing
+    for rank 0.
 
     An adapter of the head, even an empty one, cannot be computed for the tokens of a prompt, which `score` wants.
     """
@@ -36,22 +36,24 @@ def engine_arguments(rank: int, shapes: nn.Module) -> dict[str, Any]:
     return {
         **names,
         "enable_lora": True,
-        "max_loras": 1,
-        "max_cpu_loras": 1,
+        "max_loras": places,
+        "max_cpu_loras": places,
         "max_lora_rank": next(most for most in RANKS if most >= rank),
     }
 
 
-def adapter_request() -> Any:
-    """Return what requests name the adapter by. Nothing is at its path: the adapter is there before any request."""
+def adapter_request(place: int) -> Any:
+    """Return what requests name the adapter of a place by; None for 0. Nothing is at its path: the adapter is there
+    before any request."""
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest(NAME, NUMBER, NAME)
+    name = f"headway-{place}"
+    return LoRARequest(name, place, name) if place else None
 
 
-def take(lora: Any, tensors: Tensors, scale: float) -> None:
-    """Replace the adapter. `lora`: vLLM's manager in a worker process; generation must be paused. Raises vLLM's errors
-    for tensors that do not fit the model."""
+def take(lora: Any, tensors: Tensors, scale: float, place: int) -> None:
+    """Replace the adapter of a place. `lora`: vLLM's manager in a worker process; generation must be paused. Raises
+    vLLM's errors for tensors that do not fit the model."""
     from vllm.lora.peft_helper import PEFTHelper
 
     manager, rank = lora._adapter_manager, next(iter(tensors.values())).shape[0]
@@ -59,20 +61,20 @@ def take(lora: Any, tensors: Tensors, scale: float) -> None:
     targets = sorted({name.rpartition(".")[0].rpartition(".")[2] for name in tensors})
     # A scale of 1: the factors have it already, so that what vLLM computes with can be told from them.
     model = lora._lora_model_cls.from_lora_tensors(
-        NUMBER, named, PEFTHelper(rank, rank, targets), device="cpu", dtype=lora.lora_config.lora_dtype
+        place, named, PEFTHelper(rank, rank, targets), device="cpu", dtype=lora.lora_config.lora_dtype
     )
-    manager.remove_adapter(NUMBER)
+    manager.remove_adapter(place)
     manager.add_adapter(model)
-    manager.activate_adapter(NUMBER)
+    manager.activate_adapter(place)
 
 
-def held(lora: Any, tensors: Tensors, scale: float) -> Held | None:
-    """Return what vLLM's layers compute with of these tensors: their own fingerprints where its buffers have the same
-    bits, times the scale. None if the buffers have another number format."""
+def held(lora: Any, tensors: Tensors, scale: float, place: int) -> Held | None:
+    """Return what vLLM's layers compute with of these tensors in a place: their own fingerprints where its buffers have
+    the same bits, times the scale. None if the buffers have another number format."""
     manager = lora._adapter_manager
-    if NUMBER not in manager.lora_index_to_id:
+    if place not in manager.lora_index_to_id:
         return Held.of({})
-    slot, found = manager.lora_index_to_id.index(NUMBER), {}
+    slot, found = manager.lora_index_to_id.index(place), {}
     for name, expected in _scaled(tensors, scale).items():
         read = _buffer(manager, slot, name, expected.shape)
         if read is None:

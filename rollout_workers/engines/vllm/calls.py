@@ -46,20 +46,25 @@ async def prove(llm: Any, names: tuple[str, ...], check: Check | None) -> None:
     judge(outcomes, names, check)
 
 
-async def load_adapter(llm: Any, shared: bytes, scale: float, names: tuple[str, ...], check: Check | None) -> None:
-    """Load an adapter into every process of a paused AsyncLLM. Raises as `prove` does."""
-    arguments = (shared, scale, check is not None)
+async def load_adapter(
+    llm: Any, shared: bytes, scale: float, place: int, names: tuple[str, ...], check: Check | None
+) -> None:
+    """Load an adapter into a place of every process of a paused AsyncLLM. Raises as `prove` does."""
+    arguments = (shared, scale, place, check is not None)
     outcomes = await answered("load an adapter", llm.collective_rpc("headway_adapter", args=arguments))
-    judge(outcomes, names, check)
+    judge(outcomes, names, check, remedy="; weights.adapter=merged sends whole weights instead")
 
 
 def judge(
-    outcomes: Sequence[tuple[str, tuple[bytes, bytes] | None]], names: tuple[str, ...], check: Check | None
+    outcomes: Sequence[tuple[str, tuple[bytes, bytes] | None]],
+    names: tuple[str, ...],
+    check: Check | None,
+    remedy: str = "",
 ) -> None:
     """Raise WeightSyncError if a process could not take what it was given, and whatever `check` raises."""
     for failure, _ in outcomes:
         if failure:
-            raise WeightSyncError(f"vLLM failed to load the new weights: {failure}")
+            raise WeightSyncError(f"vLLM failed to load the new weights: {failure}{remedy}")
     if check is not None:
         check(whole(names, [held for _, held in outcomes]))
 

@@ -33,6 +33,7 @@ from .arrival import Arrival
 from .calls import Load, answered, load_adapter, loading, prove, sleep, vllm_errors, wake
 from .chunks import VersionStarts, ending, sampling, split
 from .experts import new_rows, take
+from .places import AdapterPlaces
 
 CLOSE_S = 1.0
 """Seconds for vLLM to end. Then its process is killed: with requests running it does not end by itself."""
@@ -52,10 +53,10 @@ class VllmEngine:
         processes: set[BaseProcess],
         routed: RoutedLayers | None = None,
         *,
-        takes_adapters: bool = False,
+        adapters: int = 0,
     ) -> None:
-        """`routed`: the layers whose chosen experts vLLM reports; None: it reports none. `takes_adapters`: whether vLLM
-        was started to."""
+        """`routed`: the layers whose chosen experts vLLM reports; None: it reports none. `adapters`: how many vLLM
+        was started to hold."""
         self.capacity = config.max_concurrent
         self._llm = llm
         self._processes = processes
@@ -64,15 +65,15 @@ class VllmEngine:
         self._vocabulary = shapes.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
         self._version: WeightVersion | None = None
         self._swapping = asyncio.Lock()
-        self._running: dict[Any, list[tuple[WeightVersion, int]]] = {}
+        self._running: dict[Any, tuple[int, list[tuple[WeightVersion, int]]]] = {}
+        """The place of each request's adapter, and the versions that it was sampled with since so many tokens."""
         self._arrival = Arrival(llm)
         self._scored = 0
         self._handover = Handover(functools.partial(wanted_tensors, shapes))
         self._given: tuple[str, ...] = ()
         """The names of a whole version's tensors; a version in parts has the same, in any order."""
-        self._takes_adapters = takes_adapters
-        self._adapter: Any = None
-        """The name by which every request asks for the adapter, once there is one."""
+        self._adapters = adapters
+        self._places = AdapterPlaces(adapters)
         self._handover_of_adapter = Handover(functools.partial(wanted_adapter, dict(shapes.named_modules())))
         self._handover_of_parts = Handover(functools.partial(renamed, tied_head(shapes)))
         self._swaps = 0
@@ -114,9 +115,11 @@ class VllmEngine:
                     await load(given.shared, True)
 
     async def load_base(self, tensors: NamedTensors, *, check: Check | None = None) -> None:
-        """See AdaptedEngine."""
+        """See AdaptedEngine. Raises WeightSyncError if requests run that no adapter of this base would go on with."""
         self._check_takes_adapters()
         async with self._swapping:
+            if self._places.are_needed and (self._adapters > 1 or not self._places.newest):
+                raise WeightSyncError("another base has come while requests run that keep theirs: restart the worker")
             with ExitStack() as until_loaded:
                 given = await asyncio.to_thread(until_loaded.enter_context, self._handover.of(tensors))
                 async with self._paused(keep_cache=False) as load:
@@ -133,20 +136,20 @@ class VllmEngine:
         keep_cache: bool = False,
         check: Check | None = None,
     ) -> None:
-        """See AdaptedEngine, and `swap_weights`. vLLM holds a single adapter, with which it computes every request."""
+        """See AdaptedEngine, and `swap_weights`."""
         self._check_takes_adapters()
         async with self._swapping:
             with ExitStack() as until_loaded:
                 given = await asyncio.to_thread(until_loaded.enter_context, self._handover_of_adapter.of(tensors))
-                await self._pause(keep_cache)
-                await load_adapter(self._llm, given.shared, scale, given.names, check)
-            self._adapter = adapter_request()
-            await self._go_on(version)
+                place = self._places.next()
+                await self._pause(keep_cache or not self._places.is_open(place))
+                await load_adapter(self._llm, given.shared, scale, place, given.names, check)
+            await self._go_on(version, place)
 
     def _check_takes_adapters(self) -> None:
         if self._llm is None:
             raise HeadwayError("the engine was closed")
-        if not self._takes_adapters:
+        if not self._adapters:
             raise WeightSyncError(
                 "vLLM was started without adapters, and the run's versions are adapters: set weights.adapter=merged, or"
                 " start the worker with the run's own configuration"
@@ -176,18 +179,20 @@ class VllmEngine:
         if self._llm is None:
             raise HeadwayError("the engine was closed")
         async with self._swapping:
-            if self._adapter is not None:
+            if self._places.newest:
                 raise WeightSyncError("this engine's requests are computed with an adapter: give it adapters alone")
             yield
             await prove(self._llm, self._given, check)
-            await self._go_on(version)
+            await self._go_on(version, 0)
 
-    async def _go_on(self, version: WeightVersion) -> None:
-        """Generate with what was proved, which is this version."""
+    async def _go_on(self, version: WeightVersion, place: int) -> None:
+        """Generate with what was proved, which is this version: requests of its place, and those that begin."""
         self._version = version
+        self._places.hold(place, version)
         self._swaps += 1
-        for collector, starts in self._running.items():
-            starts.append((version, self._sampled(collector)))
+        for collector, (kept, starts) in self._running.items():
+            if kept == place:
+                starts.append((version, self._sampled(collector)))
         await answered("resume", self._llm.resume_generation())
 
     @asynccontextmanager
@@ -247,24 +252,27 @@ class VllmEngine:
             raise HeadwayError("this engine has no weights yet: call swap_weights first")
         self._check(prompt)
         collector, finished = None, False
-        try:
-            salted = {"prompt_token_ids": prompt, "cache_salt": str(self._swaps)}
-            collector = await self._llm.add_request(request_id, salted, params, lora_request=self._adapter)
-            # A request that is added during a swap waits for the new weights; `swap_weights` appends their version.
-            starts = self._running[collector] = [(self._version, 0)]
-            routed = self._gathered_experts(collector)
-            while not finished:
-                output = collector.get_nowait() or await collector.get()
-                finished = output.finished
-                yield output, tuple(starts), routed
-        except HeadwayError:
-            raise
-        except vllm_errors() as error:
-            raise HeadwayError(f"vLLM refused or lost request {request_id}: {error}") from error
-        finally:
-            self._running.pop(collector, None)
-            if collector is not None and not finished and self._llm is not None:
-                await self._llm.abort(collector.request_id, internal=True)
+        with self._places.kept() as place:
+            try:
+                salted = {"prompt_token_ids": prompt, "cache_salt": str(self._swaps)}
+                named = adapter_request(place)
+                collector = await self._llm.add_request(request_id, salted, params, lora_request=named)
+                # A request that is added during a swap waits for the new weights; `_go_on` appends their version.
+                starts = [(self._places.version(place), 0)]
+                self._running[collector] = place, starts
+                routed = self._gathered_experts(collector)
+                while not finished:
+                    output = collector.get_nowait() or await collector.get()
+                    finished = output.finished
+                    yield output, tuple(starts), routed
+            except HeadwayError:
+                raise
+            except vllm_errors() as error:
+                raise HeadwayError(f"vLLM refused or lost request {request_id}: {error}") from error
+            finally:
+                self._running.pop(collector, None)
+                if collector is not None and not finished and self._llm is not None:
+                    await self._llm.abort(collector.request_id, internal=True)
 
     def _sampled(self, collector: Any) -> int:
         """Return how many tokens of a request vLLM has sampled, delivered or not; all of them if it has just

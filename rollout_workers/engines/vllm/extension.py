@@ -25,13 +25,13 @@ class WeightExtension:
         return transfer.failure, None if held is None else (held.fingerprints_N.tobytes(), held.elements_N.tobytes())
 
     def headway_adapter(
-        self, shared: bytes, scale: float, wants_fingerprints: bool
+        self, shared: bytes, scale: float, place: int, wants_fingerprints: bool
     ) -> tuple[str, tuple[bytes, bytes] | None]:
-        """Take the adapter that `Handover` gave, and return what `headway_outcome` does, of the adapter."""
+        """Take the adapter that `Handover` gave into a place, and return what `headway_outcome` does, of it."""
         try:
             tensors, lora = self.weight_transfer_engine.mapped(shared), self.model_runner.lora_manager
-            adapters.take(lora, tensors, scale)
-            held = adapters.held(lora, tensors, scale) if wants_fingerprints else None
+            adapters.take(lora, tensors, scale, place)
+            held = adapters.held(lora, tensors, scale, place) if wants_fingerprints else None
         except Exception as error:  # noqa: BLE001 - see transfer.py
             return f"{type(error).__name__}: {error}", None
         return "", None if held is None else (held.fingerprints_N.tobytes(), held.elements_N.tobytes())

@@ -91,6 +91,7 @@ def open_vllm(
     tells_experts: bool = False,
     sleeps: bool = False,
     adapter_rank: int = 0,
+    adapters_held: int = 1,
 ) -> VllmEngine:
     """Start vLLM on the config.json in `model_dir`, with random weights. An event loop must be running."""
     prepare_environment(config.threads)
@@ -104,7 +105,7 @@ def open_vllm(
         shapes = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir, trust_remote_code=False))
     check_head_dim(shapes.config)
     arguments = engine_arguments(config, model_dir, type(shapes).__name__, seed, sleeps=sleeps)
-    arguments |= arguments_for_adapters(adapter_rank, shapes)
+    arguments |= arguments_for_adapters(adapter_rank, adapters_held, shapes)
     routed = None
     if tells_experts:
         routed = routed_layers(shapes)
@@ -112,7 +113,9 @@ def open_vllm(
     others = set(active_children())
     with starting_alone(measured_gpus(arguments, gpus_of(config, VLLM.abilities))):
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-    return VllmEngine(llm, config, shapes, set(active_children()) - others, routed, takes_adapters=adapter_rank > 0)
+    return VllmEngine(
+        llm, config, shapes, set(active_children()) - others, routed, adapters=adapters_held if adapter_rank else 0
+    )
 
 
 def measured_gpus(arguments: Mapping[str, Any], count: int) -> list[str]:

@@ -1,0 +1,60 @@
+"""The places of an engine's adapters: the version that each holds, and how many requests it computes.
+
+A request keeps its place. A new version takes one that no request needs, so running requests finish with theirs; where
+all are needed it takes that of the oldest version, whose requests go on with the new one.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from broker.schema import WeightVersion
+
+
+class AdapterPlaces:
+    """The places 1 to `count`; 0 is the place of requests that are computed without an adapter."""
+
+    def __init__(self, count: int) -> None:
+        self.newest = 0
+        """The place of requests that begin now."""
+        self._count = count
+        self._versions: dict[int, WeightVersion] = {}
+        self._requests = Counter[int]()
+
+    def next(self) -> int:
+        """Return the place for a new version."""
+        never = WeightVersion(0, 0)
+        return min(
+            range(1, self._count + 1), key=lambda place: (self.is_needed(place), self._versions.get(place, never))
+        )
+
+    def is_needed(self, place: int) -> bool:
+        """Return whether a request is computed with what the place holds."""
+        return self._requests[place] > 0
+
+    def is_open(self, place: int) -> bool:
+        """Return whether requests are computed with what the place holds, or may begin there before a pause."""
+        return self.is_needed(place) or place == self.newest
+
+    @property
+    def are_needed(self) -> bool:
+        """Whether any request runs."""
+        return any(self._requests.values())
+
+    def hold(self, place: int, version: WeightVersion) -> None:
+        """Compute with this version in the place, and begin requests there."""
+        self._versions[place], self.newest = version, place
+
+    def version(self, place: int) -> WeightVersion:
+        """Return the version that the place holds."""
+        return self._versions[place]
+
+    @contextmanager
+    def kept(self) -> Iterator[int]:
+        """Keep the newest place for one request, and yield it."""
+        place = self.newest
+        self._requests[place] += 1
+        try:
+            yield place
+        finally:
+            self._requests[place] -= 1

@@ -1,0 +1,111 @@
+"""Running samples finish with the adapter that they began with, as long as vLLM has a place for it."""
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from transformers import PreTrainedModel
+
+from broker.errors import WeightSyncError
+from broker.schema import WeightVersion
+from rollout_workers.config import EngineConfig
+from rollout_workers.engines import open_engine
+from rollout_workers.engines.base import AdaptedEngine
+from rollout_workers.engines.vllm.places import AdapterPlaces
+from rollout_workers.swaps.weights import refuse_other_logprobs, refuse_other_tensors
+
+from .adapters import RANK, SCALE, adapter_delivery, base_tensors, make_adapter, merged
+from .generation import PROMPTS, Response, begin, difference
+from .loop import PROBE
+from .marks import VLLM
+from .models import make_model, save_config
+
+pytestmark = VLLM
+
+TOLERANCE = 1e-4
+TOKENS = 400
+V1, V2, V3, V4 = (WeightVersion(1, step) for step in (1, 2, 3, 4))
+
+
+@pytest_asyncio.fixture
+async def engine(tmp_path: Path) -> AsyncIterator[AdaptedEngine]:
+    directory = save_config(make_model("dense", 0), tmp_path)
+    config = EngineConfig(kind="vllm", max_concurrent=16, max_model_len=512)
+    opened = open_engine(config, directory, seed=0, adapter_rank=RANK, adapters_held=2)
+    assert isinstance(opened, AdaptedEngine)
+    await opened.load_base(base_tensors("dense"))
+    yield opened
+    await opened.close()
+
+
+async def swap(engine: AdaptedEngine, version: WeightVersion) -> None:
+    """Swap the adapter of a version in, and prove it as a worker does."""
+    sent = adapter_delivery(version, make_adapter(make_model("dense", 0), version.step))
+    check = functools.partial(refuse_other_tensors, sent.manifest)
+    await engine.swap_adapter(version, sent.tensors, SCALE, check=check)
+    refuse_other_logprobs(sent.manifest.probe, await engine.score(PROBE), version)
+
+
+def model_of(version: WeightVersion) -> PreTrainedModel:
+    return merged("dense", make_adapter(make_model("dense", 0), version.step))
+
+
+def check_spans(responses: Sequence[Response], versions: Sequence[WeightVersion]) -> None:
+    """Assert that all tokens are of these versions, one after the other, by their logprobs too."""
+    models = {version: model_of(version) for version in versions}
+    for response in responses:
+        assert len(response.tokens) == TOKENS
+        assert list(dict.fromkeys(response.versions)) == list(versions)
+        assert response.versions == sorted(response.versions)
+        off = {version: difference(model, response) for version, model in models.items()}
+        for version, wrong in off.items():
+            of_it = [place for place, one in enumerate(response.versions) if one == version]
+            assert wrong[of_it].max() < TOLERANCE
+        if len(off) == 2:
+            first, second = off.values()
+            count = response.versions.count(versions[0])
+            assert first[count:].max() > 0.1 < second[:count].max()
+
+
+async def test_samples_finish_with_their_adapter_until_its_place_is_needed(engine: AdaptedEngine) -> None:
+    await swap(engine, V1)
+    first, running_first = await begin(engine, PROMPTS[:3], TOKENS)
+    await swap(engine, V2)
+    second, running_second = await begin(engine, PROMPTS[3:], TOKENS)
+    await asyncio.gather(*running_first)
+    check_spans(first, [V1])
+
+    third, running_third = await begin(engine, PROMPTS[:2], TOKENS)
+    await swap(engine, V3)  # takes the place that the first ones have left
+    fourth, running_fourth = await begin(engine, PROMPTS[:2], TOKENS)
+    with pytest.raises(WeightSyncError, match="another base has come while requests run that keep theirs"):
+        await engine.load_base(base_tensors("dense"))
+    await swap(engine, V4)  # takes that of V2, which is the older one
+    await asyncio.gather(*running_second, *running_third, *running_fourth)
+    check_spans(fourth, [V3])
+    check_spans(third, [V2, V4])
+    for response in second:
+        assert set(response.versions) <= {V2, V4}
+        assert response.versions[0] == V2
+
+
+def test_a_version_takes_a_free_place_or_that_of_the_oldest() -> None:
+    places = AdapterPlaces(2)
+    assert (places.newest, places.are_needed) == (0, False)
+    taken = []
+    for version in (V1, V2, V3):
+        taken.append(places.next())
+        places.hold(taken[-1], version)
+    assert taken == [1, 2, 1], "the oldest of two that are free"
+    assert [places.is_open(place) for place in (1, 2)] == [True, False], "a request may begin in the newest"
+    with places.kept() as first:
+        places.hold(places.next(), V4)
+        assert (first, places.newest, places.version(first)) == (1, 2, V3)
+        with places.kept() as second:
+            assert (second, places.next()) == (2, 1), "both are needed, and this one is older"
+        assert places.next() == 2
+        assert places.are_needed
+    assert not places.are_needed
