@@ -141,11 +141,14 @@ def test_a_run_goes_on_with_what_it_trains(tmp_path: Path) -> None:
     before, plain = load(tmp_path, model=adapted(OF_RL), stages=[SFT, RL]), load(tmp_path, stages=[SFT, RL])
     other = load(tmp_path, model=adapted({**OF_RL, "rank": 8}), stages=[SFT, RL])
     before.run_directory.mkdir(parents=True)
-    (before.run_directory / SETTINGS).write_bytes(msgspec.json.encode(before))
-    check_resumable(before, None)
-    for changed in (plain, other):
-        with pytest.raises(ConfigError, match=r"model\.adapter was .* checkpoints of a whole model, and of each adap"):
-            check_resumable(changed, None)
+    for began, changes in ((before, (plain, other)), (plain, (before,))):
+        (before.run_directory / SETTINGS).write_bytes(msgspec.json.encode(began))
+        check_resumable(began, None)
+        for changed in changes:
+            with pytest.raises(
+                ConfigError, match=r"model\.adapter was .* checkpoints of a whole model, and of each ad"
+            ):
+                check_resumable(changed, None)
 
 
 @pytest.mark.slow
