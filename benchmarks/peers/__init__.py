@@ -24,6 +24,7 @@ What the others need that Headway does not, in the interpreter that `--python` n
 
 The peers' learning rate is constant from the first update on; recipes for GPUs raise Headway's over three steps.
 
-No run of trl-async or verl has been made on a GPU yet. Without one these work: the configuration of each, which their
-own classes accept; the rewards and prompts, which their own classes read; the command line of the vLLM server.
+No run of trl-async or verl has been made on a GPU yet. Without one TRL's asynchronous trainer, its rollouts and a vLLM
+server for CPUs have run together, but for the weights, which were not sent. verl's own classes accept its
+configuration, and read the prompts and the rewards.
 """

@@ -304,6 +304,7 @@ def run(order: TrlOrder) -> Figures:
 
 def main() -> None:
     """Make the ordered run, and write its figures."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the trainer's own processes end, too
     order, result = map(Path, sys.argv[1:])
     figures = run(msgspec.json.decode(order.read_bytes(), type=TrlOrder))
     result.write_bytes(msgspec.json.encode(figures))
