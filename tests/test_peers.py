@@ -254,6 +254,7 @@ def test_trls_asynchronous_trainer_trains_as_many_samples_and_sends_weights_as_o
         assert passes * samples * config["weight_sync_steps"] == race.samples_per_step == 512
         assert config["max_steps"] == loaded.learner.steps * loaded.learner.updates_per_step
         assert (config["token_budget"], config["max_staleness"]) == (0, loaded.staleness.max_lag)
+        assert config["max_inflight_tasks"] == config["queue_maxsize"] == loaded.staleness.max_lag * 512
         assert pickle.loads(pickle.dumps(Judge(race)))  # its trainer pickles the rewards
 
 

@@ -36,9 +36,10 @@ def compared(rounds: Mapping[str, Sequence[Figures]], before: float, target: flo
     theirs = {name: run for name, run in runs.items() if name != NAME}
     if NAME not in runs or not theirs:
         return found
-    best = max(theirs, key=lambda name: theirs[name].samples_per_s)
+    speeds = {name: median(run.samples_per_s for run in rounds[name]) for name in runs}
+    best = max(theirs, key=lambda name: speeds[name])
     ours, peer = runs[NAME], theirs[best]
-    times = round(median(run.samples_per_s for run in rounds[NAME]) / peer.samples_per_s, 2)
+    times = round(speeds[NAME] / speeds[best], 2)
     learned = {name: rewards_beside(ours, run) for name, run in theirs.items()}
     met = {
         f"{target} times the samples per second": times >= target,

@@ -150,6 +150,7 @@ def config_of(race: Race, setting: TrlSetting, directory: str) -> dict[str, Any]
         "top_p": recipe.sampling.top_p,
         "loss_type": "dapo",  # the mean over all tokens, as the preset has it
         "beta": recipe.algorithm.kl.coefficient,
+        "vllm_importance_sampling_correction": bool(recipe.algorithm.corrections),
         "router_aux_loss_coef": 0.0 if "moe" in _architecture(race) else None,
         "learning_rate": optimizer.learning_rate,
         "lr_scheduler_type": "constant",

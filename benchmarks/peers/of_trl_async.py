@@ -54,6 +54,7 @@ SYNCHRONOUS = frozenset(
         "vllm_mode",
         "vllm_max_model_length",
         "vllm_gpu_memory_utilization",
+        "vllm_importance_sampling_correction",
     )
 )
 """Arguments of GRPOConfig that AsyncGRPOConfig does not have."""
@@ -65,6 +66,7 @@ def async_config_of(race: Race, directory: str, url: str) -> dict[str, Any]:
     recipe = race.load()
     updates = recipe.learner.updates_per_step
     passes = -(-race.samples_per_step // (updates * LARGEST_PASS))
+    in_flight = max(1, recipe.staleness.max_lag) * race.samples_per_step
     common = config_of(race, TrlSetting(micro_batches=passes), directory)
     return {
         **{key: value for key, value in common.items() if key not in SYNCHRONOUS},
@@ -73,6 +75,9 @@ def async_config_of(race: Race, directory: str, url: str) -> dict[str, Any]:
         "token_budget": 0,
         "weight_sync_steps": updates,
         "max_staleness": recipe.staleness.max_lag,
+        # Its own defaults count a step as one update, and weights go out once for all updates of the race's step.
+        "max_inflight_tasks": in_flight,
+        "queue_maxsize": in_flight,
         "logging_steps": 1,  # its metrics of a step come with its log
         "vllm_server_base_url": url,
         "vllm_server_timeout": WARM_SERVER_S,

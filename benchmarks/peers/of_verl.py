@@ -149,7 +149,7 @@ def _of_trainer(recipe: Recipe, race: Race, mode: str, directory: Path) -> list[
     alone = (
         f"{trainer}.parameter_sync_step={recipe.learner.updates_per_step}",
         f"{trainer}.num_warmup_batches={ahead}",
-        f"trainer.v1.sampler.max_off_policy_threshold={ahead}",
+        f"trainer.v1.sampler.max_off_policy_threshold={ahead + 1}",  # it counts versions: a lag of 0 is one
     )
     return [
         f"trainer.v1.trainer_mode={mode}",

@@ -162,9 +162,11 @@ def _graphs(step: BareStep, given: Sequence[Inputs], wanted: Sequence[Sequence[t
     static = given[0]
     kept = [tensor.clone() for tensor in static.tensors]
     passes, gradients = _captured(lambda: _gradients(step, static.row, static.grad_N))
+    passes.replay()  # capturing has computed nothing
     update = _Update(step, gradients)
     eager = update.eager()
     optimize, _ = _captured(update.step)
+    update.reset()  # the steps before the capture were real
 
     def fill(tensors: Sequence[torch.Tensor]) -> None:
         torch._foreach_copy_(static.tensors, list(tensors))
@@ -175,6 +177,8 @@ def _graphs(step: BareStep, given: Sequence[Inputs], wanted: Sequence[Sequence[t
         passes.replay()
         wait()
         offs.append(_off(gradients, expected))
+    fill(kept)
+    passes.replay()
     update.reset()
     optimize.replay()
     wait()
@@ -215,7 +219,7 @@ class _Update:
     def __init__(self, step: BareStep, gradients: Sequence[torch.Tensor]) -> None:
         self._gradients = list(gradients)
         self._halves = [one.detach() for one in step.parameters]
-        self._first = [one.detach().float() for one in step.parameters]
+        self._first = [one.detach().float().clone() for one in step.parameters]
         self.masters = [one.clone() for one in self._first]
         for master in self.masters:
             master.grad = torch.zeros_like(master)
