@@ -20,7 +20,14 @@ from typing import Any
 from msgspec.structs import replace
 
 from broker.connection.connection import Command, Connection
-from broker.errors import BrokerError, FrameError, HeadwayError, QuarantinedError, SchemaMismatchError
+from broker.errors import (
+    BrokerError,
+    BrokerUnavailableError,
+    FrameError,
+    HeadwayError,
+    QuarantinedError,
+    SchemaMismatchError,
+)
 from broker.possible import check_possible_segment
 from broker.schema import Lease, Prompt, SampleLimits, Segment, Trajectory, TrajectoryId, WeightVersion
 from broker.wire.codec import decode, decode_segment, encode_segment
@@ -122,7 +129,8 @@ class Leases:
         held = self._held[worker]
         state, reason, highest, in_doubt, *granted = await self._asked(worker, version, count, ttl_s)
         if unknown := [one for one in in_doubt if held.get(parse_tid(one[0])) != one[1]]:
-            await self._connection.script("release", *(part for one in unknown for part in one))
+            with suppress(BrokerUnavailableError):  # the next answer names them again, and this one may grant leases
+                await self._connection.script("release", *(part for one in unknown for part in one))
             if not granted:
                 state, reason, highest, _, *granted = await self._asked(worker, version, count, ttl_s)
         if reason == b"quarantined":

@@ -61,13 +61,15 @@ def _bury_all(url: str, run: str, pools: list[Pool], over: threading.Event) -> N
         is_over = over.wait(REPORT_S)  # those that die at the very end are buried, too
         if not any(pool.dead for pool in pools):
             continue
-        with suppress(BrokerUnavailableError, ForeignRunError):  # else their leases expire
+        with suppress(BrokerUnavailableError):  # it is tried again until their leases expire
             client = BlockingBroker(url, run)
             try:
                 for pool in pools:
                     _bury(client, pool)
-            except (BrokerUnavailableError, ForeignRunError):
+            except BrokerUnavailableError:
                 raise
+            except ForeignRunError:
+                return  # nothing of the run is there any more
             except HeadwayError as error:
                 log.warning("What a dead process held comes back only when it expires: %s", error)
                 return

@@ -72,13 +72,15 @@ class EngineAhead:
         self._overrides, self._allowed = overrides, allowed
         self._directory = private / "ahead"
         self._opened: _Opened | None = None
+        self._preparing: asyncio.Future[tuple[Recipe, ImportRoots, int] | None] | None = None
 
     async def open(self) -> None:
         """Open an engine, where the environment names the run's recipe. Raises HeadwayError if the engine cannot."""
         path = os.environ.get(AHEAD)
         if not path:
             return
-        found = await asyncio.to_thread(self._prepared, path)
+        self._preparing = asyncio.ensure_future(asyncio.to_thread(self._prepared, path))
+        found = await asyncio.shield(self._preparing)
         if found is not None:
             recipe, roots, rank = found
             engine = open_worker_engine(recipe, self._directory, self._worker, roots, rank)
@@ -99,7 +101,9 @@ class EngineAhead:
         return opened.engine
 
     async def close(self) -> None:
-        """Close an engine that was not taken. Idempotent."""
+        """Close an engine that was not taken, once no thread writes into the directory any more. Idempotent."""
+        if self._preparing is not None:
+            await asyncio.wait([self._preparing])
         opened, self._opened = self._opened, None
         if opened is not None:
             await opened.engine.close()

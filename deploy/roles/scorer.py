@@ -117,7 +117,7 @@ def _limits(recipe: Recipe, scorer: Scorer) -> tuple[int, int, int]:
 def _located(path: str) -> str:
     """Return the model's path; a relative one is below the directory in which the user started `headway`."""
     here = import_directory() / path
-    return str(here) if here.is_dir() else path
+    return str(here) if os.path.isdir(here) else path
 
 
 def _loading(recipe: Recipe, scorer: Scorer, process: str) -> ScorerInfo:

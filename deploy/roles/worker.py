@@ -217,7 +217,7 @@ def _model_here(recipe: Recipe) -> Path | None:
     """Return the directory of the recipe's model, if there is one on this machine and the worker may read it. A
     relative path is below the directory in which the user started `headway`."""
     here = import_directory() / recipe.model.path
-    return here if recipe.weights.pull_files and recipe.model.path and here.is_dir() else None
+    return here if recipe.weights.pull_files and recipe.model.path and os.path.isdir(here) else None
 
 
 async def _roll_out(rollout: "Worker", recipe: Recipe, worker: str, drain: asyncio.Event) -> None:

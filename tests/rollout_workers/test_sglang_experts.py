@@ -20,7 +20,7 @@ from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import Engine
 from rollout_workers.engines.routed_layers import RoutedLayers
-from rollout_workers.engines.sglang import experts
+from rollout_workers.engines.sglang import experts, requests
 from rollout_workers.engines.sglang.experts import told
 from rollout_workers.engines.sglang.tied import TIED, Tied
 from rollout_workers.samples.recorder import Recorder
@@ -78,6 +78,19 @@ async def test_choices_are_those_of_a_plain_forward_and_a_sample_is_continued(en
         await record(engine, request(one.prompt_tokens, temperature=1.0, stop_token_ids=[], max_new_tokens=60), heir)
         assert len(heir.tokens) == 60
         assert agree(experts_of(heir), chosen_by(OLD, one.prompt_tokens + heir.tokens)[:-1])
+
+
+@needs_sglang
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_long_sample_takes_several_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    await hold(engine, OLD)
+    monkeypatch.setattr(requests, "STRETCH", 16)
+    asked = request(PROMPTS[0], temperature=1.0, stop_token_ids=[], max_new_tokens=40, experts_from=0)
+    chunks = [chunk async for chunk in engine.generate(asked)]
+    assert [len(chunk.token_ids) for chunk in chunks] == [16, 16, 8]
+    assert [chunk.finish_reason for chunk in chunks] == [None, None, "length"]
+    recorder = await record(engine, asked)
+    assert agree(experts_of(recorder), chosen_by(OLD, asked.prompt_tokens + recorder.tokens)[:-1])
 
 
 @needs_sglang

@@ -66,7 +66,7 @@ class FilesPull:
                 self._fill(view(bucket, spec), spec)
                 bucket[spec.offset + spec.nbytes : spec.offset + aligned(spec.nbytes)].zero_()
             verify(manifest, {index: bucket})
-        except (OSError, KeyError, RuntimeError, SafetensorError, WeightSyncError) as error:
+        except (OSError, KeyError, RuntimeError, ValueError, SafetensorError, WeightSyncError) as error:
             if not self._is_over:
                 self._is_over = True
                 logger.info(

@@ -17,12 +17,12 @@ import contextlib
 import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager
-from typing import Any
+from typing import Any, Literal
 
 from broker.errors import HeadwayError, NoRoomError, WeightSyncError
 from broker.schema import Experts, WeightVersion
 from rollout_workers.config import EngineConfig
-from rollout_workers.engines.base import Check, Chunk, GenerationRequest, NamedTensors, Parts
+from rollout_workers.engines.base import Check, Chunk, FinishReason, GenerationRequest, NamedTensors, Parts
 from rollout_workers.engines.deadline import DEADLINE_S
 from rollout_workers.engines.placing.names import renamed, tied_head, wanted_tensors
 from rollout_workers.engines.placing.shared_tensors import Handover
@@ -245,8 +245,7 @@ class SglangEngine:
                     tokens, logprobs = [], []  # ended in SGLang's queue: the next request samples them again
                 seen += len(tokens)
                 sample.tokens += tokens
-                is_full = len(sample.tokens) >= sample.limit
-                finish = "length" if reason == "abort" and is_full else None if reason == "abort" else reason
+                finish = _finish(sample, reason)
                 if tokens or finish:
                     chunks.put_nowait(
                         Chunk(
@@ -313,3 +312,10 @@ class SglangEngine:
             )
         if min(token_ids) < 0 or max(token_ids) >= self._vocabulary:
             raise HeadwayError(f"token ids must lie in [0, {self._vocabulary}): another model's tokenizer?")
+
+
+def _finish(sample: Stretched, reason: FinishReason | Literal["abort"] | None) -> FinishReason | None:
+    """Return why the sample ends with the request that has ended for this reason; None if it goes on."""
+    if reason == "abort" or (reason == "length" and sample.first_row is not None):
+        return "length" if len(sample.tokens) >= sample.limit else None
+    return reason

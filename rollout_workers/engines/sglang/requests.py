@@ -11,6 +11,9 @@ from .experts import asking
 
 ALL_TOKENS = -1
 """SGLang's `top_k` that cuts nothing."""
+STRETCH = 1024
+"""The most tokens of a request that tells experts, which come with its last output: a longer sample takes several, so
+that its tokens are saved meanwhile and it is not taken for one that does not get on."""
 
 
 @dataclass(eq=False)
@@ -39,12 +42,12 @@ class Stretched:
         """Return the rest of the sample as SGLang's request, which is called `request_id`."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        asked = self.asked
+        asked, left = self.asked, self.limit - len(self.tokens)
         sampling: dict[str, Any] = {
             "temperature": asked.temperature,
             "top_p": asked.top_p,
             "top_k": asked.top_k or ALL_TOKENS,
-            "max_new_tokens": self.limit - len(self.tokens),
+            "max_new_tokens": left if self.first_row is None else min(left, STRETCH),
             "stop_token_ids": asked.stop_token_ids,
             "ignore_eos": not asked.stop_token_ids,
         }

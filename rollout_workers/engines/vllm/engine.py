@@ -74,6 +74,8 @@ class VllmEngine:
         """The names of a whole version's tensors; a version in parts has the same, in any order."""
         self._adapters = adapters
         self._places = AdapterPlaces(adapters)
+        self._base_is_new = False
+        """Whether no adapter has come since the base was loaded."""
         self._handover_of_adapter = Handover(functools.partial(wanted_adapter, dict(shapes.named_modules())))
         self._handover_of_parts = Handover(functools.partial(renamed, tied_head(shapes)))
         self._swaps = 0
@@ -118,14 +120,14 @@ class VllmEngine:
         """See AdaptedEngine. Raises WeightSyncError if requests run that no adapter of this base would go on with."""
         self._check_takes_adapters()
         async with self._swapping:
-            if self._places.are_needed and (self._adapters > 1 or not self._places.newest):
-                raise WeightSyncError("another base has come while requests run that keep theirs: restart the worker")
+            self._check_base_is_free()
             with ExitStack() as until_loaded:
                 given = await asyncio.to_thread(until_loaded.enter_context, self._handover.of(tensors))
                 async with self._paused(keep_cache=False) as load:
                     self._given = given.names
                     await load(given.shared, True)
             await prove(self._llm, self._given, check)
+            self._base_is_new = True
 
     async def swap_adapter(
         self,
@@ -139,12 +141,19 @@ class VllmEngine:
         """See AdaptedEngine, and `swap_weights`."""
         self._check_takes_adapters()
         async with self._swapping:
+            if self._base_is_new:
+                self._check_base_is_free()  # a request may have begun since it was loaded
             with ExitStack() as until_loaded:
                 given = await asyncio.to_thread(until_loaded.enter_context, self._handover_of_adapter.of(tensors))
                 place = self._places.next()
                 await self._pause(keep_cache or not self._places.is_open(place))
                 await load_adapter(self._llm, given.shared, scale, place, given.names, check)
+            self._base_is_new = False
             await self._go_on(version, place)
+
+    def _check_base_is_free(self) -> None:
+        if self._places.are_needed and (self._adapters > 1 or not self._places.newest):
+            raise WeightSyncError("another base has come while requests run that keep theirs: restart the worker")
 
     def _check_takes_adapters(self) -> None:
         if self._llm is None:

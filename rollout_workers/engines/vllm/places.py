@@ -18,15 +18,19 @@ class AdapterPlaces:
         self.newest = 0
         """The place of requests that begin now."""
         self._count = count
+        self._changing = 0
+        """The place that `next` has given and that holds no version yet; 0: none."""
         self._versions: dict[int, WeightVersion] = {}
         self._requests = Counter[int]()
 
     def next(self) -> int:
-        """Return the place for a new version."""
+        """Return the place for a new version: the same one until it holds a version, since a load that has failed may
+        have left anything there."""
         never = WeightVersion(0, 0)
-        return min(
+        self._changing = self._changing or min(
             range(1, self._count + 1), key=lambda place: (self.is_needed(place), self._versions.get(place, never))
         )
+        return self._changing
 
     def is_needed(self, place: int) -> bool:
         """Return whether a request is computed with what the place holds."""
@@ -43,7 +47,7 @@ class AdapterPlaces:
 
     def hold(self, place: int, version: WeightVersion) -> None:
         """Compute with this version in the place, and begin requests there."""
-        self._versions[place], self.newest = version, place
+        self._versions[place], self.newest, self._changing = version, place, 0
 
     def version(self, place: int) -> WeightVersion:
         """Return the version that the place holds."""
