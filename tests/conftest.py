@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import sys
 import uuid
 from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
@@ -64,6 +65,16 @@ def state_of_the_process() -> Iterator[None]:
     root.setLevel(level)
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_process_group_left() -> Iterator[None]:
+    """End the process group of a backend that a module's tests have opened in this process: the next module may have
+    one of its own, or none."""
+    yield
+    distributed = sys.modules.get("torch.distributed")  # most modules have not imported it
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 @pytest.fixture

@@ -1,14 +1,13 @@
 """A recipe says which stages train an adapter, and is refused where none can; a run leaves the adapter."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -39,13 +38,6 @@ from .test_stages import OWN, OWN_STAGE, RL, SFT, load
 
 OF_RL = {"rank": 4, "stages": ["rl"]}
 ENGINES = (TINY["engine"], {**TINY["engine"], "kind": "vllm"})
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _no_process_group_left() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def adapted(adapter: dict[str, Any]) -> dict[str, Any]:

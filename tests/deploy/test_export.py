@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 
@@ -27,13 +25,6 @@ from tests.learner.tiny import OPTIMIZER, model_config
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 STEPS = (2, 4)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _no_process_group_left() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def make_run(directory: Path, backend: str = "fsdp") -> Path:
