@@ -22,6 +22,8 @@ from .gpu_idle import idle, looking
 from .of_trl import TrlOrder, TrlSetting
 from .race import Race
 
+ROOT = Path(__file__).parents[2]
+"""The project."""
 TRL = {
     "trl-1-thread": TrlSetting(threads=1),
     "trl-all-threads": TrlSetting(),
@@ -99,6 +101,8 @@ def _drive_trl(name: str, race: Race, python: Path, timeout_s: float) -> tuple[F
     module, server_gpu = "of_trl", None
     launcher: tuple[str, ...] = ()
     environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    # The process of a task's own prompts must find this project, which the peers' interpreter has not installed.
+    environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])))
     if setting.threads:
         environment["OMP_NUM_THREADS"] = str(setting.threads)
     if name == of_trl_async.NAME:
