@@ -3,7 +3,7 @@ in each."""
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from broker.client.broker import BlockingBroker
@@ -30,22 +30,25 @@ def following(url: str, run: str, pools: Sequence[Pool]) -> Iterator[None]:
     During an outage of the server the pools keep their sizes. So does a pool whose report is refused, as another
     supervisor has its name, until it is taken.
     """
-    over = threading.Event()
-    thread = threading.Thread(target=_follow, args=(url, run, list(pools), over), name="pools", daemon=True)
-    thread.start()
-    try:
+    with _beside("pools", _follow, url, run, pools):
         yield
-    finally:
-        over.set()
-        thread.join(timeout=TTL_S)
 
 
 @contextmanager
 def burying(url: str, run: str, pools: Sequence[Pool]) -> Iterator[None]:
     """Hand back what the pools' dead processes held, in a thread, until the end of the block. The pools keep their
     sizes."""
+    with _beside("burials", _bury_all, url, run, pools):
+        yield
+
+
+@contextmanager
+def _beside(
+    name: str, work: Callable[[str, str, list[Pool], threading.Event], None], url: str, run: str, pools: Sequence[Pool]
+) -> Iterator[None]:
+    """Do the work in a thread, which is told when the block ends."""
     over = threading.Event()
-    thread = threading.Thread(target=_bury_all, args=(url, run, list(pools), over), name="burials", daemon=True)
+    thread = threading.Thread(target=work, args=(url, run, list(pools), over), name=name, daemon=True)
     thread.start()
     try:
         yield
