@@ -1,12 +1,15 @@
 """The learner alone, with and without prefix trees: seconds of a step against how much a group's samples share.
 
     python -m benchmarks.prefix_trees [--shape smollm2-135m] [--groups 1,8,16] [--prompts 64,1024,8192]
-        [--responses 256] [--samples 128] [--budget 65536] [--compile] [--device cuda|cpu]
+        [--responses 256] [--samples 128] [--budget 65536] [--compile] [--settings never,auto,always]
+        [--seconds 300] [--device cuda|cpu]
 
 A step has the backend's work under GRPO: proximal logprobs of all samples, then an update. Responses have lengths
 around --responses (lognormal, at most four times as long) and share nothing, so trees save prompts alone. Each case is
 packed by `pack_units` under each value of `learner.prefix_sharing`. `tokens` are those of all samples, `computed` those
-that went through the layers. The last line is one JSON object.
+that went through the layers. `mfu` is of the update alone: the model's own operations for all samples, each with a
+prompt of its own, forward and backward, against the device's peak. Sharing can thus bring it above 1. The last line is
+one JSON object; each case's figures are on standard error as soon as it ends.
 """
 
 import argparse
@@ -23,7 +26,7 @@ import numpy as np
 import torch
 
 from benchmarks.throughput import checkpoint
-from benchmarks.throughput.shapes import Shape, shape_of
+from benchmarks.throughput.shapes import Shape, peak_flops, shape_of, step_flops
 from learner.backends import open_backend
 from learner.backends.base import Backend, TokenLoss
 from learner.config import ComputeConfig, ModelConfig, OptimizerConfig
@@ -68,25 +71,34 @@ def measure(
     The plans take turns, so that a busy machine slows all of them.
     """
     took_s: dict[str, list[float]] = {name: [] for name in plans}
+    update_s: dict[str, list[float]] = {name: [] for name in plans}
     found: dict[str, dict[str, Any]] = {}
     for _ in range(WARM_UPS + repeats):
         for name, batches in plans.items():
             _reset_peak(device)
             began = time.perf_counter()
             proximal = backend.logprobs(batches, 1.0)
+            _wait(device)
+            updated = time.perf_counter()
             _, grad_norm, _ = backend.step(batches, _loss(batches, proximal), 1.0, 1e-6)
             _wait(device)
             took_s[name].append(time.perf_counter() - began)
+            update_s[name].append(time.perf_counter() - updated)
             found[name] = {
                 "computed": sum(batch.num_positions for batch in batches),
                 "micro_batches": len(batches),
                 "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device == "cuda" else None,
                 "grad_norm": grad_norm,
             }
-    tokens = sum(batch.num_tokens for batch in plans["never"])
+    tokens = sum(batch.num_tokens for batch in next(iter(plans.values())))
     for setting, figures in found.items():
         step_s = statistics.median(took_s[setting][WARM_UPS:])
-        figures |= {"step_s": round(step_s, 4), "tokens_per_s": round(tokens / step_s), "tokens": tokens}
+        figures |= {
+            "step_s": round(step_s, 4),
+            "update_s": round(statistics.median(update_s[setting][WARM_UPS:]), 4),
+            "tokens_per_s": round(tokens / step_s),
+            "tokens": tokens,
+        }
     return found
 
 
@@ -117,7 +129,7 @@ def measured_case(
     given = list(samples(options.samples, group, prompt, options.responses, shape.vocabulary))
     plans: dict[PrefixSharing, list[PackedBatch]] = {}
     pack_s = {}
-    for prefix_sharing in SHARINGS:
+    for prefix_sharing in options.settings:
         began = time.perf_counter()
         rows = pack_units(
             [[one] for one in given],
@@ -130,17 +142,21 @@ def measured_case(
         pack_s[prefix_sharing] = round(time.perf_counter() - began, 4)
         plans[prefix_sharing] = [row.batch for row in rows]
     measured = measure(backend, plans, options.device, options.repeats)
+    flops = step_flops(shape, [len(one.token_ids) for one in given]).total
+    peak = peak_flops(torch.cuda.get_device_name()) if options.device == "cuda" else None
     found: dict[str, Any] = {"group": group, "prompt": prompt}
-    for prefix_sharing in SHARINGS:
-        found[prefix_sharing] = {**measured[prefix_sharing], "pack_s": pack_s[prefix_sharing]}
-    for prefix_sharing in SHARINGS[1:]:
-        found[f"times_faster_{prefix_sharing}"] = round(found["never"]["step_s"] / found[prefix_sharing]["step_s"], 3)
+    for prefix_sharing in options.settings:
+        mfu = round(flops / measured[prefix_sharing]["update_s"] / peak, 3) if peak else None
+        found[prefix_sharing] = {**measured[prefix_sharing], "mfu": mfu, "pack_s": pack_s[prefix_sharing]}
+    for prefix_sharing in options.settings[1:]:
+        took_s = found[options.settings[0]]["step_s"]
+        found[f"times_faster_{prefix_sharing}"] = round(took_s / found[prefix_sharing]["step_s"], 3)
     return found
 
 
 def main() -> None:
     """Measure all cases, as the command line says."""
-    options = _parse()
+    options, began = _parse(), time.perf_counter()
     shape = shape_of(options.shape, options.layers)
     directory = checkpoint.folder(options.models, options.shape, shape)
     checkpoint.write_isolated(shape, directory, options.device, 300.0)
@@ -150,6 +166,8 @@ def main() -> None:
     cost = CostModel.of_model(model_shape_of(load_config(model)), options.device)
     cases = []
     for group, prompt in product(options.groups, options.prompts):
+        if time.perf_counter() - began > options.seconds:
+            break
         cases.append(measured_case(backend, shape, cost, group, prompt, options))
         print(json.dumps(cases[-1]), file=sys.stderr, flush=True)
     device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
@@ -167,11 +185,23 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--budget", type=int, default=65536)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="no case starts later than this")
+    parser.add_argument(
+        "--settings",
+        type=_names,
+        default=SHARINGS,
+        metavar="NAME,...",
+        help="the first is what the others are compared with",
+    )
     parser.add_argument("--recompute", default="none", choices=("none", "selective", "full"))
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--models", type=Path, help="default: in memory if it has room, else the temporary folder")
     return parser.parse_args()
+
+
+def _names(text: str) -> list[PrefixSharing]:
+    return [name for name in SHARINGS if name in text.split(",")]
 
 
 def _numbers(text: str) -> list[int]:
