@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 
 import learner.models.attention
 from algorithms.presets import PRESETS
-from broker.schema import Group
 from learner.backends import open_backend
 from learner.backends.fsdp.layers import prepare_layers
 from learner.backends.fsdp.policy import Policy
@@ -29,16 +27,15 @@ from learner.models.attention import (
     varlen_attention,
 )
 from learner.models.model import load_model
-from learner.objective.composition import needs_reference
 from learner.rows.batch import PackedBatch
 from learner.rows.clusters import PrefixSharing, clusters_of
 from learner.rows.cost import DEFAULT_COST
 from learner.rows.packing import Candidates, PackableSequence, concatenate
 from learner.rows.tree import PrefixTree, grow, labels_of, size_of
 from learner.rows.units import pack_units
-from tests.learner.batches import group
-from tests.learner.test_presets import build, configured, sampled, weights
+from tests.learner import preset_sharing
 from tests.learner.tiny import OPTIMIZER, VOCABULARY, alike, model_config, sequences, share
+from tests.learner.torchrun import run_ranks
 
 token_lists = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=8)
 
@@ -249,38 +246,14 @@ def test_experts_that_differ_part_sequences() -> None:
     assert plain.tree.num_positions + 4 == routed.tree.num_positions  # among the 8 that the first group shares
 
 
-def alike_groups(numbers: Sequence[int]) -> list[Group]:
-    """Return groups of which all responses begin with the same two tokens."""
-    groups = []
-    for one in (group(number) for number in numbers):
-        trajectories = []
-        for trajectory in one.trajectories:
-            tokens = trajectory.response_tokens.copy()
-            tokens[:2] = (5, 6)
-            trajectories.append(msgspec.structs.replace(trajectory, response_tokens=tokens))
-        groups.append(msgspec.structs.replace(one, trajectories=tuple(trajectories)))
-    return groups
-
-
 @pytest.mark.parametrize("preset", PRESETS)
-def test_no_preset_trains_otherwise(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test compares logprobs of all policies, a critic, pairs, loss, gradient norm and weights of a whole step."""
-    monkeypatch.setattr("tests.learner.test_presets.group", lambda number: alike_groups([number])[0])
-    config, found = configured(preset), []
-    sharings: tuple[PrefixSharing, ...] = ("never", "always")
-    for prefix_sharing in sharings:
-        updater, backend = build(config, has_reference=needs_reference(config), prefix_sharing=prefix_sharing)
-        judged = updater.judge(sampled(backend, range(4)), 0)
-        packed = updater.pack(judged.sequences)
-        has_tree = any(batch.tree is not None for part in packed for batch in part)
-        assert has_tree is (prefix_sharing == "always")
-        update = updater.update(packed, 0)
-        found.append((update.loss, update.grad_norm, update.algorithm, weights(backend)))
-    (loss, norm, metrics, after), (tree_loss, tree_norm, tree_metrics, tree_after) = found
-    assert tree_loss == pytest.approx(loss, abs=1e-6, rel=1e-5)
-    assert tree_norm == pytest.approx(norm, rel=1e-4)
-    assert tree_metrics.keys() == metrics.keys()
-    torch.testing.assert_close(tree_after, after, rtol=0, atol=1e-5)
+def test_no_preset_trains_otherwise(preset: str) -> None:
+    preset_sharing.compare(preset, "fsdp")
+
+
+@pytest.mark.slow
+def test_no_preset_trains_otherwise_on_megatron() -> None:
+    run_ranks(preset_sharing.__name__, 1, "megatron", timeout_s=280)
 
 
 def test_values_and_scores_are_those_of_separate_sequences() -> None:

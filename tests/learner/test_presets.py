@@ -35,20 +35,24 @@ def configured(preset: str, **others: object) -> AlgorithmConfig:
 
 
 def build(
-    config: AlgorithmConfig, *, has_reference: bool = False, prefix_sharing: PrefixSharing = "never"
+    config: AlgorithmConfig,
+    *,
+    kind: str = "fsdp",
+    has_reference: bool = False,
+    prefix_sharing: PrefixSharing = "never",
 ) -> tuple[Updater, Backend]:
     torch.set_num_threads(1)
-    backend = open_backend("fsdp", MODEL, OPTIMIZER, seed=3)
+    backend = open_backend(kind, MODEL, OPTIMIZER, seed=3)
     ranks = Ranks(0, 1, 0, 1, is_lead=True)
     critic = None
     if config.advantage.kind == "gae":
-        value = open_backend("fsdp", MODEL, OPTIMIZER, seed=3, head="value")
+        value = open_backend(kind, MODEL, OPTIMIZER, seed=3, head="value")
         critic = Critic(value, ranks, clip=0.2, gamma=1.0, lam=0.95, learning_rate=1e-3)
     updater = Updater(
         backend,
         ranks,
         Objective(config, is_one_update=True, max_new_tokens=16),
-        open_backend("fsdp", MODEL, OPTIMIZER, seed=4) if has_reference else None,
+        open_backend(kind, MODEL, OPTIMIZER, seed=4) if has_reference else None,
         critic,
         algorithm=config,
         learner=LearnerConfig(micro_batch_tokens=40, prefix_sharing=prefix_sharing),

@@ -1,0 +1,101 @@
+"""A step of every preset with tokens that samples share computed once, and with separate rows. Alone, on one rank:
+
+python -m torch.distributed.run --nproc-per-node 1 -m tests.learner.preset_sharing BACKEND
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from algorithms.presets import PRESETS
+from broker.schema import Group
+from learner.objective.composition import needs_reference
+from learner.rows.clusters import PrefixSharing
+from tests.learner import test_presets
+from tests.learner.batches import group
+
+CLOSE = 1e-6
+"""The largest difference of a gradient, in parts of its norm. With fp32 it was below 3e-7 for every preset."""
+
+
+class Step(NamedTuple):
+    """The outcome of one training step."""
+
+    loss: float
+    grad_norm: float
+    algorithm: dict[str, float]
+    gradients: list[torch.Tensor]
+    """[P] of each model that was trained."""
+    weights: torch.Tensor
+
+
+def compare(preset: str, kind: str) -> None:
+    """Compare loss, gradients and weights of a whole step, with what goes before it: logprobs of all policies, a
+    critic, pairs."""
+    separate, shared = taken(preset, kind, "never"), taken(preset, kind, "always")
+    assert shared.loss == pytest.approx(separate.loss, abs=CLOSE, rel=CLOSE)
+    assert shared.grad_norm == pytest.approx(separate.grad_norm, rel=CLOSE)
+    assert shared.algorithm.keys() == separate.algorithm.keys()
+    assert separate.gradients
+    for wanted, found in zip(separate.gradients, shared.gradients, strict=True):
+        assert wanted.norm() > 0
+        assert (found - wanted).norm() <= CLOSE * wanted.norm()
+    # AdamW's first step takes the smallest gradients for their sign.
+    torch.testing.assert_close(shared.weights, separate.weights, rtol=0, atol=1e-5)
+
+
+def taken(preset: str, kind: str, prefix_sharing: PrefixSharing) -> Step:
+    config = test_presets.configured(preset)
+    with mock.patch.object(test_presets, "group", alike_group), recorded_gradients() as gradients:
+        updater, backend = test_presets.build(
+            config, kind=kind, has_reference=needs_reference(config), prefix_sharing=prefix_sharing
+        )
+        judged = updater.judge(test_presets.sampled(backend, range(4)), 0)
+        packed = updater.pack(judged.sequences)
+        has_tree = any(batch.tree is not None for part in packed for batch in part)
+        assert has_tree is (prefix_sharing == "always")
+        update = updater.update(packed, 0)
+    return Step(update.loss, update.grad_norm, update.algorithm, gradients, test_presets.weights(backend))
+
+
+def alike_group(number: int) -> Group:
+    """Return a group of which all responses begin with the same two tokens."""
+    one, trajectories = group(number), []
+    for trajectory in one.trajectories:
+        tokens = trajectory.response_tokens.copy()
+        tokens[:2] = (5, 6)
+        trajectories.append(msgspec.structs.replace(trajectory, response_tokens=tokens))
+    return msgspec.structs.replace(one, trajectories=tuple(trajectories))
+
+
+@contextmanager
+def recorded_gradients() -> Iterator[list[torch.Tensor]]:
+    """Record the gradients with which each optimizer makes its step."""
+    found: list[torch.Tensor] = []
+    real = torch.optim.AdamW.step
+
+    def step(optimizer: torch.optim.AdamW, *args: Any, **kwargs: Any) -> Any:
+        found.append(_flat([p.grad for group in optimizer.param_groups for p in group["params"]]))
+        return real(optimizer, *args, **kwargs)
+
+    with mock.patch.object(torch.optim.AdamW, "step", step):
+        yield found
+
+
+def _flat(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in gradients if one is not None]
+    return torch.cat([one.detach().flatten().clone() for one in whole])
+
+
+if __name__ == "__main__":
+    for name in PRESETS:
+        compare(name, sys.argv[1])
+    dist.destroy_process_group()
