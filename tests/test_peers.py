@@ -19,8 +19,10 @@ from pyarrow import parquet
 from benchmarks.peers import comparison, contestants, of_headway, of_verl
 from benchmarks.peers.figures import Figures, Step, figures_of
 from benchmarks.peers.gpu_idle import Look, idle, looking
+from benchmarks.peers.kept import Kept
 from benchmarks.peers.of_trl import Clock, Judge, TrlSetting, Verifier, config_of, prompts_of, row_of
 from benchmarks.peers.of_trl_async import ALL, NO_TOOLS, AsyncClock, PathKernel, async_config_of
+from benchmarks.peers.processes import finish_group
 from benchmarks.peers.race import LONG_TAILED, SHORT, TASKS, Race
 from broker.errors import ConfigError
 from broker.schema import WorkerInfo
@@ -72,6 +74,8 @@ def test_on_two_gpus_headways_engines_have_one_and_each_process_of_trl_trains_ha
     recipe, trl = on_two.load(), config_of(on_two, TrlSetting(), "/m")
     assert (recipe.learner.processes, set(recipe.workers.devices)) == (1, {1})
     assert (trl["per_device_train_batch_size"], trl["steps_per_generation"]) == (16, 1)
+    beside = msgspec.structs.replace(on_two, second_gpu="3")  # of a machine where others race
+    assert set(beside.load().workers.devices) == {3}
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -330,6 +334,24 @@ def test_verls_metrics_become_figures_as_they_are_written(tmp_path: Path) -> Non
     one = of_verl.figures_from(timed, began, samples=8, is_sync=True)
     assert (one.ends_s, one.samples_per_s, one.response_tokens) == ([10.0, 14.0], 2.0, 5.0)
     assert (one.engine_idle, one.pause_per_update_s, one.learner_idle) == (0.75, 3.0, 0.25)
+
+
+def test_a_run_that_has_ended_is_not_made_again(tmp_path: Path) -> None:
+    one = figures_of(steps_of(1.0, 2.0), engine_idle=None, pause_per_update_s=None)
+    later = msgspec.structs.replace(one, samples_per_s=9.0)
+    assert Kept(tmp_path, is_read=True).figures("headway-0", lambda: one) == one
+    assert Kept(tmp_path, is_read=True).figures("headway-0", lambda: later) == one
+    assert Kept(tmp_path, is_read=False).figures("headway-0", lambda: later) == later
+    assert Kept(tmp_path, is_read=True).figures("headway-0", lambda: one) == later
+
+
+def test_no_process_of_a_peer_outlives_its_command(tmp_path: Path) -> None:
+    said = tmp_path / "child"
+    script = f"sleep 600 & echo $! > {said}; wait"
+    with pytest.raises(subprocess.TimeoutExpired):
+        finish_group(["sh", "-c", script], 1.0, os.environ)
+    state = Path("/proc") / said.read_text().strip() / "stat"
+    assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
 
 
 def test_who_needs_gpus_says_so() -> None:

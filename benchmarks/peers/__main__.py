@@ -1,11 +1,13 @@
 """python -m benchmarks.peers --output DIR [--python .venv/peers/bin/python] [--rounds 1]
-       [--of headway,trl-1-thread,...] [--task short|long-tailed] [--gpus 0|1|2] [key=value ...]
+       [--of headway,trl-1-thread,...] [--task short|long-tailed] [--gpus 0|1|2] [--go-on] [key=value ...]
 
 Headway and TRL train the task's model, from the same warmed-up weights. A task is a recipe, one for CPUs and one for
 GPUs (`race.py`); `--recipe` names another one, and `key=value` are overrides of it for both. Responses of the task
 `long-tailed` spread widely in their lengths: a few are many times as long as most. TRL races with each of its settings,
 and the best of them counts. In every round each contestant runs once, in turn, and its median run counts. A warm-up
-that has ended is not made again: give the same output to go on.
+that has ended is not made again: give the same output to go on. With `--go-on` no run of that output is either, whose
+figures are kept: so parts of a race may be commands of their own, also at once, each with its own CUDA_VISIBLE_DEVICES.
+An empty `--of` only warms up.
 
 With `--gpus 1` all generate with vLLM on the GPU where they train. Of two GPUs the engines of Headway, trl-async and
 verl-async have the second one; the synchronous trainers train and generate on both. The page of this package says what
@@ -19,21 +21,27 @@ The exit code is 1 if a run failed; targets that are missed stand in "met".
 import argparse
 import json
 import os
-import subprocess
+import signal
 import sys
+import traceback
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from benchmarks.gpus import gpu_names
+
 from . import contestants
 from .comparison import TARGET, TARGETS, compared
 from .figures import Figures
+from .kept import Kept
 from .of_headway import NAME
 from .race import SETTINGS, SHORT, TASKS, Race, Task
 
 
 def main() -> int:
     """Return the exit code: 1 if a run failed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started ends, too
     options = _parse()
     task = Task(options.recipe) if options.recipe else TASKS[options.task]["cuda" if options.gpus else "cpu"]
     race = Race(
@@ -41,22 +49,25 @@ def main() -> int:
         overrides=(*task.overrides, *options.overrides),
         output=str(options.output.absolute()),
         gpus=options.gpus,
+        second_gpu=gpu_names(2)[1] if options.gpus == 2 else "",
     )
     race.load()  # refuses, before anything starts, what is no race
+    kept = Kept(options.output, is_read=options.go_on)
     contestants.warm_up(race, options.timeout_s)
-    before = contestants.pass_rate(race, race.model, options.timeout_s)
+    before = kept.number("before", lambda: contestants.pass_rate(race, race.model, options.timeout_s))
     rounds: dict[str, list[Figures]] = {name: [] for name in options.of}
     failed: dict[str, str] = {}
-    for _ in range(options.rounds):
+    for number in range(options.rounds):
         for name in options.of:
             _tell(f"{name}, load {os.getloadavg()[0]:.1f}")
+            run = partial(contestants.run, name, race, options.python, options.timeout_s)
             try:
-                figures = contestants.run(name, race, options.python, options.timeout_s)
-            except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+                rounds[name].append(kept.figures(f"{name}-{number}", run))
+            except Exception as error:  # noqa: BLE001 - whatever ended it, others race on
                 failed[name] = str(error)[-200:]
+                traceback.print_exc()
                 continue
-            rounds[name].append(figures)
-            _tell(json.dumps({name: msgspec.to_builtins(figures)}))
+            _tell(json.dumps({name: msgspec.to_builtins(rounds[name][-1])}))
     tried = {name: msgspec.to_builtins(setting) for name, setting in contestants.TRL.items() if name in options.of}
     about = {"recipe": race.recipe, "overrides": race.all_overrides, "gpus": options.gpus, "tried_of_trl": tried}
     target = TARGETS.get((options.gpus, options.task), TARGET)
@@ -83,12 +94,13 @@ def _parse() -> argparse.Namespace:
         help=f"of {', '.join(contestants.NAMES)}; default: {','.join(contestants.DEFAULT)}",
     )
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--go-on", action="store_true", help="with the figures that the output has")
     parser.add_argument("--gpus", type=int, choices=SETTINGS, default=0, help="0: CPUs")
     parser.add_argument("--timeout-s", type=float, default=900.0, help="of one command")
     options = parser.parse_intermixed_args()
     if lacking := [why for name in options.of if (why := contestants.lacking(name, options.gpus))]:
         parser.error("; ".join(lacking))
-    if not options.python.exists() and set(options.of) != {NAME}:
+    if not options.python.exists() and set(options.of) - {NAME}:
         parser.error(
             f"--python {options.python} does not exist; `make race` installs TRL into an environment of its own"
         )
@@ -97,7 +109,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _names(text: str) -> tuple[str, ...]:
-    asked = text.split(",")
+    asked = text.split(",") if text else []
     if unknown := set(asked) - set(contestants.NAMES):
         raise argparse.ArgumentTypeError(f"no {', '.join(sorted(unknown))}; there are {', '.join(contestants.NAMES)}")
     return tuple(asked)

@@ -20,6 +20,7 @@ from . import of_headway, of_trl_async, of_verl
 from .figures import FIRST, Figures
 from .gpu_idle import idle, looking
 from .of_trl import TrlOrder, TrlSetting
+from .processes import finish_group
 from .race import Race
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +38,8 @@ DEFAULT = (of_headway.NAME, "trl-1-thread", "trl-all-threads")
 """The contestants that race unless the user names others."""
 ON_TWO = (of_trl_async.NAME, "verl-async")
 """The contestants whose trainer has one GPU and whose server has another."""
+LOOPBACK = "127.0.0.1"
+"""The address at which trl-async's trainer and its server meet: both are on this machine, which may have no other."""
 NAMES = (of_headway.NAME, *TRL, of_trl_async.NAME, *of_verl.MODES)
 
 
@@ -56,7 +59,9 @@ def warm_up(race: Race, timeout_s: float) -> None:
     """
     if not is_complete(race.model):
         place = (f"run.directory={race.output}", f"run.name={race.model.name}")
-        command = ["sft", race.recipe, "--output", str(race.model), *race.all_overrides, *place]
+        # No evaluation: the race measures the model itself.
+        others = (*race.all_overrides, *place, "evaluation.prompts=0")
+        command = ["sft", race.recipe, "--output", str(race.model), *others]
         finish(command, race.model, timeout_s)
 
 
@@ -108,6 +113,7 @@ def _drive_trl(name: str, race: Race, python: Path, timeout_s: float) -> tuple[F
     if name == of_trl_async.NAME:
         module = "of_trl_async"
         environment["CUDA_VISIBLE_DEVICES"], server_gpu = gpu_names(2)
+        environment.setdefault("VLLM_HOST_IP", LOOPBACK)
     elif race.gpus > 1:
         launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(race.gpus))
     order.write_bytes(
@@ -116,8 +122,7 @@ def _drive_trl(name: str, race: Race, python: Path, timeout_s: float) -> tuple[F
         )
     )
     command = (str(python), "-W", "ignore", *launcher, "-m", f"{__package__}.{module}", str(order), str(result))
-    # This process's standard output has only one JSON object.
-    subprocess.run(command, stdout=sys.stderr, check=True, timeout=timeout_s, env=environment)
+    finish_group(command, timeout_s, environment)
     return msgspec.json.decode(result.read_bytes(), type=Figures), model
 
 

@@ -4,6 +4,7 @@ TRL's driver: its GRPOTrainer on the race's prompts, with the race's verifier, i
 generates with transformers on a CPU, with vLLM in its own process on a GPU. ORDER and RESULT are files of JSON.
 """
 
+import asyncio
 import os
 import sys
 import time
@@ -206,10 +207,8 @@ class Verifier:
 
         if self._reward is None:  # opened in the loop that uses it
             self._reward = await open_reward(self._recipe.rewards, roots_of(self._recipe))
-        rewards = []
-        for text, ids, truth, source, facts in zip(
-            prompts, completion_ids, ground_truth, data_source, extra, strict=True
-        ):
+
+        async def judge(text: str, ids: Sequence[int], truth: str, source: str, facts: str) -> float:
             asked = Prompt(
                 group="race",
                 token_ids=[],
@@ -221,7 +220,10 @@ class Verifier:
             )
             reason = "stop" if ids and ids[-1] in self._decoding.stop_token_ids else "length"
             score = await self._reward.score(asked, response_text(self._decoding, ids), reason, ids)
-            rewards.append(score.total)
+            return float(score.total)
+
+        columns = zip(prompts, completion_ids, ground_truth, data_source, extra, strict=True)
+        rewards = await asyncio.gather(*[judge(*one) for one in columns])  # side by side, as Headway's workers do
         self._clock.add_samples(rewards, completion_ids)
         return rewards
 

@@ -15,8 +15,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -92,7 +93,7 @@ def server_arguments(recipe: Recipe, model: Path, port: int) -> list[str]:
         str(model),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--dtype", recipe.engine.dtype, "--max-model-len", str(recipe.engine.max_model_len)),
-        *("--logprobs-mode", "processed_logprobs"),
+        *("--logprobs-mode", "processed_logprobs", "--disable-uvicorn-access-log"),
         *(of_gpu if on_gpu else ("--enforce-eager",)),
     ]
 
@@ -171,7 +172,7 @@ def _on_gpu(
 ) -> "torch.Tensor":
     from torch.nn.attention.varlen import varlen_attn
 
-    known = inspect.signature(varlen_attn).parameters  # torch's versions name them differently
+    known = _options_of(varlen_attn)  # torch's versions name them differently
     options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
     if "enable_gqa" in known:
         options["enable_gqa"] = query_QHD.shape[1] != key_KHD.shape[1]
@@ -180,6 +181,11 @@ def _on_gpu(
     )
     assert not isinstance(attended, tuple)
     return attended
+
+
+@cache
+def _options_of(kernel: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(kernel).parameters)
 
 
 def _run_by_run(

@@ -8,8 +8,6 @@ has one GPU and a server of vLLM the other, to which it sends weights by NCCL fr
 import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +21,7 @@ from deploy.recipe.recipe import Recipe
 
 from .figures import Figures, Step, figures_of
 from .of_trl import prompts_of, row_of
+from .processes import finish_group
 from .race import Race
 
 MODES = {"verl-sync": "sync", "verl-async": "separate_async"}
@@ -181,8 +180,7 @@ def drive(name: str, race: Race, python: Path, timeout_s: float) -> tuple[Figure
     command = (str(python), "-W", "ignore", "-m", "verl.trainer.main_ppo", *overrides_of(race, MODES[name], directory))
     environment = {**os.environ, "VERL_FILE_LOGGER_PATH": str(metrics), RACE: msgspec.json.encode(race).decode()}
     with following(metrics) as lines:
-        # This process's standard output has only one JSON object.
-        subprocess.run(command, stdout=sys.stderr, check=True, timeout=timeout_s, env=environment, cwd=directory)
+        finish_group(command, timeout_s, environment, directory)
     steps = race.load().learner.steps
     model = directory / "checkpoints" / f"global_step_{steps}" / "actor" / "huggingface"
     return figures_from(lines, began, race.samples_per_step, is_sync=MODES[name] == "sync"), model

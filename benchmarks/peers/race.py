@@ -11,6 +11,8 @@ from deploy.recipe.recipe import Recipe
 from deploy.run.stage_output import SFT
 
 ON_GPU = ("learner.device=cuda", "engine.kind=vllm", "engine.device=cuda", "weights.transport=ipc")
+ENGINES = 4
+"""Headway's engines on the second of two GPUs."""
 SETTINGS = {
     0: ("engine.max_concurrent=128",),
     1: (*ON_GPU, "engine.options={gpu_memory_utilization: 0.3}", "workers.count=1"),
@@ -18,8 +20,7 @@ SETTINGS = {
         *ON_GPU,
         "weights.staging=device",
         "engine.options={gpu_memory_utilization: 0.05, kv_cache_memory_bytes: 8589934592}",
-        "workers.count=4",
-        "workers.devices=[1,1,1,1]",
+        f"workers.count={ENGINES}",
     ),
 }
 """Headway's own settings by the number of GPUs. On CPUs each of two workers has half of a step in its engine. On one
@@ -28,6 +29,9 @@ two GPUs the learner has one and four engines the other, as in benchmarks.asynch
 SHORT, LONG_TAILED = "short", "long-tailed"
 GRPO = ("group_mean_std", "ppo_clip", "token_mean")
 """The composition that both have: the preset `grpo`, TRL's `loss_type="dapo"`."""
+LIKE_PRESET = ("algorithm.objective.anchor=behavior", "algorithm.corrections=[]")
+"""Overrides with which a recipe has the preset's own loss: the ratio to the policy that sampled, as TRL's asynchronous
+trainer and verl have it, so that no forward pass comes before a step."""
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -40,13 +44,13 @@ class Task(msgspec.Struct, frozen=True):
 TASKS = {
     SHORT: {
         "cpu": Task("arithmetic.yaml"),
-        "cuda": Task("smollm2-reasoning-gym.yaml", ("algorithm.corrections=[]",)),
+        "cuda": Task("smollm2-reasoning-gym.yaml", LIKE_PRESET),
     },
     LONG_TAILED: {
         "cpu": Task(str(Path(__file__).with_name("long_tailed.yaml"))),
         "cuda": Task(
             str(Path(__file__).parents[1] / "long_tailed.yaml"),
-            ("algorithm.corrections=[]", "learner.steps=40", "evaluation.prompts=256"),
+            (*LIKE_PRESET, "learner.steps=40", "evaluation.prompts=256"),
         ),
     },
 }
@@ -63,6 +67,8 @@ class Race(msgspec.Struct, frozen=True, kw_only=True):
     """The absolute path of the directory of all models and runs."""
     gpus: int = 0
     """The number of GPUs; 0 on a CPU."""
+    second_gpu: str = "1"
+    """The name of the second one, as CUDA_VISIBLE_DEVICES has it."""
 
     @property
     def on_gpu(self) -> bool:
@@ -77,7 +83,9 @@ class Race(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def all_overrides(self) -> tuple[str, ...]:
         """The overrides of the recipe, the user's last."""
-        return (*SETTINGS[self.gpus], *self.overrides)
+        devices = ",".join([self.second_gpu] * ENGINES)
+        on_second = (f"workers.devices=[{devices}]",) if self.gpus == 2 else ()
+        return (*SETTINGS[self.gpus], *on_second, *self.overrides)
 
     @property
     def samples_per_step(self) -> int:
