@@ -2,6 +2,6 @@
 
 A model of 135M parameters computes a row of a few thousand tokens in about 20 ms, in which a process launches about a
 thousand kernels. So the launches bound a step, and this measures them: `today.py` the backend as it is, `bare.py` the
-same module without sharding, with and without CUDA graphs, `graphs.py` rows that are padded to a bucket's graph, and
-the optimizer in another, `kernels.py` attention and the optimizer alone.
+same module without sharding, with and without CUDA graphs, `graphs.py` the backend's own graphs for rows of one padded
+shape, `kernels.py` attention and the optimizer alone.
 """

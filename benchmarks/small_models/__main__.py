@@ -1,10 +1,10 @@
 """python -m benchmarks.small_models [--shape smollm2-135m] [--device cuda|cpu] [--limit-s 420] [--parts today,...]
 
 The learner's step of a small model on one GPU. The parts, in this order: `today` (the backend, eager and compiled, by
-row size), `bare` (one module without sharding, replayed as CUDA graphs or not), `graphs` (one graph for rows of a
-bucket of shapes, and one for the optimizer), `attention`, `optimizer`, `whole` (the whole model compiled as one). A
-part that does not begin within the limit is left out. Progress goes to standard error; the last line is one JSON
-object.
+row size), `bare` (one module without sharding, replayed as CUDA graphs or not), `graphs` (the backend's passes launched
+and replayed, and how far their updates are apart), `attention`, `optimizer`, `whole` (the whole model compiled as
+one). A part that does not begin within the limit is left out. Progress goes to standard error; the last line is one
+JSON object.
 """
 
 import argparse
@@ -37,6 +37,7 @@ WORKS = tuple(
 )
 SHORT = StepWork(samples=128, budget=16384, sharing="auto")
 PLAIN = StepWork(samples=128, budget=16384, sharing="never")
+TREE = StepWork(samples=128, budget=16384, sharing="always")
 LARGE = StepWork(samples=512, budget=65536, sharing="auto")
 
 
@@ -90,9 +91,8 @@ def _cases(
     if "optimizer" in parts:
         yield "optimizer", lambda: bare.optimizers(bare.BareStep(model, ComputeConfig(), device))
     if "graphs" in parts:
-        step = bare.BareStep(model, ComputeConfig(), device)
-        for work in (SHORT, PLAIN, replace(SHORT, samples=32)):
-            yield f"graphs, {work.name}", partial(graphs.measured, step, work, vocabulary, device)
+        works, ways = (PLAIN, TREE, replace(TREE, samples=32)), graphs.WAYS if device == "cuda" else ("never",)
+        yield "graphs", partial(graphs.measured, model, device, works, vocabulary, ways)
     for mode in MODES if "whole" in parts and device == "cuda" else ():
         whole = bare.BareStep(model, ComputeConfig(), device, mode=mode)
         for work in (SHORT, PLAIN):

@@ -25,7 +25,8 @@ class TokenCopies:
     order: torch.Tensor
     """[P] int64, the place of every copy; the copies of the row's first token first."""
     offsets: torch.Tensor
-    """[N] int64, where in `order` the copies of each token begin."""
+    """[N] int64, where in `order` the copies of each token begin. Further entries stand for no token: their copies are
+    padding, too."""
 
     @classmethod
     def of(cls, cu_runs: torch.Tensor, cu_paths: torch.Tensor, paths_P: torch.Tensor) -> "TokenCopies":
@@ -71,13 +72,14 @@ class _Copied(torch.autograd.Function):
         ctx: Any, rows_N: torch.Tensor, index: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(order, offsets)
+        ctx.num_rows = len(rows_N)
         return rows_N.index_select(0, index)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         order, offsets = ctx.saved_tensors
         flat = gradients[0].reshape(len(gradients[0]), -1)
-        summed_N = F.embedding_bag(order, flat, offsets, mode="sum")
+        summed_N = F.embedding_bag(order, flat, offsets, mode="sum")[: ctx.num_rows]
         return summed_N.view(-1, *gradients[0].shape[1:]), None, None, None
 
 

@@ -8,9 +8,11 @@
     adapters.py   low-rank changes of frozen weights
     experts.py    how experts compute            replayed_router.py   experts that a batch says to take
     streaming.py  files ─► shards, a tensor at a time        export.py   shards ─► Hugging Face names and files
+    rounded.py     one rank's weights, unsharded            recording.py   kernels ─► a CUDA graph
+    replayed_rows.py    a graph of each shape of rows, replayed for the others of it
     training_state.py   parameters, moments and RNG to disk and back, bit for bit
 
-The invariant: parameters, gradients and moments are fp32 shards over all ranks, which of a single CPU in fp32 are plain
-tensors. With `model.dtype: bfloat16` only the forward and backward pass and what leaves the learner are rounded; a
-critic's head is not.
+The invariant: parameters, gradients and moments are fp32 shards over all ranks, which are plain tensors on a single CPU
+in fp32, and on a single GPU that replays a policy's kernels. With `model.dtype: bfloat16` only the forward and backward
+pass and what leaves the learner are rounded; a critic's head is not.
 """

@@ -22,7 +22,7 @@ from learner.rows.batch import PackedBatch
 from .export import HuggingFaceExport
 from .policy import Policy, ScoreModel, ValueModel
 from .sharded_model import Reports, ShardedModel
-from .sharding import gathering, local, whole
+from .sharding import local, whole
 from .streaming import copy_rows
 
 
@@ -57,7 +57,7 @@ class FsdpBackend(ShardedModel):
     @torch.no_grad()
     def hidden(self, batch: PackedBatch) -> torch.Tensor:
         """[T, H] the input of the output head, for comparisons of logits; T is at least 1."""
-        with gathering(self._policy):
+        with self._passing():
             return self._policy.whole_hidden(batch).to(batch.token_ids_T.device)
 
     def step(

@@ -15,6 +15,7 @@ from learner.backends.replayed_choice import Recorded
 from learner.backends.token_logprobs import confident_logprobs, token_logprobs
 from learner.models.attention import ATTENTION_NAME, register_packed_attention
 from learner.rows.batch import PackedBatch
+from learner.rows.padding import PaddedShape
 
 from .context import ContextGroup
 from .experts import experts_implementation
@@ -117,17 +118,30 @@ class Policy(PackedModel):
         """[T] fp32 logprobs, 0 for the first token of every sequence; [T, 2 + C] or [T, 3] as `PackedBatch` says. With
         `top`: [T, C, 2] the C = `top` likeliest tokens in the place of each token, as `likeliest` gives them."""
         row = self.row(batch)
-        hidden_NH, weight_VH = self.hidden(row), self.model.get_output_embeddings().weight
         if top:
-            found_N = likeliest(hidden_NH, weight_VH, top, temperature)
-        elif batch.wants_confidence:
-            found_N = confident_logprobs(hidden_NH, weight_VH, row.next_ids_N, temperature)
-        elif row.next_candidates_NC is None:
-            found_N = token_logprobs(hidden_NH, weight_VH, row.next_ids_N, temperature)
+            found_N = likeliest(self.hidden(row), self._head, top, temperature)
+        elif batch.wants_confidence or row.next_candidates_NC is None:
+            found_N = self.token_values(row, temperature, confident=batch.wants_confidence)
         else:
             tokens_NC = torch.cat([row.next_ids_N[:, None], row.next_candidates_NC], dim=1)
-            found_N = own_first(candidate_logprobs(hidden_NH, weight_VH, tokens_NC, temperature))
+            found_N = own_first(candidate_logprobs(self.hidden(row), self._head, tokens_NC, temperature))
         return row.at_next_token(self.context.gathered(found_N))
+
+    def token_values(self, row: FsdpRow, temperature: float, *, confident: bool) -> torch.Tensor:
+        """[N] fp32 logprobs of the tokens that this rank's positions predict; [N, 3] with the confidence, as
+        `PackedBatch` says."""
+        values = confident_logprobs if confident else token_logprobs
+        return values(self.hidden(row), self._head, row.next_ids_N, temperature)
+
+    def padded_row(self, batch: PackedBatch, shape: PaddedShape) -> FsdpRow:
+        """The batch in a shape of which rows of other batches may be, too, on the parameters' device."""
+        device = next(self.parameters()).device
+        return FsdpRow.of(batch, self.context, device, varlen=True, shape=shape)
+
+    @property
+    def _head(self) -> torch.Tensor:
+        weight_VH: torch.Tensor = self.model.get_output_embeddings().weight
+        return weight_VH
 
 
 class ValueModel(PackedModel):

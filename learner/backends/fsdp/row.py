@@ -10,6 +10,7 @@ import torch
 
 from learner.models.attention import PackedLayout, check_alignment
 from learner.rows.batch import PackedBatch
+from learner.rows.padding import PaddedShape
 from learner.rows.positions import Positions
 
 from .context import ContextGroup
@@ -17,8 +18,8 @@ from .context import ContextGroup
 
 @dataclass(frozen=True, kw_only=True)
 class FsdpRow:
-    """A rank's part of a micro-batch. With several ranks a dummy sequence pads the row to a multiple of their
-    number."""
+    """A rank's part of a micro-batch. With several ranks a dummy sequence pads the row to a multiple of their number;
+    a single rank may pad it to a `PaddedShape`."""
 
     token_ids_N: torch.Tensor
     position_ids_N: torch.Tensor
@@ -36,9 +37,18 @@ class FsdpRow:
     """[T] the position of the whole row that predicts each token; None: it is the token before."""
 
     @classmethod
-    def of(cls, batch: PackedBatch, context: ContextGroup, device: torch.device, *, varlen: bool) -> "FsdpRow":
-        """Return this rank's part of `batch` on its device. `varlen`: see `PackedLayout`."""
-        positions = Positions.of(batch, context.size)
+    def of(
+        cls,
+        batch: PackedBatch,
+        context: ContextGroup,
+        device: torch.device,
+        *,
+        varlen: bool,
+        shape: PaddedShape | None = None,
+    ) -> "FsdpRow":
+        """Return this rank's part of `batch` on its device, padded to `shape`. `varlen`: see `PackedLayout`."""
+        positions = Positions.of(batch, context.size) if shape is None else shape.positions_of(batch)
+        layout = positions.layout(batch, varlen=varlen) if shape is None else shape.layout(positions, batch)
         if varlen and batch.tree is not None:
             check_alignment(device)
 
@@ -51,13 +61,20 @@ class FsdpRow:
             position_ids_N=_moved(context.own(positions.position_ids(batch)), device),
             next_ids_N=_moved(context.own(next_ids_N), device),
             has_previous_T=_moved(batch.position_ids_T > 0, device),
-            layout=positions.layout(batch, varlen=varlen).moved(
-                lambda tensor: _moved(tensor, device), context if context.size > 1 else None
-            ),
+            layout=layout.moved(lambda tensor: _moved(tensor, device), context if context.size > 1 else None),
             experts_NLK=own(None if batch.experts_TLK is None else positions.here(batch.experts_TLK, -1)),
             next_candidates_NC=own(None if batch.candidates_TC is None else positions.after(batch.candidates_TC)),
             predictor_T=None if positions.tree is None else _moved(positions.tree.predictor_T, device),
         )
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that the model's pass reads of a row without experts and candidates, for the variable-length kernel."""
+        found = [self.token_ids_N, self.position_ids_N, self.next_ids_N, self.layout.cu_seqlens]
+        paths = self.layout.paths
+        if paths is not None:
+            found += [paths.cu_runs, paths.index, paths.copies.order, paths.copies.offsets]
+        return found
 
     def at_next_token(self, next_T: torch.Tensor) -> torch.Tensor:
         """[T, ...] values of all tokens but the row's last, moved to the token that follows; 0 where a sequence

@@ -1,5 +1,6 @@
 """The base of both fsdp backends: a module in shards with its optimizer, updated over packed micro-batches."""
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,17 +20,23 @@ from learner.backends.saving import save
 from learner.config import AdapterConfig, ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from learner.models.layout import check_ranks, check_splits
 from learner.models.model import load_model
+from learner.models.shape import num_experts
 from learner.rows.batch import PackedBatch
 
 from .adapters import Adapters
 from .context import ContextGroup
 from .layers import prepare_layers
 from .optimizer import open_optimizer
-from .policy import PackedModel
+from .policy import PackedModel, Policy
+from .recording import PassRecorder, open_recorder, why_launched
+from .replayed_rows import ReplayedRows
+from .rounded import RoundedWeights
 from .row import placeholder
 from .sharding import clip_gradients, gathering, join_context, local, shard, sync_gradients
 from .streaming import allocate_shards, can_stream, fill_shards, meta_model
 from .training_state import StagedState, load_state
+
+log = logging.getLogger(__name__)
 
 Reports = list[dict[str, float]]
 
@@ -59,6 +66,8 @@ class ShardedModel:
         self.replicas = self.world_size // context.size
         self._dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
         self._adapters: Adapters | None = None
+        self._rounded: RoundedWeights | None = None
+        self._replayed: ReplayedRows | None = None
         self._module = self._open(kind, model, seed, mesh, context, compute)
         self._parameters = [p for p in self._module.parameters() if p.requires_grad]
         self._max_grad_norm = optimizer.max_grad_norm
@@ -84,13 +93,37 @@ class ShardedModel:
         if model.adapter is not None:
             self._adapters = Adapters(module.model, model.adapter, self._dtype)
         prepare_layers(module.layers, compute)
-        shard(module, mesh, half_precision=is_half)
+        recorder = self._recorder(module, compute)
+        if recorder is None:
+            shard(module, mesh, half_precision=is_half)
         if is_streamed:
             allocate_shards(module, self._device)
             fill_shards(whole, model.path)
         if self._adapters is not None:
             self._adapters.fill(seed)
+        if recorder is not None and isinstance(module, Policy):
+            module.to(self._device)
+            self._rounded = RoundedWeights(module, self._dtype)
+            self._replayed = ReplayedRows(module, self._rounded, recorder)
         return module
+
+    def _recorder(self, module: PackedModel, compute: ComputeConfig) -> PassRecorder | None:
+        """Return what records the passes of this model, which then is not sharded; None if they are launched."""
+        recorder = open_recorder(self._device) if isinstance(module, Policy) else None
+        if recorder is None:
+            return None
+        reason = why_launched(
+            compute,
+            ranks=self.world_size,
+            parameters=sum(parameter.numel() for parameter in module.parameters()),
+            is_rounded=self._dtype is not torch.float32,
+            has_adapter=self._adapters is not None,
+            has_experts=num_experts(module.model.config) > 0,
+            has_window=getattr(module.model.config, "sliding_window", None) is not None,
+        )
+        if reason:
+            log.info("kernels are launched one by one, not replayed as CUDA graphs: %s", reason)
+        return None if reason else recorder
 
     def snapshot(self, directory: Path, *, is_copied: bool) -> Snapshot:
         """Return a snapshot in which each rank writes its shards."""
@@ -108,7 +141,14 @@ class ShardedModel:
 
     def off_device(self) -> AbstractContextManager[None]:
         """Keep this rank's shards in host memory; moments that are there anyway stay."""
+        if self._replayed is not None and self._rounded is not None:
+            self._replayed.stop("the model leaves its device at times, and then comes back to other memory")
+            self._rounded.release()
         return self._off_device.away(self._held(), self._device)
+
+    def _passing(self) -> AbstractContextManager[None]:
+        """Return a context around all passes of a call."""
+        return gathering(self._module) if self._rounded is None else self._rounded.in_place()
 
     def _held(self) -> Iterator[torch.Tensor]:
         for parameter in self._module.parameters():
@@ -126,7 +166,7 @@ class ShardedModel:
 
         `options`: further arguments of the module's forward pass.
         """
-        with gathering(self._module):
+        with self._passing():
             return [self._forward(batch, *options)[: batch.num_tokens] for batch in batches]
 
     def _update(
@@ -135,13 +175,17 @@ class ShardedModel:
         """Make one update. Empty micro-batches report {}. The weights stay if the norm is not finite."""
         check_same_count(len(batches), self._device)
         self._optimizer.zero_grad(set_to_none=True)
+        if self._rounded is not None:
+            self._rounded.begin()
         shares, reports = [], Reports()
-        with gathering(self._module), nullcontext() if self._adapters is None else self._adapters.dropping():
+        with self._passing(), nullcontext() if self._adapters is None else self._adapters.dropping():
             for index, batch in enumerate(batches):
                 sync_gradients(self._module, is_last=index == len(batches) - 1)
                 share, report = self._backward(index, batch, loss, *options)
                 shares.append(share)
                 reports.append(report)
+        if self._rounded is not None:
+            self._rounded.give()
         if batches:
             reports[0] |= self._disagreement(batches)
         grad_norm = clip_gradients(self._parameters, self._max_grad_norm, self._device)
@@ -161,7 +205,8 @@ class ShardedModel:
         return disagreement(tally_2)
 
     def _forward(self, batch: PackedBatch, *options: float) -> torch.Tensor:
-        outputs_T: torch.Tensor = self._module(batch if batch.num_tokens else placeholder(), *options)
+        passes = self._module if self._replayed is None else self._replayed
+        outputs_T: torch.Tensor = passes(batch if batch.num_tokens else placeholder(), *options)
         return outputs_T.to(batch.token_ids_T.device)
 
     def _backward(

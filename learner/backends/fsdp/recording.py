@@ -1,0 +1,101 @@
+"""Launches of kernels are recorded as CUDA graphs, all in one pool of memory."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from learner.config import ComputeConfig
+
+ROOM = 2
+"""The device must have this many times the memory of all graphs free, for rows of other shapes."""
+
+MOST_PARAMETERS = 1 << 30
+"""The largest model whose kernels are replayed. A larger one computes for longer than its kernels take to launch."""
+
+
+class PassRecorder(Protocol):
+    """Records calls, to repeat them on the same memory."""
+
+    def record(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Return a function that repeats what `call` computes. Recording itself need not compute it. The call may be
+        made once to be recorded, or each time. Raises RuntimeError where that is impossible."""
+        ...
+
+    def has_room(self) -> bool:
+        """Return whether recordings leave enough memory free."""
+        ...
+
+
+class CudaRecorder:
+    """CUDA graphs that share one pool. What one of them leaves there is gone once another runs, unless a tensor of its
+    recording is still held."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._bytes = 0
+        self._has_workspace = False
+
+    def record(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Capture the call's kernels. Other threads may use the device meanwhile, so only this one's calls are
+        checked."""
+        if not self._has_workspace:
+            self._reserve_workspace()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        before, _ = torch.cuda.mem_get_info(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            call()
+        after, _ = torch.cuda.mem_get_info(self._device)
+        self._bytes += max(0, before - after)
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+    def has_room(self) -> bool:
+        """Return whether rows of other shapes have room beside the pool."""
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return free >= ROOM * self._bytes
+
+    def _reserve_workspace(self) -> None:
+        """Have cuBLAS make its workspace of this stream, for both threads that multiply. It stays for good, and made
+        within a recording it would keep a part of the pool."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            ones = torch.ones(64, 64, dtype=torch.bfloat16, device=self._device, requires_grad=True)
+            torch.autograd.grad((ones @ ones).sum(), ones)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        self._has_workspace = True
+
+
+def open_recorder(device: torch.device) -> PassRecorder | None:
+    """Return what records on a device; None on a CPU, which has nothing to launch."""
+    return CudaRecorder(device) if device.type == "cuda" else None
+
+
+def why_launched(
+    compute: ComputeConfig,
+    *,
+    ranks: int,
+    parameters: int,
+    is_rounded: bool,
+    has_adapter: bool,
+    has_experts: bool,
+    has_window: bool,
+) -> str:
+    """Return why a policy's kernels are launched one by one, as a part of a sentence; nothing if they may be
+    recorded."""
+    reasons = {
+        "learner.compute.cuda_graphs is never": compute.cuda_graphs == "never",
+        f"the model is spread over {ranks} ranks": ranks > 1,
+        "model.dtype is float32": not is_rounded,
+        f"the model has more than {MOST_PARAMETERS:,} parameters": parameters > MOST_PARAMETERS,
+        "the model has experts": has_experts,
+        "the model's attention has a window": has_window,
+        "an adapter is trained": has_adapter,
+        f"learner.compute.recompute is {compute.recompute}": compute.recompute != "none",
+        "learner.compute.offload_optimizer is true": compute.offload_optimizer,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")

@@ -1,0 +1,200 @@
+"""A policy's passes over rows are recorded once for each shape, and replayed for all other rows of that shape.
+
+    row ─ padded ─► copied into the recorded row ─ forward graph ─► results ─ loss, eager ─► gradient ─ backward graph
+                                                                                              └► added to fp32 sums
+
+Launching a thousand kernels takes a process longer than a GPU takes to run them for a small model; replaying takes a
+millisecond. A shape's first row is launched kernel by kernel, so that rare shapes cost nothing, the second one is
+recorded. All graphs use one pool of memory, so only the last row that went forward can go backward.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from learner.rows.batch import PackedBatch
+from learner.rows.padding import PaddedShape
+
+from .policy import Policy
+from .recording import PassRecorder
+from .rounded import RoundedWeights
+from .row import FsdpRow
+
+log = logging.getLogger(__name__)
+
+MOST_RECORDED = 24
+"""The number of shapes whose graphs are kept; those of a shape that was not used for longest are dropped."""
+
+MOST_SEEN = 4096
+"""The number of shapes that are remembered until they come again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """All that the passes of one recording have in common."""
+
+    shape: PaddedShape
+    temperature: float
+    confident: bool
+    has_gradient: bool
+
+
+class ReplayedRows:
+    """A policy's forward and backward passes on one rank, whose weights lie in `weights`."""
+
+    def __init__(self, policy: Policy, weights: RoundedWeights, recorder: PassRecorder) -> None:
+        self._policy = policy
+        self._weights = weights
+        self._recorder: PassRecorder | None = recorder
+        self._seen: set[_Kind] = set()
+        self._recorded: OrderedDict[_Kind, _Passes] = OrderedDict()
+        self._turns = _Turns()
+
+    def __call__(self, batch: PackedBatch, temperature: float, top: float = 0) -> torch.Tensor:
+        """[T, ...] what the policy's forward pass returns; the weights must be in place."""
+        if self._recorder is None or top or not _is_plain(batch):
+            found_T: torch.Tensor = self._policy(batch, temperature, top)
+            return found_T
+        kind = _Kind(
+            shape=PaddedShape.of(batch),
+            temperature=temperature,
+            confident=batch.wants_confidence,
+            has_gradient=torch.is_grad_enabled(),
+        )
+        row = self._policy.padded_row(batch, kind.shape)
+        passes = self._passes(kind, row)
+        if passes is None:
+            return row.at_next_token(self._policy.token_values(row, temperature, confident=kind.confident))
+        return row.at_next_token(passes(row))
+
+    @property
+    def num_recorded(self) -> int:
+        """The number of shapes that have graphs."""
+        return len(self._recorded)
+
+    def stop(self, reason: str) -> None:
+        """Drop all graphs and record no more, as their memory is about to be freed, or is needed."""
+        if self._recorder is not None:
+            log.info("kernels are launched one by one from now on, not replayed as CUDA graphs: %s", reason)
+        self._recorder = None
+        self._recorded.clear()
+        self._seen.clear()
+
+    def _passes(self, kind: _Kind, row: FsdpRow) -> "_Passes | None":
+        found = self._recorded.get(kind)
+        if found is not None:
+            self._recorded.move_to_end(kind)
+            return found
+        if kind not in self._seen:
+            if len(self._seen) >= MOST_SEEN:
+                self._seen.clear()
+            self._seen.add(kind)
+            return None
+        return self._record(kind, row)
+
+    def _record(self, kind: _Kind, row: FsdpRow) -> "_Passes | None":
+        """Record a row's passes. Where torch or the device's memory does not allow it, no row is recorded any more."""
+        assert self._recorder is not None
+        while len(self._recorded) >= MOST_RECORDED:
+            self._recorded.popitem(last=False)
+        try:
+            passes = _Passes(self._policy, self._weights, self._recorder, kind, row, self._turns)
+        except RuntimeError as error:
+            self.stop(f"recording failed ({type(error).__name__}: {error})")
+            return None
+        if not self._recorder.has_room():
+            del passes
+            self.stop("they leave too little of the device's memory free")
+            return None
+        self._recorded[kind] = passes
+        return passes
+
+
+class _Turns:
+    """The number of forward passes that were replayed in one pool."""
+
+    number = 0
+
+
+class _Passes:
+    """The recorded passes of rows of one kind. The recorded row is the memory from which they read."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        weights: RoundedWeights,
+        recorder: PassRecorder,
+        kind: _Kind,
+        row: FsdpRow,
+        turns: _Turns,
+    ) -> None:
+        self.turns = turns
+        self._weights = weights
+        self._row = row
+        self._found_N: torch.Tensor | None = None
+        self._reached: set[int] = set()
+        size = (kind.shape.positions, 3) if kind.confident else (kind.shape.positions,)
+        exact = torch.promote_types(weights.copies[0].dtype, torch.float32)
+        self._grad_N = torch.zeros(size if kind.has_gradient else 0, dtype=exact, device=row.token_ids_N.device)
+
+        def forward() -> None:
+            with torch.set_grad_enabled(kind.has_gradient):
+                self._found_N = policy.token_values(row, kind.temperature, confident=kind.confident)
+
+        def backward() -> None:
+            assert self._found_N is not None
+            gradients = torch.autograd.grad(self._found_N, weights.copies, self._grad_N, allow_unused=True)
+            self._reached = weights.add(gradients)
+
+        self._has_gradient = kind.has_gradient
+        self._forward: Callable[[], None] = recorder.record(forward)
+        self._backward: Callable[[], None] | None = recorder.record(backward) if kind.has_gradient else None
+        self._pull = torch.zeros((), requires_grad=True)
+
+    def __call__(self, row: FsdpRow) -> torch.Tensor:
+        """[N, ...] results of a row of this kind; with a gradient, if the kind has one."""
+        if row is not self._row:
+            torch._foreach_copy_(self._row.tensors, row.tensors)
+        if not self._has_gradient:
+            return self.forward()
+        found_N: torch.Tensor = _Replayed.apply(self._pull, self)  # type: ignore[no-untyped-call]
+        return found_N
+
+    def forward(self) -> torch.Tensor:
+        """[N, ...] results in memory of their own."""
+        self.turns.number += 1
+        self._forward()
+        assert self._found_N is not None
+        return self._found_N.detach().clone()
+
+    def backward(self, grad_N: torch.Tensor) -> None:
+        """Add the gradients of the last forward pass to the sums."""
+        assert self._backward is not None
+        self._grad_N.copy_(grad_N)
+        self._backward()
+        self._weights.reach(self._reached)
+
+
+class _Replayed(torch.autograd.Function):
+    """Replayed passes as one operation: autograd sees a number that wants a gradient, and none of the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, pull: torch.Tensor, passes: _Passes) -> torch.Tensor:
+        found_N = passes.forward()
+        ctx.passes, ctx.turn = passes, passes.turns.number
+        return found_N
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None]:
+        assert ctx.turn == ctx.passes.turns.number, "another row went forward since"
+        ctx.passes.backward(gradients[0])
+        return None, None
+
+
+def _is_plain(batch: PackedBatch) -> bool:
+    """Return whether the batch has tokens, and wants nothing but logprobs of them, perhaps with the confidence."""
+    return batch.num_tokens > 0 and batch.experts_TLK is None and batch.candidates_TC is None

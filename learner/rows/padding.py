@@ -1,0 +1,111 @@
+"""Rows are padded to a few shapes, so that kernels which were recorded for one row compute the others of its shape.
+
+    row            a b c d e f | g h | i                     N positions in R runs
+    padded         a b c d e f | g h | i | - - - - - | |     further positions in runs of their own, and empty runs
+
+Padding shares nothing and predicts nothing, so it changes no result and no gradient. It also fills up the places of a
+tree's paths; those copies belong to no position. Shapes are eight to an octave of positions, fewer of all else.
+
+Without a tree the runs are sequences, and there are no places.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from learner.models.attention import LENGTH_STEP, PackedLayout
+from learner.models.paths import TokenCopies
+
+from .batch import PackedBatch
+from .positions import Positions
+
+STEP, PARTS = 256, 8
+"""Positions are a multiple of `STEP` and of an eighth of the power of two below."""
+
+PLACES_STEP, PLACES_PARTS = 1024, 4
+RUNS_STEP, RUNS_PARTS = 64, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddedShape:
+    """The sizes of a padded row. Rows of one shape differ in the contents of their tensors alone."""
+
+    positions: int
+    """N, of which at least one is padding."""
+    runs: int
+    """R, among them those of padding and empty ones."""
+    longest: int
+    """A bound of the tokens of a sequence or path."""
+    places: int = 0
+    """P, the tokens of all paths together."""
+    longest_run: int = 0
+    """A bound of the tokens of a run."""
+
+    @classmethod
+    def of(cls, batch: PackedBatch) -> "PaddedShape":
+        """Returns the smallest shape that the batch fits into; it has at least one sequence."""
+        positions = _rounded(batch.num_positions + 1, STEP, PARTS)
+        padding = positions - batch.num_positions
+        added = -(-padding // LENGTH_STEP)
+        tree = batch.tree
+        if tree is None:
+            runs = _rounded(batch.num_sequences + added, RUNS_STEP, RUNS_PARTS)
+            return cls(positions=positions, runs=runs, longest=_bound(batch.cu_seqlens))
+        return cls(
+            positions=positions,
+            runs=_rounded(len(tree.cu_runs) - 1 + added, RUNS_STEP, RUNS_PARTS),
+            longest=_bound(tree.cu_paths),
+            places=_rounded(len(tree.paths_P) + padding, PLACES_STEP, PLACES_PARTS),
+            longest_run=_bound(tree.cu_runs),
+        )
+
+    def positions_of(self, batch: PackedBatch) -> Positions:
+        """Returns the positions of a batch of this shape. A run of padding is no longer than the bounds."""
+        padding, tree = self.positions - batch.num_positions, batch.tree
+        if tree is not None:
+            for start in range(0, padding, LENGTH_STEP):
+                tree = tree.padded(min(LENGTH_STEP, padding - start))
+        return Positions(tree, padding)
+
+    def layout(self, positions: Positions, batch: PackedBatch) -> PackedLayout:
+        """Returns the layout of a batch of this shape, in these positions, for the variable-length kernel; on the
+        CPU."""
+        tree = positions.tree
+        if tree is None:
+            end = batch.num_tokens + positions.padding
+            ends = torch.arange(batch.num_tokens + LENGTH_STEP, end + LENGTH_STEP, LENGTH_STEP).clamp(max=end)
+            bounds = torch.cat([batch.cu_seqlens.cpu(), ends.to(torch.int32)])
+            return PackedLayout(cu_seqlens=self._filled(bounds), max_seqlen=self.longest, buckets=None)
+        layout = PackedLayout.of_paths(tree.cu_runs, tree.cu_paths, tree.paths_P, varlen=True)
+        assert layout.paths is not None
+        paths = replace(
+            layout.paths,
+            cu_runs=self._filled(layout.paths.cu_runs),
+            longest_run=self.longest_run,
+            index=F.pad(layout.paths.index, (0, self.places - len(layout.paths.index))),
+            copies=self._copies(layout.paths.copies),
+        )
+        return replace(layout, cu_seqlens=self._filled(layout.cu_seqlens), max_seqlen=self.longest, paths=paths)
+
+    def _filled(self, bounds: torch.Tensor) -> torch.Tensor:
+        """[R + 1] bounds, with further runs of no position at the end."""
+        return F.pad(bounds, (0, self.runs + 1 - len(bounds)), value=int(bounds[-1]))
+
+    def _copies(self, copies: TokenCopies) -> TokenCopies:
+        """Returns the copies with those of padding, each the only one of a position that the row does not have: many
+        copies of one position would be summed one after another."""
+        real = len(copies.order)
+        further = torch.arange(real, real + max(PLACES_STEP, self.places // PLACES_PARTS)).clamp(max=self.places)
+        return TokenCopies(F.pad(copies.order, (0, self.places - real)), torch.cat([copies.offsets, further]))
+
+
+def _rounded(count: int, step: int, parts: int) -> int:
+    """Returns the next multiple of `step`, or of a part of the power of two below, whichever is larger."""
+    step = max(step, (1 << (count.bit_length() - 1)) // parts)
+    return -(-count // step) * step
+
+
+def _bound(bounds: torch.Tensor) -> int:
+    """Returns the power of two above the longest run, at least the kernel's own step."""
+    return 1 << (max(LENGTH_STEP, int(bounds.diff().max())) - 1).bit_length()
