@@ -11,6 +11,8 @@ Every way starts with the same weights and makes the same updates, which are com
 """
 
 import gc
+import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,11 +37,13 @@ from .clock import timed, wait
 from .rows import StepWork
 
 WAYS = ("never", "rounded", "padded", "auto", "compiled")
+TIMED = ("never", "auto", "compiled")
+
 EXACT = {"rounded": "never", "padded": "never", "auto": "padded", "compiled": "auto"}
 """The way that each way is compared with, besides never."""
 
 UPDATES = 3
-FRESH = 12
+FRESH = 8
 """Updates on rows of new samples each, one after another, which share shapes or do not."""
 
 Tensors = list[torch.Tensor]
@@ -58,15 +62,25 @@ class Launched:
 
 
 def measured(
-    model: ModelConfig, device: str, works: Sequence[StepWork], vocabulary: int, ways: Sequence[str] = WAYS
+    model: ModelConfig,
+    device: str,
+    works: Sequence[StepWork],
+    vocabulary: int,
+    ways: Sequence[str] = WAYS,
+    limit_s: float = 75.0,
 ) -> dict[str, Any]:
-    """Return each way's milliseconds for each amount of work, and how far its updates are off."""
+    """Return each way's milliseconds for each amount of work, and how far its updates are off. A way that does not
+    begin within the limit is left out."""
     found: dict[str, Any] = {}
     after: dict[str, tuple[list[float], Tensors]] = {}
     first: Tensors = []
     rows = [replace(works[0], seed=seed).rows(vocabulary, CostModel()) for seed in range(UPDATES)]
+    whole = time.perf_counter()
     for way in ways:
         began = time.perf_counter()
+        if began - whole > limit_s:
+            found[way] = "left out: no time"
+            continue
         backend = _opened(way, model, device)
         first = first or _weights(backend)
         after[way] = _trained(backend, rows)
@@ -74,17 +88,36 @@ def measured(
         for other in dict.fromkeys(("never", EXACT.get(way, "never"))):
             if other != way:
                 found[way][f"off_from_{other}"] = _off(after[way], after[other], first)
-        for work in works:
+        for work in works if way in TIMED else ():
             found[way][work.name] = _timed(backend, work, vocabulary, device)
         if backend._replayed is not None:
             found[way]["recorded"] = backend._replayed.num_recorded
+            found[way]["away"] = _away(backend, rows[0])
         found[way]["seconds"] = round(time.perf_counter() - began, 1)
+        print(f"{way}: {json.dumps(found[way])}", file=sys.stderr, flush=True)
         del backend
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+        _collect()
     return found
+
+
+def _collect() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _away(backend: FsdpBackend, rows: Sequence[PackedBatch]) -> dict[str, float]:
+    """Return the memory that is kept while the model is off the device, and how far its logprobs are off afterwards."""
+    before = backend.logprobs(rows, 1.0)
+    with backend.off_device():
+        gib = torch.cuda.memory_reserved() / 2**30 if torch.cuda.is_available() else 0.0
+    after = backend.logprobs(rows, 1.0)
+    return {
+        "gib": round(gib, 3),
+        "off": max(float((a - b).abs().max()) for a, b in zip(before, after, strict=True)),
+        "norm_after": _update(backend, rows)()[1],
+    }
 
 
 @contextmanager
