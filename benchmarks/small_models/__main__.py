@@ -9,6 +9,7 @@ JSON object.
 
 import argparse
 import json
+import logging
 import os
 import sys
 import time
@@ -45,6 +46,8 @@ def main() -> None:
     """Measure all parts, as the command line says."""
     options = _parse()
     os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+    logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("learner").setLevel(logging.DEBUG)  # why kernels are launched, not replayed
     began = time.monotonic()
     shape = shape_of(options.shape)
     directory = checkpoint.folder(None, options.shape, shape)

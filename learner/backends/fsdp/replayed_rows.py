@@ -104,6 +104,7 @@ class ReplayedRows:
         try:
             passes = _Passes(self._policy, self._weights, self._recorder, kind, row, self._turns)
         except RuntimeError as error:
+            log.debug("a recording failed", exc_info=True)
             self.stop(f"recording failed ({type(error).__name__}: {error})")
             return None
         if not self._recorder.has_room():
