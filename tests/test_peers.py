@@ -339,10 +339,13 @@ def test_verls_metrics_become_figures_as_they_are_written(tmp_path: Path) -> Non
 def test_a_run_that_has_ended_is_not_made_again(tmp_path: Path) -> None:
     one = figures_of(steps_of(1.0, 2.0), engine_idle=None, pause_per_update_s=None)
     later = msgspec.structs.replace(one, samples_per_s=9.0)
-    assert Kept(tmp_path, is_read=True).figures("headway-0", lambda: one) == one
-    assert Kept(tmp_path, is_read=True).figures("headway-0", lambda: later) == one
-    assert Kept(tmp_path, is_read=False).figures("headway-0", lambda: later) == later
-    assert Kept(tmp_path, is_read=True).figures("headway-0", lambda: one) == later
+    solved = msgspec.structs.replace(later, pass_rate=0.5)
+    go_on, anew = Kept(tmp_path, is_read=True), Kept(tmp_path, is_read=False)
+    assert go_on.figures("headway-0", lambda: one, None) == one
+    assert go_on.figures("headway-0", lambda: later, None) == one
+    assert anew.figures("headway-0", lambda: later, None) == later
+    assert go_on.figures("headway-0", lambda: one, lambda _: solved) == solved
+    assert go_on.figures("headway-0", lambda: one, lambda _: one) == solved
 
 
 def test_no_process_of_a_peer_outlives_its_command(tmp_path: Path) -> None:

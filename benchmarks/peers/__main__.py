@@ -1,5 +1,5 @@
 """python -m benchmarks.peers --output DIR [--python .venv/peers/bin/python] [--rounds 1]
-       [--of headway,trl-1-thread,...] [--task short|long-tailed] [--gpus 0|1|2] [--go-on] [key=value ...]
+       [--of headway,trl-1-thread,...] [--task short|long-tailed] [--gpus 0|1|2] [--go-on] [--unjudged] [key=value ...]
 
 Headway and TRL train the task's model, from the same warmed-up weights. A task is a recipe, one for CPUs and one for
 GPUs (`race.py`); `--recipe` names another one, and `key=value` are overrides of it for both. Responses of the task
@@ -7,7 +7,7 @@ GPUs (`race.py`); `--recipe` names another one, and `key=value` are overrides of
 and the best of them counts. In every round each contestant runs once, in turn, and its median run counts. A warm-up
 that has ended is not made again: give the same output to go on. With `--go-on` no run of that output is either, whose
 figures are kept: so parts of a race may be commands of their own, also at once, each with its own CUDA_VISIBLE_DEVICES.
-An empty `--of` only warms up.
+An empty `--of` only warms up. `--unjudged` leaves the models' pass rates to a later command that goes on.
 
 With `--gpus 1` all generate with vLLM on the GPU where they train. Of two GPUs the engines of Headway, trl-async and
 verl-async have the second one; the synchronous trainers train and generate on both. The page of this package says what
@@ -54,7 +54,8 @@ def main() -> int:
     race.load()  # refuses, before anything starts, what is no race
     kept = Kept(options.output, is_read=options.go_on)
     contestants.warm_up(race, options.timeout_s)
-    before = kept.number("before", lambda: contestants.pass_rate(race, race.model, options.timeout_s))
+    judge = None if options.unjudged else partial(contestants.judged, race=race, timeout_s=options.timeout_s)
+    before = kept.number("before", lambda: contestants.pass_rate(race, race.model, options.timeout_s)) if judge else 0.0
     rounds: dict[str, list[Figures]] = {name: [] for name in options.of}
     failed: dict[str, str] = {}
     for number in range(options.rounds):
@@ -62,7 +63,7 @@ def main() -> int:
             _tell(f"{name}, load {os.getloadavg()[0]:.1f}")
             run = partial(contestants.run, name, race, options.python, options.timeout_s)
             try:
-                rounds[name].append(kept.figures(f"{name}-{number}", run))
+                rounds[name].append(kept.figures(f"{name}-{number}", run, judge))
             except Exception as error:  # noqa: BLE001 - whatever ended it, others race on
                 failed[name] = str(error)[-200:]
                 traceback.print_exc()
@@ -95,6 +96,7 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--go-on", action="store_true", help="with the figures that the output has")
+    parser.add_argument("--unjudged", action="store_true", help="without the pass rates of models")
     parser.add_argument("--gpus", type=int, choices=SETTINGS, default=0, help="0: CPUs")
     parser.add_argument("--timeout-s", type=float, default=900.0, help="of one command")
     options = parser.parse_intermixed_args()

@@ -43,7 +43,7 @@ def compared(rounds: Mapping[str, Sequence[Figures]], before: float, target: flo
     learned = {name: rewards_beside(ours, run) for name, run in theirs.items()}
     met = {
         f"{target} times the samples per second": times >= target,
-        "held-out pass rate equal or better": (ours.pass_rate or 0.0) >= (peer.pass_rate or 0.0) - NOISE,
+        **_learned_as_much(ours.pass_rate, peer.pass_rate),
         **{f"reward after {equal} equal or better": _is_level(*pair) for equal, pair in learned[best].items()},
     }
     return {
@@ -54,6 +54,13 @@ def compared(rounds: Mapping[str, Sequence[Figures]], before: float, target: flo
         "reward_of_headway_and_peer": learned,
         "met": met,
     }
+
+
+def _learned_as_much(ours: float | None, peer: float | None) -> dict[str, bool]:
+    """Return whether the pass rates are equal or ours is better; nothing unless both were measured."""
+    if ours is None or peer is None:
+        return {}
+    return {"held-out pass rate equal or better": ours >= peer - NOISE}
 
 
 def rewards_beside(ours: Figures, peer: Figures) -> dict[str, tuple[float | None, float | None]]:

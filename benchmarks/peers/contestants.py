@@ -66,7 +66,7 @@ def warm_up(race: Race, timeout_s: float) -> None:
 
 
 def run(name: str, race: Race, python: Path, timeout_s: float) -> Figures:
-    """Make a contestant's run anew and measure its model; `python` is an interpreter that has TRL.
+    """Make a contestant's run anew; `python` is an interpreter that has TRL. The model is not measured yet.
 
     Raises CalledProcessError or TimeoutExpired, its output on stderr.
     """
@@ -84,8 +84,13 @@ def run(name: str, race: Race, python: Path, timeout_s: float) -> Figures:
         figures,
         gpu_idle=idle(seen, began + first, began + figures.ends_s[-1]),
         processor_ms_per_sample=round(1000 * (_processor_s() - before) / samples, 2),
-        pass_rate=pass_rate(race, model, timeout_s),
+        model=str(model),
     )
+
+
+def judged(figures: Figures, race: Race, timeout_s: float) -> Figures:
+    """Return the figures with the pass rate of their model. Raises CalledProcessError or TimeoutExpired."""
+    return msgspec.structs.replace(figures, pass_rate=pass_rate(race, Path(figures.model), timeout_s))
 
 
 def pass_rate(race: Race, model: Path, timeout_s: float) -> float:

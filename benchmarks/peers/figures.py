@@ -55,7 +55,9 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     ends_s: list[float]
     """The seconds at which these steps ended, from the command's start."""
     pass_rate: float | None = None
-    """The share of held-out prompts that the saved model solves."""
+    """The share of held-out prompts that the saved model solves; None if that was not measured."""
+    model: str = ""
+    """The directory of the saved model."""
     lag_mean: float = 0.0
     """The mean number of versions by which a sample's oldest token was behind the weights that it trained."""
 

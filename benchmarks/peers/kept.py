@@ -18,19 +18,30 @@ class Kept:
         self._directory = output / "figures"
         self._is_read = is_read
 
-    def figures(self, name: str, run: Callable[[], Figures]) -> Figures:
-        """Return the figures of that name, which `run` finds unless they are kept. Raises what it raises."""
-        return self._found(name, run, Figures)
+    def figures(self, name: str, run: Callable[[], Figures], judge: Callable[[Figures], Figures] | None) -> Figures:
+        """Return the figures of that name, which `run` finds unless they are kept. `judge` adds a pass rate that they
+        lack, unless it is None. Raises what both raise; what `run` found is kept then."""
+        found = self._found(name, run, Figures)
+        if judge is not None and found.pass_rate is None:
+            found = judge(found)
+            self._write(name, found)
+        return found
 
     def number(self, name: str, measure: Callable[[], float]) -> float:
-        """Return the number of that name, as `figures` does."""
+        """Return the number of that name, which `measure` finds unless it is kept. Raises what it raises."""
         return self._found(name, measure, float)
 
     def _found(self, name: str, find: Callable[[], T], kind: type[T]) -> T:
-        file = self._directory / f"{name}.json"
+        file = self._file(name)
         if self._is_read and file.exists():
             return msgspec.json.decode(file.read_bytes(), type=kind)
         found = find()
-        self._directory.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(msgspec.json.encode(found))
+        self._write(name, found)
         return found
+
+    def _write(self, name: str, found: object) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._file(name).write_bytes(msgspec.json.encode(found))
+
+    def _file(self, name: str) -> Path:
+        return self._directory / f"{name}.json"
