@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from learner.models.attention import _varlen_options
+from learner.models.flash_attention import flash_attention
 
 from .clock import timed, wait
 
@@ -136,20 +137,10 @@ def _nested(shape: Attended, backend: SDPBackend) -> Attend:
 
 def _flash_attn_4(shape: Attended, bounds: torch.Tensor) -> Attend:
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        from flash_attn.cute import flash_attn_varlen_func
-
-        found = flash_attn_varlen_func(
-            query,
-            key,
-            value,
-            cu_seqlens_q=bounds,
-            cu_seqlens_k=bounds,
-            max_seqlen_q=shape.length,
-            max_seqlen_k=shape.length,
-            causal=True,
-        )
-        attended: torch.Tensor = found[0] if isinstance(found, tuple) else found
-        return attended
+        longest, scale = shape.length, shape.width**-0.5
+        attended_THD, _ = flash_attention(query, key, value, bounds, bounds, longest, longest, scale)
+        assert isinstance(attended_THD, torch.Tensor)
+        return attended_THD
 
     return attend
 

@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 
 from broker.errors import HeadwayError
 
+from .flash_attention import LARGEST_WIDTH, flash_attention, is_available
 from .paths import Paths, TokenCopies, copied, own_places
 
 ATTENTION_NAME = "headway_packed"
@@ -238,6 +239,25 @@ def varlen_attention(
     if paths is not None:
         cu_queries, longest_run = paths.cu_runs, _rounded(paths.longest_run)
         key_TKD, value_TKD = (copied(rows, paths.index, paths.copies) for rows in (key_TKD, value_TKD))
+    return _kernel(query_THD, key_TKD, value_TKD, cu_queries, cu_keys, longest_run, longest, scale)
+
+
+def _kernel(
+    query_THD: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    cu_queries: torch.Tensor,
+    cu_keys: torch.Tensor,
+    longest_run: int,
+    longest: int,
+    scale: float,
+) -> torch.Tensor:
+    if query_THD.shape[2] <= LARGEST_WIDTH and is_available(query_THD.device):
+        attended_THD: torch.Tensor
+        attended_THD, _ = flash_attention(
+            query_THD, key_TKD, value_TKD, cu_queries, cu_keys, longest_run, longest, scale
+        )
+        return attended_THD
     options = _varlen_options(is_grouped=query_THD.shape[1] != key_TKD.shape[1])
     attended = varlen_attn(
         query_THD, key_TKD, value_TKD, cu_queries, cu_keys, longest_run, longest, scale=scale, **options
@@ -253,9 +273,7 @@ def check_alignment(device: torch.device) -> None:
     query, key = (torch.zeros(length, 1, 64, dtype=torch.bfloat16, device=device) for length in (1, 2))
     cu_queries, cu_keys = (torch.tensor([0, length], dtype=torch.int32, device=device) for length in (1, 2))
     value = torch.arange(2, dtype=torch.bfloat16, device=device).view(2, 1, 1).expand(2, 1, 64).contiguous()
-    options = _varlen_options(is_grouped=False)
-    attended = varlen_attn(query, key, value, cu_queries, cu_keys, LENGTH_STEP, LENGTH_STEP, scale=1.0, **options)
-    assert isinstance(attended, torch.Tensor)
+    attended = _kernel(query, key, value, cu_queries, cu_keys, LENGTH_STEP, LENGTH_STEP, 1.0)
     mean = float(attended.float().mean())
     if abs(mean - 0.5) > 0.01:
         raise UnsupportedModelError(

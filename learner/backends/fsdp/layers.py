@@ -24,6 +24,7 @@ EXPENSIVE = frozenset(
         "aten::_grouped_mm",
         "transformers::grouped_mm_fallback",
         "torch_attn::_varlen_attn",
+        "headway::flash_attention",
         "aten::_flash_attention_forward",
         "aten::_efficient_attention_forward",
         "aten::_scaled_dot_product_flash_attention",
