@@ -55,7 +55,6 @@ def main() -> int:
     kept = Kept(options.output, is_read=options.go_on)
     contestants.warm_up(race, options.timeout_s)
     judge = None if options.unjudged else partial(contestants.judged, race=race, timeout_s=options.timeout_s)
-    before = kept.number("before", lambda: contestants.pass_rate(race, race.model, options.timeout_s)) if judge else 0.0
     rounds: dict[str, list[Figures]] = {name: [] for name in options.of}
     failed: dict[str, str] = {}
     for number in range(options.rounds):
@@ -69,6 +68,7 @@ def main() -> int:
                 traceback.print_exc()
                 continue
             _tell(json.dumps({name: msgspec.to_builtins(rounds[name][-1])}))
+    before = kept.number("before", lambda: contestants.pass_rate(race, race.model, options.timeout_s)) if judge else 0.0
     tried = {name: msgspec.to_builtins(setting) for name, setting in contestants.TRL.items() if name in options.of}
     about = {"recipe": race.recipe, "overrides": race.all_overrides, "gpus": options.gpus, "tried_of_trl": tried}
     target = TARGETS.get((options.gpus, options.task), TARGET)
@@ -102,6 +102,8 @@ def _parse() -> argparse.Namespace:
     options = parser.parse_intermixed_args()
     if lacking := [why for name in options.of if (why := contestants.lacking(name, options.gpus))]:
         parser.error("; ".join(lacking))
+    if options.unjudged and options.rounds > 1:
+        parser.error("--unjudged: of several rounds only the last one's model stays")
     if not options.python.exists() and set(options.of) - {NAME}:
         parser.error(
             f"--python {options.python} does not exist; `make race` installs TRL into an environment of its own"

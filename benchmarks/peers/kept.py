@@ -1,6 +1,8 @@
 """The figures of runs that have ended, kept in the race's output."""
 
-from collections.abc import Callable
+import fcntl
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,7 +14,8 @@ T = TypeVar("T")
 
 
 class Kept:
-    """Files of figures. Where they are not to be read, all runs are made anew and their files replaced."""
+    """Files of figures. Where they are not to be read, all runs are made anew and their files replaced. Several
+    processes may share them: what one finds, the others wait for."""
 
     def __init__(self, output: Path, *, is_read: bool) -> None:
         self._directory = output / "figures"
@@ -33,14 +36,21 @@ class Kept:
 
     def _found(self, name: str, find: Callable[[], T], kind: type[T]) -> T:
         file = self._file(name)
-        if self._is_read and file.exists():
-            return msgspec.json.decode(file.read_bytes(), type=kind)
-        found = find()
-        self._write(name, found)
-        return found
+        with self._alone(name):
+            if self._is_read and file.exists():
+                return msgspec.json.decode(file.read_bytes(), type=kind)
+            found = find()
+            self._write(name, found)
+            return found
+
+    @contextmanager
+    def _alone(self, name: str) -> Iterator[None]:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        with (self._directory / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     def _write(self, name: str, found: object) -> None:
-        self._directory.mkdir(parents=True, exist_ok=True)
         self._file(name).write_bytes(msgspec.json.encode(found))
 
     def _file(self, name: str) -> Path:
