@@ -16,6 +16,7 @@ from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import AdaptedEngine
 from rollout_workers.engines.embedded.adapters import Adapter
+from rollout_workers.engines.held import Held
 from rollout_workers.swaps.weights import refuse_other_logprobs, refuse_other_tensors
 
 from .adapters import RANK, SCALE, NamedTensors, adapter_delivery, base_tensors, make_adapter, merged
@@ -27,6 +28,8 @@ from .models import Architecture, make_model, save_config
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TOLERANCE = 1e-4
+OPTIONS = {"vllm": {"worker_extension_cls": "tests.rollout_workers.unpacked_vllm.UnpackedExtension"}}
+"""Options with which vLLM takes the base as on a GPU: by copies, whose places were traced."""
 
 
 @dataclass
@@ -63,12 +66,15 @@ class Case:
 async def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Case]:
     kind, architecture = request.param
     directory = save_config(make_model(architecture, 0), tmp_path_factory.mktemp("model"))
-    config = EngineConfig(kind=kind, max_concurrent=8, max_model_len=512)
+    config = EngineConfig(kind=kind, max_concurrent=8, max_model_len=512, options=OPTIONS.get(kind, {}))
     engine = open_engine(config, directory, seed=0, adapter_rank=RANK)
     assert isinstance(engine, AdaptedEngine)
     base = base_tensors(architecture)
     check = functools.partial(refuse_other_tensors, delivery(WeightVersion(1, 0), make_model(architecture, 0)).manifest)
-    await engine.load_base(base, check=check)
+    held: list[Held | None] = []
+    await engine.load_base(base, check=held.append)
+    assert held[0] is not None, "it does not know what it holds"
+    check(held[0])
     yield Case(kind, engine, architecture)
     await engine.close()
 

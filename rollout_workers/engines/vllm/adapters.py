@@ -5,12 +5,14 @@ vLLM keys its prefix cache by the name of a place, which never changes: the engi
 cache, tell versions apart.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from broker.errors import HeadwayError
 from rollout_workers.engines.held import Held
 from weightsync.tensors.fingerprint import fingerprint
 
@@ -20,15 +22,23 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 Tensors = Mapping[str, torch.Tensor]
 
 
-def engine_arguments(rank: int, places: int, shapes: nn.Module) -> dict[str, Any]:
+def engine_arguments(rank: int, places: int, shapes: nn.Module, dtype: object) -> dict[str, Any]:
     """Return what vLLM is started with, to hold so many adapters of this rank for the decoder's linear layers; nothing
     for rank 0.
 
     An adapter of the head, even an empty one, cannot be computed for the tokens of a prompt, which `score` wants.
+    Raises HeadwayError for a number format of the model that vLLM's kernels for adapters do not take.
     """
     if not rank:
         return {}
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+
+    if dtype in ("float32", "float") and not current_platform.is_cpu():
+        raise HeadwayError(
+            "on GPUs vLLM computes adapters of models in bfloat16 and float16 alone: set engine.dtype=bfloat16, or"
+            " weights.adapter=merged"
+        )
 
     is_linear = (name for name, module in shapes.named_modules() if isinstance(module, nn.Linear))
     layers = sorted({name.rpartition(".")[2] for name in is_linear if ".layers." in f".{name}"})
@@ -49,6 +59,23 @@ def adapter_request(place: int) -> Any:
 
     name = f"headway-{place}"
     return LoRARequest(name, place, name) if place else None
+
+
+@contextmanager
+def unwrapped(model: nn.Module) -> Iterator[None]:
+    """Let the model have its own layers in the place of those that vLLM wraps around them for adapters. Loaders name
+    the weights of a model that has no adapters, and those of vLLM 0.26 find none in a wrapped layer."""
+    from vllm.lora.layers import BaseLayerWithLoRA
+
+    layers = [(parent._modules, name, layer) for parent in model.modules() for name, layer in parent._modules.items()]
+    wrapped = [place for place in layers if isinstance(place[2], BaseLayerWithLoRA)]
+    for modules, name, layer in wrapped:
+        modules[name] = layer.base_layer
+    try:
+        yield
+    finally:
+        for modules, name, layer in wrapped:
+            modules[name] = layer
 
 
 def take(lora: Any, tensors: Tensors, scale: float, place: int) -> None:

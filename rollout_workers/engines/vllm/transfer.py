@@ -27,6 +27,8 @@ from rollout_workers.engines.placing.kept_placements import kept_placements
 from rollout_workers.engines.placing.shared_tensors import Mapped
 from rollout_workers.engines.placing.sleeping import Kept, derived_tensors
 
+from .adapters import unwrapped
+
 logger = logging.getLogger(__name__)
 
 
@@ -142,9 +144,10 @@ class HeadwayTransfer(WeightTransferEngine[Nothing, ArrivedWeights]):
             torch.cuda.synchronize()
 
     def _reload(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        initialize_layerwise_reload(self.model)
-        self.model.load_weights(iter(tensors))
-        finalize_layerwise_reload(self.model, self.model_config)
+        with unwrapped(self.model):
+            initialize_layerwise_reload(self.model)
+            self.model.load_weights(iter(tensors))
+            finalize_layerwise_reload(self.model, self.model_config)
 
 
 def keeps_packed(model: torch.nn.Module) -> bool:
