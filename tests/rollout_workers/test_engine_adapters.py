@@ -28,7 +28,9 @@ from .models import Architecture, make_model, save_config
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TOLERANCE = 1e-4
-OPTIONS = {"vllm": {"worker_extension_cls": "tests.rollout_workers.unpacked_vllm.UnpackedExtension"}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "vllm": {"worker_extension_cls": "tests.rollout_workers.unpacked_vllm.UnpackedExtension"}
+}
 """Options with which vLLM takes the base as on a GPU: by copies, whose places were traced."""
 
 

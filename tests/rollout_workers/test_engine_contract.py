@@ -41,6 +41,7 @@ from .generation import (
 from .marks import SGLANG, VLLM
 from .mixture import mixture_difference
 from .models import STOP, Architecture, forward_logprobs, make_model, named_tensors, save_config
+from .sglang_settings import sglang_config
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -63,6 +64,8 @@ class Case:
 
 
 def configured(kind: str) -> EngineConfig:
+    if kind == "sglang":
+        return sglang_config(CAPACITY, MAX_LEN)
     options = ON_GPU if kind == "vllm" else {}
     return EngineConfig(kind=kind, max_concurrent=CAPACITY, max_model_len=MAX_LEN, options=options)
 

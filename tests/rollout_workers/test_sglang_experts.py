@@ -16,7 +16,6 @@ import torch
 
 from broker.errors import HeadwayError
 from broker.schema import Experts
-from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import Engine
 from rollout_workers.engines.routed_layers import RoutedLayers
@@ -28,11 +27,12 @@ from rollout_workers.samples.recorder import Recorder
 from .generation import PROMPTS, hold, request
 from .marks import needs_sglang
 from .models import make_model, save_config
+from .sglang_settings import sglang_config
 from .test_chosen_experts import TID, chosen_by, experts_of, record
 
-CONFIG = EngineConfig(kind="sglang", max_concurrent=4, max_model_len=512)
+CONFIG = sglang_config(max_concurrent=4, max_model_len=512)
 AGREE = 0.95 if torch.cuda.is_available() else 1.0
-OLD, NEW = make_model("moe", 0), make_model("moe", 1)
+OLD, NEW = (make_model("moe", seed).to(getattr(torch, CONFIG.dtype)) for seed in (0, 1))
 
 
 def output(*experts: int) -> dict[str, object]:

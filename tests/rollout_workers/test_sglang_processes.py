@@ -10,14 +10,18 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
+from broker.errors import HeadwayError
+from rollout_workers.engines import open_engine
 from rollout_workers.engines.sglang.processes import own_sockets
 from tests.processes import is_alive, tethered
 
 from .marks import needs_sglang
 from .models import make_model, save_config
+from .sglang_settings import sglang_config
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 120.0
@@ -25,12 +29,12 @@ DEADLINE_S = 120.0
 OPENS = """
 import asyncio, sys
 from pathlib import Path
-from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine
+from tests.rollout_workers.sglang_settings import sglang_config
 
 
 async def main():
-    open_engine(EngineConfig(kind="sglang", max_concurrent=2, max_model_len=64), Path(sys.argv[1]), seed=0)
+    open_engine(sglang_config(max_concurrent=2, max_model_len=64), Path(sys.argv[1]), seed=0)
     print("up", flush=True)
     await asyncio.sleep(600)
 
@@ -76,6 +80,15 @@ def opener(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}) as it:
         yield it
         it.kill()
+
+
+@needs_sglang
+async def test_a_start_without_a_kernel_names_the_remedy_and_leaves_no_process(tmp_path: Path) -> None:
+    config = sglang_config(max_concurrent=2, max_model_len=64)
+    without = msgspec.structs.replace(config, options={**config.options, "attention_backend": "nonesuch"})
+    with pytest.raises(HeadwayError, match=r"SGLang did not start: .*engine\.options\.attention_backend=triton"):
+        open_engine(without, save_config(make_model("dense", 0), tmp_path), seed=0)
+    assert not schedulers_of(psutil.Process())
 
 
 @needs_sglang

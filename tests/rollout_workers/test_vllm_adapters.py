@@ -1,4 +1,4 @@
-# mypy: disable-error-code="arg-type, misc"
+# mypy: disable-error-code="arg-type, index, misc"
 """vLLM's layers with adapters, below the engine."""
 
 import pytest

@@ -49,6 +49,17 @@ def ignore_signal(number: int, frame: object) -> None:
     """Do nothing on SIGQUIT, which SGLang's processes send when they fail: they are watched."""
 
 
+def end(processes: set[BaseProcess]) -> None:
+    """End them, by force if they take too long."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.join(END_S)
+        if process.is_alive():
+            process.kill()
+            process.join(END_S)
+
+
 class SglangProcesses:
     """An open `sglang.Engine` with the processes that it started. An event loop must be running."""
 
@@ -85,7 +96,7 @@ class SglangProcesses:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.to_thread(self._kill)
+        await asyncio.to_thread(end, self._started)
         self._close_sockets()
         self._sockets.cleanup()
 
@@ -95,15 +106,6 @@ class SglangProcesses:
         codes = {process.name: process.exitcode for process in self._started if not process.is_alive()}
         found = f"exit codes {codes}" if codes else "its front end stopped"
         self._ended(HeadwayError(f"SGLang's processes are gone ({found}): see their output, and restart the worker"))
-
-    def _kill(self) -> None:
-        for process in self._started:
-            process.terminate()
-        for process in self._started:
-            process.join(END_S)
-            if process.is_alive():
-                process.kill()
-                process.join(END_S)
 
     def _close_sockets(self) -> None:
         for held in (*vars(self.front).values(), *vars(self._sglang).values()):

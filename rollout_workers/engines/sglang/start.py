@@ -18,7 +18,7 @@ from .abilities import SGLANG
 from .engine import SglangEngine
 from .experts import engine_arguments as arguments_for_experts
 from .loader import LOADER
-from .processes import SglangProcesses, ignore_signal, own_sockets
+from .processes import SglangProcesses, end, ignore_signal, own_sockets
 from .tied import TIED
 
 STREAM_INTERVAL = 16
@@ -108,7 +108,7 @@ def open_sglang(
 def started(arguments: dict[str, Any]) -> SglangProcesses:
     """Start `sglang.Engine` with these arguments, once the environment is prepared. An event loop must be running.
 
-    Raises HeadwayError if SGLang cannot be imported.
+    Raises HeadwayError if SGLang cannot be imported, or does not start; then the processes that it started have ended.
     """
     try:
         from sglang.srt.entrypoints.engine import Engine
@@ -116,6 +116,14 @@ def started(arguments: dict[str, Any]) -> SglangProcesses:
         raise HeadwayError(f"SGLang cannot be imported: {error}. {SGLANG.remedy}") from error
 
     others = set(active_children())
-    with own_sockets() as sockets:
-        sglang = type("TiedEngine", (Engine,), TIED)(**arguments)
+    try:
+        with own_sockets() as sockets:
+            sglang = type("TiedEngine", (Engine,), TIED)(**arguments)
+    except Exception as error:
+        end(set(active_children()) - others)
+        raise HeadwayError(
+            f"SGLang did not start: {error} What failed stands in its output above. If that names a kernel which cannot"
+            " be imported, such as FA3 or flashinfer, start it without these: engine.options.attention_backend=triton"
+            " engine.options.sampling_backend=pytorch"
+        ) from error
     return SglangProcesses(sglang, set(active_children()) - others, sockets)

@@ -67,8 +67,10 @@ def unwrapped(model: nn.Module) -> Iterator[None]:
     the weights of a model that has no adapters, and those of vLLM 0.26 find none in a wrapped layer."""
     from vllm.lora.layers import BaseLayerWithLoRA
 
-    layers = [(parent._modules, name, layer) for parent in model.modules() for name, layer in parent._modules.items()]
-    wrapped = [place for place in layers if isinstance(place[2], BaseLayerWithLoRA)]
+    children: list[tuple[dict[str, Any], str, Any]] = [
+        (parent._modules, name, layer) for parent in model.modules() for name, layer in parent._modules.items()
+    ]
+    wrapped = [child for child in children if isinstance(child[2], BaseLayerWithLoRA)]
     for modules, name, layer in wrapped:
         modules[name] = layer.base_layer
     try:
