@@ -29,6 +29,7 @@ def _rank(planned: PlannedModel, rank: int) -> RankMemory:
     is_elsewhere = planned.learner.compute.offload_optimizer or not planned.is_trained
     on_device = 0 if is_elsewhere else MOMENTS * trained
     reference = parameters if planned.has_reference else 0
+    rows = 2 if _is_replayed(planned) else 1  # a graph's memory is its own, and other rows are launched
     return RankMemory(
         rank=rank,
         part=f"1/{ranks} of every tensor",
@@ -36,13 +37,31 @@ def _rank(planned: PlannedModel, rank: int) -> RankMemory:
         gradients=FP32 * trained if planned.is_trained else 0,
         optimizer=on_device,
         gathered=_gathered_bytes(planned),
-        activations=activation_bytes(
+        activations=rows
+        * activation_bytes(
             planned, range(planned.shape.layers), in_flight=1.0, keeps=KeptNumbers(_selective, copies=False)
         ),
-        head=head_bytes(planned),
+        head=rows * head_bytes(planned),
         other_models=reference,
         published=published_bytes(planned, rank),
     )
+
+
+def _is_replayed(planned: PlannedModel) -> bool:
+    """Returns whether kernels of this model are recorded and replayed."""
+    from learner.backends.fsdp.recording import why_launched
+
+    learner, shape = planned.learner, planned.shape
+    reason = why_launched(
+        learner.compute,
+        ranks=learner.processes,
+        parameters=shape.num_parameters,
+        is_rounded=planned.dtype == "bfloat16",
+        has_adapter=bool(planned.adapter),
+        has_experts=any(shape.has_experts(layer) for layer in range(shape.layers)),
+        has_window=False,
+    )
+    return learner.device == "cuda" and planned.has_vocabulary and not reason
 
 
 def _elements(parameters: Iterable[Parameter], ranks: int, rank: int) -> int:

@@ -25,7 +25,7 @@ class RankMemory:
     gathered: int
     """The tensors that fsdp gathers while layers are computed."""
     activations: int
-    """Activations that are kept for the backward pass."""
+    """Activations that are kept for the backward pass, those of recorded kernels besides those of launched ones."""
     head: int
     """A chunk of logits, and the gradient of the output head's weight while it is summed."""
     other_models: int

@@ -2,7 +2,10 @@
 written-out attention stands in for the kernel, so that all but the recording itself is what a GPU does."""
 
 import dataclasses
+import gc
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,17 +13,21 @@ import torch
 
 import learner.models.attention
 from learner.backends import open_backend
-from learner.backends.fsdp import sharded_model
-from learner.backends.fsdp.backend import FsdpBackend
+from learner.backends.fsdp import replayed_rows, sharded_model
+from learner.backends.fsdp.backend import FsdpBackend, FsdpValueBackend
 from learner.backends.fsdp.policy import Policy
+from learner.backends.fsdp.recording import why_launched
 from learner.backends.fsdp.replayed_rows import ReplayedRows
 from learner.backends.fsdp.rounded import RoundedWeights
+from learner.backends.fsdp.sharding import local
 from learner.config import ComputeConfig
 from learner.models.model import load_model
+from learner.objective.composition import needs_reference
 from learner.rows.batch import PackedBatch
 from learner.rows.packing import concatenate
 from learner.rows.padding import PaddedShape
 from tests.learner.test_prefix_trees import one_by_one, sharing
+from tests.learner.test_presets import build, configured, sampled
 from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences
 
 NEVER, AUTO = ComputeConfig(cuda_graphs="never"), ComputeConfig(cuda_graphs="auto")
@@ -92,10 +99,10 @@ def rows(seed: int) -> list[PackedBatch]:
     return [concatenate(given, is_tree=True), concatenate(sequences([8, 20, 2], seed)), wide]
 
 
-def trained(backend: FsdpBackend, steps: int = 4) -> list[torch.Tensor]:
+def trained(backend: FsdpBackend, steps: int = 4, first: int = 0) -> list[torch.Tensor]:
     """Return losses, norms, logprobs and weights of a few updates, each over new rows of the same shapes."""
     found: list[torch.Tensor] = []
-    for seed in range(steps):
+    for seed in range(first, first + steps):
         batches = rows(seed)
         found += backend.logprobs(batches, 0.8)
         loss, norm, reports = backend.step(batches[:2], ratio_loss(batches, 30.0), 0.8, 1e-3)
@@ -164,3 +171,163 @@ def test_bfloat16_is_replayed_as_it_is_launched(recorder: Repeated) -> None:
     launched, replayed = opened(NEVER, "bfloat16"), opened(AUTO, "bfloat16")
     for one, other in zip(trained(launched), trained(replayed), strict=True):
         torch.testing.assert_close(other, one, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("preset", ["grpo", "ppo", "m2po", "online_dpo"])
+def test_an_updater_trains_alike(preset: str, recorder: Repeated, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configured(preset)
+    losses = []
+    for is_replayed in (False, True):
+        monkeypatch.setattr(sharded_model, "why_launched", lambda *_, is_replayed=is_replayed, **__: not is_replayed)
+        updater, backend = build(config, has_reference=needs_reference(config), prefix_sharing="always")
+        groups = sampled(backend, range(3))
+        assert isinstance(backend, FsdpBackend)
+        assert (backend._replayed is not None) is is_replayed
+        updates = [updater.update(updater.pack(updater.judge(groups, 0).sequences), 0) for _ in range(3)]
+        losses.append([number for update in updates for number in (update.loss, update.grad_norm)])
+        assert backend._replayed is None or backend._replayed.num_recorded > 0
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("first", ["never", "auto"])
+def test_a_checkpoint_is_resumed_with_graphs_and_without(first: str, tmp_path: Path, recorder: Repeated) -> None:
+    """FSDP's shards of one rank and whole parameters are one state: masters, moments and exported weights."""
+    one, other = (AUTO, NEVER) if first == "auto" else (NEVER, AUTO)
+    before, after = opened(one, "bfloat16"), opened(other, "bfloat16", seed=2)
+    trained(before, steps=2)
+    before.save(tmp_path / "checkpoint")
+    after.load(tmp_path / "checkpoint")
+    kept, loaded = ([local(tensor).clone() for tensor in backend._held()] for backend in (before, after))
+    assert len(kept) == len(loaded)
+    for tensor, same in zip(kept, loaded, strict=True):
+        assert torch.equal(tensor, same)
+    for (name, tensor), (same_name, same) in zip(before.named_tensors(), after.named_tensors(), strict=True):
+        assert name == same_name
+        assert torch.equal(tensor, same)
+
+
+def test_graphs_are_gone_before_the_model_leaves_its_device(recorder: Repeated) -> None:
+    stays, leaves = opened(AUTO), opened(AUTO)
+    expected = trained(stays)
+    trained(leaves, steps=2)
+    assert leaves._rounded is not None
+    assert leaves._replayed is not None
+    assert leaves._replayed.num_recorded
+    dropped = [weakref.ref(tensor) for tensor in (*leaves._rounded.copies, *leaves._rounded._sums)]
+    with leaves.off_device():
+        assert leaves._replayed.num_recorded == 0
+        gc.collect()
+        assert [one() for one in dropped] == [None] * len(dropped)
+        assert {local(tensor).untyped_storage().nbytes() for tensor in leaves._held()} == {0}
+    found = trained(leaves, steps=2, first=2)
+    for one, other in zip(expected[-len(found) :], found, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
+    assert leaves._replayed.num_recorded == 0, "the memory would be another one after each sleep"
+
+
+@pytest.mark.parametrize("problem", ["it cannot be recorded", "memory is short"])
+def test_what_cannot_be_recorded_is_launched(
+    problem: str, recorder: Repeated, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = trained(opened(NEVER), steps=3)
+    if problem == "memory is short":
+        recorder.room = False
+    else:
+        monkeypatch.setattr(sharded_model, "open_recorder", lambda _: Unrecordable())
+    backend = opened(AUTO)
+    with caplog.at_level("INFO", logger="learner"):
+        found = trained(backend, steps=3)
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
+    assert backend._replayed is not None
+    assert backend._replayed.num_recorded == 0
+    said = [record.message for record in caplog.records]
+    assert len(said) == 1
+    assert ("capturing" if problem == "it cannot be recorded" else "memory free") in said[0]
+
+
+def test_shapes_that_were_not_used_for_longest_are_dropped(recorder: Repeated, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replayed_rows, "MOST_RECORDED", 2)
+    backend = opened(AUTO)
+    (tree, plain, wide), expected = rows(0), opened(NEVER).logprobs(rows(0), 0.8)
+    for _ in range(2):
+        assert backend.logprobs([tree, plain], 0.8)
+    assert backend._replayed is not None
+    assert backend._replayed.num_recorded == 2
+    kept = list(backend._replayed._recorded)
+    for _ in range(2):
+        backend.logprobs([tree, wide], 0.8)
+    assert next(iter(backend._replayed._recorded)) == kept[0]
+    assert kept[1] not in backend._replayed._recorded, "the plain row was used before the tree"
+    for one, other in zip(expected, backend.logprobs([tree, plain, wide], 0.8), strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-6)
+
+
+def test_a_row_cannot_go_backward_after_another_went_forward(recorder: Repeated) -> None:
+    """All graphs share one pool, so the other one has overwritten its activations."""
+    backend = opened(AUTO)
+    trained(backend, steps=2)
+    tree, plain, _ = rows(5)
+    assert backend._rounded is not None
+    with backend._rounded.in_place():
+        found = backend._forward(tree, 0.8)
+        backend._forward(plain, 0.8)
+        with pytest.raises(AssertionError, match="another row went forward"):
+            found.sum().backward()
+
+
+PLAIN: dict[str, Any] = {
+    "ranks": 1,
+    "parameters": 135_000_000,
+    "is_rounded": True,
+    "has_adapter": False,
+    "has_experts": False,
+    "has_window": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("others", "compute", "reason"),
+    [
+        ({}, {}, ""),
+        ({}, {"compile": True}, ""),
+        ({}, {"cuda_graphs": "never"}, "learner.compute.cuda_graphs is never"),
+        ({}, {"recompute": "full"}, "learner.compute.recompute is full"),
+        ({}, {"offload_optimizer": True}, "learner.compute.offload_optimizer is true"),
+        ({"ranks": 2}, {}, "the model is spread over 2 ranks"),
+        ({"parameters": 8_000_000_000}, {}, "the model has more than 1,073,741,824 parameters"),
+        ({"is_rounded": False}, {}, "model.dtype is float32"),
+        ({"has_adapter": True}, {}, "an adapter is trained"),
+        ({"has_experts": True}, {}, "the model has experts"),
+        ({"has_window": True}, {}, "the model's attention has a window"),
+    ],
+)
+def test_the_reason_for_launching_is_said(others: dict[str, Any], compute: dict[str, Any], reason: str) -> None:
+    config = ComputeConfig(**{"cuda_graphs": "auto", **compute})
+    assert why_launched(config, **{**PLAIN, **others}) == reason
+
+
+def test_a_cpu_and_a_critic_have_no_graphs(recorder: Repeated, monkeypatch: pytest.MonkeyPatch) -> None:
+    critic = open_backend("fsdp", model_config("qwen3"), OPTIMIZER, compute=AUTO, head="value")
+    assert isinstance(critic, FsdpValueBackend)
+    assert critic._replayed is None
+    monkeypatch.undo()
+    assert opened(AUTO)._replayed is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_graphs_on_a_gpu_are_padded_rows_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for recorder in (Repeated, None):
+        if recorder is not None:
+            monkeypatch.setattr(sharded_model, "open_recorder", lambda _: Repeated())
+        config = model_config("qwen3", dtype="bfloat16")
+        backend = open_backend("fsdp", config, OPTIMIZER, seed=1, device="cuda", compute=AUTO)
+        assert isinstance(backend, FsdpBackend)
+        found.append([tensor.cpu() for tensor in trained(backend)])
+        assert backend._replayed is not None
+        assert backend._replayed.num_recorded == 5
+        monkeypatch.undo()
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)

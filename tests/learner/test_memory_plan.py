@@ -304,6 +304,17 @@ def test_moments_in_cpu_memory_are_not_on_the_device() -> None:
     assert plan_memory(offloaded)[0].optimizer == 0
 
 
+def test_recorded_kernels_have_activations_of_their_own() -> None:
+    small = planned(Qwen3Config(**TINY))
+    launched = plan_memory(with_learner(small, device="cuda", compute=ComputeConfig(cuda_graphs="never")))[0]
+    replayed = plan_memory(with_learner(small, device="cuda", compute=ComputeConfig(cuda_graphs="auto")))[0]
+    assert (replayed.activations, replayed.head) == (2 * launched.activations, 2 * launched.head)
+    auto = ComputeConfig(cuda_graphs="auto")
+    for launches in (planned(QWEN3_8B), planned(TINY_MOE), planned(Qwen3Config(**TINY), processes=2)):
+        one, other = (plan_memory(with_learner(launches, device="cuda", compute=c))[0] for c in (auto, ComputeConfig()))
+        assert one.activations == other.activations
+
+
 def test_other_models_are_counted() -> None:
     plan = planned(QWEN3_8B, processes=8)
     asked: list[dict[str, Any]] = [{}, {"has_reference": True}, {"critic": plan.shape}]
