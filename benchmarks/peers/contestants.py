@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 TRL = {
     "trl-1-thread": TrlSetting(threads=1),
     "trl-all-threads": TrlSetting(),
-    "trl-1-thread-4-micro-batches": TrlSetting(threads=1, micro_batches=4),
+    **{f"trl-1-thread-{count}-micro-batches": TrlSetting(threads=1, micro_batches=count) for count in (4, 8, 16, 32)},
     "trl-1-thread-continuous": TrlSetting(threads=1, continuous_batching=True),
     "trl-1-thread-eager-experts": TrlSetting(threads=1, model={"experts_implementation": "eager"}),
     "trl-1-thread-batched-experts": TrlSetting(threads=1, model={"experts_implementation": "batched_mm"}),
@@ -39,7 +39,8 @@ DEFAULT = (of_headway.NAME, "trl-1-thread", "trl-all-threads")
 ON_TWO = (of_trl_async.NAME, "verl-async")
 """The contestants whose trainer has one GPU and whose server has another."""
 LOOPBACK = "127.0.0.1"
-"""The address at which trl-async's trainer and its server meet: both are on this machine, which may have no other."""
+"""The address at which a peer's processes meet: all are on this machine, which may have no other."""
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", LOOPBACK)
 NAMES = (of_headway.NAME, *TRL, of_trl_async.NAME, *of_verl.MODES)
 
 
@@ -113,14 +114,14 @@ def _drive_trl(name: str, race: Race, python: Path, timeout_s: float) -> tuple[F
     environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     # The process of a task's own prompts must find this project, which the peers' interpreter has not installed.
     environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])))
+    environment.setdefault("VLLM_HOST_IP", LOOPBACK)
     if setting.threads:
         environment["OMP_NUM_THREADS"] = str(setting.threads)
     if name == of_trl_async.NAME:
         module = "of_trl_async"
         environment["CUDA_VISIBLE_DEVICES"], server_gpu = gpu_names(2)
-        environment.setdefault("VLLM_HOST_IP", LOOPBACK)
     elif race.gpus > 1:
-        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(race.gpus))
+        launcher = (*TORCHRUN, "--nproc-per-node", str(race.gpus))
     order.write_bytes(
         msgspec.json.encode(
             TrlOrder(race=race, setting=setting, model=str(model), began=time.time(), server_gpu=server_gpu)
