@@ -31,6 +31,9 @@ BUCKET_SPREAD = 1.5
 LENGTH_STEP = 1024
 """The longest sequence is rounded up to a multiple of this for the variable-length kernel, to avoid recompilation."""
 
+LONG = 256
+"""The mean number of tokens of a sequence from which on flash-attn-4 is the faster kernel (measured on an H200)."""
+
 KERNEL_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
 """The arguments that the installed torch's kernel takes."""
 
@@ -82,6 +85,8 @@ class PackedLayout:
     paths: Paths | None = None
     """The tokens that sequences share, for the variable-length kernel, where `cu_seqlens` bounds paths; None: they
     share nothing, or `buckets` say it."""
+    is_long: bool = False
+    """Whether a sequence or path has LONG tokens on average, from which on flash-attn-4 is the faster kernel."""
 
     @classmethod
     def of(cls, cu_seqlens: torch.Tensor, *, varlen: bool = False) -> "PackedLayout":
@@ -91,7 +96,8 @@ class PackedLayout:
         """
         lengths = cu_seqlens.diff()
         buckets = None if varlen else plan_buckets(cu_seqlens)
-        return cls(cu_seqlens=cu_seqlens, max_seqlen=int(lengths.max()), buckets=buckets)
+        longest = int(lengths.max())
+        return cls(cu_seqlens=cu_seqlens, max_seqlen=longest, buckets=buckets, is_long=is_long(cu_seqlens))
 
     @classmethod
     def of_paths(
@@ -102,7 +108,7 @@ class PackedLayout:
         longest, copies = int(cu_paths.diff().max()), TokenCopies.of(cu_runs, cu_paths, paths)
         if varlen:
             found = Paths(cu_runs, int(cu_runs.diff().max()), paths, copies)
-            return cls(cu_seqlens=cu_paths, max_seqlen=longest, buckets=None, paths=found)
+            return cls(cu_seqlens=cu_paths, max_seqlen=longest, buckets=None, paths=found, is_long=is_long(cu_paths))
         buckets = plan_buckets(cu_paths)
         buckets = Buckets(
             shapes=buckets.shapes,
@@ -123,6 +129,11 @@ class PackedLayout:
             exchange=exchange,
             paths=None if self.paths is None else self.paths.moved(move),
         )
+
+
+def is_long(bounds: torch.Tensor) -> bool:
+    """Returns whether sequences within bounds on the CPU, of at least one, have LONG tokens on average."""
+    return int(bounds[-1]) >= LONG * (len(bounds) - 1)
 
 
 def plan_buckets(cu_seqlens: torch.Tensor) -> Buckets:
@@ -231,49 +242,46 @@ def varlen_attention(
     layout: PackedLayout,
     scale: float,
 ) -> torch.Tensor:
-    """[T, H, D], computed by torch's variable-length kernel. It counts causality from the end of a path, where the
-    queries of its run stand."""
+    """[T, H, D], computed by a kernel for sequences of any lengths: flash-attn-4's, or torch's own. It counts causality
+    from the end of a path, where the queries of its run stand."""
     cu_keys, paths = layout.cu_seqlens, layout.paths
     cu_queries, longest = cu_keys, _rounded(layout.max_seqlen)
     longest_run = longest
     if paths is not None:
         cu_queries, longest_run = paths.cu_runs, _rounded(paths.longest_run)
         key_TKD, value_TKD = (copied(rows, paths.index, paths.copies) for rows in (key_TKD, value_TKD))
-    return _kernel(query_THD, key_TKD, value_TKD, cu_queries, cu_keys, longest_run, longest, scale)
+    kernel = _flash_attention if layout.is_long and _has_flash_attention(query_THD) else _torch_kernel
+    return kernel(query_THD, key_TKD, value_TKD, cu_queries, cu_keys, longest_run, longest, scale)
 
 
-def _kernel(
-    query_THD: torch.Tensor,
-    key_TKD: torch.Tensor,
-    value_TKD: torch.Tensor,
-    cu_queries: torch.Tensor,
-    cu_keys: torch.Tensor,
-    longest_run: int,
-    longest: int,
-    scale: float,
+def _has_flash_attention(query_THD: torch.Tensor) -> bool:
+    return query_THD.shape[2] <= LARGEST_WIDTH and is_available(query_THD.device)
+
+
+def _flash_attention(query_THD: torch.Tensor, *others: Any) -> torch.Tensor:
+    attended_THD: torch.Tensor
+    attended_THD, _ = flash_attention(query_THD, *others)
+    return attended_THD
+
+
+def _torch_kernel(
+    query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor, *others: Any
 ) -> torch.Tensor:
-    if query_THD.shape[2] <= LARGEST_WIDTH and is_available(query_THD.device):
-        attended_THD: torch.Tensor
-        attended_THD, _ = flash_attention(
-            query_THD, key_TKD, value_TKD, cu_queries, cu_keys, longest_run, longest, scale
-        )
-        return attended_THD
+    *bounds, scale = others
     options = _varlen_options(is_grouped=query_THD.shape[1] != key_TKD.shape[1])
-    attended = varlen_attn(
-        query_THD, key_TKD, value_TKD, cu_queries, cu_keys, longest_run, longest, scale=scale, **options
-    )
+    attended = varlen_attn(query_THD, key_TKD, value_TKD, *bounds, scale=scale, **options)
     assert isinstance(attended, torch.Tensor)
     return attended
 
 
 @functools.cache
 def check_alignment(device: torch.device) -> None:
-    """Raises UnsupportedModelError unless the kernel counts causality from the end of queries and keys, on which
+    """Raises UnsupportedModelError unless torch's kernel counts causality from the end of queries and keys, on which
     `PackedLayout.of_paths` relies: the only query of two tokens must attend to both."""
     query, key = (torch.zeros(length, 1, 64, dtype=torch.bfloat16, device=device) for length in (1, 2))
     cu_queries, cu_keys = (torch.tensor([0, length], dtype=torch.int32, device=device) for length in (1, 2))
     value = torch.arange(2, dtype=torch.bfloat16, device=device).view(2, 1, 1).expand(2, 1, 64).contiguous()
-    attended = _kernel(query, key, value, cu_queries, cu_keys, LENGTH_STEP, LENGTH_STEP, 1.0)
+    attended = _torch_kernel(query, key, value, cu_queries, cu_keys, LENGTH_STEP, LENGTH_STEP, 1.0)
     mean = float(attended.float().mean())
     if abs(mean - 0.5) > 0.01:
         raise UnsupportedModelError(

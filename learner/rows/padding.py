@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from learner.models.attention import LENGTH_STEP, PackedLayout
+from learner.models.attention import LENGTH_STEP, PackedLayout, is_long
 from learner.models.paths import TokenCopies
 
 from .batch import PackedBatch
@@ -41,6 +41,8 @@ class PaddedShape:
     """P, the tokens of all paths together."""
     longest_run: int = 0
     """A bound of the tokens of a run."""
+    is_long: bool = False
+    """See `PackedLayout`."""
 
     @classmethod
     def of(cls, batch: PackedBatch) -> "PaddedShape":
@@ -51,13 +53,19 @@ class PaddedShape:
         tree = batch.tree
         if tree is None:
             runs = _rounded(batch.num_sequences + added, RUNS_STEP, RUNS_PARTS)
-            return cls(positions=positions, runs=runs, longest=_bound(batch.cu_seqlens))
+            return cls(
+                positions=positions,
+                runs=runs,
+                longest=_bound(batch.cu_seqlens),
+                is_long=is_long(batch.cu_seqlens),
+            )
         return cls(
             positions=positions,
             runs=_rounded(len(tree.cu_runs) - 1 + added, RUNS_STEP, RUNS_PARTS),
             longest=_bound(tree.cu_paths),
             places=_rounded(len(tree.paths_P) + padding, PLACES_STEP, PLACES_PARTS),
             longest_run=_bound(tree.cu_runs),
+            is_long=is_long(tree.cu_paths),
         )
 
     def positions_of(self, batch: PackedBatch) -> Positions:
@@ -76,7 +84,9 @@ class PaddedShape:
             end = batch.num_tokens + positions.padding
             ends = torch.arange(batch.num_tokens + LENGTH_STEP, end + LENGTH_STEP, LENGTH_STEP).clamp(max=end)
             bounds = torch.cat([batch.cu_seqlens.cpu(), ends.to(torch.int32)])
-            return PackedLayout(cu_seqlens=self._filled(bounds), max_seqlen=self.longest, buckets=None)
+            return PackedLayout(
+                cu_seqlens=self._filled(bounds), max_seqlen=self.longest, buckets=None, is_long=self.is_long
+            )
         layout = PackedLayout.of_paths(tree.cu_runs, tree.cu_paths, tree.paths_P, varlen=True)
         assert layout.paths is not None
         paths = replace(
@@ -86,7 +96,8 @@ class PaddedShape:
             index=F.pad(layout.paths.index, (0, self.places - len(layout.paths.index))),
             copies=self._copies(layout.paths.copies),
         )
-        return replace(layout, cu_seqlens=self._filled(layout.cu_seqlens), max_seqlen=self.longest, paths=paths)
+        bounds = self._filled(layout.cu_seqlens)
+        return replace(layout, cu_seqlens=bounds, max_seqlen=self.longest, paths=paths, is_long=self.is_long)
 
     def _filled(self, bounds: torch.Tensor) -> torch.Tensor:
         """[R + 1] bounds, with further runs of no position at the end."""
