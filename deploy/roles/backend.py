@@ -56,8 +56,10 @@ def recipe_scores(recipe: Recipe) -> ScoreBackend:
 def recipe_cost(recipe: Recipe) -> CostModel:
     """Return the cost model of the recipe's model on its device, or of a usual one if the model's configuration names
     its sizes otherwise."""
+    learner = recipe.learner
+    is_replayed = learner.compute.cuda_graphs == "auto" and learner.processes == 1 and recipe.model.adapter is None
     try:
-        return CostModel.of_model(shape_of(load_config(recipe.model)), recipe.learner.device)
+        return CostModel.of_model(shape_of(load_config(recipe.model)), learner.device, is_replayed=is_replayed)
     except AttributeError:
         return DEFAULT_COST
 

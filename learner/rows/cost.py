@@ -93,12 +93,13 @@ class CostModel:
         return self.per_micro_batch + max(cost, self.least)
 
     @classmethod
-    def of_model(cls, shape: "ModelShape", device: str = "cuda") -> "CostModel":
+    def of_model(cls, shape: "ModelShape", device: str = "cuda", *, is_replayed: bool = False) -> "CostModel":
         """Returns costs in FLOPs of a forward pass (a training step takes three times that of each part).
 
         A token costs 2 for each weight but those of the embedding and of experts that were not chosen. A pair costs
         2 * 2 for each head and head width, for scores and values, and half of that because of causality. On a GPU a
-        micro-batch costs one reading of all weights in bfloat16, and at least its launches.
+        micro-batch costs one reading of all weights in bfloat16, and at least its launches, unless `is_replayed`: its
+        kernels were recorded.
         """
         per_token = 2.0 * shape.active_weights
         per_pair = 2.0 * shape.layers * shape.heads * shape.head_width
@@ -117,8 +118,8 @@ class CostModel:
             per_pair=per_pair,
             per_micro_batch=2.0 * shape.num_parameters * FLOPS_PER_BYTE,
             per_copy=COPY_S * GPU_FLOPS / PASSES * copied,
-            least=LAUNCH_S * GPU_FLOPS / PASSES * shape.layers,
-            least_of_tree=TREE_LAUNCH_S * GPU_FLOPS / PASSES * shape.layers,
+            least=0.0 if is_replayed else LAUNCH_S * GPU_FLOPS / PASSES * shape.layers,
+            least_of_tree=0.0 if is_replayed else TREE_LAUNCH_S * GPU_FLOPS / PASSES * shape.layers,
         )
 
     @classmethod
