@@ -1,14 +1,17 @@
 """python -m benchmarks.learns --model DIR --output DIR [--parts sft,grpo,gspo,control] [--gpus 1] [key=value ...]
    python -m benchmarks.learns --recipe arithmetic-megatron.yaml --output DIR --gpus 4 --learner-gpus 2 [key=value ...]
+   python -m benchmarks.learns --model DIR --output DIR --gpus 2 --parts sft,sglang,mixed --sglang "[NAME=VALUE] PYTHON"
 
 A model that never solves two reasoning-gym tasks learns from worked examples how, then by asynchronous GRPO and GSPO,
-while a control with learning rate 0 stays where it was. `key=value` are overrides of the recipe, for all parts. A part
-that has ended is not run again: give the same output to go on. Progress goes to standard error; the last line is one
-JSON object. The exit code is 1 if a part failed; targets that are missed stand in "met".
+while a control with learning rate 0 stays where it was. Two further parts are GRPO with workers that are started apart:
+`sglang` has SGLang's, `mixed` a pool of the recipe's engine and one of SGLang's. `key=value` are overrides of the
+recipe, for all parts. A part that has ended is not run again: give the same output to go on. Progress goes to standard
+error; the last line is one JSON object. The exit code is 1 if a part failed; targets that are missed stand in "met".
 """
 
 import argparse
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,7 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .parts import PARTS, SFT, Study
+from .apart import APART, Pools
+from .parts import KNOWN, PARTS, SFT, Study
 
 RECIPE = "smollm2-reasoning-gym.yaml"
 
@@ -34,6 +38,11 @@ def main() -> int:
         overrides=options.overrides,
         control_steps=options.control_steps,
         timeout_s=options.timeout_s,
+        pools=Pools(
+            sglang=shlex.split(options.sglang),
+            of_sglang=shlex.split(options.of_sglang),
+            of_own=shlex.split(options.of_own),
+        ),
     )
     from . import figures
 
@@ -51,7 +60,8 @@ def main() -> int:
                 break
             continue
         directory = study.directory(part)
-        found[part] = figures.of_sft(directory) if part == SFT else figures.of_run(directory)
+        of = figures.of_sft if part == SFT else figures.of_apart if part in APART else figures.of_run
+        found[part] = of(directory)
         _tell(json.dumps({part: found[part]}))
     print(json.dumps({**found, **figures.compared(found), "failed": failed}))
     return int(bool(failed))
@@ -70,6 +80,11 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--recipe", default=RECIPE)
     parser.add_argument("--control-steps", type=int, default=15)
     parser.add_argument("--timeout-s", type=float, default=540.0, help="of one part")
+    parser.add_argument(
+        "--sglang", default=sys.executable, metavar="COMMAND", help="SGLang's Python, as `env` takes it"
+    )
+    parser.add_argument("--of-sglang", default="", metavar="WORDS", help="overrides of SGLang's workers alone")
+    parser.add_argument("--of-own", default="", metavar="WORDS", help="overrides of the other workers beside them")
     options = parser.parse_intermixed_args()
     options.output.mkdir(parents=True, exist_ok=True)
     return options
@@ -78,9 +93,9 @@ def _parse() -> argparse.Namespace:
 def _parts(text: str) -> tuple[str, ...]:
     """Return the parts in the order in which they need each other."""
     asked = text.split(",")
-    if unknown := set(asked) - set(PARTS):
-        raise argparse.ArgumentTypeError(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    return tuple(part for part in PARTS if part in asked)
+    if unknown := set(asked) - set(KNOWN):
+        raise argparse.ArgumentTypeError(f"no part {', '.join(sorted(unknown))}; there are {', '.join(KNOWN)}")
+    return tuple(part for part in KNOWN if part in asked)
 
 
 def _tell(words: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from broker.schema import StepMetrics
 from deploy.run.report import METRICS, lineage, read_lines, read_summary
 
+from .apart import APART, HELD, POOLS, by_pool
 from .parts import ALGORITHMS, CONTROL, SECONDS, SFT
 
 GAIN = 0.15
@@ -51,6 +52,13 @@ def of_run(directory: Path) -> dict[str, Any]:
     }
 
 
+def of_apart(directory: Path) -> dict[str, Any]:
+    """Return the figures of a finished run whose pools were started apart, with those of each pool."""
+    run = of_run(directory)
+    held_s = json.loads((directory / HELD).read_text())
+    return run | {"held_seconds": held_s, "pools": by_pool(directory, run["steps"])}
+
+
 def reported(steps: Sequence[StepMetrics], name: str) -> float | None:
     """Return the mean over the steps of the loss's report under that name, or None where there is no such report."""
     values = [step.algorithm[name] for step in steps if name in step.algorithm]
@@ -65,12 +73,22 @@ def compared(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         for part, one in runs.items()
         if part in ALGORITHMS
     }
+    met |= {f"{part} trains samples of all its pools": _has_all(part, runs[part]) for part in APART if part in runs}
+    for part in APART:
+        if part in runs and "grpo" in runs:
+            met[f"{part} ends as grpo does"] = (
+                abs(runs[part]["pass_rate_after"] - runs["grpo"]["pass_rate_after"]) <= NOISE
+            )
     if CONTROL in runs:
         met["control stays"] = abs(runs[CONTROL]["gain"]) <= NOISE
     if runs:
         met["lag within its bound"] = all(one["max_lag"] <= one["max_lag_allowed"] for one in runs.values())
         met["nothing trained twice"] = not any(one["trained_twice"] for one in runs.values())
     return {"clip_fraction_gspo_over_grpo": _ratio(runs), "met": met}
+
+
+def _has_all(part: str, run: Mapping[str, Any]) -> bool:
+    return set(run["pools"]) == set(POOLS[part])
 
 
 def _ratio(runs: Mapping[str, Mapping[str, Any]]) -> float | None:

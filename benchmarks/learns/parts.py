@@ -6,15 +6,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.gpus import gpu_names
 from deploy.run.stage_output import is_complete
 
+from .apart import APART, HELD, POOLS, Pools, finish_apart
+
 SFT, CONTROL = "sft", "control"
 ALGORITHMS = ("grpo", "gspo")
 PARTS = (SFT, *ALGORITHMS, CONTROL)
+"""The parts that are run if no others are asked for."""
+KNOWN = (*PARTS, *APART)
 SECONDS = "seconds.json"
 """The file with the seconds of the part's command, written last and only if the command ended well."""
 
@@ -36,12 +40,20 @@ class Study:
     """The user's overrides, which go over the recipe and over the placement on GPUs."""
     control_steps: int
     timeout_s: float
+    pools: Pools = field(default_factory=Pools)
 
     def run(self, part: str) -> None:
         """Run the part, unless it has ended. Raises CalledProcessError or TimeoutExpired, its output on stderr."""
         if (self.directory(part) / SECONDS).exists() or (part == SFT and is_complete(self.directory(part))):
             return
-        finish(self._arguments(part), self.directory(part), self.timeout_s)
+        if part not in APART:
+            finish(self._arguments(part), self.directory(part), self.timeout_s)
+            return
+        began, others = time.monotonic(), gpu_names(self.gpus)[self.learner_gpus :]
+        workers = {pool: self.pools.command(pool, others or gpu_names(self.gpus)) for pool in POOLS[part]}
+        held_s = finish_apart(self._arguments(part), workers, part, self.timeout_s)
+        (self.directory(part) / HELD).write_text(json.dumps(held_s))
+        _note_seconds(self.directory(part), began)
 
     def directory(self, part: str) -> Path:
         """Return the directory of the part's results."""
@@ -52,13 +64,16 @@ class Study:
             model = () if self.model is None else (f"model.path={self.model}",)
             arguments = ["sft", self.recipe, "--output", str(self.directory(SFT)), *model]
         else:
-            arguments = ["run", self.recipe, "--overwrite", f"model.path={self.directory(SFT)}"]
-            arguments += [f"algorithm.preset={'grpo' if part == CONTROL else part}"]
+            command = "learner" if part in APART else "run"
+            arguments = [command, self.recipe, "--overwrite", f"model.path={self.directory(SFT)}"]
+            arguments += [f"algorithm.preset={part if part in ALGORITHMS else 'grpo'}"]
         return [
             *arguments,
             f"run.directory={self.output}",
             f"run.name={part}",
             *placement(self.gpus, self.learner_gpus),
+            # NCCL would want a GPU for each engine, and two of them share one.
+            *(("weights.transport=ipc",) if part in APART and self.gpus else ()),
             *self.overrides,
             *self._of(part),
         ]
@@ -76,7 +91,7 @@ def finish(arguments: Sequence[str], directory: Path, timeout_s: float) -> None:
 
     Raises CalledProcessError or TimeoutExpired, its output on stderr.
     """
-    started = time.monotonic()
+    began = time.monotonic()
     command = (sys.executable, "-m", "deploy", *arguments)
     # This process's standard output has only one JSON object.
     with subprocess.Popen(command, stdout=sys.stderr, env={**os.environ, "PYTHONUNBUFFERED": "1"}) as process:
@@ -87,7 +102,12 @@ def finish(arguments: Sequence[str], directory: Path, timeout_s: float) -> None:
             raise
     if code:
         raise subprocess.CalledProcessError(code, command)
-    (directory / SECONDS).write_text(json.dumps(round(time.monotonic() - started, 1)))
+    _note_seconds(directory, began)
+
+
+def _note_seconds(directory: Path, began: float) -> None:
+    """Write the seconds since then, which say that the part has ended well."""
+    (directory / SECONDS).write_text(json.dumps(round(time.monotonic() - began, 1)))
 
 
 def placement(gpus: int, learner_gpus: int) -> tuple[str, ...]:
