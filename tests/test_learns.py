@@ -7,13 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from benchmarks.learns import figures
+from benchmarks.learns.apart import APART, HELD, MIXED, OWN, SGLANG, Pools, pool_of
 from benchmarks.learns.parts import CONTROL, PARTS, SECONDS, SFT, Study
 from deploy.recipe.loading import load_recipe
+from deploy.run.directory import EXPERIENCE
 from deploy.run.events import StepEvent
 from deploy.run.report import summarize
+from learner.experience.logged_batch import write_batch
 from tests.deploy.runs import bare_metrics, evaluation, open_record
+from tests.learner.batches import group
 
 ROOT = Path(__file__).parents[1]
 RECIPE = "smollm2-reasoning-gym.yaml"
@@ -34,7 +39,7 @@ def study(output: Path, **changes: Any) -> Study:
 def recipe_of(part: str, output: Path, **changes: Any) -> Any:
     """Return the recipe that `headway` reads from the part's command."""
     command, recipe, *arguments = study(output, **changes)._arguments(part)
-    assert command == ("sft" if part == SFT else "run")
+    assert command == ("sft" if part == SFT else "learner" if part in APART else "run")
     return load_recipe(recipe, [argument for argument in arguments if "=" in argument])
 
 
@@ -69,6 +74,27 @@ def test_a_learner_of_two_gpus_leaves_the_others_to_workers(tmp_path: Path) -> N
     assert (run.model.path, run.warm_up) == (str(tmp_path / SFT), ())
     assert (run.learner.processes, run.learner.layout.expert) == (2, 2)
     assert (run.workers.devices, run.workers.count) == ((2, 3), 2)
+
+
+@pytest.mark.parametrize("part", APART)
+def test_parts_apart_are_grpo_with_the_recipes_engine_and_no_nccl(tmp_path: Path, part: str) -> None:
+    recipe = recipe_of(part, tmp_path, gpus=2)
+    assert (recipe.algorithm, recipe.engine.kind) == (recipe_of("grpo", tmp_path, gpus=2).algorithm, "vllm")
+    assert (recipe.model.path, recipe.warm_up, recipe.weights.transport) == (str(tmp_path / SFT), (), "ipc")
+    assert recipe_of(part, tmp_path, gpus=0).weights.transport == "gloo"
+
+
+def test_a_pool_has_its_own_python_environment_and_overrides() -> None:
+    pools = Pools(
+        sglang=("PYTHONPATH=/s", "/s/python"), of_own=("engine.max_concurrent=1",), of_sglang=("engine.seed=2",)
+    )
+    deploy = ["-m", "deploy", "workers", "--pool"]
+    assert pools.command(SGLANG, ["1"]) == [
+        *("env", "PYTHONPATH=/s", "/s/python", *deploy, SGLANG),
+        *("engine.kind=sglang", "workers.devices=[1]", "engine.seed=2"),
+    ]
+    assert pools.command(OWN, []) == ["env", sys.executable, *deploy, OWN, "engine.max_concurrent=1"]
+    assert pool_of("a-host-of-mine-sglang-0-1f2e") == SGLANG
 
 
 def write_run(directory: Path, *, before: float, after: float, clip_fraction: float, max_lag: int = 2) -> None:
@@ -114,6 +140,28 @@ def test_targets_are_met_or_missed(tmp_path: Path) -> None:
         figures.compared({"grpo": found["grpo"] | {"seconds": 361.0}})["met"]["grpo gains 0.15 in 6 minutes"] is False
     )
     assert figures.compared({CONTROL: found[CONTROL] | {"gain": -0.1}})["met"]["control stays"] is False
+
+
+def test_each_pools_trained_samples_are_counted(tmp_path: Path) -> None:
+    write_run(tmp_path, before=0.25, after=0.5, clip_fraction=0.01)
+    (tmp_path / HELD).write_text("1.5")
+    (tmp_path / EXPERIENCE).mkdir()
+    for step, workers in enumerate(["host-own-0-aa", "host-own-1-bb", "host-sglang-0-cc"]):
+        made = group(1, (0, 1), step=max(0, step - 1))
+        named = tuple(replace(one, worker=workers, reward=float(step)) for one in made.trajectories)
+        write_batch(tmp_path / EXPERIENCE / f"step_{step}.zst", "", step, [replace(made, trajectories=named)])
+    one = figures.of_apart(tmp_path)
+    assert one["held_seconds"] == 1.5
+    assert one["pools"] == {
+        OWN: {"samples": 4, "reward": 0.5, "lag_mean": 0.5, "lag_max": 1},
+        SGLANG: {"samples": 2, "reward": 2.0, "lag_mean": 1.0, "lag_max": 1},
+    }
+    grpo = figures.of_run(tmp_path)
+    met = figures.compared({"grpo": grpo, SGLANG: one, MIXED: one | {"pass_rate_after": 0.4}})["met"]
+    assert met[f"{MIXED} trains samples of all its pools"]
+    assert not met[f"{SGLANG} trains samples of all its pools"]
+    assert met[f"{SGLANG} ends as grpo does"]
+    assert not met[f"{MIXED} ends as grpo does"]
 
 
 def test_what_has_ended_is_not_run_again_and_what_fails_is_told(tmp_path: Path) -> None:

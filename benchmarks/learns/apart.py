@@ -35,7 +35,7 @@ POOLS = {SGLANG: (SGLANG,), MIXED: (OWN, SGLANG)}
 HELD = "held.json"
 """The file with the seconds for which the learner was held."""
 POLL_S = 0.2
-END_S = 60.0
+END_S = 90.0
 """Seconds in which workers end by themselves once the learner has ended."""
 
 

@@ -6,19 +6,21 @@ then starts server, learner and the other engine's workers: so does a user who h
 
 import os
 import signal
+from pathlib import Path
 
 import psutil
 import pytest
 
+from benchmarks.learns.apart import by_pool
 from broker.schema import RunStatus
 from tests.broker.topologies import wait_until
 from tests.processes import is_alive
 from tests.rollout_workers.marks import SGLANG
 
-from .recipes import write_recipe
+from .recipes import MODEL, write_recipe
 from .records import check_trained, summary
 from .terminals import HEADWAY, Terminal, Terminals, paused
-from .test_pools import busy, of_pool
+from .test_pools import WIDER, busy, of_pool
 from .test_separate_roles import RUN, exported, free_port
 from .watching import attached, watching
 
@@ -48,22 +50,24 @@ def test_a_run_with_sglang_learns_and_outlives_a_killed_worker(terminals: Termin
     assert found["reward_last"] > 2 * found["reward_first"]
 
 
-def test_pools_of_two_environments_train_one_run(terminals: Terminals) -> None:
+@pytest.mark.parametrize("kind", ["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
+def test_pools_of_two_environments_train_one_run(terminals: Terminals, kind: str) -> None:
     server = terminals.open("server", "broker", "--port", str(free_port()), headway=MAIN)
     learns, works, looks = [exported(terminals, server, command) for command in ("learner", "workers", "status")]
     recipe = write_recipe(
         terminals.directory("learner"),
+        model={"random": {**MODEL["random"], "config": {**MODEL["random"]["config"], **WIDER}}},
         learner={"steps": 3 * STEPS},
         engine={"max_concurrent": 4},
         checkpoint={"every_steps": 20},
     )
     with watching(looks["HEADWAY_BROKER"], RUN, terminals) as watch:
         learner = terminals.open("learner", "learner", recipe, headway=MAIN, **learns)
-        other = terminals.open("other", "workers", "--pool", "other", headway=MAIN, **works)
+        other = terminals.open("other", "workers", "--pool", "other", f"engine.kind={kind}", headway=MAIN, **works)
         sglang = terminals.open("sglang", "workers", "--pool", "sglang", "engine.kind=sglang", **works)
-        watch.until("the first pool generates", lambda status: bool(busy(status, other)))
-        with paused(learner.pid):  # the run might be over before SGLang is there
-            watch.until("SGLang is there", lambda status: bool(of_pool(status, sglang)))
+        watch.until("some pool generates", lambda status: bool(busy(status, other) or busy(status, sglang)))
+        with paused(learner.pid):  # the run might be over before the other one is there
+            watch.until("both are there", lambda status: bool(of_pool(status, other) and of_pool(status, sglang)))
         status = watch.until("both take broadcasts and generate", lambda status: both(status, other, sglang))
         with paused(learner.pid):
             kill_with_its_engine(of_pool(status, sglang)[0].pid)
@@ -72,7 +76,21 @@ def test_pools_of_two_environments_train_one_run(terminals: Terminals) -> None:
         watch.until("the run is over", lambda status: status.state == "finished")
     for terminal in (learner, other, sglang):
         terminal.succeeds()
-    check_trained(terminals.root / "learner" / "runs" / RUN, steps=3 * STEPS, trajectories_per_step=16, max_lag=2)
+    run = terminals.root / "learner" / "runs" / RUN
+    check_trained(run, steps=3 * STEPS, trajectories_per_step=16, max_lag=2)
+    check_both_were_trained(run)
+
+
+def check_both_were_trained(run: Path) -> None:
+    """Assert that each engine sampled a part of what was trained, within the bound on lag, and that it was learned."""
+    pools = by_pool(run, 3 * STEPS)
+    assert pools.keys() == {"other", "sglang"}
+    assert sum(pool["samples"] for pool in pools.values()) == 3 * STEPS * 16
+    for pool in pools.values():
+        assert pool["samples"] >= 16
+        assert pool["lag_max"] <= 2
+    found = summary(run)
+    assert found["reward_last"] > 2 * found["reward_first"]
 
 
 def both(status: RunStatus, *terminals: Terminal) -> bool:
