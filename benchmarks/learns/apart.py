@@ -41,7 +41,7 @@ END_S = 90.0
 
 @dataclass(frozen=True, kw_only=True)
 class Pools:
-    """How the pools of workers are started."""
+    """The commands by which pools of workers are started."""
 
     sglang: Sequence[str] = (sys.executable,)
     """The words of a command that runs SGLang's Python, as `env` takes them: NAME=VALUE ..., then the program."""
