@@ -132,6 +132,12 @@ class Engine(Protocol):
         ...
 
 
+def rounding_of(engine: Engine) -> float:
+    """Return by how much an engine's own rounding of weights may change a logprob, on the mean: its attribute
+    `rounding`, which an engine has that holds weights in fewer bits than they were published in; 0 without it."""
+    return float(getattr(engine, "rounding", 0.0))
+
+
 @runtime_checkable
 class AdaptedEngine(Engine, Protocol):
     """An engine that also takes versions of an adapter alone: it computes W x + scale * B (A x), and W stays.

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from broker.errors import NoRoomError, VersionRegressionError, WeightSyncError
 from broker.schema import Probe, TensorSpec, WeightManifest, WeightVersion
-from rollout_workers.engines.base import AdaptedEngine, Engine
+from rollout_workers.engines.base import AdaptedEngine, Engine, rounding_of
 from rollout_workers.engines.held import Held
 from rollout_workers.engines.placing.loading import is_fused
 from rollout_workers.outages import Outages
@@ -305,11 +305,12 @@ class HeldWeights:
             raise WeightSyncError(
                 f"the engine did not answer the probe of {manifest.version} within {PROBE_S:g} s; restart the worker"
             ) from error
-        refuse_other_logprobs(manifest.probe, scores, manifest.version)
+        refuse_other_logprobs(manifest.probe, scores, manifest.version, rounding_of(self._engine))
 
 
-def refuse_other_logprobs(probe: Probe, scores: Sequence[float], version: WeightVersion) -> None:
-    """Raise WeightSyncError if the engine's logprobs of the probe differ from the learner's, on the mean of its tokens.
+def refuse_other_logprobs(probe: Probe, scores: Sequence[float], version: WeightVersion, rounding: float = 0.0) -> None:
+    """Raise WeightSyncError if the engine's logprobs of the probe differ from the learner's, on the mean of its tokens,
+    by more than the probe's tolerance and the engine's own `rounding` allow.
 
     A single token says little: in bfloat16 an unlikely token of a real model is off by 0.6 where everything is right.
     """
@@ -319,13 +320,14 @@ def refuse_other_logprobs(probe: Probe, scores: Sequence[float], version: Weight
             f"the probe of version {version} has {expected.size} logprobs, the engine gave {scored.size}"
         )
     difference = float(np.abs(scored - expected).mean()) if expected.size else 0.0  # a single token predicts none
+    tolerance = max(probe.tolerance, rounding)
     # Negated, so that NaN fails too.
-    if not difference <= probe.tolerance:
+    if not difference <= tolerance:
         raise WeightSyncError(
             f"after the swap to version {version} the engine's logprobs differ from the learner's by a mean of "
-            f"{difference:.3g} where rounding explains {probe.tolerance:.3g}: it does not hold what "
-            "was published. If it computes in a lower precision than the learner, raise the tolerance; "
-            "workers.probe_swaps=false skips the check"
+            f"{difference:.3g} where rounding explains {tolerance:.3g}: it does not hold what "
+            "was published. If it computes in a lower precision than the learner, workers.probe_swaps=false skips "
+            "the check"
         )
 
 

@@ -139,6 +139,21 @@ async def test_an_engine_that_fails_the_probe_ends_the_worker_with_numbers(
     assert (await brokers[0].status.snapshot()).queues.admitted == 0
 
 
+async def test_an_engine_that_rounds_weights_itself_is_given_more(
+    brokers: tuple[Broker, Broker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = await Learner.start(brokers[0], groups=2)
+    deliveries, engine = Deliveries(), make_engine(tmp_path)
+    monkeypatch.setattr(engine, "rounding", 0.3, raising=False)
+    worker = make_worker(brokers[1], engine, deliveries)
+    await learner.publish(0, deliveries, error=0.25)
+    async with running(worker) as run:
+        await learner.take(0)
+        await learner.publish(1, deliveries, error=0.35)
+        with pytest.raises(WeightSyncError, match=r"by a mean of 0\.35 .* explains 0\.3"):
+            await run
+
+
 async def test_an_engine_that_never_answers_the_probe_ends_the_worker(
     brokers: tuple[Broker, Broker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
