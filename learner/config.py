@@ -282,7 +282,7 @@ class ComputeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             description="auto: a model of up to 1,073,741,824 parameters on one GPU in bfloat16 replays recorded"
             " kernels, if it has neither experts nor an adapter; never: they are launched one by one (fsdp)"
         ),
-    ] = "never"
+    ] = "auto"
 
 
 class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,4 +1,5 @@
 """python -m benchmarks.small_models [--shape smollm2-135m] [--device cuda|cpu] [--limit-s 420] [--parts today,...]
+    [--ways never,auto,...]
 
 The learner's step of a small model on one GPU. The parts, in this order: `today` (the backend, eager and compiled, by
 row size), `bare` (one module without sharding, replayed as CUDA graphs or not), `graphs` (the backend's passes launched
@@ -60,7 +61,7 @@ def main() -> None:
     }
     if options.device == "cuda":
         found["device"] = torch.cuda.get_device_name()
-    for name, call in _cases(model, options.device, shape.vocabulary, options.parts):
+    for name, call in _cases(model, options.device, shape.vocabulary, options.parts, options.ways):
         if time.monotonic() - began > options.limit_s:
             found[name] = "left out: no time"
             continue
@@ -74,11 +75,11 @@ def main() -> None:
 
 
 def _cases(
-    model: ModelConfig, device: str, vocabulary: int, parts: tuple[str, ...]
+    model: ModelConfig, device: str, vocabulary: int, parts: tuple[str, ...], ways: tuple[str, ...]
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
     compiled = [False, True] if device == "cuda" else [False]
     for compiles in compiled if "today" in parts else ():
-        compute = ComputeConfig(compile=compiles)
+        compute = ComputeConfig(compile=compiles, cuda_graphs="never")
         yield (
             f"today, {_words(compiles)}",
             partial(today.measured, model, device, compute, WORKS, vocabulary, detail=SHORT),
@@ -94,7 +95,7 @@ def _cases(
     if "optimizer" in parts:
         yield "optimizer", lambda: bare.optimizers(bare.BareStep(model, ComputeConfig(), device))
     if "graphs" in parts:
-        works, ways = (PLAIN, TREE, replace(TREE, samples=32)), graphs.WAYS if device == "cuda" else ("never",)
+        works = (PLAIN, TREE, replace(TREE, samples=32))
         yield "graphs", partial(graphs.measured, model, device, works, vocabulary, ways)
     for mode in MODES if "whole" in parts and device == "cuda" else ():
         whole = bare.BareStep(model, ComputeConfig(), device, mode=mode)
@@ -117,6 +118,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--limit-s", type=float, default=420.0)
     parser.add_argument("--parts", type=lambda text: tuple(text.split(",")), default=PARTS)
+    parser.add_argument("--ways", type=lambda text: tuple(text.split(",")), default=graphs.WAYS)
     return parser.parse_args()
 
 

@@ -1,9 +1,11 @@
 """The learner's update and logprobs with its kernels launched one by one, and replayed as CUDA graphs.
 
-    never      FSDP2, launched                     the learner with learner.compute.cuda_graphs=never
-    rounded    the same module without FSDP2, rows as they are, launched: never's numbers to the bit
+    never      FSDP2, launched: the learner with learner.compute.cuda_graphs=never
+    again      the same once more: attention's backward pass adds in any order, so it differs from itself
+    rounded    the same module without FSDP2, rows as they are, launched
     padded     rows padded, launched
-    auto       rows padded, replayed: padded's numbers to the bit; the learner with cuda_graphs=auto
+    beside     auto, while another thread uses the device, as one that publishes weights does
+    auto       rows padded, replayed: the learner with cuda_graphs=auto
     compiled   auto with compiled layers
 
 Every way starts with the same weights and makes the same updates, which are compared. On a CPU nothing is recorded:
@@ -13,6 +15,7 @@ Every way starts with the same weights and makes the same updates, which are com
 import gc
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,11 +39,11 @@ from learner.rows.cost import CostModel
 from .clock import timed, wait
 from .rows import StepWork
 
-WAYS = ("never", "rounded", "padded", "auto", "compiled")
+WAYS = ("never", "again", "rounded", "padded", "beside", "auto", "compiled")
 TIMED = ("never", "auto", "compiled")
 
-EXACT = {"rounded": "never", "padded": "never", "auto": "padded", "compiled": "auto"}
-"""The way that each way is compared with, besides never."""
+EXACT = {"beside": "padded", "auto": "padded", "compiled": "auto"}
+"""A way to compare another way with, besides never."""
 
 UPDATES = 3
 FRESH = 8
@@ -52,6 +55,10 @@ Tensors = list[torch.Tensor]
 class Launched:
     """A recorder that records nothing: each repetition launches the kernels again."""
 
+    def warm_up(self, call: Callable[[], object]) -> None:
+        """Make the call."""
+        call()
+
     def record(self, call: Callable[[], None]) -> Callable[[], None]:
         """Return the call."""
         return call
@@ -59,6 +66,35 @@ class Launched:
     def has_room(self) -> Literal[True]:
         """Nothing is held."""
         return True
+
+
+class _Busy:
+    """A thread that allocates, copies to host memory and waits, as long as the context is open."""
+
+    def __init__(self, is_on: bool) -> None:
+        self.copies, self.error = 0, ""
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._work) if is_on else None
+
+    def __enter__(self) -> None:
+        if self._thread is not None:
+            self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            while not self._ends.is_set():
+                there = torch.full((1 << 22,), float(self.copies), device="cuda")
+                here = torch.empty(1 << 22, pin_memory=True).copy_(there, non_blocking=True)
+                torch.cuda.current_stream().synchronize()
+                assert float(here[-1]) == self.copies
+                self.copies += 1
+        except Exception as error:  # noqa: BLE001  # it is reported
+            self.error = f"{type(error).__name__}: {error}"[:400]
 
 
 def measured(
@@ -83,13 +119,17 @@ def measured(
             continue
         backend = _opened(way, model, device)
         first = first or _weights(backend)
-        after[way] = _trained(backend, rows)
+        thread = _Busy(way == "beside" and device == "cuda")
+        with thread:
+            after[way] = _trained(backend, rows)
         found[way] = {"losses_and_norms": [round(number, 6) for number in after[way][0]]}
         for other in dict.fromkeys(("never", EXACT.get(way, "never"))):
             if other != way:
                 found[way][f"off_from_{other}"] = _off(after[way], after[other], first)
         for work in works if way in TIMED else ():
             found[way][work.name] = _timed(backend, work, vocabulary, device)
+        if way == "beside":
+            found[way]["thread"] = {"copies": thread.copies, "error": thread.error}
         if backend._replayed is not None:
             found[way]["recorded"] = backend._replayed.num_recorded
             found[way]["away"] = _away(backend, rows[0])
@@ -107,14 +147,25 @@ def _collect() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def _away(backend: FsdpBackend, rows: Sequence[PackedBatch]) -> dict[str, float]:
-    """Return the memory that is kept while the model is off the device, and how far its logprobs are off afterwards."""
+def _blocks() -> Iterator[tuple[int, int, str]]:
+    """Yield the size of each segment that torch holds, that of its largest block in use, and its pool."""
+    segments: Any = torch.cuda.memory_snapshot() if torch.cuda.is_available() else ()  # type: ignore[no-untyped-call]
+    for segment in segments:
+        used = [block["size"] for block in segment["blocks"] if block["state"] != "inactive"]
+        yield segment["total_size"], max(used, default=0), str(segment.get("segment_pool_id"))
+
+
+def _away(backend: FsdpBackend, rows: Sequence[PackedBatch]) -> dict[str, Any]:
+    """Return the memory that is kept while the model is off the device (held, and in use), and how far its logprobs are
+    off afterwards."""
     before = backend.logprobs(rows, 1.0)
     with backend.off_device():
-        gib = torch.cuda.memory_reserved() / 2**30 if torch.cuda.is_available() else 0.0
+        gib = [torch.cuda.memory_reserved() / 2**30, torch.cuda.memory_allocated() / 2**30]
+        largest = sorted(_blocks(), reverse=True)[:8]
     after = backend.logprobs(rows, 1.0)
     return {
-        "gib": round(gib, 3),
+        "gib": [round(one, 3) for one in gib],
+        "largest": largest,
         "off": max(float((a - b).abs().max()) for a, b in zip(before, after, strict=True)),
         "norm_after": _update(backend, rows)()[1],
     }
@@ -130,7 +181,7 @@ def _recorder(way: str) -> Iterator[None]:
 
 
 def _opened(way: str, model: ModelConfig, device: str) -> FsdpBackend:
-    compute = ComputeConfig(cuda_graphs="never" if way == "never" else "auto", compile=way == "compiled")
+    compute = ComputeConfig(cuda_graphs="never" if way in ("never", "again") else "auto", compile=way == "compiled")
     with _recorder(way):
         backend = open_backend("fsdp", model, OptimizerConfig(), device=device, compute=compute)
     assert isinstance(backend, FsdpBackend)
@@ -161,7 +212,8 @@ def _off(one: tuple[list[float], Tensors], other: tuple[list[float], Tensors], f
     shares = [abs(a - b) / (abs(b) + 1e-12) for a, b in zip(numbers, others, strict=True)]
     apart = sum(float((a - b).double().square().sum()) for a, b in zip(weights, wanted, strict=True)) ** 0.5
     went = sum(float((a - b).double().square().sum()) for a, b in zip(wanted, first, strict=True)) ** 0.5
-    return {"loss": max(shares[::2]), "norm": max(shares[1::2]), "weights": apart / went}
+    firsts = {"first_loss": shares[0], "first_norm": shares[1]}
+    return firsts | {"loss": max(shares[::2]), "norm": max(shares[1::2]), "weights": apart / went}
 
 
 def _update(backend: FsdpBackend, rows: Sequence[PackedBatch]) -> Callable[[], tuple[float, float, Any]]:

@@ -7,14 +7,16 @@ import msgspec
 
 from broker.errors import ConfigError
 from deploy.recipe.recipe import Recipe
-from learner.backends import open_backend
+from learner.backends import abilities_of, open_backend
 from learner.backends.base import Backend, ScoreBackend
 from learner.backends.score_head import check_critic
 from learner.config import ModelConfig
 from learner.models.model import load_config
-from learner.models.shape import shape_of
+from learner.models.shape import ModelShape, shape_of
 from learner.objective.composition import gae_options
 from learner.objective.critic import Critic
+from learner.planning.fsdp import is_replayed
+from learner.planning.planned import PlannedModel
 from learner.ranks import Ranks
 from learner.rows.cost import DEFAULT_COST, CostModel
 from learner.rows.routing import Routing, routing_of
@@ -56,12 +58,20 @@ def recipe_scores(recipe: Recipe) -> ScoreBackend:
 def recipe_cost(recipe: Recipe) -> CostModel:
     """Return the cost model of the recipe's model on its device, or of a usual one if the model's configuration names
     its sizes otherwise."""
-    learner = recipe.learner
-    is_replayed = learner.compute.cuda_graphs == "auto" and learner.processes == 1 and recipe.model.adapter is None
     try:
-        return CostModel.of_model(shape_of(load_config(recipe.model)), learner.device, is_replayed=is_replayed)
+        shape = shape_of(load_config(recipe.model))
     except AttributeError:
         return DEFAULT_COST
+    return CostModel.of_model(shape, recipe.learner.device, is_replayed=_is_replayed(recipe, shape))
+
+
+def _is_replayed(recipe: Recipe, shape: ModelShape) -> bool:
+    """Return whether the policy's kernels are recorded. A model that shares its device with engines drops the records
+    whenever these work."""
+    learner, model = recipe.learner, recipe.model
+    replays = abilities_of(learner.backend).replays_kernels and recipe.run.placement == "separated"
+    planned = PlannedModel(shape=shape, learner=learner, dtype=model.dtype)
+    return replays and model.adapter is None and is_replayed(planned)
 
 
 def recipe_routing(recipe: Recipe) -> Routing | None:

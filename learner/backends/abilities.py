@@ -20,6 +20,8 @@ class BackendAbilities:
     computes_trees: bool = False
     """Whether it computes tokens once that sequences share (`PackedBatch.tree`), so that more of them fit into a row.
     For a class of the user's own, `learner.prefix_sharing=always` says that it does."""
+    replays_kernels: bool = False
+    """Whether it records the kernels of a small policy and replays them (`learner.compute.cuda_graphs`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,7 @@ BACKENDS: dict[str, KnownBackend] = {
         critic="learner.backends.fsdp.backend:FsdpValueBackend",
         scores="learner.backends.fsdp.backend:FsdpScoreBackend",
         plan="learner.planning.fsdp:plan",
-        abilities=BackendAbilities(splits=("context",), computes_trees=True),
+        abilities=BackendAbilities(splits=("context",), computes_trees=True, replays_kernels=True),
         remedy="A torch>=2.11 built with torch.distributed is needed.",
         examine=_fsdp,
     ),

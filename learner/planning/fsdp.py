@@ -17,6 +17,23 @@ def plan(planned: PlannedModel) -> list[RankMemory]:
     return [_rank(planned, rank) for rank in range(learner.processes)]
 
 
+def is_replayed(planned: PlannedModel) -> bool:
+    """Returns whether kernels of this model are recorded and replayed."""
+    from learner.backends.fsdp.recording import why_launched
+
+    learner, shape = planned.learner, planned.shape
+    reason = why_launched(
+        learner.compute,
+        ranks=learner.processes,
+        parameters=shape.num_parameters,
+        is_rounded=planned.dtype == "bfloat16",
+        has_adapter=bool(planned.adapter),
+        has_experts=any(shape.has_experts(layer) for layer in range(shape.layers)),
+        has_window=False,
+    )
+    return learner.device == "cuda" and planned.has_vocabulary and not reason
+
+
 def _rank(planned: PlannedModel, rank: int) -> RankMemory:
     """Plans one rank. Every tensor is cut along its first dimension; the first ranks have a row more
     (`torch.chunk`)."""
@@ -29,7 +46,7 @@ def _rank(planned: PlannedModel, rank: int) -> RankMemory:
     is_elsewhere = planned.learner.compute.offload_optimizer or not planned.is_trained
     on_device = 0 if is_elsewhere else MOMENTS * trained
     reference = parameters if planned.has_reference else 0
-    rows = 2 if _is_replayed(planned) else 1  # a graph's memory is its own, and other rows are launched
+    rows = 2 if is_replayed(planned) else 1  # a graph's memory is its own, and other rows are launched
     return RankMemory(
         rank=rank,
         part=f"1/{ranks} of every tensor",
@@ -45,23 +62,6 @@ def _rank(planned: PlannedModel, rank: int) -> RankMemory:
         other_models=reference,
         published=published_bytes(planned, rank),
     )
-
-
-def _is_replayed(planned: PlannedModel) -> bool:
-    """Returns whether kernels of this model are recorded and replayed."""
-    from learner.backends.fsdp.recording import why_launched
-
-    learner, shape = planned.learner, planned.shape
-    reason = why_launched(
-        learner.compute,
-        ranks=learner.processes,
-        parameters=shape.num_parameters,
-        is_rounded=planned.dtype == "bfloat16",
-        has_adapter=bool(planned.adapter),
-        has_experts=any(shape.has_experts(layer) for layer in range(shape.layers)),
-        has_window=False,
-    )
-    return learner.device == "cuda" and planned.has_vocabulary and not reason
 
 
 def _elements(parameters: Iterable[Parameter], ranks: int, rank: int) -> int:

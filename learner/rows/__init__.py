@@ -3,6 +3,7 @@
     trajectories ─► packing.py ──plan──► batch.py: rows of tokens, one for each micro-batch
                        ▲    └─ routing.py: the experts that a replayed router takes
     cost.py ───────────┘
+    padding.py a few shapes of rows, so that recorded kernels compute many
     units.py   the same for sequences that must stay together, such as pairs
 
 Objectives and backends read rows; the folder knows neither.

@@ -17,6 +17,10 @@ MOST_PARAMETERS = 1 << 30
 class PassRecorder(Protocol):
     """Records calls, to repeat them on the same memory."""
 
+    def warm_up(self, call: Callable[[], object]) -> None:
+        """Make a call that is about to be recorded, so that all that is made once is made outside of the recording."""
+        ...
+
     def record(self, call: Callable[[], None]) -> Callable[[], None]:
         """Return a function that repeats what `call` computes. Recording itself need not compute it. The call may be
         made once to be recorded, or each time. Raises RuntimeError where that is impossible."""
@@ -36,13 +40,18 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._bytes = 0
-        self._has_workspace = False
+
+    def warm_up(self, call: Callable[[], object]) -> None:
+        """Make the call on the stream of the recording. Libraries keep workspaces for each stream and thread; made
+        within a recording, such a one would hold a part of the pool for good."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            call()
+        torch.cuda.current_stream().wait_stream(self._stream)
 
     def record(self, call: Callable[[], None]) -> Callable[[], None]:
         """Capture the call's kernels. Other threads may use the device meanwhile, so only this one's calls are
         checked."""
-        if not self._has_workspace:
-            self._reserve_workspace()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         before, _ = torch.cuda.mem_get_info(self._device)
@@ -58,16 +67,6 @@ class CudaRecorder:
         """Return whether rows of other shapes have room beside the pool."""
         free, _ = torch.cuda.mem_get_info(self._device)
         return free >= ROOM * self._bytes
-
-    def _reserve_workspace(self) -> None:
-        """Have cuBLAS make its workspace of this stream, for both threads that multiply. It stays for good, and made
-        within a recording it would keep a part of the pool."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            ones = torch.ones(64, 64, dtype=torch.bfloat16, device=self._device, requires_grad=True)
-            torch.autograd.grad((ones @ ones).sum(), ones)
-        torch.cuda.current_stream().wait_stream(self._stream)
-        self._has_workspace = True
 
 
 def open_recorder(device: torch.device) -> PassRecorder | None:

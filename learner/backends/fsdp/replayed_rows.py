@@ -52,7 +52,7 @@ class ReplayedRows:
         self._recorder: PassRecorder | None = recorder
         self._seen: set[_Kind] = set()
         self._recorded: OrderedDict[_Kind, _Passes] = OrderedDict()
-        self._turns = _Turns()
+        self._pool = _Pool()
 
     def __call__(self, batch: PackedBatch, temperature: float, top: float = 0) -> torch.Tensor:
         """[T, ...] what the policy's forward pass returns; the weights must be in place."""
@@ -102,7 +102,7 @@ class ReplayedRows:
         while len(self._recorded) >= MOST_RECORDED:
             self._recorded.popitem(last=False)
         try:
-            passes = _Passes(self._policy, self._weights, self._recorder, kind, row, self._turns)
+            passes = _Passes(self._policy, self._weights, self._recorder, kind, row, self._pool)
         except RuntimeError as error:
             log.debug("a recording failed", exc_info=True)
             self.stop(f"recording failed ({type(error).__name__}: {error})")
@@ -115,10 +115,14 @@ class ReplayedRows:
         return passes
 
 
-class _Turns:
-    """The number of forward passes that were replayed in one pool."""
+class _Pool:
+    """The state of the memory that all recordings of one model share."""
 
-    number = 0
+    def __init__(self) -> None:
+        self.forwards = 0
+        """The number of forward passes that were replayed."""
+        self.warm: set[bool] = set()
+        """Whether a recording with a gradient, or without one, has been warmed up."""
 
 
 class _Passes:
@@ -131,12 +135,14 @@ class _Passes:
         recorder: PassRecorder,
         kind: _Kind,
         row: FsdpRow,
-        turns: _Turns,
+        pool: _Pool,
     ) -> None:
-        self.turns = turns
+        self.pool = pool
         self._weights = weights
         self._row = row
         self._found_N: torch.Tensor | None = None
+        self._whole_N: torch.Tensor | None = None
+        """The same with its graph of operations, until it has gone backward: it would keep alive what they hold."""
         self._reached: set[int] = set()
         size = (kind.shape.positions, 3) if kind.confident else (kind.shape.positions,)
         exact = torch.promote_types(weights.copies[0].dtype, torch.float32)
@@ -144,14 +150,26 @@ class _Passes:
 
         def forward() -> None:
             with torch.set_grad_enabled(kind.has_gradient):
-                self._found_N = policy.token_values(row, kind.temperature, confident=kind.confident)
+                self._whole_N = policy.token_values(row, kind.temperature, confident=kind.confident)
+            self._found_N = self._whole_N.detach()
+
+        def gradients() -> tuple[torch.Tensor | None, ...]:
+            assert self._whole_N is not None
+            whole_N, self._whole_N = self._whole_N, None
+            found: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
+                whole_N, weights.copies, self._grad_N, allow_unused=True
+            )
+            return found
 
         def backward() -> None:
-            assert self._found_N is not None
-            gradients = torch.autograd.grad(self._found_N, weights.copies, self._grad_N, allow_unused=True)
-            self._reached = weights.add(gradients)
+            self._reached = weights.add(gradients())
 
         self._has_gradient = kind.has_gradient
+        if kind.has_gradient not in pool.warm:
+            recorder.warm_up(forward)
+            if kind.has_gradient:
+                recorder.warm_up(gradients)
+            pool.warm.add(kind.has_gradient)
         self._forward: Callable[[], None] = recorder.record(forward)
         self._backward: Callable[[], None] | None = recorder.record(backward) if kind.has_gradient else None
         self._pull = torch.zeros((), requires_grad=True)
@@ -167,10 +185,10 @@ class _Passes:
 
     def forward(self) -> torch.Tensor:
         """[N, ...] results in memory of their own."""
-        self.turns.number += 1
+        self.pool.forwards += 1
         self._forward()
         assert self._found_N is not None
-        return self._found_N.detach().clone()
+        return self._found_N.clone()
 
     def backward(self, grad_N: torch.Tensor) -> None:
         """Add the gradients of the last forward pass to the sums."""
@@ -186,12 +204,12 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pull: torch.Tensor, passes: _Passes) -> torch.Tensor:
         found_N = passes.forward()
-        ctx.passes, ctx.turn = passes, passes.turns.number
+        ctx.passes, ctx.forwards = passes, passes.pool.forwards
         return found_N
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None]:
-        assert ctx.turn == ctx.passes.turns.number, "another row went forward since"
+        assert ctx.forwards == ctx.passes.pool.forwards, "another row went forward since"
         ctx.passes.backward(gradients[0])
         return None, None
 

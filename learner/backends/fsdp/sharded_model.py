@@ -110,7 +110,7 @@ class ShardedModel:
     def _recorder(self, module: PackedModel, compute: ComputeConfig) -> PassRecorder | None:
         """Return what records the passes of this model, which then is not sharded; None if they are launched."""
         recorder = open_recorder(self._device) if isinstance(module, Policy) else None
-        if recorder is None:
+        if recorder is None or compute.cuda_graphs == "never":
             return None
         reason = why_launched(
             compute,
@@ -121,7 +121,7 @@ class ShardedModel:
             has_experts=num_experts(module.model.config) > 0,
             has_window=getattr(module.model.config, "sliding_window", None) is not None,
         )
-        if reason:
+        if reason and self.rank == 0:
             log.info("kernels are launched one by one, not replayed as CUDA graphs: %s", reason)
         return None if reason else recorder
 

@@ -1,0 +1,35 @@
+"""The cost model of a recipe knows whether the learner's kernels are launched or recorded."""
+
+from pathlib import Path
+
+import pytest
+
+from deploy.recipe.loading import load_recipe
+from deploy.roles.backend import recipe_cost
+
+RECIPE = """
+model:
+  random: {architecture: qwen3, config: {hidden_size: 64, num_hidden_layers: 2}, alphabet: "01+"}
+  dtype: bfloat16
+prompts: {kind: arithmetic}
+rewards: [{kind: arithmetic}]
+learner: {device: cuda}
+workers: {count: 1}
+"""
+
+
+@pytest.mark.parametrize(
+    ("others", "launches"),
+    [
+        ((), False),
+        (("learner.compute.cuda_graphs=never",), True),
+        (("learner.processes=2",), True),
+        (("learner.backend=megatron",), True),
+        (("model.dtype=float32",), True),
+        (("run.placement=colocated", "engine.kind=vllm", "engine.device=cuda", "weights.transport=ipc"), True),
+    ],
+)
+def test_recorded_rows_cost_no_launches(others: tuple[str, ...], launches: bool, tmp_path: Path) -> None:
+    path = tmp_path / "small.yaml"
+    path.write_text(RECIPE)
+    assert (recipe_cost(load_recipe(path, others)).least > 0) is launches
