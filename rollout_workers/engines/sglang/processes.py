@@ -6,7 +6,9 @@ as a task of ours, and a task that watches the processes tells the engine that t
 
 import asyncio
 import atexit
+import gc
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +32,8 @@ def own_sockets() -> Iterator[tempfile.TemporaryDirectory[str]]:
     """Let SGLang, which is started in this block, make its sockets in a new directory that only this user may enter.
 
     SGLang makes them wherever Python makes temporary files, leaves them there, and cannot be told another place. With a
-    path that is too long it fails. Yields the directory, which outlives the block, but no error in it.
+    path that is too long it fails. Yields the directory, which outlives the block, but no error in it; then the sockets
+    there are closed, too.
     """
     usual = tempfile.gettempdir()
     parent = usual if len(os.fsencode(usual)) <= LONGEST_DIRECTORY else SHORT_DIRECTORY
@@ -39,10 +42,25 @@ def own_sockets() -> Iterator[tempfile.TemporaryDirectory[str]]:
     try:
         yield directory
     except BaseException:
+        _close_sockets_in(directory.name)
         directory.cleanup()
         raise
     finally:
         tempfile.tempdir = usual
+
+
+def _close_sockets_in(directory: str) -> None:
+    """Close SGLang's sockets in that directory, which a failed start leaves to the garbage collector. ZeroMQ would wait
+    there, for ever, until the processes that are gone have read what was sent to them."""
+    if "zmq" not in sys.modules:
+        return
+    import zmq
+
+    for one in gc.get_objects():
+        if not issubclass(type(one), zmq.Socket) or one.closed:  # isinstance would ask proxies of things that are gone
+            continue
+        if directory.encode() in one.getsockopt(zmq.LAST_ENDPOINT):
+            one.close(linger=0)
 
 
 def ignore_signal(number: int, frame: object) -> None:
