@@ -3,9 +3,10 @@
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from functools import partial
+from itertools import pairwise, repeat
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,6 +29,7 @@ from learner.rows.packing import PackableSequence, from_trajectory
 from learner.rows.routing import Routing
 from learner.rows.units import Row, Unit, pack_units
 
+from .ahead import Ahead
 from .composition import open_advantage
 from .critic import Critic, outcome_rewards
 from .objective import Objective, whole_report
@@ -176,25 +178,21 @@ class Updater:
             figures={"pairs": len(pairs), "groups_without_pair": len(groups) - len(pairs)},
         )
 
-    def pack(self, sequences: Sequence[PackableSequence]) -> list[list[PackedBatch]]:
-        """Returns this rank's micro-batches of each of the step's `updates_per_step` updates; pairs stay whole."""
+    def pack(self, sequences: Sequence[PackableSequence]) -> Sequence[list[PackedBatch]]:
+        """Returns this rank's micro-batches of each of the step's `updates_per_step` updates; pairs stay whole. Those
+        of later updates are packed meanwhile."""
         size = 2 if self._objective.is_of_pairs else 1
         units = [sequences[start : start + size] for start in range(0, len(sequences), size)]
         parts = split(units, self._learner.updates_per_step)
-        return [[row.batch for row in self._rows(part)] for part in parts]
+        return Ahead([partial(self._packed, part) for part in parts])
 
     def update(self, packed: Sequence[list[PackedBatch]], step: int) -> Update:
         """Makes an optimizer update of each part of a packed step; proximal logprobs are those before the first of
         them, which needs no forward pass for its own."""
-        parts = self._parts(packed)
-        objectives = [self._first_objective, *[self._objective] * (len(parts) - 1)]
-        proximal = [
-            self._logprobs(part.batches) if objective.needs_proximal else None
-            for objective, part in zip(objectives, parts, strict=True)
-        ]
         learning_rate = self.learning_rate(step)
-        losses, norms, reports, critic_reports = [], [], [], list[dict[str, float]]()
-        for objective, part, proximal_logprobs in zip(objectives, parts, proximal, strict=True):
+        parts, losses, norms, reports, critic_reports = [], [], [], [], list[dict[str, float]]()
+        for objective, part, proximal_logprobs in self._updates(packed):
+            parts.append(part)
             current_logprobs = self._logprobs(part.batches) if objective.needs_current else None
             token_loss = objective.token_loss(
                 part.batches, self._ranks.sum, proximal_logprobs, part.reference, current_logprobs
@@ -223,6 +221,22 @@ class Updater:
             by_lag=summarize_by_lag(whole),
         )
 
+    def _updates(
+        self, packed: Sequence[list[PackedBatch]]
+    ) -> Iterator[tuple[Objective, _Part, list[torch.Tensor] | None]]:
+        """Yields each update with its proximal logprobs, of the weights before the first of them."""
+        objectives = [self._first_objective, *[self._objective] * (len(packed) - 1)]
+        parts = self._parts(packed)
+        if not any(objective.needs_proximal for objective in objectives):
+            yield from zip(objectives, parts, repeat(None))
+            return
+        known = list(parts)
+        proximal = [
+            self._logprobs(part.batches) if objective.needs_proximal else None
+            for objective, part in zip(objectives, known, strict=True)
+        ]
+        yield from zip(objectives, known, proximal, strict=True)
+
     def learning_rate(self, step: int) -> float:
         """Returns the learning rate of a step: a linear rise, then constant."""
         rise = self._optimizer.warmup_steps
@@ -243,15 +257,14 @@ class Updater:
             for trajectory, advantage in zip(trajectories_of(groups), advantages, strict=True)
         )
 
-    def _parts(self, packed: Sequence[list[PackedBatch]]) -> list[_Part]:
+    def _parts(self, packed: Sequence[list[PackedBatch]]) -> Iterator[_Part]:
         is_used = self._objective.needs_reference or (self._critic is not None and self._reward_kl is not None)
-        references = [self._reference_logprobs(batches) if is_used else None for batches in packed]
-        if self._critic is None:
-            return [
-                _Part(batches=batches, reference=reference, returns=[], values=[], estimates={})
-                for batches, reference in zip(packed, references, strict=True)
-            ]
-        return self._estimated(self._critic, packed, references)
+        references = (self._reference_logprobs(batches) if is_used else None for batches in packed)
+        if self._critic is not None:
+            yield from self._estimated(self._critic, packed, list(references))
+            return
+        for batches, reference in zip(packed, references, strict=True):
+            yield _Part(batches=batches, reference=reference, returns=[], values=[], estimates={})
 
     def _estimated(
         self, critic: Critic, packed: Sequence[list[PackedBatch]], references: Sequence[list[torch.Tensor] | None]
@@ -310,6 +323,9 @@ class Updater:
     def _computed_tokens(self, parts: Sequence[_Part]) -> int:
         """Returns the tokens of all replicas' micro-batches. Collective."""
         return int(self._ranks.sum([sum(batch.num_positions for part in parts for batch in part.batches)])[0])
+
+    def _packed(self, units: Sequence[Unit]) -> list[PackedBatch]:
+        return [row.batch for row in self._rows(units)]
 
     def _rows(self, units: Sequence[Unit]) -> list[Row]:
         return pack_units(
