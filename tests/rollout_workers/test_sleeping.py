@@ -45,3 +45,22 @@ def test_vllm_is_told_from_the_start_that_it_will_sleep(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     arguments = engine_arguments(EngineConfig(kind="vllm"), tmp_path, "Qwen3ForCausalLM", 0, sleeps=sleeps)
     assert arguments.get("enable_sleep_mode") == (sleeps if has_gpu else None)
+
+
+@pytest.mark.parametrize(
+    ("requests", "options", "largest"),
+    [
+        (256, {}, None),
+        (511, {}, None),
+        (600, {}, 608),
+        (4096, {}, 1024),
+        (600, {"cudagraph_capture_sizes": [64]}, None),
+    ],
+)
+def test_vllm_has_graphs_for_as_many_requests_as_it_gets(
+    requests: int, options: dict[str, list[int]], largest: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = EngineConfig(kind="vllm", max_concurrent=requests, options=options)
+    arguments = engine_arguments(config, tmp_path, "Qwen3ForCausalLM", 0)
+    assert arguments.get("max_cudagraph_capture_size") == largest

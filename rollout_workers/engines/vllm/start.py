@@ -28,6 +28,11 @@ BATCHED_TOKENS = 8192
 """Tokens of one step on a GPU. With vLLM's default of 2,048 it takes seconds to compute hundreds of caches anew after a
 swap. More than this would add little, as it keeps a GPU busy, and would delay the first token after a swap."""
 
+GRAPHED, MOST_GRAPHED, BETWEEN_GRAPHS = 512, 1024, 16
+"""Requests that vLLM decodes together by a CUDA graph unless it is told of more, the most that it is told of, and the
+distance of their numbers. A larger batch is launched kernel by kernel, which keeps a small model waiting. Each graph
+takes memory and a part of a second at the start."""
+
 LONGEST_DIRECTORY = 64
 """Characters of a directory for vLLM's sockets: with the name of one, a path may have 107."""
 SHORT_DIRECTORY = "/tmp"
@@ -76,11 +81,23 @@ def engine_arguments(
     }
     if torch.cuda.is_available():
         tokens = min(BATCHED_TOKENS, sequences * config.max_model_len)
-        arguments |= {"enable_sleep_mode": sleeps, "max_num_batched_tokens": tokens}
+        arguments |= {
+            "enable_sleep_mode": sleeps,
+            "max_num_batched_tokens": tokens,
+            **graphs_of(sequences, config.options),
+        }
     else:  # on a CPU vLLM's sleep frees nothing and cannot be enabled
         executor = "uni" if gpus_of(config, VLLM.abilities) == 1 else "mp"
         arguments |= {"enforce_eager": True, "distributed_executor_backend": executor}
     return arguments | config.options
+
+
+def graphs_of(sequences: int, options: Mapping[str, Any]) -> dict[str, int]:
+    """Return the argument with which so many requests are decoded by CUDA graphs; none where they are anyway, or where
+    the user names the sizes."""
+    if sequences <= GRAPHED or "cudagraph_capture_sizes" in options:
+        return {}
+    return {"max_cudagraph_capture_size": min(MOST_GRAPHED, -(-sequences // BETWEEN_GRAPHS) * BETWEEN_GRAPHS)}
 
 
 def open_vllm(
