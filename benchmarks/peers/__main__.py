@@ -21,6 +21,7 @@ The exit code is 1 if a run failed; targets that are missed stand in "met".
 import argparse
 import json
 import os
+import shutil
 import signal
 import sys
 import traceback
@@ -104,6 +105,7 @@ def _parse() -> argparse.Namespace:
         parser.error("; ".join(lacking))
     if options.unjudged and options.rounds > 1:
         parser.error("--unjudged: of several rounds only the last one's model stays")
+    options.python = Path(shutil.which(str(options.python)) or options.python)
     if not options.python.exists() and set(options.of) - {NAME}:
         parser.error(
             f"--python {options.python} does not exist; `make race` installs TRL into an environment of its own"

@@ -1,6 +1,7 @@
 """An engine saves everything that the next version does not bring before a sleep that discards its memory."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def test_vllm_is_told_from_the_start_that_it_will_sleep(
     ],
 )
 def test_vllm_has_graphs_for_as_many_requests_as_it_gets(
-    requests: int, options: dict[str, list[int]], largest: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    requests: int, options: dict[str, Any], largest: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config = EngineConfig(kind="vllm", max_concurrent=requests, options=options)
