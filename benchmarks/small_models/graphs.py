@@ -195,10 +195,12 @@ def _weights(backend: FsdpBackend) -> Tensors:
 
 
 def _trained(backend: FsdpBackend, rows: Sequence[list[PackedBatch]]) -> tuple[list[float], Tensors]:
-    """Return losses and norms of a few updates, each made thrice so that the last one is replayed, and the weights."""
+    """Return losses and norms of a few updates, each made thrice so that the last one is replayed, and the weights. As
+    in a step, a pass without gradient comes first."""
     numbers: list[float] = []
     for batches in rows:
         for _ in range(3):
+            backend.logprobs(batches, 1.0)
             loss, norm, _ = _update(backend, batches)()
             numbers += [loss, norm]
     return numbers, _weights(backend)
