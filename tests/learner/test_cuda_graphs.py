@@ -317,6 +317,7 @@ def test_a_cpu_and_a_critic_have_no_graphs(recorder: Repeated, monkeypatch: pyte
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch deprecates
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_graphs_on_a_gpu_are_padded_rows_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
