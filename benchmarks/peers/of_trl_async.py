@@ -273,7 +273,12 @@ class AsyncClock:
 
 
 def run(order: TrlOrder) -> Figures:
-    """Serve, train, save the model, and return the figures."""
+    """Serve, train, save the model, and return the figures. The server starts while the trainer is imported."""
+    with serving(order.race.load(), order.race.model, order.server_gpu) as url:
+        return _trained(order, url)
+
+
+def _trained(order: TrlOrder, url: str) -> Figures:
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
@@ -297,18 +302,17 @@ def run(order: TrlOrder) -> Figures:
             if "batch/samples_per_step" in logs:
                 clock.note(dict(logs))
 
-    with serving(recipe, model, order.server_gpu) as url:
-        trainer = AsyncGRPOTrainer(
-            model=str(model),
-            args=AsyncGRPOConfig(**async_config_of(race, order.model, url)),
-            reward_funcs=Judge(race),
-            train_dataset=Dataset.from_list(rows),
-            processing_class=tokenizer,
-            callbacks=[Steps()],
-            weight_transfer=None if race.on_gpu else NotSent(),
-        )
-        trainer.train()
-        trainer.save_model(order.model)
+    trainer = AsyncGRPOTrainer(
+        model=str(model),
+        args=AsyncGRPOConfig(**async_config_of(race, order.model, url)),
+        reward_funcs=Judge(race),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        callbacks=[Steps()],
+        weight_transfer=None if race.on_gpu else NotSent(),
+    )
+    trainer.train()
+    trainer.save_model(order.model)
     AutoTokenizer.from_pretrained(model).save_pretrained(order.model)  # with the model's own chat template
     return clock.figures()
 
