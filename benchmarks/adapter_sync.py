@@ -1,7 +1,7 @@
 """Adapters swapped in flight into one engine, beside whole weights into another: exactness, bytes and seconds.
 
     python -m benchmarks.adapter_sync [--engine vllm] [--device cuda|cpu] [--width 2048] [--layers 16] [--rank 16]
-        [--requests 64] [--tokens 256] [--swaps 3] [--limit-s 400]
+        [--requests 64] [--tokens 256] [--swaps 3] [--limit-s 400] [--kinds adapter,finish,whole]
 
 A random dense Qwen3 in `--dtype`. Each swap falls into running requests. `before` and `after` are mean differences
 between the engine's logprobs and transformers' for the tokens that a version sampled, under the merged model of that
@@ -36,6 +36,7 @@ from rollout_workers.engines.base import GenerationRequest, NamedTensors
 from rollout_workers.swaps.weights import refuse_other_logprobs, refuse_other_tensors
 from weightsync.tensors.fingerprint import fingerprint
 
+KINDS = ("adapter", "finish", "whole")
 SCALE = 2.0
 PROMPT_TOKENS = 32
 MEASURED = 16
@@ -112,6 +113,16 @@ class Study:
         tolerance = 2e-3 if self._dtype is torch.float32 else 0.25
         return Probe(token_ids=tokens, logprobs=self.logprobs(number, [tokens])[0], tolerance=tolerance)
 
+    def _room(self) -> dict[str, Any]:
+        """Return the size of vLLM's cache, twice what the requests need: vLLM then measures no memory, which other
+        processes may take or free meanwhile."""
+        model, options = self._model.config, self._options
+        keys_and_values = (
+            2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * self._dtype.itemsize
+        )
+        tokens = (options.requests + 1) * (PROMPT_TOKENS + options.tokens + 1)
+        return {"kv_cache_memory_bytes": 2 * tokens * keys_and_values, "gpu_memory_utilization": 0.05}
+
     async def run(self, *, has_adapters: bool, held: int = 1) -> dict[str, Any]:
         """Open an engine, and swap versions 1, 2, ... into running requests."""
         options = self._options
@@ -121,7 +132,7 @@ class Study:
             max_model_len=PROMPT_TOKENS + options.tokens + 1,
             dtype=options.dtype,
             device=options.device,
-            options={"gpu_memory_utilization": 0.4} if options.engine == "vllm" and options.device == "cuda" else {},
+            options=self._room() if options.engine == "vllm" and options.device == "cuda" else {},
         )
         rank = options.rank if has_adapters else 0
         engine: Any = open_engine(config, self._directory, seed=0, adapter_rank=rank, adapters_held=held)
@@ -235,14 +246,23 @@ def _on_host(tensors: NamedTensors) -> NamedTensors:
 
 
 async def _measure(options: argparse.Namespace) -> dict[str, Any]:
+    found = {}
     with tempfile.TemporaryDirectory() as directory:
         study = Study(options, Path(directory))
         with torch.no_grad():
-            found = {"adapter": await study.run(has_adapters=True)}
-            if options.engine == "vllm":
-                found["finish"] = await study.run(has_adapters=True, held=2)
-            print(json.dumps(found), file=sys.stderr, flush=True)
-            return {**found, "whole": await study.run(has_adapters=False)}
+            for kind in options.kinds:
+                if kind == "finish" and options.engine != "vllm":
+                    continue
+                found[kind] = await study.run(has_adapters=kind != "whole", held=2 if kind == "finish" else 1)
+                print(json.dumps(found), file=sys.stderr, flush=True)
+    return found
+
+
+def _kinds(text: str) -> list[str]:
+    asked = text.split(",")
+    if unknown := set(asked) - set(KINDS):
+        raise argparse.ArgumentTypeError(f"no kind {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
+    return [kind for kind in KINDS if kind in asked]
 
 
 def main() -> None:
@@ -259,6 +279,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--swaps", type=int, default=3)
     parser.add_argument("--pause-s", type=float, default=0.5, help="between the beginning of requests and the swap")
+    parser.add_argument("--kinds", type=_kinds, default=KINDS, metavar="KIND,...", help=f"default: {','.join(KINDS)}")
     parser.add_argument("--limit-s", type=float, default=400.0)
     options = parser.parse_args()
     print(json.dumps(asyncio.run(asyncio.wait_for(_measure(options), options.limit_s))))

@@ -28,18 +28,21 @@ _SHAPE = {
 Architecture = Literal["dense", "moe"]
 
 
-def make_model(architecture: Architecture, seed: int, *, tied: bool = True, expert_width: int = 32) -> PreTrainedModel:
+def make_model(
+    architecture: Architecture, seed: int, *, tied: bool = True, expert_width: int = 32, head_dim: int = 32
+) -> PreTrainedModel:
     """Make a random Qwen3 (MoE) in fp32 whose greedy answers depend on the seed."""
     torch.manual_seed(seed)
+    shape = {**_SHAPE, "head_dim": head_dim}
     if architecture == "dense":
-        return Qwen3ForCausalLM(Qwen3Config(**_SHAPE, tie_word_embeddings=tied)).eval()
+        return Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=tied)).eval()
     experts = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": expert_width,
         "norm_topk_prob": True,
     }
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SHAPE, **experts, tie_word_embeddings=tied)).eval()
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts, tie_word_embeddings=tied)).eval()
 
 
 def save_config(model: PreTrainedModel, directory: Path) -> Path:
