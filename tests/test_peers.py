@@ -168,11 +168,18 @@ def test_headways_files_become_figures(tmp_path: Path) -> None:
         values = {"trajectories": 8, "response_tokens_mean": 5.0, "reward_mean": 0.5, "take_s": 0.5, "lag_mean": 1.0}
         metrics = bare_metrics(incarnation=1, step=step, time_s=2.0 * (step + 1), step_s=2.0, **values)
         record.write(StepEvent(metrics=metrics, tids=()))
-    workers = tuple(busy(name, seconds) for name, seconds in (("a", 3.0), ("b", 4.5)))
-    status = msgspec.structs.replace(run_status(), workers=workers)
-    record.write(HeartbeatEvent.later(status, step=2, time_s=5.0))
+    looks = []
+    for time_s, seconds in ((1.0, (0.0, 0.0)), (4.0, (1.0, 2.0)), (6.0, (2.0, 4.0)), (9.0, (2.0, 4.0))):
+        workers = tuple(map(busy, "ab", seconds))
+        status = msgspec.structs.replace(run_status(), workers=workers)
+        looks.append(HeartbeatEvent.later(status, step=2, time_s=time_s))
+    with of_headway.looking_on(tmp_path) as seen:
+        record.write(looks[-1])
+        wait_until(lambda: len(seen) == 1)
+    assert seen == looks[-1:]
     os.utime(tmp_path / "metrics.jsonl", (1000.0, 1000.0))
-    one = of_headway.read_figures(tmp_path, began=970.0)
+    assert of_headway.read_figures(tmp_path, began=970.0, looks=looks[:2]).engine_idle is None
+    one = of_headway.read_figures(tmp_path, began=970.0, looks=looks)
     assert one.ends_s == [26.0, 28.0, 30.0]
     assert (one.samples_per_s, one.tokens_per_s, one.learner_idle, one.lag_mean) == (4.0, 20.0, 0.25, 1.0)
     assert (one.engine_idle, one.pause_per_update_s) == (0.25, 0.05)

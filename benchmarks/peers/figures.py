@@ -38,8 +38,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     learner_idle: float
     """The share of the time in which nothing was trained."""
     engine_idle: float | None
-    """The share of the time in which an engine had nothing to do; None if the run does not report it. Headway's counts
-    the whole loop of its learner, in whose beginning engines start."""
+    """The share of the time in which an engine had nothing to do; None if the run does not report it."""
     pause_per_update_s: float | None
     """Seconds for which an engine stands still for an update of its weights."""
     first_step_s: float
