@@ -4,7 +4,8 @@
     padded         a b c d e f | g h | i | - - - - - | |     further positions in runs of their own, and empty runs
 
 Padding shares nothing and predicts nothing, so it changes no result and no gradient. It also fills up the places of a
-tree's paths; those copies belong to no position. Shapes are eight to an octave of positions, fewer of all else.
+tree's paths; those copies belong to no position. The smallest shapes are eight to an octave of positions, fewer of all
+else.
 
 Without a tree the runs are sequences, and there are no places.
 """
@@ -24,7 +25,10 @@ STEP, PARTS = 256, 8
 """Positions are a multiple of `STEP` and of an eighth of the power of two below."""
 
 PLACES_STEP, PLACES_PARTS = 1024, 4
-RUNS_STEP, RUNS_PARTS = 64, 2
+RUNS_STEP, RUNS_PARTS = 64, 1
+
+SLACK = 1.25
+"""A row may be padded to this many times the positions of the smallest shape, if kernels are recorded for that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +72,24 @@ class PaddedShape:
             is_long=is_long(tree.cu_paths),
         )
 
+    def holds(self, batch: PackedBatch, least: "PaddedShape") -> bool:
+        """Returns whether a batch whose smallest shape is `least` may be padded to this one."""
+        padding = self.positions - batch.num_positions
+        if padding < 1 or self.positions > SLACK * least.positions or self.is_long is not least.is_long:
+            return False
+        if self.longest < least.longest or self.longest_run < least.longest_run:
+            return False
+        added, tree = -(-padding // LENGTH_STEP), batch.tree
+        if tree is None:
+            return not self.places and batch.num_sequences + added <= self.runs
+        filled = self.places - padding - len(tree.paths_P)
+        return len(tree.cu_runs) - 1 + added <= self.runs and 0 <= filled <= self._padding_places
+
+    @property
+    def _padding_places(self) -> int:
+        """The most places of paths that are padding of no position."""
+        return max(PLACES_STEP, self.places // 2)
+
     def positions_of(self, batch: PackedBatch) -> Positions:
         """Returns the positions of a batch of this shape. A run of padding is no longer than the bounds."""
         padding, tree = self.positions - batch.num_positions, batch.tree
@@ -107,7 +129,8 @@ class PaddedShape:
         """Returns the copies with those of padding, each the only one of a position that the row does not have: many
         copies of one position would be summed one after another."""
         real = len(copies.order)
-        further = torch.arange(real, real + max(PLACES_STEP, self.places // PLACES_PARTS)).clamp(max=self.places)
+        assert self.places - real <= self._padding_places
+        further = torch.arange(real, real + self._padding_places).clamp(max=self.places)
         return TokenCopies(F.pad(copies.order, (0, self.places - real)), torch.cat([copies.offsets, further]))
 
 

@@ -24,7 +24,7 @@ from learner.config import ComputeConfig
 from learner.models.model import load_model
 from learner.objective.composition import needs_reference
 from learner.rows.batch import PackedBatch
-from learner.rows.packing import concatenate
+from learner.rows.packing import PackableSequence, concatenate
 from learner.rows.padding import PaddedShape
 from tests.learner.test_prefix_trees import one_by_one, sharing
 from tests.learner.test_presets import build, configured, sampled
@@ -133,16 +133,19 @@ def test_replayed_rows_train_as_launched_ones(recorder: Repeated) -> None:
         torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
-def test_replayed_gradients_are_those_of_the_plain_row(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replayed_gradients_are_those_of_the_plain_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last row takes the shape of a larger one."""
     monkeypatch.setattr(learner.models.attention, "varlen_attn", kernel)
-    model: Any = load_model(model_config(architecture), 1)
+    model: Any = load_model(model_config("qwen3"), 1)
     policy = Policy(model.double(), on_cpu=True, half_precision=False)
     weights = RoundedWeights(policy, torch.float64)
     replayed = ReplayedRows(policy, weights, Repeated())
-    for seed in range(3):
+    large, small = (
+        concatenate([one for seed in range(size) for one in given(seed, True)], is_tree=True) for size in (27, 23)
+    )
+    for batches in (rows(0), rows(1), [large], [large], [small]):
         weights.begin()
-        for number, batch in enumerate(rows(seed)):
+        for number, batch in enumerate(batches):
             wanted = policy(batch, 0.7)
             pull = torch.linspace(-1, 2, wanted.numel(), dtype=wanted.dtype).view_as(wanted) * (1 + number)
             (wanted * pull).sum().backward()
@@ -155,7 +158,7 @@ def test_replayed_gradients_are_those_of_the_plain_row(architecture: str, monkey
         for parameter, gradient in zip(policy.parameters(), expected, strict=True):
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-9, atol=1e-9)
         policy.zero_grad()
-    assert replayed.num_recorded == 3
+    assert replayed.num_recorded == 4
 
 
 def test_rounded_weights_are_those_of_fsdp_to_the_bit(recorder: Repeated, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,6 +248,31 @@ def test_what_cannot_be_recorded_is_launched(
     said = [record.message for record in caplog.records]
     assert len(said) == 1
     assert ("capturing" if problem == "it cannot be recorded" else "memory free") in said[0]
+
+
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_a_row_takes_a_larger_shape_that_is_known(is_tree: bool, recorder: Repeated) -> None:
+    backend, plain = opened(AUTO), opened(NEVER)
+    assert backend._replayed is not None
+    sizes = (27, 23, 24) if is_tree else (55, 49, 50)
+    large, small, other = (
+        concatenate([one for seed in range(size) for one in given(seed, is_tree)], is_tree=is_tree) for size in sizes
+    )
+    shapes = [PaddedShape.of(batch) for batch in (large, small, other)]
+    assert shapes[0] != shapes[1] == shapes[2]
+    for times, batch in enumerate((large, small, *[other] * (replayed_rows.OFTEN - 1), small)):
+        (found,), (expected,) = (one.logprobs([batch], 0.8) for one in (backend, plain))
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+        assert [kind.shape for kind in backend._replayed._recorded] == (
+            [] if times == 0 else shapes[:1] if times <= replayed_rows.OFTEN else shapes[:2]
+        )
+    (tiny,) = backend.logprobs([concatenate(sequences([9]))], 0.8)
+    torch.testing.assert_close(tiny, plain.logprobs([concatenate(sequences([9]))], 0.8)[0], rtol=1e-6, atol=1e-6)
+    assert backend._replayed.num_recorded == 2, "a much smaller row does not take it"
+
+
+def given(seed: int, is_tree: bool) -> list[PackableSequence]:
+    return sharing(4, prompt=20, agreed=3, seed=seed) if is_tree else sequences([20], seed)
 
 
 def test_shapes_that_were_not_used_for_longest_are_dropped(recorder: Repeated, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,13 +5,14 @@
 
 Launching a thousand kernels takes a process longer than a GPU takes to run them for a small model; replaying takes a
 millisecond. A shape's first row is launched kernel by kernel, so that rare shapes cost nothing, the second one is
-recorded. All graphs use one pool of memory, so only the last row that went forward can go backward.
+recorded. A row takes a shape somewhat larger than its own if that one is known, until its own has come often. All
+graphs use one pool of memory, so only the last row that went forward can go backward.
 """
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,8 +30,11 @@ log = logging.getLogger(__name__)
 MOST_RECORDED = 24
 """The number of shapes whose graphs are kept; those of a shape that was not used for longest are dropped."""
 
-MOST_SEEN = 4096
+MOST_SEEN = 512
 """The number of shapes that are remembered until they come again."""
+
+OFTEN = 8
+"""A shape that has come so often is recorded, though its rows fit into larger ones that are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +46,11 @@ class _Kind:
     confident: bool
     has_gradient: bool
 
+    def holds(self, batch: PackedBatch, least: "_Kind") -> bool:
+        """Return whether a batch of the kind `least` may be computed as one of this kind."""
+        is_alike = self == replace(least, shape=self.shape)
+        return is_alike and self.shape.holds(batch, least.shape)
+
 
 class ReplayedRows:
     """A policy's forward and backward passes on one rank, whose weights lie in `weights`."""
@@ -50,7 +59,7 @@ class ReplayedRows:
         self._policy = policy
         self._weights = weights
         self._recorder: PassRecorder | None = recorder
-        self._seen: set[_Kind] = set()
+        self._seen: Counter[_Kind] = Counter()
         self._recorded: OrderedDict[_Kind, _Passes] = OrderedDict()
         self._pool = _Pool()
 
@@ -59,14 +68,15 @@ class ReplayedRows:
         if self._recorder is None or top or not _is_plain(batch):
             found_T: torch.Tensor = self._policy(batch, temperature, top)
             return found_T
-        kind = _Kind(
+        least = _Kind(
             shape=PaddedShape.of(batch),
             temperature=temperature,
             confident=batch.wants_confidence,
             has_gradient=torch.is_grad_enabled(),
         )
+        kind, is_known = self._chosen(batch, least)
         row = self._policy.padded_row(batch, kind.shape)
-        passes = self._passes(kind, row)
+        passes = self._passes(kind, row) if is_known else None
         if passes is None:
             return row.at_next_token(self._policy.token_values(row, temperature, confident=kind.confident))
         return row.at_next_token(passes(row))
@@ -84,17 +94,26 @@ class ReplayedRows:
         self._recorded.clear()
         self._seen.clear()
 
+    def _chosen(self, batch: PackedBatch, least: _Kind) -> tuple[_Kind, bool]:
+        """Return the kind as which a batch is computed, and whether a row of that kind has come before."""
+        if len(self._seen) >= MOST_SEEN:
+            self._seen.clear()
+        known = [[*self._recorded], [*self._seen]]
+        self._seen[least] += 1
+        if least in self._recorded or self._seen[least] > OFTEN:
+            return least, True
+        for kinds in known:
+            fitting = [kind for kind in kinds if kind.holds(batch, least)]
+            if fitting:
+                return min(fitting, key=lambda kind: kind.shape.positions), True
+        return least, False
+
     def _passes(self, kind: _Kind, row: FsdpRow) -> "_Passes | None":
         found = self._recorded.get(kind)
-        if found is not None:
-            self._recorded.move_to_end(kind)
-            return found
-        if kind not in self._seen:
-            if len(self._seen) >= MOST_SEEN:
-                self._seen.clear()
-            self._seen.add(kind)
-            return None
-        return self._record(kind, row)
+        if found is None:
+            return self._record(kind, row)
+        self._recorded.move_to_end(kind)
+        return found
 
     def _record(self, kind: _Kind, row: FsdpRow) -> "_Passes | None":
         """Record a row's passes. Where torch or the device's memory does not allow it, no row is recorded any more."""
