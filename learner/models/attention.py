@@ -276,19 +276,22 @@ def _torch_kernel(
 
 @functools.cache
 def check_alignment(device: torch.device) -> None:
-    """Raises UnsupportedModelError unless torch's kernel counts causality from the end of queries and keys, on which
+    """Raises UnsupportedModelError unless the kernels count causality from the end of queries and keys, on which
     `PackedLayout.of_paths` relies: the only query of two tokens must attend to both."""
     query, key = (torch.zeros(length, 1, 64, dtype=torch.bfloat16, device=device) for length in (1, 2))
     cu_queries, cu_keys = (torch.tensor([0, length], dtype=torch.int32, device=device) for length in (1, 2))
     value = torch.arange(2, dtype=torch.bfloat16, device=device).view(2, 1, 1).expand(2, 1, 64).contiguous()
-    attended = _torch_kernel(query, key, value, cu_queries, cu_keys, LENGTH_STEP, LENGTH_STEP, 1.0)
-    mean = float(attended.float().mean())
-    if abs(mean - 0.5) > 0.01:
-        raise UnsupportedModelError(
-            f"torch {torch.__version__}'s variable-length attention on {device} does not count causality from the end"
-            f" of queries and keys (the mean of 0 and 1 came out as {mean:.3f}), so tokens that samples share cannot be"
-            " computed once. Set learner.prefix_sharing=never."
-        )
+    kernels: dict[str, Callable[..., torch.Tensor]] = {f"torch {torch.__version__}": _torch_kernel}
+    if _has_flash_attention(query):
+        kernels["flash-attn-4"] = _flash_attention
+    for name, kernel in kernels.items():
+        mean = float(kernel(query, key, value, cu_queries, cu_keys, LENGTH_STEP, LENGTH_STEP, 1.0).float().mean())
+        if abs(mean - 0.5) > 0.01:
+            raise UnsupportedModelError(
+                f"{name}'s variable-length attention on {device} does not count causality from the end of queries and"
+                f" keys (the mean of 0 and 1 came out as {mean:.3f}), so tokens that samples share cannot be computed"
+                " once. Set learner.prefix_sharing=never."
+            )
 
 
 def _rounded(length: int) -> int:

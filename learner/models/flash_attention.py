@@ -39,11 +39,12 @@ def is_available(device: torch.device) -> bool:
 
 @functools.cache
 def _is_available(device: torch.device) -> bool:
-    return (
-        device.type == "cuda"
-        and torch.cuda.get_device_capability(device)[0] in CAPABILITIES
-        and all(find_spec(name) is not None for name in ("cutlass", "quack", "flash_attn", "flash_attn.cute"))
-    )
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in CAPABILITIES:
+        return False
+    try:  # the package of an earlier generation has the same name, and may be broken
+        return all(find_spec(name) is not None for name in ("cutlass", "quack", "flash_attn", "flash_attn.cute"))
+    except (ImportError, OSError):
+        return False
 
 
 @functools.cache

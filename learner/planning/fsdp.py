@@ -45,8 +45,10 @@ def _rank(planned: PlannedModel, rank: int) -> RankMemory:
         parameters = planned.compute_bytes * elements + FP32 * trained
     is_elsewhere = planned.learner.compute.offload_optimizer or not planned.is_trained
     on_device = 0 if is_elsewhere else MOMENTS * trained
-    reference = parameters if planned.has_reference else 0
-    rows = 2 if is_replayed(planned) else 1  # a graph's memory is its own, and other rows are launched
+    rows, copies = 1, 0
+    if is_replayed(planned):
+        rows, copies = 2, planned.compute_bytes * elements  # a graph's memory is its own, and other rows are launched
+    reference = parameters + copies if planned.has_reference else 0
     return RankMemory(
         rank=rank,
         part=f"1/{ranks} of every tensor",
@@ -78,7 +80,8 @@ def _gathered_bytes(planned: PlannedModel) -> int:
 
     In `model.dtype`: the embedding, head and last norm all the time, the layer at work and the next one, or a small
     model whole. Also the gradients of one layer, and in fp32 those that are being reduced. A small model on several
-    ranks also holds fp32 sums of all gradients until they are reduced after the last micro-batch.
+    ranks also holds fp32 sums of all gradients until they are reduced after the last micro-batch. A model that is
+    replayed holds all weights and all gradients of a pass.
     """
     from learner.backends.fsdp.sharding import GATHERED_GRADIENT_BYTES, GATHERED_WEIGHT_BYTES
 
@@ -87,6 +90,8 @@ def _gathered_bytes(planned: PlannedModel) -> int:
     layer = max(_size(shape.parameters, index) for index in range(shape.layers))
     outside = _size(shape.parameters, None)
     whole = number * (shape.num_parameters + adapter)
+    if is_replayed(planned):
+        return whole * (2 if planned.is_trained else 1)
     weights = whole if whole <= GATHERED_WEIGHT_BYTES else number * (outside + 2 * layer)
     if not planned.is_trained:
         return weights

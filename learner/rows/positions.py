@@ -43,11 +43,9 @@ class Positions:
         return values_T[self.tree.places_N.to(values_T.device) + 1]
 
     def position_ids(self, batch: PackedBatch) -> torch.Tensor:
-        """[N] int64, restarting at 0 with every sequence and with the padding."""
-        ids_N = self.here(batch.position_ids_T)
-        if self.padding:
-            ids_N[-self.padding :] = torch.arange(self.padding, device=ids_N.device)
-        return ids_N
+        """[N] int64, restarting at 0 with every sequence; 0 for all padding, which may be longer than a model's context
+        and must not move frequencies that depend on the longest sequence."""
+        return self.here(batch.position_ids_T)
 
     def layout(self, batch: PackedBatch, *, varlen: bool) -> PackedLayout:
         """Returns the bounds of sequences or paths, on the CPU. `varlen`: see `PackedLayout`."""

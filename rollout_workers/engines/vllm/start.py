@@ -92,10 +92,14 @@ def engine_arguments(
     return arguments | config.options
 
 
+SIZING = {"cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config", "speculative_config"}
+"""Options of vLLM that say something of its CUDA graphs' sizes."""
+
+
 def graphs_of(sequences: int, options: Mapping[str, Any]) -> dict[str, int]:
     """Return the argument with which so many requests are decoded by CUDA graphs; none where they are anyway, or where
-    the user names the sizes."""
-    if sequences <= GRAPHED or "cudagraph_capture_sizes" in options:
+    the user's options say something of the sizes, with which it could disagree."""
+    if sequences <= GRAPHED or SIZING & options.keys():
         return {}
     return {"max_cudagraph_capture_size": min(MOST_GRAPHED, -(-sequences // BETWEEN_GRAPHS) * BETWEEN_GRAPHS)}
 
