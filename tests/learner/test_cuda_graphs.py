@@ -275,21 +275,30 @@ def given(seed: int, is_tree: bool) -> list[PackableSequence]:
     return sharing(4, prompt=20, agreed=3, seed=seed) if is_tree else sequences([20], seed)
 
 
-def test_shapes_that_were_not_used_for_longest_are_dropped(recorder: Repeated, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_graph_is_dropped_for_another(recorder: Repeated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of further shapes are launched."""
     monkeypatch.setattr(replayed_rows, "MOST_RECORDED", 2)
     backend = opened(AUTO)
     (tree, plain, wide), expected = rows(0), opened(NEVER).logprobs(rows(0), 0.8)
     for _ in range(2):
         assert backend.logprobs([tree, plain], 0.8)
     assert backend._replayed is not None
-    assert backend._replayed.num_recorded == 2
-    kept = list(backend._replayed._recorded)
-    for _ in range(2):
-        backend.logprobs([tree, wide], 0.8)
-    assert next(iter(backend._replayed._recorded)) == kept[0]
-    assert kept[1] not in backend._replayed._recorded, "the plain row was used before the tree"
-    for one, other in zip(expected, backend.logprobs([tree, plain, wide], 0.8), strict=True):
+    kept = dict(backend._replayed._recorded)
+    assert len(kept) == 2
+    for _ in range(3):
+        found = backend.logprobs([tree, plain, wide], 0.8)
+    assert backend._replayed._recorded == kept
+    for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-6)
+
+
+def test_padding_has_the_first_position(recorder: Repeated) -> None:
+    """A model of few learned positions takes a row that is padded by more than these."""
+    _, plain, _ = rows(0)
+    shape = PaddedShape.of(plain)
+    positions = shape.positions_of(plain)
+    assert positions.padding > int(plain.position_ids_T.max())
+    assert positions.position_ids(plain).max() == plain.position_ids_T.max()
 
 
 def test_a_row_cannot_go_backward_after_another_went_forward(recorder: Repeated) -> None:

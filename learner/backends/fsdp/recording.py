@@ -54,12 +54,14 @@ class CudaRecorder:
         checked."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
-        before, _ = torch.cuda.mem_get_info(self._device)
+        before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        # torch.cuda.graph leaves its own stream current where ending the capture fails.
+        current = torch.cuda.stream(torch.cuda.current_stream(self._device))
+        capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        with current, capture:
             call()
-        after, _ = torch.cuda.mem_get_info(self._device)
-        self._bytes += max(0, before - after)
+        self._bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
         replay: Callable[[], None] = graph.replay
         return replay
 

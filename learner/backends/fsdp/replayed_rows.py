@@ -10,7 +10,7 @@ graphs use one pool of memory, so only the last row that went forward can go bac
 """
 
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,7 +28,8 @@ from .row import FsdpRow
 log = logging.getLogger(__name__)
 
 MOST_RECORDED = 24
-"""The number of shapes whose graphs are kept; those of a shape that was not used for longest are dropped."""
+"""The number of shapes that are recorded; rows of all others are launched. No graph is dropped while others are used:
+with it torch frees workspaces of its stream, from which the others read."""
 
 MOST_SEEN = 512
 """The number of shapes that are remembered until they come again."""
@@ -60,7 +61,7 @@ class ReplayedRows:
         self._weights = weights
         self._recorder: PassRecorder | None = recorder
         self._seen: Counter[_Kind] = Counter()
-        self._recorded: OrderedDict[_Kind, _Passes] = OrderedDict()
+        self._recorded: dict[_Kind, _Passes] = {}
         self._pool = _Pool()
 
     def __call__(self, batch: PackedBatch, temperature: float, top: float = 0) -> torch.Tensor:
@@ -110,19 +111,16 @@ class ReplayedRows:
 
     def _passes(self, kind: _Kind, row: FsdpRow) -> "_Passes | None":
         found = self._recorded.get(kind)
-        if found is None:
+        if found is None and len(self._recorded) < MOST_RECORDED:
             return self._record(kind, row)
-        self._recorded.move_to_end(kind)
         return found
 
     def _record(self, kind: _Kind, row: FsdpRow) -> "_Passes | None":
         """Record a row's passes. Where torch or the device's memory does not allow it, no row is recorded any more."""
         assert self._recorder is not None
-        while len(self._recorded) >= MOST_RECORDED:
-            self._recorded.popitem(last=False)
         try:
             passes = _Passes(self._policy, self._weights, self._recorder, kind, row, self._pool)
-        except RuntimeError as error:
+        except Exception as error:  # whatever a kernel's library raises: the row is launched instead
             log.debug("a recording failed", exc_info=True)
             self.stop(f"recording failed ({type(error).__name__}: {error})")
             return None
