@@ -25,7 +25,8 @@ What the others need that Headway does not, in the interpreter that `--python` n
 
 The peers' learning rate is constant from the first update on; recipes for GPUs raise Headway's over three steps.
 
-No run of trl-async or verl has been made on a GPU yet. Without one TRL's asynchronous trainer, its rollouts and a vLLM
-server for CPUs have run together, but for the weights, which were not sent. verl's own classes accept its
-configuration, and read the prompts and the rewards.
+No race of trl-async or verl has been run on GPUs yet. On two H200 TRL's asynchronous trainer and its server have
+started, formed their group and taken the first weights over; time ran out before its first sample. Without a GPU the
+trainer, its rollouts and a vLLM server for CPUs have run together, but for the weights, which were not sent. verl's own
+classes accept its configuration, and read the prompts and the rewards.
 """
