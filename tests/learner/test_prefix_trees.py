@@ -162,7 +162,7 @@ def test_a_kernel_that_counts_causality_from_the_beginning_is_refused(
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # flash-attn-4 uses what its compiler deprecates
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Argument aux_data")  # of the compiler of flash-attn-4
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_kernel_attends_along_paths(dtype: torch.dtype) -> None:
