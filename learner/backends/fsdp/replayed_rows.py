@@ -101,7 +101,8 @@ class ReplayedRows:
             self._seen.clear()
         known = [[*self._recorded], [*self._seen]]
         self._seen[least] += 1
-        if least in self._recorded or self._seen[least] > OFTEN:
+        is_full = len(self._recorded) >= MOST_RECORDED
+        if least in self._recorded or (self._seen[least] > OFTEN and not is_full):
             return least, True
         for kinds in known:
             fitting = [kind for kind in kinds if kind.holds(batch, least)]
