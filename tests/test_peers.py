@@ -357,11 +357,14 @@ def test_a_run_that_has_ended_is_not_made_again(tmp_path: Path) -> None:
 
 def test_no_process_of_a_peer_outlives_its_command(tmp_path: Path) -> None:
     said = tmp_path / "child"
-    script = f"sleep 600 & echo $! > {said}; wait"
+    script = f"setsid sleep 600 & echo $! > {said}; wait"  # a group of its own, as torchrun's ranks have
     with pytest.raises(subprocess.TimeoutExpired):
-        finish_group(["sh", "-c", script], 1.0, os.environ)
-    state = Path("/proc") / said.read_text().strip() / "stat"
-    assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+        finish_group(["sh", "-c", script], 3.0, os.environ)
+    try:
+        state = (Path("/proc") / said.read_text().strip() / "stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return
+    assert state.rsplit(")", 1)[1].split()[0] == "Z"
 
 
 def test_who_needs_gpus_says_so() -> None:

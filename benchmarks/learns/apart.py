@@ -64,7 +64,6 @@ def finish_apart(learner: Sequence[str], workers: Mapping[str, Sequence[str]], r
     `learner`: the arguments of `headway`; `workers`: each pool's command. Raises CalledProcessError or TimeoutExpired,
     with output on stderr.
     """
-    end = time.monotonic() + timeout_s
     with TemporaryDirectory() as data, EmbeddedServer(Path(data)) as server, ExitStack() as stack:
         environment = {"HEADWAY_BROKER": server.url, "HEADWAY_RUN": run, "PYTHONUNBUFFERED": "1"}
         commands = [[sys.executable, "-m", "deploy", *learner], *map(list, workers.values())]
@@ -73,7 +72,7 @@ def finish_apart(learner: Sequence[str], workers: Mapping[str, Sequence[str]], r
         stack.callback(broker.close)
         hold = Hold(psutil.Process(started[0].pid), len(workers))
         try:
-            _await(started, end, lambda: hold.look(broker))
+            _await(started, timeout_s, lambda: hold.look(broker))
         except BaseException:
             hold.end()
             for process in started:
@@ -104,9 +103,11 @@ class Hold:
             self.end()
         elif not self._stopped and any(one.version for one in workers):
             self._began = time.monotonic()
-            self._stopped = [self._learner, *self._learner.children(recursive=True)]
+            with suppress(psutil.NoSuchProcess):
+                self._stopped = [self._learner, *self._learner.children(recursive=True)]
             for process in self._stopped:
-                process.suspend()
+                with suppress(psutil.NoSuchProcess):
+                    process.suspend()
 
     def end(self) -> None:
         """Let the learner go on. Idempotent."""
@@ -123,15 +124,16 @@ def _started(command: Sequence[str], environment: Mapping[str, str]) -> "subproc
     return subprocess.Popen(command, stdout=sys.stderr, env={**os.environ, **environment})
 
 
-def _await(started: Sequence["subprocess.Popen[bytes]"], end: float, look: Callable[[], None]) -> None:
+def _await(started: Sequence["subprocess.Popen[bytes]"], timeout_s: float, look: Callable[[], None]) -> None:
     learner, *pools = started
+    end = time.monotonic() + timeout_s
     while learner.poll() is None:
         look()
         for pool in pools:
             if code := pool.poll():
                 raise subprocess.CalledProcessError(code, pool.args)
         if time.monotonic() > end:
-            raise subprocess.TimeoutExpired(learner.args, end)
+            raise subprocess.TimeoutExpired(learner.args, timeout_s)
         time.sleep(POLL_S)
     for process in started:
         if code := process.wait(END_S):

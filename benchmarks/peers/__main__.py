@@ -7,7 +7,8 @@ GPUs (`race.py`); `--recipe` names another one, and `key=value` are overrides of
 and the best of them counts. In every round each contestant runs once, in turn, and its median run counts. A warm-up
 that has ended is not made again: give the same output to go on. With `--go-on` no run of that output is either, whose
 figures are kept: so parts of a race may be commands of their own, also at once, each with its own CUDA_VISIBLE_DEVICES.
-An empty `--of` only warms up. `--unjudged` leaves the models' pass rates to a later command that goes on.
+An empty `--of` only warms up, and measures that model. `--unjudged` leaves the models' pass rates to a later command
+that goes on.
 
 With `--gpus 1` all generate with vLLM on the GPU where they train. Of two GPUs the engines of Headway, trl-async and
 verl-async have the second one; the synchronous trainers train and generate on both. The page of this package says what
@@ -23,6 +24,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import traceback
 from functools import partial
@@ -69,7 +71,12 @@ def main() -> int:
                 traceback.print_exc()
                 continue
             _tell(json.dumps({name: msgspec.to_builtins(rounds[name][-1])}))
-    before = kept.number("before", lambda: contestants.pass_rate(race, race.model, options.timeout_s)) if judge else 0.0
+    before: float | None = None
+    if judge:
+        try:
+            before = kept.number("before", lambda: contestants.pass_rate(race, race.model, options.timeout_s))
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            failed["before"] = str(error)[-200:]
     tried = {name: msgspec.to_builtins(setting) for name, setting in contestants.TRL.items() if name in options.of}
     about = {"recipe": race.recipe, "overrides": race.all_overrides, "gpus": options.gpus, "tried_of_trl": tried}
     target = TARGETS.get((options.gpus, options.task), TARGET)

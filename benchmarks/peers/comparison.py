@@ -24,10 +24,10 @@ def middle(runs: Sequence[Figures]) -> Figures:
     return sorted(runs, key=lambda run: run.samples_per_s)[(len(runs) - 1) // 2]
 
 
-def compared(rounds: Mapping[str, Sequence[Figures]], before: float, target: float = TARGET) -> dict[str, Any]:
+def compared(rounds: Mapping[str, Sequence[Figures]], before: float | None, target: float = TARGET) -> dict[str, Any]:
     """Return the last line's object: every contestant's median run, and the comparison as far as both have run.
 
-    `before`: the pass rate of the model from which all started.
+    `before`: the pass rate of the model from which all started; None if it was not measured.
     """
     runs = {name: middle(of_name) for name, of_name in rounds.items() if of_name}
     found: dict[str, Any] = {"pass_rate_before": before}

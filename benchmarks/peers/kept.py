@@ -51,7 +51,9 @@ class Kept:
             yield
 
     def _write(self, name: str, found: object) -> None:
-        self._file(name).write_bytes(msgspec.json.encode(found))
+        part = self._directory / f".{name}.part"
+        part.write_bytes(msgspec.json.encode(found))
+        part.rename(self._file(name))
 
     def _file(self, name: str) -> Path:
         return self._directory / f"{name}.json"

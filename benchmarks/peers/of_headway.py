@@ -55,13 +55,15 @@ def drive(race: Race, timeout_s: float) -> tuple[Figures, Path]:
 def looking_on(directory: Path) -> Iterator[list[HeartbeatEvent]]:
     """Keep the looks that the learner takes at its run until the end of the block, in the list that it gives."""
     looks: list[HeartbeatEvent] = []
-    is_over = threading.Event()
+    is_over, last = threading.Event(), read_last_look(directory)  # perhaps of a run that was there before
 
     def look() -> None:
+        nonlocal last
         while not is_over.wait(LOOK_S):
             seen = read_last_look(directory)
-            if seen is not None and seen not in looks[-1:]:
+            if seen is not None and seen != last:
                 looks.append(seen)
+                last = seen
 
     thread = threading.Thread(target=look, name="looking-on")
     thread.start()

@@ -60,7 +60,8 @@ def _takes_adapters(engine: EngineConfig, has_experts: bool) -> bool:
     """Return whether one engine takes them. What an engine computes with on several GPUs is not proved."""
     abilities = engine_abilities(engine)
     is_known = abilities.takes_adapters and (abilities.takes_expert_adapters or not has_experts)
-    return is_known and gpus_of(engine) == 1
+    is_computed = abilities.takes_full_adapters or engine.device == "cpu" or engine.dtype != "float32"
+    return is_known and is_computed and gpus_of(engine) == 1
 
 
 def rank_for_worker(recipe: Recipe, engine: EngineConfig, config: "PretrainedConfig") -> int:

@@ -58,6 +58,8 @@ class ModelShape:
     experts: int
     """The number of experts of a layer; 0 for a dense model."""
     experts_per_token: int
+    has_window: bool = False
+    """Whether attention may see a window alone, by the configuration."""
 
     @cached_property
     def num_parameters(self) -> int:
@@ -110,6 +112,7 @@ def shape_of(config: "PretrainedConfig") -> ModelShape:
         is_tied=is_tied,
         experts=num_experts(config) if any(".experts." in n for n in named) else 0,
         experts_per_token=getattr(config, "num_experts_per_tok", None) or 0,
+        has_window=getattr(config, "sliding_window", None) is not None,
     )
 
 

@@ -29,7 +29,7 @@ def is_replayed(planned: PlannedModel) -> bool:
         is_rounded=planned.dtype == "bfloat16",
         has_adapter=bool(planned.adapter),
         has_experts=any(shape.has_experts(layer) for layer in range(shape.layers)),
-        has_window=False,
+        has_window=shape.has_window,
     )
     return learner.device == "cuda" and planned.has_vocabulary and not reason
 

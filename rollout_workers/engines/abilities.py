@@ -39,6 +39,8 @@ class EngineAbilities:
     """Whether it takes versions that carry an adapter alone (`base.AdaptedEngine`)."""
     takes_expert_adapters: bool = True
     """Whether these adapters may be of a model with experts."""
+    takes_full_adapters: bool = True
+    """Whether a GPU's engine in float32 takes them."""
     holds_adapters: bool = False
     """Whether it holds several of them, so that running requests finish with theirs (`weights.kv_policy=finish`)."""
     takes_stored: Callable[[str, object], bool] = takes_all

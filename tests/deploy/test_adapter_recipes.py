@@ -71,6 +71,13 @@ def test_a_stage_trains_the_adapter_if_it_is_named(tmp_path: Path) -> None:
     assert after_stages(recipe).model.adapter == recipe.model.adapter
 
 
+@pytest.mark.parametrize(("device", "dtype", "alone"), [("cpu", "float32", True), ("cuda", "float32", False)])
+def test_vllm_on_a_gpu_takes_no_adapters_in_float32(device: str, dtype: str, alone: bool, tmp_path: Path) -> None:
+    engine = {**TINY["engine"], "kind": "vllm", "device": device, "dtype": dtype}
+    recipe = load(tmp_path, stages=[SFT, RL], engine=engine, model=adapted(OF_RL))
+    assert sends_adapter(recipe, has_experts=False) is alone
+
+
 @pytest.mark.parametrize(
     ("sections", "alone"),
     [

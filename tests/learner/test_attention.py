@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from learner.models import attention
 from learner.models.attention import PackedLayout, bucketed_attention, packed_attention, plan_buckets
 
 H, K, D = 4, 2, 8
@@ -100,3 +101,17 @@ def test_varlen_kernel_agrees_with_buckets(dtype: torch.dtype) -> None:
     kernel, _ = packed_attention(module, q, k, v, None, packed_layout=PackedLayout.of(cu, varlen=True))
     exact, _ = packed_attention(module, q.double(), k.double(), v.double(), None, packed_layout=PackedLayout.of(cu))
     torch.testing.assert_close(kernel.double(), exact, rtol=0, atol=2e-2)
+
+
+@pytest.mark.parametrize(("mean", "width", "is_taken"), [(255, 64, False), (256, 64, True), (256, 136, False)])
+def test_long_sequences_take_flash_attention_where_it_is(
+    mean: int, width: int, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row is long by the mean of its sequences, also after it has moved to its device."""
+    monkeypatch.setattr(attention, "is_available", lambda device: True)
+    for name in ("_flash_attention", "_torch_kernel"):
+        monkeypatch.setattr(attention, name, lambda query, *_, name=name: name)
+    rows = torch.zeros(2 * mean, 1, width)
+    layout = PackedLayout.of(boundaries([mean - 100, mean + 100]), varlen=True).moved(lambda tensor: tensor.clone())
+    found = attention.varlen_attention(rows, rows, rows, layout, 1.0)
+    assert str(found) == ("_flash_attention" if is_taken else "_torch_kernel")

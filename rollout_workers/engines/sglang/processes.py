@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -59,8 +59,9 @@ def _close_sockets_in(directory: str) -> None:
     for one in gc.get_objects():
         if not issubclass(type(one), zmq.Socket) or one.closed:  # isinstance would ask proxies of things that are gone
             continue
-        if directory.encode() in one.getsockopt(zmq.LAST_ENDPOINT):
-            one.close(linger=0)
+        with suppress(zmq.ZMQError):  # of a context that has ended; the start's own error matters more
+            if directory.encode() in one.getsockopt(zmq.LAST_ENDPOINT):
+                one.close(linger=0)
 
 
 def ignore_signal(number: int, frame: object) -> None:

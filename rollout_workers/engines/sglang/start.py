@@ -122,8 +122,8 @@ def started(arguments: dict[str, Any]) -> SglangProcesses:
     except Exception as error:
         end(set(active_children()) - others)
         raise HeadwayError(
-            f"SGLang did not start: {error} What failed stands in its output above. If that names a kernel which cannot"
-            " be imported, such as FA3 or flashinfer, start it without these: engine.options.attention_backend=triton"
-            " engine.options.sampling_backend=pytorch"
+            f"SGLang did not start: {error}. What failed stands in its output above. If that names a kernel which"
+            " cannot be imported, such as FA3 or flashinfer, start it without these:"
+            " engine.options.attention_backend=triton engine.options.sampling_backend=pytorch"
         ) from error
     return SglangProcesses(sglang, set(active_children()) - others, sockets)

@@ -21,6 +21,7 @@ VLLM = KnownEngine(
         memory_share=0.92,
         takes_adapters=True,
         takes_expert_adapters=False,
+        takes_full_adapters=False,
         holds_adapters=True,
         takes_stored=is_harmless,
     ),

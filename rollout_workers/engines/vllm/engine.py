@@ -40,8 +40,7 @@ CLOSE_S = 1.0
 
 QUANTIZED = 0.75
 """By how much weights that vLLM quantizes as they arrive may change a logprob, on the mean. In fp8 it is 0.2 for
-SmolLM2-135M, by a simulation, and 0.64 for random weights of the shape of Qwen3-0.6B; other weights change it by whole
-units."""
+SmolLM2-135M, by a simulation, and 0.64 for random weights of the shape of Qwen3-0.6B."""
 
 INTERRUPTED = "abort"
 """vLLM's finish reason of a request that its reader did not give up, such as in a pause that keeps no requests."""
