@@ -251,7 +251,7 @@ def varlen_attention(
     if paths is not None:
         cu_queries, longest_run = paths.cu_runs, _rounded(paths.longest_run)
         key_TKD, value_TKD = (copied(rows, paths.index, paths.copies) for rows in (key_TKD, value_TKD))
-    kernel = _flash_attention if layout.is_long and _has_flash_attention(query_THD) else _torch_kernel
+    kernel = _flash_attention if _has_flash_attention(query_THD) and layout.is_long else _torch_kernel
     return kernel(query_THD, key_TKD, value_TKD, cu_queries, cu_keys, longest_run, longest, scale)
 
 
