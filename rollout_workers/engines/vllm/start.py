@@ -92,8 +92,6 @@ def engine_arguments(
     return arguments | config.options
 
 
-DATA_CENTER_BLACKWELL = 10
-"""The first number of the compute capability from which on vLLM's own limit is 1,024 requests."""
 SIZING = {"cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config", "speculative_config"}
 """Options of vLLM that say something of its CUDA graphs' sizes."""
 
@@ -101,8 +99,7 @@ SIZING = {"cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_
 def graphs_of(sequences: int, options: Mapping[str, Any]) -> dict[str, int]:
     """Return the argument with which so many requests are decoded by CUDA graphs; none where they are anyway, or where
     the user's options say something of the sizes, with which it could disagree."""
-    knows_more = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= DATA_CENTER_BLACKWELL
-    if sequences <= GRAPHED or knows_more or SIZING & options.keys():
+    if sequences <= GRAPHED or SIZING & options.keys():
         return {}
     return {"max_cudagraph_capture_size": min(MOST_GRAPHED, -(-sequences // BETWEEN_GRAPHS) * BETWEEN_GRAPHS)}
 
