@@ -30,6 +30,33 @@ def timed(call: Callable[[], object], repeats: int = 5, warm_ups: int = 2) -> di
     return {"host_ms": round(statistics.median(host), 3), "ms": round(statistics.median(whole), 3)}
 
 
+class PartClock:
+    """Milliseconds of each part of a piece of work: until the process goes on, and until the device is done."""
+
+    def __init__(self) -> None:
+        self._spent: dict[str, list[float]] = {}
+
+    def __call__(self, name: str, call: Callable[[], Any]) -> Any:
+        """Make the call, add what it takes to the part of that name, and return its result."""
+        wait()
+        began = time.perf_counter()
+        result = call()
+        host = time.perf_counter() - began
+        wait()
+        host_ms, ms = self._spent.setdefault(name, [0.0, 0.0])
+        self._spent[name] = [host_ms + host * 1e3, ms + (time.perf_counter() - began) * 1e3]
+        return result
+
+    def clear(self) -> None:
+        """Forget what was measured."""
+        self._spent.clear()
+
+    @property
+    def parts(self) -> dict[str, list[float]]:
+        """Both figures of each part."""
+        return {name: [round(host_ms, 2), round(ms, 2)] for name, (host_ms, ms) in self._spent.items()}
+
+
 def wait() -> None:
     """Wait for the GPU, if there is one."""
     if torch.cuda.is_available():

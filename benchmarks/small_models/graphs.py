@@ -36,7 +36,7 @@ from learner.objective.objective import Objective
 from learner.rows.batch import PackedBatch
 from learner.rows.cost import CostModel
 
-from .clock import timed, wait
+from .clock import PartClock, timed, wait
 from .rows import StepWork
 
 WAYS = ("never", "again", "rounded", "padded", "beside", "auto", "compiled")
@@ -253,21 +253,10 @@ def _fresh(backend: FsdpBackend, work: StepWork, vocabulary: int) -> Iterator[fl
 def _parts(backend: FsdpBackend, rows: Sequence[PackedBatch]) -> dict[str, Any]:
     """Return the milliseconds of an update's parts: until the process goes on, and until the device is done."""
     loss = Objective(AlgorithmConfig(), is_one_update=True).token_loss(rows)
-    spent = dict[str, list[float]]()
-
-    def part(name: str, call: Callable[[], Any]) -> Any:
-        wait()
-        began = time.perf_counter()
-        result = call()
-        host = time.perf_counter() - began
-        wait()
-        host_ms, ms = spent.setdefault(name, [0.0, 0.0])
-        spent[name] = [host_ms + host * 1e3, ms + (time.perf_counter() - began) * 1e3]
-        return result
-
+    part = PartClock()
     rounded = backend._rounded
     for _ in range(3):
-        spent.clear()
+        part.clear()
         if rounded is not None:
             part("begin", rounded.begin)
         with backend._passing():
@@ -280,4 +269,4 @@ def _parts(backend: FsdpBackend, rows: Sequence[PackedBatch]) -> dict[str, Any]:
         part("clip", lambda: clip_gradients(backend._parameters, 1.0, backend._device))
         part("optimizer", backend._optimizer.step)
         part("zero_grad", lambda: backend._optimizer.zero_grad(set_to_none=True))
-    return {name: [round(host_ms, 2), round(ms, 2)] for name, (host_ms, ms) in spent.items()}
+    return part.parts

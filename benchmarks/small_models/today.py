@@ -16,7 +16,7 @@ from learner.objective.objective import Objective
 from learner.rows.batch import PackedBatch
 from learner.rows.cost import CostModel
 
-from .clock import profiled, timed, wait, waits
+from .clock import PartClock, profiled, timed, waits
 from .rows import StepWork
 
 
@@ -68,20 +68,9 @@ def _update(backend: FsdpBackend, rows: Sequence[PackedBatch]) -> Callable[[], o
 def _parts(backend: FsdpBackend, rows: Sequence[PackedBatch]) -> dict[str, Any]:
     """Return the milliseconds of an update's parts: until the process goes on, and until the device is done."""
     loss = Objective(AlgorithmConfig(), is_one_update=True).token_loss(rows)
-    module, spent = backend._module, dict[str, list[float]]()
-
-    def part(name: str, call: Callable[[], Any]) -> Any:
-        wait()
-        began = time.perf_counter()
-        result = call()
-        host = time.perf_counter() - began
-        wait()
-        host_ms, ms = spent.setdefault(name, [0.0, 0.0])
-        spent[name] = [host_ms + host * 1e3, ms + (time.perf_counter() - began) * 1e3]
-        return result
-
-    for is_counted in (False, False, True):
-        spent.clear()
+    module, part = backend._module, PartClock()
+    for _ in range(3):
+        part.clear()
         part("zero_grad", lambda: backend._optimizer.zero_grad(set_to_none=True))
         with gathering(module):
             for index, batch in enumerate(rows):
@@ -93,5 +82,4 @@ def _parts(backend: FsdpBackend, rows: Sequence[PackedBatch]) -> dict[str, Any]:
                 part("backward", share.backward)
         part("clip", lambda: clip_gradients(backend._parameters, 1.0, backend._device))
         part("optimizer", backend._optimizer.step)
-        del is_counted
-    return {name: [round(host_ms, 2), round(ms, 2)] for name, (host_ms, ms) in spent.items()}
+    return part.parts

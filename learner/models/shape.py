@@ -112,7 +112,7 @@ def shape_of(config: "PretrainedConfig") -> ModelShape:
         is_tied=is_tied,
         experts=num_experts(config) if any(".experts." in n for n in named) else 0,
         experts_per_token=getattr(config, "num_experts_per_tok", None) or 0,
-        has_window=getattr(config, "sliding_window", None) is not None,
+        has_window=has_window(config),
     )
 
 
@@ -128,6 +128,11 @@ def adapter_parameters(config: "PretrainedConfig", adapter: AdapterConfig) -> tu
         for target in targets_of(model, adapter)
         for name, shape in zip(target.factors, target.shapes(adapter.rank), strict=True)
     )
+
+
+def has_window(config: "PretrainedConfig") -> bool:
+    """Returns whether attention may see a window alone."""
+    return getattr(config, "sliding_window", None) is not None
 
 
 def num_experts(config: "PretrainedConfig") -> int:

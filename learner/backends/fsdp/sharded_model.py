@@ -20,7 +20,7 @@ from learner.backends.saving import save
 from learner.config import AdapterConfig, ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from learner.models.layout import check_ranks, check_splits
 from learner.models.model import load_model
-from learner.models.shape import num_experts
+from learner.models.shape import has_window, num_experts
 from learner.rows.batch import PackedBatch
 
 from .adapters import Adapters
@@ -119,7 +119,7 @@ class ShardedModel:
             is_rounded=self._dtype is not torch.float32,
             has_adapter=self._adapters is not None,
             has_experts=num_experts(module.model.config) > 0,
-            has_window=getattr(module.model.config, "sliding_window", None) is not None,
+            has_window=has_window(module.model.config),
         )
         if reason and self.rank == 0:
             log.info("kernels are launched one by one, not replayed as CUDA graphs: %s", reason)
