@@ -17,12 +17,14 @@ from benchmarks.peer_losses.__main__ import difference
 from benchmarks.peer_losses.imitated import imitated
 from benchmarks.peer_losses.ours import composed
 from benchmarks.peer_losses.sample import draw
+from benchmarks.prefix_trees import doubled_pairs, samples
 from benchmarks.stage_throughput.data import write as write_records
 from benchmarks.stage_throughput.order import Order as StageOrder
 from benchmarks.stage_throughput.order import Task
 from benchmarks.stage_throughput.ours import measure_ordered as measure_stage
 from benchmarks.throughput import checkpoint, isolated
 from benchmarks.throughput.case import Case
+from benchmarks.throughput.kernel_groups import summary
 from benchmarks.throughput.leaks import leak_of
 from benchmarks.throughput.names import stands_for
 from benchmarks.throughput.results import Results, last_words
@@ -31,7 +33,7 @@ from benchmarks.throughput.shapes import SHAPES, step_flops
 from benchmarks.throughput.workload import long_tailed_lengths, sequences
 from learner.config import ModelConfig
 from learner.models.model import load_config, load_tokenizer
-from learner.rows.packing import PackableSequence
+from learner.rows.packing import PackableSequence, concatenate
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -211,12 +213,36 @@ def test_prefix_trees_are_measured(models: Path) -> None:
     command = ("benchmarks.prefix_trees", "--shape", "toy", "--device", "cpu", "--models", str(models))
     sizes = ("--groups", "1,4", "--prompts", "16", "--responses", "8", "--samples", "8", "--repeats", "1")
     alone, shared = last_line(*command, *sizes)["cases"]
-    for case in (alone, shared):
-        for setting in ("auto", "always"):
-            assert case[setting]["grad_norm"] == pytest.approx(case["never"]["grad_norm"], rel=1e-3)
-        assert case["never"]["computed"] == case["never"]["tokens"] == case["always"]["tokens"]
-    assert alone["auto"]["computed"] == alone["auto"]["tokens"]
+    assert alone["times_faster_auto"] == alone["times_faster_always"] == "the rows of never"
+    for setting in ("auto", "always"):
+        assert shared[setting]["grad_norm"] == pytest.approx(shared["never"]["grad_norm"], rel=1e-3)
+    assert shared["never"]["computed"] == shared["never"]["tokens"] == shared["always"]["tokens"]
     assert shared["auto"]["computed"] < 0.7 * shared["auto"]["tokens"]
+
+
+def test_what_a_row_computes_is_counted_with_and_without_shared_tokens() -> None:
+    given = list(samples(6, 3, 5, 4, 50))
+    alone, tree = concatenate(given), concatenate(given, is_tree=True)
+    assert doubled_pairs(alone) == sum(len(one.token_ids) ** 2 for one in given)
+    assert tree.tree is not None
+    first_of_run, attended = tree.tree.cu_runs.tolist(), 0
+    for run, length in enumerate(tree.tree.cu_paths.diff().tolist()):
+        own = first_of_run[run + 1] - first_of_run[run]
+        attended += sum(2 * place + 1 for place in range(length - own, length))
+    assert doubled_pairs(tree) == attended < doubled_pairs(alone)
+
+
+def test_kernels_are_grouped_and_pauses_between_them_are_counted() -> None:
+    ran = [
+        ("nvjet_hsh_256x128", 0.0, 2000.0),
+        ("kernel_cutlass_kernel_flash_attnfwd", 2500.0, 3500.0),
+        ("triton_red_fused__to_copy_add", 3000.0, 4000.0),
+        ("vectorized_elementwise_kernel", 6000.0, 6500.0),
+    ]
+    found = summary(ran)
+    assert found["groups_ms"] == {"gemm": 2.0, "attention": 1.0, "compiled": 1.0, "elementwise": 0.5}
+    assert found["idle_ms"] == 2.5
+    assert found["kernels"] == 4
 
 
 def test_peers_get_the_same_batch_as_we_and_their_losses_are_told_apart() -> None:

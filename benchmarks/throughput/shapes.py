@@ -90,11 +90,16 @@ class Flops(NamedTuple):
 
 def step_flops(shape: Shape, lengths: Sequence[int]) -> Flops:
     """Return the operations of sequences of these lengths; a third of them is the forward pass."""
-    squares = float(sum(length * length for length in lengths))
+    return flops_of(shape, sum(lengths), sum(length * length for length in lengths))
+
+
+def flops_of(shape: Shape, tokens: int, doubled_pairs: int) -> Flops:
+    """Return the operations of these tokens, given twice the number of pairs of one and another that it attends to: a
+    sequence of L tokens has L^2."""
     return Flops(
         active_parameters=shape.active_parameters,
-        matrices=6.0 * shape.active_parameters * sum(lengths),
-        attention=12 * shape.layers * shape.heads * shape.head_dim * squares / 2,
+        matrices=6.0 * shape.active_parameters * tokens,
+        attention=12 * shape.layers * shape.heads * shape.head_dim * float(doubled_pairs) / 2,
     )
 
 
