@@ -73,7 +73,7 @@ def samples(
 
 
 def measure(
-    backend: Backend, plans: dict[PrefixSharing, list[PackedBatch]], device: str, repeats: int
+    backend: Backend, plans: dict[PrefixSharing, list[PackedBatch]], device: str, repeats: int, warm_ups: int = WARM_UPS
 ) -> dict[str, dict[str, Any]]:
     """Return the median duration of a step of each plan, packing left out, and its largest memory.
 
@@ -82,7 +82,7 @@ def measure(
     took_s: dict[str, list[float]] = {name: [] for name in plans}
     update_s: dict[str, list[float]] = {name: [] for name in plans}
     found: dict[str, dict[str, Any]] = {}
-    for _ in range(WARM_UPS + repeats):
+    for _ in range(warm_ups + repeats):
         for name, batches in plans.items():
             _reset_peak(device)
             began = time.perf_counter()
@@ -101,10 +101,10 @@ def measure(
             }
     tokens = sum(batch.num_tokens for batch in next(iter(plans.values())))
     for setting, figures in found.items():
-        step_s = statistics.median(took_s[setting][WARM_UPS:])
+        step_s = statistics.median(took_s[setting][warm_ups:])
         figures |= {
             "step_s": round(step_s, 4),
-            "update_s": round(statistics.median(update_s[setting][WARM_UPS:]), 4),
+            "update_s": round(statistics.median(update_s[setting][warm_ups:]), 4),
             "tokens_per_s": round(tokens / step_s),
             "tokens": tokens,
         }
@@ -210,7 +210,7 @@ def measured_case(
     first = settings[0]
     same = [name for name in settings[1:] if len(plans[name]) == len(plans[first]) and _has_no_tree(plans[name])]
     apart = {name: batches for name, batches in plans.items() if name not in same}
-    measured = measure(learner.backend, apart, options.device, options.repeats)
+    measured = measure(learner.backend, apart, options.device, options.repeats, options.warm_ups)
     wanted = step_flops(learner.shape, [len(one.token_ids) for one in given]).total
     peak = peak_flops(torch.cuda.get_device_name()) if options.device == "cuda" else None
     found: dict[str, Any] = {"samples": len(given), "recorded": learner.num_recorded}
@@ -286,6 +286,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--whole", type=int, default=0, metavar="N", help="measure full rows of such samples first")
     parser.add_argument("--budget", type=int, default=65536)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--warm-ups", type=int, default=WARM_UPS)
     parser.add_argument("--seconds", type=float, default=3600.0, help="no case starts later than this")
     parser.add_argument(
         "--settings",
