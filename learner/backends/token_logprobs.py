@@ -2,7 +2,8 @@
 
 T packed tokens, H model width, V rows of the output embedding on this rank, C tokens of a chunk. The forward pass
 keeps one number a token (logsumexp); the backward pass computes each chunk's logits again, so that [T, V] numbers
-never exist at once: at 16,384 tokens and a vocabulary of 150,000 they would fill 10 GB in fp32, several times.
+never exist at once: at 16,384 tokens and a vocabulary of 150,000 they would fill 10 GB in fp32, several times. A caller
+with memory to spare has them kept, in the products' dtype, where they are no more than a row's ordinary number.
 
 Logits are read and written as rarely as possible: a GPU holds a chunk's numbers in the products' dtype only, and
 computes on them in fp32 within one compiled kernel in the forward and one in the backward pass.
@@ -25,6 +26,14 @@ gradients. In the backward pass their gradient is as large."""
 LOGITS_PER_CHUNK_ON_CPU = 1 << 25
 """The same number on a CPU, where every operation writes its result to memory: several times 128 MiB in fp32."""
 
+KEPT_LOGITS = 3 << 30
+"""The largest number of logits of a row that are kept for the backward pass, 6 GiB in bfloat16, where the caller allows
+it: 16,384 tokens of a vocabulary of 150,000 are 4.6 GiB. Computing them again would be a quarter of the head's
+operations, 6 % (Qwen3-1.7B) to 7 % (SmolLM2-135M) of those of all matrices."""
+
+KEPT_LOGITS_ON_CPU = LOGITS_PER_CHUNK_ON_CPU
+"""The same number on a CPU."""
+
 COMPILED_ON = frozenset({"cuda"})
 """Devices on which operations over logits are compiled into one kernel."""
 
@@ -43,6 +52,8 @@ class Head:
     chunk: int
     """The number of tokens in a chunk."""
     group: dist.ProcessGroup | None
+    keeps: bool = False
+    """Whether the logits are kept for the backward pass, not computed again."""
 
     def own(self, targets: torch.Tensor, num_rows: int) -> torch.Tensor:
         """Return the row of each target, in the targets' shape; -1 if another rank holds it."""
@@ -66,6 +77,7 @@ def token_logprobs(
     first: int = 0,
     vocabulary: int | None = None,
     logits_per_chunk: int | None = None,
+    keeps: bool = False,
 ) -> torch.Tensor:
     """[T] fp32 log softmax(hidden @ weight.T / temperature)[target]; float64 for float64.
 
@@ -79,6 +91,7 @@ def token_logprobs(
             backward passes too, are collective.
         first: the token that this rank's first row stands for.
         vocabulary: the number of tokens over all ranks; rows beyond are padding, of probability 0. None: all rows.
+        keeps: keep up to KEPT_LOGITS logits for the backward pass, which then computes none again.
     """
     head = open_head(
         hidden_TH,
@@ -88,6 +101,7 @@ def token_logprobs(
         first=first,
         vocabulary=vocabulary,
         logits_per_chunk=logits_per_chunk,
+        keeps=keeps,
     )
     logprobs_T, _ = _TokenLogprobs.apply(hidden_TH, weight_VH, targets_T, head, False)  # type: ignore[no-untyped-call]
     found_T: torch.Tensor = logprobs_T
@@ -100,7 +114,7 @@ def confident_logprobs(
     """[T, 3] what `token_logprobs` gives, and without gradient the logprob of the likeliest of all tokens, which is the
     target's to the bit where that is the likeliest, and the entropy of the distribution in nats.
 
-    `vocabulary`: `group`, `first`, `vocabulary` and `logits_per_chunk` as in `token_logprobs`.
+    `vocabulary`: `group`, `first`, `vocabulary`, `logits_per_chunk` and `keeps` as in `token_logprobs`.
     """
     head = open_head(hidden_TH, weight_VH, temperature, **vocabulary)
     logprobs_T, confidence_T2 = _TokenLogprobs.apply(hidden_TH, weight_VH, targets_T, head, True)  # type: ignore[no-untyped-call]
@@ -116,9 +130,11 @@ def open_head(
     first: int = 0,
     vocabulary: int | None = None,
     logits_per_chunk: int | None = None,
+    keeps: bool = False,
 ) -> Head:
     """Returns what computes these hidden states' logits in chunks; the arguments are those of `token_logprobs`."""
     num_rows = len(weight_VH)
+    is_differentiated = torch.is_grad_enabled() and (hidden_TH.requires_grad or weight_VH.requires_grad)
     most = logits_per_chunk or (LOGITS_PER_CHUNK if hidden_TH.is_cuda else LOGITS_PER_CHUNK_ON_CPU)
     return Head(
         temperature=temperature,
@@ -127,7 +143,13 @@ def open_head(
         vocabulary=num_rows if vocabulary is None else vocabulary,
         chunk=_even_chunk(len(hidden_TH), max(1, most // num_rows)),
         group=group,
+        keeps=keeps and is_differentiated and keeps_logits(len(hidden_TH), num_rows, on_cpu=not hidden_TH.is_cuda),
     )
+
+
+def keeps_logits(tokens: int, num_rows: int, *, on_cpu: bool) -> bool:
+    """Return whether the logits of so many tokens are few enough to be kept."""
+    return tokens * num_rows <= (KEPT_LOGITS_ON_CPU if on_cpu else KEPT_LOGITS)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -142,15 +164,17 @@ class _TokenLogprobs(torch.autograd.Function):
         logsumexp_T, target_T, *of_all_T = (
             hidden_TH.new_empty(len(hidden_TH), dtype=_exact(hidden_TH)) for _ in range(4 if confident else 2)
         )
+        kept: list[torch.Tensor] = []
         for part in chunks(len(hidden_TH), head.chunk):
             products_CV = hidden_TH[part] @ weight_VH.T
+            kept += [products_CV] * head.keeps
             logsumexp_T[part], target_T[part] = _fused(_normalizer, products_CV, rows_T[part], head)
             if confident:
                 largest_T, negentropy_T = of_all_T
                 found = _fused(_spread, products_CV, rows_T[part], head, logsumexp_T[part])
                 largest_T[part], negentropy_T[part] = found
         own_T, logsumexp_T = logsumexp_T, logsumexp_over_ranks(logsumexp_T, head)
-        ctx.save_for_backward(hidden_TH, weight_VH, rows_T, logsumexp_T)
+        ctx.save_for_backward(hidden_TH, weight_VH, rows_T, logsumexp_T, *kept)
         ctx.head = head
         confidence_T2 = _confidence(of_all_T, own_T, logsumexp_T, head) if confident else logsumexp_T.new_empty(0)
         ctx.mark_non_differentiable(confidence_T2)
@@ -161,13 +185,13 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_T: torch.Tensor, _: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, None, None, None]:
-        hidden_TH, weight_VH, rows_T, logsumexp_T = ctx.saved_tensors
+        hidden_TH, weight_VH, rows_T, logsumexp_T, *kept = ctx.saved_tensors
         head: Head = ctx.head
         grad_hidden_TH = torch.empty_like(hidden_TH)
         # A frozen head has none.
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=logsumexp_T.dtype) if ctx.needs_input_grad[1] else None
-        for part in chunks(len(hidden_TH), head.chunk):
-            products_CV = hidden_TH[part] @ weight_VH.T
+        for number, part in enumerate(chunks(len(hidden_TH), head.chunk)):
+            products_CV = kept[number] if head.keeps else hidden_TH[part] @ weight_VH.T
             grad_CV = _fused(_gradient, products_CV, rows_T[part], head, logsumexp_T[part], grad_T[part])
             torch.mm(grad_CV, weight_VH, out=grad_hidden_TH[part])
             if grad_weight_VH is not None:

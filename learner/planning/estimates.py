@@ -104,5 +104,15 @@ def head_bytes(planned: PlannedModel) -> int:
     return rows * (2 * number * tokens + (FP32 + number) * planned.shape.width)
 
 
+def kept_logits_bytes(planned: PlannedModel) -> int:
+    """Returns the bytes of the logits that fsdp keeps from the forward to the backward pass of a row."""
+    from learner.backends.token_logprobs import keeps_logits
+
+    tokens, rows = planned.row_tokens, planned.vocabulary_rows
+    keeps = planned.learner.compute.recompute == "none" and planned.is_trained and planned.has_vocabulary
+    fits = keeps_logits(tokens, rows, on_cpu=planned.learner.device == "cpu")
+    return planned.compute_bytes * tokens * rows if keeps and fits else 0
+
+
 def published_bytes(planned: PlannedModel, rank: int) -> int:
     return planned.versions.get(rank, 0) * planned.compute_bytes * planned.shape.num_parameters

@@ -5,7 +5,14 @@ from collections.abc import Iterable
 from learner.models.layout import check_context, check_ranks
 from learner.models.shape import ModelShape, Parameter
 
-from .estimates import KeptNumbers, activation_bytes, attention_numbers, head_bytes, published_bytes
+from .estimates import (
+    KeptNumbers,
+    activation_bytes,
+    attention_numbers,
+    head_bytes,
+    kept_logits_bytes,
+    published_bytes,
+)
 from .planned import FP32, MOMENTS, PlannedModel, RankMemory
 
 
@@ -60,7 +67,7 @@ def _rank(planned: PlannedModel, rank: int) -> RankMemory:
         * activation_bytes(
             planned, range(planned.shape.layers), in_flight=1.0, keeps=KeptNumbers(_selective, copies=False)
         ),
-        head=rows * head_bytes(planned),
+        head=rows * (head_bytes(planned) + kept_logits_bytes(planned)),
         other_models=reference,
         published=published_bytes(planned, rank),
     )

@@ -27,7 +27,7 @@ class RankMemory:
     activations: int
     """Activations that are kept for the backward pass, those of recorded kernels besides those of launched ones."""
     head: int
-    """A chunk of logits, and the gradient of the output head's weight while it is summed."""
+    """A chunk of logits or those of a row, and the gradient of the output head's weight while it is summed."""
     other_models: int
     """The reference of the KL penalty, the critic of gae, and the teacher of distillation."""
     published: int

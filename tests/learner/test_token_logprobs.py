@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import learner.backends.token_logprobs as token_logprobs_module
-from learner.backends.token_logprobs import confident_logprobs, token_logprobs
+from learner.backends.token_logprobs import confident_logprobs, open_head, token_logprobs
 from tests.learner.torchrun import run_ranks
 
 TOKENS, WIDTH, VOCABULARY = 23, 8, 19
@@ -45,9 +45,13 @@ def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("rows", [1, 5, 22, 23, 1000])
 @pytest.mark.parametrize("padded", [VOCABULARY, 26])
-def test_any_chunk_equals_log_softmax_and_its_gradients(temperature: float, rows: int, padded: int) -> None:
+@pytest.mark.parametrize("keeps", [False, True])
+def test_any_chunk_equals_log_softmax_and_its_gradients(
+    temperature: float, rows: int, padded: int, keeps: bool
+) -> None:
     hidden, weight, targets, pull = given(padded)
     options: dict[str, Any] = {"vocabulary": VOCABULARY, "logits_per_chunk": rows * padded + padded // 2}
+    options["keeps"] = keeps
     logprobs = token_logprobs(hidden, weight, targets, temperature, **options)
     found = confident_logprobs(hidden, weight, targets, temperature, **options)
     for pulled in (logprobs, found[:, 0]):
@@ -118,6 +122,36 @@ def test_no_tensor_of_all_logits_ever_exists() -> None:
     with largest:
         token_logprobs(hidden, weight, targets, 1.0, logits_per_chunk=4 * VOCABULARY).sum().backward()
     assert largest.numel == max(4 * VOCABULARY, TOKENS * WIDTH, VOCABULARY * WIDTH)
+
+
+@pytest.mark.parametrize(("most", "again"), [(TOKENS * VOCABULARY, 0), (TOKENS * VOCABULARY - 1, 6)])
+def test_logits_that_are_few_enough_are_computed_once(monkeypatch: pytest.MonkeyPatch, most: int, again: int) -> None:
+    monkeypatch.setattr(token_logprobs_module, "KEPT_LOGITS_ON_CPU", most)
+    hidden, weight, targets, _ = given()
+    options: dict[str, Any] = {"logits_per_chunk": 4 * VOCABULARY, "keeps": True}
+    logprobs = token_logprobs(hidden, weight, targets, 1.0, **options)
+    with Products() as products:
+        logprobs.sum().backward()
+    assert products.of_width(VOCABULARY) == again
+    with torch.no_grad():
+        assert not open_head(hidden, weight, 1.0, **options).keeps, "no backward pass follows"
+
+
+class Products(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes the sizes of the products of matrices that were computed while this was entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[torch.Size] = []
+
+    def of_width(self, width: int) -> int:
+        return sum(size[-1] == width for size in self.sizes)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        if func._schema.name in ("aten::mm", "aten::matmul"):
+            self.sizes.append(result.shape)
+        return result
 
 
 class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):

@@ -56,6 +56,8 @@ class PackedModel(nn.Module):
         self.tally_2 = torch.zeros(2, dtype=torch.int64)
         """Counts of replayed choices; see `Recorded`."""
         self._varlen = half_precision and not on_cpu
+        self.keeps_logits = False
+        """Whether a pass may keep its logits for the backward pass."""
 
     @property
     def state(self) -> nn.Module:
@@ -131,7 +133,7 @@ class Policy(PackedModel):
         """[N] fp32 logprobs of the tokens that this rank's positions predict; [N, 3] with the confidence, as
         `PackedBatch` says."""
         values = confident_logprobs if confident else token_logprobs
-        return values(self.hidden(row), self._head, row.next_ids_N, temperature)
+        return values(self.hidden(row), self._head, row.next_ids_N, temperature, keeps=self.keeps_logits)
 
     def padded_row(self, batch: PackedBatch, shape: PaddedShape) -> FsdpRow:
         """The batch in a shape of which rows of other batches may be, too, on the parameters' device."""

@@ -93,6 +93,7 @@ class ShardedModel:
         if model.adapter is not None:
             self._adapters = Adapters(module.model, model.adapter, self._dtype)
         prepare_layers(module.layers, compute)
+        module.keeps_logits = compute.recompute == "none"
         recorder = self._recorder(module, compute)
         if recorder is None:
             shard(module, mesh, half_precision=is_half)
