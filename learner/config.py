@@ -280,7 +280,7 @@ class ComputeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Literal["auto", "never"],
         Meta(
             description="auto: a model of up to 1,073,741,824 parameters on one GPU in bfloat16 replays recorded"
-            " kernels, if it has neither experts nor an adapter; never: they are launched one by one (fsdp)"
+            " kernels, if it has no experts and drops no activations; never: they are launched one by one (fsdp)"
         ),
     ] = "auto"
 

@@ -34,7 +34,7 @@ def is_replayed(planned: PlannedModel) -> bool:
         ranks=learner.processes,
         parameters=shape.num_parameters,
         is_rounded=planned.dtype == "bfloat16",
-        has_adapter=bool(planned.adapter),
+        drops_activations=False,  # one that does is launched, and takes less
         has_experts=any(shape.has_experts(layer) for layer in range(shape.layers)),
         has_window=shape.has_window,
     )
@@ -54,7 +54,7 @@ def _rank(planned: PlannedModel, rank: int) -> RankMemory:
     on_device = 0 if is_elsewhere else MOMENTS * trained
     rows, copies = 1, 0
     if is_replayed(planned):
-        rows, copies = 2, planned.compute_bytes * elements  # a graph's memory is its own, and other rows are launched
+        rows, copies = 2, planned.compute_bytes * trained  # a graph's memory is its own, and other rows are launched
     reference = parameters + copies if planned.has_reference else 0
     return RankMemory(
         rank=rank,
@@ -88,7 +88,7 @@ def _gathered_bytes(planned: PlannedModel) -> int:
     In `model.dtype`: the embedding, head and last norm all the time, the layer at work and the next one, or a small
     model whole. Also the gradients of one layer, and in fp32 those that are being reduced. A small model on several
     ranks also holds fp32 sums of all gradients until they are reduced after the last micro-batch. A model that is
-    replayed holds all weights and all gradients of a pass.
+    replayed holds copies of what is trained, and all gradients of a pass.
     """
     from learner.backends.fsdp.sharding import GATHERED_GRADIENT_BYTES, GATHERED_WEIGHT_BYTES
 
@@ -98,7 +98,7 @@ def _gathered_bytes(planned: PlannedModel) -> int:
     outside = _size(shape.parameters, None)
     whole = number * (shape.num_parameters + adapter)
     if is_replayed(planned):
-        return whole * (2 if planned.is_trained else 1)
+        return number * (adapter or shape.num_parameters) * (2 if planned.is_trained else 1)
     weights = whole if whole <= GATHERED_WEIGHT_BYTES else number * (outside + 2 * layer)
     if not planned.is_trained:
         return weights

@@ -26,6 +26,7 @@ from learner.objective.composition import needs_reference
 from learner.rows.batch import PackedBatch
 from learner.rows.packing import PackableSequence, concatenate
 from learner.rows.padding import PaddedShape
+from tests.learner.adapted import with_adapter
 from tests.learner.test_prefix_trees import one_by_one, sharing
 from tests.learner.test_presets import build, configured, sampled
 from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences
@@ -87,8 +88,12 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Repeated:
     return made
 
 
-def opened(compute: ComputeConfig, dtype: Dtype = "float32", seed: int = 1) -> FsdpBackend:
-    backend = open_backend("fsdp", model_config("qwen3", dtype=dtype), OPTIMIZER, seed=seed, compute=compute)
+def opened(
+    compute: ComputeConfig, dtype: Dtype = "float32", seed: int = 1, *, has_adapter: bool = False
+) -> FsdpBackend:
+    model = model_config("qwen3", dtype=dtype)
+    model = with_adapter(model) if has_adapter else model
+    backend = open_backend("fsdp", model, OPTIMIZER, seed=seed, compute=compute)
     assert isinstance(backend, FsdpBackend)
     return backend
 
@@ -123,8 +128,9 @@ def test_rows_of_a_shape_differ_in_contents_alone(recorder: Repeated) -> None:
         assert not torch.equal(first.token_ids_N, second.token_ids_N)
 
 
-def test_replayed_rows_train_as_launched_ones(recorder: Repeated) -> None:
-    launched, replayed = opened(NEVER), opened(AUTO)
+@pytest.mark.parametrize("has_adapter", [False, True])
+def test_replayed_rows_train_as_launched_ones(recorder: Repeated, has_adapter: bool) -> None:
+    launched, replayed = (opened(compute, has_adapter=has_adapter) for compute in (NEVER, AUTO))
     assert launched._replayed is None
     assert replayed._replayed is not None
     expected, found = trained(launched), trained(replayed)
@@ -161,9 +167,10 @@ def test_replayed_gradients_are_those_of_the_plain_row(monkeypatch: pytest.Monke
     assert replayed.num_recorded == 4
 
 
-def test_rounded_weights_are_those_of_fsdp_to_the_bit(recorder: Repeated, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_adapter", [False, True])
+def test_rounded_weights_are_those_of_fsdp_to_the_bit(recorder: Repeated, has_adapter: bool) -> None:
     """Rows that are launched differ by nothing: neither in the passes nor in the sums over micro-batches."""
-    sharded, rounded = opened(NEVER, "bfloat16"), opened(AUTO, "bfloat16")
+    sharded, rounded = (opened(compute, "bfloat16", has_adapter=has_adapter) for compute in (NEVER, AUTO))
     assert rounded._replayed is not None
     rounded._replayed.stop("a test")
     for one, other in zip(trained(sharded), trained(rounded), strict=True):
@@ -175,6 +182,19 @@ def test_bfloat16_is_replayed_as_it_is_launched(recorder: Repeated) -> None:
     launched, replayed = opened(NEVER, "bfloat16"), opened(AUTO, "bfloat16")
     for one, other in zip(trained(launched), trained(replayed), strict=True):
         torch.testing.assert_close(other, one, rtol=0.05, atol=0.05)
+
+
+def test_the_base_of_an_adapter_is_neither_copied_nor_changed(recorder: Repeated) -> None:
+    backend = opened(AUTO, "bfloat16", has_adapter=True)
+    frozen = {name: p for name, p in backend._policy.named_parameters() if not p.requires_grad}
+    before = {name: parameter.clone() for name, parameter in frozen.items()}
+    trained(backend)
+    assert backend._rounded is not None
+    assert len(backend._rounded.copies) == len(backend._rounded._sums) == len(backend._parameters)
+    for name, parameter in backend._policy.named_parameters():
+        if name in before:
+            assert parameter is frozen[name]
+            assert torch.equal(parameter, before[name])
 
 
 @pytest.mark.parametrize("preset", ["grpo", "ppo", "m2po", "online_dpo"])
@@ -193,11 +213,14 @@ def test_an_updater_trains_alike(preset: str, recorder: Repeated, monkeypatch: p
     assert losses[1] == pytest.approx(losses[0], rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("first", ["never", "auto"])
-def test_a_checkpoint_is_resumed_with_graphs_and_without(first: str, tmp_path: Path, recorder: Repeated) -> None:
+@pytest.mark.parametrize(("first", "has_adapter"), [("never", False), ("auto", False), ("auto", True)])
+def test_a_checkpoint_is_resumed_with_graphs_and_without(
+    first: str, has_adapter: bool, tmp_path: Path, recorder: Repeated
+) -> None:
     """FSDP's shards of one rank and whole parameters are one state: masters, moments and exported weights."""
     one, other = (AUTO, NEVER) if first == "auto" else (NEVER, AUTO)
-    before, after = opened(one, "bfloat16"), opened(other, "bfloat16", seed=2)
+    before = opened(one, "bfloat16", has_adapter=has_adapter)
+    after = opened(other, "bfloat16", seed=1 if has_adapter else 2, has_adapter=has_adapter)  # of the same base
     trained(before, steps=2)
     before.save(tmp_path / "checkpoint")
     after.load(tmp_path / "checkpoint")
@@ -318,7 +341,7 @@ PLAIN: dict[str, Any] = {
     "ranks": 1,
     "parameters": 135_000_000,
     "is_rounded": True,
-    "has_adapter": False,
+    "drops_activations": False,
     "has_experts": False,
     "has_window": False,
 }
@@ -335,7 +358,7 @@ PLAIN: dict[str, Any] = {
         ({"ranks": 2}, {}, "the model is spread over 2 ranks"),
         ({"parameters": 8_000_000_000}, {}, "the model has more than 1,073,741,824 parameters"),
         ({"is_rounded": False}, {}, "model.dtype is float32"),
-        ({"has_adapter": True}, {}, "an adapter is trained"),
+        ({"drops_activations": True}, {}, "model.adapter.dropout is above 0"),
         ({"has_experts": True}, {}, "the model has experts"),
         ({"has_window": True}, {}, "the model's attention has a window"),
     ],

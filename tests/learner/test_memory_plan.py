@@ -20,10 +20,10 @@ import learner.models.attention
 from broker.errors import ConfigError
 from learner.backends import open_backend
 from learner.backends.base import Teacher
-from learner.config import ComputeConfig, LayoutConfig, LearnerConfig
+from learner.config import AdapterConfig, ComputeConfig, LayoutConfig, LearnerConfig
 from learner.models.attention import PackedLayout, varlen_attention
 from learner.models.model import load_config
-from learner.models.shape import shape_of
+from learner.models.shape import adapter_parameters, shape_of
 from learner.planning.memory import plan_memory, plan_teaching, scored
 from learner.planning.planned import PlannedModel, RankMemory
 from learner.planning.scorer import scorer_bytes
@@ -309,6 +309,10 @@ def test_recorded_kernels_have_activations_of_their_own() -> None:
     launched = plan_memory(with_learner(small, device="cuda", compute=ComputeConfig(cuda_graphs="never")))[0]
     replayed = plan_memory(with_learner(small, device="cuda", compute=ComputeConfig(cuda_graphs="auto")))[0]
     assert (replayed.activations, replayed.head) == (2 * launched.activations, 2 * launched.head)
+    adapted = replace(small, adapter=adapter_parameters(Qwen3Config(**TINY), AdapterConfig(rank=4)))
+    held = plan_memory(with_learner(adapted, device="cuda", compute=ComputeConfig(cuda_graphs="auto")))[0]
+    assert held.activations == replayed.activations
+    assert held.gathered == 2 * 2 * sum(one.size for one in adapted.adapter) < replayed.gathered, "the base is no copy"
     auto = ComputeConfig(cuda_graphs="auto")
     for launches in (planned(QWEN3_8B), planned(TINY_MOE), planned(Qwen3Config(**TINY), processes=2)):
         one, other = (plan_memory(with_learner(launches, device="cuda", compute=c))[0] for c in (auto, ComputeConfig()))

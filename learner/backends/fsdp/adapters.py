@@ -100,9 +100,11 @@ def _with_scale(forward: Any, scale: float) -> Any:
 
 
 def _linear(linear: Any, scale: float, rows: torch.Tensor, *, adapters: Adapters) -> torch.Tensor:
-    """[..., O] W x + s B (A x)"""
-    output: torch.Tensor = type(linear).forward(linear, rows)
-    return output + F.linear(F.linear(adapters.dropped(rows), linear.lora_A), linear.lora_B) * scale
+    """[..., O] W x + s B (A x). The last product scales and adds in its own kernel: rows of O are wide."""
+    rows_NI = rows.flatten(0, -2)
+    output_NO: torch.Tensor = type(linear).forward(linear, rows_NI)
+    low_NR = F.linear(adapters.dropped(rows_NI), linear.lora_A)
+    return torch.addmm(output_NO, low_NR, linear.lora_B.T, alpha=scale).view(*rows.shape[:-1], -1)
 
 
 def _experts(

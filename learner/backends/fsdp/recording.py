@@ -82,7 +82,7 @@ def why_launched(
     ranks: int,
     parameters: int,
     is_rounded: bool,
-    has_adapter: bool,
+    drops_activations: bool,
     has_experts: bool,
     has_window: bool,
 ) -> str:
@@ -95,7 +95,7 @@ def why_launched(
         f"the model has more than {MOST_PARAMETERS:,} parameters": parameters > MOST_PARAMETERS,
         "the model has experts": has_experts,
         "the model's attention has a window": has_window,
-        "an adapter is trained": has_adapter,
+        "model.adapter.dropout is above 0": drops_activations,
         f"learner.compute.recompute is {compute.recompute}": compute.recompute != "none",
         "learner.compute.offload_optimizer is true": compute.offload_optimizer,
     }

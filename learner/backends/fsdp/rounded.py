@@ -14,14 +14,18 @@ from torch import nn
 
 
 class RoundedWeights:
-    """The copies of a module's parameters and the sums of their gradients. Both are made when they are first needed."""
+    """The copies of a module's trained parameters and the sums of their gradients. Both are made when they are first
+    needed. Frozen parameters stay in their places: they are held as they are computed with."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for part in module.modules():
             for name, parameter in part.named_parameters(recurse=False):
-                self._places.setdefault(parameter, []).append((part, name))
+                if parameter.requires_grad:
+                    self._places.setdefault(parameter, []).append((part, name))
+                else:
+                    assert parameter.dtype is dtype, f"{name} is frozen, and {parameter.dtype}"
         self._sums: list[torch.Tensor] = []
         self.copies: list[nn.Parameter] = []
         self._reached: set[int] = set()
@@ -68,11 +72,10 @@ class RoundedWeights:
         self.copies, self._sums = [], []
 
     def _copy(self, index: int, master: nn.Parameter) -> nn.Parameter:
-        copy = nn.Parameter(torch.empty_like(master, dtype=self._dtype), master.requires_grad)
-        if master.requires_grad:
-            # Added up as soon as it is there, so that no pass holds the gradients of all parameters.
-            hook = functools.partial(self._add_own, index)
-            copy.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        copy = nn.Parameter(torch.empty_like(master, dtype=self._dtype))
+        # Added up as soon as it is there, so that no pass holds the gradients of all parameters.
+        hook = functools.partial(self._add_own, index)
+        copy.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         return copy
 
     def _add_own(self, index: int, copy: torch.Tensor) -> None:

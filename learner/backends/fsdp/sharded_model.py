@@ -118,7 +118,7 @@ class ShardedModel:
             ranks=self.world_size,
             parameters=sum(parameter.numel() for parameter in module.parameters()),
             is_rounded=self._dtype is not torch.float32,
-            has_adapter=self._adapters is not None,
+            drops_activations=self._adapters is not None and self._adapters.config.dropout > 0,
             has_experts=num_experts(module.model.config) > 0,
             has_window=has_window(module.model.config),
         )
