@@ -1,14 +1,14 @@
 """Adapters swapped in flight into one engine, beside whole weights into another: exactness, bytes and seconds.
 
-    python -m benchmarks.adapter_sync [--engine vllm] [--device cuda|cpu] [--width 2048] [--layers 16] [--rank 16]
-        [--requests 64] [--tokens 256] [--swaps 3] [--limit-s 400] [--kinds adapter,finish,whole]
+    python -m benchmarks.adapter_sync [--engine vllm|sglang] [--device cuda|cpu] [--width 2048] [--layers 16]
+        [--rank 16] [--requests 64] [--tokens 256] [--swaps 3] [--limit-s 400] [--kinds adapter,finish,whole]
 
 A random dense Qwen3 in `--dtype`. Each swap falls into running requests. `before` and `after` are mean differences
 between the engine's logprobs and transformers' for the tokens that a version sampled, under the merged model of that
 version; `other` is the same under the version before, so that a token of the wrong version would show. `prepared` has
 the seconds of loading the base. An adapter that lacks a tensor, and one that is loaded and that requests do not name,
-must be refused: `refused`. `finish` is vLLM with places for two adapters: running samples finish with theirs, so no
-token is `after`. The last line is one JSON object.
+must be refused: `refused`. `finish` is an engine with places for two adapters: running samples finish with theirs, so
+no token is `after`. The last line is one JSON object.
 """
 
 import argparse
@@ -41,6 +41,18 @@ SCALE = 2.0
 PROMPT_TOKENS = 32
 MEASURED = 16
 """Requests whose logprobs are compared."""
+ON_GPU: dict[str, Any] = {
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "cuda_graph_bs_decode": [1, 8, 16, 32, 64],
+    "mem_fraction_static": 0.9,
+}
+"""Options of SGLang on a GPU, which need none of its fast kernels. How much it takes is said in tokens besides."""
+NAMES = {
+    "vllm": "rollout_workers.engines.vllm.engine.adapter_request",
+    "sglang": "rollout_workers.engines.sglang.requests.adapter_name",
+}
+"""Import paths of what an engine that holds several adapters names a request's by."""
 SIZE = 0.03
 """The standard deviation of A and B: an adapter changes a token's logprob by units."""
 
@@ -114,14 +126,18 @@ class Study:
         return Probe(token_ids=tokens, logprobs=self.logprobs(number, [tokens])[0], tolerance=tolerance)
 
     def _room(self) -> dict[str, Any]:
-        """Return the size of vLLM's cache, twice what the requests need: vLLM then measures no memory, which other
-        processes may take or free meanwhile."""
+        """Return options with the size of the engine's cache on a GPU, twice what the requests need: vLLM then measures
+        no memory, which other processes may take or free meanwhile."""
         model, options = self._model.config, self._options
         keys_and_values = (
             2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * self._dtype.itemsize
         )
-        tokens = (options.requests + 1) * (PROMPT_TOKENS + options.tokens + 1)
-        return {"kv_cache_memory_bytes": 2 * tokens * keys_and_values, "gpu_memory_utilization": 0.05}
+        tokens = 2 * (options.requests + 1) * (PROMPT_TOKENS + options.tokens + 1)
+        if options.device != "cuda" or options.engine == "embedded":
+            return {}
+        if options.engine == "sglang":
+            return {**ON_GPU, "max_total_tokens": tokens}
+        return {"kv_cache_memory_bytes": tokens * keys_and_values, "gpu_memory_utilization": 0.05}
 
     async def run(self, *, has_adapters: bool, held: int = 1) -> dict[str, Any]:
         """Open an engine, and swap versions 1, 2, ... into running requests."""
@@ -132,7 +148,7 @@ class Study:
             max_model_len=PROMPT_TOKENS + options.tokens + 1,
             dtype=options.dtype,
             device=options.device,
-            options=self._room() if options.engine == "vllm" and options.device == "cuda" else {},
+            options=self._room(),
         )
         rank = options.rank if has_adapters else 0
         engine: Any = open_engine(config, self._directory, seed=0, adapter_rank=rank, adapters_held=held)
@@ -199,9 +215,9 @@ class Study:
         except WeightSyncError:
             refused["undelivered"] = True
         await engine.swap_adapter(version, _on_host(tensors), SCALE, check=check)
-        if self._options.engine == "vllm":
+        if self._options.engine in NAMES:
             probe = self.probe(last)
-            with patch("rollout_workers.engines.vllm.engine.adapter_request", lambda place: None):
+            with patch(NAMES[self._options.engine], lambda place: None):
                 scores = await engine.score(probe.token_ids)
             try:
                 refuse_other_logprobs(probe, scores, version)
@@ -251,7 +267,7 @@ async def _measure(options: argparse.Namespace) -> dict[str, Any]:
         study = Study(options, Path(directory))
         with torch.no_grad():
             for kind in options.kinds:
-                if kind == "finish" and options.engine != "vllm":
+                if kind == "finish" and options.engine not in NAMES:
                     continue
                 found[kind] = await study.run(has_adapters=kind != "whole", held=2 if kind == "finish" else 1)
                 print(json.dumps(found), file=sys.stderr, flush=True)
@@ -268,7 +284,7 @@ def _kinds(text: str) -> list[str]:
 def main() -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", default="vllm", choices=("vllm", "embedded"))
+    parser.add_argument("--engine", default="vllm", choices=("vllm", "sglang", "embedded"))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--width", type=int, default=2048)

@@ -4,23 +4,29 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from broker.client.broker import BlockingBroker, Broker
 from broker.server.embedded import EmbeddedServer
+from rollout_workers.config import EngineConfig
+from rollout_workers.engines import open_engine
 from weightsync.config import WeightsConfig
 from weightsync.publish.publisher import Publisher, PublishReport
 from weightsync.receive.subscriber import Subscriber
 
-from .adapters import SCALE, NamedTensors, adapter_delivery, base_tensors, make_adapter, merged
-from .loop import Learner, make_engine, make_worker, running, until, until_a_group_forms
-from .models import forward_logprobs, make_model
+from .adapters import RANK, SCALE, NamedTensors, adapter_delivery, base_tensors, make_adapter, merged
+from .loop import CAPACITY, Learner, make_worker, running, until, until_a_group_forms
+from .marks import SGLANG
+from .models import forward_logprobs, make_model, save_config
+from .unpinned_sglang import unpin
 
 TOLERANCE = 1e-4
 
 
+@pytest.mark.parametrize("kind", ["embedded", pytest.param("sglang", marks=SGLANG)])
 async def test_published_adapters_reach_an_engine_that_pulls_their_base_once(
-    server: EmbeddedServer, brokers: tuple[Broker, Broker], tmp_path: Path
+    kind: str, server: EmbeddedServer, brokers: tuple[Broker, Broker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = WeightsConfig(broadcast_timeout_s=20)
     blocking = await asyncio.to_thread(BlockingBroker, server.url, "run")
@@ -28,7 +34,11 @@ async def test_published_adapters_reach_an_engine_that_pulls_their_base_once(
     publisher = await asyncio.to_thread(Publisher, blocking, learner.owner, config)
     base = base_tensors("dense")
     publisher.serve_base(iter(base), SCALE)
-    subscriber, engine = Subscriber(brokers[1], "worker-1", config), make_engine(tmp_path)
+    unpin(monkeypatch)
+    directory = save_config(make_model("dense", 0), tmp_path / "model")
+    own = EngineConfig(kind=kind, max_concurrent=CAPACITY, max_model_len=256)
+    engine: Any = open_engine(own, directory, seed=0, adapter_rank=RANK)
+    subscriber = Subscriber(brokers[1], "worker-1", config)
     worker = make_worker(brokers[1], engine, subscriber, heartbeat_s=0.2)
     pulls = 0
 

@@ -22,8 +22,9 @@ from rollout_workers.swaps.weights import refuse_other_logprobs, refuse_other_te
 from .adapters import RANK, SCALE, NamedTensors, adapter_delivery, base_tensors, make_adapter, merged
 from .generation import PROMPTS, begin, difference, hold, run_all
 from .loop import PROBE, Delivery, delivery
-from .marks import VLLM
+from .marks import SGLANG, VLLM
 from .models import Architecture, make_model, save_config
+from .unpinned_sglang import unpin
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -32,6 +33,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "vllm": {"worker_extension_cls": "tests.rollout_workers.unpacked_vllm.UnpackedExtension"}
 }
 """Options with which vLLM takes the base as on a GPU: by copies, whose places were traced."""
+NAMES = {
+    "vllm": "rollout_workers.engines.vllm.engine.adapter_request",
+    "sglang": "rollout_workers.engines.sglang.requests.adapter_name",
+}
+"""Import paths of what engines name a request's adapter by."""
 
 
 @dataclass
@@ -62,14 +68,21 @@ class Case:
 @pytest_asyncio.fixture(
     loop_scope="module",
     scope="module",
-    params=[("embedded", "dense"), ("embedded", "moe"), pytest.param(("vllm", "dense"), marks=VLLM)],
+    params=[
+        ("embedded", "dense"),
+        ("embedded", "moe"),
+        pytest.param(("vllm", "dense"), marks=VLLM),
+        pytest.param(("sglang", "dense"), marks=SGLANG),
+    ],
     ids="-".join,
 )
 async def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Case]:
     kind, architecture = request.param
     directory = save_config(make_model(architecture, 0), tmp_path_factory.mktemp("model"))
     config = EngineConfig(kind=kind, max_concurrent=8, max_model_len=512, options=OPTIONS.get(kind, {}))
-    engine = open_engine(config, directory, seed=0, adapter_rank=RANK)
+    with pytest.MonkeyPatch.context() as patch:
+        unpin(patch)
+        engine = open_engine(config, directory, seed=0, adapter_rank=RANK)
     assert isinstance(engine, AdaptedEngine)
     base = base_tensors(architecture)
     check = functools.partial(refuse_other_tensors, delivery(WeightVersion(1, 0), make_model(architecture, 0)).manifest)
@@ -103,14 +116,14 @@ async def test_adapters_swapped_in_flight_are_exact_and_drop_nothing(case: Case)
 async def test_whole_weights_and_other_targets_take_an_adapters_place(case: Case) -> None:
     await case.swap(case.sent(1))
     whole = make_model(case.architecture, 5)
-    if case.kind == "vllm":  # its requests go on naming an adapter
+    if case.kind in NAMES:  # its requests go on naming an adapter
         with pytest.raises(WeightSyncError, match="computed with an adapter: give it adapters alone"):
             await hold(case.engine, whole)
-        return
-    await hold(case.engine, whole)
-    for response in await run_all(case.engine, PROMPTS):
-        assert difference(whole, response).max() < TOLERANCE
-    await case.engine.load_base(base_tensors(case.architecture))
+    else:
+        await hold(case.engine, whole)
+        for response in await run_all(case.engine, PROMPTS):
+            assert difference(whole, response).max() < TOLERANCE
+        await case.engine.load_base(base_tensors(case.architecture))
     few = [(name, tensor) for name, tensor in case.adapter(3) if "q_proj" in name or "down_proj" in name]
     await case.swap(adapter_delivery(WeightVersion(1, 3), few, case.architecture))
     for response in await run_all(case.engine, PROMPTS):
@@ -135,12 +148,10 @@ async def test_an_adapter_that_is_loaded_and_not_used_is_no_version(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = case.sent(1)
-    if case.kind == "vllm":
+    if case.kind in NAMES:
         await case.swap(sent)
         with monkeypatch.context() as without:
-            without.setattr(
-                "rollout_workers.engines.vllm.engine.adapter_request", lambda place: None
-            )  # requests name none: vLLM holds it, and does not use it
+            without.setattr(NAMES[case.kind], lambda place: None)  # requests name none: it is held, and not used
             with pytest.raises(WeightSyncError, match="the engine's logprobs differ from the learner's"):
                 await case.probe(sent)
         await case.probe(sent)

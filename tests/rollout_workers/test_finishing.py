@@ -1,4 +1,4 @@
-"""Running samples finish with the adapter that they began with, as long as vLLM has a place for it."""
+"""Running samples finish with the adapter that they began with, as long as the engine has a place for it."""
 
 import asyncio
 import functools
@@ -14,26 +14,28 @@ from broker.schema import WeightVersion
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import AdaptedEngine
-from rollout_workers.engines.vllm.places import AdapterPlaces
+from rollout_workers.engines.placing.adapter_places import AdapterPlaces
 from rollout_workers.swaps.weights import refuse_other_logprobs, refuse_other_tensors
 
 from .adapters import RANK, SCALE, adapter_delivery, base_tensors, make_adapter, merged
 from .generation import PROMPTS, Response, begin, difference
 from .loop import PROBE
-from .marks import VLLM
+from .marks import SGLANG, VLLM
 from .models import make_model, save_config
-
-pytestmark = VLLM
+from .unpinned_sglang import unpin
 
 TOLERANCE = 1e-4
 TOKENS = 400
 V1, V2, V3, V4 = (WeightVersion(1, step) for step in (1, 2, 3, 4))
 
 
-@pytest_asyncio.fixture
-async def engine(tmp_path: Path) -> AsyncIterator[AdaptedEngine]:
+@pytest_asyncio.fixture(params=[pytest.param("vllm", marks=VLLM), pytest.param("sglang", marks=SGLANG)])
+async def engine(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[AdaptedEngine]:
     directory = save_config(make_model("dense", 0), tmp_path)
-    config = EngineConfig(kind="vllm", max_concurrent=16, max_model_len=512)
+    config = EngineConfig(kind=request.param, max_concurrent=16, max_model_len=512)
+    unpin(monkeypatch)
     opened = open_engine(config, directory, seed=0, adapter_rank=RANK, adapters_held=2)
     assert isinstance(opened, AdaptedEngine)
     await opened.load_base(base_tensors("dense"))
@@ -93,7 +95,7 @@ async def test_samples_finish_with_their_adapter_until_its_place_is_needed(engin
 
 
 def test_a_version_takes_a_free_place_or_that_of_the_oldest() -> None:
-    places = AdapterPlaces(2)
+    places = AdapterPlaces(2, "an engine")
     assert (places.newest, places.are_needed) == (0, False)
     taken = []
     for version in (V1, V2, V3):

@@ -19,9 +19,8 @@ from broker.schema import Experts
 from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import Engine
 from rollout_workers.engines.routed_layers import RoutedLayers
-from rollout_workers.engines.sglang import experts, requests
+from rollout_workers.engines.sglang import requests
 from rollout_workers.engines.sglang.experts import told
-from rollout_workers.engines.sglang.tied import TIED, Tied
 from rollout_workers.samples.recorder import Recorder
 
 from .generation import PROMPTS, hold, request
@@ -29,6 +28,7 @@ from .marks import needs_sglang
 from .models import make_model, save_config
 from .sglang_settings import sglang_config
 from .test_chosen_experts import TID, chosen_by, experts_of, record
+from .unpinned_sglang import unpin
 
 CONFIG = sglang_config(max_concurrent=4, max_model_len=512)
 AGREE = 0.95 if torch.cuda.is_available() else 1.0
@@ -54,10 +54,7 @@ def test_rows_are_of_every_layer_and_those_with_experts_are_kept() -> None:
 async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engine]:
     directory = save_config(OLD, tmp_path_factory.mktemp("moe"))
     with pytest.MonkeyPatch.context() as patch:
-        if not torch.cuda.is_available():
-            patch.setattr(experts, "can_pin", lambda: True)
-            unpinned = Tied("tests.rollout_workers.unpinned_sglang", "run_scheduler_process")
-            patch.setitem(TIED, "run_scheduler_process_func", unpinned)
+        unpin(patch)
         opened = open_engine(CONFIG, directory, seed=0, tells_experts=True)
     yield opened
     await opened.close()

@@ -1,16 +1,18 @@
-"""Checks that tensors are an adapter of a model, before an engine changes anything.
+"""Checks that tensors are an adapter of a model before an engine changes anything, and what it holds of them after it.
 
 R rank, I input features, O output features, E experts.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
 from broker.errors import WeightSyncError
 from rollout_workers.engines.base import NamedTensors
+from rollout_workers.engines.held import Held
+from weightsync.tensors.fingerprint import fingerprint
 
 FACTOR_NAME = re.compile(r"(?P<module>.+)\.(?P<weight>gate_up_proj_|down_proj_|)lora_(?P<factor>[AB])")
 """The name of A or B: the module that holds the weight, the weight's name if it is that of experts, the factor."""
@@ -41,3 +43,23 @@ def wanted_adapter(modules: Mapping[str, nn.Module], tensors: NamedTensors) -> N
     """Return the tensors of an adapter. Raises WeightSyncError unless they are one of a model with these modules."""
     check_adapter(modules, tensors)
     return tensors
+
+
+def decoder_linears(shapes: nn.Module) -> list[str]:
+    """Return the last names of the decoder's linear layers, which adapters may change; the head is not among them."""
+    is_linear = (name for name, module in shapes.named_modules() if isinstance(module, nn.Linear))
+    return sorted({name.rpartition(".")[2] for name in is_linear if ".layers." in f".{name}"})
+
+
+def held_adapter(
+    tensors: Mapping[str, torch.Tensor], read: Callable[[str, torch.Size], torch.Tensor | None]
+) -> Held | None:
+    """Return what an engine holds of these factors: `read` returns the part of its memory that holds one of this name
+    and shape, None if there is none. None if it holds one in another number format."""
+    found = {}
+    for name, tensor in tensors.items():
+        part = read(name, tensor.shape)
+        if part is not None and part.dtype != tensor.dtype:
+            return None
+        found[name] = (0, 0) if part is None else (fingerprint(part.contiguous()), part.numel())
+    return Held.of(found)

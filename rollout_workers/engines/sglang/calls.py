@@ -67,9 +67,9 @@ def agreed(what: str, answer: Any) -> None:
         raise WeightSyncError(f"SGLang failed to {what}: {message}")
 
 
-async def prove(front: Any, ranks: int, names: tuple[str, ...], check: Check | None) -> None:
-    """Raise WeightSyncError if a scheduler could not take what was loaded last, and whatever `check` raises for what
-    the schedulers hold of the tensors `names`."""
+async def prove(front: Any, ranks: int, names: tuple[str, ...], check: Check | None, remedy: str = "") -> None:
+    """Raise WeightSyncError, with the remedy, if a scheduler could not take what was loaded last, and whatever `check`
+    raises for what the schedulers hold of the tensors `names`."""
     with tempfile.TemporaryDirectory(prefix="headway-sglang-") as directory:
         order = LoaderOrder(act="tell", directory=directory, wants_fingerprints=check is not None)
         async with session(front):
@@ -77,7 +77,7 @@ async def prove(front: Any, ranks: int, names: tuple[str, ...], check: Check | N
         told = _read(directory, ranks)
     for one in told:
         if one.failure:
-            raise WeightSyncError(f"SGLang failed to load the new weights: {one.failure}")
+            raise WeightSyncError(f"SGLang failed to load the new weights: {one.failure}{remedy}")
     if check is not None:
         known = [
             None if one.fingerprints is None or one.elements is None else (one.fingerprints, one.elements)

@@ -10,6 +10,9 @@ The prefix cache stays on, and requests carry a salt, the number of the last swa
 group are computed once in each version, and no request finds what older weights computed; SGLang frees the old entries
 when it needs room. A swap with `keep_cache` sends samples again under their old salt, where SGLang finds all that they
 had cached. Flushing instead would need an idle engine, and would lose the caches that `keep_cache` keeps.
+
+A sample keeps the place of its adapter. Samples of a place that a swap leaves as it is are sent again with the same
+adapter and the same salt, so they too find all that they had cached.
 """
 
 import asyncio
@@ -24,10 +27,13 @@ from broker.schema import Experts, WeightVersion
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines.base import Check, Chunk, FinishReason, GenerationRequest, NamedTensors, Parts
 from rollout_workers.engines.deadline import DEADLINE_S
+from rollout_workers.engines.placing.adapter_places import AdapterPlaces
+from rollout_workers.engines.placing.adapters import wanted_adapter
 from rollout_workers.engines.placing.names import renamed, tied_head, wanted_tensors
 from rollout_workers.engines.placing.shared_tensors import Handover
 from rollout_workers.engines.routed_layers import RoutedLayers
 
+from .adapters import make_known
 from .calls import ordered, prove, session, sleep, wake
 from .experts import told
 from .loader import LoaderOrder
@@ -36,6 +42,9 @@ from .requests import Stretched, ending, new_tokens, scoring
 
 AGAIN_S = 0.2
 """Seconds between two demands that SGLang ends its requests: one that reaches it before a request does is lost."""
+
+WHOLE = "; weights.adapter=merged sends whole weights instead"
+"""The remedy for an adapter that SGLang does not take."""
 
 Item = Chunk | HeadwayError
 
@@ -50,9 +59,11 @@ class SglangEngine:
         shapes: Any,
         ranks: int,
         routed: RoutedLayers | None = None,
+        *,
+        adapters: int = 0,
     ) -> None:
         """`ranks`: how many schedulers hold a part of the model each. `routed`: the layers whose chosen experts SGLang
-        tells; None: it tells none."""
+        tells; None: it tells none. `adapters`: how many SGLang was started to hold."""
         self.capacity = config.max_concurrent
         self.max_model_len = config.max_model_len
         self._processes = processes
@@ -71,9 +82,13 @@ class SglangEngine:
         self._readers: dict[asyncio.Task[None], asyncio.Queue[Item]] = {}
         self._requests = 0
         self._swaps = 0
-        self._cleared = 0
-        """The last swap that kept no caches."""
+        self._cleared = dict.fromkeys(range(adapters + 1), 0)
+        """The last swap that kept no caches, of each place."""
+        self._places = AdapterPlaces(adapters, "SGLang")
+        self._base_is_new = False
+        """Whether no adapter has come since the base was loaded."""
         self._handover = Handover(functools.partial(wanted_tensors, shapes))
+        self._handover_of_adapter = Handover(functools.partial(wanted_adapter, dict(shapes.named_modules())))
         self._handover_of_parts = Handover(functools.partial(renamed, tied_head(shapes)))
         self._given: tuple[str, ...] = ()
         """The names of a whole version's tensors; a version in parts has the same, in any order."""
@@ -119,6 +134,48 @@ class SglangEngine:
                     self._given = given.names
                     await self._order(LoaderOrder(act="whole", shared=given.shared))
 
+    async def load_base(self, tensors: NamedTensors, *, check: Check | None = None) -> None:
+        """See AdaptedEngine. Raises WeightSyncError if requests run that no adapter of this base would go on with."""
+        self._check_takes_adapters()
+        async with self._swapping:
+            self._places.check_base_is_free()
+            with ExitStack() as until_loaded:
+                given = await asyncio.to_thread(until_loaded.enter_context, self._handover.of(tensors))
+                async with self._loading():
+                    self._given = given.names
+                    await self._order(LoaderOrder(act="whole", shared=given.shared))
+            await prove(self._front, self._ranks, self._given, check)
+            self._base_is_new = True
+
+    async def swap_adapter(
+        self,
+        version: WeightVersion,
+        tensors: NamedTensors,
+        scale: float,
+        *,
+        keep_cache: bool = False,
+        check: Check | None = None,
+    ) -> None:
+        """See AdaptedEngine, and `swap_weights`."""
+        self._check_takes_adapters()
+        async with self._swapping:
+            if self._base_is_new:
+                self._places.check_base_is_free()  # a request may have begun since it was loaded
+            with ExitStack() as until_loaded:
+                given = await asyncio.to_thread(until_loaded.enter_context, self._handover_of_adapter.of(tensors))
+                place = self._places.next()
+                await make_known(self._front, place)
+                async with self._loading():
+                    await self._order(LoaderOrder(act="adapter", shared=given.shared, scale=scale, place=place))
+            await prove(self._front, self._ranks, given.names, check, remedy=WHOLE)
+            keeps, self._base_is_new = keep_cache and not self._base_is_new, False
+            self._go_on(version, place, keeps)
+
+    def _check_takes_adapters(self) -> None:
+        if self._ended is not None:
+            raise self._ended
+        self._places.check_there_are()
+
     async def swap_in_parts(
         self, version: WeightVersion, parts: Parts, *, keep_cache: bool = False, check: Check | None = None
     ) -> None:
@@ -144,7 +201,8 @@ class SglangEngine:
         while True:
             await self._until_it_may_sample()
             scored: list[Any] = []
-            async with aclosing(self._outputs(scoring(token_ids, self._next_id(), self._swaps))) as outputs:
+            asked = scoring(token_ids, self._next_id(), self._swaps, self._places.newest)
+            async with aclosing(self._outputs(asked)) as outputs:
                 async for output in outputs:
                     scored.append(output)
             if ending(scored[-1]) != "abort":
@@ -175,13 +233,19 @@ class SglangEngine:
         if self._ended is not None:
             raise self._ended
         async with self._swapping:
+            self._places.check_are_unused()
             yield
             await prove(self._front, self._ranks, self._given, check)
-            self._version = version
-            self._swaps += 1
-            if not keep_cache:
-                self._cleared = self._swaps
-            self._may_sample.set()
+            self._go_on(version, 0, keep_cache)
+
+    def _go_on(self, version: WeightVersion, place: int, keep_cache: bool) -> None:
+        """Generate with what was proved, which is this version: samples of its place, and those that begin."""
+        self._version = version
+        self._places.hold(place, version)
+        self._swaps += 1
+        if not keep_cache:
+            self._cleared[place] = self._swaps
+        self._may_sample.set()
 
     @asynccontextmanager
     async def _loading(self) -> AsyncIterator[None]:
@@ -214,12 +278,14 @@ class SglangEngine:
     async def _read(self, sample: Stretched, chunks: asyncio.Queue[Item]) -> None:
         """Generate a sample, one request after the other, whether or not its reader takes the chunks."""
         try:
-            while not sample.is_closed:
-                await self._until_it_may_sample()
-                if not sample.tokens or sample.salt < self._cleared:
-                    sample.salt = self._swaps
-                if await self._read_stretch(sample, chunks):
-                    return
+            await self._until_it_may_sample()  # a sample that begins in a swap is of the new version
+            with self._places.kept() as sample.place:
+                while not sample.is_closed:
+                    await self._until_it_may_sample()
+                    if not sample.tokens or sample.salt < self._cleared[sample.place]:
+                        sample.salt = self._swaps
+                    if await self._read_stretch(sample, chunks):
+                        return
         except HeadwayError as error:
             chunks.put_nowait(error)
         finally:
@@ -227,8 +293,7 @@ class SglangEngine:
 
     async def _read_stretch(self, sample: Stretched, chunks: asyncio.Queue[Item]) -> bool:
         """Generate until the sample or its request ends; return whether the sample has ended."""
-        version, seen = self._version, 0
-        assert version is not None
+        version, seen = self._places.version(sample.place), 0
         sample.request_id = self._next_id()
         async with aclosing(self._outputs(sample.request())) as outputs:
             async for output in outputs:
@@ -286,7 +351,8 @@ class SglangEngine:
             raise self._ended
         if self._version is None:
             raise HeadwayError("this engine has no weights yet: call swap_weights first")
-        await self._may_sample.wait()
+        while not self._may_sample.is_set():  # another swap may have begun since it was set
+            await self._may_sample.wait()
         if self._ended is not None:
             raise self._ended
 

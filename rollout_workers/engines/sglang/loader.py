@@ -12,9 +12,12 @@ from typing import Any, Literal
 import msgspec
 import torch
 
+from rollout_workers.engines.held import Held
 from rollout_workers.engines.placing.direct_loading import DirectLoading
 from rollout_workers.engines.placing.shared_tensors import Mapped
 from rollout_workers.engines.placing.sleeping import Kept, derived_tensors
+
+from .adapters import PooledAdapters
 
 LOADER = "rollout_workers.engines.sglang.loader.load"
 """The import path by which SGLang finds `load`."""
@@ -24,7 +27,7 @@ NAME = "headway"
 
 logger = logging.getLogger(__name__)
 
-Act = Literal["begin", "whole", "part", "finish", "tell", "before_sleep", "after_wake"]
+Act = Literal["begin", "whole", "part", "adapter", "finish", "tell", "before_sleep", "after_wake"]
 
 
 class LoaderOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +35,11 @@ class LoaderOrder(msgspec.Struct, frozen=True, kw_only=True):
 
     act: Act
     shared: bytes = b""
-    """The bytes that `Handover` gave, of a whole version or of a part."""
+    """The bytes that `Handover` gave, of a whole version, of a part, or of an adapter."""
+    place: int = 0
+    """The place of the adapter."""
+    scale: float = 0.0
+    """The factor of the adapter's change."""
     directory: str = ""
     """The directory of the answers to "tell", each in a file that is called like the scheduler's rank."""
     wants_fingerprints: bool = False
@@ -57,13 +64,16 @@ class LoadedModel:
         self._loading = DirectLoading(
             model.load_weights, lambda: dict(model.named_parameters()), derived=lambda: derived_tensors(model)
         )
+        self._held: Callable[[], Held | None] = self._loading.held
+        """Returns what the model holds of the tensors that came since the last "begin"."""
+        self._adapters: PooledAdapters | None = None
         self._kept: Kept | None = None
         self._failure = ""
 
     def obey(self, order: LoaderOrder) -> None:
         """Do what the order says. A failure is noted, and told."""
         if order.act == "begin":
-            self._failure = ""
+            self._failure, self._held = "", self._loading.held
         if order.act == "tell":
             self._tell(order)
         elif not self._failure:
@@ -78,6 +88,7 @@ class LoadedModel:
             "begin": self._loading.begin,
             "whole": lambda: self._loading.load(self._mapped.tensors(order.shared)),
             "part": lambda: self._loading.load_part(self._mapped.tensors(order.shared)),
+            "adapter": lambda: self._take_adapter(order),
             "finish": self._loading.end,
             "before_sleep": self._before_sleep,
             "after_wake": self._after_wake,
@@ -86,8 +97,13 @@ class LoadedModel:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
+    def _take_adapter(self, order: LoaderOrder) -> None:
+        self._adapters = self._adapters or PooledAdapters(self._model)
+        held = self._adapters.take(self._mapped.tensors(order.shared), order.scale, order.place)
+        self._held = lambda: held
+
     def _tell(self, order: LoaderOrder) -> None:
-        held = self._loading.held() if order.wants_fingerprints and not self._failure else None
+        held = self._held() if order.wants_fingerprints and not self._failure else None
         told = Told(
             failure=self._failure,
             fingerprints=None if held is None else held.fingerprints_N.tobytes(),

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 _NAMES = """
 chunked_prefill_size context_length cuda_graph_bs_decode cuda_graph_max_bs disable_cuda_graph
 disable_custom_all_reduce disable_overlap_schedule disable_prefill_cuda_graph disable_radix_cache enable_memory_saver
-max_prefill_tokens max_running_requests max_total_tokens mem_fraction_static num_continuous_decode_steps page_size
-random_seed schedule_conservativeness stream_interval tp_size
+max_lora_chunk_size max_prefill_tokens max_running_requests max_total_tokens mem_fraction_static
+num_continuous_decode_steps page_size random_seed schedule_conservativeness stream_interval tp_size
 """
 SIZES_AND_SWITCHES = frozenset(_NAMES.split())
 """Options whose values are numbers, booleans or lists of numbers."""
@@ -20,6 +20,7 @@ WORDS: Mapping[str, set[str] | None] = {
     "dtype": {"auto", "bfloat16", "float16", "float32", "half", "float"},
     "grammar_backend": {"none"},
     "kv_cache_dtype": None,
+    "lora_backend": None,
     "moe_runner_backend": None,
     "sampling_backend": {"flashinfer", "pytorch"},
     "schedule_policy": {"lpm", "fcfs", "lof", "dfs-weight"},

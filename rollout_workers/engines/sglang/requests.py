@@ -7,6 +7,7 @@ from typing import Any, Literal
 from broker.errors import HeadwayError
 from rollout_workers.engines.base import FinishReason, GenerationRequest
 
+from .adapters import adapter_name
 from .experts import asking
 
 ALL_TOKENS = -1
@@ -25,6 +26,8 @@ class Stretched:
     """The most tokens of its response."""
     salt: int
     """The swap after which its first request began. SGLang shares prefixes between requests of one salt."""
+    place: int = 0
+    """The place of its adapter; 0 without any."""
     tokens: list[int] = field(default_factory=list)
     request_id: str = ""
     """The id of the request that is running or was the last."""
@@ -60,12 +63,14 @@ class Stretched:
             stream=True,
             rid=self.request_id,
             extra_key=str(self.salt),
+            lora_path=adapter_name(self.place),
             **({} if self.first_row is None else asking(self.first_row)),
         )
 
 
-def scoring(token_ids: Sequence[int], request_id: str, salt: int) -> Any:
-    """Return a request for the logprobs of given tokens. SGLang computes these at temperature 1, and always anew."""
+def scoring(token_ids: Sequence[int], request_id: str, salt: int, place: int) -> Any:
+    """Return a request for the logprobs of given tokens, with the adapter of a place. SGLang computes these at
+    temperature 1, and always anew."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     return GenerateReqInput(
@@ -76,6 +81,7 @@ def scoring(token_ids: Sequence[int], request_id: str, salt: int) -> Any:
         stream=True,
         rid=request_id,
         extra_key=f"score-{salt}",
+        lora_path=adapter_name(place),
     )
 
 

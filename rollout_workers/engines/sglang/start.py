@@ -15,6 +15,7 @@ from rollout_workers.engines.gpus import gpus_of
 from rollout_workers.engines.routed_layers import routed_layers
 
 from .abilities import SGLANG
+from .adapters import engine_arguments as arguments_for_adapters
 from .engine import SglangEngine
 from .experts import engine_arguments as arguments_for_experts
 from .loader import LOADER
@@ -85,12 +86,19 @@ def engine_arguments(
 
 
 def open_sglang(
-    config: EngineConfig, model_dir: Path, *, seed: int, tells_experts: bool = False, sleeps: bool = False
+    config: EngineConfig,
+    model_dir: Path,
+    *,
+    seed: int,
+    tells_experts: bool = False,
+    sleeps: bool = False,
+    adapter_rank: int = 0,
+    adapters_held: int = 1,
 ) -> SglangEngine:
     """Start SGLang on the config.json in `model_dir`, with random weights. An event loop must be running.
 
     Raises ConfigError for options that it cannot keep its promises with, and HeadwayError if a package that SGLang
-    needs is missing.
+    needs is missing, or if it cannot tell experts or take adapters here.
     """
     for name in ("quantization", "pp_size", "dp_size", "speculative_algorithm"):
         if name in config.options:
@@ -102,7 +110,9 @@ def open_sglang(
     routed = routed_layers(shapes) if tells_experts else None
     if routed is not None:
         arguments |= arguments_for_experts()
-    return SglangEngine(started(arguments), config, shapes, gpus_of(config, SGLANG.abilities), routed)
+    arguments |= arguments_for_adapters(adapter_rank, adapters_held, shapes)
+    ranks, adapters = gpus_of(config, SGLANG.abilities), adapters_held if adapter_rank else 0
+    return SglangEngine(started(arguments), config, shapes, ranks, routed, adapters=adapters)
 
 
 def started(arguments: dict[str, Any]) -> SglangProcesses:

@@ -2,7 +2,6 @@
 
     start ─► engine ─┬─ chunks, experts   a request in vLLM's words, its outputs as chunks
                      ├─ arrival           waits for all that was sampled before a pause
-                     ├─ places            of adapters, which requests keep
                      └─ calls ─► vLLM's processes: extension ─┬─ transfer (names: those by which vLLM loads)
                                                               └─ adapters
 

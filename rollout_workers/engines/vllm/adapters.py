@@ -14,7 +14,7 @@ from torch import nn
 
 from broker.errors import HeadwayError
 from rollout_workers.engines.held import Held
-from weightsync.tensors.fingerprint import fingerprint
+from rollout_workers.engines.placing.adapters import decoder_linears, held_adapter
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The largest ranks for which vLLM can be started."""
@@ -40,9 +40,11 @@ def engine_arguments(rank: int, places: int, shapes: nn.Module, dtype: object) -
             " weights.adapter=merged"
         )
 
-    is_linear = (name for name, module in shapes.named_modules() if isinstance(module, nn.Linear))
-    layers = sorted({name.rpartition(".")[2] for name in is_linear if ".layers." in f".{name}"})
-    names = {"lora_target_modules": layers} if "lora_target_modules" in AsyncEngineArgs.__dataclass_fields__ else {}
+    names = (
+        {"lora_target_modules": decoder_linears(shapes)}
+        if "lora_target_modules" in AsyncEngineArgs.__dataclass_fields__
+        else {}
+    )
     return {
         **names,
         "enable_lora": True,
@@ -100,20 +102,17 @@ def take(lora: Any, tensors: Tensors, scale: float, place: int) -> None:
 def held(lora: Any, tensors: Tensors, scale: float, place: int) -> Held | None:
     """Return what vLLM's layers compute with of these tensors in a place: their own fingerprints where its buffers have
     the same bits, times the scale. None if the buffers have another number format."""
-    manager = lora._adapter_manager
+    manager, loaded = lora._adapter_manager, _scaled(tensors, scale)
     if place not in manager.lora_index_to_id:
         return Held.of({})
-    slot, found = manager.lora_index_to_id.index(place), {}
-    for name, expected in _scaled(tensors, scale).items():
-        read = _buffer(manager, slot, name, expected.shape)
-        if read is None:
-            continue
-        if read.dtype != expected.dtype:
-            return None
-        is_equal = torch.equal(read, expected.to(read.device))
-        found[name] = fingerprint(tensors[name] if is_equal else read.contiguous()), read.numel()
-    missing = {name: (0, 0) for name in tensors if name not in found}
-    return Held.of({name: (found | missing)[name] for name in tensors})
+    slot = manager.lora_index_to_id.index(place)
+
+    def read(name: str, shape: torch.Size) -> torch.Tensor | None:
+        part = _buffer(manager, slot, name, shape)
+        is_equal = part is not None and part.dtype == loaded[name].dtype and torch.equal(part.cpu(), loaded[name])
+        return tensors[name] if is_equal else part
+
+    return held_adapter(tensors, read)
 
 
 def _scaled(tensors: Tensors, scale: float) -> dict[str, torch.Tensor]:

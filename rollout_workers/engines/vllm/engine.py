@@ -23,6 +23,7 @@ from broker.errors import HeadwayError, NoRoomError, WeightSyncError
 from broker.schema import Experts, WeightVersion
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines.base import Check, Chunk, GenerationRequest, NamedTensors, Parts
+from rollout_workers.engines.placing.adapter_places import AdapterPlaces
 from rollout_workers.engines.placing.adapters import wanted_adapter
 from rollout_workers.engines.placing.names import renamed, tied_head, wanted_tensors
 from rollout_workers.engines.placing.shared_tensors import Handover
@@ -33,7 +34,6 @@ from .arrival import Arrival
 from .calls import Load, answered, load_adapter, loading, prove, sleep, vllm_errors, wake
 from .chunks import VersionStarts, ending, sampling, split
 from .experts import new_rows, take
-from .places import AdapterPlaces
 
 CLOSE_S = 1.0
 """Seconds for vLLM to end. Then its process is killed: with requests running it does not end by itself."""
@@ -77,8 +77,7 @@ class VllmEngine:
         self._handover = Handover(functools.partial(wanted_tensors, shapes))
         self._given: tuple[str, ...] = ()
         """The names of a whole version's tensors; a version in parts has the same, in any order."""
-        self._adapters = adapters
-        self._places = AdapterPlaces(adapters)
+        self._places = AdapterPlaces(adapters, "vLLM")
         self._base_is_new = False
         """Whether no adapter has come since the base was loaded."""
         self._handover_of_adapter = Handover(functools.partial(wanted_adapter, dict(shapes.named_modules())))
@@ -125,7 +124,7 @@ class VllmEngine:
         """See AdaptedEngine. Raises WeightSyncError if requests run that no adapter of this base would go on with."""
         self._check_takes_adapters()
         async with self._swapping:
-            self._check_base_is_free()
+            self._places.check_base_is_free()
             with ExitStack() as until_loaded:
                 given = await asyncio.to_thread(until_loaded.enter_context, self._handover.of(tensors))
                 async with self._paused(keep_cache=False) as load:
@@ -147,7 +146,7 @@ class VllmEngine:
         self._check_takes_adapters()
         async with self._swapping:
             if self._base_is_new:
-                self._check_base_is_free()  # a request may have begun since it was loaded
+                self._places.check_base_is_free()  # a request may have begun since it was loaded
             with ExitStack() as until_loaded:
                 given = await asyncio.to_thread(until_loaded.enter_context, self._handover_of_adapter.of(tensors))
                 place = self._places.next()
@@ -156,18 +155,10 @@ class VllmEngine:
             self._base_is_new = False
             await self._go_on(version, place)
 
-    def _check_base_is_free(self) -> None:
-        if self._places.are_needed and (self._adapters > 1 or not self._places.newest):
-            raise WeightSyncError("another base has come while requests run that keep theirs: restart the worker")
-
     def _check_takes_adapters(self) -> None:
         if self._llm is None:
             raise HeadwayError("the engine was closed")
-        if not self._adapters:
-            raise WeightSyncError(
-                "vLLM was started without adapters, and the run's versions are adapters: set weights.adapter=merged, or"
-                " start the worker with the run's own configuration"
-            )
+        self._places.check_there_are()
 
     async def swap_in_parts(
         self, version: WeightVersion, parts: Parts, *, keep_cache: bool = False, check: Check | None = None
@@ -193,8 +184,7 @@ class VllmEngine:
         if self._llm is None:
             raise HeadwayError("the engine was closed")
         async with self._swapping:
-            if self._places.newest:
-                raise WeightSyncError("this engine's requests are computed with an adapter: give it adapters alone")
+            self._places.check_are_unused()
             yield
             await prove(self._llm, self._given, check)
             await self._go_on(version, 0)

@@ -8,16 +8,19 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from broker.errors import WeightSyncError
 from broker.schema import WeightVersion
 
 
 class AdapterPlaces:
     """The places 1 to `count`; 0 is the place of requests that are computed without an adapter."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, engine: str) -> None:
+        """`engine`: its name, for errors."""
         self.newest = 0
         """The place of requests that begin now."""
         self._count = count
+        self._engine = engine
         self._changing = 0
         """The place that `next` has given and that holds no version yet; 0: none."""
         self._versions: dict[int, WeightVersion] = {}
@@ -44,6 +47,24 @@ class AdapterPlaces:
     def are_needed(self) -> bool:
         """Whether any request runs."""
         return any(self._requests.values())
+
+    def check_there_are(self) -> None:
+        """Raise WeightSyncError if the engine was started without a place for adapters."""
+        if not self._count:
+            raise WeightSyncError(
+                f"{self._engine} was started without adapters, and the run's versions are adapters: set"
+                " weights.adapter=merged, or start the worker with the run's own configuration"
+            )
+
+    def check_are_unused(self) -> None:
+        """Raise WeightSyncError if requests name adapters, which whole weights do not replace."""
+        if self.newest:
+            raise WeightSyncError("this engine's requests are computed with an adapter: give it adapters alone")
+
+    def check_base_is_free(self) -> None:
+        """Raise WeightSyncError if requests run that no adapter of another base would go on with."""
+        if self.are_needed and (self._count > 1 or not self.newest):
+            raise WeightSyncError("another base has come while requests run that keep theirs: restart the worker")
 
     def hold(self, place: int, version: WeightVersion) -> None:
         """Compute with this version in the place, and begin requests there."""
