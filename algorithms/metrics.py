@@ -53,11 +53,16 @@ def share(name: str, is_counted_T: torch.Tensor, tokens: Tokens) -> Metrics:
 def by_lag(values: Mapping[str, torch.Tensor], tokens: Tokens) -> Metrics:
     """Returns `by_lag/NAME` for each of `values` [T]: [B] its sum over the trained tokens of each of LAG_BUCKETS.
 
-    The sums are float64 and do not depend on the order of the additions on a GPU, which index_add leaves open.
+    The sums are float64, and added in one order: a CPU counts token by token, which a GPU does in any order, so there
+    they are a product of matrices.
     """
     names, mask_T = list(values), tokens.loss_mask_T.detach() > 0
     trained = [torch.where(mask_T, values[name].detach(), 0.0).double() for name in names]
     bucket_T = _bucket(tokens.lags_T, LAG_BUCKETS[:-1])
+    if bucket_T.device.type == "cpu":
+        # of no tokens it gives integers
+        sums = [torch.bincount(bucket_T, values_T, len(LAG_BUCKETS)).double() for values_T in trained]
+        return dict(zip((f"{BY_LAG}{name}" for name in names), sums, strict=True))
     buckets_B = torch.arange(len(LAG_BUCKETS), device=bucket_T.device)
     is_in_BT = ((bucket_T == buckets_B[:, None]) & mask_T).double()
     return dict(zip((f"{BY_LAG}{name}" for name in names), torch.stack(trained) @ is_in_BT.T, strict=True))
