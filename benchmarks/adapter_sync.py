@@ -2,13 +2,14 @@
 
     python -m benchmarks.adapter_sync [--engine vllm|sglang] [--device cuda|cpu] [--width 2048] [--layers 16]
         [--rank 16] [--requests 64] [--tokens 256] [--swaps 3] [--limit-s 400] [--kinds adapter,finish,whole]
+        [--options JSON]
 
 A random dense Qwen3 in `--dtype`. Each swap falls into running requests. `before` and `after` are mean differences
 between the engine's logprobs and transformers' for the tokens that a version sampled, under the merged model of that
 version; `other` is the same under the version before, so that a token of the wrong version would show. `prepared` has
 the seconds of loading the base. An adapter that lacks a tensor, and one that is loaded and that requests do not name,
 must be refused: `refused`. `finish` is an engine with places for two adapters: running samples finish with theirs, so
-no token is `after`. The last line is one JSON object.
+no token is `after`. The last line is one JSON object; what is known before it goes to the standard error.
 """
 
 import argparse
@@ -148,11 +149,12 @@ class Study:
             max_model_len=PROMPT_TOKENS + options.tokens + 1,
             dtype=options.dtype,
             device=options.device,
-            options=self._room(),
+            options=self._room() | options.options,
         )
         rank = options.rank if has_adapters else 0
         engine: Any = open_engine(config, self._directory, seed=0, adapter_rank=rank, adapters_held=held)
         try:
+            print(f"the engine has started, {sys.argv[1:]}", file=sys.stderr, flush=True)
             started = time.monotonic()
             if has_adapters:
                 await engine.load_base(self.whole(0))
@@ -202,7 +204,9 @@ class Study:
                 other.append(abs(logprob - theirs))
         means = {"before": before, "after": after, "other": other}
         found = {name: round(math.fsum(one) / max(1, len(one)), 5) for name, one in means.items()}
-        return {**cost, **found, "tokens_before": len(before), "tokens_after": len(after)}
+        result = {**cost, **found, "tokens_before": len(before), "tokens_after": len(after)}
+        print(json.dumps(result), file=sys.stderr, flush=True)
+        return result
 
     async def _faults(self, engine: Any) -> dict[str, bool]:
         """Return which faults were refused."""
@@ -297,6 +301,7 @@ def main() -> None:
     parser.add_argument("--pause-s", type=float, default=0.5, help="between the beginning of requests and the swap")
     parser.add_argument("--kinds", type=_kinds, default=KINDS, metavar="KIND,...", help=f"default: {','.join(KINDS)}")
     parser.add_argument("--limit-s", type=float, default=400.0)
+    parser.add_argument("--options", type=json.loads, default={}, metavar="JSON", help="more options of the engine")
     options = parser.parse_args()
     print(json.dumps(asyncio.run(asyncio.wait_for(_measure(options), options.limit_s))))
 

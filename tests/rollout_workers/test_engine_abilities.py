@@ -15,6 +15,7 @@ from rollout_workers.config import EngineConfig
 from rollout_workers.engines import ENGINES, abilities_of, open_engine
 from rollout_workers.engines.abilities import EngineAbilities
 from rollout_workers.engines.gpus import gpus_of
+from rollout_workers.engines.sglang.start import open_sglang
 from tests import plugged
 
 from .models import make_model, save_config
@@ -93,3 +94,13 @@ async def test_what_is_no_engine_is_named_with_what_it_lacks(tmp_path: Path) -> 
         open_engine(EngineConfig(kind="plugged:Deaf"), directory, seed=0)
     with pytest.raises(HeadwayError, match="told: sleeps=True"):
         open_engine(EngineConfig(kind="plugged:told"), directory, seed=0, sleeps=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "float"}])
+def test_sglang_on_a_gpu_refuses_float32_before_it_starts(
+    options: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    config = EngineConfig(kind="sglang", dtype="bfloat16" if options else "float32", options=options)
+    with pytest.raises(ConfigError, match=r"set engine\.dtype=bfloat16"):
+        open_sglang(config, tmp_path, seed=0)

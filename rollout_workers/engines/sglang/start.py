@@ -29,6 +29,9 @@ to sample them."""
 SPARE = 8
 """Tokens that SGLang's context is longer than `engine.max_model_len`: it ends responses a few tokens earlier."""
 
+FULL = ("float32", "float")
+"""SGLang's names of the number format for which it has kernels on CPUs alone."""
+
 TOKENS_ON_CPU = 65_536
 """The most tokens of the cache on a CPU, where SGLang would take a part of the machine's memory."""
 
@@ -103,6 +106,11 @@ def open_sglang(
     for name in ("quantization", "pp_size", "dp_size", "speculative_algorithm"):
         if name in config.options:
             raise ConfigError(f"engine.options.{name} does not go with engine.kind=sglang: take engine.kind=vllm.")
+    if torch.cuda.is_available() and config.options.get("dtype", config.dtype) in FULL:
+        raise ConfigError(
+            "SGLang's kernels on GPUs compute in bfloat16 and float16 alone: set engine.dtype=bfloat16, or"
+            " engine.kind=vllm."
+        )
     prepare_environment(config.threads)
     with torch.device("meta"):
         shapes = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir, trust_remote_code=False))
