@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from broker.errors import LASTING_EXIT, ConfigError
-from learner.backends import abilities_of
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines import abilities_of as engine_abilities
 from rollout_workers.engines.gpus import gpus_of
@@ -108,11 +107,6 @@ def impossible_adapters(recipe: Recipe) -> Iterator[str]:
     yield from _impossible_policy(recipe, has_experts=False)
     if adapter is None:
         return
-    if not abilities_of(recipe.learner.backend).trains_adapters:
-        yield (
-            f"model.adapter needs learner.backend=fsdp: {recipe.learner.backend} trains whole models only. Change one"
-            " of both."
-        )
     known = {stage.name: stage for stage in plan}
     for name in adapter.stages:
         if name not in known:

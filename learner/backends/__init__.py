@@ -31,7 +31,6 @@ from broker.user_code.kinds import unknown_kind
 from broker.user_code.own import make_own
 from broker.user_code.roots import load
 from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
-from learner.models.layout import check_adapter
 
 from .abilities import BACKENDS, BackendAbilities
 
@@ -98,14 +97,12 @@ def open_backend(
     """Return the backend `kind` with its model and a fresh optimizer. Under torchrun every rank calls it.
 
     `head`: the model's own, or one of a single output, for a critic or a reward model with the same body. Raises
-    ConfigError for a reward model in the place of a policy, and for an adapter that the backend does not train; models
-    of scores are always trained whole.
+    ConfigError for a reward model in the place of a policy. Models of scores are always trained whole.
     """
     if head == "policy":
         from .score_head import check_is_policy
 
         check_is_policy(model)
-        check_adapter(kind, abilities_of(kind).trains_adapters, is_asked=model.adapter is not None)
     else:
         model = msgspec.structs.replace(model, adapter=None)
 

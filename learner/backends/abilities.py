@@ -15,8 +15,6 @@ class BackendAbilities:
     """Keys of `learner.layout` that it can split a model by."""
     lacks: Mapping[str, str] = field(default_factory=dict)
     """Switches of `learner.compute` that it cannot turn on, with the reason for each."""
-    trains_adapters: bool = True
-    """Whether it trains `model.adapter`."""
     computes_trees: bool = False
     """Whether it computes tokens once that sequences share (`PackedBatch.tree`), so that more of them fit into a row.
     For a class of the user's own, `learner.prefix_sharing=always` says that it does."""
@@ -73,7 +71,6 @@ BACKENDS: dict[str, KnownBackend] = {
         plan="learner.planning.megatron:plan",
         abilities=BackendAbilities(
             computes_trees=True,
-            trains_adapters=False,
             lacks={
                 "compile": "megatron's layers are not compiled.",
                 "offload_optimizer": "megatron shards the optimizer's state over replicas and context ranks; raise"

@@ -7,7 +7,7 @@ DIRECTORY/adapter/   adapter_config.json  adapter_model.safetensors     PEFT's f
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -15,12 +15,9 @@ import torch
 from broker.errors import ConfigError
 from learner.config import AdapterConfig, ModelConfig
 from learner.models.adapters import file_changes, peft_names, targets_of
-from learner.models.model import load_config
+from learner.models.model import load_config, unfilled
 
 from .hugging_face_files import TensorFiles, weight_files
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 FOLDER, CONFIG, WEIGHTS = "adapter", "adapter_config.json", "adapter_model.safetensors"
 
@@ -99,14 +96,6 @@ def _base_of(directory: Path, config: dict[str, Any]) -> str:
     return base
 
 
-def _unfilled(directory: Path) -> "PreTrainedModel":
-    """Return the model without memory for its weights."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(load_config(ModelConfig(path=str(directory))))
-
-
 class MergedWeights:
     """The tensors of an adapter's base, changed by the adapter, each in the base's number format."""
 
@@ -120,7 +109,7 @@ class MergedWeights:
         self._base = base
         own = TensorFiles((directory / FOLDER / WEIGHTS,))
         self.paths = (*base.paths, directory / FOLDER / WEIGHTS)
-        model = _unfilled(directory)
+        model = unfilled(load_config(ModelConfig(path=str(directory))))
         targets = targets_of(model, adapted.adapter)
         expected = {name for names in peft_names(targets).values() for name in names}
         if own.names != expected:

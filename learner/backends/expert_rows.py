@@ -3,7 +3,8 @@
 Autograd turns the gather that gives each expert its tokens into a scatter with atomic additions on the way back; here
 the inverse permutation is known, so what would be scattered is gathered and summed, in a fixed order.
 
-T tokens, K experts chosen for each, N = T * K rows, E experts, H model width, F expert width.
+T tokens, K experts chosen for each, N = T * K rows, E experts, H model width, F expert width; of an adapter R rank, I
+input and O output features.
 """
 
 import functools
@@ -12,6 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+EVEN_RANK = 8
+"""Grouped multiplications take rows of 16 bytes and their multiples: other ranks are filled up with zeros."""
 
 
 class ExpertRows(NamedTuple):
@@ -89,6 +93,19 @@ def _gated(hidden_N2F: torch.Tensor, weights_N: torch.Tensor) -> torch.Tensor:
     return (F.silu(gate.float()) * up * weights_N[:, None]).to(hidden_N2F.dtype)
 
 
+def grouped_product(rows_NI: torch.Tensor, weights_EOI: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+    """[N, O] each row times its expert's matrix, transposed."""
+    return F.grouped_mm(rows_NI, weights_EOI.transpose(1, 2), offs=offsets_E)
+
+
+class ExpertChange(NamedTuple):
+    """An adapter of one tensor of experts: each expert's matrix becomes W + scale * B A."""
+
+    first_ERI: torch.Tensor
+    second_EOR: torch.Tensor
+    scale: float
+
+
 def experts_forward(
     rows_NH: torch.Tensor,
     weights_N: torch.Tensor,
@@ -96,10 +113,29 @@ def experts_forward(
     gate_up_E2FH: torch.Tensor,
     down_EHF: torch.Tensor,
     gate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = gated,
+    changes: tuple[ExpertChange | None, ExpertChange | None] = (None, None),
+    product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = grouped_product,
 ) -> torch.Tensor:
-    """[N, H] the output of each row's expert, times the row's weight. Experts without rows get gradients of zero."""
-    hidden_N2F = F.grouped_mm(rows_NH, gate_up_E2FH.transpose(1, 2), offs=offsets_E)
-    return F.grouped_mm(gate(hidden_N2F, weights_N), down_EHF.transpose(1, 2), offs=offsets_E)
+    """[N, H] the output of each row's expert, times the row's weight. Experts without rows get gradients of zero.
+    `changes` are those of gate_up and of down."""
+
+    def changed(rows_N: torch.Tensor, weights_E: torch.Tensor, change: ExpertChange | None) -> torch.Tensor:
+        output_N = product(rows_N, weights_E, offsets_E)
+        if change is None:
+            return output_N
+        first, second = _even(change)
+        return output_N + product(product(rows_N, first, offsets_E), second, offsets_E) * change.scale
+
+    hidden_N2F = changed(rows_NH, gate_up_E2FH, changes[0])
+    return changed(gate(hidden_N2F, weights_N), down_EHF, changes[1])
+
+
+def _even(change: ExpertChange) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return A and B of a rank that grouped multiplications take."""
+    first, second, _ = change
+    if missing := -first.shape[1] % EVEN_RANK:
+        return F.pad(first, (0, 0, 0, missing)), F.pad(second, (0, missing))
+    return first, second
 
 
 def grouped_experts(

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from broker.errors import ConfigError
-from learner.config import AdapterConfig
+from learner.config import AdapterConfig, ComputeConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -131,6 +131,20 @@ def first_factor(target: Target, rank: int, seed: int) -> torch.Tensor:
 def change(first: torch.Tensor, second: torch.Tensor, scale: float) -> torch.Tensor:
     """[O, I] or [E, O, I] fp32: s B A."""
     return scale * (second.float() @ first.float())
+
+
+def merged(weight: torch.Tensor, factors: tuple[torch.Tensor, torch.Tensor], scale: float) -> torch.Tensor:
+    """The changed weight, in the weight's number format: W + s B A, added up in fp32."""
+    return (weight.float() + change(*factors, scale)).to(weight.dtype)
+
+
+def check_recomputation(adapter: AdapterConfig | None, compute: ComputeConfig) -> None:
+    """Raises ConfigError where activations would be computed again with other inputs left out."""
+    if adapter is not None and adapter.dropout and compute.recompute != "none":
+        raise ConfigError(
+            f"model.adapter.dropout is {adapter.dropout:g}, and learner.compute.recompute={compute.recompute} computes"
+            " activations again, which would leave out others. Set one of both to 0 or none."
+        )
 
 
 def peft_config(targets: Sequence[Target], model: nn.Module, adapter: AdapterConfig, base: str) -> dict[str, Any]:

@@ -39,14 +39,6 @@ class Sizes(Protocol):
         ...
 
 
-def check_adapter(backend: str, trains_adapters: bool, *, is_asked: bool) -> None:
-    """Raises ConfigError for an adapter that the backend does not train."""
-    if is_asked and not trains_adapters:
-        raise ConfigError(
-            f"model.adapter needs learner.backend=fsdp: {backend} trains whole models only. Change one of both."
-        )
-
-
 def check_splits(backend: str, splits: Collection[str], layout: LayoutConfig) -> None:
     """Checks that the backend can split a model in this way. `splits`: the keys of `learner.layout` that it has a use
     for."""

@@ -54,6 +54,15 @@ def building(config: "PretrainedConfig") -> Iterator[None]:
         ) from error
 
 
+def unfilled(config: "PretrainedConfig") -> "PreTrainedModel":
+    """Returns the model that transformers would build, without memory for its weights."""
+    from transformers import AutoModelForCausalLM
+
+    with building(config), torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model
+
+
 def load_config(model: ModelConfig) -> "PretrainedConfig":
     """Returns transformers' configuration with what engines read: class, number format, pad and end ids."""
     from transformers import AutoModelForCausalLM

@@ -6,12 +6,10 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Literal
 
-import torch
-
 from learner.config import AdapterConfig
 
 from .adapters import targets_of
-from .model import building
+from .model import unfilled
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -93,10 +91,7 @@ class ModelShape:
 
 def shape_of(config: "PretrainedConfig") -> ModelShape:
     """Returns the shape of the model that transformers would build, on torch's meta device."""
-    from transformers import AutoModelForCausalLM
-
-    with building(config), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    model = unfilled(config)
     named = dict(model.named_parameters())
     head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
@@ -119,13 +114,9 @@ def shape_of(config: "PretrainedConfig") -> ModelShape:
 def adapter_parameters(config: "PretrainedConfig", adapter: AdapterConfig) -> tuple[Parameter, ...]:
     """Returns the parameters of an adapter for the model that transformers would build. Raises ConfigError for targets
     that the model lacks."""
-    from transformers import AutoModelForCausalLM
-
-    with building(config), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
     return tuple(
         _parameter(name, shape)
-        for target in targets_of(model, adapter)
+        for target in targets_of(unfilled(config), adapter)
         for name, shape in zip(target.factors, target.shapes(adapter.rank), strict=True)
     )
 

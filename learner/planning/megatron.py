@@ -1,7 +1,7 @@
 """The memory that a Megatron rank holds."""
 
 from learner.models.layout import check_layout
-from learner.models.shape import ModelShape, Parameter
+from learner.models.shape import ROWS, ModelShape, Parameter
 
 from .estimates import KeptNumbers, activation_bytes, all_numbers, head_bytes, published_bytes
 from .planned import FP32, MOMENTS, PlannedModel, RankMemory
@@ -23,9 +23,12 @@ def _rank(planned: PlannedModel, rank: int) -> RankMemory:
     layers = [layer for layer in range(planned.shape.layers) if _stage_of(planned, layer) == stage]
     dense, experts = _stage_elements(planned, stage)
     copies, expert_copies = layout.tensor, layout.expert * layout.expert_tensor
-    shard = _share(dense, stage_ranks // copies, place // copies)
-    shard += _share(experts, stage_ranks // expert_copies, place // expert_copies)
-    parameters, gradients = planned.compute_bytes * (dense + experts), FP32 * (dense + experts)
+    trained, trained_experts = _adapter_elements(planned, stage) if planned.adapter else (dense, experts)
+    shard = _share(trained, stage_ranks // copies, place // copies)
+    shard += _share(trained_experts, stage_ranks // expert_copies, place // expert_copies)
+    parameters, gradients = planned.compute_bytes * (dense + experts), FP32 * (trained + trained_experts)
+    if planned.adapter:
+        parameters += planned.compute_bytes * (trained + trained_experts)
     master = FP32 * shard if planned.dtype == "bfloat16" else 0
     reference = parameters + master if planned.has_reference else 0
     return RankMemory(
@@ -76,6 +79,24 @@ def _elements(planned: PlannedModel, parameter: Parameter) -> int:
             return parameter.size // (layout.expert * layout.expert_tensor)
         case "whole":
             return parameter.size
+
+
+def _adapter_elements(planned: PlannedModel, stage: int) -> tuple[int, int]:
+    """Returns (shared, experts') elements of A and B on one rank of the stage. Of a weight whose output features are
+    split B is, of others A."""
+    layout = planned.learner.layout
+    dense = experts = 0
+    for parameter in planned.adapter:
+        assert parameter.layer is not None
+        if _stage_of(planned, parameter.layer) != stage:
+            continue
+        weight, _, factor = parameter.name.rpartition("lora_")
+        is_split = (weight.endswith(tuple(f"{row}{end}" for row in ROWS for end in "._"))) is (factor == "A")
+        if parameter.part == "experts":
+            experts += parameter.size // (layout.expert * (layout.expert_tensor if is_split else 1))
+        else:
+            dense += parameter.size // (layout.tensor if is_split else 1)
+    return dense, experts
 
 
 def _share(count: int, parts: int, index: int) -> int:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from broker.errors import ConfigError
 from broker.user_code.roots import load
 from learner.backends.abilities import BACKENDS
-from learner.models.layout import check_adapter, check_splits
+from learner.models.layout import check_splits
 from learner.models.shape import ModelShape, Parameter
 
 from .planned import PlannedModel, RankMemory
@@ -31,7 +31,6 @@ def plan_memory(planned: PlannedModel) -> list[RankMemory]:
     if known is None:
         raise ConfigError(f"learner.backend: nothing is known of what `{backend}` holds; use {' or '.join(BACKENDS)}.")
     check_splits(backend, known.abilities.splits, planned.learner.layout)
-    check_adapter(backend, known.abilities.trains_adapters, is_asked=bool(planned.adapter))
     ranks: list[RankMemory] = load(known.plan, "learner.backend")(planned)
     if planned.critic is not None:
         alone = replace(planned, shape=planned.critic, critic=None, has_reference=False, adapter=(), versions={})

@@ -50,16 +50,14 @@ def adapted(adapter: dict[str, Any]) -> dict[str, Any]:
         ({"adapter": {"stages": ["lr"]}}, r"adapter\.stages names 'lr', and the recipe's stages are sft, rl\."),
         ({"adapter": {**OF_RL, "dropout": 0.1}}, r"dropout is 0\.1, and stage rl compares logprobs"),
         ({"adapter": {}}, r"stage sft starts from random weights. Set model\.path"),
-        ({"adapter": OF_RL, "backend": "megatron"}, r"needs learner\.backend=fsdp: megatron trains whole models"),
         ({"adapter": {"rank": 0}}, r"model\.adapter\.rank is 0; expected"),
         ({"adapter": {"kind": "dora"}}, r"model\.adapter\.kind is 'dora'"),
         ({"adapter": {"ranks": 4}}, r"unknown key model\.adapter\.ranks; did you mean model\.adapter\.rank\?"),
     ],
 )
 def test_a_wrong_adapter_is_told(sections: dict[str, Any], told: str, tmp_path: Path) -> None:
-    learner = {**TINY.get("learner", {}), "backend": sections.get("backend", "fsdp")}
     with pytest.raises(ConfigError, match=told):
-        load(tmp_path, model=adapted(sections["adapter"]), stages=[SFT, RL], learner=learner)
+        load(tmp_path, model=adapted(sections["adapter"]), stages=[SFT, RL])
 
 
 def test_a_stage_trains_the_adapter_if_it_is_named(tmp_path: Path) -> None:

@@ -31,11 +31,13 @@ def make_base(terminals: Terminals) -> ModelConfig:
     return saved_base(ModelConfig(random=RandomModelConfig(**MODEL["random"])), terminals.root / "base")
 
 
-def test_a_run_trains_an_adapter_and_goes_on_with_it_on_two_ranks(terminals: Terminals) -> None:
+def test_a_run_trains_an_adapter_on_megatron_and_goes_on_with_it_split_over_two_ranks(terminals: Terminals) -> None:
     base = make_base(terminals)
-    recipe = adapted_recipe(terminals.directory("run"), base.path, checkpoint={"every_steps": 2})
+    learner = {"steps": 4, "backend": "megatron"}
+    recipe = adapted_recipe(terminals.directory("run"), base.path, checkpoint={"every_steps": 2}, learner=learner)
     terminals.open("run", "run", recipe).succeeds()
-    terminals.open("run", "run", recipe, "--resume", "learner.steps=6", "learner.processes=2").succeeds()
+    more = "learner.steps=6", "learner.processes=2", "learner.layout.tensor=2"
+    terminals.open("run", "run", recipe, "--resume", *more).succeeds()
     run = recipe.parent / "runs" / "tiny"
     check_trained(run, steps=6, trajectories_per_step=16, max_lag=2)
     assert {line["incarnation"] for line in lines(run / "trained.jsonl")} == {1, 2}

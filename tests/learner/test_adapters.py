@@ -234,11 +234,6 @@ def test_what_cannot_be_adapted_is_told(changes: dict[str, Any], told: str) -> N
         open_backend("fsdp", with_adapter(MODELS["many experts"], **changes), OPTIMIZER)
 
 
-def test_megatron_refuses_adapters() -> None:
-    with pytest.raises(ConfigError, match=r"model\.adapter needs learner\.backend=fsdp: megatron trains whole models"):
-        open_backend("megatron", with_adapter(MODELS["dense"]), OPTIMIZER)
-
-
 def test_dropout_and_recomputation_do_not_go_together() -> None:
     with pytest.raises(ConfigError, match="recompute=full computes activations again"):
         open_backend(

@@ -18,18 +18,15 @@ from torch import nn
 from transformers.integrations.moe import _grouped_mm
 
 from broker.errors import ConfigError
-from learner.backends.expert_rows import collect, gated, route, row_offsets, spread
+from learner.backends.expert_rows import ExpertChange, collect, experts_forward, route, row_offsets, spread
 from learner.config import AdapterConfig
-from learner.models.adapters import FACTORS, Target, change, factor_name, first_factor, peft_config, targets_of
+from learner.models.adapters import FACTORS, Target, factor_name, first_factor, peft_config, targets_of
 
 from .experts import is_plain
 from .streaming import copy_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-EVEN_RANK = 8
-"""Grouped multiplications take rows of 16 bytes and their multiples: other ranks are filled up with zeros."""
 
 
 class Adapters:
@@ -115,20 +112,16 @@ def _experts(
     rows_NH = spread(tokens_TH, routing.sources_N, routing.places_TK)
     weights_N = weights_TK.flatten()[routing.order_N]
     offsets_E = row_offsets(experts_TK, len(experts.gate_up_proj))
-    hidden_N2F = _changed(experts, "gate_up_proj", scale, rows_NH, offsets_E)
-    output_NH = _changed(experts, "down_proj", scale, gated(hidden_N2F, weights_N), offsets_E)
+    gate_up, down = experts.gate_up_proj, experts.down_proj
+    changes = _change(experts, "gate_up_proj", scale), _change(experts, "down_proj", scale)
+    output_NH = experts_forward(rows_NH, weights_N, offsets_E, gate_up, down, changes=changes, product=_product)
     return collect(output_NH, routing.sources_N, routing.places_TK).to(tokens_TH.dtype)
 
 
-def _changed(experts: Any, weight: str, scale: float, rows_N: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
-    """[N, O] each row times its expert's weight, changed by the expert's adapter if there is one."""
-    output_N = _product(rows_N, getattr(experts, weight), offsets_E)
+def _change(experts: Any, weight: str, scale: float) -> ExpertChange | None:
+    """Return the adapter of a tensor of experts, if it has one."""
     first, second = (getattr(experts, factor_name(weight, factor), None) for factor in FACTORS)
-    if first is None or second is None:
-        return output_N
-    if missing := -first.shape[1] % EVEN_RANK:
-        first, second = F.pad(first, (0, 0, 0, missing)), F.pad(second, (0, missing))
-    return output_N + _product(_product(rows_N, first, offsets_E), second, offsets_E) * scale
+    return None if first is None or second is None else ExpertChange(first, second, scale)
 
 
 def _product(rows_N: torch.Tensor, weights_E: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
@@ -144,8 +137,3 @@ def _check_experts(experts: Iterable[Any]) -> None:
             "model.adapter.targets: this model's experts are not down(silu(gate(x)) * up(x)), and adapters change none"
             " but these. Name the linear layers to change, and leave the experts out."
         )
-
-
-def merged(weight: torch.Tensor, factors: tuple[torch.Tensor, torch.Tensor], scale: float) -> torch.Tensor:
-    """The changed weight, in the weight's number format: W + s B A, added up in fp32."""
-    return (weight.float() + change(*factors, scale)).to(weight.dtype)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from learner.models.adapters import is_factor, peft_names, to_peft
+from learner.models.adapters import is_factor, merged, peft_names, to_peft
 
-from .adapters import Adapters, merged
+from .adapters import Adapters
 from .sharding import whole
 
 if TYPE_CHECKING:

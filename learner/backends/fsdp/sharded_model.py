@@ -17,7 +17,8 @@ from learner.backends.off_device import OffDevice
 from learner.backends.process_group import check_same_count, count_ranks, join_ranks, sum_over_ranks
 from learner.backends.replayed_choice import disagreement
 from learner.backends.saving import save
-from learner.config import AdapterConfig, ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
+from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
+from learner.models.adapters import check_recomputation
 from learner.models.layout import check_ranks, check_splits
 from learner.models.model import load_model
 from learner.models.shape import has_window, num_experts
@@ -57,7 +58,8 @@ class ShardedModel:
     ) -> None:
         check_splits("fsdp", BACKENDS["fsdp"].abilities.splits, layout)
         check_ranks(layout, count_ranks())
-        _check_compute(device, compute, model.adapter)
+        _check_compute(device, compute)
+        check_recomputation(model.adapter, compute)
         self._device = join_ranks(device)
         mesh = init_device_mesh(device, (dist.get_world_size(),))
         context = join_context(layout, device)
@@ -226,11 +228,6 @@ class ShardedModel:
         return share.detach(), report
 
 
-def _check_compute(device: str, compute: ComputeConfig, adapter: AdapterConfig | None) -> None:
+def _check_compute(device: str, compute: ComputeConfig) -> None:
     if device == "cpu" and compute.compile:
         raise ConfigError("learner.compute.compile=true needs learner.device=cuda: on a CPU it gains nothing.")
-    if adapter is not None and adapter.dropout and compute.recompute != "none":
-        raise ConfigError(
-            f"model.adapter.dropout is {adapter.dropout:g}, and learner.compute.recompute={compute.recompute} computes"
-            " activations again, which would leave out others. Set one of both to 0 or none."
-        )

@@ -6,6 +6,7 @@ Only the last pipeline stage knows the results; it tells the others.
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from learner.backends.adapter_files import write_adapter
 from learner.backends.base import Backend, Likeliest, TokenLoss
 from learner.backends.hugging_face_files import Read, write_tensors
 from learner.backends.rng import load_rng, snapshot_rng
@@ -29,6 +31,10 @@ from .trained import Reports, TrainedParts
 
 class MegatronBackend(TrainedParts):
     """A `Backend`. All calls are collective; all replicas must pass the same number of micro-batches."""
+
+    def __init__(self, model: ModelConfig, optimizer: OptimizerConfig, **options: Any) -> None:
+        super().__init__(model, optimizer, **options)
+        self._base = os.path.realpath(model.path) if os.path.isdir(model.path) else model.path
 
     def logprobs(self, batches: Sequence[PackedBatch], temperature: float) -> list[torch.Tensor]:
         """[T] fp32 logprobs for every micro-batch; [0] for an empty one."""
@@ -64,7 +70,30 @@ class MegatronBackend(TrainedParts):
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what `save_pretrained` would write, in `model.dtype`, without a tied head."""
+        return self._exporter.named_tensors() if self._adapters is None else self._adapter_export.merged_tensors()
+
+    @property
+    def trains_adapter(self) -> bool:
+        """Whether checkpoints hold an adapter in the place of whole weights."""
+        return self._adapters is not None
+
+    @property
+    def adapter_scale(self) -> float:
+        """The factor of B A."""
+        assert self._adapters is not None
+        return self._adapters.config.scale
+
+    def base_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the frozen weights as `named_tensors` does, without the adapter."""
         return self._exporter.named_tensors()
+
+    def factor_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield A and B of every adapted weight by the model's names, in `model.dtype`."""
+        return self._adapter_export.factor_tensors()
+
+    def adapter_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield A and B of every adapted weight by their names in PEFT's files, in `model.dtype`."""
+        return self._adapter_export.adapter_tensors()
 
     def load(self, directory: Path) -> None:
         """Load a state that any layout may have written, RNG states rank by rank. Collective."""
@@ -72,13 +101,17 @@ class MegatronBackend(TrainedParts):
         load_rng(directory, self.rank, self._device)
 
     def _stage_more(self, directory: Path, *, is_copied: bool) -> tuple[Callable[[], None], ...]:
-        """Return the writers of a Hugging Face model (rank 0's) and of the process's generators."""
+        """Return the writers of a Hugging Face model, or of its adapter (rank 0's), and of the process's generators."""
         write = functools.partial(self._write_hugging_face, directory) if self.rank == 0 else None
-        hugging_face = snapshot_gathered(self.named_tensors(), write, is_copied=is_copied)
+        tensors = self.named_tensors() if self._adapters is None else self.adapter_tensors()
+        hugging_face = snapshot_gathered(tensors, write, is_copied=is_copied)
         return hugging_face, snapshot_rng(directory, self.rank, self._device)
 
     def _write_hugging_face(self, directory: Path, tensors: NamedTensors) -> None:
-        write_tensors(tensors, directory)
+        if self._adapters is None:
+            write_tensors(tensors, directory)
+        else:
+            write_adapter(tensors, self._adapters.peft_config(self._base), directory)
         self._hugging_face.save_pretrained(directory)
         GenerationConfig.from_model_config(self._hugging_face).save_pretrained(directory)
         self._tokenizer.save_pretrained(directory)

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,12 @@ class Exporter:
         self._holders = _coordinates(next(chunks[0].parameters()).device)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all tensors on every rank. Collective. Consecutive tensors of the same ranks are sent together."""
-        for (stage, expert_rank), run in itertools.groupby(self._places, key=lambda at: (at.stage, at.expert_rank)):
+        """Yield all tensors on every rank. Collective."""
+        return self.tensors(self._places)
+
+    def tensors(self, places: Iterable[HeldBinding]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield some tensors on every rank. Collective. Consecutive tensors of the same ranks are sent together."""
+        for (stage, expert_rank), run in itertools.groupby(places, key=lambda at: (at.stage, at.expert_rank)):
             held = list(run)
             names = [name for place in held for name in place.binding.names]
             yield from zip(names, self._sent(held, self._speaker(stage, expert_rank)), strict=True)

@@ -70,17 +70,20 @@ class Vocabulary:
 
 
 class Stacked:
-    """Several tensors, each split into equal runs of rows; a rank holds its runs one after the other."""
+    """Several tensors, or equal parts of one, each split into equal runs of rows; a rank holds its runs one after the
+    other."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, count: int, *, is_one: bool = False) -> None:
+        self._count, self._is_one = count, is_one
 
     def split(self, tensors: Tensors, size: int, rank: int) -> torch.Tensor:
+        tensors = tensors[0].chunk(self._count) if self._is_one else tensors
         return torch.cat([tensor.chunk(size)[rank] for tensor in tensors])
 
     def join(self, parts: Sequence[torch.Tensor]) -> Tensors:
         runs = [part.chunk(self._count) for part in parts]
-        return tuple(torch.cat(list(column)) for column in zip(*runs, strict=True))
+        joined = tuple(torch.cat(list(column)) for column in zip(*runs, strict=True))
+        return (torch.cat(joined),) if self._is_one else joined
 
 
 @dataclass(frozen=True)

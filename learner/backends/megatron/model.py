@@ -60,6 +60,9 @@ class PackedGpt(GPTModel):
                 group = groups.tensor()
                 is_padding_p = is_padding_p.chunk(group.size())[group.rank()]
             embedded = embedded.detach().where(is_padding_p[:, None, None], embedded)
+        if embedded is not None and torch.is_grad_enabled() and not embedded.requires_grad:
+            # The embedding is frozen. Recomputed layers, and stages without an adapter, pass on gradients all the same.
+            embedded = embedded.detach().requires_grad_()
         return embedded, *rest
 
     def _postprocess(self, hidden_states: torch.Tensor, packed_seq_params: MegatronRow, **_: Any) -> torch.Tensor:

@@ -133,7 +133,7 @@ def _exchange(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class GroupedExperts(MegatronModule):
-    """This rank's experts, computed by two grouped matrix multiplications.
+    """This rank's experts, computed by two grouped matrix multiplications, with the changes of `adapter` if it has one.
 
     `allreduce = False` marks weights of expert-parallel ranks. `tensor_model_parallel` marks that every rank holds
     another part; without it the gradient norm counts one rank alone.
@@ -162,10 +162,13 @@ class GroupedExperts(MegatronModule):
 
     def of_rows(self, rows_NW: torch.Tensor, probabilities_N: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
         """[N, W] the same, given where each expert's rows end."""
-        if not len(rows_NW):  # so that the weights get a gradient all the same
-            return rows_NW + 0.0 * (self.gate_up.sum() + self.down.sum() + probabilities_N.sum())
+        if not len(rows_NW):  # so that what is trained gets a gradient all the same
+            trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+            return rows_NW + 0.0 * torch.stack([part.sum() for part in (*trained, probabilities_N)]).sum()
         gate = _gated_again if self._recompute else gated
-        return experts_forward(rows_NW, probabilities_N, offsets_E, self.gate_up, self.down, gate)
+        adapter: Any = getattr(self, "adapter", None)
+        changes = (None, None) if adapter is None else (adapter.change("gate_up_proj"), adapter.change("down_proj"))
+        return experts_forward(rows_NW, probabilities_N, offsets_E, self.gate_up, self.down, gate, changes)
 
     def backward_dw(self) -> None:
         """Do nothing: weight gradients are not delayed here."""

@@ -71,15 +71,20 @@ def _read_as(read: Read, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     return tensor
 
 
+def layer_position(architecture: Architecture, layout: LayoutConfig, layer: int) -> tuple[int, int, int]:
+    """Return a layer's stage, its chunk there, and its index in that chunk."""
+    part, local = divmod(layer, architecture.layers // (layout.pipeline * layout.virtual_pipeline))
+    chunk, stage = divmod(part, layout.pipeline)
+    return stage, chunk, local
+
+
 def places(architecture: Architecture, layout: LayoutConfig) -> Iterator[HeldBinding]:
     """Yield the bindings of the whole model in the order of its layers; the same on every rank."""
     last_stage, last_chunk = layout.pipeline - 1, layout.virtual_pipeline - 1
     yield HeldBinding(embedding(architecture), 0, 0)
-    per_part = architecture.layers // (layout.pipeline * layout.virtual_pipeline)
     per_rank = architecture.experts // layout.expert
     for layer in range(architecture.layers):
-        part, local = divmod(layer, per_part)
-        chunk, stage = divmod(part, layout.pipeline)
+        stage, chunk, local = layer_position(architecture, layout, layer)
         for binding in layer_bindings(architecture, layer, local):
             rank, slot = (None, None) if binding.expert is None else divmod(binding.expert, per_rank)
             yield HeldBinding(binding, stage, chunk, rank, slot)

@@ -33,14 +33,22 @@ class OptimizerProgress(msgspec.Struct, frozen=True):
     step: int
 
 
+@torch.no_grad()
+def fill_frozen(chunks: Sequence[PackedGpt], frozen: Sequence[HeldBinding], read: Read) -> None:
+    """Set this rank's parameters that no update changes, which have neither masters nor moments."""
+    for parameter, its_places in _by_parameter(chunks, [place for place in frozen if place.is_here]):
+        for place in its_places:
+            place.view(parameter).copy_(place.split(read))
+
+
 class TrainingState:
     """All state that an update changes."""
 
-    def __init__(self, chunks: Sequence[PackedGpt], all_places: Sequence[HeldBinding], adam: ShardedAdam) -> None:
+    def __init__(self, chunks: Sequence[PackedGpt], trained: Sequence[HeldBinding], adam: ShardedAdam) -> None:
         self._adam = adam
         self._masters = MasterState(adam)
-        self._names = {name for place in all_places for name in place.binding.names}
-        self._held = _by_parameter(chunks, [place for place in all_places if place.is_here])
+        self._names = {name for place in trained for name in place.binding.names}
+        self._held = _by_parameter(chunks, [place for place in trained if place.is_here])
 
     @torch.no_grad()
     def read(self, read: Read, key: str = MASTER) -> None:

@@ -4,7 +4,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -15,7 +15,8 @@ from learner.backends.hugging_face_files import Read
 from learner.backends.off_device import OffDevice
 from learner.backends.process_group import check_same_count, count_ranks, join_ranks
 from learner.backends.saving import save
-from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
+from learner.config import AdapterConfig, ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
+from learner.models.adapters import check_recomputation
 from learner.models.layout import check_layout
 from learner.models.model import load_config, load_tokenizer
 from learner.rows.batch import PackedBatch
@@ -51,39 +52,58 @@ class TrainedParts:
         self._architecture = architecture_of(self._hugging_face, self.head)
         self._dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
         check_layout(layout, count_ranks(), self._architecture, self._dtype.itemsize)
+        check_recomputation(model.adapter, compute)
         self._device = join_ranks(device)
         self._layout = layout
         # Megatron seeds the process's generators, and layers draw weights that are replaced.
         with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
             here = join(layout)
-            self._build(compute, optimizer)
+            self._build(compute, optimizer, model.adapter)
         self.rank, self.world_size = here.rank, here.world_size
         self.replica, self.replicas, self.is_lead = here.replica, here.replicas, here.is_lead
-        self._state.read(self._source(model, seed))
+        self._fill(self._source(model, seed), seed)
 
     def _source(self, model: ModelConfig, seed: int) -> Read:
         """Return a reader of the model's first weights."""
         return open_source(model, seed)
 
-    def _build(self, compute: ComputeConfig, optimizer: OptimizerConfig) -> None:
+    def _build(self, compute: ComputeConfig, optimizer: OptimizerConfig, adapter: AdapterConfig | None) -> None:
+        from .adapter_export import AdapterExport
+        from .adapters import Adapters
         from .export import Exporter
         from .model import build, rotary_module, transformer_config
         from .optimizer import ShardedAdam
         from .router_load import take_router_load
         from .schedule import Schedule
         from .shards import places
-        from .state import TrainingState
+        from .state import TrainingState, fill_frozen
 
         config = transformer_config(self._architecture, self._layout, compute, self._dtype, self._device)
         chunks = build(config, self._architecture, self._device)
-        all_places = list(places(self._architecture, self._layout))
+        trained = all_places = list(places(self._architecture, self._layout))
+        self._exporter = Exporter(chunks, all_places)
+        self._adapters: Adapters | None = None
+        self._fill_frozen: Callable[[Read], None] | None = None
+        if adapter is not None:
+            self._adapters = Adapters(self._hugging_face, self._architecture, self._layout, adapter)
+            self._adapters.add(chunks)
+            self._adapter_export = AdapterExport(self._adapters, self._exporter)
+            self._fill_frozen = functools.partial(fill_frozen, chunks, all_places)
+            trained = [place for layer in range(self._architecture.layers) for place in self._adapters.bindings(layer)]
         self._adam = ShardedAdam(config, chunks, optimizer)
         rotary, vocabulary = rotary_module(self._hugging_face), self._architecture.vocabulary
         self._schedule = Schedule(self._adam.models, rotary, self._layout, self._device, vocabulary)
-        self._state = TrainingState(chunks, all_places, self._adam)
-        self._exporter = Exporter(chunks, all_places)
+        self._state = TrainingState(chunks, trained, self._adam)
         self._off_device = OffDevice()
         self._take_router_load = functools.partial(take_router_load, chunks)
+
+    def _fill(self, source: Read, seed: int) -> None:
+        """Set the first weights."""
+        if self._adapters is None or self._fill_frozen is None:
+            self._state.read(source)
+            return
+        self._fill_frozen(source)
+        self._state.read(self._adapters.first_factors(seed))
 
     def _evaluated(
         self, batches: Sequence[PackedBatch], temperature: float, *, wants_hidden: bool = False, top: int = 0
@@ -98,7 +118,8 @@ class TrainedParts:
         """Make one update. Empty micro-batches report {}. The weights stay if the norm is not finite."""
         check_same_count(len(batches), self._device)
         self._adam.zero_gradients()
-        total, reports = self._schedule.train(batches, temperature, loss)
+        with nullcontext() if self._adapters is None else self._adapters.dropping():
+            total, reports = self._schedule.train(batches, temperature, loss)
         return total, self._adam.step(learning_rate), reports
 
     def snapshot(self, directory: Path, *, is_copied: bool) -> Snapshot:

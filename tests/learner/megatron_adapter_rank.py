@@ -1,0 +1,129 @@
+"""One rank of the megatron backend with an adapter, run by torchrun: it takes two steps in every case.
+
+python -m torch.distributed.run --nproc-per-node 2 -m tests.learner.megatron_adapter_rank DIRECTORY CASE...
+
+NUMBER/rank_0.json         its results, and those of every other rank
+NUMBER/merged.safetensors, factors, base     tensors as engines get them, after both steps
+NUMBER/first, checkpoint   after the first step, and after both
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from learner.backends import open_backend
+from learner.checkpoints.checkpoint import CheckpointError
+from learner.config import AdapterConfig, ComputeConfig, LayoutConfig, ModelConfig
+from learner.rows.packing import pack
+from tests.learner import fsdp_rank
+from tests.learner.fsdp_rank import Result
+from tests.learner.tiny import OPTIMIZER, sequences
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of a case, which are written as JSON on the command line."""
+
+    model: str
+    """The base model's directory."""
+    adapter: AdapterConfig | None
+    layout: LayoutConfig = LayoutConfig()
+    compute: ComputeConfig = ComputeConfig()
+    dtype: Any = "float32"
+    checkpoint: str = ""
+    """The directory of a checkpoint after the first step, from which the second one is taken; empty: none."""
+    foreign: str = ""
+    """A checkpoint of the other kind, of a whole model or an adapter, which must not load."""
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The results of one rank."""
+
+    steps: list[Result]
+    parameters: int
+    """Bytes of the parameters."""
+    gradients: int
+    """Bytes of the buffers of gradients."""
+    optimizer: int
+    """Bytes of masters and moments besides the parameters."""
+    refusal: str
+    """The error at the foreign checkpoint."""
+    is_certain: bool
+    """Whether logprobs are the same when they are asked twice."""
+
+
+def run(case: Case, directory: Path) -> None:
+    if dist.is_initialized():
+        dist.barrier()
+    directory.mkdir(parents=True, exist_ok=True)
+    model = ModelConfig(path=case.model, dtype=case.dtype, adapter=case.adapter)
+    backend: Any = open_backend("megatron", model, OPTIMIZER, seed=3, layout=case.layout, compute=case.compute)
+    if case.checkpoint:
+        backend.load(Path(case.checkpoint))
+    results = []
+    for number in range(1 if case.checkpoint else 0, len(fsdp_rank.LENGTHS)):
+        results.append(fsdp_rank.step(backend, number))
+        if number == 0:
+            backend.save(directory / "first")
+        with backend.off_device():
+            dist.barrier()
+    kinds = {"merged": backend.named_tensors()}
+    if case.adapter is not None:
+        kinds |= {"factors": backend.factor_tensors(), "base": backend.base_tensors()}
+    for kind, named in kinds.items():
+        tensors = {name: tensor.detach().clone().contiguous() for name, tensor in named}
+        if backend.rank == 0:
+            save_file(tensors, directory / f"{kind}.safetensors")
+    backend.save(directory / "checkpoint")
+    batches = pack(sequences([7, 12]), 0, 1, 30)
+    first, again = (backend.logprobs(batches, 1.0)[0] for _ in range(2))
+    refusal, is_certain = _refusal(backend, case.foreign), torch.equal(first, again)
+    outcome = Outcome(steps=results, **_held(backend), refusal=refusal, is_certain=is_certain)
+    (directory / f"rank_{backend.rank}.json").write_bytes(msgspec.json.encode(outcome))
+
+
+def _held(backend: Any) -> dict[str, int]:
+    adam = backend._adam
+    adam.zero_gradients()
+    parameters = [parameter for model in adam.models for parameter in model.parameters()]
+    buffers = [buffer for model in adam.models for buffer in (*model.buffers, *model.expert_parallel_buffers)]
+    storages = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    masters = [master for part in adam.parts() for master in part.get_parameters()]
+    moments = [
+        state
+        for part in adam.parts()
+        for master in part.get_parameters()
+        for key, state in part.optimizer.state[master].items()
+        if key != "step"
+    ]
+    own = [master for master in masters if master.untyped_storage().data_ptr() not in storages]
+    return {
+        "parameters": sum(parameter.nbytes for parameter in parameters),
+        "gradients": sum(parameter.numel() * 4 for buffer in buffers for parameter in buffer.params),
+        "optimizer": sum(tensor.nbytes for tensor in (*own, *moments)),
+    }
+
+
+def _refusal(backend: Any, checkpoint: str) -> str:
+    if not checkpoint:
+        return ""
+    try:
+        backend.load(Path(checkpoint))
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def main(directory: Path, cases: list[str]) -> None:
+    torch.set_num_threads(1)
+    for number, text in enumerate(cases):
+        run(msgspec.json.decode(text, type=Case), directory / str(number))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
