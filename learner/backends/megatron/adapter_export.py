@@ -8,7 +8,7 @@ import torch
 from learner.models.adapters import Target, merged, peft_names, to_peft
 
 from .adapter_mapping import LAYER, factor_names, layer_of
-from .adapters import Adapters
+from .adapters import LayerAdapters
 from .export import Exporter
 
 Factors = tuple[torch.Tensor, torch.Tensor]
@@ -17,7 +17,7 @@ Factors = tuple[torch.Tensor, torch.Tensor]
 class AdapterExport:
     """The tensors of an adapter, and of the model that it makes of its base. All calls are collective."""
 
-    def __init__(self, adapters: Adapters, exporter: Exporter) -> None:
+    def __init__(self, adapters: LayerAdapters, exporter: Exporter) -> None:
         self._adapters = adapters
         self._exporter = exporter
 

@@ -45,7 +45,7 @@ OF_ATTENTION, OF_BLOCK = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"
 """The weights that are fused into one layer, in the order of their rows."""
 
 
-class Adapters:
+class LayerAdapters:
     """The adapters of one model."""
 
     def __init__(
@@ -157,7 +157,7 @@ class _LinearAdapter(nn.Module):
     is_split: tuple[bool, bool]
     """Whether tensor-parallel ranks hold parts of A and of B."""
 
-    def __init__(self, linear: Any, targets: Mapping[str, Target], adapters: Adapters) -> None:
+    def __init__(self, linear: Any, targets: Mapping[str, Target], adapters: LayerAdapters) -> None:
         super().__init__()
         self._adapters = adapters
         self._names = tuple(targets)
@@ -187,7 +187,7 @@ class ColumnAdapter(_LinearAdapter):
 
     is_split = (False, True)
 
-    def __init__(self, linear: Any, targets: Mapping[str, Target], adapters: Adapters) -> None:
+    def __init__(self, linear: Any, targets: Mapping[str, Target], adapters: LayerAdapters) -> None:
         super().__init__(linear, targets, adapters)
         known, ranks = adapters.architecture, groups.tensor().size()
         if set(targets) <= set(OF_ATTENTION):
@@ -254,7 +254,7 @@ class ExpertAdapter(nn.Module):
     has its gradient summed in the backward pass; `shared` lets one of them alone count it in the gradients' norm.
     """
 
-    def __init__(self, experts: GroupedExperts, targets: Mapping[str, Target], adapters: Adapters) -> None:
+    def __init__(self, experts: GroupedExperts, targets: Mapping[str, Target], adapters: LayerAdapters) -> None:
         super().__init__()
         self._scale = adapters.config.scale
         self._split = {name: place_of(target).splits_outputs for name, target in targets.items()}

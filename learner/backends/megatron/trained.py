@@ -69,7 +69,7 @@ class TrainedParts:
 
     def _build(self, compute: ComputeConfig, optimizer: OptimizerConfig, adapter: AdapterConfig | None) -> None:
         from .adapter_export import AdapterExport
-        from .adapters import Adapters
+        from .adapters import LayerAdapters
         from .export import Exporter
         from .model import build, rotary_module, transformer_config
         from .optimizer import ShardedAdam
@@ -82,10 +82,10 @@ class TrainedParts:
         chunks = build(config, self._architecture, self._device)
         trained = all_places = list(places(self._architecture, self._layout))
         self._exporter = Exporter(chunks, all_places)
-        self._adapters: Adapters | None = None
+        self._adapters: LayerAdapters | None = None
         self._fill_frozen: Callable[[Read], None] | None = None
         if adapter is not None:
-            self._adapters = Adapters(self._hugging_face, self._architecture, self._layout, adapter)
+            self._adapters = LayerAdapters(self._hugging_face, self._architecture, self._layout, adapter)
             self._adapters.add(chunks)
             self._adapter_export = AdapterExport(self._adapters, self._exporter)
             self._fill_frozen = functools.partial(fill_frozen, chunks, all_places)
