@@ -11,9 +11,10 @@ packed by `pack_units` under each value of `learner.prefix_sharing`; settings th
 
 `tokens` are those of all samples, `computed` those that went through the layers. `mfu` is of the update alone: the
 model's own operations for all samples, each with a prompt of its own, forward and backward, against the device's peak.
-Sharing can thus bring it above 1; `mfu_computed` counts the operations of what was computed. --profile adds where the
-time of an update goes. A case that fails, as for too little memory, says why, and the next one begins with a new
-backend. The last line is one JSON object; each case's figures are on standard error as soon as it ends.
+Sharing can thus bring it above 1; `mfu_computed` counts the operations of what was computed: no shared token twice, and
+no prompt in the output head, unless --all-logprobs wants it there. --profile adds where the time of an update goes. A
+case that fails, as for too little memory, says why, and the next one begins with a new backend. The last line is one
+JSON object; each case's figures are on standard error as soon as it ends.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -141,6 +143,11 @@ def doubled_pairs(batch: PackedBatch) -> int:
     return int((paths.square() - (paths - runs).square()).sum())
 
 
+def without_head(batch: PackedBatch) -> int:
+    """Return the positions that do not go through the output head."""
+    return 0 if batch.picked is None else batch.num_positions - len(batch.picked)
+
+
 class Learner:
     """A backend for all cases, opened anew where one of them leaves it in no state for the next."""
 
@@ -206,7 +213,8 @@ def measured_case(
             prefix_sharing=prefix_sharing,
         )
         pack_s[prefix_sharing] = round(time.perf_counter() - began, 4)
-        plans[prefix_sharing] = [row.batch for row in rows]
+        # as `learner.objective.update` does
+        plans[prefix_sharing] = [replace(row.batch, only_trained=not options.all_logprobs) for row in rows]
     first = settings[0]
     same = [name for name in settings[1:] if len(plans[name]) == len(plans[first]) and _has_no_tree(plans[name])]
     apart = {name: batches for name, batches in plans.items() if name not in same}
@@ -218,7 +226,8 @@ def measured_case(
         figures = measured[name]
         figures |= {"pack_s": pack_s[name], "update_tokens_per_s": round(figures["tokens"] / figures["update_s"])}
         if peak:
-            computed = flops_of(learner.shape, figures["computed"], sum(map(doubled_pairs, batches))).total
+            headless = sum(map(without_head, batches))
+            computed = flops_of(learner.shape, figures["computed"], sum(map(doubled_pairs, batches)), headless).total
             figures["mfu"] = round(wanted / figures["update_s"] / peak, 3)
             figures["mfu_computed"] = round(computed / figures["update_s"] / peak, 3)
         if options.profile and options.device == "cuda":
@@ -298,6 +307,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--recompute", default="none", choices=("none", "selective", "full"))
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--cuda-graphs", default="auto", choices=("auto", "never"))
+    parser.add_argument("--all-logprobs", action="store_true", help="those of prompts, too, which no loss reads")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--models", type=Path, help="default: in memory if it has room, else the temporary folder")

@@ -93,12 +93,12 @@ def step_flops(shape: Shape, lengths: Sequence[int]) -> Flops:
     return flops_of(shape, sum(lengths), sum(length * length for length in lengths))
 
 
-def flops_of(shape: Shape, tokens: int, doubled_pairs: int) -> Flops:
+def flops_of(shape: Shape, tokens: int, doubled_pairs: int, headless: int = 0) -> Flops:
     """Return the operations of these tokens, given twice the number of pairs of one and another that it attends to: a
-    sequence of L tokens has L^2."""
+    sequence of L tokens has L^2. `headless`: those among them that do not go through the output head."""
     return Flops(
         active_parameters=shape.active_parameters,
-        matrices=6.0 * shape.active_parameters * tokens,
+        matrices=6.0 * (shape.active_parameters * tokens - shape.hidden * shape.vocabulary * headless),
         attention=12 * shape.layers * shape.heads * shape.head_dim * float(doubled_pairs) / 2,
     )
 

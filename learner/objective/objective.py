@@ -108,6 +108,9 @@ class Objective:
         self._aggregate = open_aggregation(config, max_new_tokens)
         self._penalty = ESTIMATORS[config.kl.kind]
         self._kl_coefficient = config.kl.coefficient
+        own = [config.objective.kind, config.proximal, *(correction.kind for correction in config.corrections)]
+        self.ignores_context = not any(":" in kind for kind in own)
+        """True if no logprob of a token with mask 0 is read; functions of a recipe's own may read them."""
         self._distillation = config.distillation
         self._weighs_distillation = weighs_distillation(config)
 

@@ -328,7 +328,7 @@ class Updater:
         return [row.batch for row in self._rows(units)]
 
     def _rows(self, units: Sequence[Unit]) -> list[Row]:
-        return pack_units(
+        rows = pack_units(
             units,
             replica=self._ranks.replica,
             replicas=self._ranks.replicas,
@@ -336,6 +336,10 @@ class Updater:
             cost=self._cost,
             prefix_sharing=self._prefix_sharing,
         )
+        only_trained = self._objective.ignores_context
+        return [
+            dataclasses.replace(row, batch=dataclasses.replace(row.batch, only_trained=only_trained)) for row in rows
+        ]
 
     def _logprobs(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
         """Returns logprobs under the present weights."""

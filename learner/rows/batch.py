@@ -13,6 +13,9 @@ from algorithms.tokens import Tokens
 
 from .tree import PrefixTree
 
+WORTH_PICKING = 0.9
+"""The largest share of positions that are picked for the output head; of more, all go through it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch:
@@ -44,6 +47,9 @@ class PackedBatch:
     wants_confidence: bool = False
     """Whether a policy gives this batch's logprobs as [T, 3]: of the token, and without gradient of the policy's own
     likeliest token, and the entropy of its distribution in nats. Such a batch has no candidates."""
+    only_trained: bool = False
+    """Whether logprobs of trained tokens alone are read: a policy may give 0 for all others, and save its output head.
+    """
     teacher_logprobs_TC: torch.Tensor | None = None
     """[T, C] float32, the teacher's logprobs of these candidates, falling along a row; -inf fills a place without a
     token. No row of a trained token is without one."""
@@ -60,6 +66,19 @@ class PackedBatch:
     def tokens(self) -> Tokens:
         """The tensors that functions of `algorithms` take."""
         return Tokens(self.behavior_logprobs_T, self.advantages_T, self.loss_mask_T, self.lags_T, self.cu_seqlens)
+
+    @property
+    def picked(self) -> torch.Tensor | None:
+        """[M] int64, on the CPU, the positions that predict trained tokens, in order: they go through the output head;
+        None if most of them do, and all may."""
+        if not self.only_trained:
+            return None
+        is_trained_T = self.loss_mask_T.cpu() > 0
+        if self.tree is None:
+            found_M = is_trained_T[1:].nonzero().squeeze(1)
+        else:
+            found_M = torch.unique(self.tree.predictor_T[is_trained_T])
+        return found_M if 0 < len(found_M) < WORTH_PICKING * self.num_positions else None
 
     @property
     def num_sequences(self) -> int:

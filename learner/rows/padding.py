@@ -27,6 +27,9 @@ STEP, PARTS = 256, 8
 PLACES_STEP, PLACES_PARTS = 1024, 4
 RUNS_STEP, RUNS_PARTS = 64, 1
 
+PICKED_PARTS = 16
+"""Positions that go through the output head are a multiple of this part of all: rows of one task have like shares."""
+
 SLACK = 1.25
 """A row may be padded to this many times the positions of the smallest shape, if kernels are recorded for that."""
 
@@ -47,11 +50,15 @@ class PaddedShape:
     """A bound of the tokens of a run."""
     is_long: bool = False
     """See `PackedLayout`."""
+    picked: int = 0
+    """M, the positions that go through the output head; 0: all of them."""
 
     @classmethod
     def of(cls, batch: PackedBatch) -> "PaddedShape":
         """Returns the smallest shape that the batch fits into; it has at least one sequence."""
         positions = _rounded(batch.num_positions + 1, STEP, PARTS)
+        part = positions // PICKED_PARTS
+        picked = 0 if batch.picked is None else -(-len(batch.picked) // part) * part
         padding = positions - batch.num_positions
         added = -(-padding // LENGTH_STEP)
         tree = batch.tree
@@ -62,6 +69,7 @@ class PaddedShape:
                 runs=runs,
                 longest=_bound(batch.cu_seqlens),
                 is_long=is_long(batch.cu_seqlens),
+                picked=picked,
             )
         return cls(
             positions=positions,
@@ -70,6 +78,7 @@ class PaddedShape:
             places=_rounded(len(tree.paths_P) + padding, PLACES_STEP, PLACES_PARTS),
             longest_run=_bound(tree.cu_runs),
             is_long=is_long(tree.cu_paths),
+            picked=picked,
         )
 
     def holds(self, batch: PackedBatch, least: "PaddedShape") -> bool:
@@ -78,6 +87,8 @@ class PaddedShape:
         if padding < 1 or self.positions > SLACK * least.positions or self.is_long is not least.is_long:
             return False
         if self.longest < least.longest or self.longest_run < least.longest_run:
+            return False
+        if not least.picked <= self.picked <= SLACK * least.picked:
             return False
         added, tree = -(-padding // LENGTH_STEP), batch.tree
         if tree is None:
@@ -89,6 +100,14 @@ class PaddedShape:
     def _padding_places(self) -> int:
         """The most places of paths that are padding of no position."""
         return max(PLACES_STEP, self.places // 2)
+
+    def picked_of(self, batch: PackedBatch) -> torch.Tensor | None:
+        """[M] the positions of a batch of this shape that go through the output head, the last one, which is padding,
+        again and again; None if all of them do."""
+        found_M = batch.picked
+        if found_M is None or not self.picked:
+            return None
+        return F.pad(found_M, (0, self.picked - len(found_M)), value=self.positions - 1)
 
     def positions_of(self, batch: PackedBatch) -> Positions:
         """Returns the positions of a batch of this shape. A run of padding is no longer than the bounds."""

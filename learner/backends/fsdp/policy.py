@@ -1,9 +1,11 @@
 """A packed batch through a transformers model to the logprobs of its tokens, or to the values of their states.
 
-T packed tokens, N of this rank, H model width, V vocabulary, C candidates in a token's place.
+T packed tokens, N of this rank, M of these through the output head, H model width, V vocabulary, C candidates in a
+token's place.
 """
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -130,10 +132,15 @@ class Policy(PackedModel):
         return row.at_next_token(self.context.gathered(found_N))
 
     def token_values(self, row: FsdpRow, temperature: float, *, confident: bool) -> torch.Tensor:
-        """[N] fp32 logprobs of the tokens that this rank's positions predict; [N, 3] with the confidence, as
-        `PackedBatch` says."""
-        values = confident_logprobs if confident else token_logprobs
-        return values(self.hidden(row), self._head, row.next_ids_N, temperature, keeps=self.keeps_logits)
+        """[N] fp32 logprobs of the tokens that this rank's positions predict, 0 where the row does not want them;
+        [N, 3] with the confidence, as `PackedBatch` says."""
+        values = functools.partial(confident_logprobs if confident else token_logprobs, keeps=self.keeps_logits)
+        hidden_NH, picked_M = self.hidden(row), row.picked_M
+        if picked_M is None:
+            return values(hidden_NH, self._head, row.next_ids_N, temperature)
+        hidden_MH = _Picked.apply(hidden_NH, picked_M)  # type: ignore[no-untyped-call]
+        found_M = values(hidden_MH, self._head, row.next_ids_N[picked_M], temperature)
+        return found_M.new_zeros(len(hidden_NH), *found_M.shape[1:]).index_copy(0, picked_M, found_M)
 
     def padded_row(self, batch: PackedBatch, shape: PaddedShape) -> FsdpRow:
         """The batch in a shape of which rows of other batches may be, too, on the parameters' device."""
@@ -144,6 +151,22 @@ class Policy(PackedModel):
     def _head(self) -> torch.Tensor:
         weight_VH: torch.Tensor = self.model.get_output_embeddings().weight
         return weight_VH
+
+
+class _Picked(torch.autograd.Function):
+    """Rows at some places. Its gradient is copied, not added, to them: a place that is there twice has none."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_NH: torch.Tensor, places_M: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(places_M)
+        ctx.num_rows = len(rows_NH)
+        return rows_NH.index_select(0, places_M)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (places_M,) = ctx.saved_tensors
+        zeros_NH = gradients[0].new_zeros(ctx.num_rows, *gradients[0].shape[1:])
+        return zeros_NH.index_copy_(0, places_M, gradients[0]), None
 
 
 class ValueModel(PackedModel):

@@ -1,7 +1,7 @@
 """A packed batch is prepared for a rank's device, so that the forward pass never waits for a number from the device.
 
 T tokens of the batch, N positions of this rank (fewer where sequences share tokens), L layers with experts, K experts
-chosen for a token, C candidates in its place.
+chosen for a token, C candidates in its place, M positions that go through the output head.
 """
 
 from dataclasses import dataclass
@@ -35,6 +35,8 @@ class FsdpRow:
     """[N, C] the candidates for the place after each token; see `PackedBatch`."""
     predictor_T: torch.Tensor | None = None
     """[T] the position of the whole row that predicts each token; None: it is the token before."""
+    picked_M: torch.Tensor | None = None
+    """[M] the positions that go through the output head; None: all of them do."""
 
     @classmethod
     def of(
@@ -52,6 +54,8 @@ class FsdpRow:
         if varlen and batch.tree is not None:
             check_alignment(device)
 
+        picked_M = batch.picked if shape is None else shape.picked_of(batch)
+
         def own(values_T: torch.Tensor | None) -> torch.Tensor | None:
             return None if values_T is None else _moved(context.own(values_T), device)
 
@@ -65,6 +69,7 @@ class FsdpRow:
             experts_NLK=own(None if batch.experts_TLK is None else positions.here(batch.experts_TLK, -1)),
             next_candidates_NC=own(None if batch.candidates_TC is None else positions.after(batch.candidates_TC)),
             predictor_T=None if positions.tree is None else _moved(positions.tree.predictor_T, device),
+            picked_M=None if picked_M is None or context.size > 1 else _moved(picked_M, device),
         )
 
     @property
@@ -74,6 +79,8 @@ class FsdpRow:
         paths = self.layout.paths
         if paths is not None:
             found += [paths.cu_runs, paths.index, paths.copies.order, paths.copies.offsets]
+        if self.picked_M is not None:
+            found.append(self.picked_M)
         return found
 
     def at_next_token(self, next_T: torch.Tensor) -> torch.Tensor:
