@@ -3,8 +3,11 @@
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from rollout_workers.config import EngineConfig
+
+from .models import Architecture, make_model
 
 ON_GPU: dict[str, Any] = {
     "attention_backend": "triton",
@@ -15,6 +18,13 @@ ON_GPU: dict[str, Any] = {
     "cuda_graph_bs_decode": [1, 2, 4, 8],
 }
 """Options of one engine. The small cache leaves room for others, whatever part of the memory it may take."""
+
+
+def sglang_model(architecture: Architecture, seed: int) -> PreTrainedModel:
+    """Make a random model: on a GPU with heads of 64, the smallest for which SGLang has kernels, in bfloat16."""
+    if not torch.cuda.is_available():
+        return make_model(architecture, seed)
+    return make_model(architecture, seed, head_dim=64).to(torch.bfloat16)
 
 
 def sglang_config(max_concurrent: int, max_model_len: int) -> EngineConfig:
