@@ -154,8 +154,8 @@ test-ray: $(RAY)/.installed  ## the tests that need Ray, in an environment of th
 test-trackers: $(TRACKERS)/.installed  ## the tests that need wandb, MLflow and trackio, in an environment of their own (a minute)
 	@$(TRACKERS)/bin/python -m pytest tests/deploy/sinks/test_trackers.py
 
-test-peft: $(PEERS)/.installed  ## adapters beside the library PEFT, in an environment of its own (half a minute)
-	@$(PEERS)/bin/python -m pytest tests/learner/test_peft.py
+test-peft: $(PEERS)/.installed  ## adapters beside the library PEFT and bitsandbytes, in an environment of its own (a minute)
+	@$(PEERS)/bin/python -m pytest tests/learner/test_peft.py tests/learner/test_quantized.py
 
 test-sglang: $(SGLANG)/.installed  ## the tests that need SGLang, on a CPU, in an environment of their own (about a quarter of an hour)
 	@HEADWAY_TEST_MAIN=$(CURDIR)/$(BIN)/headway \
@@ -167,7 +167,7 @@ test-browser: $(VENV)/.installed-browser  ## the dashboard of a real run, and th
 test-extern: extern-tools $(VENV)/.installed-browser $(RAY)/.installed $(TRACKERS)/.installed $(PEERS)/.installed  ## all that CI skips for want of a tool; fails where one is missing
 	@PATH="$$PATH:/usr/sbin" HEADWAY_TEST_SLURM=1 $(BIN)/python -m pytest --no-skips $(EXTERN_TESTS)
 	@$(TRACKERS)/bin/python -m pytest --no-skips tests/deploy/sinks/test_trackers.py
-	@$(PEERS)/bin/python -m pytest --no-skips tests/learner/test_peft.py
+	@$(PEERS)/bin/python -m pytest --no-skips tests/learner/test_peft.py tests/learner/test_quantized.py
 	@$(RAY)/bin/python -m pytest --no-skips -m ray tests/deploy tests/end_to_end/test_ray.py
 
 extern-tools:

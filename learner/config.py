@@ -34,6 +34,13 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             " none: all linear layers and experts of the decoder, but no routers"
         ),
     ] = ()
+    quantize_base: Annotated[
+        Literal["none", "nf4", "int8"],
+        Meta(
+            description="number format of the frozen linear layers and experts: nf4 (4 bits, the extra `quantized`),"
+            " int8, or none: model.dtype (fsdp)"
+        ),
+    ] = "none"
     dropout: Annotated[
         float,
         Meta(ge=0, lt=1, description="share of an adapter's inputs that supervised training leaves out; 0 with rl"),

@@ -162,7 +162,8 @@ def _finding(name: str, found: tuple[bool, str], remedy: str) -> Finding:
 
 
 def _backends(torch: TorchFacts) -> tuple[Finding, ...]:
-    return tuple(_finding(name, known.examine(torch), known.remedy) for name, known in BACKENDS.items())
+    known = (_finding(name, known.examine(torch), known.remedy) for name, known in BACKENDS.items())
+    return (*known, _package("bitsandbytes", "model.adapter.quantize_base=nf4"))
 
 
 def _transports(torch: TorchFacts) -> tuple[Finding, ...]:

@@ -52,6 +52,11 @@ def write_export(
     size = f"{done.parameters:,} parameters in {done.dtype}, {done.bytes / 1e6:,.1f} MB"
     what = "adapter" if is_adapter else "model"
     say(f"{done.directory} holds the {what} of {done.checkpoint}: {size}.")
+    if done.quantized != "none":
+        say(
+            f"It was trained beside a base in {done.quantized}: "
+            + ("load the base in that format for it." if is_adapter else "its weights are those, made dense again.")
+        )
     if (check := done.check) is not None:
         say(
             f"The {check.compared} of {check.tokens} tokens differ from those of the backend {check.backend} by"

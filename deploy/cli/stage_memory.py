@@ -43,6 +43,15 @@ class Shapes:
             self._adapters[adapter] = adapter_parameters(load_config(recipe.model), adapter)
         return self._adapters[adapter]
 
+    def quantized_in(self, recipe: Recipe, stage: StageConfig) -> dict[str, int]:
+        """Return the bytes of the weights that the stage holds in few bits, by name."""
+        from learner.backends.quantized import quantized_weights
+
+        adapter = recipe.adapter_in(stage)
+        if adapter is None or adapter.quantize_base == "none":
+            return {}
+        return quantized_weights(load_config(recipe.model), adapter.quantize_base)
+
     def at(self, path: str) -> ModelShape:
         """Return the shape of the model at this path; `stage:NAME` has the policy's. Raises ConfigError."""
         if path.startswith(REFERENCE):
@@ -102,6 +111,7 @@ def _stage(recipe: Recipe, stage: StageConfig, shapes: Shapes) -> StageMemory:
         learner=recipe.learner,
         dtype=recipe.model.dtype,
         adapter=shapes.adapter_of(recipe, stage),
+        quantized=shapes.quantized_in(recipe, stage),
         sharing=_sharing(recipe, stage),
     )
     if stage.has_workers:

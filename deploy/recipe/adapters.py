@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from broker.errors import LASTING_EXIT, ConfigError
+from learner.backends import unfit_base
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines import abilities_of as engine_abilities
 from rollout_workers.engines.gpus import gpus_of
@@ -107,6 +108,13 @@ def impossible_adapters(recipe: Recipe) -> Iterator[str]:
     yield from _impossible_policy(recipe, has_experts=False)
     if adapter is None:
         return
+    if complaint := unfit_base(recipe.learner.backend, adapter):
+        yield complaint
+    if adapter.quantize_base != "none" and recipe.learner.compute.compile:
+        yield (
+            f"model.adapter.quantize_base is {adapter.quantize_base}, and learner.compute.compile=true knows no"
+            " quantized weights. Leave one of both out."
+        )
     known = {stage.name: stage for stage in plan}
     for name in adapter.stages:
         if name not in known:

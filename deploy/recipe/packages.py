@@ -20,6 +20,10 @@ def check_packages(recipe: Recipe, *, has_workers: bool) -> None:
         if ":" in stage.kind:
             ImportRoots((stage.kind,)).check(stage.kind, f"stages[{index}].kind")
     check_backend_installed(recipe.learner.backend)
+    if recipe.model.adapter is not None and recipe.model.adapter.quantize_base != "none":
+        from learner.backends.quantized import check_quantizer
+
+        check_quantizer(recipe.model.adapter.quantize_base)
     check_sink_packages(recipe.metrics)
     if has_workers:
         if recipe.scorers.count and scorers_of(recipe):

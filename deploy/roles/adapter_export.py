@@ -15,7 +15,7 @@ import torch
 
 from broker.errors import ConfigError
 from deploy.run.trained import TrainedModel
-from learner.backends.adapter_files import CONFIG, FOLDER, WEIGHTS, has_adapter
+from learner.backends.adapter_files import BASE, CONFIG, FOLDER, WEIGHTS, has_adapter
 from learner.backends.hugging_face_files import TensorFiles, write_tensors
 
 from .export_check import Agreement, compare, limit_of
@@ -38,6 +38,8 @@ def write_adapter(model: TrainedModel, target: Path, dtype: str | None) -> tuple
     source = model.path / FOLDER
     tensors = TensorFiles((source / WEIGHTS,))
     shutil.copyfile(source / CONFIG, target / CONFIG)
+    if (source / BASE).exists():
+        shutil.copyfile(source / BASE, target / BASE)
     kinds: dict[str, int] = {}
 
     def converted() -> list[tuple[str, torch.Tensor]]:

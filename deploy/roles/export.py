@@ -19,7 +19,7 @@ import torch
 from broker.errors import ConfigError, HeadwayError
 from deploy.run.trained import TrainedModel, is_model
 from learner.backends.adapter_files import CONFIG as ADAPTER_CONFIG
-from learner.backends.adapter_files import open_weights
+from learner.backends.adapter_files import open_weights, trained_base
 from learner.backends.hugging_face_files import write_tensors
 from learner.backends.score_head import has_score_head
 from learner.checkpoints.checkpoint import FILES_FILE, partial_path, put_in_place
@@ -51,6 +51,8 @@ class Export(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int
     bytes: int
     """The size of all files."""
+    quantized: str
+    """The number format of the base that an adapter was trained beside: nf4, int8, or none."""
     check: Agreement | None
     """None: the caller wanted no comparison."""
 
@@ -106,6 +108,7 @@ def export_model(
         dtype=written,
         parameters=parameters,
         bytes=size,
+        quantized=trained_base(model.path),
         check=check,
     )
 

@@ -30,7 +30,7 @@ from broker.installation import is_installed
 from broker.user_code.kinds import unknown_kind
 from broker.user_code.own import make_own
 from broker.user_code.roots import load
-from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
+from learner.config import AdapterConfig, ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
 
 from .abilities import BACKENDS, BackendAbilities
 
@@ -97,12 +97,15 @@ def open_backend(
     """Return the backend `kind` with its model and a fresh optimizer. Under torchrun every rank calls it.
 
     `head`: the model's own, or one of a single output, for a critic or a reward model with the same body. Raises
-    ConfigError for a reward model in the place of a policy. Models of scores are always trained whole.
+    ConfigError for a reward model in the place of a policy, and for a base of adapters that the backend cannot hold.
+    Models of scores are always trained whole.
     """
     if head == "policy":
         from .score_head import check_is_policy
 
         check_is_policy(model)
+        if complaint := unfit_base(kind, model.adapter):
+            raise ConfigError(complaint)
     else:
         model = msgspec.structs.replace(model, adapter=None)
 
@@ -124,6 +127,16 @@ def open_backend(
 def abilities_of(kind: str) -> BackendAbilities:
     """Return the abilities of a value of `learner.backend`; a class of the user's own states them once it is opened."""
     return BACKENDS[kind].abilities if kind in BACKENDS else BackendAbilities()
+
+
+def unfit_base(kind: str, adapter: AdapterConfig | None) -> str:
+    """Return why the backend cannot hold the base of an adapter as it should be, and the remedy; nothing if it can."""
+    if adapter is None or adapter.quantize_base == "none" or abilities_of(kind).quantizes_base:
+        return ""
+    return (
+        f"model.adapter.quantize_base is {adapter.quantize_base}, and learner.backend={kind} holds the base in"
+        " model.dtype alone. Set it to none, or use learner.backend=fsdp."
+    )
 
 
 def check_installed(kind: str) -> None:

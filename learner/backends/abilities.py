@@ -15,6 +15,8 @@ class BackendAbilities:
     """Keys of `learner.layout` that it can split a model by."""
     lacks: Mapping[str, str] = field(default_factory=dict)
     """Switches of `learner.compute` that it cannot turn on, with the reason for each."""
+    quantizes_base: bool = True
+    """Whether it holds the base of an adapter in few bits (`model.adapter.quantize_base`)."""
     computes_trees: bool = False
     """Whether it computes tokens once that sequences share (`PackedBatch.tree`), so that more of them fit into a row.
     For a class of the user's own, `learner.prefix_sharing=always` says that it does."""
@@ -71,6 +73,7 @@ BACKENDS: dict[str, KnownBackend] = {
         plan="learner.planning.megatron:plan",
         abilities=BackendAbilities(
             computes_trees=True,
+            quantizes_base=False,
             lacks={
                 "compile": "megatron's layers are not compiled.",
                 "offload_optimizer": "megatron shards the optimizer's state over replicas and context ranks; raise"

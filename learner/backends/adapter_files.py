@@ -3,23 +3,37 @@
 DIRECTORY/    config.json, the tokenizer's files        what every model has
 DIRECTORY/    model*.safetensors                        the weights, whole; or else only
 DIRECTORY/adapter/   adapter_config.json  adapter_model.safetensors     PEFT's form, which names the base model
+DIRECTORY/adapter/   base.json            only if the adapter was trained beside a base in few bits: its format
+
+The model that was trained is then that base, made dense again, and the adapter.
 """
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 import torch
 
 from broker.errors import ConfigError
 from learner.config import AdapterConfig, ModelConfig
-from learner.models.adapters import file_changes, peft_names, targets_of
+from learner.models.adapters import adaptable, file_changes, peft_names, targets_of
 from learner.models.model import load_config, unfilled
 
 from .hugging_face_files import TensorFiles, weight_files
+from .quantized import check_quantizer, quantize
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FOLDER, CONFIG, WEIGHTS = "adapter", "adapter_config.json", "adapter_model.safetensors"
+BASE = "base.json"
+
+
+class TrainedBase(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of base.json."""
+
+    quantize_base: Literal["nf4", "int8"]
 
 
 class Weights(Protocol):
@@ -53,13 +67,17 @@ def has_adapter(directory: Path) -> bool:
     return (directory / FOLDER / CONFIG).is_file()
 
 
-def write_adapter(tensors: Iterable[tuple[str, torch.Tensor]], config: dict[str, Any], directory: Path) -> None:
+def write_adapter(
+    tensors: Iterable[tuple[str, torch.Tensor]], config: dict[str, Any], directory: Path, quantize_base: str = "none"
+) -> None:
     """Write an adapter, by PEFT's names, into a folder of a model's directory."""
     from safetensors.torch import save_file
 
     folder = directory / FOLDER
     folder.mkdir(exist_ok=True)
     (folder / CONFIG).write_bytes(msgspec.json.format(msgspec.json.encode(config)) + b"\n")
+    if quantize_base != "none":
+        (folder / BASE).write_bytes(msgspec.json.encode({"quantize_base": quantize_base}))
     save_file(
         {name: tensor.cpu().contiguous() for name, tensor in tensors}, folder / WEIGHTS, metadata={"format": "pt"}
     )
@@ -73,9 +91,22 @@ def adapted_model(model: ModelConfig) -> ModelConfig:
         rank=config["r"],
         alpha=config["lora_alpha"],
         dropout=config.get("lora_dropout") or 0.0,
+        quantize_base=trained_base(Path(model.path)),
         targets=(*(config.get("target_modules") or ()), *(config.get("target_parameters") or ())),
     )
     return msgspec.structs.replace(model, path=_base_of(Path(model.path), config), adapter=adapter)
+
+
+def trained_base(directory: Path) -> Literal["none", "nf4", "int8"]:
+    """Return the number format of the base beside which a checkpoint's adapter was trained. Raises ConfigError for a
+    file that cannot be read."""
+    path = directory / FOLDER / BASE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=TrainedBase).quantize_base
+    except FileNotFoundError:
+        return "none"
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"model.path: {path} cannot be read: {error}.") from error
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
@@ -119,6 +150,9 @@ class MergedWeights:
             )
         factors = {name: own(name) for name in own.names}
         self._changes = file_changes(model, targets, factors, adapted.adapter.scale)
+        self._kind = adapted.adapter.quantize_base
+        check_quantizer(self._kind)
+        self._quantized = set() if self._kind == "none" else _names_in_files(model)
 
     @property
     def names(self) -> set[str]:
@@ -128,4 +162,17 @@ class MergedWeights:
     def __call__(self, name: str) -> torch.Tensor:
         """Return a tensor on the CPU in the base's number format. Raises ConfigError where the base lacks it."""
         tensor, change = self._base(name), self._changes.get(name)
-        return tensor if change is None else (tensor.float() + change).to(tensor.dtype)
+        dtype = tensor.dtype
+        if name in self._quantized:
+            tensor = quantize(tensor, self._kind).dense(torch.float32)
+        return (tensor if change is None else tensor.float() + change).to(dtype)
+
+
+def _names_in_files(model: "PreTrainedModel") -> set[str]:
+    """Return the files' names of all weights that a base in few bits has quantized."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    names: set[str] = set()
+    for target in adaptable(model):
+        names |= set(revert_weight_conversion(model, {target.parameter: torch.empty(target.shape, device="meta")}))
+    return names

@@ -54,6 +54,11 @@ class Target:
         return f"{self.module}.{self.weight}"
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """[O, I] or [E, O, I], that of the weight."""
+        return (self.experts, self.outputs, self.inputs) if self.experts else (self.outputs, self.inputs)
+
+    @property
     def factors(self) -> tuple[str, str]:
         """Names of A and B in the model."""
         first, second = (factor_name(self.weight, factor) for factor in FACTORS)
@@ -78,7 +83,7 @@ def is_factor(name: str) -> bool:
 def targets_of(model: nn.Module, adapter: AdapterConfig) -> list[Target]:
     """Returns the weights that the adapter changes, in the model's order. Raises ConfigError for a target that the
     model does not have, naming those that it has."""
-    known = _possible(model)
+    known = adaptable(model)
     wanted = adapter.targets
     for target in wanted:
         if not any(_is_named(one, target) for one in known):
@@ -97,8 +102,8 @@ def targets_of(model: nn.Module, adapter: AdapterConfig) -> list[Target]:
     return chosen
 
 
-def _possible(model: nn.Module) -> list[Target]:
-    """Returns all linear layers within decoder layers, and all tensors of experts."""
+def adaptable(model: nn.Module) -> list[Target]:
+    """Returns what adapters can change: all linear layers within decoder layers, and all tensors of experts."""
     found: list[Target] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and IN_LAYER.search(name) and _last(name) not in ROUTERS:

@@ -35,6 +35,7 @@ def is_replayed(planned: PlannedModel) -> bool:
         parameters=shape.num_parameters,
         is_rounded=planned.dtype == "bfloat16",
         drops_activations=False,  # one that does is launched, and takes less
+        is_quantized=bool(planned.quantized),
         has_experts=any(shape.has_experts(layer) for layer in range(shape.layers)),
         has_window=shape.has_window,
     )
@@ -45,11 +46,11 @@ def _rank(planned: PlannedModel, rank: int) -> RankMemory:
     """Plans one rank. Every tensor is cut along its first dimension; the first ranks have a row more
     (`torch.chunk`)."""
     ranks = planned.learner.processes
-    elements = _elements(planned.shape.parameters, ranks, rank)
+    elements = _elements(planned.plain_parameters, ranks, rank)
     trained, parameters = elements, FP32 * elements
     if planned.adapter:
         trained = _elements(planned.adapter, ranks, rank)
-        parameters = planned.compute_bytes * elements + FP32 * trained
+        parameters = planned.compute_bytes * elements + FP32 * trained + sum(planned.quantized.values())
     is_elsewhere = planned.learner.compute.offload_optimizer or not planned.is_trained
     on_device = 0 if is_elsewhere else MOMENTS * trained
     rows, copies = 1, 0
@@ -88,15 +89,16 @@ def _gathered_bytes(planned: PlannedModel) -> int:
     In `model.dtype`: the embedding, head and last norm all the time, the layer at work and the next one, or a small
     model whole. Also the gradients of one layer, and in fp32 those that are being reduced. A small model on several
     ranks also holds fp32 sums of all gradients until they are reduced after the last micro-batch. A model that is
-    replayed holds copies of what is trained, and all gradients of a pass.
+    replayed holds copies of what is trained, and all gradients of a pass. One of the weights that are held in few bits
+    is dense at a time.
     """
     from learner.backends.fsdp.sharding import GATHERED_GRADIENT_BYTES, GATHERED_WEIGHT_BYTES
 
     shape, number = planned.shape, planned.compute_bytes
     adapter = sum(parameter.size for parameter in planned.adapter)
-    layer = max(_size(shape.parameters, index) for index in range(shape.layers))
-    outside = _size(shape.parameters, None)
-    whole = number * (shape.num_parameters + adapter)
+    plain = planned.plain_parameters
+    layer, outside = max(_size(plain, index) for index in range(shape.layers)), _size(plain, None)
+    whole = number * (sum(parameter.size for parameter in plain) + adapter)
     if is_replayed(planned):
         return number * (adapter or shape.num_parameters) * (2 if planned.is_trained else 1)
     weights = whole if whole <= GATHERED_WEIGHT_BYTES else number * (outside + 2 * layer)
@@ -107,7 +109,8 @@ def _gathered_bytes(planned: PlannedModel) -> int:
     else:
         trained, largest = shape.num_parameters, max(layer, outside)
     sums = FP32 * trained if planned.learner.processes > 1 else 0
-    working = weights + (number + FP32) * largest
+    dense = max((parameter.size for parameter in shape.parameters if parameter.name in planned.quantized), default=0)
+    working = weights + (number + FP32) * largest + number * dense
     return working + (sums if sums <= GATHERED_GRADIENT_BYTES else 0)
 
 

@@ -33,7 +33,9 @@ def plan_memory(planned: PlannedModel) -> list[RankMemory]:
     check_splits(backend, known.abilities.splits, planned.learner.layout)
     ranks: list[RankMemory] = load(known.plan, "learner.backend")(planned)
     if planned.critic is not None:
-        alone = replace(planned, shape=planned.critic, critic=None, has_reference=False, adapter=(), versions={})
+        alone = replace(
+            planned, shape=planned.critic, critic=None, has_reference=False, adapter=(), quantized={}, versions={}
+        )
         ranks = _in_turn(ranks, plan_memory(scored(alone)))
     return _largest_first(ranks)
 

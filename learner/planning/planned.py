@@ -60,6 +60,8 @@ class PlannedModel:
     """Whether its output is over the vocabulary; else one score, as a reward model's."""
     adapter: tuple[Parameter, ...] = ()
     """The parameters of the adapter that is trained, whose base is frozen; none: the whole model is trained."""
+    quantized: Mapping[str, int] = field(default_factory=dict)
+    """The bytes of the frozen weights that are held in few bits, by name; each rank holds them whole."""
     sharing: int = 1
     """The most sequences that share tokens of a row, such as a group's samples; 1: rows share none."""
     versions: Mapping[int, int] = field(default_factory=dict)
@@ -69,6 +71,11 @@ class PlannedModel:
     def compute_bytes(self) -> int:
         """The bytes of one number in the forward and backward pass."""
         return 2 if self.dtype == "bfloat16" else FP32
+
+    @cached_property
+    def plain_parameters(self) -> tuple[Parameter, ...]:
+        """The parameters of the model that are not quantized."""
+        return tuple(one for one in self.shape.parameters if one.name not in self.quantized)
 
     @property
     def replicas(self) -> int:

@@ -50,14 +50,16 @@ def adapted(adapter: dict[str, Any]) -> dict[str, Any]:
         ({"adapter": {"stages": ["lr"]}}, r"adapter\.stages names 'lr', and the recipe's stages are sft, rl\."),
         ({"adapter": {**OF_RL, "dropout": 0.1}}, r"dropout is 0\.1, and stage rl compares logprobs"),
         ({"adapter": {}}, r"stage sft starts from random weights. Set model\.path"),
+        ({"adapter": {**OF_RL, "quantize_base": "int8"}, "backend": "megatron"}, r"quantize_base is int8, and learner"),
         ({"adapter": {"rank": 0}}, r"model\.adapter\.rank is 0; expected"),
         ({"adapter": {"kind": "dora"}}, r"model\.adapter\.kind is 'dora'"),
         ({"adapter": {"ranks": 4}}, r"unknown key model\.adapter\.ranks; did you mean model\.adapter\.rank\?"),
     ],
 )
 def test_a_wrong_adapter_is_told(sections: dict[str, Any], told: str, tmp_path: Path) -> None:
+    learner = {**TINY.get("learner", {}), "backend": sections.get("backend", "fsdp")}
     with pytest.raises(ConfigError, match=told):
-        load(tmp_path, model=adapted(sections["adapter"]), stages=[SFT, RL])
+        load(tmp_path, model=adapted(sections["adapter"]), stages=[SFT, RL], learner=learner)
 
 
 def test_a_stage_trains_the_adapter_if_it_is_named(tmp_path: Path) -> None:
@@ -137,8 +139,9 @@ def test_a_worker_gets_what_the_run_sends_or_is_refused(tmp_path: Path) -> None:
 def test_a_run_goes_on_with_what_it_trains(tmp_path: Path) -> None:
     before, plain = load(tmp_path, model=adapted(OF_RL), stages=[SFT, RL]), load(tmp_path, stages=[SFT, RL])
     other = load(tmp_path, model=adapted({**OF_RL, "rank": 8}), stages=[SFT, RL])
+    few = load(tmp_path, model=adapted({**OF_RL, "quantize_base": "int8"}), stages=[SFT, RL])
     before.run_directory.mkdir(parents=True)
-    for began, changes in ((before, (plain, other)), (plain, (before,))):
+    for began, changes in ((before, (plain, other, few)), (plain, (before,))):
         (before.run_directory / SETTINGS).write_bytes(msgspec.json.encode(began))
         check_resumable(began, None)
         for changed in changes:
@@ -222,6 +225,24 @@ def test_an_adapter_is_exported_alone(tmp_path: Path, capsys: pytest.CaptureFixt
     assert load_file(out / "adapter_model.safetensors")[next(iter(ours))].dtype == torch.bfloat16
     assert answer([*export, str(tmp_path / "whole"), "--force"]) != 0
     assert "holds no adapter: its run trained the whole model" in capsys.readouterr().err
+
+
+def test_an_adapter_of_a_quantized_base_is_exported_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = saved_base(model_config("qwen3_moe", tied=False), tmp_path / "base")
+    run = make_run(tmp_path / "run", with_adapter(base, quantize_base="int8"))
+    for more in ([], ["--adapter"]):
+        assert answer(["export", str(run), "--out", str(tmp_path / "out"), "--json", "--force", *more]) == 0
+        said = json.loads(capsys.readouterr().out)
+        assert (said["quantized"], said["check"]["mean_difference"] < 1e-5) == ("int8", True)
+    assert (tmp_path / "out" / "base.json").exists()
+    assert answer(["export", str(run), "--out", str(tmp_path / "out"), "--force"]) == 0
+    assert "trained beside a base in int8: its weights are those, made dense again." in capsys.readouterr().out
+    exported = open_weights(str(tmp_path / "out"))
+    assert exported is not None
+    head, router = "lm_head.weight", "model.layers.0.mlp.gate.weight"
+    plain = open_weights(base.path)
+    assert plain is not None
+    assert all(torch.equal(exported(name), plain(name)) for name in (head, router))
 
 
 def test_an_exported_adapter_that_computes_something_else_is_refused(

@@ -178,6 +178,7 @@ RANKS = [
     Case(architecture="qwen3_moe", adapter=replace(ADAPTER, rank=3), is_large=True),
     Case(architecture="qwen3_moe", adapter=ADAPTER, layout=LayoutConfig(context=2)),
     Case(architecture="qwen3_moe", adapter=ADAPTER, checkpoint="alone"),
+    Case(architecture="qwen3", adapter=replace(ADAPTER, quantize_base="int8")),
 ]
 
 

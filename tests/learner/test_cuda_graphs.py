@@ -342,6 +342,7 @@ PLAIN: dict[str, Any] = {
     "parameters": 135_000_000,
     "is_rounded": True,
     "drops_activations": False,
+    "is_quantized": False,
     "has_experts": False,
     "has_window": False,
 }
@@ -359,6 +360,7 @@ PLAIN: dict[str, Any] = {
         ({"parameters": 8_000_000_000}, {}, "the model has more than 1,073,741,824 parameters"),
         ({"is_rounded": False}, {}, "model.dtype is float32"),
         ({"drops_activations": True}, {}, "model.adapter.dropout is above 0"),
+        ({"is_quantized": True}, {}, "model.adapter.quantize_base is set"),
         ({"has_experts": True}, {}, "the model has experts"),
         ({"has_window": True}, {}, "the model's attention has a window"),
     ],

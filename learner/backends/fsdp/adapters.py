@@ -19,10 +19,12 @@ from transformers.integrations.moe import _grouped_mm
 
 from broker.errors import ConfigError
 from learner.backends.expert_rows import ExpertChange, collect, experts_forward, route, row_offsets, spread
+from learner.backends.quantized import Quantized, frozen_grouped_product
 from learner.config import AdapterConfig
 from learner.models.adapters import FACTORS, Target, factor_name, first_factor, peft_config, targets_of
 
 from .experts import is_plain
+from .quantized_base import QuantizedBase, weight_of
 from .streaming import copy_rows
 
 if TYPE_CHECKING:
@@ -40,7 +42,14 @@ class Adapters:
         self._model = model
         self._modules = dict(model.named_modules())
         self._is_dropping = False
-        _check_experts(self._modules[target.module] for target in self.targets if target.experts)
+        self.base: QuantizedBase | None = None
+        if adapter.quantize_base != "none":
+            self.base = QuantizedBase(model, adapter.quantize_base, dtype)
+        changed = {target.module: target for target in (*self.targets, *(self.base.targets if self.base else ()))}
+        experts = [self._modules[name] for name, target in changed.items() if target.experts]
+        _check_experts(experts)
+        for part in experts:
+            part.forward = types.MethodType(_with_scale(_experts, adapter.scale), part)
         for parameter in model.parameters():
             parameter.requires_grad_(False)
             parameter.data = parameter.data.to(dtype)
@@ -48,12 +57,14 @@ class Adapters:
             self._add(self._modules[target.module], target)
 
     def _add(self, module: nn.Module, target: Target) -> None:
-        device = getattr(module, target.weight).device
+        weight = weight_of(module, target.weight)
+        device = weight.codes.device if isinstance(weight, Quantized) else weight.device
         for factor, shape in zip(FACTORS, target.shapes(self.config.rank), strict=True):
             name = factor_name(target.weight, factor)
             module.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=device)))
-        forward = _experts if target.experts else functools.partial(_linear, adapters=self)
-        module.forward = types.MethodType(_with_scale(forward, self.config.scale), module)
+        if not target.experts:
+            forward = functools.partial(_linear, plain=module.forward, adapters=self)
+            module.forward = types.MethodType(_with_scale(forward, self.config.scale), module)
 
     def fill(self, seed: int) -> None:
         """Give A its first values, and B zeros, so that the model computes what it did without adapters."""
@@ -96,10 +107,10 @@ def _with_scale(forward: Any, scale: float) -> Any:
     return scaled
 
 
-def _linear(linear: Any, scale: float, rows: torch.Tensor, *, adapters: Adapters) -> torch.Tensor:
+def _linear(linear: Any, scale: float, rows: torch.Tensor, *, plain: Any, adapters: Adapters) -> torch.Tensor:
     """[..., O] W x + s B (A x). The last product scales and adds in its own kernel: rows of O are wide."""
     rows_NI = rows.flatten(0, -2)
-    output_NO: torch.Tensor = type(linear).forward(linear, rows_NI)
+    output_NO: torch.Tensor = plain(rows_NI)
     low_NR = F.linear(adapters.dropped(rows_NI), linear.lora_A)
     return torch.addmm(output_NO, low_NR, linear.lora_B.T, alpha=scale).view(*rows.shape[:-1], -1)
 
@@ -111,8 +122,8 @@ def _experts(
     routing = route(experts_TK)
     rows_NH = spread(tokens_TH, routing.sources_N, routing.places_TK)
     weights_N = weights_TK.flatten()[routing.order_N]
-    offsets_E = row_offsets(experts_TK, len(experts.gate_up_proj))
-    gate_up, down = experts.gate_up_proj, experts.down_proj
+    gate_up, down = weight_of(experts, "gate_up_proj"), weight_of(experts, "down_proj")
+    offsets_E = row_offsets(experts_TK, gate_up.shape[0])
     changes = _change(experts, "gate_up_proj", scale), _change(experts, "down_proj", scale)
     output_NH = experts_forward(rows_NH, weights_N, offsets_E, gate_up, down, changes=changes, product=_product)
     return collect(output_NH, routing.sources_N, routing.places_TK).to(tokens_TH.dtype)
@@ -124,9 +135,11 @@ def _change(experts: Any, weight: str, scale: float) -> ExpertChange | None:
     return None if first is None or second is None else ExpertChange(first, second, scale)
 
 
-def _product(rows_N: torch.Tensor, weights_E: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
+def _product(rows_N: torch.Tensor, weights_E: Any, offsets_E: torch.Tensor) -> torch.Tensor:
     """[N, O] each row times its expert's [O, I] matrix, transposed. transformers' has a way for the dtypes and devices
     that torch's grouped product does not take."""
+    if isinstance(weights_E, Quantized):
+        return frozen_grouped_product(rows_N, weights_E, offsets_E, _grouped_mm)
     output_N: torch.Tensor = _grouped_mm(rows_N, weights_E.transpose(1, 2), offs=offsets_E)
     return output_N
 

@@ -119,7 +119,8 @@ class FsdpBackend(ShardedModel):
         if self._adapters is None:
             write_tensors(tensors, directory)
         else:
-            write_adapter(tensors, self._adapters.peft_config(self._base), directory)
+            config = self._adapters.peft_config(self._base)
+            write_adapter(tensors, config, directory, self._adapters.config.quantize_base)
         self._write_configuration(directory)
 
     def _write_configuration(self, directory: Path) -> None:

@@ -39,9 +39,13 @@ class HuggingFaceExport:
         """
         from transformers.core_model_loading import revert_weight_conversion
 
-        for _, block in itertools.groupby(_distinct(self._model), key=lambda item: _block(item[0])):
+        base = None if self._adapters is None else self._adapters.base
+        for prefix, block in itertools.groupby(_distinct(self._model), key=lambda item: _block(item[0])):
             names, shards = zip(*block, strict=True)
-            gathered = self._of_files(dict(zip(names, whole(shards, self._dtype), strict=True)), is_merged)
+            named = dict(zip(names, whole(shards, self._dtype), strict=True))
+            if base is not None and prefix:
+                named |= base.of_block(prefix)
+            gathered = self._of_files(named, is_merged)
             names = tuple(gathered)
             if names in self._unchanged:
                 yield from gathered.items()

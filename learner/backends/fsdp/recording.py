@@ -83,6 +83,7 @@ def why_launched(
     parameters: int,
     is_rounded: bool,
     drops_activations: bool,
+    is_quantized: bool,
     has_experts: bool,
     has_window: bool,
 ) -> str:
@@ -96,6 +97,7 @@ def why_launched(
         "the model has experts": has_experts,
         "the model's attention has a window": has_window,
         "model.adapter.dropout is above 0": drops_activations,
+        "model.adapter.quantize_base is set": is_quantized,
         f"learner.compute.recompute is {compute.recompute}": compute.recompute != "none",
         "learner.compute.offload_optimizer is true": compute.offload_optimizer,
     }

@@ -17,7 +17,7 @@ from learner.backends.off_device import OffDevice
 from learner.backends.process_group import check_same_count, count_ranks, join_ranks, sum_over_ranks
 from learner.backends.replayed_choice import disagreement
 from learner.backends.saving import save
-from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
+from learner.config import AdapterConfig, ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from learner.models.adapters import check_recomputation
 from learner.models.layout import check_ranks, check_splits
 from learner.models.model import load_model
@@ -58,7 +58,7 @@ class ShardedModel:
     ) -> None:
         check_splits("fsdp", BACKENDS["fsdp"].abilities.splits, layout)
         check_ranks(layout, count_ranks())
-        _check_compute(device, compute)
+        _check_compute(device, compute, model.adapter)
         check_recomputation(model.adapter, compute)
         self._device = join_ranks(device)
         mesh = init_device_mesh(device, (dist.get_world_size(),))
@@ -101,7 +101,7 @@ class ShardedModel:
             shard(module, mesh, half_precision=is_half)
         if is_streamed:
             allocate_shards(module, self._device)
-            fill_shards(whole, model.path)
+            fill_shards(whole, model.path, None if self._adapters is None else self._adapters.base)
         if self._adapters is not None:
             self._adapters.fill(seed)
         if recorder is not None and isinstance(module, Policy):
@@ -121,6 +121,7 @@ class ShardedModel:
             parameters=sum(parameter.numel() for parameter in module.parameters()),
             is_rounded=self._dtype is not torch.float32,
             drops_activations=self._adapters is not None and self._adapters.config.dropout > 0,
+            is_quantized=self._adapters is not None and self._adapters.base is not None,
             has_experts=num_experts(module.model.config) > 0,
             has_window=has_window(module.model.config),
         )
@@ -154,6 +155,8 @@ class ShardedModel:
         return gathering(self._module) if self._rounded is None else self._rounded.in_place()
 
     def _held(self) -> Iterator[torch.Tensor]:
+        if self._adapters is not None and self._adapters.base is not None:
+            yield from self._adapters.base.tensors()
         for parameter in self._module.parameters():
             yield local(parameter.detach())
             for state in self._optimizer.state.get(parameter, {}).values():
@@ -228,6 +231,11 @@ class ShardedModel:
         return share.detach(), report
 
 
-def _check_compute(device: str, compute: ComputeConfig) -> None:
+def _check_compute(device: str, compute: ComputeConfig, adapter: AdapterConfig | None) -> None:
+    if adapter is not None and adapter.quantize_base != "none" and compute.compile:
+        raise ConfigError(
+            f"model.adapter.quantize_base is {adapter.quantize_base}, and learner.compute.compile=true knows no"
+            " quantized weights. Leave one of both out."
+        )
     if device == "cpu" and compute.compile:
         raise ConfigError("learner.compute.compile=true needs learner.device=cuda: on a CPU it gains nothing.")

@@ -22,6 +22,8 @@ from learner.config import ModelConfig
 from learner.models.adapters import is_factor
 from learner.models.model import load_config
 
+from .quantized_base import QuantizedBase
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -76,18 +78,24 @@ def allocate_shards(module: nn.Module, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def fill_shards(model: "PreTrainedModel", path: str) -> None:
-    """Copy the files' weights into the shards. Raises ConfigError for a weight that is missing or has another shape.
+def fill_shards(model: "PreTrainedModel", path: str, quantized: QuantizedBase | None = None) -> None:
+    """Copy the files' weights into the shards, and quantize those that are `quantized`. Raises ConfigError for a weight
+    that is missing or has another shape.
 
     Parameters that still lie on the meta device, such as the head of a critic's model, are left out.
     """
     named = model.state_dict(keep_vars=True)
     shards = {name: tensor for name, tensor in named.items() if not (tensor.is_meta or is_factor(name))}
+    apart = {} if quantized is None else quantized.placeholders()
+    shards |= apart
     filled: set[int] = set()
     weights = open_weights(path)
     assert weights is not None, "can_stream has looked"
-    for name, weight in _converted(model, weights, shards):
-        _copy(path, name, weight, shards[name])
+    for name, weight in _converted(model, weights, named | apart, shards):
+        if quantized is not None and name in apart:
+            quantized.put(name, weight)
+        else:
+            _copy(path, name, weight, shards[name])
         filled.add(id(shards[name]))
     if lacking := [name for name, shard in shards.items() if id(shard) not in filled]:
         raise ConfigError(
@@ -116,14 +124,13 @@ def copy_rows(weight: torch.Tensor, shard: torch.Tensor) -> None:
 
 
 def _converted(
-    model: "PreTrainedModel", files: Weights, wanted: Mapping[str, torch.Tensor]
+    model: "PreTrainedModel", files: Weights, named: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the files' tensors under the model's names; only the tensors of one weight are in memory at once."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import dot_natural_key
 
     table = get_model_conversion_mapping(model)
-    named = model.state_dict(keep_vars=True)
     transforms: dict[str, Any] = {}
     for name in sorted(files.names, key=dot_natural_key):
         target, pattern = _renamed(model, name, table, named)

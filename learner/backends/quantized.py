@@ -1,0 +1,150 @@
+"""Frozen weights in 4 or 8 bits: numbers of a row or block share a scale, and each is a code of few bits.
+
+    nf4    4 bits, blocks of 64 numbers, codes at the quantiles of a normal distribution (Dettmers et al. 2023,
+           arXiv:2305.14314, section 3), by the library bitsandbytes
+    int8   8 bits, evenly spaced, a scale for each row
+
+A weight is quantized in fp32 as its file has it, so a GPU, a CPU and an export have the same codes.
+"""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from broker.errors import ConfigError
+from broker.installation import is_installed
+from learner.models.adapters import Target, adaptable
+from learner.models.model import unfilled
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+BLOCK = 64
+"""Numbers that share a scale in nf4."""
+LARGEST = 127
+"""The largest code of int8."""
+
+
+def check_quantizer(kind: str) -> None:
+    """Raises ConfigError, with the remedy, where the library for this kind is missing."""
+    if kind == "nf4" and not is_installed("bitsandbytes"):
+        raise ConfigError(
+            "model.adapter.quantize_base=nf4 needs bitsandbytes, which is not installed: pip install"
+            " 'headway[quantized]'. int8 needs no further package."
+        )
+
+
+def check_blocks(target: Target, kind: str) -> None:
+    """Raises ConfigError for a weight that nf4 does not cut into whole blocks. Of experts, gate and up are two."""
+    parts = 2 if target.weight == "gate_up_proj" else 1
+    if kind == "nf4" and target.inputs * target.outputs // parts % BLOCK:
+        raise ConfigError(
+            f"model.adapter.quantize_base=nf4 takes weights of whole blocks of {BLOCK} numbers, and {target.name} has"
+            f" {target.outputs // parts} x {target.inputs}. Take int8."
+        )
+
+
+class Quantized(NamedTuple):
+    """A weight in few bits."""
+
+    kind: str
+    codes: torch.Tensor
+    """[numbers / 2] uint8 for nf4, two of them in a byte; int8 in the weight's shape for int8."""
+    scales: torch.Tensor
+    """fp32: one for each block, or each row."""
+    shape: tuple[int, ...]
+
+    def dense(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight in a number format."""
+        if self.kind == "int8":
+            return (self.codes * self.scales).to(dtype)
+        from bitsandbytes.functional import QuantState, dequantize_4bit
+
+        # A block to a row: the library's kernel for CPUs (0.50) takes scales of other blocks where blocks cross rows.
+        shape = torch.Size((len(self.scales), BLOCK))
+        state: Any = QuantState(absmax=self.scales, shape=shape, blocksize=BLOCK, quant_type=self.kind, dtype=dtype)
+        blocks: torch.Tensor = dequantize_4bit(self.codes[:, None], state)
+        return blocks.view(self.shape)
+
+
+def quantize(weight: torch.Tensor, kind: str) -> Quantized:
+    """Return a weight of a shape whose last dimension are the input features, in few bits on its device."""
+    weight = weight.float().contiguous()
+    if kind == "int8":
+        scales = weight.abs().amax(-1, keepdim=True) / LARGEST
+        codes = (weight / scales.where(scales > 0, 1.0)).round().to(torch.int8)
+        return Quantized(kind, codes, scales, tuple(weight.shape))
+    from bitsandbytes.functional import quantize_4bit
+
+    packed, state = quantize_4bit(weight, blocksize=BLOCK, quant_type=kind)
+    return Quantized(kind, packed[:, 0], state.absmax, tuple(weight.shape))
+
+
+def empty(shape: tuple[int, ...], kind: str, device: torch.device) -> Quantized:
+    """Return a weight with undefined contents."""
+    if kind == "int8":
+        codes = torch.empty(shape, dtype=torch.int8, device=device)
+        return Quantized(kind, codes, torch.empty(*shape[:-1], 1, device=device), shape)
+    count = torch.Size(shape).numel()
+    codes = torch.empty(count // 2, dtype=torch.uint8, device=device)
+    return Quantized(kind, codes, torch.empty(count // BLOCK, device=device), shape)
+
+
+def quantized_bytes(shape: tuple[int, ...], kind: str) -> int:
+    """Return the bytes of a weight of this shape."""
+    made = empty(shape, kind, torch.device("meta"))
+    return made.codes.nbytes + made.scales.nbytes
+
+
+def quantized_weights(config: "PretrainedConfig", kind: str) -> dict[str, int]:
+    """Return the bytes of each weight of a model that is held in few bits, by its name in the model."""
+    weights = adaptable(unfilled(config))
+    return {one.parameter: quantized_bytes(one.shape, kind) for one in weights}
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """Rows times a weight, transposed. The backward pass makes the weight dense again, so none is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: Quantized) -> torch.Tensor:
+        ctx.weight = weight
+        return F.linear(rows, weight.dense(rows.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0] @ ctx.weight.dense(gradients[0].dtype), None
+
+
+class _FrozenGroupedProduct(torch.autograd.Function):
+    """Each row times its expert's weight, transposed, as above."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: Quantized, offsets_E: torch.Tensor, product: Any) -> torch.Tensor:
+        ctx.weight, ctx.product = weight, product
+        ctx.save_for_backward(offsets_E)
+        output: torch.Tensor = product(rows, weight.dense(rows.dtype).transpose(1, 2), offs=offsets_E)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (offsets_E,) = ctx.saved_tensors
+        weight = ctx.weight.dense(gradients[0].dtype)
+        return ctx.product(gradients[0].contiguous(), weight, offs=offsets_E), None, None, None
+
+
+def frozen_product(rows: torch.Tensor, weight: Quantized) -> torch.Tensor:
+    """[..., O] rows [..., I] times a weight [O, I]; the weight gets no gradient."""
+    output: torch.Tensor = _FrozenProduct.apply(rows, weight)  # type: ignore[no-untyped-call]
+    return output
+
+
+def frozen_grouped_product(
+    rows: torch.Tensor, weight: Quantized, offsets_E: torch.Tensor, product: Any
+) -> torch.Tensor:
+    """[N, O] each row [I] times its expert's matrix of [E, O, I], by a function like torch's grouped_mm."""
+    output: torch.Tensor = _FrozenGroupedProduct.apply(rows, weight, offsets_E, product)  # type: ignore[no-untyped-call]
+    return output
