@@ -20,7 +20,12 @@ def test_the_report_of_this_machine() -> None:
     )
     report = json.loads(answer.stdout)
     found = {finding["name"]: finding["works"] for finding in report["servers"] + report["backends"]}
-    assert found == {"embedded": True, "fsdp": True, "megatron": find_spec("megatron") is not None}
+    assert found == {
+        "embedded": True,
+        "fsdp": True,
+        "megatron": find_spec("megatron") is not None,
+        "bitsandbytes": find_spec("bitsandbytes") is not None,
+    }
     assert [engine["name"] for engine in report["engines"]] == ["embedded", "vllm", "sglang"]
     assert report["ready"] is True
 

@@ -32,8 +32,9 @@ class QuantizedBase:
         self._dtype = dtype
         modules = dict(model.named_modules())
         self._held = {target.parameter: (modules[target.module], target) for target in adaptable(model)}
-        for module, target in self._held.values():
+        for target in self.targets:
             check_blocks(target, kind)
+        for module, target in self._held.values():
             self._replace(module, target)
 
     def _replace(self, module: nn.Module, target: Target) -> None:
