@@ -1,15 +1,20 @@
-"""Seconds from the command `headway run` to the first trained step, and to what comes before it.
+"""Seconds from the command `headway run` to the first trained step, and all that comes before it, of each process.
 
-    python -m benchmarks.first_step [--runs 2] [--recipe arithmetic-vllm.yaml] [key=value ...]
+    python -m benchmarks.first_step [--runs 2] [--caches DIR] [--recipe arithmetic-vllm.yaml] [key=value ...]
     python -m benchmarks.first_step --shape smollm2-135m --gpus 2 --recipe smollm2-reasoning-gym.yaml [key=value ...]
 
 `--shape` writes random weights of that shape, from which the recipe's model is then loaded. Stages before reinforcement
-learning and evaluations are left out. The first run finds no compiled kernels, later ones find those that earlier ones
-left. `engine_ahead_s` is there if the engine was up before the learner had claimed the run. The last line is one JSON
-object.
+learning and evaluations are left out. A run is stopped after its second step. `--caches`: the directory for all that
+vLLM, Triton, torch and Headway keep; the first run with a new one finds nothing, later ones what earlier ones left.
+
+For each run, `processes` has the seconds at which its processes began, `workers` those of the marks in each worker's
+log, and `parts` the seconds from mark to mark in the worker whose engine was up last, of which the first step's time is
+the sum. With `has_bytecode` false, Python compiles vLLM's sources in each process that imports it. The last line is one
+JSON object.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -17,28 +22,47 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks.learns.parts import placement
 from benchmarks.throughput import checkpoint
 from benchmarks.throughput.shapes import shape_of
 
 LOOK_S = 0.05
+STEPS = 2
 MARKS = {
-    "worker_waits_s": "has no learner yet",
-    "engine_ahead_s": "is up; waiting for the learner",
-    "engine_s": r"engine \w+ is up$",
-    "weights_s": r"version \S+ (pulled|received)",
+    "worker_waits": "has no learner yet",
+    "core_imported": "Initializing a V1 LLM engine",
+    "model_made": "Model loading took",
+    "compiled": r"torch\.compile took",
+    "profiled": "GPU KV cache size",
+    "graphs_recorded": "Graph capturing finished",
+    "core_ready": "init engine .profile",
+    "engine_up": r"engine \w+ is up",
+    "weights": r"version \S+ (pulled|received)",
 }
-"""The first line of a worker's log that each figure is the time of."""
+"""The words of a line in a worker's log, the first of which is the mark's time. Those of vLLM are of 0.26 to 0.32."""
+FORK_SERVER, CORE, WORKER = "fork_server", "core", "worker"
+PROCESSES = {
+    FORK_SERVER: r"multiprocessing\.forkserver",
+    "looks_at_model": r"vllm\.model_executor\.models\.registry",
+    CORE: r"EngineCore|multiprocessing\.spawn",
+    "learner": r" learner .*--prepared",
+    WORKER: r" worker --name",
+}
+"""Words of the command lines of a run's processes."""
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+CACHES = {"VLLM_CACHE_ROOT": "vllm", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 
 
 def main() -> None:
     """Measure all runs, as the command line says."""
     options = _parse()
-    overrides = ["stages=[{kind: rl}]", "learner.steps=2", "evaluation.prompts=0", *options.overrides]
+    overrides = ["stages=[{kind: rl}]", "learner.steps=1000", "evaluation.prompts=0", *options.overrides]
     if options.gpus:
         overrides = [*placement(options.gpus, 1), *overrides]
     if options.shape:
@@ -46,47 +70,122 @@ def main() -> None:
         directory = checkpoint.folder(None, options.shape, shape)
         checkpoint.write_isolated(shape, directory, "cuda" if options.gpus else "cpu", 300.0)
         overrides = [f"model.path={directory}", *overrides]
+    environment = {**os.environ, **NO_MULTICAST, "VLLM_LOGGING_LEVEL": "INFO", **_caches(options.caches)}
     runs = []
     for _ in range(options.runs):
-        runs.append(_run(options.recipe, overrides, options.timeout_s))
+        runs.append(_run(options.recipe, overrides, environment, options.timeout_s))
         print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
-    print(json.dumps({"recipe": options.recipe, "gpus": options.gpus, "overrides": options.overrides, "runs": runs}))
+    found = {"recipe": options.recipe, "gpus": options.gpus, "cores": os.cpu_count(), "has_bytecode": _has_bytecode()}
+    print(json.dumps({**found, "overrides": overrides, "runs": runs}))
 
 
-def _run(recipe: str, overrides: list[str], timeout_s: float) -> dict[str, Any]:
-    """Return the seconds of one run's marks."""
+def _caches(directory: Path | None) -> dict[str, str]:
+    """Return the environment in which everything that a start may find again lies below the directory."""
+    if directory is None:
+        return {}
+    whole = directory.resolve()
+    return {"XDG_CACHE_HOME": str(whole), **{name: str(whole / below) for name, below in CACHES.items()}}
+
+
+def _has_bytecode() -> bool:
+    """Whether this interpreter finds vLLM compiled, as it is once pip has installed it, or a process has written it."""
+    found = importlib.util.find_spec("vllm")
+    origin = found.origin if found is not None else None
+    return origin is not None and Path(importlib.util.cache_from_source(origin)).exists()
+
+
+def _run(recipe: str, overrides: list[str], environment: dict[str, str], timeout_s: float) -> dict[str, Any]:
+    """Return what is known of one run."""
     with tempfile.TemporaryDirectory(prefix="headway-first-step-") as directory:
         run = Path(directory, "run")
         command = [sys.executable, "-m", "deploy", "run", recipe, f"run.directory={directory}", "run.name=run"]
-        began = time.monotonic()
-        found: dict[str, Any] = {}
-        with subprocess.Popen(
-            [*command, *overrides], stdout=subprocess.DEVNULL, env={**os.environ, **NO_MULTICAST}
-        ) as process:
+        with subprocess.Popen([*command, *overrides], stdout=subprocess.DEVNULL, env=environment) as process:
+            seen = _Seen(run, psutil.Process(process.pid))
             try:
-                while process.poll() is None and time.monotonic() - began < timeout_s:
-                    _look(run, found, time.monotonic() - began)
+                while process.poll() is None and seen.now_s() < timeout_s and not seen.is_over():
+                    seen.look()
                     time.sleep(LOOK_S)
             finally:
-                process.terminate()  # it stops its own children in order
-        found["exit_code"] = process.returncode
-        _look(run, found, time.monotonic() - began)
-        if process.returncode:
-            found["log"] = [one.read_text()[-600:] for one in sorted((run / "logs").glob("*.log"))]
-        return found
+                while process.poll() is None:  # the second time it ends its children at once
+                    process.terminate()
+                    time.sleep(1.0)
+        if not seen.is_over():
+            logs = [one.read_text()[-600:] for one in sorted((run / "logs").glob("*.log"))]
+            return {**seen.all(), "exit_code": process.returncode, "log": logs}
+        return seen.all()
 
 
-def _look(run: Path, found: dict[str, Any], now_s: float) -> None:
-    """Note the time of every mark that is there for the first time."""
-    lines = [line for log in (run / "logs").glob("worker-*.log") for line in log.read_text().splitlines()]
-    for name, words in MARKS.items():
-        if any(re.search(words, line) for line in lines):
-            found.setdefault(name, round(now_s, 1))
-    metrics = run / "metrics.jsonl"
-    steps = metrics.read_text().count("\n") if metrics.exists() else 0
-    for name, count in (("first_step_s", 1), ("second_step_s", 2)):
-        if steps >= count:
-            found.setdefault(name, round(now_s, 1))
+@dataclass
+class _Seen:
+    """What has been seen of a run until now, in seconds since its command."""
+
+    run: Path
+    command: psutil.Process
+    workers: dict[str, dict[str, float]] = field(default_factory=dict)
+    steps: list[float] = field(default_factory=list)
+    first: dict[str, float] = field(default_factory=dict)
+    _names: dict[int, tuple[str, float]] = field(default_factory=dict)
+    """The names of processes by their ids, and the times at which they began."""
+
+    def __post_init__(self) -> None:
+        self._began = self.command.create_time()
+
+    def now_s(self) -> float:
+        return round(time.time() - self._began, 2)
+
+    def is_over(self) -> bool:
+        return len(self.steps) >= STEPS
+
+    def look(self) -> None:
+        """Note the time of all that is there for the first time."""
+        for log in (self.run / "logs").glob("worker-*.log"):
+            marks, text = self.workers.setdefault(log.stem, {}), log.read_text(errors="replace")
+            for name, words in MARKS.items():
+                if name not in marks and re.search(words, text):
+                    marks[name] = self.now_s()
+        metrics = self.run / "metrics.jsonl"
+        lines = metrics.read_text().splitlines() if metrics.exists() else []
+        self.steps += [self.now_s()] * (len(lines) - len(self.steps))
+        if lines and not self.first:
+            self.first = {name: round(value, 2) for name, value in json.loads(lines[0]).items() if name in FIRST}
+        self._look_at_processes()
+
+    def _look_at_processes(self) -> None:
+        for process in self.command.children(recursive=True):
+            try:
+                words, parent = " ".join(process.cmdline()), process.ppid()
+                began = round(process.create_time() - self._began, 2)
+            except psutil.Error:  # it has just ended
+                continue
+            name = next((name for name, found in PROCESSES.items() if re.search(found, words)), "")
+            of_parent, _ = self._names.get(parent, ("", 0.0))
+            if of_parent == FORK_SERVER:
+                name = CORE
+            if name and (name != CORE or of_parent in {FORK_SERVER, WORKER}):
+                self._names[process.pid] = name, began  # again and again, as a new process has its parent's words
+
+    def all(self) -> dict[str, Any]:
+        """Return everything, as JSON has it."""
+        last = max(self.workers.values(), key=lambda marks: marks.get("engine_up", 0.0), default={})
+        processes: dict[str, list[float]] = {}
+        for name, began in sorted(self._names.values(), key=lambda one: one[1]):
+            processes.setdefault(name, []).append(began)
+        marks = {"worker_begins": min(processes.get(WORKER, [0.0])), **last}
+        if self.steps:
+            marks["first_step"] = self.steps[0]
+        in_order = sorted(marks.items(), key=lambda mark: mark[1])
+        before = [0.0, *(at for _, at in in_order)]
+        return {
+            "first_step_s": next(iter(self.steps), None),
+            "parts": {name: round(at - since, 2) for (name, at), since in zip(in_order, before, strict=False)},
+            "of_first_step": self.first,
+            "processes": processes,
+            "workers": self.workers,
+        }
+
+
+FIRST = ("take_s", "train_s", "publish_s", "step_s", "time_s")
+"""The seconds that the learner notes of its first step."""
 
 
 def _parse() -> argparse.Namespace:
@@ -96,6 +195,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--shape", default="", help="of random weights; empty: the recipe's own model")
     parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("--caches", type=Path, help="the directory for caches; by default the user's own are used")
     parser.add_argument("--timeout-s", type=float, default=240.0, help="of one run")
     return parser.parse_intermixed_args()
 

@@ -19,7 +19,8 @@ from msgspec.structs import replace
 
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines.vllm.engine import VllmEngine
-from rollout_workers.engines.vllm.start import open_vllm, prepare_environment
+from rollout_workers.engines.vllm.environment import prepare_environment
+from rollout_workers.engines.vllm.start import open_vllm
 
 KIND = "benchmarks.worker_overhead.paced:open_paced"
 """The value of `engine.kind`; `engine.options` then also has `step_s` and `mean_tokens`."""
@@ -126,7 +127,7 @@ def _samples() -> Iterator[tuple[int, Any]]:
 
 def open_paced(config: EngineConfig, model_dir: Path, *, seed: int) -> VllmEngine:
     """Open the engine of `KIND`."""
-    prepare_environment(config.threads)
+    prepare_environment(config.threads, spawns=False)
     from vllm.v1.engine.core_client import EngineCoreClient
 
     options: dict[str, Any] = dict(config.options)

@@ -19,7 +19,7 @@ from rollout_workers.engines import abilities_of
 from rollout_workers.engines.gpus import gpus_of
 from rollout_workers.scorers.runtimes import gpus_of as gpus_of_runtime
 
-from .base import AHEAD, BROKER, Command, Resources
+from .base import AHEAD, BROKER, ENGINE, Command, Resources
 
 PYTHON = (sys.executable, "-m", "deploy", "--debug")
 
@@ -119,6 +119,8 @@ class WorkerCommand:
     """The pool's name."""
     ahead: Path | None = None
     """The run's recipe, if a worker may open its engine beside the learner that loads; see `AHEAD`."""
+    engine: str = ""
+    """The kind of the workers' engine, if known; see `ENGINE`."""
     role: ClassVar[str] = WORKER
     """The command of `headway` that runs one."""
 
@@ -129,12 +131,13 @@ class WorkerCommand:
     def __call__(self, number: int) -> Command:
         name = f"{self.prefix}-{number}"
         devices = self.devices[number % len(self.devices)] if self.devices else None
+        known = {AHEAD: str(self.ahead or ""), ENGINE: self.engine}
         return Command(
             name=name,
             argv=(*PYTHON, self.role, "--name", name, *self.own_arguments()),
             log=self.logs / f"{name}.log",
             cwd=self.private / name,
-            environment=connection(self.url, self.run) | ({AHEAD: str(self.ahead)} if self.ahead else {}),
+            environment=connection(self.url, self.run) | {name: value for name, value in known.items() if value},
             resources=Resources(threads=self.threads, gpus=self.gpus, devices=devices),
             farewell=self.private / f"{name}.farewell",
             role=self.role,

@@ -17,7 +17,7 @@ from broker.client.broker import BlockingBroker
 from broker.connection.address import without_secrets
 from broker.server.access import Role
 from deploy.observe.live import watch
-from deploy.recipe.colocation import has_own_devices, worker_gpus
+from deploy.recipe.colocation import opens_beside_learner, worker_gpus
 from deploy.recipe.data_checks import check_data
 from deploy.recipe.operators import passed_on, passed_on_to_scorers
 from deploy.recipe.packages import check_packages
@@ -222,12 +222,13 @@ class Local:
             devices=_devices(recipe),
             gpus=engine_gpus(recipe.engine),
             ahead=_ahead(recipe, directory),
+            engine=recipe.engine.kind,
         )
         pools = [Pool(MAIN, recipe.workers.count, main)]
         for pool in pools_of(recipe):
             engine = pool.recipe.engine
             own = replace(main, arguments=pool.arguments(), threads=engine.threads, prefix=pool.name, pool=pool.name)
-            own = replace(own, ahead=_ahead(pool.recipe, directory))
+            own = replace(own, ahead=_ahead(pool.recipe, directory), engine=engine.kind)
             command = replace(own, devices=_devices(pool.recipe), gpus=engine_gpus(engine))
             pools.append(Pool(pool.name, pool.count, command))
         pools += [self._scorers(scorer, directory, server, private) for scorer in scorers_of(recipe)]
@@ -300,7 +301,7 @@ class Local:
 
 def _ahead(recipe: Recipe, directory: Path) -> Path | None:
     """Return the recipe from which workers open an engine before the learner is there; None: they wait for it."""
-    return directory / CONFIG if has_own_devices(recipe, _visible()) else None
+    return directory / CONFIG if opens_beside_learner(recipe, _visible()) else None
 
 
 def _devices(recipe: Recipe) -> list[str]:

@@ -90,13 +90,17 @@ def worker_gpus(recipe: Recipe, visible: str) -> list[str]:
     return [gpus if first in ("", *gpus.split(",")) else f"{gpus},{first}" for gpus in given]
 
 
-def has_own_devices(recipe: Recipe, visible: str) -> bool:
-    """Return whether no worker is on a GPU of the learner's, as far as the recipe and `visible` say."""
+def opens_beside_learner(recipe: Recipe, visible: str) -> bool:
+    """Return whether workers may open their engines while the learner loads its model, as far as the recipe and
+    `visible` say: where they are on none of the learner's GPUs, or engines do not measure the memory that is free."""
     if recipe.run.is_colocated or recipe.learner.device == "cpu":
         return not recipe.run.is_colocated
+    abilities, options = abilities_of(recipe.engine, roots_of(recipe)), recipe.engine.options
+    if abilities.sizing_option and options.get(abilities.sizing_option) is not None:
+        return True
     ranks = visible.split(",") if visible else [str(rank) for rank in range(recipe.learner.processes)]
     given = {str(device) for device in recipe.workers.devices}
-    on_cpu = abilities_of(recipe.engine, roots_of(recipe)).follows_device and recipe.engine.device == "cpu"
+    on_cpu = abilities.follows_device and recipe.engine.device == "cpu"
     return on_cpu or bool(given and given.isdisjoint(ranks[: recipe.learner.processes]))
 
 

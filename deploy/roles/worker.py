@@ -24,10 +24,12 @@ from broker.errors import (
     WeightSyncError,
 )
 from broker.user_code.roots import ImportRoots, import_directory
+from deploy.launch.base import ENGINE
 from deploy.launch.pool import DRAIN_WORKER_S
 from deploy.recipe.loading import recipe_from_bytes, with_overrides
 from deploy.recipe.operators import check_stored
 from deploy.recipe.recipe import Recipe
+from rollout_workers.engines import libraries_of
 
 from .ahead import EngineAhead, open_worker_engine, sent_rank
 from .joining import drained_when_changed, fetch_config, or_drained
@@ -127,7 +129,7 @@ async def _fetch_config(broker: Broker, ahead: EngineAhead) -> bytes:
 
 
 def _import_libraries() -> None:
-    for name in ("transformers", "rollout_workers.worker"):
+    for name in ("transformers", "rollout_workers.worker", *libraries_of(os.environ.get(ENGINE, ""))):
         importlib.import_module(name)
 
 

@@ -66,6 +66,21 @@ def check_asked(kind: str, abilities: EngineAbilities, *, tells_experts: bool, s
         )
 
 
+def preload(kind: str, threads: int) -> None:
+    """Begin, beside this process, what opening the engine `kind` waits for, if it comes with Headway and is installed.
+    `threads`: for arithmetic, unless OMP_NUM_THREADS is set. Returns at once. To be called by the main thread."""
+    known = ENGINES.get(kind)
+    if known is not None and known.preloader and known.is_installed():
+        load(known.preloader, "engine.kind")(threads)
+
+
+def libraries_of(kind: str) -> tuple[str, ...]:
+    """Return the modules that take the process which opens the engine `kind` seconds to import; none of an engine that
+    is not installed, or of a user's own."""
+    known = ENGINES.get(kind)
+    return known.libraries if known is not None and known.is_installed() else ()
+
+
 def open_engine(
     config: EngineConfig,
     model_dir: Path,

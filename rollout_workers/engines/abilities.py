@@ -33,6 +33,9 @@ class EngineAbilities:
     model needs."""
     memory_share: float = 0.0
     """The same part where the option is not given."""
+    sizing_option: str = ""
+    """The name in `engine.options` with which the engine takes so much memory without measuring what is free, so that
+    it may start beside others on its GPU; empty if there is none."""
     tells_experts: bool = True
     """Whether it can report which experts it chose, as `algorithm.router_replay` needs."""
     takes_adapters: bool = False
@@ -58,6 +61,11 @@ class KnownEngine(Generic[A]):
     abilities: A
     package: tuple[str, str] | None = None
     """(module, name) of the package that must be installed besides Headway."""
+    preloader: str = ""
+    """Import path of a function that begins, beside its process, what opening the engine waits for. It takes the number
+    of threads for arithmetic and returns at once."""
+    libraries: tuple[str, ...] = ()
+    """Modules that take the process that opens the engine seconds to import."""
     remedy: str
     """The command or advice that installs what it needs."""
     examine: Callable[[TorchFacts], tuple[bool, str]]
@@ -66,8 +74,12 @@ class KnownEngine(Generic[A]):
     def check_installed(self, setting: str) -> None:
         """Raise ConfigError, with the remedy, if its package is missing. `setting`: what asks for it, such as
         `engine.kind=vllm`."""
-        if self.package is not None and not is_installed(self.package[0]):
+        if self.package is not None and not self.is_installed():
             raise ConfigError(f"{setting} needs {self.package[1]}, which is not installed. {self.remedy}")
+
+    def is_installed(self) -> bool:
+        """Whether its package is here."""
+        return self.package is None or is_installed(self.package[0])
 
 
 def gpus_with(options: Mapping[str, object], gpu_options: Sequence[str], key: str) -> int:

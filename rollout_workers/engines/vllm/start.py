@@ -1,7 +1,6 @@
 """Starts vLLM as an engine: its environment, its arguments, and what it cannot do."""
 
 import os
-import tempfile
 from collections.abc import Mapping
 from multiprocessing import active_children
 from pathlib import Path
@@ -19,6 +18,7 @@ from .abilities import VLLM
 from .adapters import engine_arguments as arguments_for_adapters
 from .engine import VllmEngine
 from .experts import engine_arguments as arguments_for_experts
+from .forking import new_processes, preload
 
 STREAM_INTERVAL = 16
 """Tokens of a request that arrive together, except its first and its last. One by one, with 512 requests at once, they
@@ -32,29 +32,6 @@ GRAPHED, MOST_GRAPHED, BETWEEN_GRAPHS = 512, 1024, 16
 """Requests that vLLM decodes together by a CUDA graph unless it is told of more, the most that it is told of, and the
 distance of their numbers. A larger batch is launched kernel by kernel, which keeps a small model waiting. Each graph
 takes memory and a part of a second at the start."""
-
-LONGEST_DIRECTORY = 64
-"""Characters of a directory for vLLM's sockets: with the name of one, a path may have 107."""
-SHORT_DIRECTORY = "/tmp"
-"""The directory of vLLM's sockets where TMPDIR is too long. Their names cannot be guessed, and it is vLLM's own choice
-where TMPDIR is not set."""
-
-
-def prepare_environment(threads: int) -> None:
-    """Set the environment that vLLM reads when it is imported or starts its processes. The user's own settings stay."""
-    settings = {
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the default pins every engine of a machine to core 0
-        "OMP_NUM_THREADS": str(threads),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # on a CPU: one process beside this one instead of two
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
-    if len(tempfile.gettempdir()) > LONGEST_DIRECTORY:
-        settings["VLLM_RPC_BASE_PATH"] = SHORT_DIRECTORY
-    for name, value in settings.items():
-        os.environ.setdefault(name, value)
 
 
 def engine_arguments(
@@ -115,7 +92,7 @@ def open_vllm(
     adapters_held: int = 1,
 ) -> VllmEngine:
     """Start vLLM on the config.json in `model_dir`, with random weights. An event loop must be running."""
-    prepare_environment(config.threads)
+    preload(config.threads)
     if config.dtype == "float32":
         # Triton would multiply it as TF32, with which a router chooses other experts than the learner's does.
         os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
@@ -132,7 +109,7 @@ def open_vllm(
         routed = routed_layers(shapes)
         arguments |= arguments_for_experts(config.options)
     others = set(active_children())
-    with starting_alone(measured_gpus(arguments, gpus_of(config, VLLM.abilities))):
+    with starting_alone(measured_gpus(arguments, gpus_of(config, VLLM.abilities))), new_processes(arguments):
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     return VllmEngine(
         llm, config, shapes, set(active_children()) - others, routed, adapters=adapters_held if adapter_rank else 0
@@ -144,7 +121,7 @@ def measured_gpus(arguments: Mapping[str, Any], count: int) -> list[str]:
     the size of its KV cache, and none without CUDA."""
     from vllm.platforms import current_platform
 
-    if arguments.get("kv_cache_memory_bytes") is not None or not current_platform.is_cuda():
+    if arguments.get(VLLM.abilities.sizing_option) is not None or not current_platform.is_cuda():
         return []
     return [current_platform.get_device_uuid(number) for number in range(count)]
 

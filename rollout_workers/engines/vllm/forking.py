@@ -1,0 +1,137 @@
+"""vLLM's process with the model is forked from one that has imported vLLM while the worker did.
+
+    worker ── preload ──────► fork server: imports vLLM ──┐
+       │ imports vLLM, reads the model's configuration      ├──► vLLM's process starts at once
+       └─ AsyncLLM ── asks for a process ───────────────────┘
+
+Otherwise vLLM is imported in the worker, and only then once more in a new process; the first time on a machine also by
+a third one, which looks at the model's class.
+
+The invariant: no process is forked from one that has opened CUDA, which does not survive a fork. In its place, and
+where the server fails for any reason, processes are spawned, as vLLM itself would do it.
+"""
+
+import ctypes
+import logging
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing import forkserver, popen_forkserver, popen_spawn_posix
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any
+
+from .environment import METHOD, SPAWN, prepare_environment
+
+FORK_BESIDE_GPUS = "HEADWAY_FORK_VLLM"
+"""The variable that is 1 to have processes forked on a machine with GPUs, too, where nobody has seen it work yet."""
+DRIVER = "libcuda.so.1"
+PRELOADED = "rollout_workers.engines.vllm.preloaded"
+"""The module that the server imports."""
+PR_SET_PDEATHSIG = 1
+NOT_INITIALIZED = 3
+"""CUDA_ERROR_NOT_INITIALIZED, which CUDA's driver answers in a process that has not opened it."""
+
+log = logging.getLogger(__name__)
+
+
+def preload(threads: int) -> None:
+    """Start the process that imports vLLM, with so many threads for arithmetic, unless there is one or the user has
+    chosen how processes start. Returns at once.
+
+    To be called by the main thread: the kernel ends the server with the thread that started it.
+    """
+    prepare_environment(threads, spawns=False)
+    if _forks():
+        multiprocessing.set_forkserver_preload([PRELOADED])
+        forkserver.ensure_running()
+
+
+def _forks() -> bool:
+    """Whether vLLM's processes are to be forked."""
+    if METHOD in os.environ:
+        return False
+    return _driver() is None or os.environ.get(FORK_BESIDE_GPUS) == "1"
+
+
+@contextmanager
+def new_processes(arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Let vLLM, which is started with these arguments in this block, have its processes forked, and look at the model's
+    class in this process."""
+    from vllm.model_executor.models import registry
+    from vllm.v1.engine import utils
+
+    changes: dict[tuple[Any, str], Any] = {(registry, "_run_in_subprocess"): _run_here}
+    # One that is bound to a NUMA node has an executable of its own, which only a spawned process can have.
+    if _forks() and not any(name.startswith("numa") for name in arguments):
+        changes[utils, "get_mp_context"] = Forking
+    usual = {place: getattr(*place) for place in changes if hasattr(*place)}
+    if (utils, "get_mp_context") not in usual:
+        os.environ.setdefault(METHOD, SPAWN)  # vLLM itself would fork this process, which has threads
+    try:
+        for place in usual:
+            setattr(*place, changes[place])
+        yield
+    finally:
+        for place, value in usual.items():
+            setattr(*place, value)
+
+
+def _run_here(look: Any) -> Any:
+    """Look at the class of a model. vLLM has it done by a process that ends at once, as some models open CUDA when they
+    are imported; here no process is forked from this one."""
+    return look()
+
+
+class _Process(ForkServerProcess):
+    """A process that has the environment of the one that starts it, and ends with its parent: the server, which ends
+    with the worker."""
+
+    _can_fork = True
+    """False once the server has failed: it would be started anew each time."""
+
+    def start(self) -> None:
+        self._environment = {METHOD: SPAWN, **os.environ}
+        super().start()
+
+    def run(self) -> None:
+        os.environ.clear()
+        os.environ.update(self._environment)
+        end_with_parent()
+        super().run()
+
+    @staticmethod
+    def _Popen(process: Any) -> Any:  # noqa: N802 - multiprocessing's name
+        if _Process._can_fork:
+            try:
+                return popen_forkserver.Popen(process)
+            except (OSError, EOFError) as error:
+                _Process._can_fork = False
+                log.warning("vLLM is imported once more, as its process cannot be forked: %r", error)
+        return popen_spawn_posix.Popen(process)
+
+
+class Forking(ForkServerContext):
+    """How vLLM is to start its processes."""
+
+    Process = _Process
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def has_opened_cuda() -> bool:
+    """Whether this process has opened CUDA, through whatever package."""
+    driver = _driver()
+    return driver is not None and driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != NOT_INITIALIZED
+
+
+def _driver() -> Any:
+    """Return CUDA's driver, which is not opened thereby; None where there is none."""
+    try:
+        return ctypes.CDLL(DRIVER)
+    except OSError:
+        return None
