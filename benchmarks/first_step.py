@@ -117,7 +117,7 @@ def _run(recipe: str, overrides: list[str], environment: dict[str, str], timeout
 
 @dataclass
 class _Seen:
-    """What has been seen of a run until now, in seconds since its command."""
+    """The events of a run until now, in seconds since its command."""
 
     run: Path
     command: psutil.Process

@@ -60,7 +60,7 @@ def told(running: "subprocess.Popen[bytes]") -> tuple[int, int, bool, str, str]:
 
 
 def all_end(*pids: int) -> bool:
-    """Wait until the processes have ended, whether or not anybody has waited for them."""
+    """Wait until the processes have ended, also those that are not waited for."""
     deadline = time.monotonic() + DEADLINE_S
     while any(psutil.pid_exists(pid) and is_alive(psutil.Process(pid)) for pid in pids):
         if time.monotonic() > deadline:

@@ -25,7 +25,7 @@ from typing import Any
 from .environment import METHOD, SPAWN, prepare_environment
 
 FORK_BESIDE_GPUS = "HEADWAY_FORK_VLLM"
-"""The variable that is 1 to have processes forked on a machine with GPUs, too, where nobody has seen it work yet."""
+"""The variable that is 1 to have processes forked on a machine with GPUs, too, where no run has shown it yet."""
 DRIVER = "libcuda.so.1"
 PRELOADED = "rollout_workers.engines.vllm.preloaded"
 """The module that the server imports."""
@@ -113,7 +113,7 @@ class _Process(ForkServerProcess):
 
 
 class Forking(ForkServerContext):
-    """How vLLM is to start its processes."""
+    """The context in which vLLM is to start its processes."""
 
     Process = _Process
 
