@@ -44,24 +44,34 @@ def adapters_held(recipe: Recipe) -> int:
 
 def sends_adapter(recipe: Recipe, *, has_experts: bool) -> bool:
     """Return whether the run's versions carry the adapter alone: all of its engines must take them."""
-    return (
-        recipe.model.adapter is not None
-        and recipe.weights.adapter == "auto"
-        and recipe.weights.staging != "none"
-        and not recipe.run.is_colocated
-        and all(
-            _takes_adapters(engine, has_experts)
-            for engine in (recipe.engine, *(pool.recipe.engine for pool in pools_of(recipe)))
-        )
-    )
+    return recipe.model.adapter is not None and not why_merged(recipe, has_experts=has_experts)
 
 
-def _takes_adapters(engine: EngineConfig, has_experts: bool) -> bool:
-    """Return whether one engine takes them. What an engine computes with on several GPUs is not proved."""
+def why_merged(recipe: Recipe, *, has_experts: bool) -> str:
+    """Return why versions of a run that trains an adapter carry merged weights; "" if they carry the adapter alone."""
+    if recipe.weights.adapter != "auto":
+        return f"weights.adapter is {recipe.weights.adapter}"
+    if recipe.weights.staging == "none":
+        return "weights.staging is none"
+    if recipe.run.is_colocated:
+        return "run.placement is colocated"
+    engines = recipe.engine, *(pool.recipe.engine for pool in pools_of(recipe))
+    return next(filter(None, (_why_not(engine, has_experts) for engine in engines)), "")
+
+
+def _why_not(engine: EngineConfig, has_experts: bool) -> str:
+    """Return why an engine does not take adapters alone; "" if it does. What an engine computes with on several GPUs is
+    not proved."""
     abilities = engine_abilities(engine)
-    is_known = abilities.takes_adapters and (abilities.takes_expert_adapters or not has_experts)
-    is_computed = abilities.takes_full_adapters or engine.device == "cpu" or engine.dtype != "float32"
-    return is_known and is_computed and gpus_of(engine) == 1
+    if not abilities.takes_adapters:
+        return f"the engine {engine.kind} takes no adapters"
+    if has_experts and not abilities.takes_expert_adapters:
+        return f"the engine {engine.kind} takes no adapters of models with experts"
+    if not (abilities.takes_full_adapters or engine.device == "cpu" or engine.dtype != "float32"):
+        return f"the engine {engine.kind} takes no adapters in float32 on a GPU"
+    if (count := gpus_of(engine)) != 1:
+        return f"an engine has {count} GPUs"
+    return ""
 
 
 def rank_for_worker(recipe: Recipe, engine: EngineConfig, config: "PretrainedConfig") -> int:
@@ -73,7 +83,7 @@ def rank_for_worker(recipe: Recipe, engine: EngineConfig, config: "PretrainedCon
     from learner.models.shape import num_experts
 
     rank = adapter_rank(recipe, config)
-    if rank and not _takes_adapters(engine, num_experts(config) > 0):
+    if rank and _why_not(engine, num_experts(config) > 0):
         raise UnfitEngineError(
             f"The versions of run {recipe.run.name} carry an adapter alone, and this worker's engine ({engine.kind})"
             " takes whole weights of this model alone. Start the worker with an engine of the run's recipe"

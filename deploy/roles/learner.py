@@ -24,7 +24,7 @@ from deploy.observe.sinks.base import SinkRun
 from deploy.observe.sinks.points import points
 from deploy.observe.tracing import tracing_steps
 from deploy.observe.waiting_log import waits_logged
-from deploy.recipe.adapters import adapter_rank
+from deploy.recipe.adapters import adapter_rank, why_merged
 from deploy.recipe.loading import recipe_to_bytes
 from deploy.recipe.operators import roots_of
 from deploy.recipe.recipe import Recipe
@@ -49,6 +49,7 @@ from learner.experience.log import ExperienceLog
 from learner.experience.rewind import Rewind
 from learner.experience.stream import Experience
 from learner.models.model import load_config, load_tokenizer, model_files
+from learner.models.shape import num_experts
 from learner.objective.composition import needs_critic, needs_reference, needs_teacher
 from learner.objective.objective import Objective
 from learner.objective.update import Updater
@@ -307,7 +308,7 @@ def _learner(
             identity=start.identity,
             caught_up_at=start.caught_up_at,
             is_branch=start.is_branch,
-            sends_adapter=adapter_rank(recipe, load_config(recipe.model)) > 0,
+            sends_adapter=_sends_adapter(recipe),
         ),
         observer=observer,
         should_stop=parts.should_stop,
@@ -316,6 +317,15 @@ def _learner(
         if recipe.run.is_colocated
         else None,
     )
+
+
+def _sends_adapter(recipe: Recipe) -> bool:
+    config = load_config(recipe.model)
+    is_alone = adapter_rank(recipe, config) > 0
+    if recipe.model.adapter is not None and not is_alone:
+        reason = why_merged(recipe, has_experts=num_experts(config) > 0)
+        log.info("versions carry whole weights, with the adapter merged into them: %s", reason)
+    return is_alone
 
 
 def _chosen_by(parts: Parts) -> Callable[[EvaluationEvent], None] | None:

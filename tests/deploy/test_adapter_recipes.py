@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from broker.errors import ConfigError
 from deploy.cli.main import answer
 from deploy.launch.local import Local
-from deploy.recipe.adapters import UnfitEngineError, adapters_held, rank_for_worker, sends_adapter
+from deploy.recipe.adapters import UnfitEngineError, adapters_held, rank_for_worker, sends_adapter, why_merged
 from deploy.recipe.loading import dump_recipe, load_recipe
 from deploy.roles import adapter_export
 from deploy.run.directory import SETTINGS
@@ -79,20 +79,25 @@ def test_vllm_on_a_gpu_takes_no_adapters_in_float32(device: str, dtype: str, alo
 
 
 @pytest.mark.parametrize(
-    ("sections", "alone"),
+    ("sections", "why"),
     [
-        ({}, True),
-        ({"weights": {"adapter": "merged"}}, False),
-        ({"engine": {**TINY["engine"], "kind": "vllm"}}, False),  # of a model with experts
-        ({"weights": {"transport": "ipc", "staging": "none"}}, False),
-        ({"workers": {"count": 1, "pools": [{"name": "v", "count": 1, "engine": {"kind": "vllm"}}]}}, False),
+        ({}, ""),
+        ({"weights": {"adapter": "merged"}}, "weights.adapter is merged"),
+        ({"engine": {**TINY["engine"], "kind": "vllm"}}, "the engine vllm takes no adapters of models with experts"),
+        ({"weights": {"transport": "ipc", "staging": "none"}}, "weights.staging is none"),
+        (
+            {"workers": {"count": 1, "pools": [{"name": "v", "count": 1, "engine": {"kind": "vllm"}}]}},
+            "the engine vllm takes no adapters of models with experts",
+        ),
     ],
 )
 def test_versions_carry_the_adapter_alone_where_all_engines_take_it(
-    sections: dict[str, Any], alone: bool, tmp_path: Path
+    sections: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
+    alone = not why
     recipe, plain = (load(tmp_path, stages=[SFT, RL], **sections, **model) for model in ({"model": adapted(OF_RL)}, {}))
     assert sends_adapter(recipe, has_experts=True) is alone
+    assert why_merged(recipe, has_experts=True) == why
     assert not sends_adapter(plain, has_experts=True)
     is_vllm = recipe.engine.kind == "vllm" or bool(recipe.workers.pools)
     assert sends_adapter(recipe, has_experts=False) is (alone or is_vllm)
@@ -122,7 +127,7 @@ def test_samples_finish_with_their_adapter_where_engines_hold_several(tmp_path: 
 def test_an_engine_on_several_gpus_gets_merged_weights(tmp_path: Path) -> None:
     engine = {**TINY["engine"], "kind": "vllm", "options": {"tensor_parallel_size": 2}}
     recipe = load(tmp_path, model=adapted(OF_RL), stages=[SFT, RL], engine=engine)
-    assert not sends_adapter(recipe, has_experts=False)
+    assert why_merged(recipe, has_experts=False) == "an engine has 2 GPUs"
 
 
 def test_a_worker_gets_what_the_run_sends_or_is_refused(tmp_path: Path) -> None:
