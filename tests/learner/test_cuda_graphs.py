@@ -89,9 +89,14 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Repeated:
 
 
 def opened(
-    compute: ComputeConfig, dtype: Dtype = "float32", seed: int = 1, *, has_adapter: bool = False
+    compute: ComputeConfig,
+    dtype: Dtype = "float32",
+    seed: int = 1,
+    *,
+    has_adapter: bool = False,
+    architecture: str = "qwen3",
 ) -> FsdpBackend:
-    model = model_config("qwen3", dtype=dtype)
+    model = model_config(architecture, dtype=dtype)
     model = with_adapter(model) if has_adapter else model
     backend = open_backend("fsdp", model, OPTIMIZER, seed=seed, compute=compute)
     assert isinstance(backend, FsdpBackend)
@@ -182,6 +187,36 @@ def test_bfloat16_is_replayed_as_it_is_launched(recorder: Repeated) -> None:
     launched, replayed = opened(NEVER, "bfloat16"), opened(AUTO, "bfloat16")
     for one, other in zip(trained(launched), trained(replayed), strict=True):
         torch.testing.assert_close(other, one, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("options", "compute"),
+    [
+        ({}, {}),
+        ({"has_adapter": True}, {}),
+        ({"architecture": "qwen3_moe"}, {}),
+        ({}, {"recompute": "full"}),
+        ({}, {"offload_optimizer": True}),
+    ],
+)
+def test_a_model_of_a_single_gpu_is_rounded_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], compute: dict[str, Any]
+) -> None:
+    """Its updates are those of FSDP to the bit, and copies and sums have no memory between two of them."""
+    never = ComputeConfig(cuda_graphs="never", **compute)
+    sharded = opened(never, "bfloat16", **options)
+    monkeypatch.setattr(sharded_model, "stays_whole", lambda *_: True)
+    whole = opened(never, "bfloat16", **options)
+    assert whole._replayed is None
+    assert whole._rounded is not None
+    for one, other in zip(trained(sharded), trained(whole), strict=True):
+        assert torch.equal(one, other)
+    assert {copy.untyped_storage().nbytes() for copy in whole._rounded.copies} == {0}
+    assert whole._rounded._sums == []
+    with whole.off_device():
+        assert {local(tensor).untyped_storage().nbytes() for tensor in whole._held()} == {0}
+    for one, other in zip(trained(sharded), trained(whole), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_the_base_of_an_adapter_is_neither_copied_nor_changed(recorder: Repeated) -> None:

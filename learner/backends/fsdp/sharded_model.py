@@ -33,7 +33,7 @@ from .recording import PassRecorder, open_recorder, why_launched
 from .replayed_rows import ReplayedRows
 from .rounded import RoundedWeights
 from .row import placeholder
-from .sharding import clip_gradients, gathering, join_context, local, shard, sync_gradients
+from .sharding import clip_gradients, gathering, join_context, local, shard, stays_whole, sync_gradients
 from .streaming import allocate_shards, can_stream, fill_shards, meta_model
 from .training_state import StagedState, load_state
 
@@ -97,16 +97,18 @@ class ShardedModel:
         prepare_layers(module.layers, compute)
         module.keeps_logits = compute.recompute == "none"
         recorder = self._recorder(module, compute)
-        if recorder is None:
+        is_whole = isinstance(module, Policy) and (recorder is not None or stays_whole(module, mesh, self._dtype))
+        if not is_whole:
             shard(module, mesh, half_precision=is_half)
         if is_streamed:
             allocate_shards(module, self._device)
             fill_shards(whole, model.path, None if self._adapters is None else self._adapters.base)
         if self._adapters is not None:
             self._adapters.fill(seed)
-        if recorder is not None and isinstance(module, Policy):
+        if is_whole:
             module.to(self._device)
-            self._rounded = RoundedWeights(module, self._dtype)
+            self._rounded = RoundedWeights(module, self._dtype, stays=recorder is not None)
+        if recorder is not None and self._rounded is not None and isinstance(module, Policy):
             self._replayed = ReplayedRows(module, self._rounded, recorder)
         return module
 
@@ -145,8 +147,9 @@ class ShardedModel:
 
     def off_device(self) -> AbstractContextManager[None]:
         """Keep this rank's shards in host memory; moments that are there anyway stay."""
-        if self._replayed is not None and self._rounded is not None:
+        if self._replayed is not None:
             self._replayed.stop("the model leaves its device at times, and then comes back to other memory")
+        if self._rounded is not None:
             self._rounded.release()
         return self._off_device.away(self._held(), self._device)
 

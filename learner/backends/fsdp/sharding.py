@@ -61,6 +61,14 @@ def needs_shards(mesh: DeviceMesh, *, half_precision: bool) -> bool:
     return mesh.size() > 1 or mesh.device_type != "cpu" or half_precision
 
 
+def stays_whole(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> bool:
+    """Return whether a policy is rounded as a whole by `RoundedWeights`, on a single GPU with room for that. FSDP would
+    copy all weights and gradients of an update twice more, as if it sent them: 3 % of an update of Qwen3-1.7B over
+    65,536 tokens on an H200."""
+    has_room = 2 * _size(module) <= GATHERED_WEIGHT_BYTES
+    return mesh.size() == 1 and mesh.device_type == "cuda" and dtype is torch.bfloat16 and has_room
+
+
 @contextmanager
 def gathering(module: nn.Module) -> Iterator[None]:
     """A context around all passes of a call; it frees gathered layers at its end, before the shards change."""
