@@ -247,8 +247,8 @@ def _has_no_tree(batches: Sequence[PackedBatch]) -> bool:
 
 def cases(options: argparse.Namespace, vocabulary: int) -> Iterator[tuple[dict[str, Any], list[PackableSequence]]]:
     """Yield each case's name and samples, the one of whole rows first."""
-    if options.whole:
-        count = max(1, options.tokens // options.whole)
+    for tokens in (options.whole_tokens or [options.tokens]) if options.whole else ():
+        count = max(1, tokens // options.whole)
         whole = samples(count, 1, 0, options.whole, vocabulary, spread=0.0)
         yield {"whole_rows_of": options.whole}, list(whole)
     for group, prompt in product(options.groups, options.prompts):
@@ -293,6 +293,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=128, help="as many in a case, but for --tokens")
     parser.add_argument("--tokens", type=int, default=1 << 20, help="fewer samples where they have more tokens")
     parser.add_argument("--whole", type=int, default=0, metavar="N", help="measure full rows of such samples first")
+    parser.add_argument(
+        "--whole-tokens", type=_numbers, metavar="N,...", help="the tokens of such cases; default: --tokens"
+    )
     parser.add_argument("--budget", type=int, default=65536)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warm-ups", type=int, default=WARM_UPS)
