@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import Engine
 from rollout_workers.engines.held import Held
+from rollout_workers.engines.vllm.environment import METHOD
 from rollout_workers.swaps.weights import refuse_other_tensors
 
 from .generation import PROMPTS, begin, difference, hold, run_all
@@ -44,13 +46,24 @@ async def opened(model: Any, directory: Path, **options: object) -> AsyncIterato
             left.unlink()
 
 
-async def test_shards_are_swapped_proved_and_named_by_their_tokens(tmp_path: Path) -> None:
+async def test_shards_are_swapped_proved_and_named_by_their_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(METHOD, raising=False)
     models = [make_model("dense", seed) for seed in range(2)]
     options = {"tensor_parallel_size": 2, "worker_extension_cls": EXTENSION}
     async with opened(models[0], tmp_path, **options) as engine:
+        check_all_are_forked(engine)
         await check_swap_in_flight(engine, models)
         await check_what_is_held(engine, models)
         await check_an_error_in_one_process(engine, models)
+
+
+def check_all_are_forked(engine: Engine) -> None:
+    (process,) = engine._processes  # type: ignore[attr-defined]
+    server = psutil.Process(process.pid).parent()
+    assert server is not None
+    assert len(server.children()) == 3, "the scheduler's process, and two that compute"
 
 
 async def check_swap_in_flight(engine: Engine, models: list[Any]) -> None:

@@ -6,6 +6,8 @@ import tempfile
 
 METHOD, SPAWN = "VLLM_WORKER_MULTIPROC_METHOD", "spawn"
 """The variable by which vLLM is told how to start its processes. A user's own choice stays."""
+BIND, NO_BIND = "VLLM_CPU_OMP_THREADS_BIND", "nobind"
+"""The variable by which vLLM is told the cores of its threads on a CPU."""
 LONGEST_DIRECTORY = 64
 """Characters of a directory for vLLM's sockets: with the name of one, a path may have 107."""
 SHORT_DIRECTORY = "/tmp"
@@ -17,7 +19,7 @@ def prepare_environment(threads: int, *, spawns: bool = True) -> None:
     """Set the environment. The user's own settings stay. `spawns`: whether vLLM spawns its processes; `forking` decides
     it otherwise."""
     settings = {
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the default pins every engine of a machine to core 0
+        BIND: NO_BIND,  # the default pins every engine of a machine to core 0
         "OMP_NUM_THREADS": str(threads),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",

@@ -16,13 +16,14 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import forkserver, popen_forkserver, popen_spawn_posix
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
-from .environment import METHOD, SPAWN, prepare_environment
+from .environment import BIND, METHOD, NO_BIND, SPAWN, prepare_environment
 
 FORK_BESIDE_GPUS = "HEADWAY_FORK_VLLM"
 """The variable that is 1 to have processes forked on a machine with GPUs, too, where no run has shown it yet."""
@@ -99,6 +100,7 @@ class _Process(ForkServerProcess):
         os.environ.clear()
         os.environ.update(self._environment)
         end_with_parent()
+        _fork_others()
         super().run()
 
     @staticmethod
@@ -106,7 +108,7 @@ class _Process(ForkServerProcess):
         if _Process._can_fork:
             try:
                 return popen_forkserver.Popen(process)
-            except (OSError, EOFError) as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, a spawned process does as well
                 _Process._can_fork = False
                 log.warning("vLLM is imported once more, as its process cannot be forked: %r", error)
         return popen_spawn_posix.Popen(process)
@@ -116,6 +118,20 @@ class Forking(ForkServerContext):
     """The context in which vLLM is to start its processes."""
 
     Process = _Process
+
+
+def _fork_others() -> None:
+    """Let vLLM's process, if it has been forked, have those that share its model forked from the same server."""
+    executor = sys.modules.get("vllm.v1.executor.multiproc_executor")
+    # Cores are given to a process by its environment, which OpenMP reads once; the server has done so.
+    if hasattr(executor, "get_mp_context") and os.environ.get(BIND) == NO_BIND:
+        server: Any = forkserver._forkserver
+        server.ensure_running = _do_nothing  # else it would start a server of its own
+        setattr(executor, "get_mp_context", Forking)  # noqa: B010 - a module's attribute, for the type checker
+
+
+def _do_nothing() -> None:
+    """Stand in for the start of a server."""
 
 
 def end_with_parent() -> None:
