@@ -4,6 +4,7 @@ A phase with a pass rate (its gate) ends once held-out prompts reach that rate. 
 last checkpoint, after the examples that were trained before it.
 """
 
+import dataclasses
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -126,6 +127,7 @@ class SftStage:
             replicas=parts.ranks.replicas,
             micro_batch_tokens=parts.micro_batch_tokens,
         )
+        batches = [dataclasses.replace(batch, only_trained=True) for batch in batches]
         token_loss = supervised_loss(batches, parts.ranks.sum)
         loss, _, _ = parts.backend.step(batches, token_loss, temperature=1.0, learning_rate=learning_rate)
         return loss

@@ -78,7 +78,7 @@ class ImitationStage(TaskStage):
 
     def _packed(self, units: Sequence[Unit]) -> list[Row]:
         rows = super()._packed(units)
-        return [replace(row, batch=replace(row.batch, wants_confidence=True)) for row in rows]
+        return [replace(row, batch=replace(row.batch, wants_confidence=True, only_trained=True)) for row in rows]
 
 
 def _one(conversation: Conversation) -> tuple[Conversation]:
