@@ -2,6 +2,7 @@
 written-out attention stands in for the kernel, so that all but the recording itself is what a GPU does."""
 
 import dataclasses
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -218,6 +219,35 @@ def test_a_model_of_a_single_gpu_is_rounded_as_a_whole(
         assert {local(tensor).untyped_storage().nbytes() for tensor in whole._held()} == {0}
     for one, other in zip(trained(sharded), trained(whole), strict=True):
         assert torch.equal(one, other)
+
+
+def test_compiled_sums_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each shape of a parameter is compiled once, in the backward pass of an update's second row."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    plain = opened(NEVER, "bfloat16")
+    monkeypatch.setattr(sharded_model, "stays_whole", lambda *_: True)
+    monkeypatch.setattr(
+        sharded_model,
+        "RoundedWeights",
+        functools.partial(_compiled_sums, functools.partial(torch.compile, backend=backend)),
+    )
+    whole = opened(NEVER, "bfloat16")
+    for one, other in zip(trained(plain), trained(whole), strict=True):
+        assert torch.equal(one, other)
+    shapes = {(tuple(p.shape)) for p in whole._parameters}
+    assert len(graphs) == len(shapes)
+
+
+def _compiled_sums(compiler: Callable[..., Any], module: Any, dtype: torch.dtype, **options: Any) -> RoundedWeights:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", compiler)
+        return RoundedWeights(module, dtype, **{**options, "compiles": True})
 
 
 def test_the_base_of_an_adapter_is_neither_copied_nor_changed(recorder: Repeated) -> None:

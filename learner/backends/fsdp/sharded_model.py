@@ -107,7 +107,7 @@ class ShardedModel:
             self._adapters.fill(seed)
         if is_whole:
             module.to(self._device)
-            self._rounded = RoundedWeights(module, self._dtype, stays=recorder is not None)
+            self._rounded = RoundedWeights(module, self._dtype, stays=recorder is not None, compiles=compute.compile)
         if recorder is not None and self._rounded is not None and isinstance(module, Policy):
             self._replayed = ReplayedRows(module, self._rounded, recorder)
         return module
