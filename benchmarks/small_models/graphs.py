@@ -7,6 +7,7 @@
     beside     auto, while another thread uses the device, as one that publishes weights does
     auto       rows padded, replayed: the learner with cuda_graphs=auto
     compiled   auto with compiled layers
+    lora, lora-never, lora-compiled   auto, never and compiled, of an adapter of rank 16 in the place of all weights
 
 Every way starts with the same weights and makes the same updates, which are compared. On a CPU nothing is recorded:
 `never` alone has a meaning there.
@@ -24,6 +25,7 @@ from functools import partial
 from typing import Any, Literal
 from unittest.mock import patch
 
+import msgspec
 import torch
 
 from learner.algorithm_config import AlgorithmConfig
@@ -31,7 +33,7 @@ from learner.backends import open_backend
 from learner.backends.fsdp import sharded_model
 from learner.backends.fsdp.backend import FsdpBackend
 from learner.backends.fsdp.sharding import clip_gradients, local
-from learner.config import ComputeConfig, ModelConfig, OptimizerConfig
+from learner.config import AdapterConfig, ComputeConfig, ModelConfig, OptimizerConfig
 from learner.objective.objective import Objective
 from learner.rows.batch import PackedBatch
 from learner.rows.cost import CostModel
@@ -40,7 +42,8 @@ from .clock import PartClock, timed, wait
 from .rows import StepWork
 
 WAYS = ("never", "again", "rounded", "padded", "beside", "auto", "compiled")
-TIMED = ("never", "auto", "compiled")
+ADAPTED = ("lora-never", "lora", "lora-compiled")
+TIMED = ("never", "auto", "compiled", *ADAPTED)
 
 EXACT = {"beside": "padded", "auto": "padded", "compiled": "auto"}
 """A way to compare another way with, besides never."""
@@ -118,6 +121,13 @@ def measured(
             found[way] = "left out: no time"
             continue
         backend = _opened(way, model, device)
+        if way in ADAPTED:
+            found[way] = {work.name: _timed(backend, work, vocabulary, device) for work in works}
+            found[way]["recorded"] = 0 if backend._replayed is None else backend._replayed.num_recorded
+            print(f"{way}: {json.dumps(found[way])}", file=sys.stderr, flush=True)
+            del backend
+            _collect()
+            continue
         first = first or _weights(backend)
         thread = _Busy(way == "beside" and device == "cuda")
         with thread:
@@ -181,7 +191,10 @@ def _recorder(way: str) -> Iterator[None]:
 
 
 def _opened(way: str, model: ModelConfig, device: str) -> FsdpBackend:
-    compute = ComputeConfig(cuda_graphs="never" if way in ("never", "again") else "auto", compile=way == "compiled")
+    is_launched = way in ("never", "again", "lora-never")
+    compute = ComputeConfig(cuda_graphs="never" if is_launched else "auto", compile=way.endswith("compiled"))
+    if way in ADAPTED:
+        model = msgspec.structs.replace(model, adapter=AdapterConfig(rank=16, alpha=32.0))
     with _recorder(way):
         backend = open_backend("fsdp", model, OptimizerConfig(), device=device, compute=compute)
     assert isinstance(backend, FsdpBackend)
