@@ -23,10 +23,7 @@ What the others need that Headway does not, in the interpreter that `--python` n
   Put them into a folder of their own on PYTHONPATH, before the others: math-verify's antlr4 is too new for hydra-core.
   Unpacked, Ray has 240 MB, pandas 84 and the rest together less than 50; cupy for CUDA 13 comes on top.
 
-The peers' learning rate is constant from the first update on; recipes for GPUs raise Headway's over three steps.
-
-No race of trl-async or verl has been run on GPUs yet. On two H200 TRL's asynchronous trainer and its server have
-started, formed their group and taken the first weights over; time ran out before its first sample. Without a GPU the
-trainer, its rollouts and a vLLM server for CPUs have run together, but for the weights, which were not sent. verl's own
-classes accept its configuration, and read the prompts and the rewards.
+No race of verl has been run on GPUs yet: its own classes accept its configuration, and read the prompts and the
+rewards. Without a GPU TRL's asynchronous trainer, its rollouts and a vLLM server for CPUs run together, but for the
+weights, which are not sent.
 """

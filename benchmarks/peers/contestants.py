@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -115,6 +116,8 @@ def _drive_trl(name: str, race: Race, python: Path, timeout_s: float) -> tuple[F
     # The process of a task's own prompts must find this project, which the peers' interpreter has not installed.
     environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])))
     environment.setdefault("VLLM_HOST_IP", LOOPBACK)
+    with socket.create_server((LOOPBACK, 0)) as free:  # races beside each other would meet at torch's usual port
+        environment.setdefault("MASTER_PORT", str(free.getsockname()[1]))
     if setting.threads:
         environment["OMP_NUM_THREADS"] = str(setting.threads)
     if name == of_trl_async.NAME:

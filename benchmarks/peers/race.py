@@ -29,9 +29,10 @@ two GPUs the learner has one and four engines the other, as in benchmarks.asynch
 SHORT, LONG_TAILED = "short", "long-tailed"
 GRPO = ("group_mean_std", "ppo_clip", "token_mean")
 """The composition that both have: the preset `grpo`, TRL's `loss_type="dapo"`."""
-LIKE_PRESET = ("algorithm.objective.anchor=behavior", "algorithm.corrections=[]")
-"""Overrides with which a recipe has the preset's own loss: the ratio to the policy that sampled, as TRL's asynchronous
-trainer and verl have it, so that no forward pass comes before a step."""
+LIKE_PRESET = ("algorithm.objective.anchor=behavior", "algorithm.corrections=[]", "optimizer.warmup_steps=0")
+"""Overrides with which a recipe has the preset's own loss, the ratio to the policy that sampled, as TRL's asynchronous
+trainer and verl have it, so that no forward pass comes before a step; and the peers' learning rate, which is constant
+from the first update on."""
 
 
 class Task(msgspec.Struct, frozen=True):

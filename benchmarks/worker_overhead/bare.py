@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import uvloop
+from msgspec.structs import replace
 
 from broker.schema import WeightVersion
 from rollout_workers.decoding import stop_token_ids
@@ -24,9 +25,13 @@ from .workload import Workload, prompts, rate, read_weights
 def measure(order: object) -> dict[str, Any]:
     """Measure two laps in one process: with the worker's arguments, and as vLLM streams by default.
 
-    By default vLLM returns a token at a time and a dictionary for each.
+    Both have vLLM's own scheduler. By default vLLM returns a token at a time and a dictionary for each.
     """
-    return uvloop.run(_measure(msgspec.convert(order, Workload)))
+    workload = msgspec.convert(order, Workload)
+    engine = workload.engine
+    if engine.kind == "vllm":
+        engine = replace(engine, options={**engine.options, "scheduler_cls": None})
+    return uvloop.run(_measure(replace(workload, engine=engine)))
 
 
 async def _measure(workload: Workload) -> dict[str, Any]:

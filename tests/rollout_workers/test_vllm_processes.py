@@ -1,10 +1,10 @@
 """vLLM split over two processes (on CPUs, over gloo) swaps, tells its tensors and versions, and survives an error."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -15,7 +15,9 @@ from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import Engine
 from rollout_workers.engines.held import Held
+from rollout_workers.engines.vllm.engine import VllmEngine
 from rollout_workers.engines.vllm.environment import METHOD
+from rollout_workers.engines.vllm.start import STREAM_INTERVAL
 from rollout_workers.swaps.weights import refuse_other_tensors
 
 from .generation import PROMPTS, begin, difference, hold, run_all
@@ -55,6 +57,7 @@ async def test_shards_are_swapped_proved_and_named_by_their_tokens(
     async with opened(models[0], tmp_path, **options) as engine:
         check_all_are_forked(engine)
         await check_swap_in_flight(engine, models)
+        await check_tokens_come_together(engine)
         await check_what_is_held(engine, models)
         await check_an_error_in_one_process(engine, models)
 
@@ -76,6 +79,24 @@ async def check_swap_in_flight(engine: Engine, models: list[Any]) -> None:
         assert response.versions == [old_version] * switch + [new_version] * (200 - switch)
         assert difference(models[0], response)[:switch].max() < TOLERANCE
         assert difference(models[1], response)[switch:].max() < TOLERANCE
+
+
+async def check_tokens_come_together(engine: Engine) -> None:
+    llm = cast(VllmEngine, engine)._llm
+    hand_over = llm.output_processor.process_outputs
+    counts: list[int] = []
+
+    def counted(outputs: Sequence[Any], *rest: Any, **options: Any) -> Any:
+        counts.extend(len(output.new_token_ids) for output in outputs)
+        return hand_over(outputs, *rest, **options)
+
+    llm.output_processor.process_outputs = counted
+    try:
+        (response,) = await run_all(engine, PROMPTS[:1], max_new_tokens=3 * STREAM_INTERVAL, stop_token_ids=[])
+    finally:
+        llm.output_processor.process_outputs = hand_over
+    assert len(response.tokens) == 3 * STREAM_INTERVAL
+    assert counts == [1, STREAM_INTERVAL, STREAM_INTERVAL, STREAM_INTERVAL - 1], "a message of the core for each"
 
 
 async def check_what_is_held(engine: Engine, models: list[Any]) -> None:

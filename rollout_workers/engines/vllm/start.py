@@ -55,6 +55,7 @@ def engine_arguments(
         "weight_transfer_config": {"backend": "headway"},
         "disable_log_stats": True,
         "stream_interval": STREAM_INTERVAL,
+        "scheduler_cls": "rollout_workers.engines.vllm.scheduling.scheduler",
     }
     if torch.cuda.is_available():
         tokens = min(BATCHED_TOKENS, sequences * config.max_model_len)
