@@ -6,19 +6,24 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import tests.learner.megatron_adapter_rank as megatron_adapter_rank
 from learner.backends import open_backend
 from learner.backends.adapter_files import CONFIG, FOLDER, adapted_model, open_weights
 from learner.backends.fsdp.policy import FEW_EXPERTS
-from learner.config import ModelConfig
+from learner.config import LayoutConfig, ModelConfig
 from learner.rows.packing import concatenate, pack
 from tests.learner.adapted import saved_base, with_adapter
+from tests.learner.megatron_adapter_rank import Case
 from tests.learner.test_fsdp import ordinary_logprobs
 from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences
+from tests.learner.torchrun import run_ranks
 
 peft: Any = pytest.importorskip("peft", reason="PEFT is not installed: make test-peft")
 
@@ -85,3 +90,25 @@ def test_we_read_what_peft_has_written(name: str, tmp_path: Path) -> None:
         one = concatenate(sequences([length]))
         expected_T = ordinary_logprobs(model.eval(), one, 1.0)
         torch.testing.assert_close(merged.logprobs([one], 1.0)[0], expected_T, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("name", ["dense", "many experts"])
+def test_peft_reads_what_megatron_has_written(name: str, tmp_path: Path) -> None:
+    """Split over two ranks, where both kinds of factors are split and joined."""
+    base = saved_base(MODELS[name], tmp_path / "base")
+    layout = LayoutConfig(tensor=2, **({} if name == "dense" else {"expert_tensor": 2}))
+    case = Case(model=base.path, adapter=with_adapter(base).adapter, layout=layout)
+    run_ranks(megatron_adapter_rank.__name__, 2, tmp_path, msgspec.json.encode(case).decode(), timeout_s=120)
+    adapted = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base.path), tmp_path / "0" / "checkpoint" / FOLDER
+    )
+    directory = tmp_path / "merged"
+    adapted.merge_and_unload().save_pretrained(directory)
+    theirs, ours = (
+        load_file(path) for path in (directory / "model.safetensors", tmp_path / "0" / "merged.safetensors")
+    )
+    untouched = load_file(Path(base.path) / "model.safetensors")
+    assert theirs.keys() == ours.keys()
+    for key, tensor in theirs.items():
+        torch.testing.assert_close(ours[key], tensor, rtol=0, atol=1e-6)
+        assert torch.equal(tensor, untouched[key]) is not key.endswith("_proj.weight")
