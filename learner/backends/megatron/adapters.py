@@ -136,10 +136,12 @@ class LayerAdapters:
             self.is_dropping = False
 
     def low(self, rows: torch.Tensor, firsts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """[..., n * R] A x of several adapters of one input; each leaves out other parts of it where dropout is on."""
+        """[..., n * R] s A x of several adapters of one input; each leaves out other parts of it where dropout is on.
+        It is scaled here, where it has few numbers."""
         if not self.is_dropping:
-            return F.linear(rows, torch.cat(list(firsts)))
-        return torch.cat([F.linear(F.dropout(rows, self.config.dropout), first) for first in firsts], -1)
+            return F.linear(rows, torch.cat(list(firsts))) * self.config.scale
+        kept = [F.linear(F.dropout(rows, self.config.dropout), first) for first in firsts]
+        return torch.cat(kept, -1) * self.config.scale
 
 
 def _added(module: Any, inputs: tuple[torch.Tensor, ...], output: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -211,7 +213,7 @@ class ColumnAdapter(_LinearAdapter):
             changes[name] if name in changes else low.new_zeros(*low.shape[:-1], self._runs, width)
             for name, width in self._widths.items()
         ]
-        return torch.cat(parts, -1).flatten(-2) * self._adapters.config.scale
+        return torch.cat(parts, -1).flatten(-2)
 
 
 class RowAdapter(_LinearAdapter):
@@ -224,7 +226,7 @@ class RowAdapter(_LinearAdapter):
         low = self._adapters.low(rows_P, self._factors(0))
         if self._is_sequence_parallel:
             low = reduce_scatter_to_sequence_parallel_region(low, group=groups.tensor())
-        return F.linear(low, self._factors(1)[0]) * self._adapters.config.scale
+        return F.linear(low, self._factors(1)[0])
 
 
 class _Summed(torch.autograd.Function):
