@@ -7,7 +7,7 @@ from broker.errors import LASTING_EXIT, ConfigError
 from learner.backends import unfit_base
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines import abilities_of as engine_abilities
-from rollout_workers.engines.gpus import gpus_of
+from rollout_workers.engines.abilities import gpus_with
 
 from .pools import pools_of
 from .recipe import Recipe
@@ -60,8 +60,7 @@ def why_merged(recipe: Recipe, *, has_experts: bool) -> str:
 
 
 def _why_not(engine: EngineConfig, has_experts: bool) -> str:
-    """Return why an engine does not take adapters alone; "" if it does. What an engine computes with on several GPUs is
-    not proved."""
+    """Return why an engine does not take adapters alone; "" if it does."""
     abilities = engine_abilities(engine)
     if not abilities.takes_adapters:
         return f"the engine {engine.kind} takes no adapters"
@@ -69,8 +68,9 @@ def _why_not(engine: EngineConfig, has_experts: bool) -> str:
         return f"the engine {engine.kind} takes no adapters of models with experts"
     if not (abilities.takes_full_adapters or engine.device == "cpu" or engine.dtype != "float32"):
         return f"the engine {engine.kind} takes no adapters in float32 on a GPU"
-    if (count := gpus_of(engine)) != 1:
-        return f"an engine has {count} GPUs"
+    unproved = [option for option in abilities.gpu_options if option not in abilities.splits_adapters_by]
+    if (count := gpus_with(engine.options, unproved, "engine.options")) != 1:
+        return f"an engine has {count} GPUs by {' and '.join(unproved)}"
     return ""
 
 
@@ -107,7 +107,7 @@ def _impossible_policy(recipe: Recipe, *, has_experts: bool) -> Iterator[str]:
         return
     yield (
         "weights.kv_policy is finish, which needs versions that carry an adapter alone and engines that hold several"
-        f" (model.adapter, engine.kind=vllm on one GPU, {'a model without experts, ' if has_experts else ''}"
+        f" (model.adapter, engine.kind=vllm without pipeline stages, {'a model without experts, ' * has_experts}"
         "weights.adapter=auto, weights.staging other than none, run.placement=separated). Set it to recompute."
     )
 

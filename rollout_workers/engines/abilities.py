@@ -44,6 +44,8 @@ class EngineAbilities:
     """Whether these adapters may be of a model with experts."""
     takes_full_adapters: bool = True
     """Whether a GPU's engine in float32 takes them."""
+    splits_adapters_by: tuple[str, ...] = ()
+    """Those of `gpu_options` with which an engine on several GPUs takes adapters and proves what it holds of them."""
     holds_adapters: bool = False
     """Whether it holds several of them, so that running requests finish with theirs (`weights.kv_policy=finish`)."""
     takes_stored: Callable[[str, object], bool] = takes_all

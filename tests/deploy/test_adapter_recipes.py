@@ -109,7 +109,7 @@ def test_samples_finish_with_their_adapter_where_engines_hold_several(tmp_path: 
     recipe = load(tmp_path, model=adapted(OF_RL), stages=[SFT, RL], staleness={"max_lag": 5}, **on_vllm)
     dense, experts = (load_config(model_config(name)) for name in ("qwen3", "qwen3_moe"))
     assert (rank_for_worker(recipe, recipe.engine, dense), adapters_held(recipe)) == (4, 6)
-    with pytest.raises(ConfigError, match=r"engine\.kind=vllm on one GPU, a model without experts, .* recompute"):
+    with pytest.raises(ConfigError, match=r"vllm without pipeline stages, a model without experts, .* recompute"):
         rank_for_worker(recipe, recipe.engine, experts)
     with pytest.raises(UnfitEngineError, match=r"this worker's engine \(embedded\) holds one adapter at a time"):
         rank_for_worker(recipe, load(tmp_path).engine, dense)
@@ -124,10 +124,14 @@ def test_samples_finish_with_their_adapter_where_engines_hold_several(tmp_path: 
             load(tmp_path, **{"model": adapted(OF_RL), "stages": [SFT, RL], **sections})
 
 
-def test_an_engine_on_several_gpus_gets_merged_weights(tmp_path: Path) -> None:
-    engine = {**TINY["engine"], "kind": "vllm", "options": {"tensor_parallel_size": 2}}
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [("tensor_parallel_size", ""), ("pipeline_parallel_size", "an engine has 2 GPUs by pipeline_parallel_size")],
+)
+def test_an_engine_on_several_gpus_gets_adapters_only_if_it_proves_them(option: str, why: str, tmp_path: Path) -> None:
+    engine = {**TINY["engine"], "kind": "vllm", "options": {option: 2}}
     recipe = load(tmp_path, model=adapted(OF_RL), stages=[SFT, RL], engine=engine)
-    assert why_merged(recipe, has_experts=False) == "an engine has 2 GPUs"
+    assert why_merged(recipe, has_experts=False) == why
 
 
 def test_a_worker_gets_what_the_run_sends_or_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """vLLM split over two processes (on CPUs, over gloo) swaps, tells its tensors and versions, and survives an error."""
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,16 +12,19 @@ import pytest
 import torch
 
 from broker.errors import WeightSyncError
+from broker.schema import WeightVersion
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine
-from rollout_workers.engines.base import Engine
+from rollout_workers.engines.base import AdaptedEngine, Engine
 from rollout_workers.engines.held import Held
 from rollout_workers.engines.vllm.engine import VllmEngine
 from rollout_workers.engines.vllm.environment import METHOD
 from rollout_workers.engines.vllm.start import STREAM_INTERVAL
-from rollout_workers.swaps.weights import refuse_other_tensors
+from rollout_workers.swaps.weights import refuse_other_logprobs, refuse_other_tensors
 
+from .adapters import RANK, SCALE, NamedTensors, adapter_delivery, base_tensors, make_adapter, merged
 from .generation import PROMPTS, begin, difference, hold, run_all
+from .loop import PROBE, Delivery
 from .marks import VLLM
 from .models import make_model, named_tensors, save_config
 from .test_direct_loading import EXTENSION, elements, published
@@ -35,11 +39,11 @@ def shared_memory() -> set[Path]:
 
 
 @asynccontextmanager
-async def opened(model: Any, directory: Path, **options: object) -> AsyncIterator[Engine]:
+async def opened(model: Any, directory: Path, adapter_rank: int = 0, **options: Any) -> AsyncIterator[Engine]:
     """Open an engine, and remove the shared memory that vLLM's processes leave behind on a CPU."""
     config = EngineConfig(kind="vllm", max_concurrent=8, max_model_len=512, options=options)
     before = shared_memory()
-    engine = open_engine(config, save_config(model, directory), seed=0)
+    engine = open_engine(config, save_config(model, directory), seed=0, adapter_rank=adapter_rank)
     try:
         yield engine
     finally:
@@ -53,13 +57,39 @@ async def test_shards_are_swapped_proved_and_named_by_their_tokens(
 ) -> None:
     monkeypatch.delenv(METHOD, raising=False)
     models = [make_model("dense", seed) for seed in range(2)]
-    options = {"tensor_parallel_size": 2, "worker_extension_cls": EXTENSION}
+    options: dict[str, Any] = {"tensor_parallel_size": 2, "worker_extension_cls": EXTENSION}
     async with opened(models[0], tmp_path, **options) as engine:
         check_all_are_forked(engine)
         await check_swap_in_flight(engine, models)
         await check_tokens_come_together(engine)
         await check_what_is_held(engine, models)
         await check_an_error_in_one_process(engine, models)
+
+
+async def test_adapters_are_split_as_the_layers_are(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"tensor_parallel_size": 2, "worker_extension_cls": EXTENSION, "adapter_rank": RANK}
+    adapters = [make_adapter(make_model("dense", 0), seed) for seed in range(3)]
+    sent = [adapter_delivery(WeightVersion(1, step), adapter) for step, adapter in enumerate(adapters)]
+    async with opened(make_model("dense", 0), tmp_path, **options) as engine:
+        assert isinstance(engine, AdaptedEngine)
+        await engine.load_base(base_tensors("dense"))
+
+        async def swap(delivery: Delivery, tensors: NamedTensors) -> None:
+            check = functools.partial(refuse_other_tensors, delivery.manifest)
+            await engine.swap_adapter(delivery.manifest.version, tensors, SCALE, check=check)
+            refuse_other_logprobs(delivery.manifest.probe, await engine.score(PROBE), delivery.manifest.version)
+
+        await swap(sent[0], adapters[0])
+        responses, running = await begin(engine, PROMPTS)
+        await swap(sent[1], adapters[1])
+        await asyncio.gather(*running)
+        old, new = (merged("dense", adapter) for adapter in adapters[:2])
+        for response in responses:
+            switch = response.versions.index(sent[1].manifest.version)
+            assert difference(old, response)[:switch].max() < TOLERANCE
+            assert difference(new, response)[switch:].max() < TOLERANCE
+        with pytest.raises(WeightSyncError, match=r"the engine holds another .*lora_[AB] than was published"):
+            await swap(sent[2], adapters[1])
 
 
 def check_all_are_forked(engine: Engine) -> None:
@@ -138,7 +168,7 @@ async def test_experts_that_are_split_are_swapped(tmp_path: Path) -> None:
 async def test_stages_together_hold_what_was_published(tmp_path: Path) -> None:
     """vLLM for CPUs 0.32 cannot generate in stages, so the test proves only that they load."""
     models = [make_model("dense", seed) for seed in range(2)]
-    options = {"pipeline_parallel_size": 2, "worker_extension_cls": EXTENSION}
+    options: dict[str, Any] = {"pipeline_parallel_size": 2, "worker_extension_cls": EXTENSION}
     async with opened(models[0], tmp_path, **options) as engine:
         for model in models:
             found: list[Held | None] = []

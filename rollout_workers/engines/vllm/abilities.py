@@ -23,6 +23,7 @@ VLLM = KnownEngine(
         takes_adapters=True,
         takes_expert_adapters=False,
         takes_full_adapters=False,
+        splits_adapters_by=("tensor_parallel_size",),
         holds_adapters=True,
         takes_stored=is_harmless,
     ),

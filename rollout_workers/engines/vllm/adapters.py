@@ -14,7 +14,8 @@ from torch import nn
 
 from broker.errors import HeadwayError
 from rollout_workers.engines.held import Held
-from rollout_workers.engines.placing.adapters import decoder_linears, held_adapter
+from rollout_workers.engines.placing.adapters import decoder_linears
+from weightsync.tensors.fingerprint import fingerprint_part
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The largest ranks for which vLLM can be started."""
@@ -101,18 +102,25 @@ def take(lora: Any, tensors: Tensors, scale: float, place: int) -> None:
 
 def held(lora: Any, tensors: Tensors, scale: float, place: int) -> Held | None:
     """Return what vLLM's layers compute with of these tensors in a place: their own fingerprints where its buffers have
-    the same bits, times the scale. None if the buffers have another number format."""
-    manager, loaded = lora._adapter_manager, _scaled(tensors, scale)
+    the same bits, times the scale. Of a factor that is split over processes this is what this one has. None if the
+    buffers have another number format."""
+    manager, loaded, found = lora._adapter_manager, _scaled(tensors, scale), {}
     if place not in manager.lora_index_to_id:
         return Held.of({})
     slot = manager.lora_index_to_id.index(place)
-
-    def read(name: str, shape: torch.Size) -> torch.Tensor | None:
-        part = _buffer(manager, slot, name, shape)
-        is_equal = part is not None and part.dtype == loaded[name].dtype and torch.equal(part.cpu(), loaded[name])
-        return tensors[name] if is_equal else part
-
-    return held_adapter(tensors, read)
+    for name, tensor in tensors.items():
+        located = _buffer(manager, slot, name, tensor.shape)
+        if located is None:
+            found[name] = 0, 0
+            continue
+        part, shard = located
+        if part.dtype != tensor.dtype:
+            return None
+        if torch.equal(part.cpu(), _cut(loaded[name], shard)):
+            part = _cut(tensor, shard)
+        fingerprint = fingerprint_part(part.contiguous(), int(shard.storage_offset()), *shard.stride())
+        found[name] = fingerprint, part.numel()
+    return Held.of(found)
 
 
 def _scaled(tensors: Tensors, scale: float) -> dict[str, torch.Tensor]:
@@ -123,8 +131,9 @@ def _scaled(tensors: Tensors, scale: float) -> dict[str, torch.Tensor]:
     }
 
 
-def _buffer(manager: Any, slot: int, name: str, shape: torch.Size) -> torch.Tensor | None:
-    """Return the part of vLLM's buffers that holds a factor; None if it has none of the name."""
+def _buffer(manager: Any, slot: int, name: str, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the part of vLLM's buffers that holds a factor, and which part of the factor that is, as `_shard` does;
+    None if it has none of the name."""
     module, _, factor = name.rpartition(".")
     places = {module: (module, 0)}
     for packed, parts in manager.packed_modules.items():  # such as q_proj, k_proj and v_proj in qkv_proj
@@ -134,6 +143,24 @@ def _buffer(manager: Any, slot: int, name: str, shape: torch.Size) -> torch.Tens
     if layer is None:
         return None
     stacked = layer.lora_a_stacked if factor == "lora_A" else layer.lora_b_stacked
-    rows, columns = shape
-    read: torch.Tensor = stacked[number][slot, 0, :rows, :columns]
-    return read
+    shard = _shard(layer, factor, number, len(stacked), shape)
+    rows, columns = shard.shape
+    return stacked[number][slot, 0, :rows, :columns], shard
+
+
+def _shard(layer: Any, factor: str, number: int, count: int, shape: torch.Size) -> torch.Tensor:
+    """Return the part of a factor that vLLM gives this process, of `count` factors in one layer: a view without memory,
+    which has its place and its steps."""
+    whole = torch.empty(shape, device="meta")
+    if layer.tp_size == 1:
+        return whole
+    cut = layer.slice_lora_a if factor == "lora_A" else layer.slice_lora_b
+    shard: torch.Tensor = (
+        cut(whole) if count == 1 else cut([whole if place == number else None for place in range(count)])[number]
+    )
+    return shard
+
+
+def _cut(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+    """Return that part of a contiguous tensor."""
+    return tensor.as_strided(shard.shape, shard.stride(), tensor.storage_offset() + shard.storage_offset())
