@@ -7,7 +7,8 @@ Random Qwen3 in bfloat16, whose kernels are launched one by one. Of each case: s
 the loss and the gradients' norm of each step, the median milliseconds of the later ones (`step_ms`), and on a GPU the
 GiB that are held between steps (`gib`) and at most (`peak_gib`). `off` is the mean difference of its logprobs after
 all steps from those of fsdp with a base in 16 bits. Each backend has a process of its own. nf4 needs bitsandbytes:
-without it that case says so. What is known goes to the standard error at once; the last line is one JSON object.
+without it that case says so. What the process holds before a case (`left_gib`) is not in these. What is known goes to
+the standard error at once; the last line is one JSON object.
 """
 
 import argparse
@@ -93,6 +94,7 @@ def batches_of(options: argparse.Namespace) -> list[PackedBatch]:
 def measured(backend_kind: str, name: str, base: str, options: argparse.Namespace) -> dict[str, Any]:
     """Measure one case, and leave its logprobs in a file."""
     on_gpu = options.device == "cuda"
+    left = torch.cuda.memory_allocated() if on_gpu else 0  # what the case before has left
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     adapter = AdapterConfig(rank=options.rank, alpha=2.0 * options.rank, quantize_base=base)  # type: ignore[arg-type]
@@ -113,7 +115,8 @@ def measured(backend_kind: str, name: str, base: str, options: argparse.Namespac
     result |= {"steps": steps, "step_ms": round(1e3 * statistics.median(seconds[1:]), 1)}
     if on_gpu:
         held, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-        result |= {"gib": round(held / GIB, 2), "peak_gib": round(peak / GIB, 2)}
+        result |= {"gib": round((held - left) / GIB, 2), "peak_gib": round((peak - left) / GIB, 2)}
+        result["left_gib"] = round(left / GIB, 2)
     torch.save(torch.cat(backend.logprobs(batches, 1.0)).cpu(), Path(options.models, f"{backend_kind}-{name}-{base}"))
     return result
 
