@@ -71,8 +71,8 @@ def _is_replayed(recipe: Recipe, shape: ModelShape) -> bool:
     learner, model = recipe.learner, recipe.model
     replays = abilities_of(learner.backend).replays_kernels and recipe.run.placement == "separated"
     planned = PlannedModel(shape=shape, learner=learner, dtype=model.dtype)
-    drops = model.adapter is not None and model.adapter.dropout > 0
-    return replays and not drops and is_replayed(planned)
+    may_replay = model.adapter is None or (learner.compute.cuda_graphs == "always" and not model.adapter.dropout)
+    return replays and may_replay and is_replayed(planned)
 
 
 def recipe_routing(recipe: Recipe) -> Routing | None:

@@ -105,7 +105,8 @@ def head_bytes(planned: PlannedModel) -> int:
 
 
 def kept_logits_bytes(planned: PlannedModel) -> int:
-    """Returns the bytes of the logits that fsdp keeps from the forward to the backward pass of a row."""
+    """Returns the bytes of the logits that fsdp keeps from the forward to the backward pass of a row that is
+    launched."""
     from learner.backends.token_logprobs import keeps_logits
 
     tokens, rows = planned.row_tokens, planned.vocabulary_rows

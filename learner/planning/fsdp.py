@@ -34,6 +34,7 @@ def is_replayed(planned: PlannedModel) -> bool:
         ranks=learner.processes,
         parameters=shape.num_parameters,
         is_rounded=planned.dtype == "bfloat16",
+        has_adapter=bool(planned.adapter),
         drops_activations=False,  # one that does is launched, and takes less
         is_quantized=bool(planned.quantized),
         has_experts=any(shape.has_experts(layer) for layer in range(shape.layers)),
@@ -57,6 +58,7 @@ def _rank(planned: PlannedModel, rank: int) -> RankMemory:
     if is_replayed(planned):
         rows, copies = 2, planned.compute_bytes * trained  # a graph's memory is its own, and other rows are launched
     reference = parameters + copies if planned.has_reference else 0
+    computes_again = is_replayed(planned) and planned.learner.compute.cuda_graphs != "always"
     return RankMemory(
         rank=rank,
         part=f"1/{ranks} of every tensor",
@@ -68,7 +70,7 @@ def _rank(planned: PlannedModel, rank: int) -> RankMemory:
         * activation_bytes(
             planned, range(planned.shape.layers), in_flight=1.0, keeps=KeptNumbers(_selective, copies=False)
         ),
-        head=rows * (head_bytes(planned) + kept_logits_bytes(planned)),
+        head=rows * (head_bytes(planned) + (0 if computes_again else kept_logits_bytes(planned))),
         other_models=reference,
         published=published_bytes(planned, rank),
     )

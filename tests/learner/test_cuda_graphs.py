@@ -2,7 +2,6 @@
 written-out attention stands in for the kernel, so that all but the recording itself is what a GPU does."""
 
 import dataclasses
-import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -33,6 +32,7 @@ from tests.learner.test_presets import build, configured, sampled
 from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences
 
 NEVER, AUTO = ComputeConfig(cuda_graphs="never"), ComputeConfig(cuda_graphs="auto")
+ALWAYS = ComputeConfig(cuda_graphs="always")
 Dtype = Any
 
 
@@ -137,7 +137,7 @@ def test_rows_of_a_shape_differ_in_contents_alone(recorder: Repeated) -> None:
 
 @pytest.mark.parametrize("has_adapter", [False, True])
 def test_replayed_rows_train_as_launched_ones(recorder: Repeated, has_adapter: bool) -> None:
-    launched, replayed = (opened(compute, has_adapter=has_adapter) for compute in (NEVER, AUTO))
+    launched, replayed = (opened(compute, has_adapter=has_adapter) for compute in (NEVER, ALWAYS))
     assert launched._replayed is None
     assert replayed._replayed is not None
     expected, found = trained(launched), trained(replayed)
@@ -177,7 +177,7 @@ def test_replayed_gradients_are_those_of_the_plain_row(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("has_adapter", [False, True])
 def test_rounded_weights_are_those_of_fsdp_to_the_bit(recorder: Repeated, has_adapter: bool) -> None:
     """Rows that are launched differ by nothing: neither in the passes nor in the sums over micro-batches."""
-    sharded, rounded = (opened(compute, "bfloat16", has_adapter=has_adapter) for compute in (NEVER, AUTO))
+    sharded, rounded = (opened(compute, "bfloat16", has_adapter=has_adapter) for compute in (NEVER, ALWAYS))
     assert rounded._replayed is not None
     rounded._replayed.stop("a test")
     for one, other in zip(trained(sharded), trained(rounded), strict=True):
@@ -221,33 +221,19 @@ def test_a_model_of_a_single_gpu_is_rounded_as_a_whole(
         assert torch.equal(one, other)
 
 
-def test_compiled_sums_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each shape of a parameter is compiled once, in the backward pass of an update's second row."""
-    graphs = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        graphs.append(graph)
-        return graph
-
-    torch._dynamo.reset()
-    plain = opened(NEVER, "bfloat16")
-    monkeypatch.setattr(sharded_model, "stays_whole", lambda *_: True)
-    monkeypatch.setattr(
-        sharded_model,
-        "RoundedWeights",
-        functools.partial(_compiled_sums, functools.partial(torch.compile, backend=backend)),
+def test_recorded_passes_find_weights_and_sums_where_they_were(recorder: Repeated) -> None:
+    """A graph reads and writes by address."""
+    backend = opened(AUTO, "bfloat16")
+    trained(backend, steps=1)
+    assert backend._rounded is not None
+    held = [*backend._rounded.copies, *(total for total in backend._rounded._sums if total is not None)]
+    places = [tensor.data_ptr() for tensor in held]
+    assert len(places) == 2 * len(backend._parameters)
+    trained(backend, steps=2)
+    assert [tensor.data_ptr() for tensor in held] == places
+    assert [one is other for one, other in zip(held, backend._rounded.copies, strict=False)] == [True] * (
+        len(held) // 2
     )
-    whole = opened(NEVER, "bfloat16")
-    for one, other in zip(trained(plain), trained(whole), strict=True):
-        assert torch.equal(one, other)
-    shapes = {(tuple(p.shape)) for p in whole._parameters}
-    assert len(graphs) == len(shapes)
-
-
-def _compiled_sums(compiler: Callable[..., Any], module: Any, dtype: torch.dtype, **options: Any) -> RoundedWeights:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", compiler)
-        return RoundedWeights(module, dtype, **{**options, "compiles": True})
 
 
 def test_the_base_of_an_adapter_is_neither_copied_nor_changed(recorder: Repeated) -> None:
@@ -407,6 +393,7 @@ PLAIN: dict[str, Any] = {
     "ranks": 1,
     "parameters": 135_000_000,
     "is_rounded": True,
+    "has_adapter": False,
     "drops_activations": False,
     "is_quantized": False,
     "has_experts": False,
@@ -425,6 +412,8 @@ PLAIN: dict[str, Any] = {
         ({"ranks": 2}, {}, "the model is spread over 2 ranks"),
         ({"parameters": 8_000_000_000}, {}, "the model has more than 1,073,741,824 parameters"),
         ({"is_rounded": False}, {}, "model.dtype is float32"),
+        ({"has_adapter": True}, {}, "an adapter is trained, which takes learner.compute.cuda_graphs=always"),
+        ({"has_adapter": True}, {"cuda_graphs": "always"}, ""),
         ({"drops_activations": True}, {}, "model.adapter.dropout is above 0"),
         ({"is_quantized": True}, {}, "model.adapter.quantize_base is set"),
         ({"has_experts": True}, {}, "the model has experts"),
@@ -456,7 +445,8 @@ def test_graphs_on_a_gpu_are_padded_rows_to_the_bit(
     for recorder in (Repeated, None):
         if recorder is not None:
             monkeypatch.setattr(sharded_model, "open_recorder", lambda _: Repeated())
-        backend = opened(AUTO, "bfloat16", device="cuda", has_adapter=has_adapter)
+        compute = ALWAYS if has_adapter or only_trained else AUTO
+        backend = opened(compute, "bfloat16", device="cuda", has_adapter=has_adapter)
         found.append([tensor.cpu() for tensor in trained(backend, only_trained=only_trained)])
         assert backend._replayed is not None
         assert backend._replayed.num_recorded >= 5

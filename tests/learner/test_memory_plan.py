@@ -308,9 +308,12 @@ def test_recorded_kernels_have_activations_of_their_own() -> None:
     small = planned(Qwen3Config(**TINY))
     launched = plan_memory(with_learner(small, device="cuda", compute=ComputeConfig(cuda_graphs="never")))[0]
     replayed = plan_memory(with_learner(small, device="cuda", compute=ComputeConfig(cuda_graphs="auto")))[0]
-    assert (replayed.activations, replayed.head) == (2 * launched.activations, 2 * launched.head)
+    always = plan_memory(with_learner(small, device="cuda", compute=ComputeConfig(cuda_graphs="always")))[0]
+    assert replayed.activations == always.activations == 2 * launched.activations
+    kept = 2 * small.row_tokens * small.vocabulary_rows
+    assert (always.head, replayed.head) == (2 * launched.head, 2 * (launched.head - kept))
     adapted = replace(small, adapter=adapter_parameters(Qwen3Config(**TINY), AdapterConfig(rank=4)))
-    held = plan_memory(with_learner(adapted, device="cuda", compute=ComputeConfig(cuda_graphs="auto")))[0]
+    held = plan_memory(with_learner(adapted, device="cuda", compute=ComputeConfig(cuda_graphs="always")))[0]
     assert held.activations == replayed.activations
     assert held.gathered == 2 * 2 * sum(one.size for one in adapted.adapter) < replayed.gathered, "the base is no copy"
     auto = ComputeConfig(cuda_graphs="auto")

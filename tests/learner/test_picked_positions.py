@@ -56,7 +56,7 @@ def test_an_update_is_the_same(is_replayed: bool, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(learner.models.attention, "varlen_attn", kernel)
         monkeypatch.setattr(sharded_model, "open_recorder", lambda _: Repeated())
         monkeypatch.setattr(sharded_model, "why_launched", lambda *_, **__: "")
-    whole, picked = opened(ComputeConfig()), opened(ComputeConfig())
+    whole, picked = opened(ComputeConfig()), opened(ComputeConfig(cuda_graphs="always"))
     expected, found = trained(whole, only_trained=False), trained(picked, only_trained=True)
     for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)

@@ -82,6 +82,7 @@ def why_launched(
     ranks: int,
     parameters: int,
     is_rounded: bool,
+    has_adapter: bool,
     drops_activations: bool,
     is_quantized: bool,
     has_experts: bool,
@@ -96,6 +97,9 @@ def why_launched(
         f"the model has more than {MOST_PARAMETERS:,} parameters": parameters > MOST_PARAMETERS,
         "the model has experts": has_experts,
         "the model's attention has a window": has_window,
+        "an adapter is trained, which takes learner.compute.cuda_graphs=always": (
+            has_adapter and compute.cuda_graphs != "always"
+        ),
         "model.adapter.dropout is above 0": drops_activations,
         "model.adapter.quantize_base is set": is_quantized,
         f"learner.compute.recompute is {compute.recompute}": compute.recompute != "none",

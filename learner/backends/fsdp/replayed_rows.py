@@ -56,8 +56,10 @@ class _Kind:
 class ReplayedRows:
     """A policy's forward and backward passes on one rank, whose weights lie in `weights`."""
 
-    def __init__(self, policy: Policy, weights: RoundedWeights, recorder: PassRecorder) -> None:
+    def __init__(self, policy: Policy, weights: RoundedWeights, recorder: PassRecorder, *, picks: bool = False) -> None:
+        """`picks`: trained tokens alone go through the output head, where a batch allows it."""
         self._policy = policy
+        self._picks = picks
         self._weights = weights
         self._recorder: PassRecorder | None = recorder
         self._seen: Counter[_Kind] = Counter()
@@ -69,6 +71,8 @@ class ReplayedRows:
         if self._recorder is None or top or not _is_plain(batch):
             found_T: torch.Tensor = self._policy(batch, temperature, top)
             return found_T
+        if not self._picks:
+            batch = replace(batch, only_trained=False)
         least = _Kind(
             shape=PaddedShape.of(batch),
             temperature=temperature,

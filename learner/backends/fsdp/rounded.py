@@ -17,10 +17,9 @@ class RoundedWeights:
     """The copies of a module's trained parameters and the sums of their gradients. Both are made when they are first
     needed. Frozen parameters stay in their places: they are held as they are computed with."""
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype, *, stays: bool = True, compiles: bool = False) -> None:
+    def __init__(self, module: nn.Module, dtype: torch.dtype, *, stays: bool = True) -> None:
         """`stays`: copies and sums keep their memory, for kernels that were recorded; else they are freed between calls
-        and between updates. `compiles`: launched gradients are added by a compiled kernel."""
-        self._add_one = torch.compile(_add, dynamic=False) if compiles else _add
+        and between updates."""
         self._dtype = dtype
         self._stays = stays
         self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
@@ -41,7 +40,7 @@ class RoundedWeights:
         """A context in which the module computes with the masters as they are now, rounded."""
         if not self.copies:
             self.copies = [self._copy(index, master) for index, master in enumerate(self._places)]
-        for copy in self.copies:
+        for copy in () if self._stays else self.copies:  # resizing moves memory, even to the size that it has
             copy.untyped_storage().resize_(copy.numel() * copy.element_size())
         with torch.no_grad():
             torch._foreach_copy_([*self.copies], [*self._places])
@@ -100,7 +99,7 @@ class RoundedWeights:
         if total is None:
             self._sums[index] = copy.grad.float()
         else:
-            self._add_one(total, copy.grad)
+            total.add_(copy.grad)
         self._reached.add(index)
         copy.grad = None
 
@@ -108,8 +107,3 @@ class RoundedWeights:
         for parameter, places in zip(parameters, self._places.values(), strict=True):
             for part, name in places:
                 part._parameters[name] = parameter
-
-
-def _add(total: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add a gradient in place. torch's own kernel for two number formats comes to half of a GPU's bandwidth."""
-    total.add_(gradient)

@@ -95,8 +95,8 @@ class ShardedModel:
         if model.adapter is not None:
             self._adapters = Adapters(module.model, model.adapter, self._dtype)
         prepare_layers(module.layers, compute)
-        module.keeps_logits = compute.recompute == "none"
         recorder = self._recorder(module, compute)
+        module.keeps_logits = compute.recompute == "none" and (recorder is None or compute.cuda_graphs == "always")
         is_whole = isinstance(module, Policy) and (recorder is not None or stays_whole(module, mesh, self._dtype))
         if not is_whole:
             shard(module, mesh, half_precision=is_half)
@@ -107,9 +107,9 @@ class ShardedModel:
             self._adapters.fill(seed)
         if is_whole:
             module.to(self._device)
-            self._rounded = RoundedWeights(module, self._dtype, stays=recorder is not None, compiles=compute.compile)
+            self._rounded = RoundedWeights(module, self._dtype, stays=recorder is not None)
         if recorder is not None and self._rounded is not None and isinstance(module, Policy):
-            self._replayed = ReplayedRows(module, self._rounded, recorder)
+            self._replayed = ReplayedRows(module, self._rounded, recorder, picks=compute.cuda_graphs == "always")
         return module
 
     def _recorder(self, module: PackedModel, compute: ComputeConfig) -> PassRecorder | None:
@@ -122,6 +122,7 @@ class ShardedModel:
             ranks=self.world_size,
             parameters=sum(parameter.numel() for parameter in module.parameters()),
             is_rounded=self._dtype is not torch.float32,
+            has_adapter=self._adapters is not None,
             drops_activations=self._adapters is not None and self._adapters.config.dropout > 0,
             is_quantized=self._adapters is not None and self._adapters.base is not None,
             has_experts=num_experts(module.model.config) > 0,
