@@ -5,6 +5,7 @@
     token_logprobs.py   hidden states ─► logprobs, for both
     expert_rows.py      experts over rows sorted by expert, for both
     adapter_files.py    an adapter beside its base model, read as one
+    quantized.py        frozen weights in 4 or 8 bits
     score_head.py       the first weights of a critic's or reward model's head
 
     open_backend("fsdp", ...) ── logprobs, step ──► loss and gradients, summed over micro-batches and ranks
