@@ -86,7 +86,7 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             " sampled by exactly the weights that its span names; keep: it stays, which saves a prefill of everything"
             " that runs, and later tokens, and their logprobs, are of the new weights over keys and values of older"
             " ones; finish: samples go on with the adapter that they began with (versions that carry an adapter alone,"
-            " engine.kind=vllm)"
+            " engine.kind=vllm or sglang)"
         ),
     ] = "recompute"
     follow: Annotated[

@@ -107,7 +107,8 @@ def _impossible_policy(recipe: Recipe, *, has_experts: bool) -> Iterator[str]:
         return
     yield (
         "weights.kv_policy is finish, which needs versions that carry an adapter alone and engines that hold several"
-        f" (model.adapter, engine.kind=vllm without pipeline stages, {'a model without experts, ' * has_experts}"
+        " (model.adapter, engine.kind=vllm without pipeline stages, or sglang on one GPU,"
+        f" {'a model without experts, ' * has_experts}"
         "weights.adapter=auto, weights.staging other than none, run.placement=separated). Set it to recompute."
     )
 

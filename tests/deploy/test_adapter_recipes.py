@@ -71,9 +71,12 @@ def test_a_stage_trains_the_adapter_if_it_is_named(tmp_path: Path) -> None:
     assert after_stages(recipe).model.adapter == recipe.model.adapter
 
 
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
 @pytest.mark.parametrize(("device", "dtype", "alone"), [("cpu", "float32", True), ("cuda", "float32", False)])
-def test_vllm_on_a_gpu_takes_no_adapters_in_float32(device: str, dtype: str, alone: bool, tmp_path: Path) -> None:
-    engine = {**TINY["engine"], "kind": "vllm", "device": device, "dtype": dtype}
+def test_an_engine_on_a_gpu_takes_no_adapters_in_float32(
+    kind: str, device: str, dtype: str, alone: bool, tmp_path: Path
+) -> None:
+    engine = {**TINY["engine"], "kind": kind, "device": device, "dtype": dtype}
     recipe = load(tmp_path, stages=[SFT, RL], engine=engine, model=adapted(OF_RL))
     assert sends_adapter(recipe, has_experts=False) is alone
 
@@ -109,7 +112,7 @@ def test_samples_finish_with_their_adapter_where_engines_hold_several(tmp_path: 
     recipe = load(tmp_path, model=adapted(OF_RL), stages=[SFT, RL], staleness={"max_lag": 5}, **on_vllm)
     dense, experts = (load_config(model_config(name)) for name in ("qwen3", "qwen3_moe"))
     assert (rank_for_worker(recipe, recipe.engine, dense), adapters_held(recipe)) == (4, 6)
-    with pytest.raises(ConfigError, match=r"vllm without pipeline stages, a model without experts, .* recompute"):
+    with pytest.raises(ConfigError, match=r"stages, or sglang on one GPU, a model without experts, .* recompute"):
         rank_for_worker(recipe, recipe.engine, experts)
     with pytest.raises(UnfitEngineError, match=r"this worker's engine \(embedded\) holds one adapter at a time"):
         rank_for_worker(recipe, load(tmp_path).engine, dense)
