@@ -4,6 +4,7 @@ import asyncio
 import functools
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -92,6 +93,29 @@ async def test_samples_finish_with_their_adapter_until_its_place_is_needed(engin
     for response in second:
         assert set(response.versions) <= {V2, V4}
         assert response.versions[0] == V2
+
+
+@pytest.mark.parametrize("engine", [pytest.param("sglang", marks=SGLANG)], indirect=True)
+async def test_samples_of_a_place_that_stays_find_all_that_they_had_cached(
+    engine: AdaptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's samples are sent again at every swap, those too which finish with their adapter."""
+    await swap(engine, V1)
+    _, running = await begin(engine, PROMPTS[:3], TOKENS)
+    outputs, cached = engine._outputs, dict[str, tuple[int, int]]()  # type: ignore[attr-defined]
+
+    async def watched(request: Any) -> AsyncIterator[Any]:
+        async for output in outputs(request):
+            cached.setdefault(request.rid, (len(request.input_ids), output["meta_info"]["cached_tokens"]))
+            yield output
+
+    monkeypatch.setattr(engine, "_outputs", watched)
+    sent = adapter_delivery(V2, make_adapter(make_model("dense", 0), V2.step))
+    await engine.swap_adapter(V2, sent.tensors, SCALE)
+    await asyncio.gather(*running)
+    assert len(cached) == 3
+    for tokens, found in cached.values():
+        assert found == tokens - 1, "the last one is computed, so that it is sampled from"
 
 
 def test_a_version_takes_a_free_place_or_that_of_the_oldest() -> None:
