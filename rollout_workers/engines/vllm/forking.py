@@ -25,8 +25,8 @@ from typing import Any
 
 from .environment import BIND, METHOD, NO_BIND, SPAWN, prepare_environment
 
-FORK_BESIDE_GPUS = "HEADWAY_FORK_VLLM"
-"""The variable that is 1 to have processes forked on a machine with GPUs, too, where no run has shown it yet."""
+SHARDS_ON_GPUS = "HEADWAY_FORK_VLLM"
+"""The variable that is 1 to have the processes that share a model forked on GPUs, too, where no run has shown it."""
 DRIVER = "libcuda.so.1"
 PRELOADED = "rollout_workers.engines.vllm.preloaded"
 """The module that the server imports."""
@@ -44,16 +44,9 @@ def preload(threads: int) -> None:
     To be called by the main thread: the kernel ends the server with the thread that started it.
     """
     prepare_environment(threads, spawns=False)
-    if _forks():
+    if METHOD not in os.environ:
         multiprocessing.set_forkserver_preload([PRELOADED])
         forkserver.ensure_running()
-
-
-def _forks() -> bool:
-    """Whether vLLM's processes are to be forked."""
-    if METHOD in os.environ:
-        return False
-    return _driver() is None or os.environ.get(FORK_BESIDE_GPUS) == "1"
 
 
 @contextmanager
@@ -65,7 +58,7 @@ def new_processes(arguments: Mapping[str, Any]) -> Iterator[None]:
 
     changes: dict[tuple[Any, str], Any] = {(registry, "_run_in_subprocess"): _run_here}
     # One that is bound to a NUMA node has an executable of its own, which only a spawned process can have.
-    if _forks() and not any(name.startswith("numa") for name in arguments):
+    if METHOD not in os.environ and not any(name.startswith("numa") for name in arguments):
         changes[utils, "get_mp_context"] = Forking
     usual = {place: getattr(*place) for place in changes if hasattr(*place)}
     if (utils, "get_mp_context") not in usual:
@@ -124,7 +117,8 @@ def _fork_others() -> None:
     """Let vLLM's process, if it has been forked, have those that share its model forked from the same server."""
     executor = sys.modules.get("vllm.v1.executor.multiproc_executor")
     # Cores are given to a process by its environment, which OpenMP reads once; the server has done so.
-    if hasattr(executor, "get_mp_context") and os.environ.get(BIND) == NO_BIND:
+    is_shown = _driver() is None or os.environ.get(SHARDS_ON_GPUS) == "1"
+    if is_shown and hasattr(executor, "get_mp_context") and os.environ.get(BIND) == NO_BIND:
         server: Any = forkserver._forkserver
         server.ensure_running = _do_nothing  # else it would start a server of its own
         setattr(executor, "get_mp_context", Forking)  # noqa: B010 - a module's attribute, for the type checker

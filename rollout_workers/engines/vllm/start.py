@@ -19,6 +19,7 @@ from .adapters import engine_arguments as arguments_for_adapters
 from .engine import VllmEngine
 from .experts import engine_arguments as arguments_for_experts
 from .forking import new_processes, preload
+from .kept_configuration import kept_configuration
 
 STREAM_INTERVAL = 16
 """Tokens of a request that arrive together, except its first and its last. One by one, with 512 requests at once, they
@@ -103,7 +104,7 @@ def open_vllm(
     with torch.device("meta"):
         shapes = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir, trust_remote_code=False))
     check_head_dim(shapes.config)
-    arguments = engine_arguments(config, model_dir, type(shapes).__name__, seed, sleeps=sleeps)
+    arguments = engine_arguments(config, kept_configuration(model_dir), type(shapes).__name__, seed, sleeps=sleeps)
     arguments |= arguments_for_adapters(adapter_rank, adapters_held, shapes, arguments["dtype"])
     routed = None
     if tells_experts:
