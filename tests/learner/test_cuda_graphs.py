@@ -236,6 +236,15 @@ def test_recorded_passes_find_weights_and_sums_where_they_were(recorder: Repeate
     )
 
 
+def test_a_frozen_parameter_is_rounded_once() -> None:
+    linear = torch.nn.Linear(3, 2)
+    linear.bias.requires_grad_(False)
+    weights = RoundedWeights(linear, torch.bfloat16)
+    with weights.in_place():
+        assert linear(torch.ones(1, 3, dtype=torch.bfloat16)).dtype is torch.bfloat16
+    assert (linear.weight.dtype, linear.bias.dtype) == (torch.float32, torch.bfloat16)
+
+
 def test_the_base_of_an_adapter_is_neither_copied_nor_changed(recorder: Repeated) -> None:
     backend = opened(AUTO, "bfloat16", has_adapter=True)
     frozen = {name: p for name, p in backend._policy.named_parameters() if not p.requires_grad}

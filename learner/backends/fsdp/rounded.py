@@ -15,7 +15,7 @@ from torch import nn
 
 class RoundedWeights:
     """The copies of a module's trained parameters and the sums of their gradients. Both are made when they are first
-    needed. Frozen parameters stay in their places: they are held as they are computed with."""
+    needed. Frozen parameters stay in their places, rounded once: they are held as they are computed with."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, *, stays: bool = True) -> None:
         """`stays`: copies and sums keep their memory, for kernels that were recorded; else they are freed between calls
@@ -27,8 +27,8 @@ class RoundedWeights:
             for name, parameter in part.named_parameters(recurse=False):
                 if parameter.requires_grad:
                     self._places.setdefault(parameter, []).append((part, name))
-                else:
-                    assert parameter.dtype is dtype, f"{name} is frozen, and {parameter.dtype}"
+                elif parameter.is_floating_point():
+                    parameter.data = parameter.data.to(dtype)
         self._sums: list[torch.Tensor | None] = []
         """None: that parameter has got no gradient yet, and the sum has no memory."""
         self.copies: list[nn.Parameter] = []
