@@ -12,7 +12,7 @@ from torch import nn
 from broker.errors import WeightSyncError
 from rollout_workers.engines.base import NamedTensors
 from rollout_workers.engines.held import Held
-from weightsync.tensors.fingerprint import fingerprint
+from weightsync.tensors.fingerprint import fingerprint_part
 
 FACTOR_NAME = re.compile(r"(?P<module>.+)\.(?P<weight>gate_up_proj_|down_proj_|)lora_(?P<factor>[AB])")
 """The name of A or B: the module that holds the weight, the weight's name if it is that of experts, the factor."""
@@ -52,14 +52,23 @@ def decoder_linears(shapes: nn.Module) -> list[str]:
 
 
 def held_adapter(
-    tensors: Mapping[str, torch.Tensor], read: Callable[[str, torch.Size], torch.Tensor | None]
+    tensors: Mapping[str, torch.Tensor],
+    read: Callable[[str, torch.Size], tuple[torch.Tensor, torch.Tensor] | None],
 ) -> Held | None:
-    """Return what an engine holds of these factors: `read` returns the part of its memory that holds one of this name
-    and shape, None if there is none. None if it holds one in another number format."""
+    """Return what an engine's process holds of these factors; None if it holds one in another number format.
+
+    `read` returns the part of its memory that holds one of this name and shape, and which part of the factor that is: a
+    view without memory, which has its place and its steps. It returns None for a factor that the process has not.
+    """
     found = {}
     for name, tensor in tensors.items():
-        part = read(name, tensor.shape)
-        if part is not None and part.dtype != tensor.dtype:
+        located = read(name, tensor.shape)
+        if located is None:
+            found[name] = 0, 0
+            continue
+        part, shard = located
+        if part.dtype != tensor.dtype:
             return None
-        found[name] = (0, 0) if part is None else (fingerprint(part.contiguous()), part.numel())
+        fingerprint = fingerprint_part(part.contiguous(), int(shard.storage_offset()), *shard.stride())
+        found[name] = fingerprint, part.numel()
     return Held.of(found)

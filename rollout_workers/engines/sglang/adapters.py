@@ -110,8 +110,9 @@ class PooledAdapters:
                 found.setdefault(f"{prefix}.{part}.lora_B", first.new_zeros(rows, rank))
         return found
 
-    def _buffer(self, slot: int, name: str, shape: torch.Size) -> torch.Tensor | None:
-        """Return the part of the pool that holds a factor; None if no layer computes with one of the name."""
+    def _buffer(self, slot: int, name: str, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the part of the pool that holds a factor, as `held_adapter` wants it; None if no layer computes with
+        one of the name."""
         from sglang.srt.lora.utils import LoRAType
 
         module, _, factor = name.rpartition(".")
@@ -127,8 +128,7 @@ class PooledAdapters:
         rows, columns = shape
         sizes = layer.base_layer.output_sizes if number else ()
         first = number * rows if factor == "lora_A" else sum(sizes[:number])
-        read: torch.Tensor = pool[slot, first : first + rows, :columns]
-        return read
+        return pool[slot, first : first + rows, :columns], torch.empty(shape, device="meta")
 
 
 def _packed(module: str) -> tuple[str, int]:

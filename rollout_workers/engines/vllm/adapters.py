@@ -14,8 +14,7 @@ from torch import nn
 
 from broker.errors import HeadwayError
 from rollout_workers.engines.held import Held
-from rollout_workers.engines.placing.adapters import decoder_linears
-from weightsync.tensors.fingerprint import fingerprint_part
+from rollout_workers.engines.placing.adapters import decoder_linears, held_adapter
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The largest ranks for which vLLM can be started."""
@@ -104,23 +103,21 @@ def held(lora: Any, tensors: Tensors, scale: float, place: int) -> Held | None:
     """Return what vLLM's layers compute with of these tensors in a place: their own fingerprints where its buffers have
     the same bits, times the scale. Of a factor that is split over processes this is what this one has. None if the
     buffers have another number format."""
-    manager, loaded, found = lora._adapter_manager, _scaled(tensors, scale), {}
+    manager, loaded = lora._adapter_manager, _scaled(tensors, scale)
     if place not in manager.lora_index_to_id:
         return Held.of({})
     slot = manager.lora_index_to_id.index(place)
-    for name, tensor in tensors.items():
-        located = _buffer(manager, slot, name, tensor.shape)
+
+    def read(name: str, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor] | None:
+        located = _buffer(manager, slot, name, shape)
         if located is None:
-            found[name] = 0, 0
-            continue
-        part, shard = located
-        if part.dtype != tensor.dtype:
             return None
-        if torch.equal(part.cpu(), _cut(loaded[name], shard)):
-            part = _cut(tensor, shard)
-        fingerprint = fingerprint_part(part.contiguous(), int(shard.storage_offset()), *shard.stride())
-        found[name] = fingerprint, part.numel()
-    return Held.of(found)
+        part, shard = located
+        expected = _cut(loaded[name], shard)
+        is_equal = part.dtype == expected.dtype and torch.equal(part.cpu(), expected)
+        return (_cut(tensors[name], shard) if is_equal else part), shard
+
+    return held_adapter(tensors, read)
 
 
 def _scaled(tensors: Tensors, scale: float) -> dict[str, torch.Tensor]:
