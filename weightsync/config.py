@@ -20,8 +20,8 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Literal["auto", "merged"],
         Meta(
             description="what versions carry in a run with model.adapter. auto: the adapter alone, where all engines"
-            " take it (embedded; vLLM without pipeline stages for a model without experts), with staging other than"
-            " none and placement separated; merged: the weights that it makes of the model, whole"
+            " take it (embedded; vLLM and SGLang on one GPU for a model without experts, in bfloat16), with staging"
+            " other than none and placement separated; merged: the weights that it makes of the model, whole"
         ),
     ] = "auto"
     staging: Annotated[

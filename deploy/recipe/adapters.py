@@ -66,11 +66,14 @@ def _why_not(engine: EngineConfig, has_experts: bool) -> str:
         return f"the engine {engine.kind} takes no adapters"
     if has_experts and not abilities.takes_expert_adapters:
         return f"the engine {engine.kind} takes no adapters of models with experts"
-    if not (abilities.takes_full_adapters or engine.device == "cpu" or engine.dtype != "float32"):
+    dtype = engine.options.get("dtype", engine.dtype)
+    if not (abilities.takes_full_adapters or engine.device == "cpu" or dtype != "float32"):
         return f"the engine {engine.kind} takes no adapters in float32 on a GPU"
-    unproved = [option for option in abilities.gpu_options if option not in abilities.splits_adapters_by]
+    proved = abilities.splits_adapters_by if engine.device == "cpu" else ()  # no run on GPUs has shown it
+    unproved = [option for option in abilities.gpu_options if option not in proved]
     if (count := gpus_with(engine.options, unproved, "engine.options")) != 1:
-        return f"an engine has {count} GPUs by {' and '.join(unproved)}"
+        named = [option for option in unproved if engine.options.get(option, 1) != 1]
+        return f"an engine has {count} GPUs by {' and '.join(named)}"
     return ""
 
 

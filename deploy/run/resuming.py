@@ -18,7 +18,7 @@ from broker.errors import ConfigError
 from deploy.recipe.files import read_yaml
 from deploy.recipe.loading import recipe_to_bytes
 from deploy.recipe.recipe import Recipe, plan_of
-from learner.config import SftConfig, StageConfig
+from learner.config import AdapterConfig, SftConfig, StageConfig
 from learner.experience.rewind import Rewind
 
 from .directory import CONFIG, SETTINGS
@@ -138,9 +138,18 @@ class _Stages(msgspec.Struct):
 def _alike(before: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Express `sft` as `stages` where a recipe has these, and fill in what older versions did not write: the same run
     may be written in either way."""
+    before, now = _with_adapter(before), _with_adapter(now)
     if not (before.get("stages") or now.get("stages")):
         return before, now
     return _with_stages(before), _with_stages(now)
+
+
+def _with_adapter(settings: dict[str, Any]) -> dict[str, Any]:
+    model = settings.get("model")
+    if not (isinstance(model, dict) and model.get("adapter")):
+        return settings
+    adapter = msgspec.to_builtins(msgspec.convert(model["adapter"], AdapterConfig))
+    return {**settings, "model": {**model, "adapter": adapter}}
 
 
 def _with_stages(settings: dict[str, Any]) -> dict[str, Any]:

@@ -143,7 +143,11 @@ def origin(recipe: Recipe, number: int) -> Any:
     if any(adapters):
         trains["adapters"] = [adapter and msgspec.structs.replace(adapter, stages=()) for adapter in adapters]
     parts = {"model": _model(recipe), **trains, "prompts": recipe.prompts, "seed": recipe.run.seed}
-    return msgspec.json.decode(msgspec.json.encode(parts))
+    read = msgspec.json.decode(msgspec.json.encode(parts))
+    for adapter in filter(None, read.get("adapters", ())):
+        if adapter["quantize_base"] == "none":
+            del adapter["quantize_base"]  # stages of older versions do not say it
+    return read
 
 
 def _model(recipe: Recipe) -> dict[str, Any]:

@@ -128,11 +128,17 @@ def test_samples_finish_with_their_adapter_where_engines_hold_several(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("option", "why"),
-    [("tensor_parallel_size", ""), ("pipeline_parallel_size", "an engine has 2 GPUs by pipeline_parallel_size")],
+    ("option", "device", "why"),
+    [
+        ("tensor_parallel_size", "cpu", ""),
+        ("tensor_parallel_size", "cuda", "an engine has 2 GPUs by tensor_parallel_size"),
+        ("pipeline_parallel_size", "cpu", "an engine has 2 GPUs by pipeline_parallel_size"),
+    ],
 )
-def test_an_engine_on_several_gpus_gets_adapters_only_if_it_proves_them(option: str, why: str, tmp_path: Path) -> None:
-    engine = {**TINY["engine"], "kind": "vllm", "options": {option: 2}}
+def test_an_engine_on_several_gpus_gets_adapters_only_if_it_proves_them(
+    option: str, device: str, why: str, tmp_path: Path
+) -> None:
+    engine = {**TINY["engine"], "kind": "vllm", "device": device, "dtype": "bfloat16", "options": {option: 2}}
     recipe = load(tmp_path, model=adapted(OF_RL), stages=[SFT, RL], engine=engine)
     assert why_merged(recipe, has_experts=False) == why
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from broker.errors import ConfigError
@@ -70,6 +71,20 @@ def test_what_may_change_where_all_is_generated_anew(directory: Path) -> None:
         resume(directory, "sampling.temperature=0.5")
     with pytest.raises(ConfigError, match=r"run\.seed was 0"):
         resume(directory, "run.seed=1", regenerate=True)
+
+
+def test_settings_that_do_not_say_how_an_adapters_base_is_held_are_of_the_same_run(tmp_path: Path) -> None:
+    own = [f"run.directory={tmp_path}", "model.adapter={rank: 4, stages: [rl]}"]
+    prepare(load_recipe("arithmetic.yaml", own), resume=False, overwrite=False)
+    path = tmp_path / "arithmetic" / "settings.json"
+    settings = msgspec.json.decode(path.read_bytes())
+    assert settings["model"]["adapter"].pop("quantize_base") == "none"
+    path.write_bytes(msgspec.json.encode(settings))
+    check_resumable(load_recipe("arithmetic.yaml", own), None)
+    with pytest.raises(ConfigError, match=r"model\.adapter was"):
+        check_resumable(
+            load_recipe("arithmetic.yaml", [*own, "model.adapter={rank: 4, stages: [rl], quantize_base: int8}"]), None
+        )
 
 
 def test_an_edited_config_is_compared_with_what_the_run_was_started_with(directory: Path) -> None:

@@ -12,11 +12,14 @@ import pytest
 import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemReader
 
 from broker.errors import ConfigError
 from broker.installation import is_installed
 from learner.backends import open_backend, quantized
 from learner.backends.adapter_files import adapted_model, open_weights
+from learner.backends.fsdp.quantized_base import is_quantized
+from learner.backends.fsdp.training_state import STATE_FOLDER
 from learner.backends.quantized import BLOCK, quantize, quantized_weights
 from learner.config import ComputeConfig, LearnerConfig, ModelConfig
 from learner.models.model import load_config
@@ -129,6 +132,9 @@ def test_a_checkpoint_reads_as_the_model_that_was_trained(kind: str, tmp_path: P
         assert all(tensor.untyped_storage().nbytes() == 0 for tensor in backend._adapters.base.tensors())
     backend.save(tmp_path / "saved")
     assert not list((tmp_path / "saved").glob("*.safetensors"))
+    named = FileSystemReader(tmp_path / "saved" / STATE_FOLDER).read_metadata().state_dict_metadata
+    assert named
+    assert not [name for name in named if is_quantized(name)]
     merged, published = open_weights(str(tmp_path / "saved")), as_dict(backend)
     assert merged is not None
     for name, tensor in published.items():

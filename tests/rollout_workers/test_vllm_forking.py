@@ -98,6 +98,19 @@ def test_there_is_no_server_for_nothing(kind: str, chosen: str, monkeypatch: pyt
     assert bool(libraries_of(kind)) == (kind == "vllm")
 
 
+def test_processes_are_spawned_where_the_servers_socket_has_too_long_a_path(tmp_path: Path) -> None:
+    long = tmp_path / ("d" * 90)
+    long.mkdir()
+    told = (
+        "import os; from rollout_workers.engines import preload; preload('vllm', 1); print(os.environ['"
+        + METHOD
+        + "'])"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != METHOD} | {"TMPDIR": str(long)}
+    done = subprocess.run([sys.executable, "-c", told], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout.strip() == "spawn"
+
+
 class TestEngine:
     pytestmark = VLLM
 

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 CODES, SCALES = "codes", "scales"
 
 
+def is_quantized(name: str) -> bool:
+    """Whether a model's buffer of this name is of a quantized weight."""
+    return name.endswith((f"_{CODES}", f"_{SCALES}"))
+
+
 class QuantizedBase:
     """The quantized weights of one model."""
 

@@ -23,6 +23,7 @@ from learner.backends.saving import in_host_memory
 from learner.checkpoints.checkpoint import CheckpointError
 
 from .optimizer import allocate_moments
+from .quantized_base import is_quantized
 from .sharding import local
 
 STATE_FOLDER = "training_state"
@@ -31,9 +32,10 @@ Tensors = dict[str, torch.Tensor]
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> Tensors:
-    """The live tensors by name: saving reads them, loading writes into them. Frozen parameters are as they were."""
+    """The live tensors by name: saving reads them, loading writes into them. What is frozen is as it was."""
     allocate_moments(optimizer)
-    tensors: Tensors = {f"model.{name}": buffer for name, buffer in model.named_buffers()}
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if not is_quantized(name))
+    tensors: Tensors = {f"model.{name}": buffer for name, buffer in buffers}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue

@@ -44,9 +44,14 @@ def preload(threads: int) -> None:
     To be called by the main thread: the kernel ends the server with the thread that started it.
     """
     prepare_environment(threads, spawns=False)
-    if METHOD not in os.environ:
-        multiprocessing.set_forkserver_preload([PRELOADED])
+    if METHOD in os.environ:
+        return
+    multiprocessing.set_forkserver_preload([PRELOADED])
+    try:
         forkserver.ensure_running()
+    except OSError as error:  # such as a TMPDIR too long for the server's socket
+        os.environ[METHOD] = SPAWN
+        log.warning("vLLM is imported in one process after the other, as there is no server to fork from: %r", error)
 
 
 @contextmanager
