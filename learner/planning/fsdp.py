@@ -91,8 +91,8 @@ def _gathered_bytes(planned: PlannedModel) -> int:
     In `model.dtype`: the embedding, head and last norm all the time, the layer at work and the next one, or a small
     model whole. Also the gradients of one layer, and in fp32 those that are being reduced. A small model on several
     ranks also holds fp32 sums of all gradients until they are reduced after the last micro-batch. A model that is
-    replayed holds copies of what is trained, and all gradients of a pass. One of the weights that are held in few bits
-    is dense at a time.
+    replayed holds copies of what is trained, and all gradients of a pass. Beside an adapter on a single GPU the base is
+    computed with in its place. One of the weights that are held in few bits is dense at a time.
     """
     from learner.backends.fsdp.sharding import GATHERED_GRADIENT_BYTES, GATHERED_WEIGHT_BYTES
 
@@ -104,6 +104,8 @@ def _gathered_bytes(planned: PlannedModel) -> int:
     if is_replayed(planned):
         return number * (adapter or shape.num_parameters) * (2 if planned.is_trained else 1)
     weights = whole if whole <= GATHERED_WEIGHT_BYTES else number * (outside + 2 * layer)
+    if adapter and _stays_whole(planned, whole):
+        weights = number * adapter
     if not planned.is_trained:
         return weights
     if planned.adapter:
@@ -114,6 +116,15 @@ def _gathered_bytes(planned: PlannedModel) -> int:
     dense = max((parameter.size for parameter in shape.parameters if parameter.name in planned.quantized), default=0)
     working = weights + (number + FP32) * largest + number * dense
     return working + (sums if sums <= GATHERED_GRADIENT_BYTES else 0)
+
+
+def _stays_whole(planned: PlannedModel, whole: int) -> bool:
+    """Returns whether a policy of so many bytes is not sharded; see `sharding.stays_whole`."""
+    from learner.backends.fsdp.sharding import GATHERED_WEIGHT_BYTES
+
+    is_alone = planned.learner.processes == 1 and planned.learner.device == "cuda"
+    has_room = whole <= GATHERED_WEIGHT_BYTES
+    return is_alone and planned.dtype == "bfloat16" and planned.has_vocabulary and has_room
 
 
 def _size(parameters: Iterable[Parameter], layer: int | None) -> int:

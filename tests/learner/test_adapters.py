@@ -15,6 +15,7 @@ import tests.learner.fsdp_rank as fsdp_rank
 from broker.errors import ConfigError
 from learner.backends import open_backend
 from learner.backends.adapter_files import adapted_model, open_weights
+from learner.backends.fsdp import sharded_model
 from learner.backends.fsdp.policy import FEW_EXPERTS
 from learner.backends.fsdp.sharding import local
 from learner.config import ComputeConfig, LayoutConfig, LearnerConfig, ModelConfig
@@ -277,6 +278,26 @@ def test_an_opened_adapter_holds_its_plan(name: str, dtype: Any) -> None:
     assert (held.gradients, held.optimizer) == (4 * trained, 8 * trained)
     assert held.activations == whole.activations
     assert held.total < whole.total
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_base_of_an_adapter_is_computed_with_in_its_place_as_planned(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharded_model, "stays_whole", lambda *_: True)  # as on a GPU
+    model = with_adapter(replace(MODELS[name], dtype="bfloat16"))
+    backend, config = open_backend("fsdp", model, OPTIMIZER), load_config(model)
+    assert model.adapter is not None
+    backend.logprobs(pack(sequences([7, 12]), 0, 1, 30), 1.0)
+    parameters = adapter_parameters(config, model.adapter)
+    on_gpu = LearnerConfig(device="cuda")
+    planned = PlannedModel(shape=shape_of(config), learner=on_gpu, dtype="bfloat16", adapter=parameters)
+    (held,) = plan_memory(planned)
+    largest = max(sum(one.size for one in parameters if one.layer == layer) for layer in range(planned.shape.layers))
+    copies = sum(copy.numel() * copy.element_size() for copy in backend._rounded.copies)
+    assert held.gathered == copies + 6 * largest
+    (sharded,) = plan_memory(replace_plan(planned, learner=LearnerConfig()))
+    assert sharded.gathered == held.gathered + 2 * planned.shape.num_parameters, "FSDP gathers the base, too"
 
 
 def replace_plan(planned: PlannedModel, **changes: Any) -> PlannedModel:
