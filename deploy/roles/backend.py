@@ -71,7 +71,10 @@ def _is_replayed(recipe: Recipe, shape: ModelShape) -> bool:
     learner, model = recipe.learner, recipe.model
     replays = abilities_of(learner.backend).replays_kernels and recipe.run.placement == "separated"
     planned = PlannedModel(shape=shape, learner=learner, dtype=model.dtype)
-    may_replay = model.adapter is None or (learner.compute.cuda_graphs == "always" and not model.adapter.dropout)
+    adapter = model.adapter
+    may_replay = adapter is None or (
+        learner.compute.cuda_graphs == "always" and not adapter.dropout and adapter.quantize_base == "none"
+    )
     return replays and may_replay and is_replayed(planned)
 
 

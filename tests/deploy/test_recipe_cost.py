@@ -6,6 +6,8 @@ import pytest
 
 from deploy.recipe.loading import load_recipe
 from deploy.roles.backend import recipe_cost
+from tests.learner.adapted import saved_base
+from tests.learner.tiny import model_config
 
 RECIPE = """
 model:
@@ -33,3 +35,14 @@ def test_recorded_rows_cost_no_launches(others: tuple[str, ...], launches: bool,
     path = tmp_path / "small.yaml"
     path.write_text(RECIPE)
     assert (recipe_cost(load_recipe(path, others)).least > 0) is launches
+
+
+@pytest.mark.parametrize(("adapter", "launches"), [("", False), (", quantize_base: int8", True)])
+def test_an_adapter_costs_launches_unless_it_is_recorded(adapter: str, launches: bool, tmp_path: Path) -> None:
+    base = saved_base(model_config("qwen3"), tmp_path / "base")
+    path = tmp_path / "adapted.yaml"
+    rows = RECIPE.splitlines()
+    rows[2] = f"  path: {base.path}\n  adapter: {{rank: 4, alpha: 8{adapter}}}"
+    path.write_text("\n".join(rows))
+    recipe = load_recipe(path, ("learner.compute.cuda_graphs=always",))
+    assert (recipe_cost(recipe).least > 0) is launches
