@@ -59,7 +59,9 @@ class Quantized(NamedTuple):
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight in a number format."""
         if self.kind == "int8":
-            return (self.codes * self.scales).to(dtype)
+            # Each product is rounded as it is written: in fp32 an MoE model's experts of a layer take gigabytes.
+            weight = torch.empty(self.shape, dtype=dtype, device=self.codes.device)
+            return torch.mul(self.codes, self.scales, out=weight)
         from bitsandbytes.functional import QuantState, dequantize_4bit
 
         # A block to a row: the library's kernel for CPUs (0.50) takes scales of other blocks where blocks cross rows.

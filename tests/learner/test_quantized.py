@@ -13,6 +13,7 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from broker.errors import ConfigError
 from broker.installation import is_installed
@@ -59,6 +60,28 @@ def test_int8_is_off_by_half_a_step_at_most() -> None:
     found = quantize(weight, "int8").dense(torch.float32)
     assert bool(((found - weight).abs() <= 0.5001 * step).all())
     assert not torch.equal(found, weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_is_made_dense_in_the_asked_format_alone(dtype: torch.dtype) -> None:
+    found = quantize(torch.randn(9, 40, 32, generator=torch.Generator().manual_seed(0)), "int8")
+    with Returned() as returned:
+        dense = found.dense(dtype)
+    assert returned.dtypes == {dtype}, "fp32 would be two thirds of the bytes at the peak"
+    assert torch.equal(dense, (found.codes * found.scales).to(dtype))
+
+
+class Returned(TorchDispatchMode):
+    """Notes the number formats of what operations returned while this was entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        self.dtypes.add(result.dtype)
+        return result
 
 
 def made_dense(base: ModelConfig, backend: Any, directory: Path) -> ModelConfig:
