@@ -151,7 +151,7 @@ class MergedWeights:
         factors = {name: own(name) for name in own.names}
         self._changes = file_changes(model, targets, factors, adapted.adapter.scale)
         self._kind = adapted.adapter.quantize_base
-        check_quantizer(self._kind)
+        check_quantizer(self._kind, directory / FOLDER / BASE)
         self._quantized = set() if self._kind == "none" else _names_in_files(model)
 
     @property

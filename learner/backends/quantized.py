@@ -7,6 +7,7 @@
 A weight is quantized in fp32 as its file has it, so a GPU, a CPU and an export have the same codes.
 """
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,13 +28,15 @@ LARGEST = 127
 """The largest code of int8."""
 
 
-def check_quantizer(kind: str) -> None:
-    """Raises ConfigError, with the remedy, where the library for this kind is missing."""
-    if kind == "nf4" and not is_installed("bitsandbytes"):
-        raise ConfigError(
-            "model.adapter.quantize_base=nf4 needs bitsandbytes, which is not installed: pip install"
-            " 'headway[quantized]'. int8 needs no further package."
-        )
+def check_quantizer(kind: str, file: Path | None = None) -> None:
+    """Raises ConfigError, with the remedy, where the library for this kind is missing. `file`: what names the kind, if
+    that is no recipe."""
+    if kind != "nf4" or is_installed("bitsandbytes"):
+        return
+    remedy = "needs bitsandbytes, which is not installed: pip install 'headway[quantized]'."
+    if file is not None:
+        raise ConfigError(f"model.path: {file} says that the adapter's base is in nf4, which {remedy}")
+    raise ConfigError(f"model.adapter.quantize_base=nf4 {remedy} int8 needs no further package.")
 
 
 def check_blocks(target: Target, kind: str) -> None:

@@ -196,6 +196,18 @@ def test_nf4_without_its_library_says_what_to_install(monkeypatch: pytest.Monkey
         open_backend("fsdp", with_adapter(MODELS["dense"], quantize_base="nf4"), OPTIMIZER)
 
 
+def test_a_checkpoint_without_its_library_names_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    base = saved_base(MODELS["dense"], tmp_path / "base")
+    backend = open_backend("fsdp", with_adapter(base, quantize_base="int8"), OPTIMIZER)
+    backend.save(tmp_path / "saved")
+    file = tmp_path / "saved" / "adapter" / "base.json"
+    assert open_weights(str(tmp_path / "saved")) is not None
+    file.write_text(file.read_text().replace("int8", "nf4"))
+    monkeypatch.setattr(quantized, "is_installed", lambda _: False)
+    with pytest.raises(ConfigError, match=rf"^model\.path: {file} says .* nf4, which needs bitsandbytes"):
+        open_weights(str(tmp_path / "saved"))
+
+
 def test_weights_of_broken_blocks_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized, "is_installed", lambda _: True)
     odd = model_config("qwen3", intermediate_size=47)
