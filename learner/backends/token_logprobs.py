@@ -27,9 +27,9 @@ LOGITS_PER_CHUNK_ON_CPU = 1 << 25
 """The same number on a CPU, where every operation writes its result to memory: several times 128 MiB in fp32."""
 
 KEPT_LOGITS = 3 << 30
-"""The largest number of logits of a row that are kept for the backward pass, 6 GiB in bfloat16, where the caller allows
-it: 16,384 tokens of a vocabulary of 150,000 are 4.6 GiB. Computing them again would be a quarter of the head's
-operations, 6 % (Qwen3-1.7B) to 7 % (SmolLM2-135M) of those of all matrices."""
+"""The largest number of logits of a row that are kept for the backward pass, where the caller allows it: 6 GiB in
+bfloat16 and 12 in float32. 16,384 tokens of a vocabulary of 150,000 are 4.6 GiB in bfloat16. Computing them again would
+be a quarter of the head's operations, 6 % (Qwen3-1.7B) to 7 % (SmolLM2-135M) of those of all matrices."""
 
 KEPT_LOGITS_ON_CPU = LOGITS_PER_CHUNK_ON_CPU
 """The same number on a CPU."""
