@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,8 @@ def _run(recipe: str, overrides: list[str], environment: dict[str, str], timeout
             finally:
                 while process.poll() is None:  # the second time it ends its children at once
                     process.terminate()
-                    time.sleep(1.0)
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(1.0)
         if not seen.is_over():
             logs = [one.read_text()[-600:] for one in sorted((run / "logs").glob("*.log"))]
             return {**seen.all(), "exit_code": process.returncode, "log": logs}

@@ -7,7 +7,7 @@
     beside     auto, while another thread uses the device, as one that publishes weights does
     auto       rows padded, replayed: the learner with cuda_graphs=auto
     compiled   auto with compiled layers
-    lora, lora-never, lora-compiled   auto, never and compiled, of an adapter of rank 16 in the place of all weights
+    lora, lora-never, lora-compiled   always, never, and always and compiled, of an adapter of rank 16 alone
 
 Every way starts with the same weights and makes the same updates, which are compared. On a CPU nothing is recorded:
 `never` alone has a meaning there.
@@ -192,7 +192,8 @@ def _recorder(way: str) -> Iterator[None]:
 
 def _opened(way: str, model: ModelConfig, device: str) -> FsdpBackend:
     is_launched = way in ("never", "again", "lora-never")
-    compute = ComputeConfig(cuda_graphs="never" if is_launched else "auto", compile=way.endswith("compiled"))
+    replays: Literal["auto", "always"] = "always" if way in ADAPTED else "auto"  # auto launches an adapter's rows
+    compute = ComputeConfig(cuda_graphs="never" if is_launched else replays, compile=way.endswith("compiled"))
     if way in ADAPTED:
         model = msgspec.structs.replace(model, adapter=AdapterConfig(rank=16, alpha=32.0))
     with _recorder(way):

@@ -122,13 +122,8 @@ def impossible_adapters(recipe: Recipe) -> Iterator[str]:
     yield from _impossible_policy(recipe, has_experts=False)
     if adapter is None:
         return
-    if complaint := unfit_base(recipe.learner.backend, adapter):
+    if complaint := unfit_base(recipe.learner.backend, adapter, recipe.learner.compute):
         yield complaint
-    if adapter.quantize_base != "none" and recipe.learner.compute.compile:
-        yield (
-            f"model.adapter.quantize_base is {adapter.quantize_base}, and learner.compute.compile=true knows no"
-            " quantized weights. Leave one of both out."
-        )
     known = {stage.name: stage for stage in plan}
     for name in adapter.stages:
         if name not in known:

@@ -105,7 +105,7 @@ def open_backend(
         from .score_head import check_is_policy
 
         check_is_policy(model)
-        if complaint := unfit_base(kind, model.adapter):
+        if complaint := unfit_base(kind, model.adapter, compute):
             raise ConfigError(complaint)
     else:
         model = msgspec.structs.replace(model, adapter=None)
@@ -130,14 +130,19 @@ def abilities_of(kind: str) -> BackendAbilities:
     return BACKENDS[kind].abilities if kind in BACKENDS else BackendAbilities()
 
 
-def unfit_base(kind: str, adapter: AdapterConfig | None) -> str:
+def unfit_base(kind: str, adapter: AdapterConfig | None, compute: ComputeConfig) -> str:
     """Return why the backend cannot hold the base of an adapter as it should be, and the remedy; nothing if it can."""
-    if adapter is None or adapter.quantize_base == "none" or abilities_of(kind).quantizes_base:
+    if adapter is None or adapter.quantize_base == "none":
         return ""
-    return (
-        f"model.adapter.quantize_base is {adapter.quantize_base}, and learner.backend={kind} holds the base in"
-        " model.dtype alone. Set it to none, or use learner.backend=fsdp."
-    )
+    asked = f"model.adapter.quantize_base is {adapter.quantize_base}, and"
+    if not abilities_of(kind).quantizes_base:
+        return (
+            f"{asked} learner.backend={kind} holds the base in model.dtype alone. Set it to none, or use"
+            " learner.backend=fsdp."
+        )
+    if compute.compile:
+        return f"{asked} learner.compute.compile=true knows no quantized weights. Leave one of both out."
+    return ""
 
 
 def check_installed(kind: str) -> None:

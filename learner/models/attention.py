@@ -180,19 +180,20 @@ class _Pad(torch.autograd.Function):
         return gradients[0].index_select(0, places), None, None
 
 
-class _Unpad(torch.autograd.Function):
-    """Moves padded places back to packed rows. Padding gets no gradient, or its queries would push real keys."""
+class RowsAt(torch.autograd.Function):
+    """Picks the rows [M, ...] of [N, ...] at places [M]. Each gradient is copied, not added, to its place: places that
+    are not picked get none, and a place that is picked twice has one of both."""
 
     @staticmethod
-    def forward(ctx: Any, padded: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(places)
-        ctx.num_places = len(padded)
-        return padded.index_select(0, places)
+        ctx.num_rows = len(rows)
+        return rows.index_select(0, places)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         (places,) = ctx.saved_tensors
-        zeros = gradients[0].new_zeros(ctx.num_places, *gradients[0].shape[1:])
+        zeros = gradients[0].new_zeros(ctx.num_rows, *gradients[0].shape[1:])
         return zeros.index_copy_(0, places, gradients[0]), None
 
 
@@ -209,7 +210,8 @@ def bucketed_attention(
     padded = (_pad(query_THD, buckets), _pad_copies(key_TKD, buckets), _pad_copies(value_TKD, buckets))
     q, k, v = (torch.split(rows, sizes) for rows in padded)
     outputs = [_causal_rows(*parts, scale) for parts in zip(q, k, v, buckets.shapes, strict=True)]
-    attended: torch.Tensor = _Unpad.apply(torch.cat(outputs), buckets.places)  # type: ignore[no-untyped-call]
+    # Padding gets no gradient, or its queries would push real keys.
+    attended: torch.Tensor = RowsAt.apply(torch.cat(outputs), buckets.places)  # type: ignore[no-untyped-call]
     return attended
 
 

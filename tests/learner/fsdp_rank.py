@@ -3,11 +3,9 @@
 python -m torch.distributed.run --nproc-per-node 2 -m tests.learner.fsdp_rank DIRECTORY CASE...
 """
 
-import sys
 from pathlib import Path
 
 import msgspec
-import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
@@ -18,6 +16,7 @@ from learner.backends.fsdp.backend import FsdpBackend
 from learner.config import AdapterConfig, ComputeConfig, LayoutConfig
 from learner.rows.packing import PackableSequence, concatenate, plan
 from tests.learner.tiny import OPTIMIZER, alike, model_config, ratio_loss, sequences
+from tests.learner.torchrun import run_cases
 
 LENGTHS = ([90, 6, 7, 19, 11, 3, 25, 14], [13])
 """The lengths of each step's sequences: the second step leaves a rank with none, and makes an odd row."""
@@ -87,12 +86,5 @@ def step(backend: Backend, number: int) -> Result:
     return Result(loss, norm, sum(batch.num_sequences == 0 for batch in batches))
 
 
-def main(directory: Path, cases: list[str]) -> None:
-    torch.set_num_threads(1)
-    for number, text in enumerate(cases):
-        run(msgspec.json.decode(text, type=Case), directory / str(number))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    run_cases(Case, run)

@@ -7,7 +7,6 @@ NUMBER/merged.safetensors, factors, base     tensors as engines get them, after 
 NUMBER/first, checkpoint   after the first step, and after both
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from learner.rows.packing import pack
 from tests.learner import fsdp_rank
 from tests.learner.fsdp_rank import Result
 from tests.learner.tiny import OPTIMIZER, sequences
+from tests.learner.torchrun import run_cases
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,12 +118,5 @@ def _refusal(backend: Any, checkpoint: str) -> str:
     return ""
 
 
-def main(directory: Path, cases: list[str]) -> None:
-    torch.set_num_threads(1)
-    for number, text in enumerate(cases):
-        run(msgspec.json.decode(text, type=Case), directory / str(number))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    run_cases(Case, run)

@@ -10,7 +10,6 @@ backend is opened in the process of the tests.
 """
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from learner.config import LayoutConfig, ModelConfig
 from learner.rows.batch import PackedBatch
 from learner.rows.packing import pack
 from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences
+from tests.learner.torchrun import run_cases
 
 LENGTHS = [20, 6, 7, 19, 11, 3, 25, 14]
 BUDGET = 40
@@ -153,12 +153,5 @@ def _refusal(backend: Backend, checkpoint: Path) -> str:
     return ""
 
 
-def main(directory: Path, cases: list[str]) -> None:
-    torch.set_num_threads(1)
-    for number, text in enumerate(cases):
-        run(msgspec.json.decode(text, type=Case), directory / str(number))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    run_cases(Case, run)

@@ -15,7 +15,7 @@ from broker.errors import ConfigError
 from learner.backends.candidate_logprobs import candidate_logprobs, likeliest, own_first
 from learner.backends.replayed_choice import Recorded
 from learner.backends.token_logprobs import confident_logprobs, token_logprobs
-from learner.models.attention import ATTENTION_NAME, register_packed_attention
+from learner.models.attention import ATTENTION_NAME, RowsAt, register_packed_attention
 from learner.rows.batch import PackedBatch
 from learner.rows.padding import PaddedShape
 
@@ -138,7 +138,7 @@ class Policy(PackedModel):
         hidden_NH, picked_M = self.hidden(row), row.picked_M
         if picked_M is None:
             return values(hidden_NH, self._head, row.next_ids_N, temperature)
-        hidden_MH = _Picked.apply(hidden_NH, picked_M)  # type: ignore[no-untyped-call]
+        hidden_MH = RowsAt.apply(hidden_NH, picked_M)  # type: ignore[no-untyped-call]
         found_M = values(hidden_MH, self._head, row.next_ids_N[picked_M], temperature)
         return found_M.new_zeros(len(hidden_NH), *found_M.shape[1:]).index_copy(0, picked_M, found_M)
 
@@ -151,22 +151,6 @@ class Policy(PackedModel):
     def _head(self) -> torch.Tensor:
         weight_VH: torch.Tensor = self.model.get_output_embeddings().weight
         return weight_VH
-
-
-class _Picked(torch.autograd.Function):
-    """Rows at some places. Its gradient is copied, not added, to them: a place that is there twice has none."""
-
-    @staticmethod
-    def forward(ctx: Any, rows_NH: torch.Tensor, places_M: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(places_M)
-        ctx.num_rows = len(rows_NH)
-        return rows_NH.index_select(0, places_M)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (places_M,) = ctx.saved_tensors
-        zeros_NH = gradients[0].new_zeros(ctx.num_rows, *gradients[0].shape[1:])
-        return zeros_NH.index_copy_(0, places_M, gradients[0]), None
 
 
 class ValueModel(PackedModel):

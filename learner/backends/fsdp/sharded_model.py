@@ -17,7 +17,7 @@ from learner.backends.off_device import OffDevice
 from learner.backends.process_group import check_same_count, count_ranks, join_ranks, sum_over_ranks
 from learner.backends.replayed_choice import disagreement
 from learner.backends.saving import save
-from learner.config import AdapterConfig, ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
+from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from learner.models.adapters import check_recomputation
 from learner.models.layout import check_ranks, check_splits
 from learner.models.model import load_model
@@ -58,7 +58,7 @@ class ShardedModel:
     ) -> None:
         check_splits("fsdp", BACKENDS["fsdp"].abilities.splits, layout)
         check_ranks(layout, count_ranks())
-        _check_compute(device, compute, model.adapter)
+        _check_compute(device, compute)
         check_recomputation(model.adapter, compute)
         self._device = join_ranks(device)
         mesh = init_device_mesh(device, (dist.get_world_size(),))
@@ -235,11 +235,6 @@ class ShardedModel:
         return share.detach(), report
 
 
-def _check_compute(device: str, compute: ComputeConfig, adapter: AdapterConfig | None) -> None:
-    if adapter is not None and adapter.quantize_base != "none" and compute.compile:
-        raise ConfigError(
-            f"model.adapter.quantize_base is {adapter.quantize_base}, and learner.compute.compile=true knows no"
-            " quantized weights. Leave one of both out."
-        )
+def _check_compute(device: str, compute: ComputeConfig) -> None:
     if device == "cpu" and compute.compile:
         raise ConfigError("learner.compute.compile=true needs learner.device=cuda: on a CPU it gains nothing.")
