@@ -37,6 +37,16 @@ MODEL: Section = {
     }
 }
 
+OF_EXPERTS = {"moe_intermediate_size", "num_experts", "num_experts_per_tok", "norm_topk_prob"}
+DENSE: Section = {
+    "random": {
+        **MODEL["random"],
+        "architecture": "qwen3",
+        "config": {name: value for name, value in MODEL["random"]["config"].items() if name not in OF_EXPERTS},
+    }
+}
+"""MODEL without experts."""
+
 TINY: Mapping[str, Any] = {
     "run": {"name": "tiny"},
     "model": MODEL,

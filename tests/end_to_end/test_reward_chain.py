@@ -29,7 +29,7 @@ from learner.stages.replay import replay
 from learner.stages.stage_checkpoints import checkpoints_of
 from tests.rollout_workers.reward_models import save_model
 
-from .recipes import write_recipe
+from .recipes import DENSE, write_recipe
 from .records import lineage, summary
 from .terminals import DEADLINE_S, Terminal, Terminals
 
@@ -113,12 +113,17 @@ def _short_stages() -> list[dict[str, Any]]:
 
 
 def test_ppo_on_megatron_computes_what_fsdp_computes_though_it_is_killed(terminals: Terminals) -> None:
-    """Policy, reference and a critic that starts from the reward model are each split over two pipeline stages."""
+    """Policy, reference and a critic that starts from the reward model are each split over two pipeline stages.
+
+    The policy has no experts: where two of them are nearly tied, backends that round differently may choose another
+    one, and then train two different models.
+    """
     home = terminals.directory("run")
     save_model(home / "rm", scores=True)
     model = str(home / "rm")
     path = write_recipe(
         home,
+        model=DENSE,
         rewards=[{"kind": "reward_model", "path": model}],
         algorithm={"preset": "ppo", "critic": {"path": model, "learning_rate": 1e-3}, "kl": {"coefficient": 0.02}},
         learner={"steps": FEW, "backend": "megatron", "processes": 2, "layout": {"pipeline": 2}},
@@ -133,8 +138,8 @@ def test_ppo_on_megatron_computes_what_fsdp_computes_though_it_is_killed(termina
     assert [step["step"] for step in steps] == list(range(FEW))
     assert {step["incarnation"] for step in steps} == {1, 2}
     replayed, learner = _replayed_by_fsdp(original_recipe(run), run)
+    assert [step["loss"] for step in steps] == pytest.approx([one.update.loss for one in replayed], abs=1e-4)
     for step, one in zip(steps, replayed, strict=True):
-        assert step["loss"] == pytest.approx(one.update.loss, abs=1e-4)
         for name in ("value_loss", "value_mean", "value_grad_norm", "kl_reference"):
             assert step["algorithm"][name] == pytest.approx(one.update.algorithm[name], rel=1e-3, abs=1e-5), name
     assert abs(steps[0]["algorithm"]["value_mean"]) > 0.1, "the critic starts with the scores of the reward model"

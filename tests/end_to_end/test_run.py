@@ -16,7 +16,7 @@ from broker.schema import RunStatus
 from deploy.recipe.loading import load_recipe
 from tests.processes import children_left
 
-from .recipes import MODEL, write_recipe
+from .recipes import DENSE, write_recipe
 from .records import Line, check_trained, lineage, lines, summary
 from .terminals import Terminal, Terminals, paused
 from .watching import attached
@@ -39,15 +39,13 @@ def terminals(tmp_path_factory: pytest.TempPathFactory, machine: dict[str, str])
 @pytest.fixture(scope="module")
 def recipe(terminals: Terminals) -> Path:
     """Write a recipe with one operation, which a dense layer learns in seconds, and then learns to be careless."""
-    random = MODEL["random"]
+    random = DENSE["random"]
     sizes = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128, "num_hidden_layers": 1}
-    shape = {name: size for name, size in random["config"].items() if "expert" not in name and "moe" not in name}
-    config = {**shape, **sizes, "initializer_range": 0.05}
-    config.pop("norm_topk_prob")
+    config = {**random["config"], **sizes, "initializer_range": 0.05}
     phase = {"kind": "arithmetic", "batch_size": 64}
     return write_recipe(
         terminals.directory("run"),
-        model={"random": {**random, "architecture": "qwen3", "config": config}},
+        model={"random": {**random, "config": config}},
         prompts={"options": CHAINS},
         rewards=[{"kind": "arithmetic"}],
         sft={
