@@ -347,12 +347,35 @@ def test_a_run_that_has_ended_is_not_made_again(tmp_path: Path) -> None:
     one = figures_of(steps_of(1.0, 2.0), engine_idle=None, pause_per_update_s=None)
     later = msgspec.structs.replace(one, samples_per_s=9.0)
     solved = msgspec.structs.replace(later, pass_rate=0.5)
-    go_on, anew = Kept(tmp_path, is_read=True), Kept(tmp_path, is_read=False)
+    race = race_in(tmp_path)
+    go_on, anew = Kept(tmp_path, race, is_read=True), Kept(tmp_path, race, is_read=False)
     assert go_on.figures("headway-0", lambda: one, None) == one
     assert go_on.figures("headway-0", lambda: later, None) == one
     assert anew.figures("headway-0", lambda: later, None) == later
     assert go_on.figures("headway-0", lambda: one, lambda _: solved) == solved
     assert go_on.figures("headway-0", lambda: one, lambda _: one) == solved
+
+
+def test_figures_of_another_race_are_refused(tmp_path: Path) -> None:
+    names, one = ["headway-0"], figures_of(steps_of(1.0, 2.0), engine_idle=None, pause_per_update_s=None)
+    Kept(tmp_path, race_in(tmp_path, "learner.steps=20"), is_read=True).figures("headway-0", lambda: one, None)
+    same = race_in(tmp_path, "learner.steps=20", "evaluation.prompts=8", second_gpu="3")
+    Kept(tmp_path, same, is_read=True).check(names)
+    other = race_in(tmp_path, "learner.steps=30", "learner.group_size=4")
+    Kept(tmp_path, other, is_read=False).check(names)  # it makes the run anew
+    Kept(tmp_path, other, is_read=True).check(["trl-1-thread-0"])  # a contestant may have steps of its own
+    with pytest.raises(ConfigError, match=r"learner.group_size is 8, not 4, learner.steps is 20, not 30: give another"):
+        Kept(tmp_path, other, is_read=True).check(names)
+
+
+def test_an_output_of_another_task_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "task").write_text("arithmetic.yaml")
+    command = [sys.executable, "-m", "benchmarks.peers", "--output", str(tmp_path), "--of", "", "--task", LONG_TAILED]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert f"--output {tmp_path} is of the recipe arithmetic.yaml, not of " in done.stderr
+    assert not (tmp_path / "sft").exists()
 
 
 def test_no_process_of_a_peer_outlives_its_command(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ GPUs (`race.py`); `--recipe` names another one, and `key=value` are overrides of
 and the best of them counts. In every round each contestant runs once, in turn, and its median run counts. A warm-up
 that has ended is not made again: give the same output to go on. With `--go-on` no run of that output is either, whose
 figures are kept: so parts of a race may be commands of their own, also at once, each with its own CUDA_VISIBLE_DEVICES.
+An output of another task is refused, and with `--go-on` kept figures from other settings, other steps for example.
 An empty `--of` only warms up, and measures that model. `--unjudged` leaves the models' pass rates to a later command
 that goes on.
 
@@ -16,7 +17,7 @@ TRL and verl need. They may want different environments: give the same output to
 
 Progress goes to standard error; the last line is one JSON object. Its "reward_of_headway_and_peer" has the mean rewards
 of the last five steps, Headway's first, once both had trained as many samples, and once both had taken as many seconds.
-The exit code is 1 if a run failed; targets that are missed stand in "met".
+The exit code is 1 if a run failed, 2 if nothing was started; targets that are missed stand in "met".
 """
 
 import argparse
@@ -33,6 +34,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.gpus import gpu_names
+from broker.errors import ConfigError
 
 from . import contestants
 from .comparison import TARGET, TARGETS, compared
@@ -55,7 +57,12 @@ def main() -> int:
         second_gpu=gpu_names(2)[1] if options.gpus == 2 else "",
     )
     race.load()  # refuses, before anything starts, what is no race
-    kept = Kept(options.output, is_read=options.go_on)
+    kept = Kept(options.output, race, is_read=options.go_on)
+    try:
+        kept.check([f"{name}-{number}" for name in options.of for number in range(options.rounds)])
+    except ConfigError as error:
+        _tell(f"benchmarks.peers: {error}")
+        return 2
     contestants.warm_up(race, options.timeout_s)
     judge = None if options.unjudged else partial(contestants.judged, race=race, timeout_s=options.timeout_s)
     rounds: dict[str, list[Figures]] = {name: [] for name in options.of}

@@ -1,25 +1,54 @@
 """The figures of runs that have ended, kept in the race's output."""
 
 import fcntl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
+from broker.errors import ConfigError
+
 from .figures import Figures
+from .race import Race
 
 T = TypeVar("T")
+REMEDY = "give another --output, or the same task and settings"
 
 
 class Kept:
     """Files of figures. Where they are not to be read, all runs are made anew and their files replaced. Several
-    processes may share them: what one finds, the others wait for."""
+    processes may share them: what one finds, the others wait for. Beside each stands of which race it is."""
 
-    def __init__(self, output: Path, *, is_read: bool) -> None:
+    def __init__(self, output: Path, race: Race, *, is_read: bool) -> None:
         self._directory = output / "figures"
+        self._race = race
         self._is_read = is_read
+
+    def check(self, names: Sequence[str]) -> None:
+        """Raise ConfigError if the output has the model of another task, or figures of these names from another race,
+        one of other steps for example, that would be read as this one's."""
+        task = self._directory / "task"
+        if task.exists() and (of := task.read_text()) != self._race.recipe:
+            raise ConfigError(f"--output {self._place} is of the recipe {of}, not of {self._race.recipe}: {REMEDY}.")
+        self._directory.mkdir(parents=True, exist_ok=True)
+        task.write_text(self._race.recipe)
+        for name in names if self._is_read else ():
+            file = self._definition(name)
+            if file.exists() and self._file(name).exists():
+                self._compare(name, msgspec.json.decode(file.read_bytes(), type=dict[str, Any]))
+
+    def _compare(self, name: str, kept: dict[str, Any]) -> None:
+        ours = self._race.settings()
+        differing = sorted(key for key in kept.keys() | ours if kept.get(key) != ours.get(key))
+        if differing:
+            words = ", ".join(f"{key} is {kept.get(key)}, not {ours.get(key)}" for key in differing[:5])
+            raise ConfigError(f"--go-on: in the kept figures of {name} in {self._place} {words}: {REMEDY}.")
+
+    @property
+    def _place(self) -> Path:
+        return self._directory.parent
 
     def figures(self, name: str, run: Callable[[], Figures], judge: Callable[[Figures], Figures] | None) -> Figures:
         """Return the figures of that name, which `run` finds unless they are kept. `judge` adds a pass rate that they
@@ -51,9 +80,13 @@ class Kept:
             yield
 
     def _write(self, name: str, found: object) -> None:
-        part = self._directory / f".{name}.part"
-        part.write_bytes(msgspec.json.encode(found))
-        part.rename(self._file(name))
+        for file, content in ((self._definition(name), self._race.settings()), (self._file(name), found)):
+            part = self._directory / f".{name}.part"
+            part.write_bytes(msgspec.json.encode(content))
+            part.rename(file)
+
+    def _definition(self, name: str) -> Path:
+        return self._directory / f"{name}.race"
 
     def _file(self, name: str) -> Path:
         return self._directory / f"{name}.json"

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -33,6 +34,10 @@ LIKE_PRESET = ("algorithm.objective.anchor=behavior", "algorithm.corrections=[]"
 """Overrides with which a recipe has the preset's own loss, the ratio to the policy that sampled, as TRL's asynchronous
 trainer and verl have it, so that no forward pass comes before a step; and the peers' learning rate, which is constant
 from the first update on."""
+
+
+ELSEWHERE = {"run", "model", "sft", "stages", "broker", "evaluation", "checkpoint"}
+"""Sections of a recipe that no contestant's figures depend on: places, the warm-up and the evaluation."""
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -94,6 +99,15 @@ class Race(msgspec.Struct, frozen=True, kw_only=True):
         learner = self.load().learner
         return learner.groups_per_step * learner.group_size
 
+    def settings(self) -> dict[str, Any]:
+        """Return what decides a run's figures, by key: the recipe's settings, but for where it runs and what it was
+        warmed up with, and the number of GPUs."""
+        sections = msgspec.json.decode(msgspec.json.encode(self.load()))  # as they are read back
+        found: dict[str, Any] = {"gpus": self.gpus}
+        for section in sorted(sections.keys() - ELSEWHERE):
+            found |= _flat(sections[section], section)
+        return {key: value for key, value in found.items() if key != "workers.devices"}
+
     def load(self, overrides: Sequence[str] = ()) -> Recipe:
         """Return the recipe. Raises ConfigError, also for a loss that TRL does not have in the same form."""
         recipe = load_recipe(self.recipe, [*self.all_overrides, *overrides])
@@ -102,3 +116,10 @@ class Race(msgspec.Struct, frozen=True, kw_only=True):
         if found != GRPO or loss.corrections or loss.kl.coefficient or loss.dynamic_sampling:
             raise ConfigError(f"algorithm: {found} is not the loss of the race; leave it at algorithm.preset=grpo.")
         return recipe
+
+
+def _flat(value: Any, key: str) -> dict[str, Any]:
+    """Return the leaves of a mapping by their whole keys."""
+    if not isinstance(value, dict):
+        return {key: value}
+    return {whole: leaf for name, inner in value.items() for whole, leaf in _flat(inner, f"{key}.{name}").items()}
