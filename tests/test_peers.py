@@ -35,7 +35,7 @@ from tests.broker.topologies import wait_until
 from tests.deploy.runs import bare_metrics, open_record, run_status, worker
 from tests.learner.tiny import model_config
 
-VERL_MODES = tuple(of_verl.MODES.values())
+VERL = tuple(of_verl.SETTINGS[name] for name in ("verl-sync", "verl-async"))
 ROOT = Path(__file__).parents[1]
 
 
@@ -301,13 +301,39 @@ def test_what_trls_asynchronous_trainer_logs_of_updates_becomes_steps() -> None:
 def test_verl_trains_as_many_samples_in_as_many_updates(tmp_path: Path) -> None:
     recipe, overrides = msgspec.structs.astuple(TASKS[SHORT]["cuda"])
     race = race_in(tmp_path, *overrides, recipe=recipe, gpus=2)
-    sync, alone = (dict(one.split("=", 1) for one in of_verl.overrides_of(race, mode, tmp_path)) for mode in VERL_MODES)
+    sync, alone = (dict(one.split("=", 1) for one in of_verl.overrides_of(race, one, tmp_path)) for one in VERL)
     for one in (sync, alone):
         assert (one["data.train_batch_size"], one["actor_rollout_ref.rollout.n"]) == ("32", "16")
         assert one["actor_rollout_ref.actor.ppo_mini_batch_size"] == "8"
         assert (one["trainer.total_training_steps"], one["data.max_response_length"]) == ("40", "96")
     assert (sync["trainer.n_gpus_per_node"], alone["trainer.n_gpus_per_node"]) == ("2", "1")
     assert alone["trainer.v1.separate_async.parameter_sync_step"] == "4"
+
+
+def test_verls_packed_rows_attend_as_separate_ones() -> None:
+    import benchmarks.peers.verl_attention  # noqa: F401  # it registers the attention
+
+    torch.manual_seed(0)
+    apart = load_model(model_config("qwen3_moe")).eval()
+    packed = load_model(model_config("qwen3_moe")).eval()
+    packed.load_state_dict(apart.state_dict())
+    packed.set_attn_implementation(of_verl.ATTENTION)
+    rows = [torch.randint(5, 15, (1, count)) for count in (7, 3, 5)]
+    positions = torch.cat([torch.arange(row.shape[1]) for row in rows])[None]
+    together = packed(input_ids=torch.cat(rows, 1), attention_mask=None, position_ids=positions).logits
+    alone = torch.cat([apart(input_ids=row).logits for row in rows], 1)
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
+
+
+def test_verls_command_leaves_what_is_set(race: Race, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERL_LOGGING_LEVEL", "INFO")
+    monkeypatch.setenv("PYTHONPATH", "/there")
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    of_command = of_verl.environment_of(race, Path("/run"))
+    assert (of_command["VERL_LOGGING_LEVEL"], of_command["NCCL_NVLS_ENABLE"]) == ("INFO", "0")
+    assert of_command["RAY_memory_monitor_refresh_ms"] == "0"
+    assert of_command["PYTHONPATH"] == f"{ROOT}:/there"
+    assert msgspec.json.decode(of_command[of_verl.RACE], type=Race) == race
 
 
 def test_verl_reads_the_conversations_that_headways_model_reads(race: Race) -> None:

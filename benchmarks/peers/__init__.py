@@ -18,10 +18,13 @@ What the others need that Headway does not, in the interpreter that `--python` n
 - trl-1-thread and its like: TRL 1.16; on a GPU its vLLM.
 - trl-async: two GPUs, TRL 1.16, aiohttp, requests, and a vLLM of 0.22 to 0.31, whose server it starts itself. TRL takes
   its attention from a hub; torch's variable-length kernel stands in for it.
-- verl-sync (one GPU or two), verl-async (two): verl 0.9.1, Ray, vLLM, hydra-core 1.3, antlr4-python3-runtime 4.9.3,
-  TransferQueue, tensordict, torchdata, codetiming, peft, accelerate, datasets, pandas, orjson; verl-async also cupy.
+- verl-sync (one GPU or two), verl-async (two), each also as -packed: verl 0.9.1, Ray 2.55, vLLM 0.18 or newer (0.24 is
+  verl's own pin), hydra-core 1.3, omegaconf 2.3, antlr4-python3-runtime 4.9.3, TransferQueue 0.1.11, tensordict 0.10,
+  pyvers, torchdata, codetiming, pylatexenc, peft, accelerate, datasets, pandas, orjson; verl-async also cupy.
   Put them into a folder of their own on PYTHONPATH, before the others: math-verify's antlr4 is too new for hydra-core.
-  Unpacked, Ray has 240 MB, pandas 84 and the rest together less than 50; cupy for CUDA 13 comes on top.
+  Unpacked, Ray has 240 MB, pandas 84 and the rest together less than 50; cupy for CUDA 13 comes on top. Write bytecode
+  of them first: a dozen processes import verl at once. Two runs of verl on one machine at the same time would meet at
+  one socket in /tmp, by which trainers send weights to engines: one after the other, or each with a /tmp of its own.
 
 No race of verl has been run on GPUs yet: its own classes accept its configuration, and read the prompts and the
 rewards. Without a GPU TRL's asynchronous trainer, its rollouts and a vLLM server for CPUs run together, but for the

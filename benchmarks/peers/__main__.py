@@ -36,7 +36,7 @@ import msgspec
 from benchmarks.gpus import gpu_names
 from broker.errors import ConfigError
 
-from . import contestants
+from . import contestants, of_verl
 from .comparison import TARGET, TARGETS, compared
 from .figures import Figures
 from .kept import Kept
@@ -84,8 +84,9 @@ def main() -> int:
             before = kept.number("before", lambda: contestants.pass_rate(race, race.model, options.timeout_s))
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
             failed["before"] = str(error)[-200:]
-    tried = {name: msgspec.to_builtins(setting) for name, setting in contestants.TRL.items() if name in options.of}
-    about = {"recipe": race.recipe, "overrides": race.all_overrides, "gpus": options.gpus, "tried_of_trl": tried}
+    settings = {**contestants.TRL, **of_verl.SETTINGS}
+    tried = {name: msgspec.to_builtins(settings[name]) for name in options.of if name in settings}
+    about = {"recipe": race.recipe, "overrides": race.all_overrides, "gpus": options.gpus, "tried": tried}
     target = TARGETS.get((options.gpus, options.task), TARGET)
     print(json.dumps({**about, **compared(rounds, before, target), "load": os.getloadavg()[0], "failed": failed}))
     return int(bool(failed))

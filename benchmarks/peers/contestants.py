@@ -37,19 +37,19 @@ TRL = {
 """TRL's settings, by the name of their runs."""
 DEFAULT = (of_headway.NAME, "trl-1-thread", "trl-all-threads")
 """The contestants that race unless the user names others."""
-ON_TWO = (of_trl_async.NAME, "verl-async")
+ON_TWO = (of_trl_async.NAME, *(name for name, one in of_verl.SETTINGS.items() if one.mode == of_verl.ASYNC))
 """The contestants whose trainer has one GPU and whose server has another."""
 LOOPBACK = "127.0.0.1"
 """The address at which a peer's processes meet: all are on this machine, which may have no other."""
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", LOOPBACK)
-NAMES = (of_headway.NAME, *TRL, of_trl_async.NAME, *of_verl.MODES)
+NAMES = (of_headway.NAME, *TRL, of_trl_async.NAME, *of_verl.SETTINGS)
 
 
 def lacking(name: str, gpus: int) -> str:
     """Return why a contestant cannot race on so many GPUs; empty if it can."""
     if name in ON_TWO and gpus != 2:
         return f"{name} trains on one GPU and generates on another: it needs --gpus 2"
-    if name in of_verl.MODES and gpus == 0:
+    if name in of_verl.SETTINGS and gpus == 0:
         return f"{name} generates with vLLM on GPUs only: it needs --gpus 1 or 2"
     return ""
 
@@ -76,7 +76,7 @@ def run(name: str, race: Race, python: Path, timeout_s: float) -> Figures:
     with looking(race.gpus) as seen:
         if name == of_headway.NAME:
             figures, model = of_headway.drive(race, timeout_s)
-        elif name in of_verl.MODES:
+        elif name in of_verl.SETTINGS:
             figures, model = of_verl.drive(name, race, python, timeout_s)
         else:
             figures, model = _drive_trl(name, race, python, timeout_s)

@@ -1,8 +1,13 @@
 """verl's driver: `verl.trainer.main_ppo` in an interpreter that has verl, Ray and vLLM, on one GPU or two.
 
-It trains as many samples in as many updates with the same loss, and hands weights over once a step. Its packed rows and
-its attention want the package flash-attn; padded rows and torch's attention stand in for them. Its asynchronous trainer
-has one GPU and a server of vLLM the other, to which it sends weights by NCCL from a buffer of the package cupy.
+It trains as many samples in as many updates with the same loss, and hands weights over once a step. Its attention wants
+the package flash-attn: padded rows and torch's attention stand in for it, or packed rows and torch's variable-length
+kernel (`verl_attention.py`). Its engines keep their memory while it trains, and it looks every 20 ms for samples that
+have ended, not every 2 s. Its asynchronous trainer has one GPU and a server of vLLM the other, to which it sends
+weights by NCCL from a buffer of the package cupy.
+
+Ray runs on this machine alone, without its dashboard and without ending processes of a machine whose memory grows with
+its use. All processes of verl inherit the environment of its command.
 """
 
 import json
@@ -24,13 +29,49 @@ from .of_trl import prompts_of, row_of
 from .processes import finish_group
 from .race import Race
 
-MODES = {"verl-sync": "sync", "verl-async": "separate_async"}
-"""The contestants, and verl's `trainer.v1.trainer_mode`."""
+
+class VerlSetting(msgspec.Struct, frozen=True):
+    """One of verl's settings that is tried."""
+
+    mode: str
+    """`trainer.v1.trainer_mode`."""
+    packed: bool = False
+    """Whether samples lie in one row without padding, which torch's variable-length kernel attends to."""
+
+
+SYNC, ASYNC = "sync", "separate_async"
+SETTINGS = {
+    "verl-sync": VerlSetting(SYNC),
+    "verl-sync-packed": VerlSetting(SYNC, packed=True),
+    "verl-async": VerlSetting(ASYNC),
+    "verl-async-packed": VerlSetting(ASYNC, packed=True),
+}
+"""verl's settings, by the name of their runs."""
 RACE = "HEADWAY_RACE"
 """The environment variable with the race, as JSON, for `verl_rewards.py`."""
 AHEAD = 10
 """Steps of prompts beyond those that are trained, which an asynchronous trainer has under way at the end."""
 NO_DUAL_CLIP = 1e6
+ROOT = Path(__file__).parents[2]
+"""The project, which verl's interpreter has not installed."""
+HERE = Path(__file__).parent
+ATTENTION = "race_varlen"
+"""The name of the attention that `verl_attention.py` registers with transformers."""
+IN_PROCESSES = {
+    # Its asynchronous trainer logs a line, at the level INFO, with an argument that Python's logging does not know.
+    "VERL_LOGGING_LEVEL": "WARNING",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_memory_monitor_refresh_ms": "0",
+    # Many processes import at once: Ray's own times to wait, 15 and 30 seconds, are short for a cold machine.
+    "RAY_raylet_start_wait_time_s": "120",
+    "RAY_agent_register_timeout_ms": "120000",
+    "RAY_worker_register_timeout_seconds": "180",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_DISABLE_COMPILE_CACHE": "0",
+    "HF_HUB_OFFLINE": "1",
+}
+"""The environment of verl's command, unless it is set otherwise; Ray's processes inherit it."""
 LOOK_S = 0.05
 Line = tuple[float, dict[str, float]]
 """The time of the clock at which the metrics of a step were written, and the metrics."""
@@ -69,21 +110,22 @@ def write_prompts(race: Race, file: Path) -> None:
     parquet.write_table(Table.from_pylist(rows), file)
 
 
-def overrides_of(race: Race, mode: str, directory: Path) -> list[str]:
+def overrides_of(race: Race, setting: VerlSetting, directory: Path) -> list[str]:
     """Return the overrides of verl's configuration, in Hydra's syntax."""
-    recipe = race.load()
+    recipe, mode = race.load(), setting.mode
     return [
         *_of_data(recipe, directory),
-        *_of_actor(recipe, race.model),
+        *_of_actor(recipe, race.model, packed=setting.packed),
         *_of_rollout(recipe, mode),
         *_of_trainer(recipe, race, mode, directory),
+        "+ray_kwargs.ray_init.include_dashboard=False",
         "algorithm.adv_estimator=grpo",
         "algorithm.use_kl_in_reward=False",
         # The ratio's denominator: what the engine said, or what the learner computes before the step.
         f"algorithm.rollout_correction.bypass_mode={recipe.algorithm.objective.anchor == 'behavior'}",
         "reward.reward_manager.source=importlib",
         "reward.reward_manager.name=RaceRewards",
-        f"reward.reward_manager.module.path={Path(__file__).with_name('verl_rewards.py')}",
+        f"reward.reward_manager.module.path={HERE / 'verl_rewards.py'}",
     ]
 
 
@@ -101,12 +143,13 @@ def _of_data(recipe: Recipe, directory: Path) -> list[str]:
     ]
 
 
-def _of_actor(recipe: Recipe, model: Path) -> list[str]:
+def _of_actor(recipe: Recipe, model: Path, *, packed: bool) -> list[str]:
     actor, optimizer = "actor_rollout_ref.actor", recipe.optimizer
     return [
         f"actor_rollout_ref.model.path={model}",
-        "actor_rollout_ref.model.use_remove_padding=False",
-        "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+        f"actor_rollout_ref.model.use_remove_padding={packed}",
+        f"actor_rollout_ref.model.external_lib={__package__}.verl_attention",
+        f"+actor_rollout_ref.model.override_config.attn_implementation={ATTENTION if packed else 'sdpa'}",
         "actor_rollout_ref.model.enable_gradient_checkpointing=False",
         f"{actor}.ppo_mini_batch_size={recipe.learner.groups_per_step // recipe.learner.updates_per_step}",
         f"{actor}.use_dynamic_bsz=True",
@@ -123,6 +166,7 @@ def _of_actor(recipe: Recipe, model: Path) -> list[str]:
 
 def _of_rollout(recipe: Recipe, mode: str) -> list[str]:
     rollout = "actor_rollout_ref.rollout"
+    is_alone = mode == ASYNC
     alone = (
         "actor_rollout_ref.hybrid_engine=False",
         f"{rollout}.nnodes=1",
@@ -138,8 +182,10 @@ def _of_rollout(recipe: Recipe, mode: str) -> list[str]:
         f"{rollout}.tensor_model_parallel_size=1",
         f"{rollout}.max_model_len={recipe.engine.max_model_len}",
         f"{rollout}.max_num_seqs=1024",
-        f"{rollout}.gpu_memory_utilization={0.85 if mode == 'separate_async' else 0.3}",
-        *(alone if mode == "separate_async" else ()),
+        f"{rollout}.gpu_memory_utilization={0.85 if is_alone else 0.3}",
+        f"{rollout}.free_cache_engine=False",
+        f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes=1024",
+        *(alone if is_alone else ()),
     ]
 
 
@@ -152,8 +198,10 @@ def _of_trainer(recipe: Recipe, race: Race, mode: str, directory: Path) -> list[
     )
     return [
         f"trainer.v1.trainer_mode={mode}",
+        f"trainer.v1.sampler.custom_sampler.path={HERE / 'verl_samplers.py'}",
+        f"trainer.v1.sampler.custom_sampler.name={'OftenAsync' if mode == ASYNC else 'OftenSync'}",
         "trainer.nnodes=1",
-        f"trainer.n_gpus_per_node={1 if mode == 'separate_async' else race.gpus}",
+        f"trainer.n_gpus_per_node={1 if mode == ASYNC else race.gpus}",
         f"trainer.total_training_steps={recipe.learner.steps}",
         f"trainer.save_freq={recipe.learner.steps}",
         "trainer.test_freq=-1",
@@ -163,8 +211,19 @@ def _of_trainer(recipe: Recipe, race: Race, mode: str, directory: Path) -> list[
         "trainer.project_name=race",
         f"trainer.experiment_name={mode}",
         f"trainer.default_local_dir={directory / 'checkpoints'}",
-        *(alone if mode == "separate_async" else ()),
+        *(alone if mode == ASYNC else ()),
     ]
+
+
+def environment_of(race: Race, directory: Path) -> dict[str, str]:
+    """Return the environment of verl's command."""
+    paths = (str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]))
+    own = {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "VERL_FILE_LOGGER_PATH": str(directory / "metrics.jsonl"),
+        RACE: msgspec.json.encode(race).decode(),
+    }
+    return {**IN_PROCESSES, **os.environ, **own}
 
 
 def drive(name: str, race: Race, python: Path, timeout_s: float) -> tuple[Figures, Path]:
@@ -176,14 +235,13 @@ def drive(name: str, race: Race, python: Path, timeout_s: float) -> tuple[Figure
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
     write_prompts(race, directory / "prompts.parquet")
-    metrics = directory / "metrics.jsonl"
-    command = (str(python), "-W", "ignore", "-m", "verl.trainer.main_ppo", *overrides_of(race, MODES[name], directory))
-    environment = {**os.environ, "VERL_FILE_LOGGER_PATH": str(metrics), RACE: msgspec.json.encode(race).decode()}
-    with following(metrics) as lines:
-        finish_group(command, timeout_s, environment, directory)
+    setting = SETTINGS[name]
+    command = (str(python), "-W", "ignore", "-m", "verl.trainer.main_ppo", *overrides_of(race, setting, directory))
+    with following(directory / "metrics.jsonl") as lines:
+        finish_group(command, timeout_s, environment_of(race, directory), directory)
     steps = race.load().learner.steps
     model = directory / "checkpoints" / f"global_step_{steps}" / "actor" / "huggingface"
-    return figures_from(lines, began, race.samples_per_step, is_sync=MODES[name] == "sync"), model
+    return figures_from(lines, began, race.samples_per_step, is_sync=setting.mode == SYNC), model
 
 
 @contextmanager
