@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from transformers import Qwen3Config
 
 from benchmarks.learns import figures
 from benchmarks.learns.apart import APART, HELD, MIXED, OWN, SGLANG, Pools, pool_of
 from benchmarks.learns.parts import CONTROL, PARTS, SECONDS, SFT, Study
+from deploy.recipe.adapters import rank_for_worker
 from deploy.recipe.loading import load_recipe
 from deploy.run.directory import EXPERIENCE
 from deploy.run.events import StepEvent
@@ -82,6 +84,14 @@ def test_parts_apart_are_grpo_with_the_recipes_engine_and_no_nccl(tmp_path: Path
     assert (recipe.algorithm, recipe.engine.kind) == (recipe_of("grpo", tmp_path, gpus=2).algorithm, "vllm")
     assert (recipe.model.path, recipe.warm_up, recipe.weights.transport) == (str(tmp_path / SFT), (), "ipc")
     assert recipe_of(part, tmp_path, gpus=0).weights.transport == "gloo"
+
+
+@pytest.mark.parametrize("part", [*APART, "grpo"])
+def test_an_adapter_is_sent_alone_to_the_workers_of_all_pools(tmp_path: Path, part: str) -> None:
+    adapter = "model.adapter={rank: 16, alpha: 32, stages: [rl]}"
+    recipe = recipe_of(part, tmp_path, gpus=2, overrides=(adapter,))
+    for kind in ("vllm", "sglang"):
+        assert rank_for_worker(recipe, replace(recipe.engine, kind=kind), Qwen3Config()) == 16
 
 
 def test_a_pool_has_its_own_python_environment_and_overrides() -> None:

@@ -5,8 +5,9 @@
 A model that never solves two reasoning-gym tasks learns from worked examples how, then by asynchronous GRPO and GSPO,
 while a control with learning rate 0 stays where it was. Two further parts are GRPO with workers that are started apart:
 `sglang` has SGLang's, `mixed` a pool of the recipe's engine and one of SGLang's. `key=value` are overrides of the
-recipe, for all parts. A part that has ended is not run again: give the same output to go on. Progress goes to standard
-error; the last line is one JSON object. The exit code is 1 if a part failed; targets that are missed stand in "met".
+recipe, for all parts; with "model.adapter={rank: 16, alpha: 32, stages: [rl]}" runs train an adapter and send it alone.
+A part that has ended is not run again: give the same output to go on. Progress goes to standard error; the last line is
+one JSON object. The exit code is 1 if a part failed; targets that are missed stand in "met".
 """
 
 import argparse

@@ -24,7 +24,7 @@ from .test_pools import WIDER, busy, of_pool
 from .test_separate_roles import RUN, exported, free_port
 from .watching import attached, watching
 
-pytestmark = [*SGLANG, pytest.mark.timeout(900)]
+pytestmark = SGLANG
 
 MAIN = os.environ.get("HEADWAY_TEST_MAIN", HEADWAY)
 """The `headway` of the environment without SGLang."""

@@ -14,6 +14,7 @@ VLLM = [
 SGLANG = [
     pytest.mark.sglang,
     pytest.mark.slow,
+    pytest.mark.timeout(900),  # a start of its processes takes minutes on a busy machine
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed: make test-sglang"),
 ]

@@ -25,7 +25,7 @@ from .models import make_model, save_config
 from .sglang_settings import sglang_config
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 120.0
+DEADLINE_S = 400.0
 """A deadline for steps that take seconds: a machine may be busy, but nothing waits for ever."""
 OPENS = """
 import asyncio, sys

@@ -19,6 +19,8 @@ class AdapterPlaces:
         """`engine`: its name, for errors."""
         self.newest = 0
         """The place of requests that begin now."""
+        self.base_is_new = False
+        """Whether no adapter has come since the engine got its base."""
         self._count = count
         self._engine = engine
         self._changing = 0
@@ -66,9 +68,15 @@ class AdapterPlaces:
         if self.are_needed and (self._count > 1 or not self.newest):
             raise WeightSyncError("another base has come while requests run that keep theirs: restart the worker")
 
+    def check_adapter_may_come(self) -> None:
+        """Raise WeightSyncError if a request has begun since another base came."""
+        if self.base_is_new:
+            self.check_base_is_free()
+
     def hold(self, place: int, version: WeightVersion) -> None:
         """Compute with this version in the place, and begin requests there."""
         self._versions[place], self.newest, self._changing = version, place, 0
+        self.base_is_new = self.base_is_new and not place
 
     def version(self, place: int) -> WeightVersion:
         """Return the version that the place holds."""

@@ -6,9 +6,10 @@ Tensors on a GPU stay in place and are mapped once: an engine that is given the 
 it, gets the same views. Tensors on a CPU are copied into a file in RAM for the length of one call.
 """
 
+import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -67,6 +68,12 @@ class Handover:
                 yield _encoded(shared)
         else:
             yield self._known(tensors)
+
+    @asynccontextmanager
+    async def handed(self, tensors: NamedTensors) -> AsyncIterator[Given]:
+        """As `of`, while the event loop goes on: the copies are made in a thread."""
+        with ExitStack() as until_end:
+            yield await asyncio.to_thread(until_end.enter_context, self.of(tensors))
 
     def _known(self, tensors: NamedTensors) -> Given:
         """Return the same object for the same list of tensors."""

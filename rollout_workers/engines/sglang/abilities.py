@@ -21,6 +21,7 @@ SGLANG = KnownEngine(
         memory_option="mem_fraction_static",
         memory_share=0.88,
         takes_adapters=True,
+        # SGLang computes experts with adapters by Triton's kernels, on GPUs alone: no test shows what it holds of them.
         takes_expert_adapters=False,
         takes_full_adapters=False,
         holds_adapters=True,

@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any, Literal
 
 from broker.errors import HeadwayError, NoRoomError, WeightSyncError
@@ -85,8 +85,6 @@ class SglangEngine:
         self._cleared = dict.fromkeys(range(adapters + 1), 0)
         """The last swap that kept no caches, of each place."""
         self._places = AdapterPlaces(adapters, "SGLang")
-        self._base_is_new = False
-        """Whether no adapter has come since the base was loaded."""
         self._handover = Handover(functools.partial(wanted_tensors, shapes))
         self._handover_of_adapter = Handover(functools.partial(wanted_adapter, dict(shapes.named_modules())))
         self._handover_of_parts = Handover(functools.partial(renamed, tied_head(shapes)))
@@ -128,24 +126,16 @@ class SglangEngine:
     ) -> None:
         """See Engine. If SGLang itself fails during the swap, nothing is sampled until a later swap succeeds."""
         async with self._swap(version, keep_cache, check):
-            with ExitStack() as until_loaded:
-                given = await asyncio.to_thread(until_loaded.enter_context, self._handover.of(tensors))
-                async with self._loading():
-                    self._given = given.names
-                    await self._order(LoaderOrder(act="whole", shared=given.shared))
+            await self._load_whole(tensors)
 
     async def load_base(self, tensors: NamedTensors, *, check: Check | None = None) -> None:
         """See AdaptedEngine. Raises WeightSyncError if requests run that no adapter of this base would go on with."""
         self._check_takes_adapters()
         async with self._swapping:
             self._places.check_base_is_free()
-            with ExitStack() as until_loaded:
-                given = await asyncio.to_thread(until_loaded.enter_context, self._handover.of(tensors))
-                async with self._loading():
-                    self._given = given.names
-                    await self._order(LoaderOrder(act="whole", shared=given.shared))
+            await self._load_whole(tensors)
             await prove(self._front, self._ranks, self._given, check)
-            self._base_is_new = True
+            self._places.base_is_new = True
 
     async def swap_adapter(
         self,
@@ -159,17 +149,14 @@ class SglangEngine:
         """See AdaptedEngine, and `swap_weights`."""
         self._check_takes_adapters()
         async with self._swapping:
-            if self._base_is_new:
-                self._places.check_base_is_free()  # a request may have begun since it was loaded
-            with ExitStack() as until_loaded:
-                given = await asyncio.to_thread(until_loaded.enter_context, self._handover_of_adapter.of(tensors))
+            self._places.check_adapter_may_come()
+            async with self._handover_of_adapter.handed(tensors) as given:
                 place = self._places.next()
                 await make_known(self._front, place)
                 async with self._loading():
                     await self._order(LoaderOrder(act="adapter", shared=given.shared, scale=scale, place=place))
             await prove(self._front, self._ranks, given.names, check, remedy=WHOLE)
-            keeps, self._base_is_new = keep_cache and not self._base_is_new, False
-            self._go_on(version, place, keeps)
+            self._go_on(version, place, keep_cache and not self._places.base_is_new)
 
     def _check_takes_adapters(self) -> None:
         if self._ended is not None:
@@ -183,9 +170,9 @@ class SglangEngine:
         async with self._swap(version, keep_cache, check), AsyncExitStack() as until_all_are:
             has_begun = False
             async for part in parts:
-                with ExitStack() as until_loaded:
+                async with AsyncExitStack() as until_loaded:
                     try:
-                        given = await asyncio.to_thread(until_loaded.enter_context, self._handover_of_parts.of(part))
+                        given = await until_loaded.enter_async_context(self._handover_of_parts.handed(part))
                     except NoRoomError as error:
                         if not has_begun:
                             raise
@@ -246,6 +233,11 @@ class SglangEngine:
         if not keep_cache:
             self._cleared[place] = self._swaps
         self._may_sample.set()
+
+    async def _load_whole(self, tensors: NamedTensors) -> None:
+        async with self._handover.handed(tensors) as given, self._loading():
+            self._given = given.names
+            await self._order(LoaderOrder(act="whole", shared=given.shared))
 
     @asynccontextmanager
     async def _loading(self) -> AsyncIterator[None]:

@@ -21,6 +21,7 @@ VLLM = KnownEngine(
         memory_share=0.92,
         sizing_option="kv_cache_memory_bytes",
         takes_adapters=True,
+        # vLLM computes experts with adapters by Triton's kernels, on GPUs alone: no test shows what it holds of them.
         takes_expert_adapters=False,
         takes_full_adapters=False,
         splits_adapters_by=("tensor_parallel_size",),

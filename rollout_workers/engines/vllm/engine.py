@@ -13,7 +13,7 @@ import asyncio
 import functools
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -78,8 +78,6 @@ class VllmEngine:
         self._given: tuple[str, ...] = ()
         """The names of a whole version's tensors; a version in parts has the same, in any order."""
         self._places = AdapterPlaces(adapters, "vLLM")
-        self._base_is_new = False
-        """Whether no adapter has come since the base was loaded."""
         self._handover_of_adapter = Handover(functools.partial(wanted_adapter, dict(shapes.named_modules())))
         self._handover_of_parts = Handover(functools.partial(renamed, tied_head(shapes)))
         self._swaps = 0
@@ -114,24 +112,16 @@ class VllmEngine:
     ) -> None:
         """See Engine. If vLLM itself fails during the swap, it stays paused until a later swap succeeds."""
         async with self._swap(version, check):
-            with ExitStack() as until_loaded:
-                given = await asyncio.to_thread(until_loaded.enter_context, self._handover.of(tensors))
-                async with self._paused(keep_cache) as load:
-                    self._given = given.names
-                    await load(given.shared, True)
+            await self._load_whole(tensors, keep_cache)
 
     async def load_base(self, tensors: NamedTensors, *, check: Check | None = None) -> None:
         """See AdaptedEngine. Raises WeightSyncError if requests run that no adapter of this base would go on with."""
         self._check_takes_adapters()
         async with self._swapping:
             self._places.check_base_is_free()
-            with ExitStack() as until_loaded:
-                given = await asyncio.to_thread(until_loaded.enter_context, self._handover.of(tensors))
-                async with self._paused(keep_cache=False) as load:
-                    self._given = given.names
-                    await load(given.shared, True)
+            await self._load_whole(tensors, keep_cache=False)
             await prove(self._llm, self._given, check)
-            self._base_is_new = True
+            self._places.base_is_new = True
 
     async def swap_adapter(
         self,
@@ -145,14 +135,11 @@ class VllmEngine:
         """See AdaptedEngine, and `swap_weights`."""
         self._check_takes_adapters()
         async with self._swapping:
-            if self._base_is_new:
-                self._places.check_base_is_free()  # a request may have begun since it was loaded
-            with ExitStack() as until_loaded:
-                given = await asyncio.to_thread(until_loaded.enter_context, self._handover_of_adapter.of(tensors))
+            self._places.check_adapter_may_come()
+            async with self._handover_of_adapter.handed(tensors) as given:
                 place = self._places.next()
                 await self._pause(keep_cache or not self._places.is_open(place))
                 await load_adapter(self._llm, given.shared, scale, place, given.names, check)
-            self._base_is_new = False
             await self._go_on(version, place)
 
     def _check_takes_adapters(self) -> None:
@@ -167,9 +154,9 @@ class VllmEngine:
         async with self._swap(version, check), AsyncExitStack() as until_all_are:
             load: Load | None = None
             async for part in parts:
-                with ExitStack() as until_loaded:
+                async with AsyncExitStack() as until_loaded:
                     try:
-                        given = await asyncio.to_thread(until_loaded.enter_context, self._handover_of_parts.of(part))
+                        given = await until_loaded.enter_async_context(self._handover_of_parts.handed(part))
                     except NoRoomError as error:
                         if load is None:
                             raise
@@ -198,6 +185,11 @@ class VllmEngine:
             if kept == place:
                 starts.append((version, self._sampled(collector)))
         await answered("resume", self._llm.resume_generation())
+
+    async def _load_whole(self, tensors: NamedTensors, keep_cache: bool) -> None:
+        async with self._handover.handed(tensors) as given, self._paused(keep_cache) as load:
+            self._given = given.names
+            await load(given.shared, True)
 
     @asynccontextmanager
     async def _paused(self, keep_cache: bool) -> AsyncIterator[Load]:
