@@ -58,6 +58,13 @@ class StalenessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_lag: Annotated[
         int, Meta(ge=0, description="no token older than this many steps is ever trained; 0: on-policy")
     ] = 2
+    ahead: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        Meta(
+            description="steps of samples that are begun beyond the next step's, at most max_lag; null: max_lag. Less "
+            "keeps samples fresher, and slow ones still have max_lag"
+        ),
+    ] = None
     on_straggler: Annotated[
         Literal["wait", "trim", "requeue"],
         Meta(

@@ -697,6 +697,8 @@ class RunRules(msgspec.Struct, frozen=True, kw_only=True):
 
     max_lag: int
     groups_per_step: int
+    ahead: float | None = None
+    """Steps of groups that are admitted beyond those of the next step; None: `max_lag`."""
     on_straggler: Literal["wait", "trim", "requeue"] = "wait"
     min_group_size: int = 1
     """A group is trimmed to no fewer samples than this."""

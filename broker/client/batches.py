@@ -360,7 +360,8 @@ def _forks(flat: Any) -> dict[int, int]:
 
 
 def _flat(rules: RunRules) -> list[Argument]:
-    return [part for field in msgspec.structs.asdict(rules).items() for part in field]
+    settings = msgspec.structs.asdict(rules)
+    return [part for name, value in settings.items() for part in (name, "" if value is None else value)]
 
 
 def _rounds(tids: Sequence[TrajectoryId]) -> dict[str, tuple[int, int]]:

@@ -55,6 +55,8 @@ class StepProgress:
     """Whether a learner has given a sign of life lately."""
     groups_per_step: int
     max_lag: int
+    ahead: float
+    """Steps of groups that are admitted beyond those of the next step."""
     on_straggler: str
     stored_bytes: int
     max_bytes: int
@@ -90,6 +92,7 @@ class Waits:
             has_learner=bool(has_learner),
             groups_per_step=int(meta["groups_per_step"]),
             max_lag=int(meta["max_lag"]),
+            ahead=float(meta.get("ahead") or meta["max_lag"]),
             on_straggler=meta["on_straggler"],
             stored_bytes=int(meta.get("payload_bytes", 0)) + int(meta.get("archive_bytes", 0)),
             max_bytes=int(meta["max_bytes"]),

@@ -22,10 +22,11 @@ local names_of_caller = { [worker .. ' ' .. session] = true, [worker .. '? ' .. 
 if is_of_another(worker, session) then holder = worker .. '? ' .. session end
 local known = call('HMGET', META, 'state', 'on_over_bound', 'incarnation', 'announced_incarnation', 'announced_step',
   'max_lag', 'groups_per_step', 'max_leases_per_worker', 'admitted', 'dropped', 'payload_bytes', 'max_bytes',
-  'archive_bytes', 'highest_step', 'lease_ttl_s', 'lease_hold_s', 'segment_s', 'waiting_since', 'recipe')
+  'archive_bytes', 'highest_step', 'lease_ttl_s', 'lease_hold_s', 'segment_s', 'waiting_since', 'recipe', 'ahead')
 local state, on_over_bound, obeyed = known[1] or 'absent', known[2], known[19]
 for a = 3, 18 do known[a] = tonumber(known[a] or '') end
 local newest_incarnation, announced_incarnation, announced, lag, groups_per_step = unpack(known, 3, 7)
+local ahead = tonumber(known[20] or '') or lag
 local doubts, copied = {}, {}
 local reply, given, time = { state, '', (newest_incarnation or 0) .. '.' .. (known[14] or 0), doubts }, 0, now()
 local deadline = string.format('%.6f', time + seconds(4, known[15] or 3600))
@@ -166,7 +167,7 @@ local max_bytes = known[12]
 
 -- Returns nil, or the reason why no new group may be admitted now.
 local function refusal()
-  if math.floor(index / groups_per_step) > announced + lag then return 'capacity' end
+  if index >= (announced + 1 + ahead) * groups_per_step then return 'capacity' end
   if not may(index) then return 'stale weights' end
   if stored_bytes >= max_bytes then return 'bytes' end
 end

@@ -8,7 +8,7 @@ The queue's age is the time for which the oldest ready group has waited for the 
 steps: at 1 the learner would train it at the bound even if its tokens were of the newest weights when it became ready.
 Whether workers are busy is judged by those of the pool alone, where they can be told by their names.
 
-A learner that waits beside idle workers is bound by admission (`staleness.max_lag`), prompts or the learner itself, and
+A learner that waits beside idle workers is bound by admission (`staleness.ahead`), prompts or the learner itself, and
 more workers would change nothing. Workers that generate faster than the learner trains fill the admitted groups, so
 they become idle and their samples grow old in the queue: fewer workers do the same, with less lag.
 

@@ -197,9 +197,10 @@ def _what_workers_lack(status: RunStatus, progress: StepProgress) -> str:
         return f"the store is full ({_store(progress)})"
     # an index counts admissions less drops; see broker/scripts/lease.lua
     index = status.queues.admitted - status.queues.dropped_stale - status.queues.uninformative
-    if index // progress.groups_per_step <= _next_step(status) + progress.max_lag:
+    if index < (_next_step(status) + 1 + progress.ahead) * progress.groups_per_step:
         return ""
-    return f"all admitted groups are ready or leased (staleness.max_lag is {progress.max_lag})"
+    key = "max_lag" if progress.ahead == progress.max_lag else "ahead"
+    return f"all admitted groups are ready or leased (staleness.{key} is {progress.ahead:g})"
 
 
 def _no_prompts(status: RunStatus, progress: StepProgress) -> Waiting | None:

@@ -70,6 +70,7 @@ LIMITS = {
     "broker.max_leases_per_worker": Limit(0, 1 << 16, "an engine batches no more"),
     "broker.replicas": Limit(0, 64, "a write waits for all of them"),
     "staleness.max_lag": Limit(0, 1000, "prompts for max_lag + 1 steps are fed ahead; ratios say nothing that far off"),
+    "staleness.ahead": Limit(0, 1000, "staleness.max_lag is at most that"),
     "staleness.min_group_size": Limit(1, 4096, "no group is larger"),
     "sampling.max_new_tokens": _TOKENS,
     "sampling.temperature": Limit(1e-3, 1e3, "logits are divided by it, in float32"),
@@ -156,6 +157,12 @@ def _products(recipe: Recipe) -> Iterator[str]:
         yield (
             f"learner.groups_per_step * (staleness.max_lag + 1) is {ahead:,}; expected at most"
             f" {MOST_PROMPTS_AHEAD:,}: so many prompts would lie in the broker before the first step."
+        )
+    staleness = recipe.staleness
+    if staleness.ahead is not None and staleness.ahead > staleness.max_lag:
+        yield (
+            f"staleness.ahead ({staleness.ahead:g}) is above staleness.max_lag ({staleness.max_lag}): samples would be"
+            " begun that are too old when they are due. Lower it, or raise staleness.max_lag."
         )
 
 

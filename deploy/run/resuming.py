@@ -63,7 +63,7 @@ FREE = frozenset(
         "prompts": "epochs deadline_s",
         "model": "dtype",
         "broker": "url lease_ttl_s lease_hold_s payload_ttl_s max_bytes max_leases_per_worker payload_shards replicas",
-        "staleness": "max_lag on_straggler min_group_size on_over_bound",
+        "staleness": "max_lag ahead on_straggler min_group_size on_over_bound",
         "engine": "kind max_concurrent dtype device threads options",
         "environment": "kind options deadline_s processes",
         "teacher": "path deadline_s",

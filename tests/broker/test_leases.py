@@ -8,12 +8,13 @@ from msgspec.structs import replace
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from broker import Broker, open_broker
+from broker.client.batches import NotReady
 from broker.client.leases import SubmitOutcome
 from broker.client.status import Heard
 from broker.connection.driver import Command
 from broker.errors import BrokerError, SchemaMismatchError
 from broker.schema import TrajectoryId, WeightVersion
-from broker.staleness import may_admit
+from broker.staleness import is_in_reach, may_admit
 from broker.wire import frames
 from broker.wire.codec import encode
 
@@ -48,6 +49,44 @@ async def test_admission_is_what_staleness_says(broker: Broker, max_lag: int, gr
         assert not may_admit(admitted, step, max_lag, groups_per_step)
         assert await run.take(step, groups_per_step) is not None
         await run.announce(step + 1)
+
+
+@pytest.mark.parametrize(("ahead", "max_lag"), [(0, 2), (0.5, 1), (1, 1), (1.4, 3)])
+async def test_less_ahead_admits_what_staleness_says(broker: Broker, ahead: float, max_lag: int) -> None:
+    run = await begin(broker, rules(max_lag, groups_per_step=4, ahead=ahead), group_size=1)
+    admitted = 0
+    for step in range(3):
+        reply = await run.generate(100, step)
+        assert reply.reason == "capacity"
+        for _ in reply.leases:
+            assert is_in_reach(admitted, step, ahead, 4)
+            assert may_admit(admitted, step, max_lag, 4)
+            admitted += 1
+        assert not is_in_reach(admitted, step, ahead, 4)
+        assert await run.take(step, 4) is not None
+        await run.announce(step + 1)
+
+
+@pytest.mark.parametrize("max_lag", [1, 2])
+async def test_with_less_ahead_a_slow_group_does_not_hold_up_the_step_before_its_bound(
+    broker: Broker, max_lag: int
+) -> None:
+    run = await begin(broker, rules(max_lag, groups_per_step=1, ahead=1), group_size=1)
+    slow, quick = (await run.lease(9, 0)).leases
+    await run.submit(quick, 0)
+    assert await run.take(0, 1) == groups(1)
+    await run.announce(1)
+    await run.generate(9, 1)
+    if max_lag == 1:  # all that was begun is at the bound at once
+        assert await run.take(1, 1) is None
+        assert run.not_ready is NotReady.STRAGGLERS
+        return
+    assert await run.take(1, 1) == groups(2)
+    await run.announce(2)
+    await run.generate(9, 2)
+    assert await run.take(2, 1) is None  # one step more, and group 0 would be too old
+    await run.submit(slow, 0)
+    assert await run.take(2, 1) == groups(0)  # the oldest one first
 
 
 async def test_stale_weights_are_refused(broker: Broker) -> None:

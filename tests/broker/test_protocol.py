@@ -45,6 +45,7 @@ RULES = st.builds(
     RunRules,
     max_lag=st.integers(0, 2),
     groups_per_step=st.integers(1, 2),
+    ahead=st.sampled_from([None, None, 0, 0.5, 1]),
     on_straggler=st.sampled_from(["wait", "trim", "requeue"]),
     min_group_size=st.integers(1, 2),
     on_over_bound=st.sampled_from(["requeue", "drop", "mask"]),

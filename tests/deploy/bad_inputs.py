@@ -59,6 +59,8 @@ VALUES = [
     ("run.seed=-1", "run.seed is -1; expected an integer >= 0"),
     ("run.seed=9223372036854775807", "run.seed is 9.22337e+18; expected at most 9,007,199,254,740,992"),
     ("staleness.max_lag=100000", "expected at most 1,000: prompts for max_lag + 1 steps are fed ahead"),
+    ("staleness.ahead=2.5", "staleness.ahead (2.5) is above staleness.max_lag (2)"),
+    ("staleness.ahead=-1", "staleness.ahead is -1; expected a number >= 0"),
     ("learner.group_size=1000000", "expected at most 4,096"),
     ("evaluation.prompts=1000000000", "expected at most 65,536"),
     ("evaluation.prompts=1e9", "evaluation.prompts is 1000000000.0; expected an integer"),

@@ -12,6 +12,7 @@ from deploy.roles.learner import rules_of
 def test_every_rule_but_the_scorers_is_the_setting_of_the_same_name() -> None:
     overrides = {
         "staleness.max_lag": 7,
+        "staleness.ahead": 1.5,
         "staleness.on_straggler": "trim",
         "staleness.min_group_size": 3,
         "staleness.on_over_bound": "mask",

@@ -134,6 +134,15 @@ async def test_the_workers_wait_for_a_learner_that_trains(broker: Broker) -> Non
     )
 
 
+async def test_the_workers_may_go_less_far_ahead_than_the_bound(broker: Broker) -> None:
+    run = await scenario(broker, rules(2, ahead=0.5), alive("w"))
+    await run.generate(100, 0)
+    assert await run.take(0) is not None
+    waiting = await waits(broker)
+    assert (waiting.who, waiting.why) == ("workers", "training")
+    assert "all admitted groups are ready or leased (staleness.ahead is 0.5)" in waiting.text
+
+
 async def test_nobody_waits_while_the_workers_may_go_ahead(broker: Broker) -> None:
     run = await scenario(broker, rules(3), alive("w"))
     await run.generate(8, 0)
