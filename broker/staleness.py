@@ -43,7 +43,7 @@ def may_admit(index: int, weight_step: int, max_lag: int, groups_per_step: int) 
 def is_in_reach(index: int, announced_step: int, ahead: float, groups_per_step: int) -> bool:
     """Returns whether the group admitted as number `index` is among those of the next step, or of `ahead` steps more.
 
-    Admission asks this, too. With `ahead` at most `max_lag` it admits no group that `may_admit` refuses to the announced
-    weights; where it is less, a group that takes long has steps left until it would be over the bound.
+    Admission asks this, too. With `ahead` at most `max_lag` it admits no group that `may_admit` refuses to the
+    announced weights; where it is less, a group that takes long has steps left until it would be over the bound.
     """
     return index < (announced_step + 1 + ahead) * groups_per_step

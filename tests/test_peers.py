@@ -62,6 +62,14 @@ def test_headway_runs_the_race_from_the_warmed_up_model(tmp_path: Path) -> None:
     assert (ours.checkpoint.every_steps, ours.evaluation.prompts, ours.run.seed) == (7, 0, 5)
 
 
+def test_headways_own_overrides_are_its_alone_and_the_users_overrule_them(tmp_path: Path) -> None:
+    for given, found in (((), 1), (("staleness.max_lag=4",), 4)):
+        race = race_in(tmp_path, *given, own=("staleness.max_lag=1",))
+        _, recipe, *arguments = of_headway.arguments(race)
+        assert load_recipe(recipe, [one for one in arguments if "=" in one]).staleness.max_lag == found
+        assert race.load().staleness.max_lag == (4 if given else 2)
+
+
 def test_on_a_gpu_both_generate_with_vllm(race: Race) -> None:
     on_gpu = msgspec.structs.replace(race, gpus=1)
     recipe, trl = on_gpu.load(), config_of(on_gpu, TrlSetting(), "/m")

@@ -41,7 +41,7 @@ from .comparison import TARGET, TARGETS, compared
 from .figures import Figures
 from .kept import Kept
 from .of_headway import NAME
-from .race import SETTINGS, SHORT, TASKS, Race, Task
+from .race import OWN, SETTINGS, SHORT, TASKS, Race, Task
 
 
 def main() -> int:
@@ -52,6 +52,7 @@ def main() -> int:
     race = Race(
         recipe=task.recipe,
         overrides=(*task.overrides, *options.overrides),
+        own=OWN.get((options.gpus, options.task), ()),
         output=str(options.output.absolute()),
         gpus=options.gpus,
         second_gpu=gpu_names(2)[1] if options.gpus == 2 else "",
@@ -86,7 +87,8 @@ def main() -> int:
             failed["before"] = str(error)[-200:]
     settings = {**contestants.TRL, **of_verl.SETTINGS}
     tried = {name: msgspec.to_builtins(settings[name]) for name in options.of if name in settings}
-    about = {"recipe": race.recipe, "overrides": race.all_overrides, "gpus": options.gpus, "tried": tried}
+    about = {"recipe": race.recipe, "overrides": race.all_overrides, "own": race.own, "gpus": options.gpus}
+    about["tried"] = tried
     target = TARGETS.get((options.gpus, options.task), TARGET)
     print(json.dumps({**about, **compared(rounds, before, target), "load": os.getloadavg()[0], "failed": failed}))
     return int(bool(failed))

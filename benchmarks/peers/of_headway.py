@@ -28,6 +28,7 @@ def arguments(race: Race) -> list[str]:
         "run",
         race.recipe,
         "--overwrite",
+        *race.own,
         *race.all_overrides,
         f"model.path={race.model}",
         "sft.phases=[]",

@@ -34,8 +34,10 @@ LIKE_PRESET = ("algorithm.objective.anchor=behavior", "algorithm.corrections=[]"
 """Overrides with which a recipe has the preset's own loss, the ratio to the policy that sampled, as TRL's asynchronous
 trainer and verl have it, so that no forward pass comes before a step; and the peers' learning rate, which is constant
 from the first update on."""
-
-
+OWN = {(2, SHORT): ("staleness.max_lag=1",)}
+"""Overrides of Headway's run alone, by the number of GPUs and the task. A lag of so many steps costs about as many
+steps of progress, as `benchmarks/RESULTS.md` shows. With a GPU to themselves Headway's engines are fast enough to give
+some speed away for fresher samples. A peer has the recipe's own bound, where it has any."""
 ELSEWHERE = {"run", "model", "sft", "stages", "broker", "evaluation", "checkpoint"}
 """Sections of a recipe that no contestant's figures depend on: places, the warm-up and the evaluation."""
 
@@ -69,6 +71,8 @@ class Race(msgspec.Struct, frozen=True, kw_only=True):
     recipe: str
     """A path, or the name of a recipe that ships."""
     overrides: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()
+    """Overrides of Headway's run alone, which the user's overrule."""
     output: str
     """The absolute path of the directory of all models and runs."""
     gpus: int = 0
@@ -103,7 +107,7 @@ class Race(msgspec.Struct, frozen=True, kw_only=True):
         """Return what decides a run's figures, by key: the recipe's settings, but for where it runs and what it was
         warmed up with, and the number of GPUs."""
         sections = msgspec.json.decode(msgspec.json.encode(self.load()))  # as they are read back
-        found: dict[str, Any] = {"gpus": self.gpus}
+        found: dict[str, Any] = {"gpus": self.gpus, "own": list(self.own)}
         for section in sorted(sections.keys() - ELSEWHERE):
             found |= _flat(sections[section], section)
         return {key: value for key, value in found.items() if key != "workers.devices"}
