@@ -22,6 +22,8 @@ What the others need that Headway does not, in the interpreter that `--python` n
   verl's own pin), hydra-core 1.3, omegaconf 2.3, antlr4-python3-runtime 4.9.3, TransferQueue 0.1.11, tensordict 0.10,
   pyvers, torchdata, codetiming, pylatexenc, peft, accelerate, datasets, pandas, orjson; verl-async also cupy.
   Put them into a folder of their own on PYTHONPATH, before the others: math-verify's antlr4 is too new for hydra-core.
+  verl patches a class that TRL 1.x no longer has wherever it finds TRL: hide TRL from it, by a module of that name with
+  an empty class AutoModelForCausalLMWithValueHead.
   Unpacked, Ray has 240 MB, pandas 84 and the rest together less than 50; cupy for CUDA 13 comes on top. Write bytecode
   of them first: a dozen processes import verl at once. Two runs of verl on one machine at the same time would meet at
   one socket in /tmp, by which trainers send weights to engines: one after the other, or each with a /tmp of its own.

@@ -154,6 +154,7 @@ def _of_actor(recipe: Recipe, model: Path, *, packed: bool) -> list[str]:
         f"{actor}.ppo_mini_batch_size={recipe.learner.groups_per_step // recipe.learner.updates_per_step}",
         f"{actor}.use_dynamic_bsz=True",
         f"{actor}.ppo_max_token_len_per_gpu={recipe.learner.micro_batch_tokens}",
+        f"{actor}.fsdp_config.reshard_after_forward=False",
         f"{actor}.clip_ratio_c={NO_DUAL_CLIP}",
         f"{actor}.grad_clip={optimizer.max_grad_norm}",
         f"{actor}.optim.lr={optimizer.learning_rate}",
