@@ -6,20 +6,32 @@ This is what FSDP2 computes on one rank, to the bit, without its hooks, and in m
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
+
+from .fused_sums import GradientSum
 
 
 class RoundedWeights:
     """The copies of a module's trained parameters and the sums of their gradients. Both are made when they are first
     needed. Frozen parameters stay in their places, rounded once: they are held as they are computed with."""
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype, *, stays: bool = True) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        dtype: torch.dtype,
+        *,
+        stays: bool = True,
+        summed: Mapping[nn.Parameter, GradientSum] = types.MappingProxyType({}),
+    ) -> None:
         """`stays`: copies and sums keep their memory, for kernels that were recorded; else they are freed between calls
-        and between updates."""
+        and between updates. `summed`: parameters to whose sums products of matrices add; these must not stay, since a
+        pass is recorded from gradients."""
+        assert not (stays and summed)
         self._dtype = dtype
         self._stays = stays
         self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
@@ -29,6 +41,9 @@ class RoundedWeights:
                     self._places.setdefault(parameter, []).append((part, name))
                 elif parameter.is_floating_point():
                     parameter.data = parameter.data.to(dtype)
+        self._summed = {
+            index: (master, summed[master]) for index, master in enumerate(self._places) if master in summed
+        }
         self._sums: list[torch.Tensor | None] = []
         """None: that parameter has got no gradient yet, and the sum has no memory."""
         self.copies: list[nn.Parameter] = []
@@ -57,6 +72,8 @@ class RoundedWeights:
         self._reached.clear()
         if not self._stays:
             self._sums = [None] * len(self._places)
+            for index, (master, place) in self._summed.items():
+                self._sums[index] = place.total = torch.zeros_like(master)
             return
         if not self._sums:
             self._sums = [torch.zeros_like(master) for master in self._places]
@@ -76,6 +93,8 @@ class RoundedWeights:
 
     def give(self) -> None:
         """Make the sums the masters' gradients."""
+        for _, place in self._summed.values():
+            place.total = None
         for index, (master, total) in enumerate(zip(self._places, self._sums, strict=True)):
             master.grad = total if index in self._reached else None
         if not self._stays:
@@ -94,13 +113,15 @@ class RoundedWeights:
         return copy
 
     def _add_own(self, index: int, copy: torch.Tensor) -> None:
-        assert copy.grad is not None
+        self._reached.add(index)
+        if copy.grad is None:  # autograd calls this, too, where a product has added the gradient to the sum
+            assert index in self._summed
+            return
         total = self._sums[index]
         if total is None:
             self._sums[index] = copy.grad.float()
         else:
             total.add_(copy.grad)
-        self._reached.add(index)
         copy.grad = None
 
     def _put(self, parameters: Sequence[nn.Parameter]) -> None:

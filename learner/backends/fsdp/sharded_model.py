@@ -105,11 +105,13 @@ class ShardedModel:
             fill_shards(whole, model.path, None if self._adapters is None else self._adapters.base)
         if self._adapters is not None:
             self._adapters.fill(seed)
-        if is_whole:
+        if is_whole and isinstance(module, Policy):
             module.to(self._device)
-            self._rounded = RoundedWeights(module, self._dtype, stays=recorder is not None)
-        if recorder is not None and self._rounded is not None and isinstance(module, Policy):
-            self._replayed = ReplayedRows(module, self._rounded, recorder, picks=compute.cuda_graphs == "always")
+            is_summed = compute.fused_sums and recorder is None and self._adapters is None
+            sums = module.sum_in_products() if is_summed else {}
+            self._rounded = RoundedWeights(module, self._dtype, stays=recorder is not None, summed=sums)
+            if recorder is not None:
+                self._replayed = ReplayedRows(module, self._rounded, recorder, picks=compute.cuda_graphs == "always")
         return module
 
     def _recorder(self, module: PackedModel, compute: ComputeConfig) -> PassRecorder | None:
