@@ -2,7 +2,8 @@
 
     python -m benchmarks.prefix_trees [--shape smollm2-135m] [--groups 1,8,16] [--prompts 64,1024,8192]
         [--responses 256] [--samples 128] [--tokens 131072] [--whole 8192] [--budget 65536] [--compile]
-        [--settings never,auto,always] [--cuda-graphs auto|never] [--profile] [--seconds 300] [--device cuda|cpu]
+        [--settings never,auto,always] [--cuda-graphs auto|never] [--fused-sums] [--kept-logits 6] [--whole-only]
+        [--profile] [--seconds 300] [--device cuda|cpu]
 
 A step has the backend's work under GRPO: proximal logprobs of all samples, then an update. Responses have lengths
 around --responses (lognormal, at most four times as long) and share nothing, so trees save prompts alone. Each case is
@@ -36,7 +37,7 @@ import torch
 from benchmarks.throughput import checkpoint
 from benchmarks.throughput.kernel_groups import grouped
 from benchmarks.throughput.shapes import Shape, flops_of, peak_flops, shape_of, step_flops
-from learner.backends import open_backend
+from learner.backends import open_backend, token_logprobs
 from learner.backends.base import Backend, TokenLoss
 from learner.config import ComputeConfig, ModelConfig, OptimizerConfig
 from learner.models.model import load_config
@@ -168,7 +169,10 @@ class Learner:
         if self._backend is None:
             options = self._options
             compute = ComputeConfig(
-                compile=options.compile, recompute=options.recompute, cuda_graphs=options.cuda_graphs
+                compile=options.compile,
+                recompute=options.recompute,
+                cuda_graphs=options.cuda_graphs,
+                fused_sums=options.fused_sums,
             )
             self._backend = open_backend("fsdp", self._model, OptimizerConfig(), device=options.device, compute=compute)
         return self._backend
@@ -251,7 +255,7 @@ def cases(options: argparse.Namespace, vocabulary: int) -> Iterator[tuple[dict[s
         count = max(1, tokens // options.whole)
         whole = samples(count, 1, 0, options.whole, vocabulary, spread=0.0)
         yield {"whole_rows_of": options.whole}, list(whole)
-    for group, prompt in product(options.groups, options.prompts):
+    for group, prompt in () if options.whole_only else product(options.groups, options.prompts):
         count = min(options.samples, max(group, options.tokens // (prompt + options.responses)))
         yield (
             {"group": group, "prompt": prompt},
@@ -262,6 +266,8 @@ def cases(options: argparse.Namespace, vocabulary: int) -> Iterator[tuple[dict[s
 def main() -> None:
     """Measure all cases, as the command line says."""
     options, began = _parse(), time.perf_counter()
+    if options.kept_logits:
+        token_logprobs.KEPT_LOGITS = options.kept_logits << 30
     learner = Learner(options, shape_of(options.shape, options.layers))
     found = []
     for name, given in cases(options, learner.shape.vocabulary):
@@ -310,6 +316,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--recompute", default="none", choices=("none", "selective", "full"))
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--cuda-graphs", default="auto", choices=("auto", "never"))
+    parser.add_argument("--fused-sums", action="store_true", help="learner.compute.fused_sums")
+    parser.add_argument("--kept-logits", type=int, default=0, metavar="N", help="keep N * 2^30 logits; 3 is usual")
+    parser.add_argument("--whole-only", action="store_true", help="measure nothing but full rows")
     parser.add_argument("--all-logprobs", action="store_true", help="those of prompts, too, which no loss reads")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))

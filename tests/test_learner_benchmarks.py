@@ -220,6 +220,15 @@ def test_prefix_trees_are_measured(models: Path) -> None:
     assert shared["auto"]["computed"] < 0.7 * shared["auto"]["tokens"]
 
 
+@pytest.mark.slow
+def test_whole_rows_are_measured_with_and_without_fused_sums(models: Path) -> None:
+    command = ("benchmarks.whole_rows", "--shape", "toy", "--device", "cpu", "--models", str(models))
+    sizes = ("--whole", "64", "--tokens", "256", "--budget", "128", "--repeats", "1", "--of", "before,large-kept")
+    found = last_line(*command, *sizes)["settings"]
+    assert [figures["micro_batches"] for figures in found.values()] == [2, 1]
+    assert found["large-kept"]["grad_norm"] == pytest.approx(found["before"]["grad_norm"], rel=1e-3)
+
+
 def test_what_a_row_computes_is_counted_with_and_without_shared_tokens() -> None:
     given = list(samples(6, 3, 5, 4, 50))
     alone, tree = concatenate(given), concatenate(given, is_tree=True)
@@ -243,6 +252,10 @@ def test_kernels_are_grouped_and_pauses_between_them_are_counted() -> None:
     assert found["groups_ms"] == {"gemm": 2.0, "attention": 1.0, "compiled": 1.0, "elementwise": 0.5}
     assert found["idle_ms"] == 2.5
     assert found["kernels"] == 4
+    assert found["pauses"] == [
+        "2.00 ms 1x triton_red_fused__to_copy_add | vectorized_elementwise_kernel",
+        "0.50 ms 1x nvjet_hsh_256x128 | kernel_cutlass_kernel_flash_attnfwd",
+    ]
 
 
 def test_peers_get_the_same_batch_as_we_and_their_losses_are_told_apart() -> None:

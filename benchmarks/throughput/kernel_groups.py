@@ -22,6 +22,7 @@ GROUPS = (
 OTHER = "elementwise"
 LISTED = 14
 LONGEST_NAME = 100
+NAME_OF_PAUSE = 48
 
 
 def grouped(call: Callable[[], object]) -> dict[str, Any]:
@@ -41,19 +42,31 @@ def grouped(call: Callable[[], object]) -> dict[str, Any]:
 
 
 def summary(kernels: list[tuple[str, float, float]]) -> dict[str, Any]:
-    """Return milliseconds of (name, beginning, end in microseconds): of groups, of pauses between them, of kernels."""
+    """Return milliseconds of (name, beginning, end in microseconds): of groups, of pauses between them with the kernels
+    around each, of kernels."""
     groups, names = dict[str, float](), dict[str, tuple[float, int]]()
     idle, ended = 0.0, min((start for _, start, _ in kernels), default=0.0)
+    pauses, last = dict[str, tuple[float, int]](), ""
     for name, start, end in sorted(kernels, key=lambda one: one[1]):
         group = next((group for group, pattern in GROUPS if re.search(pattern, name.lower())), OTHER)
         groups[group] = groups.get(group, 0.0) + (end - start) / 1e3
         spent, count = names.get(name, (0.0, 0))
         names[name] = spent + (end - start) / 1e3, count + 1
+        if start > ended:
+            between = f"{last[:NAME_OF_PAUSE]} | {name[:NAME_OF_PAUSE]}"
+            spent, count = pauses.get(between, (0.0, 0))
+            pauses[between] = spent + (start - ended) / 1e3, count + 1
+        if end > ended:
+            last = name
         idle, ended = idle + max(0.0, start - ended) / 1e3, max(ended, end)
     longest = sorted(names.items(), key=lambda one: -one[1][0])[:LISTED]
     return {
         "groups_ms": {name: round(ms, 2) for name, ms in sorted(groups.items(), key=lambda one: -one[1])},
         "idle_ms": round(idle, 2),
         "kernels": len(kernels),
+        "pauses": [
+            f"{ms:.2f} ms {count}x {between}"
+            for between, (ms, count) in sorted(pauses.items(), key=lambda one: -one[1][0])[:LISTED]
+        ],
         "longest": [f"{ms:.2f} ms {count}x {name[:LONGEST_NAME]}" for name, (ms, count) in longest],
     }
