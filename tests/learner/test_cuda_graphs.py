@@ -19,6 +19,7 @@ from learner.backends.fsdp.policy import Policy
 from learner.backends.fsdp.recording import why_launched
 from learner.backends.fsdp.replayed_rows import ReplayedRows
 from learner.backends.fsdp.rounded import RoundedWeights
+from learner.backends.fsdp.row import FsdpRow
 from learner.backends.fsdp.sharding import local
 from learner.config import ComputeConfig
 from learner.models.model import load_model
@@ -353,6 +354,38 @@ def test_a_row_takes_a_larger_shape_that_is_known(is_tree: bool, recorder: Repea
     (tiny,) = backend.logprobs([concatenate(sequences([9]))], 0.8)
     torch.testing.assert_close(tiny, plain.logprobs([concatenate(sequences([9]))], 0.8)[0], rtol=1e-6, atol=1e-6)
     assert backend._replayed.num_recorded == 2, "a much smaller row does not take it"
+
+
+def test_no_shape_is_first_computed_within_a_recording(recorder: Repeated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of a shape may be compiled or loaded with its first row. A shape whose rows took a larger one until it
+    had come often enough has had none."""
+    is_recording = False
+    computed: dict[int, list[bool]] = {}
+    token_values = Policy.token_values
+
+    def record(call: Callable[[], None]) -> Callable[[], None]:
+        nonlocal is_recording
+        is_recording = True
+        call()
+        is_recording = False
+        return call
+
+    def counted(policy: Policy, row: FsdpRow, *args: Any, **options: Any) -> torch.Tensor:
+        computed.setdefault(len(row.token_ids_N), []).append(is_recording)
+        return token_values(policy, row, *args, **options)
+
+    monkeypatch.setattr(recorder, "record", record)
+    monkeypatch.setattr(Policy, "token_values", counted)
+    backend = opened(AUTO)
+    large, small = (
+        concatenate([one for seed in range(size) for one in given(seed, is_tree=False)]) for size in (55, 49)
+    )
+    for batch in (large, *[small] * (replayed_rows.OFTEN + 1)):
+        assert backend.logprobs([batch], 0.8)
+    assert backend._replayed is not None
+    assert backend._replayed.num_recorded == 2
+    assert [calls.count(True) for calls in computed.values()] == [1, 1]
+    assert [calls[0] for calls in computed.values()] == [False, False]
 
 
 def given(seed: int, is_tree: bool) -> list[PackableSequence]:

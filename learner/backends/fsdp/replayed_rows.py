@@ -64,6 +64,7 @@ class ReplayedRows:
         self._recorder: PassRecorder | None = recorder
         self._seen: Counter[_Kind] = Counter()
         self._recorded: dict[_Kind, _Passes] = {}
+        self._launched: set[_Kind] = set()
         self._pool = _Pool()
 
     def __call__(self, batch: PackedBatch, temperature: float, top: float = 0) -> torch.Tensor:
@@ -83,6 +84,7 @@ class ReplayedRows:
         row = self._policy.padded_row(batch, kind.shape)
         passes = self._passes(kind, row) if is_known else None
         if passes is None:
+            self._launched.add(kind)
             return row.at_next_token(self._policy.token_values(row, temperature, confident=kind.confident))
         return row.at_next_token(passes(row))
 
@@ -98,11 +100,13 @@ class ReplayedRows:
         self._recorder = None
         self._recorded.clear()
         self._seen.clear()
+        self._launched.clear()
 
     def _chosen(self, batch: PackedBatch, least: _Kind) -> tuple[_Kind, bool]:
         """Return the kind as which a batch is computed, and whether a row of that kind has come before."""
         if len(self._seen) >= MOST_SEEN:
             self._seen.clear()
+            self._launched.clear()
         known = [[*self._recorded], [*self._seen]]
         self._seen[least] += 1
         is_full = len(self._recorded) >= MOST_RECORDED
@@ -124,7 +128,8 @@ class ReplayedRows:
         """Record a row's passes. Where torch or the device's memory does not allow it, no row is recorded any more."""
         assert self._recorder is not None
         try:
-            passes = _Passes(self._policy, self._weights, self._recorder, kind, row, self._pool)
+            is_new = kind not in self._launched  # its rows have taken larger shapes
+            passes = _Passes(self._policy, self._weights, self._recorder, kind, row, self._pool, is_new=is_new)
         except Exception as error:  # whatever a kernel's library raises: the row is launched instead
             log.debug("a recording failed", exc_info=True)
             self.stop(f"recording failed ({type(error).__name__}: {error})")
@@ -158,7 +163,10 @@ class _Passes:
         kind: _Kind,
         row: FsdpRow,
         pool: _Pool,
+        *,
+        is_new: bool,
     ) -> None:
+        """`is_new`: no row of this kind has been computed, so that kernels may be left to compile or to load."""
         self.pool = pool
         self._weights = weights
         self._row = row
@@ -187,7 +195,7 @@ class _Passes:
             self._reached = weights.add(gradients())
 
         self._has_gradient = kind.has_gradient
-        if kind.has_gradient not in pool.warm:
+        if is_new or kind.has_gradient not in pool.warm:
             recorder.warm_up(forward)
             if kind.has_gradient:
                 recorder.warm_up(gradients)
