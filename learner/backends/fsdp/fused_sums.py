@@ -42,7 +42,7 @@ def sum_linear_layers(layers: Iterable[nn.Module], model: nn.Module) -> dict[nn.
 
 
 def _summed(linear: Any, rows: torch.Tensor) -> torch.Tensor:
-    """What `nn.Linear` computes."""
+    """[..., O] the outputs of `nn.Linear`."""
     total = linear.gradient_sum.total
     if total is None:
         return F.linear(rows, linear.weight, linear.bias)
