@@ -117,6 +117,23 @@ def test_a_sum_is_closer_to_the_exact_one(monkeypatch: pytest.MonkeyPatch) -> No
     assert errors[1] < errors[0] / 100
 
 
+def test_a_layer_is_called_twice() -> None:
+    """Its second call's backward pass comes first, and changes the sum that the first call has seen."""
+    gradients = []
+    for is_fused in (False, True):
+        torch.manual_seed(0)
+        layer = nn.Sequential(nn.Linear(4, 4))
+        sums = sum_linear_layers(layer, layer) if is_fused else {}
+        weights = RoundedWeights(layer, torch.float32, stays=False, summed=sums)
+        weights.begin()
+        with weights.in_place():
+            layer(layer(torch.randn(3, 4)).tanh()).square().sum().backward()
+        weights.give()
+        gradients.append([parameter.grad for parameter in layer.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(other, one)
+
+
 def test_a_weight_that_no_row_reached_has_no_gradient() -> None:
     """The optimizer then leaves it as it is. One that is used twice has both gradients, of its product and its own."""
     model = nn.ModuleList([nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)])

@@ -77,12 +77,15 @@ def _(*_: Any) -> None:
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     rows, weight, bias, total = inputs
     ctx.has_bias = bias is not None
-    ctx.save_for_backward(rows, weight, total)
+    ctx.total = (
+        total  # saved as the others are, it could not change until the backward pass, as by a layer's second call
+    )
+    ctx.save_for_backward(rows, weight)
 
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    rows, weight, total = ctx.saved_tensors
-    _add_gradient(total, gradient, rows)
+    rows, weight = ctx.saved_tensors
+    _add_gradient(ctx.total, gradient, rows)
     of_bias = gradient.flatten(0, -2).sum(0) if ctx.has_bias else None
     return gradient @ weight, None, of_bias, None
 
