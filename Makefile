@@ -159,7 +159,7 @@ test-peft: $(PEERS)/.installed  ## adapters beside the library PEFT and bitsandb
 
 test-sglang: $(SGLANG)/.installed  ## the tests that need SGLang, on a CPU, in an environment of their own (about a quarter of an hour)
 	@HEADWAY_TEST_MAIN=$(CURDIR)/$(BIN)/headway \
-		$(SGLANG)/bin/python -m pytest -m sglang tests/rollout_workers tests/end_to_end/test_sglang.py
+		$(SGLANG)/bin/python -m pytest -m sglang tests/rollout_workers tests/end_to_end/test_sglang.py tests/end_to_end/test_sglang_adapter.py
 
 test-browser: $(VENV)/.installed-browser  ## the dashboard of a real run, and these pages, in headless Chromium, which you install
 	@$(BIN)/python -m pytest tests/end_to_end/test_browser.py tests/docs/test_site_in_browser.py
