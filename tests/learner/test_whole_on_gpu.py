@@ -24,6 +24,7 @@ on_gpu = pytest.param(
         pytest.mark.gpu,
         pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
         pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's compiler uses what torch deprecates
+        pytest.mark.filterwarnings("ignore::UserWarning"),  # and advises on products in float32
     ],
 )
 DEVICES: list[Any] = ["cpu", on_gpu]
@@ -158,7 +159,7 @@ def test_products_on_a_gpu_add_without_rounding(device: str, compiles: bool) -> 
         gradient = next(model.parameters()).grad
         assert gradient is not None
         errors.append(float((gradient.double() - exact).norm() / exact.norm()))
-    assert errors[1] < 1e-5 < errors[0]
+    assert errors[1] < 1e-4 < errors[0]
 
 
 @pytest.fixture(autouse=True)
