@@ -68,7 +68,6 @@ IN_PROCESSES = {
     "RAY_worker_register_timeout_seconds": "180",
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_DISABLE_COMPILE_CACHE": "0",
     "HF_HUB_OFFLINE": "1",
 }
 """The environment of verl's command, unless it is set otherwise; Ray's processes inherit it."""
