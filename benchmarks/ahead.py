@@ -5,7 +5,7 @@
 Each of `--of` is a bound on lag, and behind a colon how far ahead samples are begun. A step has 64 samples of 8
 prompts; each of four engines has room for 32 samples, and a token takes it so long whatever else it does. Lengths are
 log-normal (median 50 tokens, at most 1,024): `--spread 0.3` has short tails, 1.0 long ones. New weights reach engines
-when they are announced. Processes that sleep need little of a processor, so a busy machine disturbs little.
+just before they are announced. Processes that sleep need little of a processor, so a busy machine disturbs little.
 
 A line for each goes to standard error; the last line of standard output is one JSON object. `lag` is that of a
 sample's oldest token, `token_lag` that of all its tokens; the first ten steps do not count.

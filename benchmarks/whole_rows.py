@@ -12,7 +12,6 @@ says why.
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
@@ -27,11 +26,6 @@ SETTINGS = {
 }
 """Each setting's number of budgets in a row, and its options; the most important first."""
 
-WITHOUT_MULTICAST = {
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
-}
 LEAST_S = 25.0
 """No setting starts with less time left."""
 
@@ -52,7 +46,6 @@ def measured(options: argparse.Namespace, setting: str, left_s: float) -> dict[s
             capture_output=True,
             text=True,
             timeout=left_s,
-            env=os.environ | WITHOUT_MULTICAST,
             check=False,
         )
     except subprocess.TimeoutExpired:
@@ -78,12 +71,16 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--models", default="", help="the folder of models; as in benchmarks.prefix_trees")
     options = parser.parse_args()
+    if unknown := set(options.of.split(",")) - SETTINGS.keys():
+        parser.error(f"--of: {', '.join(sorted(unknown))} is none of {', '.join(SETTINGS)}")
     ends, found = time.monotonic() + options.limit_s, dict[str, Any]()
     for setting in (name for name in SETTINGS if name in options.of.split(",")):
         left_s = ends - time.monotonic()
         found[setting] = measured(options, setting, left_s) if left_s > LEAST_S else {"error": "no time was left"}
         print(json.dumps({setting: found[setting]}), file=sys.stderr, flush=True)
     print(json.dumps({"options": vars(options), "settings": found}))
+    if any("error" in figures for figures in found.values()):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -400,6 +400,21 @@ def test_figures_of_another_race_are_refused(tmp_path: Path) -> None:
     Kept(tmp_path, other, is_read=True).check(["trl-1-thread-0"])  # a contestant may have steps of its own
     with pytest.raises(ConfigError, match=r"learner.group_size is 8, not 4, learner.steps is 20, not 30: give another"):
         Kept(tmp_path, other, is_read=True).check(names)
+    (tmp_path / "figures" / "headway-0.race").unlink()
+    with pytest.raises(
+        ConfigError, match=r"of the kept figures of headway-0 in .* nothing says which race: give another"
+    ):
+        Kept(tmp_path, same, is_read=True).check(names)
+
+
+def test_kept_figures_of_a_peer_are_of_any_overrides_that_are_headways_alone(tmp_path: Path) -> None:
+    one = figures_of(steps_of(1.0, 2.0), engine_idle=None, pause_per_update_s=None)
+    for name in ("trl-1-thread-0", "headway-0"):
+        Kept(tmp_path, race_in(tmp_path), is_read=True).figures(name, lambda: one, None)
+    fresher = Kept(tmp_path, race_in(tmp_path, own=("staleness.max_lag=1",)), is_read=True)
+    fresher.check(["trl-1-thread-0"])
+    with pytest.raises(ConfigError, match=r"own is \[\], not"):
+        fresher.check(["headway-0"])
 
 
 def test_an_output_of_another_task_is_refused_before_anything_starts(tmp_path: Path) -> None:

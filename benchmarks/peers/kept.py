@@ -11,6 +11,7 @@ import msgspec
 from broker.errors import ConfigError
 
 from .figures import Figures
+from .of_headway import NAME as HEADWAY
 from .race import Race
 
 T = TypeVar("T")
@@ -35,13 +36,18 @@ class Kept:
         self._directory.mkdir(parents=True, exist_ok=True)
         task.write_text(self._race.recipe)
         for name in names if self._is_read else ():
-            file = self._definition(name)
-            if file.exists() and self._file(name).exists():
-                self._compare(name, msgspec.json.decode(file.read_bytes(), type=dict[str, Any]))
+            if not self._file(name).exists():
+                continue
+            if not self._definition(name).exists():
+                raise ConfigError(
+                    f"--go-on: of the kept figures of {name} in {self._place} nothing says which race: {REMEDY}."
+                )
+            self._compare(name, msgspec.json.decode(self._definition(name).read_bytes(), type=dict[str, Any]))
 
     def _compare(self, name: str, kept: dict[str, Any]) -> None:
         ours = self._race.settings()
-        differing = sorted(key for key in kept.keys() | ours if kept.get(key) != ours.get(key))
+        keys = (kept.keys() | ours) - (set() if name.startswith(HEADWAY) else {"own"})
+        differing = sorted(key for key in keys if kept.get(key) != ours.get(key))
         if differing:
             words = ", ".join(f"{key} is {kept.get(key)}, not {ours.get(key)}" for key in differing[:5])
             raise ConfigError(f"--go-on: in the kept figures of {name} in {self._place} {words}: {REMEDY}.")

@@ -67,7 +67,7 @@ class NoMoreLeases(StrEnum):
     """Why a worker got fewer leases than it asked for."""
 
     CAPACITY = "capacity"
-    """Every sample that the bound on lag admits is leased."""
+    """Every sample that the bound on lag and `staleness.ahead` admit is leased."""
     STALE_WEIGHTS = "stale weights"
     """The worker's weights are too old: samples of them could not be trained."""
     NO_PROMPTS = "no prompts"

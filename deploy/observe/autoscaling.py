@@ -8,9 +8,9 @@ The queue's age is the time for which the oldest ready group has waited for the 
 steps: at 1 the learner would train it at the bound even if its tokens were of the newest weights when it became ready.
 Whether workers are busy is judged by those of the pool alone, where they can be told by their names.
 
-A learner that waits beside idle workers is bound by admission (`staleness.ahead`), prompts or the learner itself, and
-more workers would change nothing. Workers that generate faster than the learner trains fill the admitted groups, so
-they become idle and their samples grow old in the queue: fewer workers do the same, with less lag.
+A learner that waits beside idle workers is bound by admission (`staleness.max_lag` and `staleness.ahead`), prompts or
+the learner itself, and more workers would change nothing. Workers that generate faster than the learner trains fill the
+admitted groups, so they become idle and their samples grow old in the queue: fewer workers do the same, with less lag.
 
 The pool grows to the number at which the learner would wait for `wait` of its time if samples came in proportion to
 workers, at most twofold at a time, and shrinks by the idle share, at most by half. After a change the rule waits until
@@ -135,7 +135,7 @@ class Autoscaler:
     def _starved(self, load: Load) -> Decision:
         targets, seen = self.targets, _seen(load)
         if load.busy < targets.busy:
-            reason = "samples are held up by the bound on lag or by prompts, not for want of workers"
+            reason = "samples are held up by the bound on lag, staleness.ahead or prompts, not for want of workers"
             return Decision(load.wanted, reason, seen)
         if load.wanted > self.starved_at:
             self.starved_at, self.starved_pace_s = load.wanted, load.train_s

@@ -150,8 +150,24 @@ def test_a_weight_that_no_row_reached_has_no_gradient() -> None:
         assert other.weight.grad is None
 
 
+def test_an_update_that_fails_leaves_no_sums() -> None:
+    """A learner that outlives it may give the device's memory to another program."""
+    layer = nn.Linear(4, 4)
+    sums = sum_linear_layers([layer], layer)
+    weights = RoundedWeights(layer, torch.float32, stays=False, summed=sums)
+    weights.begin()
+    assert all(place.total is not None for place in sums.values())
+    weights.release()
+    assert all(place.total is None for place in sums.values())
+    assert not weights._sums
+
+
 @pytest.mark.parametrize("options", [{}, {"has_adapter": True}])
-def test_what_is_recorded_or_has_an_adapter_is_added_as_before(recorder: Repeated, options: dict[str, Any]) -> None:
+def test_what_is_recorded_or_has_an_adapter_is_added_as_before(
+    recorder: Repeated, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="learner")
     backend = opened(ComputeConfig(cuda_graphs="always", fused_sums=True), "bfloat16", **options)
     assert backend._rounded is not None
     assert not backend._rounded._summed
+    assert "learner.compute.fused_sums changes nothing here" in caplog.text

@@ -77,9 +77,8 @@ def _(*_: Any) -> None:
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     rows, weight, bias, total = inputs
     ctx.has_bias = bias is not None
-    ctx.total = (
-        total  # saved as the others are, it could not change until the backward pass, as by a layer's second call
-    )
+    # Saved as the others are, it could not change until the backward pass, as by a layer's second call.
+    ctx.total = total
     ctx.save_for_backward(rows, weight)
 
 

@@ -93,17 +93,21 @@ class RoundedWeights:
 
     def give(self) -> None:
         """Make the sums the masters' gradients."""
-        for _, place in self._summed.values():
-            place.total = None
         for index, (master, total) in enumerate(zip(self._places, self._sums, strict=True)):
             master.grad = total if index in self._reached else None
         if not self._stays:
-            self._sums = []
+            self._drop_sums()
 
     def release(self) -> None:
         """Free the memory of copies and sums, which have addresses of their own in each call from now on."""
         if self._stays:
-            self.copies, self._sums, self._stays = [], [], False
+            self.copies, self._stays = [], False
+        self._drop_sums()
+
+    def _drop_sums(self) -> None:
+        for _, place in self._summed.values():
+            place.total = None
+        self._sums = []
 
     def _copy(self, index: int, master: nn.Parameter) -> nn.Parameter:
         copy = nn.Parameter(torch.empty_like(master, dtype=self._dtype))
