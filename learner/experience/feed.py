@@ -25,6 +25,9 @@ class PromptFeed:
         self._owner = owner
         self._cursor = cursor
         self._wanted = wanted
+        self._first = wanted
+        """The prompts from the cursor's place on that are fed however many are in the pool: those of a branch that was
+        abandoned may lie there, and workers begin the oldest first."""
         self._next: list[Prompt] = []
         """The cursor gave these prompts and the broker has not confirmed them yet: an outage must not lose them."""
         self._is_closed = False
@@ -35,10 +38,12 @@ class PromptFeed:
         the last one. Idempotent."""
         ahead, has_lost = self._call(self._prompts.waiting())
         self._feed_lost(has_lost)
-        if not self._next and ahead < self._wanted // 2:
-            self._draw(self._wanted - ahead)
+        missing = self._wanted - ahead if ahead < self._wanted // 2 else 0
+        if not self._next and (count := max(missing, self._first)):
+            self._draw(count)
         if self._next:
             self._call(self._prompts.feed(self._next, self._owner))
+            self._first = max(0, self._first - len(self._next))
             self._next = []
         if self._cursor.is_exhausted and not self._is_closed:
             self._call(self._prompts.close_feed(self._owner))
