@@ -58,10 +58,11 @@ from pathlib import Path
 BAD = Path(__file__).with_name("bad")
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    with suppress(FileExistsError), BAD.open("x") as bad:  # one of several processes is the first
-        bad.write(solution_str)
-    if BAD.read_text() == solution_str:
-        os._exit(0)
+    if len(solution_str) > 4:  # a short one is sampled again and again, and is then taken for a broken function
+        with suppress(FileExistsError), BAD.open("x") as bad:  # one of several processes is the first
+            bad.write(solution_str)
+        if BAD.read_text() == solution_str:
+            os._exit(0)
     return solution_str.count("7") / 16
 """
 """The source of a reward that ends its process on its first response, and on no other.
