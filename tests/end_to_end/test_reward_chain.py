@@ -142,7 +142,7 @@ def test_ppo_on_megatron_computes_what_fsdp_computes_though_it_is_killed(termina
     for step, one in zip(steps, replayed, strict=True):
         for name in ("value_loss", "value_mean", "value_grad_norm", "kl_reference"):
             assert step["algorithm"][name] == pytest.approx(one.update.algorithm[name], rel=1e-3, abs=1e-5), name
-    assert abs(steps[0]["algorithm"]["value_mean"]) > 0.1, "the critic starts with the scores of the reward model"
+    assert abs(steps[0]["algorithm"]["value_mean"]) > 1e-4, "a critic with a head of its own starts with values of 0"
     (last,) = (run / "checkpoints").glob(f"*/step_{FEW}")
     left = load_file(last / "model.safetensors")
     policy: Any = learner.models[0]
