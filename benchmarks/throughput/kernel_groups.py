@@ -45,7 +45,7 @@ def summary(kernels: list[tuple[str, float, float]]) -> dict[str, Any]:
     """Return milliseconds of (name, beginning, end in microseconds): of groups, of pauses between them with the kernels
     around each, of kernels."""
     groups, names = dict[str, float](), dict[str, tuple[float, int]]()
-    idle, ended = 0.0, min((start for _, start, _ in kernels), default=0.0)
+    ended = min((start for _, start, _ in kernels), default=0.0)
     pauses, last = dict[str, tuple[float, int]](), ""
     for name, start, end in sorted(kernels, key=lambda one: one[1]):
         group = next((group for group, pattern in GROUPS if re.search(pattern, name.lower())), OTHER)
@@ -58,11 +58,11 @@ def summary(kernels: list[tuple[str, float, float]]) -> dict[str, Any]:
             pauses[between] = spent + (start - ended) / 1e3, count + 1
         if end > ended:
             last = name
-        idle, ended = idle + max(0.0, start - ended) / 1e3, max(ended, end)
+        ended = max(ended, end)
     longest = sorted(names.items(), key=lambda one: -one[1][0])[:LISTED]
     return {
         "groups_ms": {name: round(ms, 2) for name, ms in sorted(groups.items(), key=lambda one: -one[1])},
-        "idle_ms": round(idle, 2),
+        "idle_ms": round(sum(ms for ms, _ in pauses.values()), 2),
         "kernels": len(kernels),
         "pauses": [
             f"{ms:.2f} ms {count}x {between}"

@@ -17,6 +17,7 @@ from broker.client.holding import TTL_S
 from broker.client.waits import MissingSample, StepProgress, UnfinishedGroup
 from broker.errors import RunNotFoundError
 from broker.schema import PoolInfo, RunStatus, ScoringQueue, WorkerInfo
+from broker.staleness import is_in_reach
 from deploy.recipe.scorers import POOL
 from deploy.run.figures import WINDOW
 from rollout_workers.run_end import RUN_OVER
@@ -197,7 +198,7 @@ def _what_workers_lack(status: RunStatus, progress: StepProgress) -> str:
         return f"the store is full ({_store(progress)})"
     # an index counts admissions less drops; see broker/scripts/lease.lua
     index = status.queues.admitted - status.queues.dropped_stale - status.queues.uninformative
-    if index < (_next_step(status) + 1 + progress.ahead) * progress.groups_per_step:
+    if is_in_reach(index, _next_step(status), progress.ahead, progress.groups_per_step):
         return ""
     key = "max_lag" if progress.ahead == progress.max_lag else "ahead"
     return f"all admitted groups are ready or leased (staleness.{key} is {progress.ahead:g})"

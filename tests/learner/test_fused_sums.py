@@ -92,28 +92,39 @@ def test_a_compiled_layer_adds_in_place(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
-def test_a_sum_is_closer_to_the_exact_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a GPU adds, with products in fp32; a CPU cannot, so that another product stands in."""
-    monkeypatch.setattr(fused_sums, "add_product", lambda total, left, right: total.addmm_(left.float(), right.float()))
+def errors_of_sums(
+    inputs: int, outputs: int, rows: tuple[int, int], device: str = "cpu", *, compiles: bool = False
+) -> list[float]:
+    """Return how far a linear layer's summed gradient is from float64's, of its norm, without fused sums and with
+    them. `rows`: the shape of the first of eight inputs, each of which has a row more than the one before."""
     errors = []
     for is_fused in (False, True):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(32, 16))
+        model = nn.Sequential(nn.Linear(inputs, outputs)).to(device)
         sums = sum_linear_layers(model, model) if is_fused else {}
         weights = RoundedWeights(model, torch.bfloat16, stays=False, summed=sums)
-        exact = torch.zeros(16, 32, dtype=torch.float64)
+        prepare_layers([model], ComputeConfig(compile=compiles))
+        exact = torch.zeros(outputs, inputs, dtype=torch.float64, device=device)
         weights.begin()
-        for _ in range(8):
-            rows = torch.randn(3, 64, 32).bfloat16()
+        for number in range(8):
+            shape = rows[0], rows[1] + number
+            given = torch.randn(*shape, inputs, device=device).bfloat16()
+            pull = torch.randn(*shape, outputs, device=device).bfloat16()
             with weights.in_place():
-                pull = torch.randn(3, 64, 16).bfloat16()
-                model(rows).backward(pull)
-            exact += pull.double().flatten(0, 1).T @ rows.double().flatten(0, 1)
+                model(given).backward(pull)
+            exact += pull.double().flatten(0, 1).T @ given.double().flatten(0, 1)
         weights.give()
         weight, bias = model.parameters()
         assert weight.grad is not None
         assert bias.grad is not None
         errors.append(float((weight.grad.double() - exact).norm() / exact.norm()))
+    return errors
+
+
+def test_a_sum_is_closer_to_the_exact_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU adds, with products in fp32; a CPU cannot, so that another product stands in."""
+    monkeypatch.setattr(fused_sums, "add_product", lambda total, left, right: total.addmm_(left.float(), right.float()))
+    errors = errors_of_sums(32, 16, (3, 64))
     assert errors[1] < errors[0] / 100
 
 

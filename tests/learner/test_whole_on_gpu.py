@@ -5,17 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import learner.models.attention
 from learner.backends.fsdp import sharded_model
 from learner.backends.fsdp.backend import FsdpBackend
-from learner.backends.fsdp.fused_sums import sum_linear_layers
-from learner.backends.fsdp.layers import prepare_layers
-from learner.backends.fsdp.rounded import RoundedWeights
 from learner.config import ComputeConfig
 from tests.learner import test_picked_positions
 from tests.learner.test_cuda_graphs import kernel, opened, rows, trained
+from tests.learner.test_fused_sums import errors_of_sums
 from tests.learner.tiny import ratio_loss
 
 on_gpu = pytest.param(
@@ -141,25 +138,7 @@ def test_graphs_end_when_it_leaves_its_device(monkeypatch: pytest.MonkeyPatch, d
 def test_products_on_a_gpu_add_without_rounding(device: str, compiles: bool) -> None:
     """The sum of eight rows is that of float64 but for rounding within a product; gradients in bfloat16 are off by
     some 1e-3."""
-    errors = []
-    for is_fused in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(256, 512)).to(device)
-        sums = sum_linear_layers(model, model) if is_fused else {}
-        weights = RoundedWeights(model, torch.bfloat16, stays=False, summed=sums)
-        prepare_layers([model], ComputeConfig(compile=compiles))
-        exact = torch.zeros(512, 256, dtype=torch.float64, device=device)
-        weights.begin()
-        for number in range(8):
-            rows_NI = torch.randn(1, 1000 + number, 256, device=device).bfloat16()
-            pull = torch.randn(1, 1000 + number, 512, device=device).bfloat16()
-            with weights.in_place():
-                model(rows_NI).backward(pull)
-            exact += pull.double().flatten(0, 1).T @ rows_NI.double().flatten(0, 1)
-        weights.give()
-        gradient = next(model.parameters()).grad
-        assert gradient is not None
-        errors.append(float((gradient.double() - exact).norm() / exact.norm()))
+    errors = errors_of_sums(256, 512, (1, 1000), device, compiles=compiles)
     assert errors[1] < 1e-4 < errors[0]
 
 
