@@ -6,6 +6,8 @@ import pickle
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -400,11 +402,56 @@ def test_figures_of_another_race_are_refused(tmp_path: Path) -> None:
     Kept(tmp_path, other, is_read=True).check(["trl-1-thread-0"])  # a contestant may have steps of its own
     with pytest.raises(ConfigError, match=r"learner.group_size is 8, not 4, learner.steps is 20, not 30: give another"):
         Kept(tmp_path, other, is_read=True).check(names)
-    (tmp_path / "figures" / "headway-0.race").unlink()
+    (tmp_path / "figures" / "headway-0.json").write_bytes(msgspec.json.encode(one))  # as older versions kept them
     with pytest.raises(
         ConfigError, match=r"of the kept figures of headway-0 in .* nothing says which race: give another"
     ):
         Kept(tmp_path, same, is_read=True).check(names)
+
+
+def test_a_race_killed_while_it_keeps_figures_leaves_none_beside_the_settings_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = figures_of(steps_of(1.0, 2.0), engine_idle=None, pause_per_update_s=None)
+    other = msgspec.structs.replace(ours, samples_per_s=9.0)
+    races = [race_in(tmp_path, f"learner.steps={steps}") for steps in (20, 30)]
+    for allowed in range(3):  # of the renames of the second race; the process is killed at the next one
+        Kept(tmp_path, races[0], is_read=False).figures("headway-0", lambda: ours, None)
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            move = until_killed(allowed)
+            patch.setattr(Path, "rename", move)
+            patch.setattr(Path, "replace", move)
+            Kept(tmp_path, races[1], is_read=False).figures("headway-0", lambda: other, None)
+        read = [readable(Kept(tmp_path, race, is_read=True)) for race in races]
+        assert read in ([ours, None], [None, other])
+
+
+def until_killed(allowed: int) -> Callable[[Path, Path], None]:
+    left = iter(range(allowed))
+
+    def move(path: Path, target: Path) -> None:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        os.replace(path, target)
+
+    return move
+
+
+def readable(kept: Kept) -> Figures | None:
+    try:
+        kept.check(["headway-0"])
+    except ConfigError:
+        return None
+    return kept.figures("headway-0", lambda: pytest.fail("made again"), None)
+
+
+def test_figures_that_another_race_put_there_meanwhile_are_refused(tmp_path: Path) -> None:
+    one = figures_of(steps_of(1.0, 2.0), engine_idle=None, pause_per_update_s=None)
+    kept = Kept(tmp_path, race_in(tmp_path), is_read=True)
+    kept.check(["headway-0"])
+    Kept(tmp_path, race_in(tmp_path, "learner.steps=3"), is_read=False).figures("headway-0", lambda: one, None)
+    with pytest.raises(ConfigError, match=r"learner\.steps is 3, not"):
+        kept.figures("headway-0", lambda: one, None)
 
 
 def test_kept_figures_of_a_peer_are_of_any_overrides_that_are_headways_alone(tmp_path: Path) -> None:

@@ -4,23 +4,32 @@ import fcntl
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from broker.errors import ConfigError
+from deploy.run.whole_files import replace_file
 
 from .figures import Figures
 from .of_headway import NAME as HEADWAY
 from .race import Race
 
-T = TypeVar("T")
 REMEDY = "give another --output, or the same task and settings"
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    """A file of figures."""
+
+    race: dict[str, Any] | None = None
+    """The settings of their race; None: another program wrote the file, or an older version of this one."""
+    figures: Figures | None = None
 
 
 class Kept:
     """Files of figures. Where they are not to be read, all runs are made anew and their files replaced. Several
-    processes may share them: what one finds, the others wait for. Beside each stands of which race it is."""
+    processes may share them: what one finds, the others wait for. One file has a run's figures and of which race they
+    are, so that neither stands beside those of another run, whenever a process is killed."""
 
     def __init__(self, output: Path, race: Race, *, is_read: bool) -> None:
         self._directory = output / "figures"
@@ -36,13 +45,18 @@ class Kept:
         self._directory.mkdir(parents=True, exist_ok=True)
         task.write_text(self._race.recipe)
         for name in names if self._is_read else ():
-            if not self._file(name).exists():
-                continue
-            if not self._definition(name).exists():
-                raise ConfigError(
-                    f"--go-on: of the kept figures of {name} in {self._place} nothing says which race: {REMEDY}."
-                )
-            self._compare(name, msgspec.json.decode(self._definition(name).read_bytes(), type=dict[str, Any]))
+            if self._file(name).exists():
+                self._read(name)
+
+    def _read(self, name: str) -> Figures:
+        """Return the kept figures. Raises ConfigError if they are not known to be of this race."""
+        entry = msgspec.json.decode(self._file(name).read_bytes(), type=_Entry)
+        if entry.race is None or entry.figures is None:
+            raise ConfigError(
+                f"--go-on: of the kept figures of {name} in {self._place} nothing says which race: {REMEDY}."
+            )
+        self._compare(name, entry.race)
+        return entry.figures
 
     def _compare(self, name: str, kept: dict[str, Any]) -> None:
         ours = self._race.settings()
@@ -58,24 +72,26 @@ class Kept:
 
     def figures(self, name: str, run: Callable[[], Figures], judge: Callable[[Figures], Figures] | None) -> Figures:
         """Return the figures of that name, which `run` finds unless they are kept. `judge` adds a pass rate that they
-        lack, unless it is None. Raises what both raise; what `run` found is kept then."""
-        found = self._found(name, run, Figures)
-        if judge is not None and found.pass_rate is None:
-            found = judge(found)
-            self._write(name, found)
-        return found
+        lack, unless it is None. Raises what both raise; what `run` found is kept then. Raises ConfigError if another
+        race's have come into their place since `check`."""
+        with self._alone(name):
+            if self._is_read and self._file(name).exists():
+                found = self._read(name)
+            else:
+                found = run()
+                self._keep(name, found)
+            if judge is not None and found.pass_rate is None:
+                found = judge(found)
+                self._keep(name, found)
+            return found
 
     def number(self, name: str, measure: Callable[[], float]) -> float:
         """Return the number of that name, which `measure` finds unless it is kept. Raises what it raises."""
-        return self._found(name, measure, float)
-
-    def _found(self, name: str, find: Callable[[], T], kind: type[T]) -> T:
-        file = self._file(name)
         with self._alone(name):
-            if self._is_read and file.exists():
-                return msgspec.json.decode(file.read_bytes(), type=kind)
-            found = find()
-            self._write(name, found)
+            if self._is_read and self._file(name).exists():
+                return msgspec.json.decode(self._file(name).read_bytes(), type=float)
+            found = measure()
+            replace_file(self._file(name), msgspec.json.encode(found))
             return found
 
     @contextmanager
@@ -85,14 +101,8 @@ class Kept:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
-    def _write(self, name: str, found: object) -> None:
-        for file, content in ((self._definition(name), self._race.settings()), (self._file(name), found)):
-            part = self._directory / f".{name}.part"
-            part.write_bytes(msgspec.json.encode(content))
-            part.rename(file)
-
-    def _definition(self, name: str) -> Path:
-        return self._directory / f"{name}.race"
+    def _keep(self, name: str, found: Figures) -> None:
+        replace_file(self._file(name), msgspec.json.encode(_Entry(self._race.settings(), found)))
 
     def _file(self, name: str) -> Path:
         return self._directory / f"{name}.json"
