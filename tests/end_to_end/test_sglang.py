@@ -45,6 +45,8 @@ def test_a_run_with_sglang_learns_and_outlives_a_killed_worker(terminals: Termin
         kill_with_its_engine(status.workers[0].pid)
     headway.succeeds()
     check_trained(run, steps=STEPS, trajectories_per_step=16, max_lag=2)
+    told = (run / "logs" / "worker-0.log").read_text()
+    assert told.count("engine sglang is up\n") == 2, "SGLang has a log of its own, and takes none of ours"
     found = summary(run)
     assert found["worker_restarts"] == 1
     assert found["reward_last"] > 2 * found["reward_first"]

@@ -1,6 +1,9 @@
-"""SGLang's processes end with the worker that started them, and its sockets lie in a short directory of their own."""
+"""SGLang's processes end with the worker that started them, its sockets lie in a short directory of their own, and the
+worker's log stays the worker's."""
 
 import gc
+import io
+import logging
 import os
 import socket
 import stat
@@ -9,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -17,7 +21,7 @@ import pytest
 
 from broker.errors import HeadwayError
 from rollout_workers.engines import open_engine
-from rollout_workers.engines.sglang.processes import own_sockets
+from rollout_workers.engines.sglang.processes import own_log, own_sockets
 from tests.processes import is_alive, tethered
 
 from .marks import needs_sglang
@@ -28,14 +32,17 @@ ROOT = Path(__file__).parents[2]
 DEADLINE_S = 400.0
 """A deadline for steps that take seconds: a machine may be busy, but nothing waits for ever."""
 OPENS = """
-import asyncio, sys
+import asyncio, logging, sys
 from pathlib import Path
 from rollout_workers.engines import open_engine
 from tests.rollout_workers.sglang_settings import sglang_config
 
 
 async def main():
+    logging.basicConfig(level=logging.INFO, format="ours: %(message)s")
     open_engine(sglang_config(max_concurrent=2, max_model_len=64), Path(sys.argv[1]), seed=0)
+    logging.getLogger("sglang.srt").info("SGLang is told to log errors alone")
+    logging.getLogger("rollout_workers").info("the engine is up")
     print("up", flush=True)
     await asyncio.sleep(600)
 
@@ -72,13 +79,45 @@ def test_a_failed_start_leaves_no_directory() -> None:
 
 
 @pytest.fixture
+def told() -> Iterator[io.StringIO]:
+    """Yield what this process logs, from INFO on."""
+    root, output = logging.getLogger(), io.StringIO()
+    handlers = root.handlers[:]
+    root.handlers[:] = [logging.StreamHandler(output)]
+    root.setLevel(logging.INFO)
+    yield output
+    root.handlers[:] = handlers
+    logging.getLogger("sglang").setLevel(logging.NOTSET)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_start_leaves_the_log_to_the_worker(fails: bool, told: io.StringIO) -> None:
+    with suppress(RuntimeError), own_log():
+        logging.basicConfig(level=logging.ERROR, stream=io.StringIO(), force=True)  # as SGLang does at its start
+        if fails:
+            raise RuntimeError
+    for name in ("rollout_workers", "sglang.srt"):
+        for level in (logging.INFO, logging.ERROR):
+            logging.getLogger(name).log(level, "%s of %s", logging.getLevelName(level), name)
+    assert told.getvalue().splitlines() == [
+        "INFO of rollout_workers",
+        "ERROR of rollout_workers",
+        "ERROR of sglang.srt",
+    ]
+
+
+@pytest.fixture
 def opener(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """Yield a process that opens the engine, and says when it is up."""
     program = tmp_path / "opens.py"
     program.write_text(OPENS)
     directory = save_config(make_model("dense", 0), tmp_path / "model")
     command = tethered(sys.executable, str(program), str(directory))
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}) as it:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with (
+        (tmp_path / "log").open("w") as log,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment) as it,
+    ):
         yield it
         it.kill()
 
@@ -95,13 +134,16 @@ async def test_a_start_without_a_kernel_names_the_remedy_and_leaves_no_process(t
 
 @needs_sglang
 @pytest.mark.parametrize("moment", ["starting", "up"])
-def test_its_processes_end_with_a_killed_worker(opener: subprocess.Popen[str], moment: str) -> None:
+def test_its_processes_end_with_a_killed_worker(opener: subprocess.Popen[str], moment: str, tmp_path: Path) -> None:
     worker = psutil.Process(opener.pid)
     if moment == "starting":
         wait_until(lambda: bool(schedulers_of(worker)))
     else:
         assert opener.stdout is not None
         assert opener.stdout.readline() == "up\n"
+        log = (tmp_path / "log").read_text()
+        assert "ours: the engine is up" in log
+        assert "SGLang is told" not in log
     children = worker.children(recursive=True)
     assert schedulers_of(worker)
     opener.kill()

@@ -1,12 +1,14 @@
 """SGLang's processes, kept apart from the worker's own: SGLang would end every child of this process, and this process.
 
 SGLang's front end takes over SIGTERM, and where one of its processes dies it kills the whole tree. Here its loop runs
-as a task of ours, and a task that watches the processes tells the engine that they are gone.
+as a task of ours, and a task that watches the processes tells the engine that they are gone. It also replaces the log
+of this process by its own, which gets that log back.
 """
 
 import asyncio
 import atexit
 import gc
+import logging
 import os
 import sys
 import tempfile
@@ -47,6 +49,23 @@ def own_sockets() -> Iterator[tempfile.TemporaryDirectory[str]]:
         raise
     finally:
         tempfile.tempdir = usual
+
+
+@contextmanager
+def own_log() -> Iterator[None]:
+    """Give this process its log back after the block, in which SGLang is started.
+
+    SGLang replaces the handlers of the root logger and raises its level to its own, so that nothing below errors would
+    be told any more. After the block its level counts for its own loggers alone.
+    """
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        yield
+    finally:
+        logging.getLogger("sglang").setLevel(root.level)
+        root.handlers[:] = handlers
+        root.setLevel(level)
 
 
 def _close_sockets_in(directory: str) -> None:

@@ -19,7 +19,7 @@ from .adapters import engine_arguments as arguments_for_adapters
 from .engine import SglangEngine
 from .experts import engine_arguments as arguments_for_experts
 from .loader import LOADER
-from .processes import SglangProcesses, end, ignore_signal, own_sockets
+from .processes import SglangProcesses, end, ignore_signal, own_log, own_sockets
 from .tied import TIED
 
 STREAM_INTERVAL = 16
@@ -135,7 +135,7 @@ def started(arguments: dict[str, Any]) -> SglangProcesses:
 
     others = set(active_children())
     try:
-        with own_sockets() as sockets:
+        with own_log(), own_sockets() as sockets:
             sglang = type("TiedEngine", (Engine,), TIED)(**arguments)
     except Exception as error:
         end(set(active_children()) - others)
