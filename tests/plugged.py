@@ -3,6 +3,7 @@
 from pathlib import Path
 
 ENGINE = "plugged:ForwardEngine"
+ADAPTED_ENGINE = "plugged:AdaptedForwardEngine"
 TRANSPORT = "plugged:FileTransport"
 RUNTIME = "plugged:ForwardRunner"
 
@@ -16,8 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from broker.errors import HeadwayError, WeightSyncError
 from rollout_workers.engines.abilities import EngineAbilities
 from rollout_workers.engines.base import Chunk
+from rollout_workers.engines.held import Held
 from rollout_workers.engines.placing.loading import Filling, fill, load_tensors
 from rollout_workers.scorers.candidates import joined
+from weightsync.tensors.fingerprint import fingerprint
 from weightsync.transports.abilities import TransportAbilities
 
 
@@ -72,10 +75,10 @@ class ForwardEngine:
         self._is_closed = True
         self._may_sample.set()
 
-    def _hold(self, version, check):
+    def _hold(self, version, check, held=None):
         self._may_sample.clear()
         if check:
-            check(None)
+            check(held)
         self._version = version
         self._may_sample.set()
 
@@ -93,6 +96,28 @@ class ForwardEngine:
     def _logprobs(self, tokens, temperature):
         logits = self._model(torch.tensor([tokens])).logits[0].float()
         return torch.log_softmax(logits / temperature, -1)
+
+
+class AdaptedForwardEngine(ForwardEngine):
+    """The same, whose linear layers add an adapter to what they compute."""
+
+    abilities = EngineAbilities(sleeps=False, tells_experts=False, takes_adapters=True, takes_expert_adapters=False)
+
+    async def load_base(self, tensors, *, check=None):
+        self._may_sample.clear()
+        load_tensors(self._model, tensors)
+        if check:
+            check(None)
+
+    async def swap_adapter(self, version, tensors, scale, *, keep_cache=False, check=None):
+        factors = {name: tensor.clone() for name, tensor in tensors}
+        for name in factors:
+            if name.endswith(".lora_A"):
+                module = self._model.get_submodule(name.removesuffix(".lora_A"))
+                first, second = factors[name], factors[name[:-1] + "B"]
+                module.forward = lambda x, m=module, a=first, b=second: type(m).forward(m, x) + (x @ a.T) @ b.T * scale
+        held = {name: (fingerprint(tensor), tensor.numel()) for name, tensor in factors.items()}
+        self._hold(version, check, Held.of(held))
 
 
 class FileTransport:

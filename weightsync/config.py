@@ -17,11 +17,12 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         ),
     ] = "gloo"
     adapter: Annotated[
-        Literal["auto", "merged"],
+        Literal["auto", "alone", "merged"],
         Meta(
             description="what versions carry in a run with model.adapter. auto: the adapter alone, where all engines"
             " take it (embedded; vLLM and SGLang on one GPU for a model without experts, in bfloat16), with staging"
-            " other than none and placement separated; merged: the weights that it makes of the model, whole"
+            " other than none and placement separated; alone: the adapter alone, also to your own engines, or the run"
+            " is refused; merged: the weights that it makes of the model, whole"
         ),
     ] = "auto"
     staging: Annotated[

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from broker.errors import LASTING_EXIT, ConfigError
+from broker.user_code.roots import ImportRoots
 from learner.backends import unfit_base
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines import abilities_of as engine_abilities
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 MOST_HELD = 8
 """Adapters that an engine holds at most: each takes memory of the device, and a place in every batch's kernels."""
 
+OTHERWISE = "Set weights.adapter=merged, which sends whole weights, or change that."
+
 
 class UnfitEngineError(ConfigError):
     """A worker's own engine does not take what the run sends."""
@@ -28,11 +31,11 @@ class UnfitEngineError(ConfigError):
 
 def adapter_rank(recipe: Recipe, config: "PretrainedConfig") -> int:
     """Return the rank of the adapters that the run's versions carry alone, for this model; 0: whole weights. Raises
-    ConfigError if samples are to finish with their adapters and cannot."""
+    ConfigError if they are to carry them alone, or samples to finish with theirs, and cannot."""
     from learner.models.shape import num_experts
 
     adapter, has_experts = recipe.model.adapter, num_experts(config) > 0
-    for complaint in _impossible_policy(recipe, has_experts=has_experts):
+    for complaint in _impossible_sending(recipe, has_experts=has_experts):
         raise ConfigError(complaint)
     return adapter.rank if adapter and sends_adapter(recipe, has_experts=has_experts) else 0
 
@@ -48,20 +51,43 @@ def sends_adapter(recipe: Recipe, *, has_experts: bool) -> bool:
 
 
 def why_merged(recipe: Recipe, *, has_experts: bool) -> str:
-    """Return why versions of a run that trains an adapter carry merged weights; "" if they carry the adapter alone."""
-    if recipe.weights.adapter != "auto":
-        return f"weights.adapter is {recipe.weights.adapter}"
+    """Return why versions of a run that trains an adapter carry merged weights; "" if they carry the adapter alone.
+
+    A user's own engine may be known where its worker runs alone, and all processes must decide alike. So it is not
+    asked here: `weights.adapter=alone` says that it takes adapters, and each worker asks its own.
+    """
+    if recipe.weights.adapter == "merged":
+        return "weights.adapter is merged"
     if recipe.weights.staging == "none":
         return "weights.staging is none"
     if recipe.run.is_colocated:
         return "run.placement is colocated"
-    engines = recipe.engine, *(pool.recipe.engine for pool in pools_of(recipe))
-    return next(filter(None, (_why_not(engine, has_experts) for engine in engines)), "")
+    own = [engine for engine in _engines(recipe) if _is_own(engine)]
+    if own and recipe.weights.adapter == "auto":
+        return f"the engine {own[0].kind} is your own, which gets adapters by weights.adapter=alone"
+    return next(filter(None, (_why_not(engine, has_experts) for engine in _engines(recipe) if engine not in own)), "")
 
 
-def _why_not(engine: EngineConfig, has_experts: bool) -> str:
-    """Return why an engine does not take adapters alone; "" if it does."""
-    abilities = engine_abilities(engine)
+def check_own_engine(recipe: Recipe, roots: ImportRoots) -> None:
+    """Raise ConfigError if adapters alone are sent to an engine that takes none, of whatever model. A user's own engine
+    is imported to ask it."""
+    if recipe.model.adapter is None or recipe.weights.adapter != "alone":
+        return
+    if why := _why_not(recipe.engine, has_experts=False, roots=roots):
+        raise ConfigError(f"weights.adapter is alone, and {why}. {OTHERWISE}")
+
+
+def _engines(recipe: Recipe) -> list[EngineConfig]:
+    return [recipe.engine, *(pool.recipe.engine for pool in pools_of(recipe))]
+
+
+def _is_own(engine: EngineConfig) -> bool:
+    return ":" in engine.kind
+
+
+def _why_not(engine: EngineConfig, has_experts: bool, roots: ImportRoots | None = None) -> str:
+    """Return why an engine does not take adapters alone; "" if it does. A user's own is asked if `roots` are given."""
+    abilities = engine_abilities(engine, roots)
     if not abilities.takes_adapters:
         return f"the engine {engine.kind} takes no adapters"
     if has_experts and not abilities.takes_expert_adapters:
@@ -77,35 +103,42 @@ def _why_not(engine: EngineConfig, has_experts: bool) -> str:
     return ""
 
 
-def rank_for_worker(recipe: Recipe, engine: EngineConfig, config: "PretrainedConfig") -> int:
+def rank_for_worker(
+    recipe: Recipe, engine: EngineConfig, config: "PretrainedConfig", roots: ImportRoots | None = None
+) -> int:
     """Return the rank of the adapters that a worker of the run will be sent; 0: whole weights.
 
-    `recipe` is the run's own, `engine` the worker's, which may be another than the run's recipe names. Raises
-    UnfitEngineError if it does not take what all others are sent.
+    `recipe` is the run's own, `engine` the worker's, which may be another than the run's recipe names; `roots`: the
+    modules below which it may be imported. Raises UnfitEngineError if it does not take what all others are sent.
     """
     from learner.models.shape import num_experts
 
     rank = adapter_rank(recipe, config)
-    if rank and _why_not(engine, num_experts(config) > 0):
+    if rank and (why := _why_not(engine, num_experts(config) > 0, roots)):
         raise UnfitEngineError(
             f"The versions of run {recipe.run.name} carry an adapter alone, and this worker's engine ({engine.kind})"
-            " takes whole weights of this model alone. Start the worker with an engine of the run's recipe"
-            f" ({recipe.engine.kind}), or go on with merged weights: --resume weights.adapter=merged."
+            f" takes whole weights of this model alone: {why}. Start the worker with an engine that takes them"
+            f" (the run's recipe names {recipe.engine.kind}), or go on with merged weights: --resume"
+            " weights.adapter=merged."
         )
-    if rank and recipe.weights.kv_policy == "finish" and not engine_abilities(engine).holds_adapters:
+    if rank and recipe.weights.kv_policy == "finish" and not engine_abilities(engine, roots).holds_adapters:
         raise UnfitEngineError(
             f"Run {recipe.run.name} has weights.kv_policy=finish, and this worker's engine ({engine.kind}) holds one"
-            f" adapter at a time. Start the worker with an engine of the run's recipe ({recipe.engine.kind})."
+            f" adapter at a time. Start the worker with one that holds several (the run's recipe names"
+            f" {recipe.engine.kind})."
         )
     return rank
 
 
-def _impossible_policy(recipe: Recipe, *, has_experts: bool) -> Iterator[str]:
-    """Yield what keeps the samples of a run from finishing with the adapter that they began with."""
-    engines = [recipe.engine, *(pool.recipe.engine for pool in pools_of(recipe))]
+def _impossible_sending(recipe: Recipe, *, has_experts: bool) -> Iterator[str]:
+    """Yield what keeps versions from carrying the adapter alone where they must, and the samples of a run from
+    finishing with the adapter that they began with."""
+    must = recipe.weights.adapter == "alone" and recipe.model.adapter is not None
+    if must and (why := why_merged(recipe, has_experts=has_experts)):
+        yield f"weights.adapter is alone, and {why}. {OTHERWISE}"
     if recipe.weights.kv_policy != "finish" or (
         sends_adapter(recipe, has_experts=has_experts)
-        and all(engine_abilities(engine).holds_adapters for engine in engines)
+        and all(_is_own(engine) or engine_abilities(engine).holds_adapters for engine in _engines(recipe))
     ):
         return
     yield (
@@ -119,7 +152,7 @@ def _impossible_policy(recipe: Recipe, *, has_experts: bool) -> Iterator[str]:
 def impossible_adapters(recipe: Recipe) -> Iterator[str]:
     """Yield what a recipe with `model.adapter` contradicts."""
     adapter, plan = recipe.model.adapter, recipe.plan
-    yield from _impossible_policy(recipe, has_experts=False)
+    yield from _impossible_sending(recipe, has_experts=False)
     if adapter is None:
         return
     if complaint := unfit_base(recipe.learner.backend, adapter, recipe.learner.compute):

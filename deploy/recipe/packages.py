@@ -5,6 +5,7 @@ from learner.backends import check_installed as check_backend_installed
 from rollout_workers.engines import abilities_of, check_asked, check_installed
 from rollout_workers.scorers.runtimes import check_installed as check_runtime_installed
 
+from .adapters import check_own_engine
 from .operators import check_paths, roots_of
 from .pools import pools_of
 from .recipe import Recipe
@@ -36,3 +37,4 @@ def check_packages(recipe: Recipe, *, has_workers: bool) -> None:
                 tells_experts=one.algorithm.router_replay,
                 sleeps=one.run.is_colocated,
             )
+            check_own_engine(one, roots_of(one))

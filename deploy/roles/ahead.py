@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def sent_rank(of_run: Recipe, recipe: Recipe, model: Path) -> int:
+def sent_rank(of_run: Recipe, recipe: Recipe, model: Path, roots: ImportRoots) -> int:
     """Return the rank of the adapters that a worker with this recipe is sent in the run of the other one, on the files
     in `model`; 0: whole weights. Raises UnfitEngineError if its engine does not take them."""
     from learner.config import ModelConfig
     from learner.models.model import load_config
 
-    return rank_for_worker(of_run, recipe.engine, load_config(ModelConfig(path=str(model))))
+    return rank_for_worker(of_run, recipe.engine, load_config(ModelConfig(path=str(model))), roots)
 
 
 def open_worker_engine(recipe: Recipe, model: Path, worker: str, roots: ImportRoots, adapter_rank: int) -> "Engine":
@@ -119,7 +119,7 @@ class EngineAhead:
             recipe = with_overrides(of_run, self._overrides)
             roots = check_stored(recipe, self._overrides, self._allowed)
             write_model(model_files(load_config(recipe.model), load_tokenizer(recipe.model)), self._directory)
-            return recipe, roots, sent_rank(of_run, recipe, self._directory)
+            return recipe, roots, sent_rank(of_run, recipe, self._directory, roots)
         return None
 
 

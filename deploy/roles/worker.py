@@ -185,7 +185,7 @@ async def _work(
     if is_colocated and not await or_drained(_may_open(broker, recipe, worker), drain):
         return
     with staying_awake(broker, worker) if is_colocated else nullcontext():
-        rank = sent_rank(of_run, recipe, model)
+        rank = sent_rank(of_run, recipe, model, roots)
         engine = await ahead.taken(recipe, roots, model, rank) or open_worker_engine(recipe, model, worker, roots, rank)
     log.info("worker %s: engine %s is up", worker, recipe.engine.kind)
     gc.collect()

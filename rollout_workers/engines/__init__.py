@@ -117,8 +117,10 @@ def open_engine(
 
     if known := ENGINES.get(config.kind):
         return started(load(known.opener, "engine.kind"))
+    from .base import AdaptedEngine
     from .base import Engine as Seam
 
     not_asked = () if abilities.sleeps else SLEEPING
-    own: Engine = make_own(config.kind, Seam, "engine.kind", started, roots=roots, not_asked=not_asked)
+    seam = AdaptedEngine if adapter_rank else Seam
+    own: Engine = make_own(config.kind, seam, "engine.kind", started, roots=roots, not_asked=not_asked)
     return own

@@ -1,7 +1,7 @@
 """The seam between a worker and the engine that generates its tokens."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, TypeGuard, runtime_checkable
 
 import msgspec
 import torch
@@ -165,3 +165,8 @@ class AdaptedEngine(Engine, Protocol):
         long as it has room: else those of the oldest version go on with the new one.
         """
         ...
+
+
+def takes_adapters(engine: Engine) -> TypeGuard[AdaptedEngine]:
+    """Return whether an engine has what an `AdaptedEngine` adds. It may lack methods that it states not to offer."""
+    return all(hasattr(engine, name) for name in ("load_base", "swap_adapter"))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from broker.errors import NoRoomError, VersionRegressionError, WeightSyncError
 from broker.schema import Probe, TensorSpec, WeightManifest, WeightVersion
-from rollout_workers.engines.base import AdaptedEngine, Engine, rounding_of
+from rollout_workers.engines.base import AdaptedEngine, Engine, rounding_of, takes_adapters
 from rollout_workers.engines.held import Held
 from rollout_workers.engines.placing.loading import is_fused
 from rollout_workers.outages import Outages
@@ -280,7 +280,7 @@ class HeldWeights:
     async def _over_base(self, incarnation: int) -> AdaptedEngine:
         """Return the engine once it holds the frozen weights, which are fetched once; another learner is asked whether
         its own are the same."""
-        if not isinstance(self._engine, AdaptedEngine):
+        if not takes_adapters(self._engine):
             raise WeightSyncError(
                 "the run's versions are adapters, and this engine takes whole weights alone. Set weights.adapter=merged"
                 " for the run, or start the worker with an engine that takes adapters (engine.kind=embedded)"

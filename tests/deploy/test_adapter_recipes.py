@@ -1,6 +1,7 @@
 """A recipe says which stages train an adapter, and is refused where none can; a run leaves the adapter."""
 
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from broker.errors import ConfigError
+from broker.user_code.roots import ImportRoots
 from deploy.cli.main import answer
 from deploy.launch.local import Local
 from deploy.recipe.adapters import UnfitEngineError, adapters_held, rank_for_worker, sends_adapter, why_merged
 from deploy.recipe.loading import dump_recipe, load_recipe
+from deploy.recipe.packages import check_packages
 from deploy.roles import adapter_export
 from deploy.run.directory import SETTINGS
 from deploy.run.resuming import check_resumable
@@ -30,9 +33,12 @@ from learner.checkpoints.checkpoint import LearnerState, seal
 from learner.config import ModelConfig
 from learner.models.model import load_config
 from learner.ranks import Ranks
+from rollout_workers.engines import open_engine
+from tests import plugged
 from tests.end_to_end.recipes import TINY
 from tests.learner.adapted import saved_base, with_adapter
 from tests.learner.tiny import OPTIMIZER, model_config
+from tests.rollout_workers.models import make_model, save_config
 
 from .test_stages import OWN, OWN_STAGE, RL, SFT, load
 
@@ -86,6 +92,12 @@ def test_an_engine_on_a_gpu_takes_no_adapters_in_float32(
     [
         ({}, ""),
         ({"weights": {"adapter": "merged"}}, "weights.adapter is merged"),
+        ({"weights": {"adapter": "alone"}}, ""),
+        (
+            {"engine": {**TINY["engine"], "kind": plugged.ADAPTED_ENGINE}},
+            f"the engine {plugged.ADAPTED_ENGINE} is your own, which gets adapters by weights.adapter=alone",
+        ),
+        ({"engine": {**TINY["engine"], "kind": plugged.ENGINE}, "weights": {"adapter": "alone"}}, ""),
         ({"engine": {**TINY["engine"], "kind": "vllm"}}, "the engine vllm takes no adapters of models with experts"),
         ({"weights": {"transport": "ipc", "staging": "none"}}, "weights.staging is none"),
         (
@@ -152,6 +164,58 @@ def test_a_worker_gets_what_the_run_sends_or_is_refused(tmp_path: Path) -> None:
         UnfitEngineError, match=r"worker's engine \(vllm\) takes whole weights .* weights\.adapter=merged"
     ):
         rank_for_worker(recipe, own.engine, experts)
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"weights": {"adapter": "alone", "transport": "ipc", "staging": "none"}}, r"and weights\.staging is none"),
+        ({"weights": {"adapter": "alone"}, "run": {"placement": "colocated"}}, r"and run\.placement is colocated"),
+        (
+            {"weights": {"adapter": "alone"}, "engine": {**ENGINES[1], "options": {"pipeline_parallel_size": 2}}},
+            r"and an engine has 2 GPUs by pipeline_parallel_size\. Set weights\.adapter=merged",
+        ),
+    ],
+)
+def test_a_run_that_must_send_adapters_alone_says_what_keeps_it(
+    sections: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"weights\.adapter is alone, " + told):
+        load(tmp_path, model=adapted(OF_RL), stages=[SFT, RL], **sections)
+    sections = {**sections, "weights": {**sections["weights"], "adapter": "auto"}}
+    load(tmp_path, model=adapted(OF_RL), stages=[SFT, RL], **sections)
+
+
+def test_an_engine_of_ones_own_is_asked_whether_it_takes_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugged.write(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("HEADWAY_IMPORT_PATH", str(tmp_path))
+    monkeypatch.delitem(sys.modules, "plugged", raising=False)
+    dense, experts = (load_config(model_config(name)) for name in ("qwen3", "qwen3_moe"))
+    roots = ImportRoots()
+    whole, takes = (
+        load(
+            tmp_path,
+            model=adapted(OF_RL),
+            stages=[SFT, RL],
+            engine={**TINY["engine"], "kind": kind},
+            weights={"adapter": "alone"},
+        )
+        for kind in (plugged.ENGINE, plugged.ADAPTED_ENGINE)
+    )
+    check_packages(takes, has_workers=True)
+    assert rank_for_worker(takes, takes.engine, dense, roots) == 4
+    with pytest.raises(UnfitEngineError, match="takes no adapters of models with experts"):
+        rank_for_worker(takes, takes.engine, experts, roots)
+    check_packages(whole, has_workers=False)
+    with pytest.raises(ConfigError, match=r"alone, and the engine plugged:ForwardEngine takes no adapters\. Set"):
+        check_packages(whole, has_workers=True)
+    with pytest.raises(UnfitEngineError, match=r"worker's engine \(plugged:ForwardEngine\) takes whole weights"):
+        rank_for_worker(takes, whole.engine, dense, roots)
+    with pytest.raises(ConfigError, match="makes a ForwardEngine, which lacks load_base, swap_adapter; what it must"):
+        open_engine(whole.engine, save_config(make_model("dense", 0), tmp_path / "model"), seed=0, adapter_rank=4)
 
 
 def test_a_run_goes_on_with_what_it_trains(tmp_path: Path) -> None:
