@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from benchmarks.peers import comparison, contestants, of_headway, of_verl
+from benchmarks.peers import comparison, contestants, engine_idle, of_headway, of_verl
 from benchmarks.peers.figures import Figures, Step, figures_of
 from benchmarks.peers.gpu_idle import Look, idle, looking
 from benchmarks.peers.kept import Kept
@@ -26,13 +26,17 @@ from benchmarks.peers.of_trl import Clock, Judge, TrlSetting, Verifier, config_o
 from benchmarks.peers.of_trl_async import ALL, NO_TOOLS, AsyncClock, PathKernel, async_config_of
 from benchmarks.peers.processes import finish_group
 from benchmarks.peers.race import LONG_TAILED, SHORT, TASKS, Race
+from broker import BlockingBroker
 from broker.errors import ConfigError
 from broker.schema import WorkerInfo
+from broker.server.embedded import EmbeddedServer
 from deploy.recipe.loading import load_recipe
+from deploy.run.directory import endpoint
 from deploy.run.events import HeartbeatEvent, StepEvent
 from learner.data.examples import open_examples
 from learner.data.prompts import open_source
 from learner.models.model import load_model, load_tokenizer
+from tests.broker.scenario import FRESH, rules
 from tests.broker.topologies import wait_until
 from tests.deploy.runs import bare_metrics, open_record, run_status, worker
 from tests.learner.tiny import model_config
@@ -178,25 +182,48 @@ def test_headways_files_become_figures(tmp_path: Path) -> None:
         values = {"trajectories": 8, "response_tokens_mean": 5.0, "reward_mean": 0.5, "take_s": 0.5, "lag_mean": 1.0}
         metrics = bare_metrics(incarnation=1, step=step, time_s=2.0 * (step + 1), step_s=2.0, **values)
         record.write(StepEvent(metrics=metrics, tids=()))
-    looks = []
-    for time_s, seconds in ((1.0, (0.0, 0.0)), (4.0, (1.0, 2.0)), (6.0, (2.0, 4.0)), (9.0, (2.0, 4.0))):
-        workers = tuple(map(busy, "ab", seconds))
-        status = msgspec.structs.replace(run_status(), workers=workers)
-        looks.append(HeartbeatEvent.later(status, step=2, time_s=time_s))
-    with of_headway.looking_on(tmp_path) as seen:
-        record.write(looks[-1])
-        wait_until(lambda: len(seen) == 1)
-    assert seen == looks[-1:]
+    look = msgspec.structs.replace(run_status(), workers=(told("a", 0.0), told("b", 0.0)))
+    record.write(HeartbeatEvent.later(look, step=2, time_s=6.5))
     os.utime(tmp_path / "metrics.jsonl", (1000.0, 1000.0))
-    assert of_headway.read_figures(tmp_path, began=970.0, looks=looks[:2]).engine_idle is None
-    one = of_headway.read_figures(tmp_path, began=970.0, looks=looks)
+    reports = {
+        "a": [(996.0, 1.0), (1000.0, 3.0)],
+        "b": [(996.0, 0.0), (998.0, 2.0), (1000.0, 4.0)],
+        "early": [(990.0, 0.0)],
+    }
+    one = of_headway.read_figures(tmp_path, 970.0, reports)
     assert one.ends_s == [26.0, 28.0, 30.0]
     assert (one.samples_per_s, one.tokens_per_s, one.learner_idle, one.lag_mean) == (4.0, 20.0, 0.25, 1.0)
     assert (one.engine_idle, one.pause_per_update_s) == (0.25, 0.05)
 
 
-def busy(name: str, seconds: float) -> WorkerInfo:
-    return msgspec.structs.replace(worker(name, None), busy_s=seconds, swaps=10, swap_s=0.5)
+def told(name: str, busy_s: float) -> WorkerInfo:
+    return msgspec.structs.replace(worker(name, None), busy_s=busy_s, swaps=10, swap_s=0.5)
+
+
+def test_idle_time_of_engines_is_of_the_steps_that_count_however_few_reports_there_are() -> None:
+    a, b = [(10.0, 4.0), (12.0, 6.0), (16.0, 6.0)], [(13.0, 0.0), (13.5, 0.5)]
+    assert engine_idle.idle({"a": a}, 11.0, 13.0) == pytest.approx(0.5)  # busy until 12
+    assert engine_idle.idle({"a": a}, 12.5, 13.5) == 1.0  # between two reports
+    assert engine_idle.idle({"a": a, "b": b}, 11.0, 20.0) == pytest.approx(0.4)  # of the times that are known
+    assert engine_idle.idle({"a": a[:1], "b": b}, 14.0, 20.0) is None
+    assert engine_idle.idle({}, 0.0, 1.0) is None
+
+
+def test_what_workers_report_is_read_from_the_runs_server(server: EmbeddedServer, tmp_path: Path) -> None:
+    with engine_idle.reports_of(tmp_path / "tiny") as seen, closing(BlockingBroker(server.url, "tiny")) as client:
+        client.call(client.broker.batches.claim(checkpoint=FRESH, rules=rules(2), config=b"", resume=False))
+        (tmp_path / "tiny").mkdir()
+        with endpoint(tmp_path / "tiny", server.url, "tiny"):
+            between = []
+            for busy_s in (0.5, 0.75):
+                sent = time.time()
+                client.call(client.broker.status.heartbeat(told("a", busy_s), 60.0))
+                wait_until(lambda: seen.get("a", [(0.0, 0.0)])[-1][1] == busy_s)  # noqa: B023  # called at once
+                between.append((busy_s, sent - 0.01, time.time() + 0.01))
+    assert [at for at, _ in seen["a"]] == sorted(at for at, _ in seen["a"])
+    assert {busy_s for _, busy_s in seen["a"]} == {0.5, 0.75}
+    for busy_s, first, last in between:
+        assert all(first <= at <= last for at, of_report in seen["a"] if of_report == busy_s)
 
 
 def ran(speed: int, pass_rate: float) -> Figures:

@@ -9,9 +9,9 @@
 `race.py` is the definition: a task is a recipe, which tells all of them prompts, verifier, model, samples and updates
 of a step, loss and optimizer. `of_headway.py`, `of_trl.py`, `of_trl_async.py` and `of_verl.py` are the drivers;
 `contestants.py` starts each in processes of its own and has the one evaluator measure its model. `figures.py` is what a
-driver finds, `gpu_idle.py` what is seen of its GPUs from outside, and `comparison.py` compares. `kept.py` keeps the
-figures of runs, `processes.py` ends a peer's processes with its command. Each step of each contestant trains the same
-number of samples, and engines get weights after each step.
+driver finds, `gpu_idle.py` what is seen of its GPUs from outside, `engine_idle.py` what Headway's workers tell of their
+engines, and `comparison.py` compares. `kept.py` keeps the figures of runs, `processes.py` ends a peer's processes with
+its command. Each step of each contestant trains the same number of samples, and engines get weights after each step.
 
 What the others need that Headway does not, in the interpreter that `--python` names:
 

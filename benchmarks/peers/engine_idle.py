@@ -1,0 +1,71 @@
+"""The idle time of Headway's engines, from what their workers report to the run's server about once a second. The
+learner keeps a look at these reports every ten seconds only, and a short race has no more than one of them."""
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from statistics import fmean
+
+import msgspec
+import numpy as np
+
+from broker.client.broker import BlockingBroker
+from broker.errors import BrokerError, HeadwayError
+from deploy.run.directory import ENDPOINT, Endpoint
+
+LOOK_S = 0.5
+ANSWER_S = 5.0
+Report = tuple[float, float]
+"""The time of the clock of a worker's report, and the seconds in which its engine has had requests until then."""
+
+
+@contextmanager
+def reports_of(directory: Path) -> Iterator[dict[str, list[Report]]]:
+    """Keep the reports of the run in `directory`, which may be yet to begin, until the end of the block: by worker, in
+    their order, in the mapping that it gives."""
+    reports: dict[str, list[Report]] = {}
+    is_over = threading.Event()
+    thread = threading.Thread(target=_follow, args=(directory, reports, is_over), name="engine-idle")
+    thread.start()
+    try:
+        yield reports
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _follow(directory: Path, reports: dict[str, list[Report]], is_over: threading.Event) -> None:
+    broker: BlockingBroker | None = None
+    while not is_over.wait(LOOK_S):
+        with suppress(OSError, HeadwayError):  # the run has not begun, or ends
+            if broker is None:
+                place = msgspec.json.decode((directory / ENDPOINT).read_bytes(), type=Endpoint)
+                broker = BlockingBroker(place.url, place.run, timeout_s=ANSWER_S)
+            _look(broker, reports)
+    if broker is not None:
+        with suppress(BrokerError):
+            broker.close()
+
+
+def _look(broker: BlockingBroker, reports: dict[str, list[Report]]) -> None:
+    """Add what the workers have reported since the last look."""
+    status = broker.call(broker.broker.status.snapshot(whichever=True))
+    now = time.time()
+    for worker in status.workers:
+        of_worker, at = reports.setdefault(worker.worker, []), now - status.silences[worker.worker].heard_s
+        if not of_worker or at > of_worker[-1][0]:
+            of_worker.append((at, worker.busy_s))
+
+
+def idle(reports: Mapping[str, Sequence[Report]], first: float, last: float) -> float | None:
+    """Return the share of the time between two times of the clock in which an engine had nothing to do, the mean over
+    the workers; None if no worker has reported over any part of it. Between two reports the share is the same."""
+    busy = []
+    for of_worker in reports.values():
+        at, seconds = np.array(of_worker).T
+        ends = np.clip((first, last), at[0], at[-1])
+        if ends[1] > ends[0]:
+            busy.append(float(np.diff(np.interp(ends, at, seconds))[0] / (ends[1] - ends[0])))
+    return max(0.0, 1 - fmean(busy)) if busy else None
