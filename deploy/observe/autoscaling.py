@@ -2,11 +2,12 @@
 
     out  the learner waits for more than `wait` of its time, and the workers are busy
     in   the learner hardly waits (for less than half of `wait`), and workers are idle, or the lag or the queue's age is
-         close to the bound
+         close to the steps for which samples are begun ahead (`staleness.ahead`, by default `staleness.max_lag`)
 
-The queue's age is the time for which the oldest ready group has waited for the learner, over the time of `max_lag`
-steps: at 1 the learner would train it at the bound even if its tokens were of the newest weights when it became ready.
-Whether workers are busy is judged by those of the pool alone, where they can be told by their names.
+A mean lag of so many steps means that all admitted groups are begun: then admission bounds generation, and not the
+workers. The queue's age is the time for which the oldest ready group has waited for the learner, over the time of so
+many steps: at 1 its samples will have this lag even if they were of the newest weights when it became ready. Whether
+workers are busy is judged by those of the pool alone, where they can be told by their names.
 
 A learner that waits beside idle workers is bound by admission (`staleness.max_lag` and `staleness.ahead`), prompts or
 the learner itself, and more workers would change nothing. Workers that generate faster than the learner trains fill the
@@ -25,8 +26,8 @@ from dataclasses import dataclass, field
 from broker.schema import PoolInfo, QueueAges, RunStatus, StepMetrics, WorkerInfo
 from deploy.run.figures import wait_fraction
 
-NEAR_BOUND = 0.9
-"""A mean lag, or a queue's age, of this share of its bound is close to it."""
+NEAR = 0.9
+"""A mean lag, or a queue's age, of this share of the steps for which samples are begun ahead is close to them."""
 OTHER_PACE = 1.25
 """A learner whose training seconds a step changed by this factor has another pace."""
 
@@ -59,19 +60,21 @@ class Load:
     busy: float
     """The share of the places in use in the pool's engines, over the last looks."""
     lag: float
-    """The mean lag over its bound; 0 where the bound is 0."""
+    """The mean lag over the steps for which samples are begun ahead; 0 where these are 0. Above 1 where samples take
+    longer."""
     age: float = 0.0
-    """The wait of the oldest ready group over the time of as many steps as the bound has; 0 where the bound is 0."""
+    """The wait of the oldest ready group over the time of these steps; 0 where they are 0."""
     train_s: float
     """The learner's mean training seconds of a step."""
 
     @classmethod
     def of(
-        cls, status: RunStatus, pool: PoolInfo, since: int, max_lag: int, targets: Targets, busy: Sequence[float]
+        cls, status: RunStatus, pool: PoolInfo, since: int, ahead: float, targets: Targets, busy: Sequence[float]
     ) -> "Load":
         """Returns the load of a look at the run.
 
-        `since`: the number of steps made when the pool last changed; `busy`: `busy_share` at this look and the last.
+        `since`: the number of steps made when the pool last changed; `ahead`: the steps beyond the next one for which
+        samples are begun; `busy`: `busy_share` at this look and the last.
         """
         made = steps_made(status)
         recent = status.recent_steps[-max(1, min(targets.steps, made - since)) :]
@@ -81,8 +84,8 @@ class Load:
             steps=made - since,
             wait=wait_fraction(recent),
             busy=sum(busy) / len(busy),
-            lag=_mean_lag(recent) / max_lag if max_lag else 0.0,
-            age=_age(status.ages, recent, max_lag),
+            lag=_mean_lag(recent) / ahead if ahead else 0.0,
+            age=_age(status.ages, recent, ahead),
             train_s=sum(step.train_s for step in recent) / len(recent) if recent else 0.0,
         )
 
@@ -128,7 +131,7 @@ class Autoscaler:
         self._forget_other_pace(load)
         if load.wait > targets.wait:
             return self._starved(load)
-        if load.wait <= targets.wait / 2 and (load.busy < targets.busy or max(load.lag, load.age) >= NEAR_BOUND):
+        if load.wait <= targets.wait / 2 and (load.busy < targets.busy or max(load.lag, load.age) >= NEAR):
             return self._idle(load)
         return Decision(load.wanted, "within the targets", _seen(load))
 
@@ -177,13 +180,13 @@ def _mean_lag(steps: Sequence[StepMetrics]) -> float:
     return sum(step.lag_mean for step in steps) / len(steps) if steps else 0.0
 
 
-def _age(ages: QueueAges, steps: Sequence[StepMetrics], max_lag: int) -> float:
-    bound_s = max_lag * sum(step.step_s for step in steps) / len(steps) if steps else 0.0
-    return (ages.oldest_ready_s or 0.0) / bound_s if bound_s else 0.0
+def _age(ages: QueueAges, steps: Sequence[StepMetrics], ahead: float) -> float:
+    ahead_s = ahead * sum(step.step_s for step in steps) / len(steps) if steps else 0.0
+    return (ages.oldest_ready_s or 0.0) / ahead_s if ahead_s else 0.0
 
 
 def _seen(load: Load) -> str:
     return (
         f"The learner waits {load.wait:.0%} of its time, engines are {load.busy:.0%} busy, lag is {load.lag:.0%} and"
-        f" the queue's age {load.age:.0%} of its bound"
+        f" the queue's age {load.age:.0%} of the steps for which samples are begun ahead"
     )

@@ -88,7 +88,7 @@ class Autoscaling:
         if self._since is None or made < self._since:  # it has just begun, or the run went back
             self._since = made
         self._busy.append(busy_share(self._workers(status, info)))
-        load = Load.of(status, info, self._since, self._max_lag(), self.targets, self._busy)
+        load = Load.of(status, info, self._since, self._ahead(), self.targets, self._busy)
         decision = self._scaler.decide(load)
         if decision.wanted != info.wanted and not self.dry_run:
             self._since, self._changed = made, time.monotonic()
@@ -111,10 +111,10 @@ class Autoscaling:
     def _status(self) -> RunStatus:
         return self.client.call(self.client.broker.status.snapshot(whichever=True))
 
-    def _max_lag(self) -> int:
-        """Return the run's bound, which a learner that resumes may change."""
+    def _ahead(self) -> float:
+        """Return the steps for which the run begins samples ahead, which a learner that resumes may change."""
         progress = self.client.call(self.client.broker.waits.look())
-        return progress.max_lag if progress is not None else 0
+        return progress.ahead if progress is not None else 0.0
 
 
 def _tell(look: Look, as_json: bool) -> None:

@@ -137,8 +137,8 @@ def scaler() -> Autoscaler:
         (
             {"wait": 0.4},
             6,
-            "The learner waits 40% of its time, engines are 90% busy, lag is 50% and the queue's age 0% of its bound:"
-            " the learner starves.",
+            "The learner waits 40% of its time, engines are 90% busy, lag is 50% and the queue's age 0% of the steps"
+            " for which samples are begun ahead: the learner starves.",
         ),
         ({"wait": 0.99}, 8, "the learner starves"),
         ({"wait": 0.4, "busy": 0.3}, 4, "not for want of workers"),
@@ -146,7 +146,7 @@ def scaler() -> Autoscaler:
         ({"wait": 0.0, "busy": 0.5}, 3, "workers generate more than is trained"),
         ({"wait": 0.0, "busy": 0.1}, 2, "workers generate more than is trained"),
         ({"wait": 0.0, "lag": 0.95}, 3, "workers generate more than is trained"),
-        ({"wait": 0.0, "age": 0.95}, 3, "and the queue's age 95% of its bound: workers generate more than is trained."),
+        ({"wait": 0.0, "age": 0.95}, 3, "and the queue's age 95% of the steps for which"),
         ({"wait": 0.4, "age": 0.95}, 6, "the learner starves"),
         ({"wait": 0.0, "busy": 0.1, "wanted": 1, "running": 1}, 1, "that is the least"),
     ],
@@ -171,7 +171,7 @@ def test_the_queues_age_is_measured_by_the_time_of_a_step() -> None:
     steps = tuple(changed(WAITING, step=step) for step in range(4))
     status = changed(run_status(0), recent_steps=steps, last_step=steps[-1], ages=QueueAges(oldest_ready_s=3.0))
     pool = PoolInfo(pool="big", host="h", pid=7, running=4)
-    assert [Load.of(status, pool, 0, max_lag, TARGETS, [1.0]).age for max_lag in (4, 0)] == [0.75, 0.0]
+    assert [Load.of(status, pool, 0, ahead, TARGETS, [1.0]).age for ahead in (4, 1.5, 0)] == [0.75, 2.0, 0.0]
 
 
 def test_each_pool_is_judged_by_its_own_workers() -> None:
@@ -218,6 +218,26 @@ def test_what_it_decides_of_a_run_reaches_the_pools_supervisor(
     client.call(broker.status.set_state(claim.owner, "finished"))
     assert list(looks) == []
     client.close()
+
+
+@pytest.mark.parametrize(("ahead", "lag", "wanted"), [(1.0, 0.95, 3), (None, 0.475, 4)])
+def test_a_pool_that_begins_all_that_is_admitted_shrinks_also_where_admission_is_below_the_bound_on_lag(
+    server: EmbeddedServer, run_name: str, ahead: float | None, lag: float, wanted: int
+) -> None:
+    client = BlockingBroker(server.url, run_name)
+    with closing(client):
+        broker, of_run = client.broker, changed(rules(2), ahead=ahead)
+        claim = client.call(broker.batches.claim(checkpoint=FRESH, rules=of_run, config=b"recipe", resume=False))
+        client.call(broker.status.set_state(claim.owner, "training"))
+        client.call(broker.pools.report(PoolInfo(pool="workers", host="h", pid=7, running=4), 4, LONG_S))
+        client.call(broker.status.heartbeat(changed(WORKER, capacity=8, active=12), LONG_S))
+        looks = Autoscaling(client, "", TARGETS, 0.0, True).looks()
+        next(looks)
+        for step in range(4):
+            made = changed(WAITING, step=step, take_s=0.0, lag_mean=0.95)
+            client.call(broker.status.report_step(claim.owner, made))
+        look = next(looks)
+        assert (look.load.busy, look.load.lag, look.decision.wanted) == (1.0, lag, wanted)
 
 
 def test_it_waits_for_a_learner_and_says_when_the_run_is_over(

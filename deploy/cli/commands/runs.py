@@ -106,9 +106,9 @@ def autoscale(
     """Scale a pool of a running run until the run is over.
 
     Out when the learner waits for samples and the pool's engines are busy; in when it hardly waits, and these engines
-    are idle, or the lag or the age of the queue is close to the bound. Ctrl-C leaves the pool as it is. It needs the
-    learner's password; --dry-run and --serve do not. With --serve, pools whose names begin with that of --pool and a
-    dot count as one.
+    are idle, or the lag or the age of the queue is close to staleness.ahead. Ctrl-C leaves the pool as it is. It needs
+    the learner's password; --dry-run and --serve do not. With --serve, pools whose names begin with that of --pool and
+    a dot count as one.
     """
     if least > most:
         raise click.UsageError("--least is above --most.")
