@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import socket
-import tempfile
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
@@ -32,7 +31,7 @@ from deploy.recipe.recipe import Recipe
 from rollout_workers.engines import libraries_of
 
 from .ahead import EngineAhead, open_worker_engine, sent_rank
-from .joining import drained_when_changed, fetch_config, or_drained
+from .joining import directory_of_process, drained_when_changed, fetch_config, or_drained
 
 if TYPE_CHECKING:
     from rollout_workers.config import EvalConfig
@@ -69,7 +68,7 @@ async def _run(
         asyncio.get_running_loop().add_signal_handler(number, drain.set)
     broker = await open_broker(url, run, session=session)
     try:
-        async with _private_directory(run, worker, overrides, allowed) as (private, ahead):
+        async with _private_directory(run, worker, overrides, allowed, session) as (private, ahead):
             stored = await or_drained(_fetch_config(broker, ahead), drain)
             if stored is not None:
                 of_run = recipe_from_bytes(stored)
@@ -104,10 +103,10 @@ def _end_soon() -> None:
 
 @asynccontextmanager
 async def _private_directory(
-    run: str, worker: str, overrides: Sequence[str], allowed: Sequence[str]
+    run: str, worker: str, overrides: Sequence[str], allowed: Sequence[str], session: str
 ) -> AsyncIterator[tuple[Path, EngineAhead]]:
     """Yield a directory of this worker's own, and what may open an engine in it ahead of the learner."""
-    with tempfile.TemporaryDirectory(prefix="headway-worker-") as private:
+    with directory_of_process("worker", session) as private:
         ahead = EngineAhead(run, worker, overrides, allowed, Path(private))
         try:
             yield Path(private), ahead

@@ -133,6 +133,10 @@ def test_a_short_race_knows_how_long_its_engines_had_nothing_to_do(resumed: Path
     assert 0.0 <= share < 1.0
 
 
+def test_a_killed_worker_left_no_directory(resumed: Path, terminals: Terminals) -> None:
+    assert not list((terminals.root / "run" / "tmp").glob("headway-work*"))
+
+
 def test_the_run_left_its_files(resumed: Path, recipe: Path) -> None:
     reloaded = load_recipe(resumed / "config.yaml")
     assert reloaded == load_recipe(recipe)
