@@ -22,6 +22,7 @@ import pytest
 from broker.errors import HeadwayError
 from rollout_workers.engines import open_engine
 from rollout_workers.engines.sglang.processes import own_log, own_sockets
+from rollout_workers.engines.sglang.start import prepare_environment
 from tests.processes import is_alive, tethered
 
 from .marks import needs_sglang
@@ -50,6 +51,23 @@ async def main():
 if __name__ == "__main__":
     asyncio.run(main())
 """
+
+
+@pytest.mark.parametrize("own", ["", "1"])
+def test_nccl_decides_how_it_shares_memory_as_a_learner_has_it(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (
+        "OMP_NUM_THREADS",
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN",
+        "TQDM_DISABLE",
+        "SGLANG_USE_CPU_ENGINE",
+    ):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", own)
+    if not own:
+        monkeypatch.delenv("NCCL_CUMEM_ENABLE")
+    prepare_environment(1)
+    # SGLang sets 0 where it finds nothing; NCCL reads -2 as it reads nothing.
+    assert os.environ["NCCL_CUMEM_ENABLE"] == (own or "-2")
 
 
 @pytest.mark.parametrize("length", [10, 150])

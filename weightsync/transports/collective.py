@@ -37,7 +37,7 @@ end this process, at once or eight minutes later, and the group could not be dro
 when it is made."""
 _REMEDY = (
     "; between hosts NCCL_SOCKET_IFNAME names the network to take, and NCCL_DEBUG=INFO tells what NCCL tries, in the"
-    " environments of learner and workers"
+    " environments of learner and workers, which need the same NCCL_CUMEM_ENABLE"
 )
 _NEVER = timedelta(days=1)
 """The timeout of NCCL's own watchdog, which would end the process; the caller's deadline ends the group long before."""

@@ -35,6 +35,10 @@ FULL = ("float32", "float")
 TOKENS_ON_CPU = 65_536
 """The most tokens of the cache on a CPU, where SGLang would take a part of the machine's memory."""
 
+NCCL_DECIDES = "-2"
+"""NCCL's own default of `NCCL_CUMEM_ENABLE`. Left alone, SGLang sets 0, and a learner, which has the default, cannot
+form a group with it on one host: NCCL fails with `Cuda failure 'invalid argument'` (two H200, NCCL 2.28.9)."""
+
 
 def prepare_environment(threads: int) -> None:
     """Set the environment that SGLang reads when it is imported or starts its processes. The user's settings stay."""
@@ -42,6 +46,7 @@ def prepare_environment(threads: int) -> None:
         "OMP_NUM_THREADS": str(threads),
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for the spare tokens, which are never computed
         "TQDM_DISABLE": "1",
+        "NCCL_CUMEM_ENABLE": NCCL_DECIDES,
     }
     if not torch.cuda.is_available():
         settings["SGLANG_USE_CPU_ENGINE"] = "1"
