@@ -85,8 +85,8 @@ def is_enough(device_bytes: int, total: int) -> bool:
 def report(recipe: Recipe, device_gb: float | None = None) -> MemoryReport:
     """Plan the memory of the recipe's stages, the largest of which decides, and of its scorers. Raises ConfigError if
     the model cannot be read or the layout is impossible."""
-    shapes = Shapes(recipe)
-    stages = stages_of(recipe, shapes)
+    shapes, device_bytes = Shapes(recipe), None if device_gb is None else round(device_gb * GB)
+    stages = stages_of(recipe, shapes, device_bytes)
     largest = largest_of(stages)
     return MemoryReport(
         planned=largest.planned,
@@ -94,8 +94,8 @@ def report(recipe: Recipe, device_gb: float | None = None) -> MemoryReport:
         stages=stages,
         scorers=scorers_memory(recipe, shapes),
         activations={how: _activations(recipe, largest.planned, how) for how in ("none", "selective", "full")},
-        changes=sorted(_changes(recipe, shapes, largest.largest_bytes), key=lambda change: change.largest_bytes),
-        device_bytes=None if device_gb is None else round(device_gb * GB),
+        changes=sorted(_changes(recipe, shapes, largest), key=lambda change: change.largest_bytes),
+        device_bytes=device_bytes,
         turns=_turns(stages[-1].ranks) if recipe.run.is_colocated and recipe.has_learner else None,
     )
 
@@ -112,14 +112,14 @@ def _activations(recipe: Recipe, planned: PlannedModel, recompute: str) -> int:
     return max(held.activations for held in plan_memory(replace(planned, learner=learner)))
 
 
-def _changes(recipe: Recipe, shapes: Shapes, largest: int) -> Iterator[Change]:
+def _changes(recipe: Recipe, shapes: Shapes, largest: StageMemory) -> Iterator[Change]:
     for setting in _settings(recipe):
         try:
             changed = with_overrides(recipe, setting.split())
-            total = largest_of(stages_of(changed, shapes)).largest_bytes
+            total = largest_of(stages_of(changed, shapes, largest.planned.device_bytes)).largest_bytes
         except ConfigError:
             continue  # this model, number of ranks or transport does not allow the setting
-        if total < largest:
+        if total < largest.largest_bytes:
             yield Change(setting=setting, largest_bytes=total)
 
 

@@ -95,9 +95,10 @@ class ScorerMemory:
     """All that scorers take together on the fullest of these GPUs."""
 
 
-def stages_of(recipe: Recipe, shapes: Shapes) -> list[StageMemory]:
-    """Plan the stages in their order. Raises ConfigError for a model that cannot be read or an impossible layout."""
-    return [_stage(recipe, stage, shapes) for stage in recipe.plan if not stage.is_left_out]
+def stages_of(recipe: Recipe, shapes: Shapes, device_bytes: int | None) -> list[StageMemory]:
+    """Plan the stages in their order, for devices of so much memory; None: the user names no size. Raises ConfigError
+    for a model that cannot be read or an impossible layout."""
+    return [_stage(recipe, stage, shapes, device_bytes) for stage in recipe.plan if not stage.is_left_out]
 
 
 def largest_of(stages: list[StageMemory]) -> StageMemory:
@@ -105,7 +106,7 @@ def largest_of(stages: list[StageMemory]) -> StageMemory:
     return max(reversed(stages), key=lambda stage: stage.largest_bytes)
 
 
-def _stage(recipe: Recipe, stage: StageConfig, shapes: Shapes) -> StageMemory:
+def _stage(recipe: Recipe, stage: StageConfig, shapes: Shapes, device_bytes: int | None) -> StageMemory:
     planned = PlannedModel(
         shape=shapes.policy,
         learner=recipe.learner,
@@ -113,6 +114,7 @@ def _stage(recipe: Recipe, stage: StageConfig, shapes: Shapes) -> StageMemory:
         adapter=shapes.adapter_of(recipe, stage),
         quantized=shapes.quantized_in(recipe, stage),
         sharing=_sharing(recipe, stage),
+        device_bytes=device_bytes,
     )
     if stage.has_workers:
         return _of_learner(recipe, stage, planned, shapes)

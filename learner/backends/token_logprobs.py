@@ -31,6 +31,10 @@ KEPT_LOGITS = 3 << 30
 bfloat16 and 12 in float32. 16,384 tokens of a vocabulary of 150,000 are 4.6 GiB in bfloat16. Computing them again would
 be a quarter of the head's operations, 6 % (Qwen3-1.7B) to 7 % (SmolLM2-135M) of those of all matrices."""
 
+KEPT_SHARE = 1 / 8
+"""The largest share of a GPU's memory that they take, so that they leave one of less than 48 GiB its room for all else:
+on one of 24 GiB 3 GiB."""
+
 KEPT_LOGITS_ON_CPU = LOGITS_PER_CHUNK_ON_CPU
 """The same number on a CPU."""
 
@@ -94,7 +98,8 @@ def token_logprobs(
             backward passes too, are collective.
         first: the token that this rank's first row stands for.
         vocabulary: the number of tokens over all ranks; rows beyond are padding, of probability 0. None: all rows.
-        keeps: keep up to KEPT_LOGITS logits for the backward pass, which then computes none again.
+        keeps: keep up to KEPT_LOGITS logits, on KEPT_SHARE of a GPU's memory, for the backward pass, which then
+            computes none again.
         total_VH: add the weight's gradient to this, in place and in its dtype, in the place of giving it to autograd.
     """
     head = open_head(
@@ -149,14 +154,27 @@ def open_head(
         vocabulary=num_rows if vocabulary is None else vocabulary,
         chunk=_even_chunk(len(hidden_TH), max(1, most // num_rows)),
         group=group,
-        keeps=keeps and is_differentiated and keeps_logits(len(hidden_TH), num_rows, on_cpu=not hidden_TH.is_cuda),
+        keeps=keeps and is_differentiated and _keeps(hidden_TH, num_rows),
         total_VH=total_VH,
     )
 
 
-def keeps_logits(tokens: int, num_rows: int, *, on_cpu: bool) -> bool:
-    """Return whether the logits of so many tokens are few enough to be kept."""
-    return tokens * num_rows <= (KEPT_LOGITS_ON_CPU if on_cpu else KEPT_LOGITS)
+def keeps_logits(tokens: int, num_rows: int, *, number_bytes: int, on_cpu: bool, device_bytes: int | None) -> bool:
+    """Return whether the logits of so many tokens are few enough to be kept.
+
+    `number_bytes`: of one logit; `device_bytes`: a GPU's memory, None where that is not known.
+    """
+    logits = tokens * num_rows
+    if on_cpu:
+        return logits <= KEPT_LOGITS_ON_CPU
+    return logits <= KEPT_LOGITS and (device_bytes is None or logits * number_bytes <= KEPT_SHARE * device_bytes)
+
+
+def _keeps(hidden_TH: torch.Tensor, num_rows: int) -> bool:
+    device, on_cpu = hidden_TH.device, not hidden_TH.is_cuda
+    device_bytes = None if on_cpu else torch.cuda.get_device_properties(device).total_memory
+    number = hidden_TH.element_size()
+    return keeps_logits(len(hidden_TH), num_rows, number_bytes=number, on_cpu=on_cpu, device_bytes=device_bytes)
 
 
 class _TokenLogprobs(torch.autograd.Function):

@@ -111,8 +111,9 @@ def kept_logits_bytes(planned: PlannedModel) -> int:
 
     tokens, rows = planned.row_tokens, planned.vocabulary_rows
     keeps = planned.learner.compute.recompute == "none" and planned.is_trained and planned.has_vocabulary
-    fits = keeps_logits(tokens, rows, on_cpu=planned.learner.device == "cpu")
-    return planned.compute_bytes * tokens * rows if keeps and fits else 0
+    number, on_cpu = planned.compute_bytes, planned.learner.device == "cpu"
+    fits = keeps_logits(tokens, rows, number_bytes=number, on_cpu=on_cpu, device_bytes=planned.device_bytes)
+    return number * tokens * rows if keeps and fits else 0
 
 
 def published_bytes(planned: PlannedModel, rank: int) -> int:

@@ -66,6 +66,8 @@ class PlannedModel:
     """The most sequences that share tokens of a row, such as a group's samples; 1: rows share none."""
     versions: Mapping[int, int] = field(default_factory=dict)
     """The number of whole versions of the weights on each rank's device."""
+    device_bytes: int | None = None
+    """The memory of the device that the plan is for; None: it is not known, and decides nothing."""
 
     @property
     def compute_bytes(self) -> int:

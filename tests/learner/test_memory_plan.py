@@ -304,6 +304,18 @@ def test_moments_in_cpu_memory_are_not_on_the_device() -> None:
     assert plan_memory(offloaded)[0].optimizer == 0
 
 
+def test_logits_are_kept_where_they_take_no_more_than_a_share_of_the_device() -> None:
+    small = with_learner(
+        planned(Qwen3Config(**TINY)), device="cuda", compute=ComputeConfig(cuda_graphs="never", recompute="none")
+    )
+    logits_bytes = 2 * small.row_tokens * small.vocabulary_rows
+    unknown, enough, less = (
+        plan_memory(replace(small, device_bytes=device_bytes))[0].head
+        for device_bytes in (None, 8 * logits_bytes, 8 * logits_bytes - 1)
+    )
+    assert unknown == enough == less + logits_bytes
+
+
 def test_recorded_kernels_have_activations_of_their_own() -> None:
     small = planned(Qwen3Config(**TINY))
     launched = plan_memory(with_learner(small, device="cuda", compute=ComputeConfig(cuda_graphs="never")))[0]

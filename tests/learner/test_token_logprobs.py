@@ -1,11 +1,13 @@
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import learner.backends.token_logprobs as token_logprobs_module
 from learner.backends.token_logprobs import confident_logprobs, open_head, token_logprobs
@@ -135,6 +137,30 @@ def test_logits_that_are_few_enough_are_computed_once(monkeypatch: pytest.Monkey
     assert products.of_width(VOCABULARY) == again
     with torch.no_grad():
         assert not open_head(hidden, weight, 1.0, **options).keeps, "no backward pass follows"
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gib", "most"),
+    [
+        (torch.bfloat16, 80, 3 * GIB),
+        (torch.bfloat16, 48, 3 * GIB),
+        (torch.bfloat16, 24, 3 * GIB // 2),
+        (torch.float32, 24, 3 * GIB // 4),
+    ],
+)
+def test_a_gpu_keeps_no_more_logits_than_its_memory_has_room_for(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, gib: int, most: int
+) -> None:
+    rows = 1 << 17
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gib * GIB))
+    with FakeTensorMode():
+        weight = torch.empty(rows, 8, device="cuda", dtype=dtype, requires_grad=True)
+        fitting, more = (torch.empty(most // rows + further, 8, device="cuda", dtype=dtype) for further in (0, 1))
+        keeps = [open_head(hidden, weight, 1.0, keeps=True).keeps for hidden in (fitting, more)]
+    assert keeps == [True, False]
 
 
 class Products(torch.utils._python_dispatch.TorchDispatchMode):
