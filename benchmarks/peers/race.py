@@ -14,9 +14,16 @@ from deploy.run.stage_output import SFT
 ON_GPU = ("learner.device=cuda", "engine.kind=vllm", "engine.device=cuda", "weights.transport=ipc")
 ENGINES = 4
 """Headway's engines on the second of two GPUs."""
+ENGINES_BESIDE = 3
+"""Headway's engines on one GPU, beside its learner."""
 SETTINGS = {
     0: ("engine.max_concurrent=128",),
-    1: (*ON_GPU, "engine.options={gpu_memory_utilization: 0.3}", "workers.count=1"),
+    1: (
+        *ON_GPU,
+        "weights.staging=device",
+        "engine.options={gpu_memory_utilization: 0.1}",
+        f"workers.count={ENGINES_BESIDE}",
+    ),
     2: (
         *ON_GPU,
         "weights.staging=device",
@@ -25,8 +32,8 @@ SETTINGS = {
     ),
 }
 """Headway's own settings by the number of GPUs. On CPUs each of two workers has half of a step in its engine. On one
-GPU learner and engine share it, and the engine has the share of its memory that TRL leaves to its own by default. Of
-two GPUs the learner has one and four engines the other, as in benchmarks.asynchrony."""
+GPU learner and engines share it, and the engines have together the share of its memory that TRL leaves to its own by
+default. Of two GPUs the learner has one and four engines the other, as in benchmarks.asynchrony."""
 SHORT, LONG_TAILED = "short", "long-tailed"
 GRPO = ("group_mean_std", "ppo_clip", "token_mean")
 """The composition that both have: the preset `grpo`, TRL's `loss_type="dapo"`."""
