@@ -2,8 +2,8 @@
 
     python -m benchmarks.prefix_trees [--shape smollm2-135m] [--groups 1,8,16] [--prompts 64,1024,8192]
         [--responses 256] [--samples 128] [--tokens 131072] [--whole 8192] [--budget 65536] [--compile]
-        [--settings never,auto,always] [--cuda-graphs auto|never] [--fused-sums] [--kept-logits 6] [--whole-only]
-        [--profile] [--seconds 300] [--device cuda|cpu]
+        [--settings never,auto,always] [--cuda-graphs auto|never] [--kept-logits 6] [--whole-only] [--profile]
+        [--seconds 300] [--device cuda|cpu]
 
 A step has the backend's work under GRPO: proximal logprobs of all samples, then an update. Responses have lengths
 around --responses (lognormal, at most four times as long) and share nothing, so trees save prompts alone. Each case is
@@ -169,10 +169,7 @@ class Learner:
         if self._backend is None:
             options = self._options
             compute = ComputeConfig(
-                compile=options.compile,
-                recompute=options.recompute,
-                cuda_graphs=options.cuda_graphs,
-                fused_sums=options.fused_sums,
+                compile=options.compile, recompute=options.recompute, cuda_graphs=options.cuda_graphs
             )
             self._backend = open_backend("fsdp", self._model, OptimizerConfig(), device=options.device, compute=compute)
         return self._backend
@@ -316,7 +313,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--recompute", default="none", choices=("none", "selective", "full"))
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--cuda-graphs", default="auto", choices=("auto", "never"))
-    parser.add_argument("--fused-sums", action="store_true", help="learner.compute.fused_sums")
     parser.add_argument("--kept-logits", type=int, default=0, metavar="N", help="keep N * 2^30 logits; 3 is usual")
     parser.add_argument("--whole-only", action="store_true", help="measure nothing but full rows")
     parser.add_argument("--all-logprobs", action="store_true", help="those of prompts, too, which no loss reads")

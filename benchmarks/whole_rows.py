@@ -1,13 +1,12 @@
 """An update over full rows under settings that change what is done besides its products of matrices, one after another.
 
     python -m benchmarks.whole_rows [--shape qwen3-1.7b] [--whole 8192] [--tokens 65536] [--budget 16384]
-        [--of before,fused,large,large-fused,large-kept] [--profile] [--repeats 3] [--limit-s 280] [--device cuda|cpu]
+        [--of before,large-kept,large] [--profile] [--repeats 3] [--limit-s 280] [--device cuda|cpu]
 
-Each setting is a process of `benchmarks.prefix_trees --compile`: `before` as Headway does it by default, `fused` with
-`learner.compute.fused_sums`, `large` and `large-fused` with rows of twice the budget, whose logits are computed again
-in the backward pass, `large-kept` with twice the budget, logits kept and fused sums. The last line is one JSON object:
-for each setting seconds of an update, MFU, the gradients' norm, and where the time goes; a setting that did not end
-says why.
+Each setting is a process of `benchmarks.prefix_trees --compile`: `before` as Headway does it by default, `large-kept`
+and `large` with rows of twice the budget, whose logits are kept for the backward pass or computed again in it. The last
+line is one JSON object: for each setting seconds of an update, MFU, the gradients' norm, and where the time goes; a
+setting that did not end says why.
 """
 
 import argparse
@@ -19,10 +18,8 @@ from typing import Any
 
 SETTINGS = {
     "before": (1, []),
-    "fused": (1, ["--fused-sums"]),
-    "large-kept": (2, ["--fused-sums", "--kept-logits", "6"]),
-    "large-fused": (2, ["--fused-sums"]),
-    "large": (2, []),
+    "large-kept": (2, ["--kept-logits", "6"]),
+    "large": (2, ["--kept-logits", "3"]),
 }
 """Each setting's number of budgets in a row, and its options; the most important first."""
 

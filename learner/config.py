@@ -291,13 +291,6 @@ class ComputeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             " output head, which has run on CPUs alone; never: they are launched one by one (fsdp)"
         ),
     ] = "auto"
-    fused_sums: Annotated[
-        bool,
-        Meta(
-            description="products of matrices add weights' gradients to their fp32 sums, where kernels are launched on"
-            " one GPU in bfloat16 and no adapter is trained (fsdp); it has run on CPUs alone"
-        ),
-    ] = False
 
 
 class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -221,7 +221,7 @@ def test_prefix_trees_are_measured(models: Path) -> None:
 
 
 @pytest.mark.slow
-def test_whole_rows_are_measured_with_and_without_fused_sums(models: Path) -> None:
+def test_whole_rows_are_measured_small_and_large(models: Path) -> None:
     command = ("benchmarks.whole_rows", "--shape", "toy", "--device", "cpu", "--models", str(models))
     sizes = ("--whole", "64", "--tokens", "256", "--budget", "128", "--repeats", "1", "--of", "before,large-kept")
     found = last_line(*command, *sizes)["settings"]

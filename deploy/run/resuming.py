@@ -84,7 +84,7 @@ FREE = frozenset(
         "optimizer": "learning_rate beta1 beta2 epsilon weight_decay max_grad_norm warmup_steps",
         "learner": "device processes threads steps group_size micro_batch_tokens prefix_sharing updates_per_step",
         "learner.layout": "tensor pipeline virtual_pipeline context expert expert_tensor",
-        "learner.compute": "recompute offload_optimizer compile cuda_graphs fused_sums",
+        "learner.compute": "recompute offload_optimizer compile cuda_graphs",
         "launcher": "kind options",
         "checkpoint": "every_steps keep best asynchronous log_bytes stage_every_s",
         "weights": "adapter transport staging broadcast_timeout_s bucket_bytes host ports tls poll_s swaps_at_once"

@@ -76,7 +76,6 @@ BACKENDS: dict[str, KnownBackend] = {
             quantizes_base=False,
             lacks={
                 "compile": "megatron's layers are not compiled.",
-                "fused_sums": "megatron adds gradients up in its own way.",
                 "offload_optimizer": "megatron shards the optimizer's state over replicas and context ranks; raise"
                 " learner.processes.",
             },

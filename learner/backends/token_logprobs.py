@@ -58,8 +58,6 @@ class Head:
     group: dist.ProcessGroup | None
     keeps: bool = False
     """Whether the logits are kept for the backward pass, not computed again."""
-    total_VH: torch.Tensor | None = None
-    """The sum to which the backward pass adds the weight's gradient; None: autograd gets it."""
 
     def own(self, targets: torch.Tensor, num_rows: int) -> torch.Tensor:
         """Return the row of each target, in the targets' shape; -1 if another rank holds it."""
@@ -84,7 +82,6 @@ def token_logprobs(
     vocabulary: int | None = None,
     logits_per_chunk: int | None = None,
     keeps: bool = False,
-    total_VH: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[T] fp32 log softmax(hidden @ weight.T / temperature)[target]; float64 for float64.
 
@@ -100,7 +97,6 @@ def token_logprobs(
         vocabulary: the number of tokens over all ranks; rows beyond are padding, of probability 0. None: all rows.
         keeps: keep up to KEPT_LOGITS logits, on KEPT_SHARE of a GPU's memory, for the backward pass, which then
             computes none again.
-        total_VH: add the weight's gradient to this, in place and in its dtype, in the place of giving it to autograd.
     """
     head = open_head(
         hidden_TH,
@@ -111,7 +107,6 @@ def token_logprobs(
         vocabulary=vocabulary,
         logits_per_chunk=logits_per_chunk,
         keeps=keeps,
-        total_VH=total_VH,
     )
     logprobs_T, _ = _TokenLogprobs.apply(hidden_TH, weight_VH, targets_T, head, False)  # type: ignore[no-untyped-call]
     found_T: torch.Tensor = logprobs_T
@@ -124,7 +119,7 @@ def confident_logprobs(
     """[T, 3] what `token_logprobs` gives, and without gradient the logprob of the likeliest of all tokens, which is the
     target's to the bit where that is the likeliest, and the entropy of the distribution in nats.
 
-    `vocabulary`: `group`, `first`, `vocabulary`, `logits_per_chunk`, `keeps` and `total_VH` as in `token_logprobs`.
+    `vocabulary`: `group`, `first`, `vocabulary`, `logits_per_chunk` and `keeps` as in `token_logprobs`.
     """
     head = open_head(hidden_TH, weight_VH, temperature, **vocabulary)
     logprobs_T, confidence_T2 = _TokenLogprobs.apply(hidden_TH, weight_VH, targets_T, head, True)  # type: ignore[no-untyped-call]
@@ -141,7 +136,6 @@ def open_head(
     vocabulary: int | None = None,
     logits_per_chunk: int | None = None,
     keeps: bool = False,
-    total_VH: torch.Tensor | None = None,
 ) -> Head:
     """Returns what computes these hidden states' logits in chunks; the arguments are those of `token_logprobs`."""
     num_rows = len(weight_VH)
@@ -155,7 +149,6 @@ def open_head(
         chunk=_even_chunk(len(hidden_TH), max(1, most // num_rows)),
         group=group,
         keeps=keeps and is_differentiated and _keeps(hidden_TH, num_rows),
-        total_VH=total_VH,
     )
 
 
@@ -213,18 +206,15 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden_TH, weight_VH, rows_T, logsumexp_T, *kept = ctx.saved_tensors
         head: Head = ctx.head
         grad_hidden_TH = torch.empty_like(hidden_TH)
-        grad_weight_VH = head.total_VH
-        if grad_weight_VH is None and ctx.needs_input_grad[1]:  # a frozen head has none
-            grad_weight_VH = torch.zeros_like(weight_VH, dtype=logsumexp_T.dtype)
+        # A frozen head has none.
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=logsumexp_T.dtype) if ctx.needs_input_grad[1] else None
         for number, part in enumerate(chunks(len(hidden_TH), head.chunk)):
             products_CV = kept[number] if head.keeps else hidden_TH[part] @ weight_VH.T
             grad_CV = _fused(_gradient, products_CV, rows_T[part], head, logsumexp_T[part], grad_T[part])
             torch.mm(grad_CV, weight_VH, out=grad_hidden_TH[part])
             if grad_weight_VH is not None:
-                add_product(grad_weight_VH, grad_CV.T, hidden_TH[part])
-        grad_weight = None
-        if grad_weight_VH is not None and head.total_VH is None:
-            grad_weight = grad_weight_VH.to(weight_VH.dtype)
+                _add_product(grad_weight_VH, grad_CV.T, hidden_TH[part])
+        grad_weight = None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype)
         return head.reduce(grad_hidden_TH), grad_weight, None, None, None
 
 
@@ -309,7 +299,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function)
 
 
-def add_product(sum_VH: torch.Tensor, left_VC: torch.Tensor, right_CH: torch.Tensor) -> None:
+def _add_product(sum_VH: torch.Tensor, left_VC: torch.Tensor, right_CH: torch.Tensor) -> None:
     """Add a product to the sum in place and in its dtype, without the product in memory where the device can."""
     if sum_VH.dtype == right_CH.dtype:
         sum_VH.addmm_(left_VC, right_CH)

@@ -226,6 +226,18 @@ def test_a_model_of_a_single_gpu_is_rounded_as_a_whole(
         assert torch.equal(one, other)
 
 
+def test_an_update_that_fails_leaves_no_sums() -> None:
+    """A learner that outlives it may give the device's memory to another program."""
+    linear = torch.nn.Linear(3, 2)
+    weights = RoundedWeights(linear, torch.bfloat16, stays=False)
+    weights.begin()
+    with weights.in_place():
+        linear(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+    assert all(total is not None for total in weights._sums)
+    weights.release()
+    assert weights._sums == []
+
+
 def test_recorded_passes_find_weights_and_sums_where_they_were(recorder: Repeated) -> None:
     """A graph reads and writes by address."""
     backend = opened(AUTO, "bfloat16")

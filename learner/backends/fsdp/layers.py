@@ -25,7 +25,6 @@ EXPENSIVE = frozenset(
         "transformers::grouped_mm_fallback",
         "torch_attn::_varlen_attn",
         "headway::flash_attention",
-        "headway::summed_linear",
         "aten::_flash_attention_forward",
         "aten::_efficient_attention_forward",
         "aten::_scaled_dot_product_flash_attention",

@@ -21,7 +21,6 @@ from learner.rows.padding import PaddedShape
 
 from .context import ContextGroup
 from .experts import experts_implementation
-from .fused_sums import GradientSum, sum_linear_layers
 from .layers import fuse_norms
 from .replayed_router import replay, replayable_routers
 from .row import FsdpRow
@@ -113,7 +112,6 @@ class Policy(PackedModel):
         if unsupported:
             raise ConfigError(f"model: {model.config.model_type} uses {unsupported}, which the fsdp backend ignores.")
         super().__init__(model, **options)
-        self._head_sum = GradientSum()
 
     @property
     def state(self) -> nn.Module:
@@ -137,7 +135,6 @@ class Policy(PackedModel):
         """[N] fp32 logprobs of the tokens that this rank's positions predict, 0 where the row does not want them;
         [N, 3] with the confidence, as `PackedBatch` says."""
         values = functools.partial(confident_logprobs if confident else token_logprobs, keeps=self.keeps_logits)
-        values = functools.partial(values, total_VH=self._head_sum.total)
         hidden_NH, picked_M = self.hidden(row), row.picked_M
         if picked_M is None:
             return values(hidden_NH, self._head, row.next_ids_N, temperature)
@@ -149,13 +146,6 @@ class Policy(PackedModel):
         """The batch in a shape of which rows of other batches may be, too, on the parameters' device."""
         device = next(self.parameters()).device
         return FsdpRow.of(batch, self.context, device, varlen=True, shape=shape)
-
-    def sum_in_products(self) -> dict[nn.Parameter, GradientSum]:
-        """Let linear layers and the head add the gradients of their weights to sums, and return the sum of each."""
-        sums = sum_linear_layers(self.layers, self)
-        if self._head.requires_grad:
-            sums[self.model.get_output_embeddings().weight] = self._head_sum
-        return sums
 
     @property
     def _head(self) -> torch.Tensor:

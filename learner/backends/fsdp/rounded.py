@@ -6,32 +6,20 @@ This is what FSDP2 computes on one rank, to the bit, without its hooks, and in m
 """
 
 import functools
-import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
-
-from .fused_sums import GradientSum
 
 
 class RoundedWeights:
     """The copies of a module's trained parameters and the sums of their gradients. Both are made when they are first
     needed. Frozen parameters stay in their places, rounded once: they are held as they are computed with."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        dtype: torch.dtype,
-        *,
-        stays: bool = True,
-        summed: Mapping[nn.Parameter, GradientSum] = types.MappingProxyType({}),
-    ) -> None:
+    def __init__(self, module: nn.Module, dtype: torch.dtype, *, stays: bool = True) -> None:
         """`stays`: copies and sums keep their memory, for kernels that were recorded; else they are freed between calls
-        and between updates. `summed`: parameters to whose sums products of matrices add; these must not stay, since a
-        pass is recorded from gradients."""
-        assert not (stays and summed)
+        and between updates."""
         self._dtype = dtype
         self._stays = stays
         self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
@@ -41,9 +29,6 @@ class RoundedWeights:
                     self._places.setdefault(parameter, []).append((part, name))
                 elif parameter.is_floating_point():
                     parameter.data = parameter.data.to(dtype)
-        self._summed = {
-            index: (master, summed[master]) for index, master in enumerate(self._places) if master in summed
-        }
         self._sums: list[torch.Tensor | None] = []
         """None: that parameter has got no gradient yet, and the sum has no memory."""
         self.copies: list[nn.Parameter] = []
@@ -72,8 +57,6 @@ class RoundedWeights:
         self._reached.clear()
         if not self._stays:
             self._sums = [None] * len(self._places)
-            for index, (master, place) in self._summed.items():
-                self._sums[index] = place.total = torch.zeros_like(master)
             return
         if not self._sums:
             self._sums = [torch.zeros_like(master) for master in self._places]
@@ -96,17 +79,12 @@ class RoundedWeights:
         for index, (master, total) in enumerate(zip(self._places, self._sums, strict=True)):
             master.grad = total if index in self._reached else None
         if not self._stays:
-            self._drop_sums()
+            self._sums = []
 
     def release(self) -> None:
         """Free the memory of copies and sums, which have addresses of their own in each call from now on."""
         if self._stays:
             self.copies, self._stays = [], False
-        self._drop_sums()
-
-    def _drop_sums(self) -> None:
-        for _, place in self._summed.values():
-            place.total = None
         self._sums = []
 
     def _copy(self, index: int, master: nn.Parameter) -> nn.Parameter:
@@ -117,15 +95,13 @@ class RoundedWeights:
         return copy
 
     def _add_own(self, index: int, copy: torch.Tensor) -> None:
-        self._reached.add(index)
-        if copy.grad is None:  # autograd calls this, too, where a product has added the gradient to the sum
-            assert index in self._summed
-            return
+        assert copy.grad is not None
         total = self._sums[index]
         if total is None:
             self._sums[index] = copy.grad.float()
         else:
             total.add_(copy.grad)
+        self._reached.add(index)
         copy.grad = None
 
     def _put(self, parameters: Sequence[nn.Parameter]) -> None:

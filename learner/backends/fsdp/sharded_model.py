@@ -105,16 +105,9 @@ class ShardedModel:
             fill_shards(whole, model.path, None if self._adapters is None else self._adapters.base)
         if self._adapters is not None:
             self._adapters.fill(seed)
-        is_summed = compute.fused_sums and is_whole and recorder is None and self._adapters is None
-        if compute.fused_sums and not is_summed and isinstance(module, Policy) and self.rank == 0:
-            log.info(
-                "learner.compute.fused_sums changes nothing here: it takes one GPU, bfloat16, no adapter, and kernels"
-                " that are launched (learner.compute.cuda_graphs=never)."
-            )
         if is_whole and isinstance(module, Policy):
             module.to(self._device)
-            sums = module.sum_in_products() if is_summed else {}
-            self._rounded = RoundedWeights(module, self._dtype, stays=recorder is not None, summed=sums)
+            self._rounded = RoundedWeights(module, self._dtype, stays=recorder is not None)
             if recorder is not None:
                 self._replayed = ReplayedRows(module, self._rounded, recorder, picks=compute.cuda_graphs == "always")
         return module
