@@ -1,4 +1,6 @@
-"""One rank of a learner that replays experts, run by torchrun: it writes each case's logprobs and one step's results.
+# mypy: disable-error-code="index"
+"""One rank of a learner that replays experts, run by torchrun: it writes each case's logprobs and a step's results, for
+samples by themselves and for those that share tokens.
 
 python -m torch.distributed.run --nproc-per-node 2 -m tests.learner.replay_rank DIRECTORY CASE...
 """
@@ -13,9 +15,10 @@ import torch.distributed as dist
 from learner.backends import open_backend
 from learner.config import ComputeConfig, LayoutConfig
 from learner.rows.batch import PackedBatch
-from learner.rows.packing import pack
+from learner.rows.packing import PackableSequence
+from learner.rows.units import pack_units
 from tests.learner.replayed import EXPERTS, LENGTHS, TEMPERATURE, model, with_experts
-from tests.learner.tiny import OPTIMIZER, ratio_loss, sequences
+from tests.learner.tiny import OPTIMIZER, alike, ratio_loss, sequences
 
 BUDGET = 24
 DENOMINATOR = 50.0
@@ -27,7 +30,6 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     backend: str
     layout: LayoutConfig = LayoutConfig()
     compute: ComputeConfig = ComputeConfig()
-    is_replayed: bool = True
 
 
 class Result(msgspec.Struct):
@@ -39,25 +41,50 @@ class Result(msgspec.Struct):
     disagreement: dict[str, float]
 
 
-def batches_of(replica: int, replicas: int, *, is_replayed: bool = True) -> list[PackedBatch]:
-    given = sequences(LENGTHS)
-    return pack(with_experts(given, EXPERTS) if is_replayed else given, replica, replicas, BUDGET)
+def samples(*, is_shared: bool) -> list[PackableSequence]:
+    """Return samples with experts. Those that share tokens are of two groups, in each of which one has other experts
+    in the middle of what is shared."""
+    if not is_shared:
+        return with_experts(sequences(LENGTHS), EXPERTS)
+    given = []
+    for seed, count in ((0, 7), (1, 5)):
+        group = with_experts(alike(sequences([12, 9, 14], seed), count), EXPERTS, seed)
+        for one in group[1:]:
+            one.experts[:count] = group[0].experts[:count]
+        group[-1].experts[count - 2, 1] = (group[0].experts[count - 2, 1] + 1) % EXPERTS
+        given += group
+    return given
 
 
-def run(case: Case) -> tuple[int, Result]:
+def batches_of(replica: int, replicas: int, *, is_shared: bool) -> list[PackedBatch]:
+    rows = pack_units(
+        [[one] for one in samples(is_shared=is_shared)],
+        replica=replica,
+        replicas=replicas,
+        micro_batch_tokens=BUDGET,
+        prefix_sharing="always" if is_shared else "never",
+    )
+    return [row.batch for row in rows]
+
+
+def run(case: Case) -> tuple[int, list[Result]]:
+    """Return this rank, and the results for samples by themselves and for those that share tokens."""
     backend = open_backend(case.backend, model(), OPTIMIZER, seed=1, layout=case.layout, compute=case.compute)
-    batches = batches_of(backend.replica, backend.replicas, is_replayed=case.is_replayed)
-    logprobs = torch.cat(backend.logprobs(batches, TEMPERATURE)).tolist()
-    _, norm, reports = backend.step(batches, ratio_loss(batches, DENOMINATOR), TEMPERATURE, 1e-3)
-    disagreement = {name: value for report in reports for name, value in report.items() if "disagree" in name}
-    return backend.rank, Result(backend.replica, logprobs, norm, disagreement)
+    results = []
+    for is_shared in (False, True):
+        batches = batches_of(backend.replica, backend.replicas, is_shared=is_shared)
+        logprobs = torch.cat(backend.logprobs(batches, TEMPERATURE)).tolist()
+        _, norm, reports = backend.step(batches, ratio_loss(batches, DENOMINATOR), TEMPERATURE, learning_rate=0.0)
+        disagreement = {name: value for report in reports for name, value in report.items() if "disagree" in name}
+        results.append(Result(backend.replica, logprobs, norm, disagreement))
+    return backend.rank, results
 
 
 def main(directory: Path, cases: list[str]) -> None:
     torch.set_num_threads(1)
     for number, text in enumerate(cases):
-        rank, result = run(msgspec.json.decode(text, type=Case))
-        (directory / f"{number}_{rank}.json").write_bytes(msgspec.json.encode(result))
+        rank, results = run(msgspec.json.decode(text, type=Case))
+        (directory / f"{number}_{rank}.json").write_bytes(msgspec.json.encode(results))
     dist.destroy_process_group()
 
 

@@ -35,8 +35,8 @@ from learner.rows.packing import concatenate, from_trajectory
 from learner.rows.routing import Routing, RoutingError, routing_of
 from tests.learner import replay_rank
 from tests.learner.batches import group
-from tests.learner.replay_rank import DENOMINATOR, Case, Result, batches_of
-from tests.learner.replayed import CHOSEN, EXPERTS, LAYERS, LENGTHS, TEMPERATURE, forced, model, with_experts
+from tests.learner.replay_rank import DENOMINATOR, Case, Result, batches_of, samples
+from tests.learner.replayed import CHOSEN, LAYERS, LENGTHS, TEMPERATURE, forced, model, with_experts
 from tests.learner.test_fsdp import trained_tokens
 from tests.learner.tiny import OPTIMIZER, model_config, sequences, share
 from tests.learner.torchrun import run_ranks
@@ -230,24 +230,33 @@ CASES = {
 }
 
 
+Told = dict[str, list[tuple[Result, Result]]]
+"""The results of each rank in every case: those of samples by themselves, and of samples that share tokens."""
+
+
 @pytest.fixture(scope="module")
-def layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Result]]:
-    """Return the results of each of two ranks, in every case."""
+def layouts(tmp_path_factory: pytest.TempPathFactory) -> Told:
     directory = tmp_path_factory.mktemp("ranks")
     texts = [msgspec.json.encode(case).decode() for case in CASES.values()]
     run_ranks(replay_rank.__name__, 2, directory, *texts, timeout_s=240)
     return {
         name: [
-            msgspec.json.decode((directory / f"{number}_{rank}.json").read_bytes(), type=Result) for rank in range(2)
+            msgspec.json.decode((directory / f"{number}_{rank}.json").read_bytes(), type=tuple[Result, Result])
+            for rank in range(2)
         ]
         for number, name in enumerate(CASES)
     }
 
 
 @pytest.fixture(scope="module")
-def expected() -> tuple[list[list[float]], float]:
-    """Return the logprobs of one replica and of each of two, as packed in micro-batches, and the gradient's norm."""
-    given = with_experts(sequences(LENGTHS), EXPERTS)
+def expected() -> list[tuple[list[list[float]], float]]:
+    """Return the logprobs of one replica and of each of two, as packed in micro-batches, and the gradient's norm: of
+    samples by themselves, and of those that share tokens."""
+    return [expected_of(is_shared) for is_shared in (False, True)]
+
+
+def expected_of(is_shared: bool) -> tuple[list[list[float]], float]:
+    given = samples(is_shared=is_shared)
     logprobs_T, gradients = forced(model(), given, DENOMINATOR)
     by_tokens = {
         tuple(one.token_ids): part.tolist()
@@ -255,38 +264,46 @@ def expected() -> tuple[list[list[float]], float]:
     }
     shares = []
     for replica, replicas in ((0, 1), (0, 2), (1, 2)):
+        batches = batches_of(replica, replicas, is_shared=is_shared)
+        assert any(batch.tree is not None for batch in batches) is is_shared
         packed = [
             tuple(tokens.tolist())
-            for batch in batches_of(replica, replicas)
+            for batch in batches
             for tokens in batch.token_ids_T.split(batch.cu_seqlens.diff().tolist())
         ]
         shares.append([value for tokens in packed for value in by_tokens[tokens]])
     return shares, float(torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt())
 
 
+@pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_every_layout_takes_each_tokens_choices(
-    name: str, layouts: dict[str, list[Result]], expected: tuple[list[list[float]], float]
+    name: str, is_shared: bool, layouts: Told, expected: list[tuple[list[list[float]], float]]
 ) -> None:
-    (whole, *halves), norm = expected
-    told = layouts[name]
-    is_shared = told[0].replica == told[1].replica
-    for result, logprobs in zip(told, [whole, whole] if is_shared else halves, strict=True):
+    (whole, *halves), norm = expected[is_shared]
+    told = [results[is_shared] for results in layouts[name]]
+    has_one_replica = told[0].replica == told[1].replica
+    for result, logprobs in zip(told, [whole, whole] if has_one_replica else halves, strict=True):
         np.testing.assert_allclose(result.logprobs, logprobs, rtol=0, atol=2e-5)
         assert result.norm == pytest.approx(norm, rel=1e-4)
 
 
-def test_every_layout_counts_each_choice_once(layouts: dict[str, list[Result]]) -> None:
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_every_layout_counts_each_choice_once(is_shared: bool, layouts: Told) -> None:
     """Recomputation passes twice and doubles both counts."""
-    fed = sum(LENGTHS) - len(LENGTHS)
     shares = set()
-    for name, told in layouts.items():
-        is_shared = told[0].replica == told[1].replica
-        counted = [told[0].disagreement] if is_shared else [one.disagreement for one in told]
-        assert not is_shared or told[0].disagreement == told[1].disagreement
+    for name, results in layouts.items():
+        told = [one[is_shared] for one in results]
+        replicas = len({one.replica for one in told})
+        batches = [batch for replica in range(replicas) for batch in batches_of(replica, replicas, is_shared=is_shared)]
+        computed = sum(
+            batch.num_positions if batch.tree else batch.num_tokens - len(batch.cu_seqlens) + 1 for batch in batches
+        )
+        counted = [one.disagreement for one in told][:replicas]
+        assert replicas == 2 or told[0].disagreement == told[1].disagreement
         different = sum(one["router_disagreement_sum"] for one in counted)
         count = sum(one["router_disagreement_count"] for one in counted)
-        assert count in (fed * LAYERS * CHOSEN, 2 * fed * LAYERS * CHOSEN), name
+        assert count in (computed * LAYERS * CHOSEN, 2 * computed * LAYERS * CHOSEN), name
         shares.add(different / count)
     assert len(shares) == 1
     assert 0.5 < shares.pop() < 1
