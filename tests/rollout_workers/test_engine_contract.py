@@ -288,6 +288,26 @@ async def test_what_begins_after_a_swap_uses_nothing_that_older_weights_cached(c
         case.close.check_same(response, expected)
 
 
+async def test_a_group_computes_its_prompt_once_under_each_version(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case.kind != "vllm":
+        pytest.skip("it reads how many of a request's tokens vLLM found in its cache")
+    outputs, cached = case.engine._outputs, dict[str, int]()
+
+    async def watched(request_id: str, *others: object) -> AsyncIterator[object]:
+        async for found in outputs(request_id, *others):
+            cached.setdefault(request_id, found[0].num_cached_tokens)
+            yield found
+
+    monkeypatch.setattr(case.engine, "_outputs", watched)
+    block = case.engine._llm.vllm_config.cache_config.block_size
+    prompt = [2 + (i * 5) % 60 for i in range(300)]
+    for keep_cache in (False, True):
+        await hold(case.engine, case.old, keep_cache=keep_cache)
+        cached.clear()
+        await run_all(case.engine, [prompt] * 4, max_new_tokens=2)
+        assert sorted(cached.values()) == [0, *[len(prompt) // block * block] * 3]
+
+
 async def test_a_slow_reader_gets_exact_spans(case: Case) -> None:
     """The engine still tells apart chunks that piled up over a swap."""
     if case.kind == plugged.ENGINE:
