@@ -264,7 +264,7 @@ def main() -> None:
     """Measure all cases, as the command line says."""
     options, began = _parse(), time.perf_counter()
     if options.kept_logits:
-        token_logprobs.KEPT_LOGITS = options.kept_logits << 30
+        token_logprobs.KEPT_LOGITS = token_logprobs.KEPT_LOGITS_OF_LARGE = options.kept_logits << 30
     learner = Learner(options, shape_of(options.shape, options.layers))
     found = []
     for name, given in cases(options, learner.shape.vocabulary):
@@ -313,7 +313,13 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--recompute", default="none", choices=("none", "selective", "full"))
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--cuda-graphs", default="auto", choices=("auto", "never"))
-    parser.add_argument("--kept-logits", type=int, default=0, metavar="N", help="keep N * 2^30 logits; 3 is usual")
+    parser.add_argument(
+        "--kept-logits",
+        type=int,
+        default=0,
+        metavar="N",
+        help="keep up to N * 2^30 logits of a row; 0: the GPU decides",
+    )
     parser.add_argument("--whole-only", action="store_true", help="measure nothing but full rows")
     parser.add_argument("--all-logprobs", action="store_true", help="those of prompts, too, which no loss reads")
     parser.add_argument("--profile", action="store_true")

@@ -316,6 +316,20 @@ def test_logits_are_kept_where_they_take_no_more_than_a_share_of_the_device() ->
     assert unknown == enough == less + logits_bytes
 
 
+def test_a_large_gpu_keeps_the_logits_of_longer_rows() -> None:
+    long = with_learner(
+        planned(QWEN3_8B),
+        device="cuda",
+        micro_batch_tokens=32768,
+        compute=ComputeConfig(cuda_graphs="never", recompute="none"),
+    )
+    unknown, large, small = (
+        plan_memory(replace(long, device_bytes=device_bytes))[0].head
+        for device_bytes in (None, 141 * 10**9, 80 * 10**9)
+    )
+    assert unknown == large == small + 2 * long.row_tokens * long.vocabulary_rows
+
+
 def test_recorded_kernels_have_activations_of_their_own() -> None:
     small = planned(Qwen3Config(**TINY))
     launched = plan_memory(with_learner(small, device="cuda", compute=ComputeConfig(cuda_graphs="never")))[0]

@@ -145,6 +145,10 @@ GIB = 1 << 30
 @pytest.mark.parametrize(
     ("dtype", "gib", "most"),
     [
+        (torch.bfloat16, 140, 6 * GIB),
+        (torch.float32, 140, 35 * GIB // 8),
+        (torch.bfloat16, 94, 47 * GIB // 8),
+        (torch.bfloat16, 93, 3 * GIB),
         (torch.bfloat16, 80, 3 * GIB),
         (torch.bfloat16, 48, 3 * GIB),
         (torch.bfloat16, 24, 3 * GIB // 2),
