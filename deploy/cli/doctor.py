@@ -163,20 +163,25 @@ def _finding(name: str, found: tuple[bool, str], remedy: str) -> Finding:
 
 def _backends(torch: TorchFacts) -> tuple[Finding, ...]:
     known = (_finding(name, known.examine(torch), known.remedy) for name, known in BACKENDS.items())
-    return (*known, _package("bitsandbytes", "model.adapter.quantize_base=nf4"))
+    return (
+        *known,
+        _package("bitsandbytes", "model.adapter.quantize_base=nf4", extra="quantized"),
+        _package("flash-attn-4", "attention of long sequences on Hopper and Blackwell", extra="flash-attn"),
+    )
 
 
 def _transports(torch: TorchFacts) -> tuple[Finding, ...]:
     return tuple(_finding(name, known.examine(torch), known.remedy) for name, known in TRANSPORTS.items())
 
 
-def _package(name: str, use: str) -> Finding:
+def _package(name: str, use: str, extra: str = "") -> Finding:
+    """`extra`: the extra of Headway that installs it."""
     version = version_of(name)
     return Finding(
         name=name,
         works=version is not None,
         detail=f"{version or 'missing'} ({use})",
-        remedy=f"pip install {name}",
+        remedy=f"pip install 'headway[{extra}]'" if extra else f"pip install {name}",
     )
 
 

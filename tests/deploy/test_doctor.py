@@ -4,14 +4,16 @@ import io
 import json
 import subprocess
 import sys
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from broker.installation import TorchFacts
+from broker.installation import TorchFacts, version_of
 from deploy.cli import doctor
 from deploy.terminal import Terminal
+from rollout_workers.engines.sglang.abilities import SGLANG
 
 
 def test_the_report_of_this_machine() -> None:
@@ -25,6 +27,7 @@ def test_the_report_of_this_machine() -> None:
         "fsdp": True,
         "megatron": find_spec("megatron") is not None,
         "bitsandbytes": find_spec("bitsandbytes") is not None,
+        "flash-attn-4": version_of("flash-attn-4") is not None,
     }
     assert [engine["name"] for engine in report["engines"]] == ["embedded", "vllm", "sglang"]
     assert report["ready"] is True
@@ -40,6 +43,51 @@ def test_a_torch_that_does_not_import_is_a_finding(tmp_path: Path) -> None:
     assert not doctor._engines(facts)[0].works
     assert "no torch" in doctor._machine(facts)[2].detail
     assert not any(transport.works for transport in doctor._transports(facts))
+
+
+def test_packages_of_extras_are_installed_by_their_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "version_of", lambda _: None)
+    extras = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
+    found = {finding.name: finding.remedy for finding in doctor._backends(TorchFacts()) if "missing" in finding.detail}
+    assert found == {
+        "bitsandbytes": "pip install 'headway[quantized]'",
+        "flash-attn-4": "pip install 'headway[flash-attn]'",
+    }
+    for name, remedy in found.items():
+        extra = remedy.split("[")[1].split("]")[0]
+        assert any(one.startswith(f"{name}==") for one in extras[extra])
+
+
+@pytest.mark.parametrize(
+    ("files", "works", "said"),
+    [
+        (["sgl_kernel/flash_ops.abi3.so", "flashinfer/__init__.py"], True, ["sglang 0.5.17"]),
+        (["flashinfer/__init__.py"], False, ["FA3", "attention_backend=triton"]),
+        (["sgl_kernel/flash_ops.abi3.so"], False, ["flashinfer", "sampling_backend=pytorch"]),
+        ([], False, ["attention_backend=triton", "sampling_backend=pytorch"]),
+    ],
+)
+def test_sglang_lacks_kernels(
+    files: list[str], works: bool, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stand-ins for its packages are found before installed ones, and an installed flashinfer is not looked at."""
+    metadata = "sglang-0.5.17.dist-info/METADATA"
+    for name in ("sgl_kernel/__init__.py", metadata, *files):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.17\n" * (name == metadata))
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    found, detail = SGLANG.examine(TorchFacts(version="2.11", gpus=("a GPU",)))
+    assert found is works
+    assert all(part in detail for part in said)
+    assert SGLANG.examine(TorchFacts(version="2.11")) == (False, "sglang 0.5.17, and no GPU")
+
+
+def test_sglang_without_any_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sglang-0.5.17.dist-info").mkdir()
+    (tmp_path / "sglang-0.5.17.dist-info" / "METADATA").write_text("Name: sglang\nVersion: 0.5.17\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    found = SGLANG.examine(TorchFacts(version="2.11", gpus=("a GPU",)))
+    assert found == (False, "sglang 0.5.17; no sgl_kernel, without which it does not start")
 
 
 @pytest.mark.parametrize("answer", ["", "not json", "[1"])

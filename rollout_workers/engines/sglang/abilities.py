@@ -1,6 +1,9 @@
 """The abilities of SGLang as an engine. This module does not import SGLang."""
 
-from broker.installation import TorchFacts, version_of
+from importlib.util import find_spec
+from pathlib import Path
+
+from broker.installation import TorchFacts, is_installed, version_of
 from rollout_workers.engines.abilities import EngineAbilities, KnownEngine
 
 from .options import is_harmless
@@ -10,7 +13,24 @@ def _examine(torch: TorchFacts) -> tuple[bool, str]:
     version = version_of("sglang")
     if version is None:
         return False, "not installed"
-    return bool(torch.gpus), f"sglang {version}" if torch.gpus else f"sglang {version}, and no GPU"
+    if not torch.gpus:
+        return False, f"sglang {version}, and no GPU"
+    missing = _missing_kernels()
+    return not missing, "; ".join([f"sglang {version}", *missing])
+
+
+def _missing_kernels() -> list[str]:
+    """Return what SGLang's defaults need on a GPU and is not there, each with the option that does without."""
+    kernels = find_spec("sgl_kernel")
+    if kernels is None:
+        return ["no sgl_kernel, without which it does not start"]
+    missing = []
+    places = kernels.submodule_search_locations or ()
+    if not any(file for place in places for file in Path(place).glob("flash_ops*")):
+        missing.append("no FA3 in sgl_kernel: set engine.options.attention_backend=triton")
+    if not is_installed("flashinfer"):
+        missing.append("no flashinfer: set engine.options.sampling_backend=pytorch")
+    return missing
 
 
 SGLANG = KnownEngine(
