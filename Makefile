@@ -8,7 +8,10 @@ BENCH := $(VENV)/bench
 PEERS := $(VENV)/peers
 RAY := $(VENV)/ray
 TRACKERS := $(VENV)/trackers
-SGLANG := $(VENV)/sglang
+SGLANG_VERSION ?= 0.5.23
+SGLANG := $(VENV)/sglang-$(SGLANG_VERSION)
+# What a release needs in the place of ours, which are newer.
+SGLANG_0.5.17 := transformers==5.12.1 tokenizers==0.22.2 huggingface_hub==1.33.0
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Much of the suite waits for processes that it started, so three of its files at a time suit two cores.
@@ -129,7 +132,8 @@ $(SGLANG)/.installed: $(VENV)/.installed-dev tests/rollout_workers/sglang-requir
 	@$(BIN)/python -m venv $(SGLANG)
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 		"$$($(SGLANG)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/headway.pth"
-	@$(SGLANG)/bin/python -m pip --disable-pip-version-check install -q --no-deps -r tests/rollout_workers/sglang-requirements.txt
+	@$(SGLANG)/bin/python -m pip --disable-pip-version-check install -q --no-deps sglang==$(SGLANG_VERSION) \
+		$(SGLANG_$(SGLANG_VERSION)) -r tests/rollout_workers/sglang-requirements.txt
 	@$(SGLANG)/bin/python tests/rollout_workers/sglang_stubs.py
 	@$(SGLANG)/bin/python -m pip --disable-pip-version-check install -q --no-deps -e .
 	@touch $@
@@ -157,7 +161,7 @@ test-trackers: $(TRACKERS)/.installed  ## the tests that need wandb, MLflow and 
 test-peft: $(PEERS)/.installed  ## adapters beside the library PEFT and bitsandbytes, in an environment of its own (a minute)
 	@$(PEERS)/bin/python -m pytest tests/learner/test_peft.py tests/learner/test_quantized.py
 
-test-sglang: $(SGLANG)/.installed  ## the tests that need SGLang, on a CPU, in an environment of their own (about a quarter of an hour)
+test-sglang: $(SGLANG)/.installed  ## the tests that need SGLang, on a CPU, in an environment of their own (a quarter of an hour; SGLANG_VERSION=0.5.17)
 	@HEADWAY_TEST_MAIN=$(CURDIR)/$(BIN)/headway \
 		$(SGLANG)/bin/python -m pytest -m sglang tests/rollout_workers tests/end_to_end/test_sglang.py tests/end_to_end/test_sglang_adapter.py
 

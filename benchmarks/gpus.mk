@@ -1,4 +1,4 @@
-# What RESULTS.md tells of GPUs, on a machine with four of them or two, several measurements side by side:
+# Part of what RESULTS.md tells of GPUs, on a machine with four of them or two, several measurements side by side:
 #
 #   make -k -j -f benchmarks/gpus.mk [GPUS=2] OUTPUT=DIR SMOLLM2=DIR [PYTHON=python3] first|second|third
 #
