@@ -34,7 +34,8 @@ from broker.schema import Probe, TensorSpec, WeightManifest, WeightVersion
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import GenerationRequest, NamedTensors
-from rollout_workers.swaps.weights import refuse_other_logprobs, refuse_other_tensors
+from rollout_workers.swaps.probes import refuse_other_logprobs
+from rollout_workers.swaps.weights import refuse_other_tensors
 from weightsync.tensors.fingerprint import fingerprint
 
 KINDS = ("adapter", "finish", "whole")

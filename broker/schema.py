@@ -202,6 +202,8 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     """One for each token after the first, at temperature 1."""
     tolerance: float
     """The mean absolute difference that rounding explains."""
+    base_logprobs: list[float] = []
+    """Those of the weights without the adapter, where the version carries an adapter alone; else empty."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):

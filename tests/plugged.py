@@ -119,6 +119,14 @@ class AdaptedForwardEngine(ForwardEngine):
         held = {name: (fingerprint(tensor), tensor.numel()) for name, tensor in factors.items()}
         self._hold(version, check, Held.of(held))
 
+    async def score_base(self, token_ids):
+        changed = [(m, m.__dict__.pop("forward")) for m in self._model.modules() if "forward" in m.__dict__]
+        try:
+            return await self.score(token_ids)
+        finally:
+            for module, forward in changed:
+                module.forward = forward
+
 
 class FileTransport:
     """Rank 0 writes each bucket as a file, which the others read; whoever leaves says so in a file too."""

@@ -123,6 +123,10 @@ class AdapterBackend(Backend, Protocol):
         """Yield the frozen weights as `named_tensors` does, without the adapter."""
         ...
 
+    def without_adapter(self) -> AbstractContextManager[None]:
+        """Return a context in which passes compute what the frozen weights alone do. Update nothing within it."""
+        ...
+
     def factor_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield A and B on every rank by the model's names for them, as engines take them (`AdaptedEngine`)."""
         ...

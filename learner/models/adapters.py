@@ -8,7 +8,8 @@ Shapes: R rank, I input features, O output features, E experts.
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -141,6 +142,20 @@ def change(first: torch.Tensor, second: torch.Tensor, scale: float) -> torch.Ten
 def merged(weight: torch.Tensor, factors: tuple[torch.Tensor, torch.Tensor], scale: float) -> torch.Tensor:
     """The changed weight, in the weight's number format: W + s B A, added up in fp32."""
     return (weight.float() + change(*factors, scale)).to(weight.dtype)
+
+
+@contextmanager
+def zeroed(seconds: Sequence[torch.Tensor]) -> Iterator[None]:
+    """A context in which every B is 0, so that a model computes what it did without its adapter; then each is what it
+    was, to the bit. The tensors share memory with the parameters."""
+    kept = [second.clone() for second in seconds]
+    try:
+        for second in seconds:
+            second.zero_()
+        yield
+    finally:
+        for second, values in zip(seconds, kept, strict=True):
+            second.copy_(values)
 
 
 def check_recomputation(adapter: AdapterConfig | None, compute: ComputeConfig) -> None:

@@ -26,7 +26,7 @@ from learner.ranks import Ranks
 
 from .checkpoint_writer import CheckpointWriter
 from .colocation import LentDevice
-from .probe import measure_probe
+from .probe import measure_logprobs, measure_probe
 from .stopwatch import Lap, Stopwatch
 
 
@@ -100,6 +100,7 @@ class Learner:
         self.loss: float | None = None
         """The loss of the last step that this process trained; None before the first."""
         self._has_served_base = False
+        self._of_base: list[float] = []
         self._caught_up_at = self.config.caught_up_at
         self._saved_step = -1 if self.config.is_branch else self.version.step
         self._writer = CheckpointWriter(self.checkpoints, self.ranks, asynchronous=self.config.asynchronous)
@@ -217,7 +218,8 @@ class Learner:
         if self.version.step < self._caught_up_at:
             return
         self.observer.on_publish(self.version)
-        probe = measure_probe(self.backend, self.config.probe_tokens, self.config.probe_tolerance)
+        base = self._base_logprobs() if self.config.sends_adapter else ()
+        probe = measure_probe(self.backend, self.config.probe_tokens, self.config.probe_tolerance, base)
         tensors = self._tensors()
         try:
             if self.experience is not None:
@@ -225,6 +227,14 @@ class Learner:
         finally:
             for _ in tensors:  # gathering is collective
                 pass
+
+    def _base_logprobs(self) -> list[float]:
+        """Returns the probe's logprobs without the adapter, which never change, so they are measured once."""
+        assert isinstance(self.backend, AdapterBackend)
+        if not self._of_base:
+            with self.backend.without_adapter():
+                self._of_base = measure_logprobs(self.backend, self.config.probe_tokens)
+        return self._of_base
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Returns what a version carries. The base of adapters is published once, before the first of them."""

@@ -13,8 +13,21 @@ TOLERANCE = {"float32": 2e-3, "bfloat16": 0.25, "float16": 0.05}
 model of 30 layers has 0.07 in bfloat16; a wrong layout is off by whole units."""
 
 
-def measure_probe(backend: Backend, token_ids: Sequence[int], tolerance: float) -> Probe:
-    """Returns the logprobs of `token_ids`, of which there are at least two. Collective."""
+def measure_probe(
+    backend: Backend, token_ids: Sequence[int], tolerance: float, base_logprobs: Sequence[float] = ()
+) -> Probe:
+    """Returns the logprobs of `token_ids`, of which there are at least two. `base_logprobs`: those without the adapter,
+    where the version carries one alone. Collective."""
+    return Probe(
+        token_ids=list(token_ids),
+        logprobs=measure_logprobs(backend, token_ids),
+        tolerance=tolerance,
+        base_logprobs=list(base_logprobs),
+    )
+
+
+def measure_logprobs(backend: Backend, token_ids: Sequence[int]) -> list[float]:
+    """Returns one logprob for each of the tokens after the first, at temperature 1. Collective."""
     assert len(token_ids) >= 2, "a probe needs a token to predict"
     response = len(token_ids) - 1
     sequence = PackableSequence(
@@ -26,4 +39,5 @@ def measure_probe(backend: Backend, token_ids: Sequence[int], tolerance: float) 
         advantages=np.zeros(response, np.float32),
     )
     (logprobs_T,) = backend.logprobs([concatenate([sequence])], temperature=1.0)
-    return Probe(token_ids=list(token_ids), logprobs=logprobs_T[1:].tolist(), tolerance=tolerance)
+    logprobs: list[float] = logprobs_T[1:].tolist()
+    return logprobs

@@ -166,7 +166,11 @@ class AdaptedEngine(Engine, Protocol):
         """
         ...
 
+    async def score_base(self, token_ids: Sequence[int]) -> list[float]:
+        """Return what `score` does, of the weights W alone: the engine computes as for `score`, and adds no adapter."""
+        ...
+
 
 def takes_adapters(engine: Engine) -> TypeGuard[AdaptedEngine]:
     """Return whether an engine has what an `AdaptedEngine` adds. It may lack methods that it states not to offer."""
-    return all(hasattr(engine, name) for name in ("load_base", "swap_adapter"))
+    return all(hasattr(engine, name) for name in ("load_base", "swap_adapter", "score_base"))

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from broker.errors import NoRoomError, VersionRegressionError, WeightSyncError
-from broker.schema import Probe, TensorSpec, WeightManifest, WeightVersion
+from broker.schema import TensorSpec, WeightManifest, WeightVersion
 from rollout_workers.engines.base import AdaptedEngine, Engine, rounding_of, takes_adapters
 from rollout_workers.engines.held import Held
 from rollout_workers.engines.placing.loading import is_fused
@@ -21,6 +21,7 @@ from rollout_workers.outages import Outages
 from weightsync.receive.deliveries import Arriving, Delivery
 from weightsync.receive.subscriber import Subscriber
 
+from .probes import refuse_other_logprobs, refuse_unused_adapter
 from .turns import SwapTurns
 
 RETRY_S = 0.5
@@ -301,34 +302,15 @@ class HeldWeights:
         try:
             async with asyncio.timeout(PROBE_S):
                 scores = await self._engine.score(manifest.probe.token_ids)
+                base: Sequence[float] = ()
+                if manifest.probe.base_logprobs and takes_adapters(self._engine):
+                    base = await self._engine.score_base(manifest.probe.token_ids)
         except TimeoutError as error:
             raise WeightSyncError(
                 f"the engine did not answer the probe of {manifest.version} within {PROBE_S:g} s; restart the worker"
             ) from error
         refuse_other_logprobs(manifest.probe, scores, manifest.version, rounding_of(self._engine))
-
-
-def refuse_other_logprobs(probe: Probe, scores: Sequence[float], version: WeightVersion, rounding: float = 0.0) -> None:
-    """Raise WeightSyncError if the engine's logprobs of the probe differ from the learner's, on the mean of its tokens,
-    by more than the probe's tolerance and the engine's own `rounding` allow.
-
-    A single token says little: in bfloat16 an unlikely token of a real model is off by 0.6 where everything is right.
-    """
-    scored, expected = np.asarray(scores, np.float64), np.asarray(probe.logprobs, np.float64)
-    if scored.shape != expected.shape:
-        raise WeightSyncError(
-            f"the probe of version {version} has {expected.size} logprobs, the engine gave {scored.size}"
-        )
-    difference = float(np.abs(scored - expected).mean()) if expected.size else 0.0  # a single token predicts none
-    tolerance = max(probe.tolerance, rounding)
-    # Negated, so that NaN fails too.
-    if not difference <= tolerance:
-        raise WeightSyncError(
-            f"after the swap to version {version} the engine's logprobs differ from the learner's by a mean of "
-            f"{difference:.3g} where rounding explains {tolerance:.3g}: it does not hold what "
-            "was published. If it computes in a lower precision than the learner, workers.probe_swaps=false skips "
-            "the check"
-        )
+        refuse_unused_adapter(manifest.probe, scores, base, manifest.version)
 
 
 def refuse_other_tensors(manifest: WeightManifest, held: Held | None) -> None:

@@ -7,6 +7,7 @@ NUMBER/merged.safetensors, factors, base     tensors as engines get them, after 
 NUMBER/first, checkpoint   after the first step, and after both
 """
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     refusal: str
     """The error at the foreign checkpoint."""
     is_certain: bool
-    """Whether logprobs are the same when they are asked twice."""
+    """Whether logprobs are the same when they are asked twice, also after they were asked without the adapter."""
+    without: list[float]
+    """Logprobs without the adapter; of the model if it has none."""
 
 
 def run(case: Case, directory: Path) -> None:
@@ -80,9 +83,12 @@ def run(case: Case, directory: Path) -> None:
             save_file(tensors, directory / f"{kind}.safetensors")
     backend.save(directory / "checkpoint")
     batches = pack(sequences([7, 12]), 0, 1, 30)
-    first, again = (backend.logprobs(batches, 1.0)[0] for _ in range(2))
+    first = backend.logprobs(batches, 1.0)[0]
+    with nullcontext() if case.adapter is None else backend.without_adapter():
+        without = backend.logprobs(batches, 1.0)[0]
+    again = backend.logprobs(batches, 1.0)[0]
     refusal, is_certain = _refusal(backend, case.foreign), torch.equal(first, again)
-    outcome = Outcome(steps=results, **_held(backend), refusal=refusal, is_certain=is_certain)
+    outcome = Outcome(steps=results, **_held(backend), refusal=refusal, is_certain=is_certain, without=without.tolist())
     (directory / f"rank_{backend.rank}.json").write_bytes(msgspec.json.encode(outcome))
 
 

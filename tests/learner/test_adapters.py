@@ -160,6 +160,23 @@ def test_logprobs_are_those_of_the_merged_model(name: str, tmp_path: Path) -> No
         assert mean_difference(low, other) < 0.03
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["dense", "many experts"])
+def test_without_its_adapter_a_model_computes_what_its_base_does_and_then_goes_on(name: str, dtype: Any) -> None:
+    model = replace(MODELS[name], dtype=dtype)
+    adapted, base = (open_backend("fsdp", one, OPTIMIZER, seed=3) for one in (with_adapter(model), model))
+    batches = pack(sequences(LENGTHS), 0, 1, 1000)
+    for _ in range(2):
+        adapted.step(batches, ratio_loss(batches, 9.0), 0.9, 0.1)
+    (before,) = adapted.logprobs(batches, 1.0)
+    with adapted.without_adapter():
+        (without,) = adapted.logprobs(batches, 1.0)
+    (after,) = adapted.logprobs(batches, 1.0)
+    assert torch.equal(after, before)
+    assert mean_difference([without], [before]) > 0.1
+    assert mean_difference([without], base.logprobs(batches, 1.0)) < (1e-5 if dtype == "float32" else 0.02)
+
+
 def load(base: ModelConfig, expert: str) -> torch.Tensor:
     weights = open_weights(base.path)
     assert weights is not None

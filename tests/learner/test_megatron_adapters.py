@@ -17,11 +17,12 @@ from learner.models.model import load_config
 from learner.models.shape import adapter_parameters, shape_of
 from learner.planning.memory import plan_memory
 from learner.planning.planned import PlannedModel
+from learner.rows.packing import pack
 from tests.learner import fsdp_rank
 from tests.learner.adapted import ADAPTER, saved_base
 from tests.learner.megatron_adapter_rank import Case, Outcome
 from tests.learner.test_megatron import write_checkpoint
-from tests.learner.tiny import OPTIMIZER, model_config
+from tests.learner.tiny import OPTIMIZER, model_config, sequences
 from tests.learner.torchrun import run_ranks
 
 RANKS = 2
@@ -93,6 +94,10 @@ def test_every_layout_trains_the_adapter_that_fsdp_trains(name: str, root: Path)
         assert mine.keys() == theirs.keys()
         for key, tensor in theirs.items():
             torch.testing.assert_close(mine[key], tensor, rtol=0, atol=atol)
+    with alone.without_adapter():
+        (without,) = alone.logprobs(pack(sequences([7, 12]), 0, 1, 30), 1.0)
+    assert outcomes(directory)[0].without == pytest.approx(without.tolist(), abs=1e-5)
+    assert outcomes(directory)[0].is_certain
 
 
 def _model(root: Path, case: Case) -> ModelConfig:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from msgspec.structs import replace
 from transformers import PreTrainedModel
 
 from broker.schema import WeightVersion
@@ -44,9 +45,10 @@ def merged(architecture: Architecture, adapter: Sequence[tuple[str, torch.Tensor
 
 
 def adapter_delivery(version: WeightVersion, adapter: NamedTensors, architecture: Architecture = "dense") -> Delivery:
-    """Return a version that carries the adapter alone, and whose probe is of the merged model."""
+    """Return a version that carries the adapter alone, and whose probe is of the merged model, and of the base."""
     probe = delivery(version, merged(architecture, adapter)).manifest.probe
-    return Delivery(manifest(version, probe, adapter), adapter)
+    of_base = delivery(version, make_model(architecture, 0)).manifest.probe
+    return Delivery(manifest(version, replace(probe, base_logprobs=of_base.logprobs), adapter), adapter)
 
 
 def base_tensors(architecture: Architecture) -> NamedTensors:

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
+from msgspec.structs import replace
 
 from broker.client.broker import BlockingBroker, Broker
 from broker.errors import WeightSyncError
 from broker.schema import Group, WeightVersion
 from broker.server.embedded import EmbeddedServer
+from learner.stages.probe import TOLERANCE as ROUNDING
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine
 from rollout_workers.worker import Worker
@@ -40,11 +42,12 @@ class AdapterRun:
     worker: Worker
     engine: Any
 
-    async def publish(self, step: int) -> PublishReport:
-        sent = adapter_delivery(self.learner.version(step), make_adapter(make_model("dense", 0), step))
+    async def publish(self, step: int, size: float = 0.2, tolerance: float = 1e-3) -> PublishReport:
+        sent = adapter_delivery(self.learner.version(step), make_adapter(make_model("dense", 0), step, size))
         self.learner.models[sent.manifest.version] = merged("dense", sent.tensors)
         gathering = self.publisher.gather(sent.tensors)
-        return await asyncio.to_thread(self.publisher.publish, sent.manifest.version, gathering, sent.manifest.probe)
+        probe = replace(sent.manifest.probe, tolerance=tolerance)
+        return await asyncio.to_thread(self.publisher.publish, sent.manifest.version, gathering, probe)
 
     async def take(self, step: int) -> tuple[Group, ...]:
         return await asyncio.to_thread(self.blocking.call, self.learner.take(step))
@@ -125,3 +128,22 @@ async def test_a_worker_whose_engine_keeps_an_older_adapter_ends_and_samples_not
     assert run.worker.info().version == run.learner.version(0)
     spans = {span.version for group in groups for t in group.trajectories for span in t.spans}
     assert spans == {run.learner.version(0)}
+
+
+@pytest.mark.parametrize("run", ["embedded"], indirect=True)
+async def test_a_worker_whose_engine_loads_a_small_adapter_and_does_not_use_it_ends(run: AdapterRun) -> None:
+    """Its fingerprints are right, and its logprobs are the learner's but for less than bfloat16 rounds."""
+
+    async def of_no_effect(version: WeightVersion, tensors: NamedTensors, scale: float, **options: Any) -> None:
+        used = 0.0 if version == run.learner.version(1) else scale
+        await type(run.engine).swap_adapter(run.engine, version, tensors, used, **options)
+
+    run.engine.swap_adapter = of_no_effect
+    async with running(run.worker) as task:
+        await run.publish(0, 0.05, ROUNDING["bfloat16"])
+        await run.take(0)
+        await run.publish(1, 0.05, ROUNDING["bfloat16"])
+        await asyncio.wait([task], timeout=60)
+    with pytest.raises(WeightSyncError, match="the engine computes without its adapter"):
+        task.result()
+    assert run.worker.info().version == run.learner.version(0)

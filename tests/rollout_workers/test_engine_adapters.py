@@ -17,7 +17,8 @@ from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import AdaptedEngine
 from rollout_workers.engines.embedded.adapters import Adapter
 from rollout_workers.engines.held import Held
-from rollout_workers.swaps.weights import refuse_other_logprobs, refuse_other_tensors
+from rollout_workers.swaps.probes import refuse_other_logprobs, refuse_unused_adapter
+from rollout_workers.swaps.weights import refuse_other_tensors
 
 from .adapters import RANK, SCALE, NamedTensors, adapter_delivery, base_tensors, make_adapter, merged
 from .generation import PROMPTS, begin, difference, hold, run_all
@@ -60,6 +61,12 @@ class Case:
     async def probe(self, sent: Delivery) -> None:
         scores = await self.engine.score(PROBE)
         refuse_other_logprobs(sent.manifest.probe, scores, sent.manifest.version)
+        await self.probe_use(sent)
+
+    async def probe_use(self, sent: Delivery) -> None:
+        """Compare what the adapter changes alone, as if rounding explained any other difference."""
+        scores, base = await self.engine.score(PROBE), await self.engine.score_base(PROBE)
+        refuse_unused_adapter(sent.manifest.probe, scores, base, sent.manifest.version)
 
     def sent(self, step: int) -> Delivery:
         return adapter_delivery(WeightVersion(1, step), self.adapter(step), self.architecture)
@@ -154,6 +161,8 @@ async def test_an_adapter_that_is_loaded_and_not_used_is_no_version(
             without.setattr(NAMES[case.kind], lambda place: None)  # requests name none: it is held, and not used
             with pytest.raises(WeightSyncError, match="the engine's logprobs differ from the learner's"):
                 await case.probe(sent)
+            with pytest.raises(WeightSyncError, match="computes without its adapter"):
+                await case.probe_use(sent)
         await case.probe(sent)
         return
     fill = Adapter.fill

@@ -16,7 +16,8 @@ from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import AdaptedEngine
 from rollout_workers.engines.placing.adapter_places import AdapterPlaces
-from rollout_workers.swaps.weights import refuse_other_logprobs, refuse_other_tensors
+from rollout_workers.swaps.probes import refuse_other_logprobs
+from rollout_workers.swaps.weights import refuse_other_tensors
 
 from .adapters import RANK, SCALE, adapter_delivery, base_tensors, make_adapter, merged
 from .generation import PROMPTS, Response, begin, difference

@@ -17,7 +17,7 @@ from broker.server.embedded import EmbeddedServer
 from rollout_workers.engines.base import Chunk, GenerationRequest
 from rollout_workers.engines.placing.shared_tensors import Handover
 from rollout_workers.swaps import weights
-from rollout_workers.swaps.weights import refuse_other_logprobs
+from rollout_workers.swaps.probes import refuse_other_logprobs
 from tests.full_disk import no_files_over
 from weightsync.config import WeightsConfig
 from weightsync.publish.publisher import Publisher, PublishReport

@@ -3,6 +3,7 @@
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from learner.backends.rng import load_rng, snapshot_rng
 from learner.backends.saving import NamedTensors, snapshot_gathered
 from learner.backends.score_head import SCORE_WEIGHT, first_head
 from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
+from learner.models.adapters import zeroed
 from learner.models.classifier import check_classifier, write_classifier_files
 from learner.models.model import load_tokenizer
 from learner.rows.batch import PackedBatch
@@ -94,6 +96,11 @@ class FsdpBackend(ShardedModel):
     def base_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the frozen weights as `named_tensors` does, without the adapter."""
         return self._export.tensors(is_merged=False)
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        """Return a context in which passes compute what the frozen weights alone do."""
+        assert self._adapters is not None
+        return zeroed([local(second) for _, (_, second) in self._adapters.factors()])
 
     def factor_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield A and B of every adapted weight by the model's names, in `model.dtype`. Collective."""

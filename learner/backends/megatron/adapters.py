@@ -56,10 +56,12 @@ class LayerAdapters:
         self._model = unfilled(hugging_face)
         self.targets = targets_of(self._model, adapter)
         self.is_dropping = False
+        self._chunks: Sequence[PackedGpt] = ()
         self.architecture, self._layout = architecture, layout
 
     def add(self, chunks: Sequence[PackedGpt]) -> None:
         """Freeze the model and add adapters, whose values are undefined, to it."""
+        self._chunks = chunks
         for chunk in chunks:
             chunk.requires_grad_(False)
         for name, module in [
@@ -88,6 +90,11 @@ class LayerAdapters:
         kind = ColumnAdapter if place_of(next(iter(targets.values()))).splits_outputs else RowAdapter
         setattr(module, ADAPTER, kind(module, targets, self))
         module.register_forward_hook(_added)
+
+    def seconds(self) -> list[torch.Tensor]:
+        """Return this rank's parts of every B, in the memory that passes read."""
+        named = [pair for chunk in self._chunks for pair in chunk.named_parameters()]
+        return [parameter.detach() for name, parameter in named if f".{ADAPTER}." in name and name.endswith(FACTORS[1])]
 
     def bindings(self, layer: int) -> Iterator[HeldBinding]:
         """Yield those of a layer's factors; the same on every rank."""

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from learner.backends.rng import load_rng, snapshot_rng
 from learner.backends.saving import NamedTensors, snapshot_gathered
 from learner.backends.score_head import first_head
 from learner.config import ModelConfig, OptimizerConfig
+from learner.models.adapters import zeroed
 from learner.models.classifier import check_classifier, write_classifier_files
 from learner.rows.batch import PackedBatch
 
@@ -86,6 +88,11 @@ class MegatronBackend(TrainedParts):
     def base_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the frozen weights as `named_tensors` does, without the adapter."""
         return self._exporter.named_tensors()
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        """Return a context in which passes compute what the frozen weights alone do."""
+        assert self._adapters is not None
+        return zeroed(self._adapters.seconds())
 
     def factor_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield A and B of every adapted weight by the model's names, in `model.dtype`."""

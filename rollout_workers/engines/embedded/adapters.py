@@ -7,6 +7,8 @@ R rank, I input features, O output features, E experts, T tokens, K experts chos
 """
 
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,6 +49,18 @@ class Adapter:
         for name in self._changed:
             self.modules[name].__dict__.pop("forward", None)  # the class's own again
         self._factors, self._changed = {}, {}
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """A context in which the same modules compute by the same kernels, and add nothing."""
+        scales = [factors.scale for factors in self._changed.values()]
+        try:
+            for factors in self._changed.values():
+                factors.scale = 0.0
+            yield
+        finally:
+            for factors, scale in zip(self._changed.values(), scales, strict=True):
+                factors.scale = scale
 
     def held(self, tensors: NamedTensors) -> Held | None:
         """Return what forward passes read of these tensors; None if one was converted to another number format."""

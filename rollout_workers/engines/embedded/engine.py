@@ -168,6 +168,11 @@ class EmbeddedEngine:
         self._check(token_ids, self.max_model_len)
         return await self._ask(lambda: self._decoder.score(token_ids))
 
+    async def score_base(self, token_ids: Sequence[int]) -> list[float]:
+        """See AdaptedEngine."""
+        self._check(token_ids, self.max_model_len)
+        return await self._ask(lambda: self._score_base(token_ids))
+
     async def sleep(self) -> None:
         """See Engine."""
         await self._ask(self._decoder.sleep)
@@ -291,6 +296,10 @@ class EmbeddedEngine:
         if check is not None:
             check(self._adapter.held(tensors))
         self._is_paused = False
+
+    def _score_base(self, token_ids: Sequence[int]) -> list[float]:
+        with self._adapter.left_out():
+            return self._decoder.score(token_ids)
 
     def _load_part(self, filling: Filling, part: NamedTensors) -> None:
         self._overwrite(filling.places(part))

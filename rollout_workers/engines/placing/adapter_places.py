@@ -79,13 +79,13 @@ class AdapterPlaces:
         self.base_is_new = self.base_is_new and not place
 
     def version(self, place: int) -> WeightVersion:
-        """Return the version that the place holds."""
-        return self._versions[place]
+        """Return the version that the place holds; of place 0, which has the base of all, that of the newest place."""
+        return self._versions[place or self.newest]
 
     @contextmanager
-    def kept(self) -> Iterator[int]:
-        """Keep the newest place for one request, and yield it."""
-        place = self.newest
+    def kept(self, place: int | None = None) -> Iterator[int]:
+        """Keep a place (None: the newest) for one request, and yield it."""
+        place = self.newest if place is None else place
         self._requests[place] += 1
         try:
             yield place

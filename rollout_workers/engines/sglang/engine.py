@@ -184,11 +184,20 @@ class SglangEngine:
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """See Engine."""
+        return await self._scores(token_ids)
+
+    async def score_base(self, token_ids: Sequence[int]) -> list[float]:
+        """See AdaptedEngine."""
+        return await self._scores(token_ids, 0)
+
+    async def _scores(self, token_ids: Sequence[int], place: int | None = None) -> list[float]:
+        """Return logprobs with the adapter of `place` (None: the newest)."""
         self._check(token_ids, self.max_model_len)
         while True:
             await self._until_it_may_sample()
             scored: list[Any] = []
-            asked = scoring(token_ids, self._next_id(), self._swaps, self._places.newest)
+            of = self._places.newest if place is None else place
+            asked = scoring(token_ids, self._next_id(), self._swaps, of)
             async with aclosing(self._outputs(asked)) as outputs:
                 async for output in outputs:
                     scored.append(output)

@@ -204,11 +204,18 @@ class VllmEngine:
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """See Engine. The sequence must be one token shorter than the longest, since vLLM insists on generating one."""
+        return await self._scores(token_ids)
+
+    async def score_base(self, token_ids: Sequence[int]) -> list[float]:
+        """See AdaptedEngine, and `score`."""
+        return await self._scores(token_ids, 0)
+
+    async def _scores(self, token_ids: Sequence[int], place: int | None = None) -> list[float]:
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
         self._scored += 1
-        async with aclosing(self._outputs(f"score-{self._scored}", list(token_ids), params)) as outputs:
+        async with aclosing(self._outputs(f"score-{self._scored}", list(token_ids), params, place)) as outputs:
             output, *_ = await anext(outputs)
         entries = zip(output.prompt_logprobs[1:], token_ids[1:], strict=True)
         return [float(entry[token].logprob) for entry, token in entries]
@@ -238,17 +245,17 @@ class VllmEngine:
         llm.shutdown = lambda timeout=None: None  # its __del__ calls it again while Python exits
 
     async def _outputs(
-        self, request_id: str, prompt: list[int], params: Any
+        self, request_id: str, prompt: list[int], params: Any, place: int | None = None
     ) -> AsyncGenerator[tuple[Any, VersionStarts, list[Experts]], None]:
-        """Yield outputs, each with the request's versions and experts until then. Closing the iterator aborts the
-        request."""
+        """Yield outputs, each with the request's versions and experts until then, computed with the adapter of `place`
+        (None: the newest). Closing the iterator aborts the request."""
         if self._llm is None:
             raise HeadwayError("the engine was closed")
         if self._version is None:
             raise HeadwayError("this engine has no weights yet: call swap_weights first")
         self._check(prompt)
         collector, finished = None, False
-        with self._places.kept() as place:
+        with self._places.kept(place) as place:
             try:
                 salted = {"prompt_token_ids": prompt, "cache_salt": str(self._swaps)}
                 named = adapter_request(place)
