@@ -45,11 +45,14 @@ def engine_arguments(rank: int, places: int, shapes: nn.Module, dtype: object) -
         if "lora_target_modules" in AsyncEngineArgs.__dataclass_fields__
         else {}
     )
+    # vLLM's operations for CPUs index the slot of a request without an adapter by -1, where it computes beside others:
+    # that is the last one, which stays empty.
+    slots = places + 1 if current_platform.is_cpu() else places
     return {
         **names,
         "enable_lora": True,
-        "max_loras": places,
-        "max_cpu_loras": places,
+        "max_loras": slots,
+        "max_cpu_loras": slots,
         "max_lora_rank": next(most for most in RANKS if most >= rank),
     }
 
