@@ -214,7 +214,7 @@ def test_an_engine_of_ones_own_is_asked_whether_it_takes_adapters(
         check_packages(whole, has_workers=True)
     with pytest.raises(UnfitEngineError, match=r"worker's engine \(plugged:ForwardEngine\) takes whole weights"):
         rank_for_worker(takes, whole.engine, dense, roots)
-    with pytest.raises(ConfigError, match="makes a ForwardEngine, which lacks load_base, swap_adapter; what it must"):
+    with pytest.raises(ConfigError, match="makes a ForwardEngine, which lacks load_base, score_base, swap_adapter"):
         open_engine(whole.engine, save_config(make_model("dense", 0), tmp_path / "model"), seed=0, adapter_rank=4)
 
 
