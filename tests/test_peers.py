@@ -21,18 +21,19 @@ from pyarrow import parquet
 from benchmarks.peers import comparison, contestants, engine_idle, of_headway, of_verl
 from benchmarks.peers.figures import Figures, Step, figures_of
 from benchmarks.peers.gpu_idle import Look, idle, looking
-from benchmarks.peers.kept import Kept
+from benchmarks.peers.kept import BEFORE, Kept
 from benchmarks.peers.of_trl import Clock, Judge, TrlSetting, Verifier, config_of, prompts_of, row_of
 from benchmarks.peers.of_trl_async import ALL, NO_TOOLS, AsyncClock, PathKernel, async_config_of
 from benchmarks.peers.processes import finish_group
 from benchmarks.peers.race import LONG_TAILED, SHORT, TASKS, Race
 from broker import BlockingBroker
-from broker.errors import ConfigError
-from broker.schema import WorkerInfo
+from broker.errors import BrokerError, ConfigError
+from broker.schema import RunStatus, WorkerInfo
 from broker.server.embedded import EmbeddedServer
 from deploy.recipe.loading import load_recipe
 from deploy.run.directory import endpoint
 from deploy.run.events import HeartbeatEvent, StepEvent
+from deploy.run.stage_output import mark_complete
 from learner.data.examples import open_examples
 from learner.data.prompts import open_source
 from learner.models.model import load_model, load_tokenizer
@@ -224,6 +225,41 @@ def test_what_workers_report_is_read_from_the_runs_server(server: EmbeddedServer
     assert {busy_s for _, busy_s in seen["a"]} == {0.5, 0.75}
     for busy_s, first, last in between:
         assert all(first <= at <= last for at, of_report in seen["a"] if of_report == busy_s)
+
+
+def test_reports_are_followed_to_another_server(server: EmbeddedServer, tmp_path: Path) -> None:
+    with EmbeddedServer(tmp_path / "stale") as stale, engine_idle.reports_of(tmp_path / "tiny") as seen:
+        (tmp_path / "tiny").mkdir()
+        for one, name in ((stale, "old"), (server, "new")):
+            with closing(BlockingBroker(one.url, "tiny")) as client, endpoint(tmp_path / "tiny", one.url, "tiny"):
+                client.call(client.broker.batches.claim(checkpoint=FRESH, rules=rules(2), config=b"", resume=False))
+                client.call(client.broker.status.heartbeat(told(name, 0.5), 60.0))
+                wait_until(lambda: name in seen)  # noqa: B023  # called at once
+
+
+def test_a_failing_look_opens_the_server_anew_and_a_worker_without_a_session_is_skipped(
+    server: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[BlockingBroker] = []
+    call = BlockingBroker.call
+
+    def followed(self: BlockingBroker, coroutine: Any) -> Any:
+        answer = call(self, coroutine)
+        if isinstance(answer, RunStatus) and self not in asked:
+            asked.append(self)
+            if len(asked) == 1:
+                raise BrokerError("lost")
+            return msgspec.structs.replace(answer, silences={})
+        return answer
+
+    with closing(BlockingBroker(server.url, "tiny")) as client:
+        client.call(client.broker.batches.claim(checkpoint=FRESH, rules=rules(2), config=b"", resume=False))
+        client.call(client.broker.status.heartbeat(told("a", 0.5), 60.0))
+        monkeypatch.setattr(BlockingBroker, "call", followed)
+        (tmp_path / "tiny").mkdir()
+        with endpoint(tmp_path / "tiny", server.url, "tiny"), engine_idle.reports_of(tmp_path / "tiny") as seen:
+            wait_until(lambda: "a" in seen)
+    assert len(asked) == 2
 
 
 def ran(speed: int, pass_rate: float) -> Figures:
@@ -489,6 +525,34 @@ def test_kept_figures_of_a_peer_are_of_any_overrides_that_are_headways_alone(tmp
     fresher.check(["trl-1-thread-0"])
     with pytest.raises(ConfigError, match=r"own is \[\], not"):
         fresher.check(["headway-0"])
+
+
+def test_the_pass_rate_of_another_warmed_up_model_is_refused(tmp_path: Path) -> None:
+    race = race_in(tmp_path)
+    assert Kept(tmp_path, race, is_read=True).before(lambda: 0.25) == 0.25
+    same = Kept(tmp_path, race_in(tmp_path, "learner.steps=3", gpus=1), is_read=True)
+    same.check([BEFORE])
+    assert same.before(lambda: pytest.fail("measured again")) == 0.25
+    for change in ("model.path=other", "evaluation.prompts=8", "run.seed=9"):
+        other = Kept(tmp_path, race_in(tmp_path, change), is_read=True)
+        key, value = change.split("=")
+        said = rf"kept figures of before in .*{key.removeprefix('run.')} is .*, not {value}[,:].* give another"
+        with pytest.raises(ConfigError, match=said):
+            other.check([BEFORE])
+        with pytest.raises(ConfigError, match=said):
+            other.before(lambda: 0.5)
+    (tmp_path / "figures" / "before.json").write_text("0.25")  # as older versions kept it
+    with pytest.raises(ConfigError, match=r"of the kept figures of before in .* nothing says which race"):
+        same.check([BEFORE])
+
+
+def test_an_output_whose_model_was_warmed_up_otherwise_is_refused(tmp_path: Path) -> None:
+    race = race_in(tmp_path)
+    race.model.mkdir()
+    mark_complete(race.model, race.load(), {})
+    Kept(tmp_path, race_in(tmp_path, "learner.steps=3", "evaluation.prompts=8"), is_read=False).check([])
+    with pytest.raises(ConfigError, match=r"has a model that other settings have warmed up: give another"):
+        Kept(tmp_path, race_in(tmp_path, "run.seed=9"), is_read=False).check([])
 
 
 def test_an_output_of_another_task_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ GPUs (`race.py`); `--recipe` names another one, and `key=value` are overrides of
 and the best of them counts. In every round each contestant runs once, in turn, and its median run counts. A warm-up
 that has ended is not made again: give the same output to go on. With `--go-on` no run of that output is either, whose
 figures are kept: so parts of a race may be commands of their own, also at once, each with its own CUDA_VISIBLE_DEVICES.
-An output of another task is refused, and with `--go-on` kept figures from other settings, other steps for example.
+An output of another task or warm-up is refused, and with `--go-on` kept figures from other settings, other steps for
+example.
 An empty `--of` only warms up, and measures that model. `--unjudged` leaves the models' pass rates to a later command
 that goes on.
 
@@ -39,7 +40,7 @@ from broker.errors import ConfigError
 from . import contestants, of_verl
 from .comparison import TARGET, TARGETS, compared
 from .figures import Figures
-from .kept import Kept
+from .kept import BEFORE, Kept
 from .of_headway import NAME
 from .race import OWN, SETTINGS, SHORT, TASKS, Race, Task
 
@@ -60,7 +61,8 @@ def main() -> int:
     race.load()  # refuses, before anything starts, what is no race
     kept = Kept(options.output, race, is_read=options.go_on)
     try:
-        kept.check([f"{name}-{number}" for name in options.of for number in range(options.rounds)])
+        runs = [f"{name}-{number}" for name in options.of for number in range(options.rounds)]
+        kept.check(runs if options.unjudged else [*runs, BEFORE])
     except ConfigError as error:
         _tell(f"benchmarks.peers: {error}")
         return 2
@@ -82,8 +84,8 @@ def main() -> int:
     before: float | None = None
     if judge:
         try:
-            before = kept.number("before", lambda: contestants.pass_rate(race, race.model, options.timeout_s))
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            before = kept.before(lambda: contestants.pass_rate(race, race.model, options.timeout_s))
+        except (ConfigError, subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
             failed["before"] = str(error)[-200:]
     settings = {**contestants.TRL, **of_verl.SETTINGS}
     tried = {name: msgspec.to_builtins(settings[name]) for name in options.of if name in settings}

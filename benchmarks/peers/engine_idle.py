@@ -38,14 +38,28 @@ def reports_of(directory: Path) -> Iterator[dict[str, list[Report]]]:
 
 def _follow(directory: Path, reports: dict[str, list[Report]], is_over: threading.Event) -> None:
     broker: BlockingBroker | None = None
+    opened: Endpoint | None = None
     while not is_over.wait(LOOK_S):
-        with suppress(OSError, HeadwayError):  # the run has not begun, or ends
-            if broker is None:
-                place = msgspec.json.decode((directory / ENDPOINT).read_bytes(), type=Endpoint)
+        place = opened
+        with suppress(OSError):  # the run has not begun, or ends
+            place = msgspec.json.decode((directory / ENDPOINT).read_bytes(), type=Endpoint)
+        if place is None:
+            continue
+        try:
+            if broker is None or place != opened:  # a killed run leaves its file, and a server may have moved
+                _close(broker)
+                broker, opened = None, place
                 broker = BlockingBroker(place.url, place.run, timeout_s=ANSWER_S)
             _look(broker, reports)
+        except (OSError, HeadwayError):
+            _close(broker)
+            broker = None
+    _close(broker)
+
+
+def _close(broker: BlockingBroker | None) -> None:
     if broker is not None:
-        with suppress(BrokerError):
+        with suppress(OSError, BrokerError):
             broker.close()
 
 
@@ -54,7 +68,10 @@ def _look(broker: BlockingBroker, reports: dict[str, list[Report]]) -> None:
     status = broker.call(broker.broker.status.snapshot(whichever=True))
     now = time.time()
     for worker in status.workers:
-        of_worker, at = reports.setdefault(worker.worker, []), now - status.silences[worker.worker].heard_s
+        silence = status.silences.get(worker.worker)
+        if silence is None:
+            continue
+        of_worker, at = reports.setdefault(worker.worker, []), now - silence.heard_s
         if not of_worker or at > of_worker[-1][0]:
             of_worker.append((at, worker.busy_s))
 

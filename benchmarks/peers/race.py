@@ -9,7 +9,7 @@ import msgspec
 from broker.errors import ConfigError
 from deploy.recipe.loading import load_recipe
 from deploy.recipe.recipe import Recipe
-from deploy.run.stage_output import SFT
+from deploy.run.stage_output import SFT, origin
 
 ON_GPU = ("learner.device=cuda", "engine.kind=vllm", "engine.device=cuda", "weights.transport=ipc")
 ENGINES = 4
@@ -45,6 +45,8 @@ OWN = {(2, SHORT): ("staleness.max_lag=1",)}
 """Overrides of Headway's run alone, by the number of GPUs and the task. A lag of so many steps costs about as many
 steps of progress, as `benchmarks/RESULTS.md` shows. With a GPU to themselves Headway's engines are fast enough to give
 some speed away for fresher samples. A peer has the recipe's own bound, where it has any."""
+JUDGING = ("rewards", "environment", "evaluation")
+"""Sections of a recipe that decide the pass rate of a model, beside its prompts and but for the engine's rounding."""
 ELSEWHERE = {"run", "model", "sft", "stages", "broker", "evaluation", "checkpoint"}
 """Sections of a recipe that no contestant's figures depend on: places, the warm-up and the evaluation."""
 
@@ -113,11 +115,17 @@ class Race(msgspec.Struct, frozen=True, kw_only=True):
     def settings(self) -> dict[str, Any]:
         """Return what decides a run's figures, by key: the recipe's settings, but for where it runs and what it was
         warmed up with, and the number of GPUs."""
-        sections = msgspec.json.decode(msgspec.json.encode(self.load()))  # as they are read back
+        sections = _sections(self.load())
         found: dict[str, Any] = {"gpus": self.gpus, "own": list(self.own)}
         for section in sorted(sections.keys() - ELSEWHERE):
             found |= _flat(sections[section], section)
         return {key: value for key, value in found.items() if key != "workers.devices"}
+
+    def before(self) -> dict[str, Any]:
+        """Return what decides the pass rate of the warmed-up model, by key: its making and the evaluation."""
+        recipe = self.load()
+        sections = _sections(recipe)
+        return _flat(origin(recipe, 0) | {section: sections[section] for section in JUDGING}, "")
 
     def load(self, overrides: Sequence[str] = ()) -> Recipe:
         """Return the recipe. Raises ConfigError, also for a loss that TRL does not have in the same form."""
@@ -129,8 +137,14 @@ class Race(msgspec.Struct, frozen=True, kw_only=True):
         return recipe
 
 
+def _sections(recipe: Recipe) -> dict[str, Any]:
+    sections: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(recipe))  # as they are read back
+    return sections
+
+
 def _flat(value: Any, key: str) -> dict[str, Any]:
     """Return the leaves of a mapping by their whole keys."""
     if not isinstance(value, dict):
         return {key: value}
-    return {whole: leaf for name, inner in value.items() for whole, leaf in _flat(inner, f"{key}.{name}").items()}
+    names = {f"{key}.{name}" if key else name: inner for name, inner in value.items()}
+    return {whole: leaf for name, inner in names.items() for whole, leaf in _flat(inner, name).items()}
