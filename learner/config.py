@@ -288,7 +288,7 @@ class ComputeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Meta(
             description="auto: a model of up to 1,073,741,824 parameters on one GPU in bfloat16 replays recorded"
             " kernels, if it has neither experts nor an adapter; always: with an adapter, too, and less work in the"
-            " output head, which has run on CPUs alone; never: they are launched one by one (fsdp)"
+            " output head, whose speed is not measured; never: they are launched one by one (fsdp)"
         ),
     ] = "auto"
 

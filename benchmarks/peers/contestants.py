@@ -36,7 +36,7 @@ TRL = {
     "trl-1-thread-batched-experts": TrlSetting(threads=1, model={"experts_implementation": "batched_mm"}),
 }
 """TRL's settings, by the name of their runs."""
-DEFAULT = (of_headway.NAME, "trl-1-thread", "trl-all-threads", "trl-all-threads-eager-experts")
+DEFAULT = (of_headway.NAME, "trl-1-thread", "trl-all-threads")
 """The contestants that race unless the user names others."""
 ON_TWO = (of_trl_async.NAME, *(name for name, one in of_verl.SETTINGS.items() if one.mode == of_verl.ASYNC))
 """The contestants whose trainer has one GPU and whose server has another."""

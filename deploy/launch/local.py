@@ -193,7 +193,7 @@ class Local:
     def _train(self, directory: Path, server: KeptServer | None) -> int:
         name, recipe = self.recipe.run.name, self.recipe
         with (
-            tempfile.TemporaryDirectory(prefix="headway-workers-") as private,
+            tempfile.TemporaryDirectory(prefix="headway-workers-", ignore_cleanup_errors=True) as private,
             watch(self._url_of(Role.OBSERVER, server), name, self.console, recipe.staleness.max_lag) as monitor,
         ):
             supervisor = self._supervisor(directory, server, Path(private), monitor.say)

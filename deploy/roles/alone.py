@@ -177,7 +177,7 @@ def run_workers(
     with suppress(BrokerUnavailableError):  # workers wait for the broker
         check_traits(url, complain, timeout_s=PATIENCE_S)
     logs = Path(tempfile.mkdtemp(prefix="headway-logs-"))
-    with tempfile.TemporaryDirectory(prefix="headway-workers-") as private:
+    with tempfile.TemporaryDirectory(prefix="headway-workers-", ignore_cleanup_errors=True) as private:
         command = WorkerCommand(
             url=url,
             run=run,
@@ -272,7 +272,7 @@ def run_scorers(
     with suppress(BrokerUnavailableError):  # scorers wait for the broker
         check_traits(url, complain, timeout_s=PATIENCE_S)
     logs = Path(tempfile.mkdtemp(prefix="headway-logs-"))
-    with tempfile.TemporaryDirectory(prefix="headway-scorers-") as private:
+    with tempfile.TemporaryDirectory(prefix="headway-scorers-", ignore_cleanup_errors=True) as private:
         command = command_in(private=Path(private), logs=logs)
         say(
             f"{count} scorer{'s' * (count != 1)} for run {run} at {without_password(url)}; logs in {logs}. Ctrl-C hands"

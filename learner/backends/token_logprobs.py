@@ -31,8 +31,8 @@ KEPT_LOGITS = 3 << 30
 bfloat16 and 12 in float32. 16,384 tokens of a vocabulary of 150,000 are 4.6 GiB in bfloat16. Computing them again would
 be a quarter of the head's operations, 6 % (Qwen3-1.7B) to 7 % (SmolLM2-135M) of those of all matrices."""
 
-LARGE_GPU_BYTES = 100 * 10**9
-"""A GPU with more memory keeps more logits."""
+LARGE_GPU_BYTES = 120 * 10**9
+"""A GPU with more memory keeps more logits. No card's memory lies close to it, by its name or as it reports it."""
 
 KEPT_LOGITS_OF_LARGE = 6 << 30
 """The same number there: 32,768 tokens of a vocabulary of 150,000, which saved 3.6 % of an update of Qwen3-1.7B."""

@@ -47,6 +47,11 @@ def refuse_unused_adapter(
     if not probe.base_logprobs:
         return
     base = np.asarray(base_scores, np.float64)
+    if base.size != len(probe.base_logprobs):
+        raise WeightSyncError(
+            f"the probe of version {version} has {len(probe.base_logprobs)} logprobs without the adapter, the engine"
+            f" gave {base.size}"
+        )
     of_learner = _mean_size(np.subtract(probe.logprobs, probe.base_logprobs))
     of_engine = _mean_size(np.asarray(scores, np.float64) - base)
     of_rounding = _mean_size(base - probe.base_logprobs)
@@ -55,7 +60,8 @@ def refuse_unused_adapter(
         raise WeightSyncError(
             f"after the swap to version {version} the engine computes without its adapter: that changes the engine's"
             f" logprobs by a mean of {of_engine:.3g}, and the learner's by {of_learner:.3g}. The adapter is loaded and"
-            " not used; set weights.adapter=merged, with which all versions are whole weights"
+            " not used; set weights.adapter=merged, with which all versions are whole weights, or"
+            " workers.probe_swaps=false, which skips the check"
         )
 
 

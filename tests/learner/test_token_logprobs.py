@@ -147,7 +147,7 @@ GIB = 1 << 30
     [
         (torch.bfloat16, 140, 6 * GIB),
         (torch.float32, 140, 35 * GIB // 8),
-        (torch.bfloat16, 94, 47 * GIB // 8),
+        (torch.bfloat16, 95, 3 * GIB),
         (torch.bfloat16, 93, 3 * GIB),
         (torch.bfloat16, 80, 3 * GIB),
         (torch.bfloat16, 48, 3 * GIB),
