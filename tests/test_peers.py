@@ -588,4 +588,4 @@ def test_without_trl_the_program_says_how_to_get_it(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert "`make race` installs TRL" in done.stderr
-    assert set(contestants.DEFAULT) <= set(contestants.NAMES)
+    assert set(contestants.default(1)) < set(contestants.default(0)) <= set(contestants.NAMES)

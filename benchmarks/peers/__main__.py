@@ -110,9 +110,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--of",
         type=_names,
-        default=contestants.DEFAULT,
         metavar="NAME,...",
-        help=f"of {', '.join(contestants.NAMES)}; default: {','.join(contestants.DEFAULT)}",
+        help=f"of {', '.join(contestants.NAMES)}; default: {','.join(contestants.DEFAULT)}, and on CPUs"
+        f" {contestants.BESIDE_ON_CPU}",
     )
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--go-on", action="store_true", help="with the figures that the output has")
@@ -120,6 +120,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, choices=SETTINGS, default=0, help="0: CPUs")
     parser.add_argument("--timeout-s", type=float, default=900.0, help="of one command")
     options = parser.parse_intermixed_args()
+    if options.of is None:
+        options.of = contestants.default(options.gpus)
     if lacking := [why for name in options.of if (why := contestants.lacking(name, options.gpus))]:
         parser.error("; ".join(lacking))
     if options.unjudged and options.rounds > 1:

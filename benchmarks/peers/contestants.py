@@ -38,12 +38,19 @@ TRL = {
 """TRL's settings, by the name of their runs."""
 DEFAULT = (of_headway.NAME, "trl-1-thread", "trl-all-threads")
 """The contestants that race unless the user names others."""
+BESIDE_ON_CPU = "trl-all-threads-eager-experts"
+"""One more where the task's model has experts, as it has on CPUs: TRL's fastest setting there."""
 ON_TWO = (of_trl_async.NAME, *(name for name, one in of_verl.SETTINGS.items() if one.mode == of_verl.ASYNC))
 """The contestants whose trainer has one GPU and whose server has another."""
 LOOPBACK = "127.0.0.1"
 """The address at which a peer's processes meet: all are on this machine, which may have no other."""
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", LOOPBACK)
 NAMES = (of_headway.NAME, *TRL, of_trl_async.NAME, *of_verl.SETTINGS)
+
+
+def default(gpus: int) -> tuple[str, ...]:
+    """Return the contestants that race on so many GPUs unless the user names others."""
+    return DEFAULT if gpus else (*DEFAULT, BESIDE_ON_CPU)
 
 
 def lacking(name: str, gpus: int) -> str:
