@@ -36,8 +36,8 @@ TOKENS_ON_CPU = 65_536
 """The most tokens of the cache on a CPU, where SGLang would take a part of the machine's memory."""
 
 NCCL_DECIDES = "-2"
-"""NCCL's own default of `NCCL_CUMEM_ENABLE`. Left alone, SGLang sets 0, and a learner, which has the default, cannot
-form a group with it on one host: NCCL fails with `Cuda failure 'invalid argument'` (two H200, NCCL 2.28.9)."""
+"""NCCL's own default of `NCCL_CUMEM_ENABLE`. Left alone, SGLang sets 0, and a learner has the default. With these two a
+group of one host failed with `Cuda failure 'invalid argument'` (two H200, NCCL 2.28.9)."""
 
 
 def prepare_environment(threads: int) -> None:
