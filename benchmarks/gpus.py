@@ -3,12 +3,13 @@
 import os
 import shutil
 import subprocess
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
+
+from benchmarks.repeated import repeated
 
 LOOK_S = 0.2
 
@@ -60,19 +61,6 @@ def gpu_use(names: Sequence[str]) -> list[float]:
     return [float(line) for line in subprocess.run(query, capture_output=True, text=True).stdout.splitlines()]
 
 
-@contextmanager
-def watching(utilization: Utilization) -> Iterator[None]:
+def watching(utilization: Utilization) -> AbstractContextManager[None]:
     """Look at it until the end of the block."""
-    is_over = threading.Event()
-
-    def watch() -> None:
-        while not is_over.wait(LOOK_S):
-            utilization.look()
-
-    thread = threading.Thread(target=watch, name="utilization")
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
+    return repeated(utilization.look, LOOK_S)

@@ -21,10 +21,8 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -32,6 +30,7 @@ from typing import Any
 import psutil
 
 from benchmarks.learns.parts import CPU, SECONDS, SFT, finish
+from benchmarks.repeated import repeated
 from broker.schema import StepMetrics
 from deploy.run.report import METRICS, lineage, read_lines
 from deploy.run.stage_output import is_complete
@@ -94,22 +93,9 @@ def role_of(command: list[str]) -> str:
     return next((role for word, role in ROLES.items() if word in command), "supervisor")
 
 
-@contextmanager
-def watching(cpu: CpuTime) -> Iterator[None]:
+def watching(cpu: CpuTime) -> AbstractContextManager[None]:
     """Look now and then, in a thread, until the end of the block."""
-    over = threading.Event()
-
-    def look() -> None:
-        while not over.wait(LOOK_S):
-            cpu.look()
-
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+    return repeated(cpu.look, LOOK_S)
 
 
 def figures(directory: Path) -> dict[str, Any]:

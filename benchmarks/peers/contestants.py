@@ -26,20 +26,20 @@ from .race import Race
 
 ROOT = Path(__file__).parents[2]
 """The project."""
+BESIDE_ON_CPU = "trl-all-threads-eager-experts"
+"""One more contestant where the task's model has experts, as it has on CPUs: TRL's fastest setting there."""
 TRL = {
     "trl-1-thread": TrlSetting(threads=1),
     "trl-all-threads": TrlSetting(),
     **{f"trl-1-thread-{count}-micro-batches": TrlSetting(threads=1, micro_batches=count) for count in (4, 8, 16, 32)},
     "trl-1-thread-continuous": TrlSetting(threads=1, continuous_batching=True),
     "trl-1-thread-eager-experts": TrlSetting(threads=1, model={"experts_implementation": "eager"}),
-    "trl-all-threads-eager-experts": TrlSetting(model={"experts_implementation": "eager"}),
+    BESIDE_ON_CPU: TrlSetting(model={"experts_implementation": "eager"}),
     "trl-1-thread-batched-experts": TrlSetting(threads=1, model={"experts_implementation": "batched_mm"}),
 }
 """TRL's settings, by the name of their runs."""
 DEFAULT = (of_headway.NAME, "trl-1-thread", "trl-all-threads")
 """The contestants that race unless the user names others."""
-BESIDE_ON_CPU = "trl-all-threads-eager-experts"
-"""One more where the task's model has experts, as it has on CPUs: TRL's fastest setting there."""
 ON_TWO = (of_trl_async.NAME, *(name for name, one in of_verl.SETTINGS.items() if one.mode == of_verl.ASYNC))
 """The contestants whose trainer has one GPU and whose server has another."""
 LOOPBACK = "127.0.0.1"

@@ -1,19 +1,18 @@
 """The idle time of Headway's engines, from what their workers report to the run's server about once a second. The
 learner keeps a look at these reports every ten seconds only, and a short race has no more than one of them."""
 
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import fmean
 
-import msgspec
 import numpy as np
 
+from benchmarks.repeated import repeated
 from broker.client.broker import BlockingBroker
 from broker.errors import BrokerError, HeadwayError
-from deploy.run.directory import ENDPOINT, Endpoint
+from deploy.run.directory import Endpoint, read_endpoint
 
 LOOK_S = 0.5
 ANSWER_S = 5.0
@@ -25,42 +24,46 @@ Report = tuple[float, float]
 def reports_of(directory: Path) -> Iterator[dict[str, list[Report]]]:
     """Keep the reports of the run in `directory`, which may be yet to begin, until the end of the block: by worker, in
     their order, in the mapping that it gives."""
-    reports: dict[str, list[Report]] = {}
-    is_over = threading.Event()
-    thread = threading.Thread(target=_follow, args=(directory, reports, is_over), name="engine-idle")
-    thread.start()
+    reader = _Reader(directory)
     try:
-        yield reports
+        with repeated(reader.look, LOOK_S):
+            yield reader.reports
     finally:
-        is_over.set()
-        thread.join()
+        reader.close()
 
 
-def _follow(directory: Path, reports: dict[str, list[Report]], is_over: threading.Event) -> None:
-    broker: BlockingBroker | None = None
-    opened: Endpoint | None = None
-    while not is_over.wait(LOOK_S):
-        place = opened
-        with suppress(OSError):  # the run has not begun, or ends
-            place = msgspec.json.decode((directory / ENDPOINT).read_bytes(), type=Endpoint)
+class _Reader:
+    """Reads reports from the server that the run's directory names at the time."""
+
+    def __init__(self, directory: Path) -> None:
+        self.reports: dict[str, list[Report]] = {}
+        self._directory = directory
+        self._opened: Endpoint | None = None
+        self._broker: BlockingBroker | None = None
+
+    def look(self) -> None:
+        """Add what the workers have reported since the last look."""
+        place = self._opened
+        with suppress(HeadwayError):  # the run has not begun, or ends
+            place = read_endpoint(self._directory)
         if place is None:
-            continue
+            return
         try:
-            if broker is None or place != opened:  # a killed run leaves its file, and a server may have moved
-                _close(broker)
-                broker, opened = None, place
-                broker = BlockingBroker(place.url, place.run, timeout_s=ANSWER_S)
-            _look(broker, reports)
+            # A killed run leaves its file, and a server may have moved.
+            if self._broker is None or place != self._opened:
+                self.close()
+                self._opened = place
+                self._broker = BlockingBroker(place.url, place.run, timeout_s=ANSWER_S)
+            _look(self._broker, self.reports)
         except (OSError, HeadwayError):
-            _close(broker)
-            broker = None
-    _close(broker)
+            self.close()
 
-
-def _close(broker: BlockingBroker | None) -> None:
-    if broker is not None:
-        with suppress(OSError, BrokerError):
-            broker.close()
+    def close(self) -> None:
+        """Drop the connection, if there is one."""
+        if self._broker is not None:
+            with suppress(OSError, BrokerError):
+                self._broker.close()
+        self._broker = None
 
 
 def _look(broker: BlockingBroker, reports: dict[str, list[Report]]) -> None:

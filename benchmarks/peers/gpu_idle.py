@@ -1,12 +1,12 @@
 """The idle time of each GPU while a contestant runs, seen from outside, in the same way for all."""
 
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from statistics import fmean
 
 from benchmarks.gpus import gpu_names, gpu_use
+from benchmarks.repeated import repeated
 
 LOOK_S = 0.5
 Look = tuple[float, list[float]]
@@ -17,22 +17,9 @@ Look = tuple[float, list[float]]
 def looking(gpus: int) -> Iterator[list[Look]]:
     """Look at the first GPUs until the end of the block; what was seen stands in the list that it gives."""
     seen: list[Look] = []
-    is_over = threading.Event()
-
-    def look() -> None:
-        names = gpu_names(gpus)
-        while not is_over.wait(LOOK_S):
-            seen.append((time.time(), gpu_use(names)))
-
-    thread = threading.Thread(target=look, name="gpu-idle")
-    if gpus:
-        thread.start()
-    try:
+    names = gpu_names(gpus)
+    with repeated(lambda: seen.append((time.time(), gpu_use(names))), LOOK_S) if gpus else nullcontext():
         yield seen
-    finally:
-        is_over.set()
-        if gpus:
-            thread.join()
 
 
 def idle(seen: Sequence[Look], first: float, last: float) -> list[float] | None:

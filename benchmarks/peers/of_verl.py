@@ -13,7 +13,6 @@ its use. All processes of verl inherit the environment of its command.
 import json
 import os
 import shutil
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.repeated import repeated
 from deploy.recipe.recipe import Recipe
 
 from .figures import Figures, Step, figures_of
@@ -248,7 +248,6 @@ def drive(name: str, race: Race, python: Path, timeout_s: float) -> tuple[Figure
 def following(file: Path) -> Iterator[list[Line]]:
     """Read lines of metrics as they are written, until the end of the block; they stand in the list that it gives."""
     lines: list[Line] = []
-    is_over = threading.Event()
 
     def read() -> None:
         if not file.exists():
@@ -257,18 +256,9 @@ def following(file: Path) -> Iterator[list[Line]]:
             if line.endswith("\n"):
                 lines.append((time.time(), json.loads(line)["data"]))
 
-    def follow() -> None:
-        while not is_over.wait(LOOK_S):
-            read()
-
-    thread = threading.Thread(target=follow, name="following")
-    thread.start()
-    try:
+    with repeated(read, LOOK_S):
         yield lines
-    finally:
-        is_over.set()
-        thread.join()
-        read()
+    read()
 
 
 def figures_from(lines: Sequence[Line], began: float, samples: int, *, is_sync: bool) -> Figures:

@@ -240,7 +240,7 @@ def find_endpoint(parent: Path, run: str | None) -> Endpoint:
     """Return the endpoint of `run` below `parent`, or else of the run that started last. Raises HeadwayError if it does
     not run."""
     if run is not None and is_name(run) and (parent / run / ENDPOINT).exists() and is_held(parent / run):
-        return _read_endpoint(parent / run / ENDPOINT)
+        return read_endpoint(parent / run)
     found = newest_endpoint(parent)
     if run is not None and run != found.run:
         raise ConfigError(f"The run that is going on here is {found.run}, not {run}; name the server with --broker.")
@@ -253,7 +253,7 @@ def newest_endpoint(parent: Path) -> Endpoint:
     found = sorted(alive, key=lambda path: path.stat().st_mtime)
     if not found:
         raise HeadwayError(_without_endpoint(parent))
-    return _read_endpoint(found[-1])
+    return read_endpoint(found[-1].parent)
 
 
 def find_starting(parent: Path) -> Path | None:
@@ -292,7 +292,10 @@ def _without_endpoint(parent: Path) -> str:
     )
 
 
-def _read_endpoint(path: Path) -> Endpoint:
+def read_endpoint(directory: Path) -> Endpoint:
+    """Return the endpoint that a run's directory names, whether or not the run is going on: a killed one leaves it, and
+    asking takes the run's lock for a moment. Raises HeadwayError without one that can be read."""
+    path = directory / ENDPOINT
     with _read(path, "Name the server and the run: --broker URL --run NAME."):
         return msgspec.json.decode(path.read_bytes(), type=Endpoint)
 
