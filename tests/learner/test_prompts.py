@@ -152,8 +152,8 @@ def test_held_out_rows_are_left_out_of_training(tmp_path: Path) -> None:
     [
         ('{"prompt": "a", "ground_truth": "b"}\n\n{bad\n', r"data\.jsonl:3: this is no JSON"),
         ("[1]\n", r"data\.jsonl:1: a row must be an object, not list"),
-        ('{"prompt": "a"}\n', r"data\.jsonl:1: no 'ground_truth'; the row has prompt"),
-        ('{"ground_truth": "a"}\n', r"data\.jsonl:1: no 'prompt'; the row has ground_truth"),
+        ('{"prompt": "a"}\n', r"no 'ground_truth'; the row has prompt\. .*options\.ground_truth_field=NAME"),
+        ('{"ground_truth": "a"}\n', r"data\.jsonl:1: no 'prompt'; the row has ground_truth\. .*options\.prompt_field="),
         (
             '{"prompt": 3, "ground_truth": "a"}\n',
             r"data\.jsonl:1: 'prompt' is neither text nor a list of messages",
@@ -216,7 +216,7 @@ def test_missing_held_out_prompts_are_told_how_to_get_them(tmp_path: Path) -> No
     prompts = listed(tmp_path, 3)
     assert prompts.held_out(0) == []
     with pytest.raises(
-        ConfigError, match=r"4 held-out prompts are wanted .* has none; set .*held_out_rows=N, or evaluation"
+        ConfigError, match=r"held-out prompts are wanted, .* has none; set .*held_out_rows=N, or evaluation"
     ):
         prompts.held_out(4)
 

@@ -1,6 +1,6 @@
 """Prompts from JSONL and Parquet files, held in memory."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,14 +25,14 @@ class FileOptions(RowFields, frozen=True, kw_only=True):
 class ListedPrompts:
     """A source over lists of items. Training items that equal a held-out one are left out."""
 
-    def __init__(self, items: Iterable[Item], held_out: Sequence[Item], *, origin: str, remedy: str) -> None:
+    def __init__(self, items: Sequence[Item], held_out: Sequence[Item], *, origin: str, remedy: str) -> None:
         kept_out = {str(item.content) for item in held_out}
         self._items = [item for item in items if str(item.content) not in kept_out]
         self._held_out = list(held_out)
         self._origin = origin
         self._remedy = remedy
         if not self._items:
-            raise ConfigError(f"prompts.path: {origin} has no prompts to train on.")
+            raise ConfigError(f"prompts.path: {origin} has no prompts to train on{_where_they_went(items, held_out)}.")
 
     @property
     def size(self) -> int:
@@ -44,7 +44,7 @@ class ListedPrompts:
     def held_out(self, count: int) -> list[Item]:
         if not self._held_out:
             raise ConfigError(
-                f"{count} held-out prompts are wanted and {self._origin} has none; {self._remedy}, "
+                f"held-out prompts are wanted, to measure pass rates, and {self._origin} has none; {self._remedy}, "
                 "or evaluation.prompts=0."
             )
         return self._held_out[:count]
@@ -66,6 +66,14 @@ class FilePrompts(ListedPrompts):
             origin=path,
             remedy="set prompts.options.held_out_path=FILE or prompts.options.held_out_rows=N",
         )
+
+
+def _where_they_went(items: Sequence[Item], held_out: Sequence[Item]) -> str:
+    """Returns what the error for a source without prompts says of its rows."""
+    if not held_out:
+        return ""
+    repeated = f", or have the prompt of one that is ({len(items)})" if items else ""
+    return f": all are held out ({len(held_out)}){repeated}; hold fewer out, or give more different prompts"
 
 
 def _read(kind: str, path: str, fields: RowFields, where: str) -> list[Item]:

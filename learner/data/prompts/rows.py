@@ -52,8 +52,11 @@ def _item(row: Row, place: str, fields: RowFields, default_source: str) -> Item:
     if truth is None and isinstance(reward_model, Mapping):
         truth = reward_model.get("ground_truth")
     if content is None or truth is None:
-        missing = fields.prompt_field if content is None else fields.ground_truth_field
-        raise ConfigError(f"{place}: no {missing!r}; the row has {_names(row)}.")
+        option = "prompt_field" if content is None else "ground_truth_field"
+        raise ConfigError(
+            f"{place}: no {getattr(fields, option)!r}; the row has {_names(row)}. If it has another name there, give"
+            f" that: prompts.options.{option}=NAME."
+        )
     data_source = str(rest.pop("data_source", None) or default_source)
     extra_info = rest.pop("extra_info", None) or {}
     if not isinstance(extra_info, Mapping):
