@@ -17,8 +17,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(description="embedded (CPU or one GPU), vllm, sglang, or your own engine as package.module:Class"),
     ] = "embedded"
     max_concurrent: Annotated[
-        int, Meta(ge=1, description="requests that one engine runs at a time; a worker leases as many samples")
-    ] = 64
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="requests that one engine runs at a time; a worker leases as many samples; null: as many as fit"
+            " its KV cache (vLLM and SGLang on GPUs; else 64), and of the run's samples this worker's share at most"
+        ),
+    ] = None
     max_model_len: Annotated[int, Meta(ge=2, description="longest prompt plus response, in tokens")] = 2048
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"], Meta(description="number format of the engine's weights")

@@ -35,6 +35,7 @@ from .samples.episode import Episodes
 from .samples.evaluating import Evaluating
 from .samples.held_leases import HeldLeases
 from .samples.leased import LeasedSamples
+from .samples.places import SharedPlaces
 from .samples.submissions import WorkerSubmissions
 from .samples.taught import AskedTeacher
 from .samples.tracing import UNTRACED, SampleTracer
@@ -50,8 +51,7 @@ submitting finished ones, handing back those that are not scored by then, and sa
 MISSED_HEARTBEATS = 5
 """Heartbeats that a worker may miss before it counts as dead and its turn to swap goes to another worker."""
 MOST_UNSUBMITTED = 2
-"""Leases that a worker holds at most, as a multiple of the engine's capacity, so that slow rewards cannot pile up
-samples."""
+"""Leases that a worker holds at most, as a multiple of its places, so that slow rewards cannot pile up samples."""
 log = logging.getLogger(__name__)
 
 
@@ -78,6 +78,7 @@ class Worker:
         records_experts: bool = False,
         is_colocated: bool = False,
         evaluation: EvalConfig | None = None,
+        under_way: int = 0,
         tracer: SampleTracer = UNTRACED,
         on_sick: Callable[[], object] = lambda: None,
         farewell_s: float = FAREWELL_S,
@@ -85,9 +86,9 @@ class Worker:
         """`environment` answers turns; without one an episode has one turn. `teacher` gives trajectories its logprobs
         of their tokens. With `records_experts` trajectories carry the experts that their tokens were given. With
         `is_colocated` the engine shares its device with the learner, in turns. `evaluation` says how held-out prompts
-        are sampled; by default this worker samples none. `tracer` follows every sample that may be trained. `on_sick`
-        is called once, when the worker finds itself unfit and begins to hand its work back. `farewell_s` limits each
-        step of leaving (see FAREWELL_S)."""
+        are sampled; by default this worker samples none. `under_way`: see SharedPlaces. `tracer` follows every sample
+        that may be trained. `on_sick` is called once, when the worker finds itself unfit and begins to hand its work
+        back. `farewell_s` limits each step of leaving (see FAREWELL_S)."""
         self._broker = broker
         self._engine = engine
         self._subscriber = subscriber
@@ -109,6 +110,7 @@ class Worker:
         self._device = self._borrowed_device() if is_colocated else None
         self._samples = self._leased_samples(records_experts, tracer)
         self._evaluating = self._sampler_of_held_out(evaluation or EvalConfig())
+        self._places = SharedPlaces(worker, engine.capacity, under_way)
         self._admitting = asyncio.Lock()
         self._verdict: Verdict | None = None
         self._on_sick = on_sick
@@ -231,7 +233,7 @@ class Worker:
             if now != before:  # heartbeats wake this loop, too, and tell nothing new
                 wait_s, before = SHORTEST_WAIT_S, now
             async with self._admitting:
-                await self._evaluating.fill(self._room(), tasks.create_task)
+                await self._evaluating.fill(self._room(self._engine.capacity), tasks.create_task)
                 leases = await self._lease()
                 for lease in leases:
                     self._samples.begin(lease, tasks.create_task)
@@ -271,6 +273,7 @@ class Worker:
         while True:
             with self._outages:
                 heard = await self._held.report(self._broker.status, self.info(), self._alive_s)
+                self._places.hear(heard.serving)
                 if heard.is_dismissed:
                     self.request_drain()
                 self._note_state(heard.state)
@@ -291,7 +294,7 @@ class Worker:
             version=version,
             broadcast_epoch=self._subscriber.epoch,
             wants_broadcast=self._subscriber.joins_groups and not self._end,
-            capacity=self._engine.capacity,
+            capacity=self._places.now,
             active=len(self._held) + len(self._evaluating),
             generated_tokens=generated.total,
             submitted=self._submissions.taken,
@@ -345,10 +348,11 @@ class Worker:
         """Whether the worker has nothing to lease until a sample ends or weights arrive."""
         return self._weights.usable is None or self._room() <= 0
 
-    def _room(self) -> int:
-        capacity = self._engine.capacity
-        places = capacity - len(self._evaluating)
-        return min(places - self._held.generating, MOST_UNSUBMITTED * capacity - len(self._held))
+    def _room(self, places: int | None = None) -> int:
+        """Return how many samples more the worker may begin if it takes so many at a time; by default its own."""
+        places = self._places.now if places is None else places
+        free = places - len(self._evaluating) - self._held.generating
+        return min(free, MOST_UNSUBMITTED * places - len(self._held))
 
     async def _wait(self, timeout_s: float | None) -> None:
         """Wait for a wake-up, for `timeout_s` seconds at most."""

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from broker.schema import WeightVersion
 from rollout_workers.decoding import stop_token_ids
 from rollout_workers.engines import open_engine
+from rollout_workers.engines.abilities import REQUESTS
 from rollout_workers.engines.base import GenerationRequest
 from rollout_workers.engines.vllm.chunks import sampling
 from rollout_workers.engines.vllm.engine import VllmEngine
@@ -70,7 +71,7 @@ async def _lap(llm: Any, workload: Workload, *, is_default: bool) -> dict[str, A
             async for output in llm.generate(inputs, params, request.request_id):
                 total += len(output.outputs[0].token_ids)
 
-    readers = [asyncio.create_task(read()) for _ in range(workload.engine.max_concurrent)]
+    readers = [asyncio.create_task(read()) for _ in range(workload.engine.max_concurrent or REQUESTS)]
     samples = []
     for pause_s in (workload.warm_up_s, workload.seconds):
         await asyncio.wait(readers, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)

@@ -18,6 +18,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from rollout_workers.config import EngineConfig
+from rollout_workers.engines.abilities import REQUESTS
 from rollout_workers.engines.vllm.engine import VllmEngine
 from rollout_workers.engines.vllm.environment import prepare_environment
 from rollout_workers.engines.vllm.start import open_vllm
@@ -131,6 +132,6 @@ def open_paced(config: EngineConfig, model_dir: Path, *, seed: int) -> VllmEngin
     from vllm.v1.engine.core_client import EngineCoreClient
 
     options: dict[str, Any] = dict(config.options)
-    core = PacedCore(config.max_concurrent, options.pop("step_s"), options.pop("mean_tokens"))
+    core = PacedCore(config.max_concurrent or REQUESTS, options.pop("step_s"), options.pop("mean_tokens"))
     with patch.object(EngineCoreClient, "make_async_mp_client", lambda *_, **__: core):
         return open_vllm(replace(config, options=options), model_dir, seed=seed)

@@ -58,6 +58,8 @@ class Heard(NamedTuple):
     """Whether `dismiss` asked the worker to drain."""
     state: str
     """The state of the run; "absent" where no learner has claimed it yet."""
+    serving: int
+    """The workers that have weights and do not drain, this one included; a killed one counts until a swap begins."""
     lost: frozenset[str]
     """The tokens of lost leases, whose generation must stop."""
 
@@ -97,13 +99,15 @@ class StatusBoard:
         info = replace(info, identity=self._connection.identity, last_error=_storable(info.last_error))
         serves = info.version is not None and info.state != "draining"
         said = (info.worker, self._connection.session, int(1000 * ttl_s), encode(info), int(serves), lease_ttl_s)
-        beat = asyncio.create_task(self._connection.script("heartbeat", *said, *members(leases), absent=[1, b"absent"]))
+        beat = asyncio.create_task(
+            self._connection.script("heartbeat", *said, *members(leases), absent=[1, b"absent", 1])
+        )
         self._beats.add(beat)
         beat.add_done_callback(self._forget)
-        standing, state, *lost = await asyncio.shield(beat)
+        standing, state, serving, *lost = await asyncio.shield(beat)
         if standing == 0:
             self._warn_once(f"name {info.worker}", f"Another worker {info.worker} is alive: this one is not listed.")
-        return Heard(standing == 2, state.decode(), frozenset(token.decode() for token in lost))
+        return Heard(standing == 2, state.decode(), serving, frozenset(token.decode() for token in lost))
 
     async def dismiss(self, worker: str, manner: Literal["drain", "quarantine"]) -> bool:
         """Asks a living worker to hand its work back and leave, or lets it have no more leases.

@@ -1,8 +1,8 @@
 -- include: lib_base lib_arguments lib_tokens
 -- flags: allow-oom
 -- heartbeat(worker, session, ttl in ms, frame, is serving, ttl_s of leases, {member, token}...)
---   -> {1, or 2 where the worker was asked to drain, or 0 where the name belongs to another session; state; token of a
---   lease that the worker has lost...}
+--   -> {1, or 2 where the worker was asked to drain, or 0 where the name belongs to another session; state; number of
+--   serving workers, this one included; token of a lease that the worker has lost...}
 -- Renews leases first: a report that is refused costs no lease. A copy lasts until its sample is done.
 -- The worker counts as alive for `ttl`, two minutes at most, and as serving or not. Its name stays its own for two
 -- minutes, so that no other process takes it from a worker that is held up.
@@ -24,7 +24,7 @@ local function forget_dead()
 end
 
 local state = meta('state') or 'absent'
-if is_of_another(worker, session) then return { 0, state, unpack(lost) } end
+if is_of_another(worker, session) then return { 0, state, call('SCARD', SERVING) + 1, unpack(lost) } end
 if call('SISMEMBER', WORKERS, worker) == 0 then
   if call('SCARD', WORKERS) >= MOST then forget_dead() end
   if call('SCARD', WORKERS) >= MOST then refuse('worker: ' .. MOST .. ' are alive') end
@@ -34,4 +34,5 @@ call('SET', P .. 'worker:' .. worker, frame, 'PX', ttl_ms)
 call('SADD', WORKERS, worker)
 call(ARGV[5] == '1' and 'SADD' or 'SREM', SERVING, worker)
 for _, names in ipairs({ WORKERS, SERVING }) do call('EXPIRE', names, 86400) end
-return { call('HGET', P .. 'dismissed', worker) == session and 2 or 1, state, unpack(lost) }
+local serving = call('SCARD', SERVING) + (ARGV[5] == '1' and 0 or 1)
+return { call('HGET', P .. 'dismissed', worker) == session and 2 or 1, state, serving, unpack(lost) }

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import importlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -148,7 +149,18 @@ def _workers_part(stored: bytes) -> tuple[Any, ...]:
         recipe.run.placement,
         _evaluations(recipe.evaluation),
         leases,
+        _under_way(recipe),
     )
+
+
+def _under_way(recipe: Recipe) -> int:
+    """Return how many samples the run has under way at most, which its workers share; 0 if the recipe says how many one
+    engine runs."""
+    if recipe.engine.max_concurrent is not None:
+        return 0
+    learner, ahead = recipe.learner, recipe.staleness.ahead
+    steps = 1 + (recipe.staleness.max_lag if ahead is None else ahead)
+    return math.ceil(steps * learner.groups_per_step) * learner.group_size
 
 
 def _evaluations(config: "EvalConfig") -> tuple[Any, ...]:
@@ -207,6 +219,7 @@ async def _work(
             records_experts=records_experts,
             is_colocated=is_colocated,
             evaluation=recipe.evaluation,
+            under_way=_under_way(recipe),
             tracer=tracer,
             on_sick=_end_soon,
             farewell_s=farewell_s,

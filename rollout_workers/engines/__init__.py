@@ -15,13 +15,15 @@ import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from broker.errors import ConfigError
 from broker.user_code.kinds import unknown_kind
 from broker.user_code.own import make_own
 from broker.user_code.roots import ImportRoots, load
 from rollout_workers.config import EngineConfig
 
-from .abilities import EngineAbilities, KnownEngine
+from .abilities import REQUESTS, EngineAbilities, KnownEngine
 from .embedded.abilities import EMBEDDED
 from .sglang.abilities import SGLANG
 from .vllm.abilities import VLLM
@@ -109,6 +111,8 @@ def open_engine(
     check_installed(config.kind)
     abilities = abilities_of(config, roots)
     check_asked(config.kind, abilities, **asked)
+    if config.max_concurrent is None and not abilities.fits_requests:
+        config = msgspec.structs.replace(config, max_concurrent=REQUESTS)
 
     def started(opener: Any) -> "Engine":
         told = inspect.signature(opener).parameters

@@ -10,6 +10,11 @@ from broker.installation import TorchFacts, is_installed
 A = TypeVar("A")
 
 
+REQUESTS = 64
+"""Requests at a time of an engine that cannot find out how many fit, and of any engine on a CPU: more would take longer
+there, and no more a second."""
+
+
 def takes_all(option: str, value: object) -> bool:
     """Return True: an option of any name and value may come from the broker's configuration."""
     return True
@@ -36,6 +41,9 @@ class EngineAbilities:
     sizing_option: str = ""
     """The name in `engine.options` with which the engine takes so much memory without measuring what is free, so that
     it may start beside others on its GPU; empty if there is none."""
+    fits_requests: bool = False
+    """Whether it finds out how many requests fit where `engine.max_concurrent` is null; any other engine is told
+    `REQUESTS` then."""
     tells_experts: bool = True
     """Whether it can report which experts it chose, as `algorithm.router_replay` needs."""
     takes_adapters: bool = False

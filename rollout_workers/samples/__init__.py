@@ -6,6 +6,7 @@
 
     taught.py, chosen_experts.py     what a trajectory carries besides: a teacher's logprobs, the router's experts
     evaluating.py, held_out.py       samples of held-out prompts, which are never trained
+    places.py                        how many at a time, where the recipe leaves it open
     throughput.py, tracing.py        how fast, and when each phase began
 
 The invariant: every token has the logprob and the weight version with which it was sampled, whichever workers took

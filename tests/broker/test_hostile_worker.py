@@ -95,7 +95,7 @@ class Hostile:
 
     def renew(self, leased: list[bytes], ttl_s: float = 30) -> list[bytes]:
         """The token, if the lease is lost."""
-        _, _, *lost = self.call("heartbeat", "evil", "1", 30_000, b"junk", 0, ttl_s, *leased[:2])
+        _, _, _, *lost = self.call("heartbeat", "evil", "1", 30_000, b"junk", 0, ttl_s, *leased[:2])
         return lost
 
     def store(self, name: str, frame: bytes, *, is_new: bool = False) -> None:

@@ -191,7 +191,7 @@ async def test_an_expired_lease_goes_to_another_worker_and_the_late_one_is_fence
     taken_over = (await run.lease(5, 0, worker="v")).leases
     assert [lease.tid for lease in taken_over] == [slow[1].tid]
     lost = {slow[0].token, slow[1].token}  # one done, one lost
-    assert await broker.status.heartbeat(WORKER, 30, slow, 30) == Heard(False, "claimed", frozenset(lost))
+    assert await broker.status.heartbeat(WORKER, 30, slow, 30) == Heard(False, "claimed", 1, frozenset(lost))
     assert await run.submit(slow[1], 0) is SubmitOutcome.FENCED
     assert await run.submit(taken_over[0], 0) is SubmitOutcome.ACCEPTED
     queues = await run.queues()

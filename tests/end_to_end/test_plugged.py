@@ -19,7 +19,7 @@ def test_a_run_trains_with_an_engine_and_a_transport_of_ones_own(terminals: Term
     plugged.write(home)
     recipe = write_recipe(
         home,
-        engine={"kind": plugged.ENGINE, "max_concurrent": 8},
+        engine={"kind": plugged.ENGINE, "max_concurrent": None},
         weights={"transport": plugged.TRANSPORT},
         learner={"steps": 3},
         workers={"count": 1},
@@ -28,7 +28,9 @@ def test_a_run_trains_with_an_engine_and_a_transport_of_ones_own(terminals: Term
     run = terminals.root / "run" / "runs" / "tiny"
     check_trained(run, steps=3, trajectories_per_step=16, max_lag=2)
     assert list(home.glob("group-*/1.taken1")), "a worker has received a bucket through a file"
-    assert f"engine {plugged.ENGINE} is up" in (run / "logs" / "worker-0.log").read_text()
+    log = (run / "logs" / "worker-0.log").read_text()
+    assert f"engine {plugged.ENGINE} is up" in log
+    assert "takes up to 48 samples at a time: its engine batches 64" in log, "it has all of three steps"
 
 
 def test_a_run_sends_an_engine_of_ones_own_the_adapter_alone(terminals: Terminals) -> None:

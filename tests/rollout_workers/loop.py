@@ -233,6 +233,7 @@ def make_worker(
     weights: WeightsConfig | None = None,
     evaluation: EvalConfig | None = None,
     teacher: AskedTeacher | None = None,
+    under_way: int = 0,
     farewell_s: float = FAREWELL_S,
 ) -> Worker:
     """Make a worker without stop tokens, so that every response has exactly `max_new_tokens`."""
@@ -255,6 +256,7 @@ def make_worker(
         records_experts=records_experts,
         is_colocated=is_colocated,
         evaluation=evaluation,
+        under_way=under_way,
         on_sick=on_sick,
         farewell_s=farewell_s,
     )

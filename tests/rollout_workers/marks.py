@@ -25,3 +25,10 @@ def needs_sglang(test: Any) -> Any:
     for mark in SGLANG:
         test = mark(test)
     return test
+
+
+def needs_vllm(test: Any) -> Any:
+    """Mark one test of a file whose other tests need no vLLM."""
+    for mark in VLLM:
+        test = mark(test)
+    return test

@@ -29,6 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from broker.errors import HeadwayError, WeightSyncError
 from broker.schema import WeightVersion
 from rollout_workers.config import EngineConfig
+from rollout_workers.engines.abilities import REQUESTS
 from rollout_workers.engines.base import Check, Chunk, GenerationRequest, NamedTensors, Parts
 from rollout_workers.engines.placing.adapters import check_adapter
 from rollout_workers.engines.placing.loading import Filling, fill, held_tensors
@@ -84,7 +85,7 @@ class EmbeddedEngine:
     def __init__(
         self, model: nn.Module, config: EngineConfig, *, seed: int, version: WeightVersion | None = None
     ) -> None:
-        self.capacity = config.max_concurrent
+        self.capacity = config.max_concurrent or REQUESTS
         self.max_model_len = config.max_model_len
         self._threads = config.threads
         self._vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]

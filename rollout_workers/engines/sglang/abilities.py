@@ -40,6 +40,7 @@ SGLANG = KnownEngine(
         sleep_option="enable_memory_saver",
         memory_option="mem_fraction_static",
         memory_share=0.88,
+        fits_requests=True,
         takes_adapters=True,
         # SGLang computes experts with adapters by Triton's kernels, on GPUs alone: no test shows what it holds of them.
         takes_expert_adapters=False,

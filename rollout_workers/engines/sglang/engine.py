@@ -64,6 +64,7 @@ class SglangEngine:
     ) -> None:
         """`ranks`: how many schedulers hold a part of the model each. `routed`: the layers whose chosen experts SGLang
         tells; None: it tells none. `adapters`: how many SGLang was started to hold."""
+        assert config.max_concurrent is not None, "open_sglang settles it"
         self.capacity = config.max_concurrent
         self.max_model_len = config.max_model_len
         self._processes = processes

@@ -98,11 +98,21 @@ def end(processes: set[BaseProcess]) -> None:
             process.join(END_S)
 
 
+def _cache_tokens(sglang: Any) -> int | None:
+    """Return what the first scheduler has reported at its start. Its place in the engine differs between releases."""
+    result = getattr(sglang, "_scheduler_init_result", None)
+    infos = getattr(result, "scheduler_infos", None) or [getattr(sglang, "scheduler_info", None) or {}]
+    tokens = infos[0].get("max_total_num_tokens")
+    return int(tokens) if tokens else None
+
+
 class SglangProcesses:
     """An open `sglang.Engine` with the processes that it started. An event loop must be running."""
 
     def __init__(self, sglang: Any, started: set[BaseProcess], sockets: tempfile.TemporaryDirectory[str]) -> None:
         self.front = sglang.tokenizer_manager
+        self.cache_tokens = _cache_tokens(sglang)
+        """Tokens that the KV cache holds; None: SGLang does not say."""
         self._sglang = sglang
         self._started = started
         self._sockets = sockets

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from broker.errors import ConfigError, HeadwayError
 from rollout_workers.config import EngineConfig
+from rollout_workers.engines.abilities import REQUESTS
+from rollout_workers.engines.fitting import fitting_requests
 from rollout_workers.engines.gpus import gpus_of
 from rollout_workers.engines.routed_layers import routed_layers
 
@@ -25,6 +28,9 @@ from .tied import TIED
 STREAM_INTERVAL = 16
 """Tokens of a request that arrive together. One by one they would take the worker's event loop longer than a GPU takes
 to sample them."""
+
+MOST_FITTING = 256
+"""The most requests of an engine on a GPU that is told none: SGLang has CUDA graphs for as many, whatever the GPU."""
 
 SPARE = 8
 """Tokens that SGLang's context is longer than `engine.max_model_len`: it ends responses a few tokens earlier."""
@@ -58,7 +64,8 @@ def engine_arguments(
     config: EngineConfig, model_dir: Path, architecture: str, seed: int, *, sleeps: bool = False
 ) -> dict[str, Any]:
     """Return the arguments of `sglang.Engine`. `engine.options` override these."""
-    sequences = config.max_concurrent + 1  # one more for `score`, which must not wait until a request ends
+    most = config.max_concurrent or (MOST_FITTING if torch.cuda.is_available() else REQUESTS)
+    sequences = most + 1  # one more for `score`, which must not wait until a request ends
     length = config.max_model_len + SPARE
     # A bare config.json may not name its class. Requests name all tokens at which they stop.
     arguments: dict[str, Any] = {
@@ -125,7 +132,12 @@ def open_sglang(
         arguments |= arguments_for_experts()
     arguments |= arguments_for_adapters(adapter_rank, adapters_held, shapes)
     ranks, adapters = gpus_of(config, SGLANG.abilities), adapters_held if adapter_rank else 0
-    return SglangEngine(started(arguments), config, shapes, ranks, routed, adapters=adapters)
+    processes = started(arguments)
+    if config.max_concurrent is None:
+        most = max(1, arguments["max_running_requests"] - 1)
+        fitting = fitting_requests("SGLang", most, processes.cache_tokens, config.max_model_len)
+        config = replace(config, max_concurrent=fitting)
+    return SglangEngine(processes, config, shapes, ranks, routed, adapters=adapters)
 
 
 def started(arguments: dict[str, Any]) -> SglangProcesses:

@@ -20,6 +20,7 @@ VLLM = KnownEngine(
         memory_option="gpu_memory_utilization",
         memory_share=0.92,
         sizing_option="kv_cache_memory_bytes",
+        fits_requests=True,
         takes_adapters=True,
         # vLLM computes experts with adapters by Triton's kernels, on GPUs alone: no test shows what it holds of them.
         takes_expert_adapters=False,

@@ -61,6 +61,7 @@ class VllmEngine:
     ) -> None:
         """`routed`: the layers whose chosen experts vLLM reports; None: it reports none. `adapters`: how many vLLM
         was started to hold."""
+        assert config.max_concurrent is not None, "open_vllm settles it"
         self.capacity = config.max_concurrent
         self._llm = llm
         self._processes = processes

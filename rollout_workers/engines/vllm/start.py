@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from broker.errors import HeadwayError
 from rollout_workers.config import EngineConfig
+from rollout_workers.engines.abilities import REQUESTS
+from rollout_workers.engines.fitting import fitting_requests
 from rollout_workers.engines.gpus import gpus_of, starting_alone
 from rollout_workers.engines.routed_layers import routed_layers
 
@@ -39,7 +42,8 @@ def engine_arguments(
     config: EngineConfig, model_dir: Path, architecture: str, seed: int, *, sleeps: bool = False
 ) -> dict[str, Any]:
     """Return the arguments of AsyncEngineArgs. `engine.options` override these."""
-    sequences = config.max_concurrent + 1  # one more for `score`, which must not wait until a request ends
+    most = config.max_concurrent or (GRAPHED if torch.cuda.is_available() else REQUESTS)
+    sequences = most + 1  # one more for `score`, which must not wait until a request ends
     arguments: dict[str, Any] = {
         "model": str(model_dir),
         # A bare config.json may not name its class. On a CPU a tied head would keep its packed copy of
@@ -113,9 +117,21 @@ def open_vllm(
     others = set(active_children())
     with starting_alone(measured_gpus(arguments, gpus_of(config, VLLM.abilities))), new_processes(arguments):
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    if config.max_concurrent is None:
+        most = max(1, arguments["max_num_seqs"] - 1)
+        config = replace(config, max_concurrent=fitting_requests("vLLM", most, cache_tokens(llm), config.max_model_len))
     return VllmEngine(
         llm, config, shapes, set(active_children()) - others, routed, adapters=adapters_held if adapter_rank else 0
     )
+
+
+def cache_tokens(llm: Any) -> int | None:
+    """Return how many tokens vLLM's KV cache holds, which its process reports once it has started; None: it does not
+    say."""
+    cache = llm.vllm_config.cache_config
+    blocks, size = cache.num_gpu_blocks, cache.block_size
+    tokens = getattr(cache, "kv_cache_size_tokens", None) or (blocks * size if blocks and size else None)
+    return int(tokens) if tokens else None
 
 
 def measured_gpus(arguments: Mapping[str, Any], count: int) -> list[str]:

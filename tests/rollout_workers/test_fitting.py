@@ -1,0 +1,102 @@
+"""An engine takes what its KV cache holds, and any other engine 64, where `engine.max_concurrent` is left open."""
+
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace
+from transformers import PreTrainedModel
+
+from broker.user_code.roots import ImportRoots
+from rollout_workers.config import EngineConfig
+from rollout_workers.engines import open_engine
+from rollout_workers.engines.abilities import REQUESTS
+from rollout_workers.engines.fitting import fitting_requests
+from rollout_workers.engines.sglang.start import MOST_FITTING
+from rollout_workers.engines.sglang.start import engine_arguments as sglang_arguments
+from rollout_workers.engines.vllm.start import GRAPHED
+from rollout_workers.engines.vllm.start import engine_arguments as vllm_arguments
+from tests import plugged
+
+from .generation import PROMPTS, hold, run_all
+from .marks import needs_sglang, needs_vllm
+from .models import make_model, save_config
+from .sglang_settings import sglang_config, sglang_model
+
+LENGTH = 512
+FITTING = 6
+BLOCK = 32
+"""Tokens of a block of vLLM's KV cache."""
+
+
+@pytest.mark.parametrize(
+    ("cache_tokens", "fitting"), [(None, 512), (1 << 30, 512), (512 * 1024, 512), (100 * 1024, 100), (1023, 1), (8, 1)]
+)
+def test_requests_of_half_the_longest_length_fit(cache_tokens: int | None, fitting: int) -> None:
+    assert fitting_requests("an engine", 512, cache_tokens, 2048) == fitting
+
+
+@pytest.mark.parametrize("kind", ["embedded", plugged.ENGINE])
+async def test_an_engine_that_cannot_say_what_fits_is_told_a_number(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugged.write(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "plugged", raising=False)
+    config = EngineConfig(kind=kind, max_model_len=LENGTH)
+    roots = ImportRoots((kind,) if ":" in kind else ())
+    engine = open_engine(config, save_config(make_model("dense", 0), tmp_path), seed=0, roots=roots)
+    assert engine.capacity == REQUESTS
+    await engine.close()
+
+
+@pytest.mark.parametrize(("has_gpu", "asked", "expected"), [(True, None, GRAPHED), (False, None, 64), (True, 7, 7)])
+def test_vllm_is_started_for_as_many_as_it_decodes_by_graphs(
+    has_gpu: bool, asked: int | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    config = EngineConfig(kind="vllm", max_concurrent=asked)
+    assert vllm_arguments(config, tmp_path, "Qwen3ForCausalLM", 0)["max_num_seqs"] == expected + 1
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "asked", "expected"), [(True, None, MOST_FITTING), (False, None, 64), (True, 7, 7)]
+)
+def test_sglang_is_started_for_as_many_as_it_decodes_by_graphs(
+    has_gpu: bool, asked: int | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    config = EngineConfig(kind="sglang", max_concurrent=asked)
+    assert sglang_arguments(config, tmp_path, "Qwen3ForCausalLM", 0)["max_running_requests"] == expected + 1
+
+
+@needs_vllm
+async def test_vllm_takes_what_its_cache_holds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options: dict[str, object] = {"block_size": BLOCK, "num_gpu_blocks_override": FITTING * LENGTH // 2 // BLOCK}
+    config = EngineConfig(kind="vllm", max_model_len=LENGTH, options=options)
+    await check_cache_decides(config, make_model("dense", 0), tmp_path, caplog)
+
+
+@needs_sglang
+async def test_sglang_takes_what_its_cache_holds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = sglang_config(1, LENGTH)
+    config = replace(config, max_concurrent=None, options={**config.options, "max_total_tokens": FITTING * LENGTH // 2})
+    await check_cache_decides(config, sglang_model("dense", 0), tmp_path, caplog)
+
+
+async def check_cache_decides(
+    config: EngineConfig, model: PreTrainedModel, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Open the engine: it takes FITTING requests, says why, and serves them and one more that waits."""
+    with caplog.at_level(logging.INFO, logger="rollout_workers.engines.fitting"):
+        engine = open_engine(config, save_config(model, directory), seed=0)
+    try:
+        assert engine.capacity == FITTING
+        assert f"takes {FITTING} requests at a time: its KV cache holds {FITTING * LENGTH // 2} tokens" in caplog.text
+        await hold(engine, model)
+        responses = await run_all(engine, [*PROMPTS, [3, 1]], max_new_tokens=LENGTH - 40, stop_token_ids=[])
+        assert [len(response.tokens) for response in responses] == [LENGTH - 40] * (FITTING + 1)
+    finally:
+        await engine.close()

@@ -1,0 +1,55 @@
+"""Workers share what a run has under way where their recipe leaves the number of requests open."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from broker.client.broker import Broker
+from rollout_workers.samples.places import LEAST, SharedPlaces
+
+from .loop import GROUP_SIZE, LONG, Deliveries, Learner, make_engine, make_worker, running, until
+
+MAX_LAG, GROUPS_PER_STEP = 8, 2
+UNDER_WAY = (MAX_LAG + 1) * GROUPS_PER_STEP * GROUP_SIZE
+
+
+@pytest.mark.parametrize(
+    ("batched", "under_way", "serving", "places"),
+    [(512, 768, 1, 512), (512, 768, 2, 384), (512, 768, 5, 154), (64, 768, 5, 64), (512, 20, 9, LEAST), (4, 20, 9, 4)],
+)
+def test_a_worker_takes_its_share(batched: int, under_way: int, serving: int, places: int) -> None:
+    shared, alone = SharedPlaces("w", batched, under_way), SharedPlaces("w", batched)
+    for one in (shared, alone):
+        one.hear(serving)
+    assert (shared.now, alone.now) == (places, batched)
+
+
+async def test_a_worker_that_joins_gets_samples_of_one_that_has_them_all(
+    brokers: tuple[Broker, Broker], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="rollout_workers.samples.places")
+    learner = await Learner.start(brokers[0], groups=2 * UNDER_WAY, max_lag=MAX_LAG)
+    deliveries = Deliveries(), Deliveries()
+    first, second = (
+        make_worker(
+            brokers[1],
+            make_engine(tmp_path / str(number), capacity=2 * UNDER_WAY),
+            deliveries[number],
+            name=f"worker-{number}",
+            max_new_tokens=LONG,
+            under_way=UNDER_WAY,
+        )
+        for number in range(2)
+    )
+    await learner.publish(0, deliveries[0])
+    async with running(first):
+        await until(lambda: first.info().active == UNDER_WAY)
+        assert first.info().capacity == UNDER_WAY
+        async with running(second):
+            await learner.publish(1, deliveries[1])
+            await until(lambda: second.info().active == GROUPS_PER_STEP * GROUP_SIZE)  # the first has its share
+            await until(lambda: first.info().capacity == second.info().capacity == UNDER_WAY // 2)
+    assert (
+        "takes up to 18 samples at a time: its engine batches 72, and the run has at most 36 under way" in caplog.text
+    )
