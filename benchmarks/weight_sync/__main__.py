@@ -210,7 +210,7 @@ def main() -> None:
         "engine_gpus": arguments.engine_gpus,
         "are_shared": are_shared,
         "bytes": lines[0]["bytes"] if lines else 0,
-        "failed": [x["failed"] for x in lines],
+        "failed": {x["version"]: x["failed"] for x in lines if x["failed"]},
     }
     found["ours"] = medians(of_each[WARM_UP:])
     found["first_version"] = of_each[0] if of_each else {}
