@@ -19,6 +19,7 @@ from broker.server.access import Role
 from deploy.observe.live import watch
 from deploy.recipe.colocation import opens_beside_learner, worker_gpus
 from deploy.recipe.data_checks import check_data
+from deploy.recipe.engine_memory import memory_overrides
 from deploy.recipe.operators import passed_on, passed_on_to_scorers
 from deploy.recipe.packages import check_packages
 from deploy.recipe.placement import check_placement
@@ -100,6 +101,7 @@ class Local:
         """Run to the end and return the exit code. Raises HeadwayError."""
         if self._has_learner and self.recipe.launcher.kind == "local":
             check_placement(self.recipe, _visible())
+            memory_overrides(self.recipe, _visible())
         if not self.launcher.starts_processes:
             return self._show()
         with held(self.recipe.run_directory), ExitStack() as stack:
@@ -212,10 +214,11 @@ class Local:
     ) -> Supervisor:
         """Return the supervisor of the learner and its workers. The workers' own directories lie below `private`."""
         recipe = self.recipe
+        memory = memory_overrides(recipe, _visible()) if recipe.launcher.kind == "local" else {}
         main = WorkerCommand(
             url=self._url_of(Role.WORKER, server),
             run=recipe.run.name,
-            arguments=passed_on(recipe),
+            arguments=(*passed_on(recipe), *memory.get(MAIN, ())),
             private=private,
             logs=directory / "logs",
             threads=recipe.engine.threads,
@@ -227,7 +230,8 @@ class Local:
         pools = [Pool(MAIN, recipe.workers.count, main)]
         for pool in pools_of(recipe):
             engine = pool.recipe.engine
-            own = replace(main, arguments=pool.arguments(), threads=engine.threads, prefix=pool.name, pool=pool.name)
+            arguments = (*pool.arguments(), *memory.get(pool.name, ()))
+            own = replace(main, arguments=arguments, threads=engine.threads, prefix=pool.name, pool=pool.name)
             own = replace(own, ahead=_ahead(pool.recipe, directory), engine=engine.kind)
             command = replace(own, devices=_devices(pool.recipe), gpus=engine_gpus(engine))
             pools.append(Pool(pool.name, pool.count, command))

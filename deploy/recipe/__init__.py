@@ -5,6 +5,7 @@
 
     checks.py    limits.py, placement.py, data_checks.py, packages.py, references.py
     sections     sections.py, sinks.py, scorers.py, pools.py, ray_roles.py, colocation.py, operators.py, adapters.py
+    workers      engine_memory.py: a GPU's memory, divided among its engines
     stages       stage_keys.py, stage_graph.py
 
 The invariant: what can be known to fail is refused before any process starts, in words that name the key, its value and

@@ -56,9 +56,9 @@ def placed(recipe: Recipe, visible: str) -> Iterator[PlacedProcess]:
     """Yield each process of the learner, the workers and the scorers on each of its GPUs."""
     seen = visible.split(",") if visible else []
     yield from _learner(recipe, seen)
-    yield from _workers(recipe, seen, "workers")
+    yield from placed_workers(recipe, seen, "workers")
     for index, pool in enumerate(pools_of(recipe)):
-        yield from _workers(pool.recipe, seen, f"workers.pools[{index}]")
+        yield from placed_workers(pool.recipe, seen, f"workers.pools[{index}]")
     scorers = recipe.scorers
     if scorers.device != "cpu" and scorers_of(recipe):
         devices = [str(device) for device in scorers.devices] or _first(1, seen)
@@ -74,7 +74,9 @@ def _learner(recipe: Recipe, seen: Sequence[str]) -> Iterator[PlacedProcess]:
             yield PlacedProcess(gpu=gpu, role=LEARNER, key=f"learner.processes={learner.processes}")
 
 
-def _workers(recipe: Recipe, seen: Sequence[str], section: str) -> Iterator[PlacedProcess]:
+def placed_workers(recipe: Recipe, seen: Sequence[str], section: str) -> Iterator[PlacedProcess]:
+    """Yield each worker of the main pool of `recipe`, whose keys are below `section`, on each of its GPUs. `seen`: the
+    GPUs that `headway run` sees; none: all of them."""
     engine, workers = recipe.engine, recipe.workers
     abilities = abilities_of(engine, roots_of(recipe))
     if abilities.follows_device and engine.device == "cpu":

@@ -10,6 +10,7 @@ import pytest
 from broker.errors import ConfigError
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines.gpus import shares, starting_alone
+from rollout_workers.engines.sglang.start import named_gpus
 from rollout_workers.engines.vllm.start import measured_gpus
 
 
@@ -97,3 +98,10 @@ class Cuda:
 
     def get_device_uuid(self, number: int) -> str:
         return f"GPU-{number}"
+
+
+def test_sglang_waits_for_engines_on_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    assert named_gpus(2) == ["sglang-4", "sglang-5"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert named_gpus(2) == ["sglang-0", "sglang-1"]

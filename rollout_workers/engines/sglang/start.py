@@ -14,7 +14,7 @@ from broker.errors import ConfigError, HeadwayError
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines.abilities import REQUESTS
 from rollout_workers.engines.fitting import fitting_requests
-from rollout_workers.engines.gpus import gpus_of
+from rollout_workers.engines.gpus import gpus_of, starting_alone
 from rollout_workers.engines.routed_layers import routed_layers
 
 from .abilities import SGLANG
@@ -132,12 +132,21 @@ def open_sglang(
         arguments |= arguments_for_experts()
     arguments |= arguments_for_adapters(adapter_rank, adapters_held, shapes)
     ranks, adapters = gpus_of(config, SGLANG.abilities), adapters_held if adapter_rank else 0
-    processes = started(arguments)
+    with starting_alone(named_gpus(ranks) if torch.cuda.is_available() else []):
+        processes = started(arguments)
     if config.max_concurrent is None:
         most = max(1, arguments["max_running_requests"] - 1)
         fitting = fitting_requests("SGLang", most, processes.cache_tokens, config.max_model_len)
         config = replace(config, max_concurrent=fitting)
     return SglangEngine(processes, config, shapes, ranks, routed, adapters=adapters)
+
+
+def named_gpus(count: int) -> list[str]:
+    """Return names of the first `count` visible GPUs, for `starting_alone`: SGLang measures free memory twice, and
+    fails if another engine takes some in between. CUDA is not asked, as its context would take memory here."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = visible.split(",") if visible else [str(number) for number in range(count)]
+    return [f"sglang-{name}" for name in names[:count]]
 
 
 def started(arguments: dict[str, Any]) -> SglangProcesses:

@@ -1,0 +1,92 @@
+"""`headway run` divides a GPU among the engines that it places there, where the recipe does not say what each takes."""
+
+from pathlib import Path
+
+import pytest
+
+from broker.errors import ConfigError
+from deploy.recipe.engine_memory import memory_overrides
+from deploy.recipe.loading import load_recipe, with_overrides
+from deploy.recipe.pools import pools_of
+from rollout_workers.engines import abilities_of
+
+from .test_cli import headway
+
+ON_GPUS = ["learner.device=cuda", "engine.kind=vllm", "engine.device=cuda"]
+UTILIZATION = "engine.options.gpu_memory_utilization"
+
+
+def divided(*overrides: str, visible: str = "") -> dict[str, list[str]]:
+    return memory_overrides(load_recipe("arithmetic.yaml", [*ON_GPUS, *overrides]), visible)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["workers.count=2", "workers.devices=[1,1]"], {"workers": [f"{UTILIZATION}=0.44"]}),
+        (["workers.count=4", "workers.devices=[1]"], {"workers": [f"{UTILIZATION}=0.21"]}),
+        (["workers.count=4", "workers.devices=[1,1,2,2]"], {"workers": [f"{UTILIZATION}=0.44"]}),
+        (["workers.count=3", "workers.devices=[1,2]"], {"workers": [f"{UTILIZATION}=0.44"]}),
+        (["workers.count=2", "workers.devices=[1,2]"], {}),
+        (["workers.count=1", "workers.devices=[1]"], {}),
+        (["workers.count=4", "workers.devices=[1]", f"{UTILIZATION}=0.1"], {}),
+        (
+            ["workers.count=2", "workers.devices=[1]", "engine.options.kv_cache_memory_bytes=1000000000"],
+            {"workers": [f"{UTILIZATION}=0.05"]},
+        ),
+        (
+            ["workers.count=2", "workers.devices=['1,2']", "engine.options.tensor_parallel_size=2"],
+            {"workers": [f"{UTILIZATION}=0.44"]},
+        ),
+        (
+            ["engine.kind=sglang", "engine.dtype=bfloat16", "workers.count=2", "workers.devices=[1]"],
+            {"workers": ["engine.options.mem_fraction_static=0.42"]},
+        ),
+        (["engine.kind=embedded", "workers.count=2", "workers.devices=[1]"], {}),
+        (["run.placement=colocated", "workers.count=1"], {}),
+    ],
+)
+def test_engines_of_a_gpu_get_equal_shares(overrides: list[str], expected: dict[str, list[str]]) -> None:
+    assert divided(*overrides) == expected
+
+
+def test_a_pool_that_names_its_share_leaves_the_rest_to_others() -> None:
+    pool = "{name: other, count: 1, devices: [1], engine: {options: {gpu_memory_utilization: 0.3}}}"
+    assert divided("workers.count=2", "workers.devices=[1]", f"workers.pools=[{pool}]") == {
+        "workers": [f"{UTILIZATION}=0.29"]
+    }
+
+
+def test_a_pool_of_another_engine_gets_its_own_option() -> None:
+    pool = "{name: other, count: 1, devices: [1], engine: {kind: sglang, dtype: bfloat16, options: {page_size: 1}}}"
+    overrides = [*ON_GPUS, "workers.count=1", "workers.devices=[1]", f"workers.pools=[{pool}]"]
+    recipe = load_recipe("arithmetic.yaml", overrides)
+    given = memory_overrides(recipe, "")
+    assert given == {"workers": [f"{UTILIZATION}=0.44"], "other": ["engine.options.mem_fraction_static=0.42"]}
+    (other,) = pools_of(recipe)
+    engine = with_overrides(recipe, [*other.overrides, *given["other"]]).engine
+    assert engine.options == {"page_size": 1, "mem_fraction_static": 0.42}
+
+
+def test_a_stored_share_is_taken() -> None:
+    for kind in ("vllm", "sglang"):
+        abilities = abilities_of(load_recipe("arithmetic.yaml", [f"engine.kind={kind}"]).engine)
+        assert abilities.takes_stored(abilities.memory_option, 0.42)
+
+
+def test_too_many_engines_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"16 engines on GPU 1, and 16 of them .* less than 0\.05 .* workers\.devices"
+    ):
+        divided("workers.count=16", "workers.devices=[1]")
+    answer = headway("run", "arithmetic.yaml", *ON_GPUS, "workers.count=16", "workers.devices=[1]", cwd=tmp_path)
+    assert (answer.returncode, answer.stdout, list(tmp_path.iterdir())) == (1, "", [])
+    assert answer.stderr.startswith("Error: `headway run` would start 16 engines on GPU 1")
+
+
+def test_the_commands_of_workers_have_their_share(tmp_path: Path) -> None:
+    devices = ["workers.count=2", "workers.devices=[1,1]"]
+    shown = headway("run", "arithmetic.yaml", *ON_GPUS, *devices, "--dry-run", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    workers = [line for line in shown.stdout.splitlines() if "--name worker-" in line]
+    assert [line.endswith(f" {UTILIZATION}=0.44)") for line in workers] == [True, True]
