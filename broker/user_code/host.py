@@ -19,6 +19,7 @@ import msgspec
 
 from broker.errors import HeadwayError
 
+from .roots import place_of
 from .wire import LENGTH, Call, CallAnswer, Program, frame
 
 PR_SET_PDEATHSIG = 1
@@ -110,11 +111,9 @@ class _ExitedError(Exception):
 def _words(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"called sys.exit({'' if error.code is None else repr(error.code)})"
-    return (
-        str(error)
-        if isinstance(error, (_ExitedError, HeadwayError))
-        else f"raised {type(error).__name__}: {error}"[:MOST_WORDS]
-    )
+    if isinstance(error, (_ExitedError, HeadwayError)):
+        return str(error)
+    return f"raised {type(error).__name__}: {error}"[:MOST_WORDS] + place_of(error)
 
 
 def _say(answers: BinaryIO, message: bytes) -> None:

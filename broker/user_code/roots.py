@@ -8,7 +8,10 @@ import importlib
 import importlib.util
 import os
 import re
+import site
 import sys
+import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -59,7 +62,7 @@ class ImportRoots:
         return found
 
     def _module(self, path: str, where: str) -> str:
-        module, _ = _parts(path, where)
+        module, _ = import_path_parts(path, where)
         if module.partition(".")[0] in NEVER:
             raise ConfigError(
                 f"{where}: {path!r} is not imported: {module!r} belongs to Python's standard library, which no"
@@ -93,26 +96,52 @@ class ImportRoots:
 def load(path: str, where: str) -> Any:
     """Returns the object that `package.module:name` names, for a process whose operator gave it the recipe. Raises
     ConfigError for every error of importing it."""
-    module_name, name = _parts(path, where)
+    module_name, name = import_path_parts(path, where)
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ConfigError(
-            f"{where}: cannot import {module_name!r} for {path!r}: {error}. It must be installed, or lie in the"
-            " directory of the command or on PYTHONPATH, on each machine that needs it."
-        ) from error
+        raise cannot_import(path, where, str(error)) from error
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{where}: importing {module_name!r} raised {type(error).__name__}: {error}.") from error
+        raise ConfigError(
+            f"{where}: importing {module_name!r} raised {type(error).__name__}: {error}{place_of(error)}."
+        ) from error
     if not hasattr(module, name):
-        nearest = get_close_matches(name, vars(module), n=1)
-        hint = f"; did you mean {module_name}:{nearest[0]}?" if nearest else "."
-        raise ConfigError(f"{where}: module {module_name!r} has no {name!r} (from {path!r}){hint}")
+        raise has_no_such_name(path, where, vars(module))
     if not callable(found := getattr(module, name)):
         raise ConfigError(f"{where}: {path!r} is a {type(found).__name__}, and no function or class.")
     return found
 
 
-def _parts(path: str, where: str) -> tuple[str, str]:
+def place_of(error: BaseException) -> str:
+    """Returns the file and the line of the user's own at which the error was raised, in brackets; "" if none of it was
+    running."""
+    ours = (Path(__file__).parents[2] / package for package in OWN_PACKAGES)
+    libraries = [*ours, *map(Path, site.getsitepackages()), Path(os.__file__).parent]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = Path(frame.filename)
+        if file.is_file() and not any(file.is_relative_to(library) for library in libraries):
+            return f" ({file.name}, line {frame.lineno}, in {frame.name})"
+    return ""
+
+
+def cannot_import(path: str, where: str, reason: str) -> ConfigError:
+    """The error for an import path whose module is not found, or lacks something that it imports itself."""
+    module = path.partition(":")[0]
+    return ConfigError(
+        f"{where}: cannot import {module!r} for {path!r}: {reason}. It must be installed, or lie in the"
+        " directory of the command or on PYTHONPATH, on each machine that needs it."
+    )
+
+
+def has_no_such_name(path: str, where: str, names: Iterable[str]) -> ConfigError:
+    """The error for an import path whose module has these names and not that of the path."""
+    module, _, name = path.partition(":")
+    nearest = get_close_matches(name, list(names), n=1)
+    hint = f"; did you mean {module}:{nearest[0]}?" if nearest else "."
+    return ConfigError(f"{where}: module {module!r} has no {name!r} (from {path!r}){hint}")
+
+
+def import_path_parts(path: str, where: str) -> tuple[str, str]:
     """Returns module and name of an import path. Raises ConfigError for an invalid one."""
     if not PATH.fullmatch(path):
         raise ConfigError(f"{where}: {path!r} is no import path; write package.module:name.")

@@ -17,6 +17,7 @@ from broker.client.broker import BlockingBroker
 from broker.connection.address import without_secrets
 from broker.server.access import Role
 from deploy.observe.live import watch
+from deploy.recipe.code_checks import check_code
 from deploy.recipe.colocation import opens_beside_learner, worker_gpus
 from deploy.recipe.data_checks import check_data
 from deploy.recipe.engine_memory import memory_overrides
@@ -125,6 +126,8 @@ class Local:
         check_packages(self.recipe, has_workers=True)
         check_data(self.recipe)
         check_scorers(self.recipe)
+        if self.recipe.launcher.kind == "local":
+            check_code(self.recipe)
         if not self.recipe.broker.is_embedded:
             ping(self.recipe.broker.url, self.recipe.run.name, self._say)  # before anything is removed
             if self.overwrite and not self.is_forced:

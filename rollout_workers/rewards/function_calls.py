@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +29,8 @@ def open_calls(path: str, signature: Literal["auto", "verl", "trl"], named: Sequ
 
     A function has no methods that a seam could promise, so its signature is checked in place of them."""
     function = ImportRoots(tuple(named), Path(directory)).load(path, "rewards.kind")
-    return Calls(function, _detect(path, function) if signature == "auto" else signature)
+    names = inspect.signature(function).parameters
+    return Calls(function, signature_of(path, names) if signature == "auto" else signature)
 
 
 class Calls:
@@ -55,8 +56,8 @@ class Calls:
         return self._read(await result)
 
 
-def _detect(path: str, function: Callable[..., Any]) -> Literal["verl", "trl"]:
-    names = inspect.signature(function).parameters
+def signature_of(path: str, names: Collection[str]) -> Literal["verl", "trl"]:
+    """Return the signature of a function with parameters of these names. Raises ConfigError for neither."""
     if "solution_str" in names and "completions" not in names:
         return "verl"
     if "completions" in names and "solution_str" not in names:

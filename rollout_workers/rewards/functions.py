@@ -7,17 +7,30 @@ TRL   `reward(prompts, completions, **kwargs) -> list[float]`; kwargs are the da
 They run in processes of their own (`broker.user_code`), called by `function_calls.py`, under a deadline.
 """
 
+import ast
 from collections.abc import Sequence
 
 from broker.errors import UserCodeError
 from broker.schema import Prompt
 from broker.user_code.pool import HostPool
 from broker.user_code.roots import ImportRoots
+from broker.user_code.source import definition
 from broker.user_code.wire import Program
 from rollout_workers.config import RewardConfig
 
 from .base import Score
 from .failures import Failures
+from .function_calls import signature_of
+
+
+def check_function(config: RewardConfig, where: str) -> None:
+    """Raise ConfigError, before anything runs, where the source shows that `open_function` would. `where` is the key of
+    the function's path."""
+    found = definition(config.kind, where)
+    if isinstance(found, ast.ClassDef) or found is None or found.decorator_list or config.signature != "auto":
+        return
+    every = ast.walk(found.args)
+    signature_of(config.kind, [node.arg for node in every if isinstance(node, ast.arg)])
 
 
 async def open_function(config: RewardConfig, roots: ImportRoots) -> "FunctionReward":

@@ -152,6 +152,8 @@ VALUES = [
     ("rewards=[arithmetic]", "rewards[0] is 'arithmetic'; expected a section"),
     ("rewards=[{kind: arithmetik}]", "rewards.kind: there is no 'arithmetik'"),
     ("rewards=[{kind: 'subprocess:Popen'}]", "subprocess"),
+    ("rewards=[{kind: 'no_module_of_mine:score'}]", "rewards[0].kind: cannot import 'no_module_of_mine'"),
+    ("environment.kind=no_module_of_mine:World", "environment.kind: cannot import 'no_module_of_mine'"),
     ("rewards=[{weight: 1}]", "rewards[0].kind is missing"),
     ("rewards=[{kind: reward_model}]", "rewards[0].path is missing: it names the directory of the reward model"),
     ("rewards=[{kind: arithmetic, path: x}]", "rewards[0].path is for kind=reward_model; arithmetic reads no model"),

@@ -1,0 +1,85 @@
+"""A misspelt import path is told from the module's source, of which nothing runs."""
+
+from pathlib import Path
+
+import pytest
+
+from broker.errors import ConfigError
+from broker.user_code.source import definition
+from rollout_workers.config import RewardConfig
+from rollout_workers.rewards.functions import check_function
+
+MODULE = """
+import os.path as paths
+from math import sqrt
+raise SystemExit("this module was run")
+async def later(completions): ...
+class Judge: ...
+if paths:
+    chosen = sqrt
+def verl(data_source, solution_str, ground_truth, extra_info=None, *, factor=1.0): ...
+def trl(*, completions, **columns): ...
+def neither(response, answer): ...
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADWAY_IMPORT_PATH", str(tmp_path))
+    (tmp_path / "seen_rewards.py").write_text(MODULE)
+    (tmp_path / "seen_broken.py").write_text("def x(:\n")
+    (tmp_path / "seen_dynamic.py").write_text("globals()['made'] = len\n")
+    (tmp_path / "seen_star.py").write_text("from os.path import *\n")
+    (tmp_path / "seen_package" / "inner").mkdir(parents=True)
+    (tmp_path / "seen_package" / "inner" / "rewards.py").write_text(MODULE)
+
+
+@pytest.mark.parametrize("name", ["later", "Judge", "verl", "trl"])
+@pytest.mark.parametrize("module", ["seen_rewards", "seen_package.inner.rewards"])
+def test_a_definition_is_found(module: str, name: str) -> None:
+    found = definition(f"{module}:{name}", "key")
+    assert found is not None
+    assert found.name == name
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "seen_rewards:chosen",
+        "seen_rewards:sqrt",
+        "seen_rewards:paths",
+        "seen_dynamic:made",
+        "seen_star:join",
+        "seen_package.unseen:x",
+        "broker.errors:NoSuchName",
+    ],
+)
+def test_what_only_an_import_can_tell_is_left_to_it(path: str) -> None:
+    assert definition(path, "key") is None
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("seen_reward:verl", r"^key: cannot import 'seen_reward' .*did you mean 'seen_rewards:verl'\?"),
+        ("unheard_of:verl", "^key: cannot import 'unheard_of' for 'unheard_of:verl': No module named"),
+        ("seen_rewards.py:verl", "'seen_rewards' is not a package .write 'seen_rewards:verl', without .py"),
+        ("seen_rewards:verll", r"has no 'verll' .*did you mean seen_rewards:verl\?"),
+        ("seen_broken:x", "importing 'seen_broken' raised SyntaxError: .*line 1"),
+        ("./seen_rewards.py:verl", "is no import path; write package.module:name"),
+    ],
+)
+def test_what_an_import_would_refuse_is_refused(path: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        definition(path, "key")
+
+
+@pytest.mark.parametrize("kind", ["seen_rewards:verl", "seen_rewards:trl", "seen_rewards:later", "seen_rewards:Judge"])
+def test_a_reward_of_either_signature_is_accepted(kind: str) -> None:
+    check_function(RewardConfig(kind=kind), "rewards[0].kind")
+
+
+def test_a_reward_of_neither_signature_is_refused_unless_the_recipe_names_one() -> None:
+    with pytest.raises(ConfigError, match=r"seen_rewards:neither\(response, answer\) has neither of the signatures"):
+        check_function(RewardConfig(kind="seen_rewards:neither"), "rewards[0].kind")
+    check_function(RewardConfig(kind="seen_rewards:neither", signature="verl"), "rewards[0].kind")
