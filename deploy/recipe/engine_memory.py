@@ -34,6 +34,8 @@ def memory_overrides(recipe: Recipe, visible: str) -> dict[str, list[str]]:
     pools = {MAIN: recipe} | {pool.name: pool.recipe for pool in pools_of(recipe)}
     by_gpu = defaultdict[str, list[str]](list)
     for name, own in pools.items():
+        if own.learner.device == "cpu" and not own.workers.devices:  # for all that is known here, there is no GPU
+            continue
         for one in placed_workers(own, seen, name):
             by_gpu[one.gpu].append(name)
     given: dict[str, list[str]] = {}

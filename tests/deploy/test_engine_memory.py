@@ -44,6 +44,8 @@ def divided(*overrides: str, visible: str = "") -> dict[str, list[str]]:
         ),
         (["engine.kind=embedded", "workers.count=2", "workers.devices=[1]"], {}),
         (["run.placement=colocated", "workers.count=1"], {}),
+        (["learner.device=cpu", "workers.count=40"], {}),
+        (["learner.device=cpu", "workers.count=2", "workers.devices=[0]"], {"workers": [f"{UTILIZATION}=0.44"]}),
     ],
 )
 def test_engines_of_a_gpu_get_equal_shares(overrides: list[str], expected: dict[str, list[str]]) -> None:
