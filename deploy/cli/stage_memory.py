@@ -1,7 +1,9 @@
 """The memory that each stage of a recipe takes on the learner's devices, and that scorers take on theirs."""
 
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from broker.errors import ConfigError
@@ -23,6 +25,9 @@ from rollout_workers.scorers.runtimes import abilities_of as runtime_abilities
 from rollout_workers.scorers.runtimes import gpus_of as gpus_of_runtime
 from rollout_workers.scorers.runtimes.cache import cache_tokens
 from weightsync.transports.abilities import abilities_of, broadcast_device
+
+NVIDIA_SMI_S = 20.0
+"""Seconds for nvidia-smi, which takes some where no process keeps the driver loaded."""
 
 
 class Shapes:
@@ -99,6 +104,18 @@ def stages_of(recipe: Recipe, shapes: Shapes, device_bytes: int | None) -> list[
     """Plan the stages in their order, for devices of so much memory; None: the user names no size. Raises ConfigError
     for a model that cannot be read or an impossible layout."""
     return [_stage(recipe, stage, shapes, device_bytes) for stage in recipe.plan if not stage.is_left_out]
+
+
+def learner_part(recipe: Recipe, gpu: str) -> float | None:
+    """Return the part of a GPU's memory that the largest rank of the learner is planned to take beside workers; None
+    where nvidia-smi does not tell the memory of this GPU. Raises ConfigError as `stages_of` does."""
+    asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", "-i", gpu]
+    with suppress(OSError, subprocess.SubprocessError, ValueError):
+        answer = subprocess.run(asked, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=True).stdout
+        device_bytes = int(answer.splitlines()[0]) << 20
+        learner = next(stage for stage in recipe.plan if stage.has_workers)
+        return _stage(recipe, learner, Shapes(recipe), device_bytes).largest_bytes / device_bytes
+    return None
 
 
 def largest_of(stages: list[StageMemory]) -> StageMemory:

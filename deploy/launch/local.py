@@ -5,7 +5,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -97,12 +97,13 @@ class Local:
     """The stage to begin with; those that it starts from must be done."""
     last: int | None = None
     """The stage to end with; None: the recipe's last one."""
+    shares: Callable[[], Mapping[str, float]] = dict
+    """Return the part of a GPU that engines of a pool get whose recipe does not say it: see `engine_shares`."""
 
     def run(self) -> int:
         """Run to the end and return the exit code. Raises HeadwayError."""
         if self._has_learner and self.recipe.launcher.kind == "local":
-            check_placement(self.recipe, _visible())
-            memory_overrides(self.recipe, _visible())
+            check_placement(self.recipe, _visible(), self.shares())
         if not self.launcher.starts_processes:
             return self._show()
         with held(self.recipe.run_directory), ExitStack() as stack:
@@ -217,7 +218,7 @@ class Local:
     ) -> Supervisor:
         """Return the supervisor of the learner and its workers. The workers' own directories lie below `private`."""
         recipe = self.recipe
-        memory = memory_overrides(recipe, _visible()) if recipe.launcher.kind == "local" else {}
+        memory = memory_overrides(recipe, self.shares())
         main = WorkerCommand(
             url=self._url_of(Role.WORKER, server),
             run=recipe.run.name,

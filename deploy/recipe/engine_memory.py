@@ -3,18 +3,20 @@
 alone on its GPUs, or a recipe that names a share     nothing is added
 k engines on a GPU                                    each a k-th of what one would take, and less for what an
                                                       engine takes beside it (OUTSIDE)
+k engines beside the learner                          the same of half of the GPU, or of what the learner leaves
 engines that are told the size of their KV cache      the least share: they only ask that it is free
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from broker.errors import ConfigError
 from rollout_workers.engines import abilities_of
+from weightsync.transports.abilities import abilities_of as transport_abilities
 
 from .operators import roots_of
-from .placement import placed_workers
+from .placement import MOST_SHARED, placed_learner, placed_workers
 from .pools import MAIN, pools_of
 from .recipe import Recipe
 
@@ -23,33 +25,64 @@ OUTSIDE = 0.02
 communication."""
 LEAST = 0.05
 """The least share of an engine: less would hardly hold a model and its context."""
+MARGIN = 0.1
+"""The part of a GPU's memory that is left free beside what the learner is planned to take, which is an estimate."""
+
+LearnerPart = Callable[[str], float | None]
+"""Returns the part of this GPU's memory that the learner takes, or None if that is not known."""
 
 
-def memory_overrides(recipe: Recipe, visible: str) -> dict[str, list[str]]:
-    """Return the overrides by which the workers of each pool get their share, by the pool's name. `visible`:
-    CUDA_VISIBLE_DEVICES of `headway run`. Raises ConfigError if a GPU has too many engines."""
+def unknown(gpu: str) -> None:
+    """Know nothing of what the learner takes: see LearnerPart."""
+
+
+def memory_overrides(recipe: Recipe, shares: Mapping[str, float]) -> dict[str, list[str]]:
+    """Return the overrides with which workers of each pool get the share of `engine_shares`, by the pool's name."""
+    pools = _pools(recipe)
+    options = {name: abilities_of(pools[name].engine, roots_of(pools[name])).memory_option for name in shares}
+    return {name: [f"engine.options.{options[name]}={share:g}"] for name, share in shares.items()}
+
+
+def engine_shares(recipe: Recipe, visible: str, learner_part: LearnerPart = unknown) -> dict[str, float]:
+    """Return the part of a GPU's memory that each engine of a pool gets, by the pool's name; a pool is left out whose
+    recipe says it, or whose engines have their GPUs alone. `visible`: CUDA_VISIBLE_DEVICES of `headway run`. Raises
+    ConfigError if a GPU has too many engines."""
     if recipe.run.is_colocated:
         return {}
-    seen = visible.split(",") if visible else []
-    pools = {MAIN: recipe} | {pool.name: pool.recipe for pool in pools_of(recipe)}
+    seen, pools = visible.split(",") if visible else [], _pools(recipe)
     by_gpu = defaultdict[str, list[str]](list)
     for name, own in pools.items():
         if own.learner.device == "cpu" and not own.workers.devices:  # for all that is known here, there is no GPU
             continue
         for one in placed_workers(own, seen, name):
             by_gpu[one.gpu].append(name)
-    given: dict[str, list[str]] = {}
+    left = _left_by_learner(recipe, seen, by_gpu, learner_part)
+    shares: dict[str, float] = {}
     for name, own in pools.items():
         option = abilities_of(own.engine, roots_of(own)).memory_option
-        shared = [gpu for gpu, here in by_gpu.items() if name in here and len(here) > 1]
+        shared = [gpu for gpu, here in by_gpu.items() if name in here and (len(here) > 1 or gpu in left)]
         if option and shared and option not in own.engine.options:
-            share = min(_share(gpu, by_gpu[gpu], pools, name) for gpu in shared)
-            given[name] = [f"engine.options.{option}={share:g}"]
-    return given
+            shares[name] = min(_share(gpu, by_gpu[gpu], pools, name, left.get(gpu)) for gpu in shared)
+    return shares
 
 
-def _share(gpu: str, here: list[str], pools: Mapping[str, Recipe], name: str) -> float:
-    """Return the share of an engine of the pool `name` on a GPU with engines of the pools `here`."""
+def _pools(recipe: Recipe) -> dict[str, Recipe]:
+    return {MAIN: recipe} | {pool.name: pool.recipe for pool in pools_of(recipe)}
+
+
+def _left_by_learner(
+    recipe: Recipe, seen: Sequence[str], by_gpu: Mapping[str, Sequence[str]], learner_part: LearnerPart
+) -> dict[str, float]:
+    """Return the part of each GPU that the learner leaves to the engines on it, where that is known."""
+    if not transport_abilities(recipe.weights.transport, roots_of(recipe)).shares_gpu:
+        return {}
+    parts = {one.gpu: learner_part(one.gpu) for one in placed_learner(recipe, seen) if one.gpu in by_gpu}
+    return {gpu: min(MOST_SHARED, 1 - part - MARGIN) for gpu, part in parts.items() if part is not None}
+
+
+def _share(gpu: str, here: Sequence[str], pools: Mapping[str, Recipe], name: str, left: float | None) -> float:
+    """Return the share of an engine of the pool `name` on a GPU with engines of the pools `here`. `left`: the part that
+    the learner leaves to them; None: it is not there."""
     if _is_sized(pools[name]):
         return LEAST
     taken, others = 0.0, 0
@@ -61,12 +94,14 @@ def _share(gpu: str, here: list[str], pools: Mapping[str, Recipe], name: str) ->
         else:
             others += 1
     abilities = abilities_of(pools[name].engine, roots_of(pools[name]))
-    share = math.floor(100 * ((abilities.memory_share - taken) / others - OUTSIDE)) / 100
+    whole = abilities.memory_share if left is None else left
+    share = math.floor(100 * ((whole - taken) / others - OUTSIDE) + 1e-6) / 100
     if share < LEAST:
+        beside = "" if left is None else f" beside a learner that leaves them {max(0.0, left):.2f} of it"
         raise ConfigError(
-            f"`headway run` would start {len(here)} engines on GPU {gpu}, and {others} of them would get less than"
-            f" {LEAST:g} of its memory each. Name more GPUs in workers.devices, start fewer workers (workers.count), or"
-            f" say yourself what each takes (engine.options.{abilities.memory_option})."
+            f"`headway run` would start {len(here)} engine{'s' * (len(here) > 1)} on GPU {gpu}{beside}, and {others} of"
+            f" them would get less than {LEAST:g} of its memory each. Name other GPUs in workers.devices, start fewer"
+            f" workers (workers.count), or say yourself what each takes (engine.options.{abilities.memory_option})."
         )
     return share
 

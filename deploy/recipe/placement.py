@@ -18,7 +18,7 @@ from rollout_workers.engines.gpus import gpus_of, shares
 from weightsync.transports.abilities import abilities_of as transport_abilities
 
 from .operators import roots_of
-from .pools import pools_of
+from .pools import MAIN, pools_of
 from .recipe import Recipe
 from .scorers import scorers_of
 
@@ -39,26 +39,27 @@ class PlacedProcess:
     """The part of the GPU's memory that an engine takes."""
 
 
-def check_placement(recipe: Recipe, visible: str) -> None:
+def check_placement(recipe: Recipe, visible: str, shares: Mapping[str, float] | None = None) -> None:
     """Raise ConfigError if `headway run` would start several roles on a GPU that cannot hold them. `visible`:
-    CUDA_VISIBLE_DEVICES of `headway run`."""
+    CUDA_VISIBLE_DEVICES of `headway run`. `shares`: what engines of a pool take whose recipe does not say it."""
     if recipe.run.is_colocated:
         return
     by_gpu = defaultdict[str, list[PlacedProcess]](list)
-    for one in placed(recipe, visible):
+    for one in placed(recipe, visible, shares):
         by_gpu[one.gpu].append(one)
     crowded = {gpu: here for gpu, here in by_gpu.items() if _is_crowded(here, recipe)}
     if crowded:
         raise ConfigError(_complaint(crowded))
 
 
-def placed(recipe: Recipe, visible: str) -> Iterator[PlacedProcess]:
-    """Yield each process of the learner, the workers and the scorers on each of its GPUs."""
-    seen = visible.split(",") if visible else []
-    yield from _learner(recipe, seen)
-    yield from placed_workers(recipe, seen, "workers")
+def placed(recipe: Recipe, visible: str, shares: Mapping[str, float] | None = None) -> Iterator[PlacedProcess]:
+    """Yield each process of the learner, the workers and the scorers on each of its GPUs. `shares`: see
+    check_placement."""
+    seen, shares = visible.split(",") if visible else [], shares or {}
+    yield from placed_learner(recipe, seen)
+    yield from placed_workers(recipe, seen, "workers", shares.get(MAIN))
     for index, pool in enumerate(pools_of(recipe)):
-        yield from placed_workers(pool.recipe, seen, f"workers.pools[{index}]")
+        yield from placed_workers(pool.recipe, seen, f"workers.pools[{index}]", shares.get(pool.name))
     scorers = recipe.scorers
     if scorers.device != "cpu" and scorers_of(recipe):
         devices = [str(device) for device in scorers.devices] or _first(1, seen)
@@ -67,26 +68,30 @@ def placed(recipe: Recipe, visible: str) -> Iterator[PlacedProcess]:
                 yield PlacedProcess(gpu=gpu, role=SCORERS, key=_told("scorers.devices", scorers.devices))
 
 
-def _learner(recipe: Recipe, seen: Sequence[str]) -> Iterator[PlacedProcess]:
+def placed_learner(recipe: Recipe, seen: Sequence[str]) -> Iterator[PlacedProcess]:
+    """Yield the learner on each of its GPUs. `seen`: the GPUs that `headway run` sees; none: all of them."""
     learner = recipe.learner
     if learner.device != "cpu":
         for gpu in _first(learner.processes, seen):
             yield PlacedProcess(gpu=gpu, role=LEARNER, key=f"learner.processes={learner.processes}")
 
 
-def placed_workers(recipe: Recipe, seen: Sequence[str], section: str) -> Iterator[PlacedProcess]:
+def placed_workers(
+    recipe: Recipe, seen: Sequence[str], section: str, share: float | None = None
+) -> Iterator[PlacedProcess]:
     """Yield each worker of the main pool of `recipe`, whose keys are below `section`, on each of its GPUs. `seen`: the
-    GPUs that `headway run` sees; none: all of them."""
+    GPUs that `headway run` sees; none: all of them. `share`: what an engine takes where the recipe does not say it;
+    None: what it takes by itself."""
     engine, workers = recipe.engine, recipe.workers
     abilities = abilities_of(engine, roots_of(recipe))
     if abilities.follows_device and engine.device == "cpu":
         return
-    share = engine.options.get(abilities.memory_option, abilities.memory_share)
+    said = engine.options.get(abilities.memory_option, abilities.memory_share if share is None else share)
     own = shares(workers.devices, engine, abilities) or [",".join(_first(gpus_of(engine, abilities), seen))]
     for number in range(workers.count):
         for gpu in own[number % len(own)].split(","):
             key = _told(f"{section}.devices", workers.devices)
-            yield PlacedProcess(gpu=gpu, role=WORKERS, key=key, memory=share if isinstance(share, float | int) else 0.0)
+            yield PlacedProcess(gpu=gpu, role=WORKERS, key=key, memory=said if isinstance(said, float | int) else 0.0)
 
 
 def _first(count: int, seen: Sequence[str]) -> list[str]:

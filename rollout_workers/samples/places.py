@@ -35,7 +35,7 @@ class SharedPlaces:
             self.now, self._is_said = places, True
             log.info(
                 "worker %s: takes up to %d samples at a time: its engine batches %d, and the run has at most %d under"
-                " way, for %d workers",
+                " way; workers that share them: %d",
                 self._worker,
                 places,
                 self._batched,

@@ -1,12 +1,14 @@
 """`headway run` divides a GPU among the engines that it places there, where the recipe does not say what each takes."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from broker.errors import ConfigError
-from deploy.recipe.engine_memory import memory_overrides
+from deploy.recipe.engine_memory import engine_shares, memory_overrides
 from deploy.recipe.loading import load_recipe, with_overrides
+from deploy.recipe.placement import check_placement
 from deploy.recipe.pools import pools_of
 from rollout_workers.engines import abilities_of
 
@@ -17,7 +19,8 @@ UTILIZATION = "engine.options.gpu_memory_utilization"
 
 
 def divided(*overrides: str, visible: str = "") -> dict[str, list[str]]:
-    return memory_overrides(load_recipe("arithmetic.yaml", [*ON_GPUS, *overrides]), visible)
+    recipe = load_recipe("arithmetic.yaml", [*ON_GPUS, *overrides])
+    return memory_overrides(recipe, engine_shares(recipe, visible))
 
 
 @pytest.mark.parametrize(
@@ -63,11 +66,51 @@ def test_a_pool_of_another_engine_gets_its_own_option() -> None:
     pool = "{name: other, count: 1, devices: [1], engine: {kind: sglang, dtype: bfloat16, options: {page_size: 1}}}"
     overrides = [*ON_GPUS, "workers.count=1", "workers.devices=[1]", f"workers.pools=[{pool}]"]
     recipe = load_recipe("arithmetic.yaml", overrides)
-    given = memory_overrides(recipe, "")
+    given = memory_overrides(recipe, engine_shares(recipe, ""))
     assert given == {"workers": [f"{UTILIZATION}=0.44"], "other": ["engine.options.mem_fraction_static=0.42"]}
     (other,) = pools_of(recipe)
     engine = with_overrides(recipe, [*other.overrides, *given["other"]]).engine
     assert engine.options == {"page_size": 1, "mem_fraction_static": 0.42}
+
+
+@pytest.mark.parametrize(
+    ("part", "overrides", "share"),
+    [
+        (0.3, ["workers.count=1"], 0.48),
+        (0.6, ["workers.count=1"], 0.28),
+        (0.3, ["workers.count=3"], 0.14),
+        (0.3, ["workers.count=1", "engine.options.kv_cache_memory_bytes=1000000000"], 0.05),
+        (0.3, ["workers.count=1", "workers.devices=[0]"], 0.48),
+    ],
+)
+def test_engines_beside_a_learner_get_what_it_leaves(part: float, overrides: list[str], share: float) -> None:
+    recipe = load_recipe("arithmetic.yaml", [*ON_GPUS, *overrides])
+    shares = engine_shares(recipe, "", lambda gpu: part if gpu == "0" else None)
+    assert shares == {"workers": share}
+    check_placement(recipe, "", shares)
+
+
+@pytest.mark.parametrize("overrides", [["weights.transport=nccl"], [f"{UTILIZATION}=0.3"], ["workers.devices=[1]"]])
+def test_engines_elsewhere_or_with_a_share_are_left_alone(overrides: list[str]) -> None:
+    recipe = load_recipe("arithmetic.yaml", [*ON_GPUS, "workers.count=1", *overrides])
+    assert engine_shares(recipe, "", lambda gpu: 0.3) == {}
+
+
+def test_a_learner_that_leaves_too_little_is_named() -> None:
+    recipe = load_recipe("arithmetic.yaml", [*ON_GPUS, "workers.count=2"])
+    complaint = r"2 engines on GPU 0 beside a learner that leaves them 0\.10 of it, and 2 of them .* other GPUs"
+    with pytest.raises(ConfigError, match=complaint):
+        engine_shares(recipe, "", lambda gpu: 0.8)
+
+
+def test_a_run_on_one_gpu_asks_how_much_memory_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = tmp_path / "bin" / "nvidia-smi"
+    asked.parent.mkdir()
+    asked.write_text("#!/bin/sh\necho 80000\n")
+    asked.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{asked.parent}{os.pathsep}{os.environ['PATH']}")
+    shown = headway("run", "arithmetic.yaml", *ON_GPUS, "workers.count=1", "--dry-run", cwd=tmp_path)
+    assert f" {UTILIZATION}=0.48)" in shown.stdout, shown.stderr
 
 
 def test_a_stored_share_is_taken() -> None:

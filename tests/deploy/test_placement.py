@@ -71,7 +71,7 @@ def test_the_learner_has_the_first_gpus_that_are_visible() -> None:
 
 @pytest.mark.parametrize("option", [(), ("--dry-run",)])
 def test_a_run_is_refused_before_anything_is_written(option: tuple[str, ...], tmp_path: Path) -> None:
-    answer = headway("run", "arithmetic.yaml", *ON_GPUS, *option, cwd=tmp_path)
+    answer = headway("run", "arithmetic.yaml", *ON_GPUS, "weights.transport=nccl", *option, cwd=tmp_path)
     assert (answer.returncode, answer.stdout, list(tmp_path.iterdir())) == (1, "", [])
     assert answer.stderr.startswith("Error: `headway run` would start learner and workers on GPU 0 (")
 

@@ -1,5 +1,7 @@
 """`headway run`: a whole run on this machine."""
 
+import os
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import click
@@ -9,7 +11,10 @@ from deploy.printing import complain, say_json
 from .options import beginning, of_a_run, overrides_argument, rewind_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from deploy.launch.base import Launcher
+    from deploy.recipe.recipe import Recipe
     from learner.experience.rewind import Rewind
 
 
@@ -86,8 +91,11 @@ def execute(
     if ends is not None and ends < begins:
         raise click.UsageError(f"--until {last} comes before --from {first}.")
 
+    shares = cache(partial(_shares, loaded))
+
     def local(launcher: "Launcher") -> Local:
-        return Local(loaded, recipe, overrides, resume, overwrite, terminal, rewind, is_forced, launcher, begins, ends)
+        manner = (resume, overwrite, terminal, rewind, is_forced)
+        return Local(loaded, recipe, overrides, *manner, launcher, begins, ends, shares)
 
     if dry_run:
         from .dry_run import shown
@@ -98,6 +106,16 @@ def execute(
     if as_json:
         say_json(read_summary(loaded.run_directory))
     return code
+
+
+def _shares(recipe: "Recipe") -> "Mapping[str, float]":
+    """Return what the engines of each pool get of the GPUs that they share on this machine."""
+    from deploy.cli.stage_memory import learner_part
+    from deploy.recipe.engine_memory import engine_shares
+
+    if recipe.launcher.kind != "local":
+        return {}
+    return engine_shares(recipe, os.environ.get("CUDA_VISIBLE_DEVICES", ""), partial(learner_part, recipe))
 
 
 @click.command(hidden=True)
