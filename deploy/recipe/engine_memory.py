@@ -59,9 +59,10 @@ def engine_shares(recipe: Recipe, visible: str, learner_part: LearnerPart = unkn
     left = _left_by_learner(recipe, seen, by_gpu, learner_part)
     shares: dict[str, float] = {}
     for name, own in pools.items():
-        option = abilities_of(own.engine, roots_of(own)).memory_option
+        abilities = abilities_of(own.engine, roots_of(own))
+        option, said = abilities.memory_option, abilities.said(own.engine.options)
         shared = [gpu for gpu, here in by_gpu.items() if name in here and (len(here) > 1 or gpu in left)]
-        if option and shared and option not in own.engine.options:
+        if option and shared and option not in said:
             shares[name] = min(_share(gpu, by_gpu[gpu], pools, name, left.get(gpu)) for gpu in shared)
     return shares
 
@@ -87,7 +88,8 @@ def _share(gpu: str, here: Sequence[str], pools: Mapping[str, Recipe], name: str
         return LEAST
     taken, others = 0.0, 0
     for one in here:
-        abilities, options = abilities_of(pools[one].engine, roots_of(pools[one])), pools[one].engine.options
+        abilities = abilities_of(pools[one].engine, roots_of(pools[one]))
+        options = abilities.said(pools[one].engine.options)
         said = options.get(abilities.memory_option, LEAST if _is_sized(pools[one]) else None)
         if isinstance(said, float | int):
             taken += said

@@ -86,7 +86,7 @@ def placed_workers(
     abilities = abilities_of(engine, roots_of(recipe))
     if abilities.follows_device and engine.device == "cpu":
         return
-    said = engine.options.get(abilities.memory_option, abilities.memory_share if share is None else share)
+    said = abilities.said(engine.options).get(abilities.memory_option, share or abilities.memory_share)
     own = shares(workers.devices, engine, abilities) or [",".join(_first(gpus_of(engine, abilities), seen))]
     for number in range(workers.count):
         for gpu in own[number % len(own)].split(","):

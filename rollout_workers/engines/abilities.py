@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from broker.errors import ConfigError
 from broker.installation import TorchFacts, is_installed
@@ -60,6 +60,10 @@ class EngineAbilities:
     """Return whether the engine takes an option of this name and value from the broker's configuration, because the
     option makes it import, read and run nothing. The default takes all: an operator's own engine knows what its options
     do."""
+
+    def said(self, options: Mapping[str, object]) -> dict[str, Any]:
+        """Return the options that an engine is started with: a null as the part of the memory says nothing."""
+        return {name: value for name, value in options.items() if name != self.memory_option or value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)

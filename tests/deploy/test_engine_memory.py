@@ -33,6 +33,7 @@ def divided(*overrides: str, visible: str = "") -> dict[str, list[str]]:
         (["workers.count=2", "workers.devices=[1,2]"], {}),
         (["workers.count=1", "workers.devices=[1]"], {}),
         (["workers.count=4", "workers.devices=[1]", f"{UTILIZATION}=0.1"], {}),
+        (["workers.count=4", "workers.devices=[1]", f"{UTILIZATION}=null"], {"workers": [f"{UTILIZATION}=0.21"]}),
         (
             ["workers.count=2", "workers.devices=[1]", "engine.options.kv_cache_memory_bytes=1000000000"],
             {"workers": [f"{UTILIZATION}=0.05"]},

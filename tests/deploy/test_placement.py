@@ -33,6 +33,7 @@ SCORED = ["scorers.device=cuda", "rewards=[{kind: reward_model, path: m}]"]
         ),
         (["engine.options.tensor_parallel_size=2", "workers.devices=[1, 0]", "workers.count=1"], "workers on GPU 0 "),
         (["workers.devices=[0]", "engine.options.gpu_memory_utilization=0.3"], "workers on GPU 0 "),
+        (["workers.devices=[0]", "engine.options.gpu_memory_utilization=null"], "workers on GPU 0 "),
         (
             ["workers.count=1", "weights.transport=nccl", "engine.options.gpu_memory_utilization=0.3"],
             "weights.transport is gloo or ipc",

@@ -72,6 +72,13 @@ def test_sglang_is_started_for_as_many_as_it_decodes_by_graphs(
     assert sglang_arguments(config, tmp_path, "Qwen3ForCausalLM", 0)["max_running_requests"] == expected + 1
 
 
+def test_a_share_that_is_null_is_not_said(tmp_path: Path) -> None:
+    config = EngineConfig(kind="vllm", options={"gpu_memory_utilization": None, "seed": None})
+    arguments = vllm_arguments(config, tmp_path, "Qwen3ForCausalLM", 3)
+    assert "gpu_memory_utilization" not in arguments
+    assert arguments["seed"] is None
+
+
 @needs_vllm
 async def test_vllm_takes_what_its_cache_holds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options: dict[str, object] = {"block_size": BLOCK, "num_gpu_blocks_override": FITTING * LENGTH // 2 // BLOCK}

@@ -97,7 +97,7 @@ def engine_arguments(
             "mem_fraction_static": 0.1,
             "stream_interval": 1,
         }
-    return arguments | config.options
+    return arguments | SGLANG.abilities.said(config.options)
 
 
 def open_sglang(
