@@ -161,7 +161,7 @@ test-trackers: $(TRACKERS)/.installed  ## the tests that need wandb, MLflow and 
 test-peft: $(PEERS)/.installed  ## adapters beside the library PEFT and bitsandbytes, in an environment of its own (a minute)
 	@$(PEERS)/bin/python -m pytest tests/learner/test_peft.py tests/learner/test_quantized.py
 
-test-sglang: $(SGLANG)/.installed  ## the tests that need SGLang, on a CPU, in an environment of their own (a quarter of an hour; SGLANG_VERSION=0.5.17)
+test-sglang: $(SGLANG)/.installed  ## the tests that need SGLang, on a CPU, in an environment of their own (twenty minutes; SGLANG_VERSION=0.5.17)
 	@HEADWAY_TEST_MAIN=$(CURDIR)/$(BIN)/headway \
 		$(SGLANG)/bin/python -m pytest -m sglang tests/rollout_workers tests/end_to_end/test_sglang.py tests/end_to_end/test_sglang_adapter.py
 

@@ -8,7 +8,7 @@ from broker.user_code.roots import ImportRoots
 from learner.backends import unfit_base
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines import abilities_of as engine_abilities
-from rollout_workers.engines.abilities import gpus_with
+from rollout_workers.engines.abilities import Adapted, gpus_with
 
 from .pools import pools_of
 from .recipe import Recipe
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 MOST_HELD = 8
 """Adapters that an engine holds at most: each takes memory of the device, and a place in every batch's kernels."""
+
+_OF_EXPERTS = "a model without experts, or on sglang model.adapter.targets of attention alone, "
 
 OTHERWISE = "Set weights.adapter=merged, which sends whole weights, or change that."
 
@@ -32,12 +34,25 @@ class UnfitEngineError(ConfigError):
 def adapter_rank(recipe: Recipe, config: "PretrainedConfig") -> int:
     """Return the rank of the adapters that the run's versions carry alone, for this model; 0: whole weights. Raises
     ConfigError if they are to carry them alone, or samples to finish with theirs, and cannot."""
+    adapter, adapted = recipe.model.adapter, adapted_by(recipe, config)
+    for complaint in _impossible_sending(recipe, adapted):
+        raise ConfigError(complaint)
+    return adapter.rank if adapter and sends_adapter(recipe, adapted) else 0
+
+
+def adapted_by(recipe: Recipe, config: "PretrainedConfig") -> Adapted:
+    """Return what the run's adapter changes of this model; of a run without one, what it could change. Raises
+    ConfigError for a target that the model does not have."""
+    from learner.models.adapters import change_attention_alone, targets_of
+    from learner.models.model import unfilled
     from learner.models.shape import num_experts
 
-    adapter, has_experts = recipe.model.adapter, num_experts(config) > 0
-    for complaint in _impossible_sending(recipe, has_experts=has_experts):
-        raise ConfigError(complaint)
-    return adapter.rank if adapter and sends_adapter(recipe, has_experts=has_experts) else 0
+    adapter = recipe.model.adapter
+    if not num_experts(config):
+        return "dense"
+    if adapter is None or not adapter.targets:
+        return "experts"
+    return "attention" if change_attention_alone(targets_of(unfilled(config), adapter)) else "experts"
 
 
 def adapters_held(recipe: Recipe) -> int:
@@ -45,12 +60,12 @@ def adapters_held(recipe: Recipe) -> int:
     return min(recipe.staleness.max_lag + 1, MOST_HELD) if recipe.weights.kv_policy == "finish" else 1
 
 
-def sends_adapter(recipe: Recipe, *, has_experts: bool) -> bool:
+def sends_adapter(recipe: Recipe, adapted: Adapted) -> bool:
     """Return whether the run's versions carry the adapter alone: all of its engines must take them."""
-    return recipe.model.adapter is not None and not why_merged(recipe, has_experts=has_experts)
+    return recipe.model.adapter is not None and not why_merged(recipe, adapted)
 
 
-def why_merged(recipe: Recipe, *, has_experts: bool) -> str:
+def why_merged(recipe: Recipe, adapted: Adapted) -> str:
     """Return why versions of a run that trains an adapter carry merged weights; "" if they carry the adapter alone.
 
     A user's own engine may be known where its worker runs alone, and all processes must decide alike. So it is not
@@ -65,7 +80,7 @@ def why_merged(recipe: Recipe, *, has_experts: bool) -> str:
     own = [engine for engine in _engines(recipe) if _is_own(engine)]
     if own and recipe.weights.adapter == "auto":
         return f"the engine {own[0].kind} is your own, which gets adapters by weights.adapter=alone"
-    return next(filter(None, (_why_not(engine, has_experts) for engine in _engines(recipe) if engine not in own)), "")
+    return next(filter(None, (_why_not(engine, adapted) for engine in _engines(recipe) if engine not in own)), "")
 
 
 def check_own_engine(recipe: Recipe, roots: ImportRoots) -> None:
@@ -73,7 +88,7 @@ def check_own_engine(recipe: Recipe, roots: ImportRoots) -> None:
     is imported to ask it."""
     if recipe.model.adapter is None or recipe.weights.adapter != "alone":
         return
-    if why := _why_not(recipe.engine, has_experts=False, roots=roots):
+    if why := _why_not(recipe.engine, "dense", roots):
         raise ConfigError(f"weights.adapter is alone, and {why}. {OTHERWISE}")
 
 
@@ -85,13 +100,16 @@ def _is_own(engine: EngineConfig) -> bool:
     return ":" in engine.kind
 
 
-def _why_not(engine: EngineConfig, has_experts: bool, roots: ImportRoots | None = None) -> str:
+def _why_not(engine: EngineConfig, adapted: Adapted, roots: ImportRoots | None = None) -> str:
     """Return why an engine does not take adapters alone; "" if it does. A user's own is asked if `roots` are given."""
     abilities = engine_abilities(engine, roots)
     if not abilities.takes_adapters:
         return f"the engine {engine.kind} takes no adapters"
-    if has_experts and not abilities.takes_expert_adapters:
-        return f"the engine {engine.kind} takes no adapters of models with experts"
+    if adapted != "dense" and not abilities.takes_expert_adapters:
+        if not abilities.takes_attention_adapters:
+            return f"the engine {engine.kind} takes no adapters of models with experts"
+        if adapted != "attention":
+            return f"the engine {engine.kind} takes adapters of attention alone, of models with experts"
     dtype = engine.options.get("dtype", engine.dtype)
     if not (abilities.takes_full_adapters or engine.device == "cpu" or dtype != "float32"):
         return f"the engine {engine.kind} takes no adapters in float32 on a GPU"
@@ -111,10 +129,8 @@ def rank_for_worker(
     `recipe` is the run's own, `engine` the worker's, which may be another than the run's recipe names; `roots`: the
     modules below which it may be imported. Raises UnfitEngineError if it does not take what all others are sent.
     """
-    from learner.models.shape import num_experts
-
     rank = adapter_rank(recipe, config)
-    if rank and (why := _why_not(engine, num_experts(config) > 0, roots)):
+    if rank and (why := _why_not(engine, adapted_by(recipe, config), roots)):
         raise UnfitEngineError(
             f"The versions of run {recipe.run.name} carry an adapter alone, and this worker's engine ({engine.kind})"
             f" takes whole weights of this model alone: {why}. Start the worker with an engine that takes them"
@@ -130,21 +146,21 @@ def rank_for_worker(
     return rank
 
 
-def _impossible_sending(recipe: Recipe, *, has_experts: bool) -> Iterator[str]:
+def _impossible_sending(recipe: Recipe, adapted: Adapted) -> Iterator[str]:
     """Yield what keeps versions from carrying the adapter alone where they must, and the samples of a run from
     finishing with the adapter that they began with."""
     must = recipe.weights.adapter == "alone" and recipe.model.adapter is not None
-    if must and (why := why_merged(recipe, has_experts=has_experts)):
+    if must and (why := why_merged(recipe, adapted)):
         yield f"weights.adapter is alone, and {why}. {OTHERWISE}"
     if recipe.weights.kv_policy != "finish" or (
-        sends_adapter(recipe, has_experts=has_experts)
+        sends_adapter(recipe, adapted)
         and all(_is_own(engine) or engine_abilities(engine).holds_adapters for engine in _engines(recipe))
     ):
         return
     yield (
         "weights.kv_policy is finish, which needs versions that carry an adapter alone and engines that hold several"
         " (model.adapter, engine.kind=vllm without pipeline stages, or sglang on one GPU,"
-        f" {'a model without experts, ' * has_experts}"
+        f" {_OF_EXPERTS * (adapted != 'dense')}"
         "weights.adapter=auto, weights.staging other than none, run.placement=separated). Set it to recompute."
     )
 
@@ -152,7 +168,7 @@ def _impossible_sending(recipe: Recipe, *, has_experts: bool) -> Iterator[str]:
 def impossible_adapters(recipe: Recipe) -> Iterator[str]:
     """Yield what a recipe with `model.adapter` contradicts."""
     adapter, plan = recipe.model.adapter, recipe.plan
-    yield from _impossible_sending(recipe, has_experts=False)
+    yield from _impossible_sending(recipe, "dense")
     if adapter is None:
         return
     if complaint := unfit_base(recipe.learner.backend, adapter, recipe.learner.compute):

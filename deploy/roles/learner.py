@@ -24,7 +24,7 @@ from deploy.observe.sinks.base import SinkRun
 from deploy.observe.sinks.points import points
 from deploy.observe.tracing import tracing_steps
 from deploy.observe.waiting_log import waits_logged
-from deploy.recipe.adapters import adapter_rank, why_merged
+from deploy.recipe.adapters import adapted_by, adapter_rank, why_merged
 from deploy.recipe.loading import recipe_to_bytes
 from deploy.recipe.operators import roots_of
 from deploy.recipe.recipe import Recipe
@@ -49,7 +49,6 @@ from learner.experience.log import ExperienceLog
 from learner.experience.rewind import Rewind
 from learner.experience.stream import Experience
 from learner.models.model import load_config, load_tokenizer, model_files
-from learner.models.shape import num_experts
 from learner.objective.composition import needs_critic, needs_reference, needs_teacher
 from learner.objective.objective import Objective
 from learner.objective.update import Updater
@@ -323,7 +322,7 @@ def _sends_adapter(recipe: Recipe) -> bool:
     config = load_config(recipe.model)
     is_alone = adapter_rank(recipe, config) > 0
     if recipe.model.adapter is not None and not is_alone:
-        reason = why_merged(recipe, has_experts=num_experts(config) > 0)
+        reason = why_merged(recipe, adapted_by(recipe, config))
         log.info("versions carry whole weights, with the adapter merged into them: %s", reason)
     return is_alone
 

@@ -26,6 +26,7 @@ PREFIX = "base_model.model."
 """The beginning of every name in PEFT's files."""
 IN_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
 FACTORS = ("lora_A", "lora_B")
+IN_ATTENTION = re.compile(r"\.self_attn\.")
 ROUTERS = ("gate", "router")
 """Last names of the layers that choose experts."""
 _EXPERTS = ("gate_up_proj", "down_proj")
@@ -101,6 +102,11 @@ def targets_of(model: nn.Module, adapter: AdapterConfig) -> list[Target]:
             " without dropout. Set it to 0, or leave the experts out of model.adapter.targets."
         )
     return chosen
+
+
+def change_attention_alone(targets: Iterable[Target]) -> bool:
+    """Returns whether all of these weights belong to attention. Attention of another name counts as something else."""
+    return all(IN_ATTENTION.search(target.module) for target in targets)
 
 
 def adaptable(model: nn.Module) -> list[Target]:

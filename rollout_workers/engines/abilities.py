@@ -2,12 +2,16 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from broker.errors import ConfigError
 from broker.installation import TorchFacts, is_installed
 
 A = TypeVar("A")
+
+Adapted = Literal["dense", "attention", "experts"]
+"""The weights that an adapter changes: some of a model without experts; attention alone of a model with experts; others
+of such a model, its experts for one."""
 
 
 REQUESTS = 64
@@ -50,6 +54,8 @@ class EngineAbilities:
     """Whether it takes versions that carry an adapter alone (`base.AdaptedEngine`)."""
     takes_expert_adapters: bool = True
     """Whether these adapters may be of a model with experts."""
+    takes_attention_adapters: bool = False
+    """Whether they may be of a model with experts if they change attention alone, where others may not."""
     takes_full_adapters: bool = True
     """Whether a GPU's engine in float32 takes them."""
     splits_adapters_by: tuple[str, ...] = ()

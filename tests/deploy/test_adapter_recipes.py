@@ -19,6 +19,7 @@ from deploy.launch.local import Local
 from deploy.recipe.adapters import UnfitEngineError, adapters_held, rank_for_worker, sends_adapter, why_merged
 from deploy.recipe.loading import dump_recipe, load_recipe
 from deploy.recipe.packages import check_packages
+from deploy.recipe.recipe import Recipe
 from deploy.roles import adapter_export
 from deploy.run.directory import SETTINGS
 from deploy.run.resuming import check_resumable
@@ -84,7 +85,7 @@ def test_an_engine_on_a_gpu_takes_no_adapters_in_float32(
 ) -> None:
     engine = {**TINY["engine"], "kind": kind, "device": device, "dtype": dtype}
     recipe = load(tmp_path, stages=[SFT, RL], engine=engine, model=adapted(OF_RL))
-    assert sends_adapter(recipe, has_experts=False) is alone
+    assert sends_adapter(recipe, "dense") is alone
 
 
 @pytest.mark.parametrize(
@@ -111,11 +112,42 @@ def test_versions_carry_the_adapter_alone_where_all_engines_take_it(
 ) -> None:
     alone = not why
     recipe, plain = (load(tmp_path, stages=[SFT, RL], **sections, **model) for model in ({"model": adapted(OF_RL)}, {}))
-    assert sends_adapter(recipe, has_experts=True) is alone
-    assert why_merged(recipe, has_experts=True) == why
-    assert not sends_adapter(plain, has_experts=True)
+    assert sends_adapter(recipe, "experts") is alone
+    assert why_merged(recipe, "experts") == why
+    assert not sends_adapter(plain, "experts")
     is_vllm = recipe.engine.kind == "vllm" or bool(recipe.workers.pools)
-    assert sends_adapter(recipe, has_experts=False) is (alone or is_vllm)
+    assert sends_adapter(recipe, "dense") is (alone or is_vllm)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "targets", "alone"),
+    [
+        ("sglang", "qwen3_moe", ["q_proj", "o_proj"], True),
+        ("sglang", "qwen3_moe", ["q_proj", "experts.down_proj"], False),
+        ("sglang", "qwen3_moe", [], False),
+        ("sglang", "qwen3", [], True),
+        ("vllm", "qwen3_moe", ["q_proj", "o_proj"], False),
+        ("embedded", "qwen3_moe", ["experts.down_proj"], True),
+    ],
+)
+def test_of_a_model_with_experts_some_engines_take_adapters_of_attention_alone(
+    kind: str, name: str, targets: list[str], alone: bool, tmp_path: Path
+) -> None:
+    def loaded(**weights: str) -> Recipe:
+        engine, model = {**TINY["engine"], "kind": kind}, adapted({**OF_RL, "targets": targets})
+        return load(tmp_path, model=model, stages=[SFT, RL], engine=engine, weights=weights)
+
+    config, recipe = load_config(model_config(name)), loaded()
+    assert rank_for_worker(recipe, recipe.engine, config) == (4 if alone else 0)
+    if alone:
+        return
+    for weights, told in (
+        ({"kv_policy": "finish"}, r"on sglang model\.adapter\.targets of attention alone, .* recompute"),
+        ({"adapter": "alone"}, f"the engine {kind} takes (no adapters|adapters of attention alone,) of models with"),
+    ):
+        recipe = loaded(**weights)
+        with pytest.raises(ConfigError, match=told):
+            rank_for_worker(recipe, recipe.engine, config)
 
 
 def test_samples_finish_with_their_adapter_where_engines_hold_several(tmp_path: Path) -> None:
@@ -152,7 +184,7 @@ def test_an_engine_on_several_gpus_gets_adapters_only_if_it_proves_them(
 ) -> None:
     engine = {**TINY["engine"], "kind": "vllm", "device": device, "dtype": "bfloat16", "options": {option: 2}}
     recipe = load(tmp_path, model=adapted(OF_RL), stages=[SFT, RL], engine=engine)
-    assert why_merged(recipe, has_experts=False) == why
+    assert why_merged(recipe, "dense") == why
 
 
 def test_a_worker_gets_what_the_run_sends_or_is_refused(tmp_path: Path) -> None:

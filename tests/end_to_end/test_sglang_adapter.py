@@ -23,16 +23,22 @@ DENSE = {
     "config": {key: value for key, value in MODEL["random"]["config"].items() if key not in OF_EXPERTS}
     | {"intermediate_size": 64},
 }
-"""SGLang takes no adapters of models with experts. On a CPU it pads the width between two layers to multiples of 32,
-and does not pad an adapter."""
+"""On a CPU SGLang pads the width between two layers to multiples of 32, and does not pad an adapter."""
+OF_ATTENTION = {"targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+CASES = {"dense": (DENSE, {}), "experts": (MODEL["random"], OF_ATTENTION)}
+"""Models and what their adapters change. SGLang takes those of a model with experts if they change attention alone."""
 
 
 @pytest.mark.parametrize("policy", ["recompute", "finish"])
-def test_a_run_trains_an_adapter_with_sglang_and_outlives_a_killed_worker(terminals: Terminals, policy: str) -> None:
-    base = saved_base(ModelConfig(random=RandomModelConfig(**DENSE)), terminals.root / "base")
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_trains_an_adapter_with_sglang_and_outlives_a_killed_worker(
+    terminals: Terminals, case: str, policy: str
+) -> None:
+    random, targets = CASES[case]
+    base = saved_base(ModelConfig(random=RandomModelConfig(**random)), terminals.root / "base")
     recipe = write_recipe(
         terminals.directory("run"),
-        model={"path": base.path, "adapter": {"rank": 4, "alpha": 8}, "random": None},
+        model={"path": base.path, "adapter": {"rank": 4, "alpha": 8, **targets}, "random": None},
         learner={"steps": STEPS},
         optimizer={"learning_rate": 2e-2},
         engine={"kind": "sglang"},

@@ -33,6 +33,11 @@ def make_adapter(model: PreTrainedModel, seed: int, size: float = 0.2) -> NamedT
     return found
 
 
+def of_attention(adapter: NamedTensors) -> NamedTensors:
+    """Return the part of an adapter that changes attention."""
+    return [(name, tensor) for name, tensor in adapter if ".self_attn." in name]
+
+
 @torch.no_grad()
 def merged(architecture: Architecture, adapter: Sequence[tuple[str, torch.Tensor]], seed: int = 0) -> PreTrainedModel:
     """Return the model of that seed with W + scale * B A in the place of W."""

@@ -20,7 +20,7 @@ from rollout_workers.engines.held import Held
 from rollout_workers.swaps.probes import refuse_other_logprobs, refuse_unused_adapter
 from rollout_workers.swaps.weights import refuse_other_tensors
 
-from .adapters import RANK, SCALE, NamedTensors, adapter_delivery, base_tensors, make_adapter, merged
+from .adapters import RANK, SCALE, NamedTensors, adapter_delivery, base_tensors, make_adapter, merged, of_attention
 from .generation import PROMPTS, begin, difference, hold, run_all
 from .loop import PROBE, Delivery, delivery
 from .marks import SGLANG, VLLM
@@ -50,7 +50,8 @@ class Case:
     architecture: Architecture
 
     def adapter(self, seed: int) -> NamedTensors:
-        return make_adapter(make_model(self.architecture, 0), seed)
+        whole = make_adapter(make_model(self.architecture, 0), seed)
+        return of_attention(whole) if (self.kind, self.architecture) == ("sglang", "moe") else whole
 
     async def swap(self, sent: Delivery, tensors: NamedTensors | None = None) -> None:
         """Swap a delivery in as a worker does; `tensors`: what reaches the engine instead of its own."""
@@ -80,6 +81,7 @@ class Case:
         ("embedded", "moe"),
         pytest.param(("vllm", "dense"), marks=VLLM),
         pytest.param(("sglang", "dense"), marks=SGLANG),
+        pytest.param(("sglang", "moe"), marks=SGLANG),
     ],
     ids="-".join,
 )

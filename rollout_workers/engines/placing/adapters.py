@@ -46,9 +46,13 @@ def wanted_adapter(modules: Mapping[str, nn.Module], tensors: NamedTensors) -> N
 
 
 def decoder_linears(shapes: nn.Module) -> list[str]:
-    """Return the last names of the decoder's linear layers, which adapters may change; the head is not among them."""
-    is_linear = (name for name, module in shapes.named_modules() if isinstance(module, nn.Linear))
-    return sorted({name.rpartition(".")[2] for name in is_linear if ".layers." in f".{name}"})
+    """Return the last names of the decoder's linear layers, which adapters may change; the head is not among them. Of a
+    model with experts they are those of attention: with another one SGLang would compute all experts by its kernels for
+    adapters."""
+    modules = dict(shapes.named_modules())
+    within = ".self_attn." if any(hasattr(module, "has_gate") for module in modules.values()) else ".layers."
+    linears = (name for name, module in modules.items() if isinstance(module, nn.Linear))
+    return sorted({name.rpartition(".")[2] for name in linears if within in f".{name}"})
 
 
 def held_adapter(

@@ -44,6 +44,7 @@ SGLANG = KnownEngine(
         takes_adapters=True,
         # SGLang computes experts with adapters by Triton's kernels, on GPUs alone: no test shows what it holds of them.
         takes_expert_adapters=False,
+        takes_attention_adapters=True,  # it leaves layers alone that no adapter changes
         takes_full_adapters=False,
         holds_adapters=True,
         takes_stored=is_harmless,
