@@ -5,6 +5,8 @@ import re
 import signal
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import redis
@@ -42,6 +44,15 @@ def is_alive(process: psutil.Process) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def shared_memory_of(pid: int) -> set[Path]:
+    """Return the files in /dev/shm that a process and those below it map, and that have a name."""
+    found = set()
+    for one in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            found |= {Path(mapped.path) for mapped in one.memory_maps() if mapped.path.startswith("/dev/shm/")}
+    return {path for path in found if path.exists()}
 
 
 def children_left() -> list[psutil.Process]:

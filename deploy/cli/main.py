@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import click
 
 from broker.errors import HeadwayError, UntrainableBatchError
+from broker.temporary import shared_temporary_directory
 from deploy.printing import complain, log_to_stderr, paragraph
 from learner.checkpoints.disk import FULL
 
@@ -79,7 +80,12 @@ def _traceback_of(error: Exception, debug: bool) -> str:
     if debug:
         return "The traceback is above."
     with tempfile.NamedTemporaryFile(
-        "w", prefix="headway-bug-", suffix=".log", errors="backslashreplace", delete=False
+        "w",
+        prefix="headway-bug-",
+        suffix=".log",
+        dir=shared_temporary_directory(),
+        errors="backslashreplace",
+        delete=False,
     ) as log:
         traceback.print_exception(error, file=log)
     return f"The traceback is in {log.name}; --debug shows it here."

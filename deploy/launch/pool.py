@@ -158,11 +158,10 @@ class Pool:
                 continue
             self._ended.append((slot.tag, time.monotonic()))
             self.note_dead([slot])
-            if slot.is_leaving:
+            has_left = slot.child.is_done() and not slot.is_set_aside and not slot.is_leaving
+            if has_left or slot.is_leaving:
+                self.departed += has_left  # on purpose: the run is over, or a user drained it
                 slot.child.kill()  # kills what it may have left in its session
-                del self.slots[number]
-            elif slot.child.is_done() and not slot.is_set_aside:
-                self.departed += 1  # on purpose: the run is over, or a user drained it
                 del self.slots[number]
             else:
                 yield slot

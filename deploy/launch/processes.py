@@ -4,8 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,8 +16,13 @@ from learner.checkpoints.disk import gone
 
 from . import tether
 from .base import ERROR_PREFIX, Command, Handle, Launcher
+from .leftovers import TemporaryFiles
 
 TAIL_BYTES = 64 * 1024
+PATIENCE_S = 5.0
+"""Seconds in which the processes that a killed one has started end by themselves. Python's tracker of shared memory
+does so once all others have ended, which takes one with a GPU seconds, and once it has removed what they left."""
+LOOK_S = 0.02
 
 
 class LocalLauncher(Launcher):
@@ -35,17 +41,24 @@ class Child(Handle):
             command.farewell.unlink(missing_ok=True)  # left by the process before
         if command.cwd is not None:
             command.cwd.mkdir(parents=True, exist_ok=True)
-        with _open_log(command.log) as log:
+        with _open_log(command.log) as log, ExitStack() as until_started:
             self._log_start = 0 if log is None else log.seek(0, os.SEEK_END)
+            self._temporary = TemporaryFiles(command.directory()) if command.pool else None
+            if self._temporary is not None:
+                until_started.callback(self._temporary.remove)
             self._process = subprocess.Popen(
                 [sys.executable, "-IS", tether.__file__, str(os.getpid()), *command.argv],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=None if log is None else subprocess.STDOUT,
                 cwd=command.cwd,
-                env={**os.environ, tether.ENVIRONMENT: "1", **command.variables()},
+                env={**os.environ, tether.ENVIRONMENT: "1", **self._own_variables(), **command.variables()},
                 start_new_session=True,
             )
+            until_started.pop_all()
+
+    def _own_variables(self) -> dict[str, str]:
+        return {} if self._temporary is None else self._temporary.variables()
 
     @property
     def pid(self) -> int:
@@ -63,10 +76,27 @@ class Child(Handle):
                 _signal(pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it and all that it started, at once, and reap it. Idempotent."""
+        """End it and all that it started, at once, reap it, and remove what they left. Idempotent."""
+        if self.exit_code() is None:
+            self._process.kill()
+            self._process.wait()
         with suppress(ProcessLookupError):  # the whole group has ended already
+            os.killpg(self.pid, 0)
+            until_s = time.monotonic() + PATIENCE_S
+            while self._has_left_others() and time.monotonic() < until_s:
+                time.sleep(LOOK_S)
             os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
+        if self._temporary is not None:
+            self._temporary.remove()
+
+    def _has_left_others(self) -> bool:
+        """Whether a process of its group runs. One that has ended stays there until it is waited for, which the first
+        process of a container may never do."""
+        for one in psutil.process_iter():
+            with suppress(psutil.Error, ProcessLookupError):  # it has ended just now
+                if os.getpgid(one.pid) == self.pid and one.status() != psutil.STATUS_ZOMBIE:
+                    return True
+        return False
 
     def log(self) -> str:
         path = self.command.log

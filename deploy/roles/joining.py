@@ -2,10 +2,8 @@
 
 import asyncio
 import logging
-import os
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
-from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from broker.client.broker import Broker
@@ -21,15 +19,6 @@ log = logging.getLogger(__name__)
 
 class ConfigChangedError(HeadwayError):
     """A learner took the run over with another configuration than the one that this process started with."""
-
-
-def directory_of_process(role: str, session: str) -> TemporaryDirectory[str]:
-    """Return a new directory for the files of this process, which is removed at its end.
-
-    A process with a session has a supervisor, in whose directory it works, and has its own below: the supervisor
-    removes what is left there by one that was killed.
-    """
-    return TemporaryDirectory(prefix=f"headway-{role}-", dir=os.getcwd() if session else None)
 
 
 async def fetch_config(broker: Broker) -> bytes:

@@ -7,6 +7,7 @@ import signal
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import uvloop
 
@@ -18,7 +19,7 @@ from deploy.recipe.operators import check_stored_scorers
 from deploy.recipe.recipe import Recipe
 from deploy.recipe.scorers import Scorer, scorer_named
 
-from .joining import directory_of_process, drained_when_changed, fetch_config, or_drained
+from .joining import drained_when_changed, fetch_config, or_drained
 
 LOADING_S = 600.0
 """Seconds for which a scorer that loads its model counts as alive without a word; the server keeps to two minutes."""
@@ -51,7 +52,7 @@ async def _run(url: str, run: str, process: str, name: str, overrides: Sequence[
             return scorer_named(now, scorer.name), now.scorers, now.model, _limits(now, scorer)
 
         async with drained_when_changed(broker, stored, drain, part):
-            await _serve(broker, recipe, scorer, process, drain, roots, session)
+            await _serve(broker, recipe, scorer, process, drain, roots)
     finally:
         await broker.close()
 
@@ -63,7 +64,6 @@ async def _serve(
     process: str,
     drain: asyncio.Event,
     roots: ImportRoots,
-    session: str,
 ) -> None:
     from rollout_workers.model_files import fetch_model
     from rollout_workers.scorers.fitness import RequestLimits
@@ -71,7 +71,7 @@ async def _serve(
     from rollout_workers.scorers.serving import Serving
 
     await broker.scoring.report(_loading(recipe, scorer, process), LOADING_S)
-    with directory_of_process("scorer", session) as private:
+    with TemporaryDirectory(prefix="headway-scorer-") as private:
         policy = await or_drained(fetch_model(broker, Path(private)), drain)
         if policy is None:
             await broker.scoring.leave(process)

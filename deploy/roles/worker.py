@@ -12,6 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import uvloop
@@ -32,7 +33,7 @@ from deploy.recipe.recipe import Recipe
 from rollout_workers.engines import libraries_of
 
 from .ahead import EngineAhead, open_worker_engine, sent_rank
-from .joining import directory_of_process, drained_when_changed, fetch_config, or_drained
+from .joining import drained_when_changed, fetch_config, or_drained
 
 if TYPE_CHECKING:
     from rollout_workers.config import EvalConfig
@@ -69,7 +70,7 @@ async def _run(
         asyncio.get_running_loop().add_signal_handler(number, drain.set)
     broker = await open_broker(url, run, session=session)
     try:
-        async with _private_directory(run, worker, overrides, allowed, session) as (private, ahead):
+        async with _private_directory(run, worker, overrides, allowed) as (private, ahead):
             stored = await or_drained(_fetch_config(broker, ahead), drain)
             if stored is not None:
                 of_run = recipe_from_bytes(stored)
@@ -104,10 +105,10 @@ def _end_soon() -> None:
 
 @asynccontextmanager
 async def _private_directory(
-    run: str, worker: str, overrides: Sequence[str], allowed: Sequence[str], session: str
+    run: str, worker: str, overrides: Sequence[str], allowed: Sequence[str]
 ) -> AsyncIterator[tuple[Path, EngineAhead]]:
     """Yield a directory of this worker's own, and what may open an engine in it ahead of the learner."""
-    with directory_of_process("worker", session) as private:
+    with TemporaryDirectory(prefix="headway-worker-") as private:
         ahead = EngineAhead(run, worker, overrides, allowed, Path(private))
         try:
             yield Path(private), ahead

@@ -3,12 +3,11 @@ one."""
 
 import fcntl
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 from broker.errors import ConfigError
+from broker.temporary import shared_temporary_directory
 from rollout_workers.config import EngineConfig
 
 from . import abilities_of
@@ -57,6 +56,6 @@ def starting_alone(uuids: Iterable[str]) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for uuid in sorted(uuids):  # sorted, so that two engines cannot wait for each other
-            path = Path(tempfile.gettempdir(), f"headway-{os.getuid()}-{uuid}.lock")
+            path = shared_temporary_directory() / f"headway-{os.getuid()}-{uuid}.lock"
             fcntl.flock(stack.enter_context(path.open("w")), fcntl.LOCK_EX)
         yield

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.learns.apart import by_pool
 from broker.schema import RunStatus
 from tests.broker.topologies import wait_until
-from tests.processes import is_alive
+from tests.processes import is_alive, shared_memory_of
 from tests.rollout_workers.marks import SGLANG
 
 from .recipes import MODEL, write_recipe
@@ -101,8 +101,11 @@ def both(status: RunStatus, *terminals: Terminal) -> bool:
 
 
 def kill_with_its_engine(pid: int) -> None:
-    """Kill the worker as a crash would, and assert that nothing is left of what its engine started."""
-    engine = psutil.Process(pid).children(recursive=True)
+    """Kill the worker as a crash would, and assert that nothing is left of what its engine started, and made."""
+    worker = psutil.Process(pid)
+    engine, shared, temporary = worker.children(recursive=True), shared_memory_of(pid), Path(worker.environ()["TMPDIR"])
     assert any("sglang::scheduler" in " ".join(one.cmdline()) for one in engine)
+    assert list(temporary.glob("headway-sglang-*/loads"))
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not any(is_alive(one) for one in engine))
+    wait_until(lambda: not any(path.exists() for path in (temporary, *shared)))

@@ -152,7 +152,7 @@ class SglangProcesses:
         while all(process.is_alive() for process in self._started) and not self._tasks[0].done():  # noqa: ASYNC110
             await asyncio.sleep(WATCH_S)
         codes = {process.name: process.exitcode for process in self._started if not process.is_alive()}
-        found = f"exit codes {codes}" if codes else "its front end stopped"
+        found = f"exit codes {codes}" if codes else f"its front end stopped: {self._tasks[0].exception()!r}"
         self._ended(HeadwayError(f"SGLang's processes are gone ({found}): see their output, and restart the worker"))
 
     def _close_sockets(self) -> None:

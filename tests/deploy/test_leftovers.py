@@ -1,0 +1,146 @@
+"""A killed process leaves no file, no socket and no shared memory behind, and loses nobody else's."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from uuid import uuid4
+
+import msgspec
+import psutil
+import pytest
+import torch
+
+from broker.temporary import SHARED, shared_temporary_directory
+from deploy.launch.base import Command
+from deploy.launch.leftovers import IN_RAM, LONGEST_DIRECTORY, TemporaryFiles
+from deploy.launch.pool import Pool
+from deploy.launch.processes import Child
+from deploy.launch.supervisor import Supervisor
+from tests.processes import shared_memory_of
+from tests.rollout_workers.models import make_model, save_config
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 300.0
+LEAVES = """
+import json, os, signal, sys, tempfile, uuid
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+if os.path.exists("made"):
+    sys.exit(0)
+met = Path(tempfile.gettempdir(), f"met_{uuid.uuid4().hex}")
+met.touch()
+named = Path("/dev/shm", f"{met.name}-0")
+named.touch()
+tracked = SharedMemory(create=True, size=4096)
+below = tempfile.mkdtemp()
+Path("made.part").write_text(json.dumps([str(met), str(named), f"/dev/shm/{tracked.name}", below]))
+os.rename("made.part", "made")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+OPENS = """
+import asyncio, sys
+from pathlib import Path
+from rollout_workers.config import EngineConfig
+from rollout_workers.engines import open_engine, preload
+
+
+async def main():
+    config = EngineConfig(kind="vllm", max_concurrent=4, max_model_len=64, options={"tensor_parallel_size": 2})
+    open_engine(config, Path(sys.argv[1]), seed=0)
+    Path("up").touch()
+    await asyncio.sleep(600)
+
+
+if __name__ == "__main__":
+    preload("vllm", 1)
+    asyncio.run(main())
+"""
+
+
+def of_pool(directory: Path, script: str, *arguments: str) -> Command:
+    """Return the command of a process that belongs to a pool."""
+    argv = (sys.executable, "-c", script, *arguments)
+    return Command(name="w", argv=argv, log=directory / "logs" / "w.log", cwd=directory, pool="main")
+
+
+@pytest.fixture
+def of_another() -> Iterator[Path]:
+    """Yield shared memory of a process that runs on."""
+    path = IN_RAM / f"met_{uuid4().hex}-0"
+    path.touch()
+    yield path
+    path.unlink()
+
+
+def test_a_supervisor_removes_what_its_killed_process_left(tmp_path: Path, of_another: Path) -> None:
+    assert Supervisor([Pool.of([of_pool(tmp_path, LEAVES)])], backoff_s=0).run() == 0
+    made = [Path(path) for path in msgspec.json.decode((tmp_path / "made").read_bytes())]
+    assert len(made) == 4
+    assert [path for path in made if path.exists()] == []
+    assert not made[0].parent.exists(), "nor what its second process left"
+    assert of_another.exists()
+
+
+def test_a_process_of_no_pool_keeps_the_directory_of_its_supervisor(tmp_path: Path) -> None:
+    told = "import os, tempfile; print(tempfile.gettempdir())"
+    child = Child(replace(of_pool(tmp_path, told), pool=""))
+    child._process.wait()
+    assert child.last_words() == str(shared_temporary_directory())
+
+
+@pytest.mark.parametrize(("length", "parent"), [(LONGEST_DIRECTORY, ""), (LONGEST_DIRECTORY + 1, "/tmp")])
+def test_the_directory_leaves_room_for_the_paths_of_sockets(
+    length: int, parent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SHARED, "/tmp/" + "u" * 60)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    preferred = Path("/tmp", uuid4().hex.ljust(length - len("/tmp/"), "p"))
+    preferred.mkdir()
+    own = TemporaryFiles(preferred)
+    try:
+        variables = own.variables()
+        assert Path(variables["TMPDIR"]).parent == Path(parent or preferred)
+        assert variables[SHARED] == "/tmp/" + "u" * 60
+        assert Path(variables["TORCHINDUCTOR_CACHE_DIR"]).parent == Path(variables[SHARED])
+        longest = Path(variables["TMPDIR"], "headway-sglang-12345678", "tmp12345678")
+        assert len(str(longest)) <= 107
+        own.remove()
+        assert not Path(variables["TMPDIR"]).exists()
+    finally:
+        own.remove()
+        preferred.rmdir()
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, perhaps not two")
+def test_vllms_killed_processes_leave_nothing(tmp_path: Path) -> None:
+    """Two processes share the model: they meet by a file, and talk through sockets and two kinds of shared memory."""
+    model = save_config(make_model("dense", 0), tmp_path / "model")
+    command = replace(of_pool(tmp_path, OPENS, str(model)), environment={"PYTHONPATH": str(ROOT)})
+    child = Child(command)
+    try:
+        until_there(tmp_path / "up", child)
+        temporary = Path(psutil.Process(child.pid).environ()["TMPDIR"])
+        files, shared = list(temporary.iterdir()), shared_memory_of(child.pid)
+        assert len(files) > 3
+        assert {path.name[:4] for path in shared} == {"psm_", "vllm"}
+        os.kill(child.pid, signal.SIGKILL)
+        while child.exit_code() is None:
+            time.sleep(0.01)
+    finally:
+        child.kill()
+    assert [path for path in (temporary, *shared) if path.exists()] == []
+
+
+def until_there(path: Path, child: Child) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not path.exists():
+        assert child.exit_code() is None, child.last_words()
+        assert time.monotonic() < deadline, child.last_words()
+        time.sleep(0.05)
