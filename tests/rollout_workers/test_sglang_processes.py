@@ -1,6 +1,7 @@
 """SGLang's processes end with the worker that started them, its sockets lie in a short directory of their own, and the
 worker's log stays the worker's."""
 
+import asyncio
 import gc
 import io
 import logging
@@ -14,6 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import psutil
@@ -21,7 +24,7 @@ import pytest
 
 from broker.errors import HeadwayError
 from rollout_workers.engines import open_engine
-from rollout_workers.engines.sglang.processes import own_log, own_sockets
+from rollout_workers.engines.sglang.processes import SglangProcesses, own_log, own_sockets
 from rollout_workers.engines.sglang.start import prepare_environment
 from tests.processes import is_alive, tethered
 
@@ -122,6 +125,18 @@ def test_a_start_leaves_the_log_to_the_worker(fails: bool, told: io.StringIO) ->
         "ERROR of rollout_workers",
         "ERROR of sglang.srt",
     ]
+
+
+async def test_the_end_of_sglangs_front_end_names_its_cause() -> None:
+    async def fails() -> None:
+        raise LookupError("an answer to nobody")
+
+    front = SimpleNamespace(handle_loop=fails)
+    sglang = SimpleNamespace(tokenizer_manager=front, shutdown=lambda: None)
+    ended: asyncio.Future[HeadwayError] = asyncio.get_running_loop().create_future()
+    sockets: Any = SimpleNamespace()
+    SglangProcesses(sglang, set(), sockets).when_ended(ended.set_result)
+    assert "its front end stopped: LookupError('an answer to nobody')" in str(await ended)
 
 
 @pytest.fixture
