@@ -24,6 +24,7 @@ import pytest
 
 from broker.errors import HeadwayError
 from rollout_workers.engines import open_engine
+from rollout_workers.engines.sglang.engine import SglangEngine
 from rollout_workers.engines.sglang.processes import SglangProcesses, own_log, own_sockets
 from rollout_workers.engines.sglang.start import prepare_environment
 from tests.processes import is_alive, tethered
@@ -137,6 +138,24 @@ async def test_the_end_of_sglangs_front_end_names_its_cause() -> None:
     sockets: Any = SimpleNamespace()
     SglangProcesses(sglang, set(), sockets).when_ended(ended.set_result)
     assert "its front end stopped: LookupError('an answer to nobody')" in str(await ended)
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_a_swap_that_is_cancelled_as_the_last_request_ends_is_cancelled(turns: int) -> None:
+    processes: Any = SimpleNamespace(front=None, when_ended=lambda ended: None, abort=lambda: None)
+    engine = SglangEngine(processes, sglang_config(max_concurrent=1, max_model_len=8), make_model("dense", 0), 1)
+    engine._running.add("1.")
+    engine._is_idle.clear()
+    emptied = asyncio.create_task(engine._emptied())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    engine._running.clear()
+    engine._is_idle.set()
+    for _ in range(turns):  # of the event loop, after the last request
+        await asyncio.sleep(0)
+    was_under_way = emptied.cancel()
+    await asyncio.wait([emptied])
+    assert emptied.cancelled() == was_under_way
 
 
 @pytest.fixture

@@ -269,7 +269,8 @@ class SglangEngine:
                 while self._running:
                     self._processes.abort()
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._is_idle.wait(), AGAIN_S)
+                        async with asyncio.timeout(AGAIN_S):  # Python 3.11's wait_for may swallow a cancellation
+                            await self._is_idle.wait()
         except TimeoutError as error:
             raise WeightSyncError(
                 f"SGLang did not end its requests within {DEADLINE_S:.0f} s; restart the worker"
