@@ -1,4 +1,4 @@
-"""A killed process leaves no file, no socket and no shared memory behind, and loses nobody else's."""
+"""A supervisor removes files, sockets and shared memory of a process that was killed, and none of another one."""
 
 import os
 import signal

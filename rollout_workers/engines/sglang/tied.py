@@ -16,7 +16,7 @@ from typing import Any
 
 PR_SET_PDEATHSIG = 1
 LOADS = "sglang.srt.managers.load_snapshot"
-"""SGLang's module by which a scheduler tells its load to those who balance it, in a file of shared memory that nobody
+"""SGLang's module by which a scheduler tells its load to those who balance it, in a file of shared memory that it never
 removes. A worker asks for no load."""
 
 
