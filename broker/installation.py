@@ -1,9 +1,16 @@
-"""Finds out what is installed on this machine, without importing it."""
+"""Finds out what is installed on this machine, without importing it, and where its processes share temporary files."""
 
+import os
+import tempfile
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 
 import msgspec
+
+SHARED_TMPDIR = "HEADWAY_SHARED_TMPDIR"
+"""The variable that names this machine's directory of temporary files to a process whose TMPDIR is its own. A
+supervised worker has one, which is removed with what is left in it."""
 
 
 class TorchFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,3 +40,8 @@ def version_of(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+def shared_temporary_directory() -> Path:
+    """Returns the directory for what is to be found by other processes of the machine, or after this one's end."""
+    return Path(os.environ.get(SHARED_TMPDIR) or tempfile.gettempdir())

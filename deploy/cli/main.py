@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import click
 
 from broker.errors import HeadwayError, UntrainableBatchError
-from broker.temporary import shared_temporary_directory
+from broker.installation import shared_temporary_directory
 from deploy.printing import complain, log_to_stderr, paragraph
 from learner.checkpoints.disk import FULL
 

@@ -10,7 +10,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from broker.temporary import SHARED, shared_temporary_directory
+from broker.installation import SHARED_TMPDIR, shared_temporary_directory
 
 IN_RAM = Path("/dev/shm")
 LONGEST_DIRECTORY = 48
@@ -35,7 +35,7 @@ class TemporaryFiles:
         """Return environment variables by which the process takes it. What compilers have kept stays where it was."""
         usual = shared_temporary_directory()
         compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(usual / f"torchinductor_{os.getuid()}")
-        return {"TMPDIR": str(self._directory), SHARED: str(usual), "TORCHINDUCTOR_CACHE_DIR": compiled}
+        return {"TMPDIR": str(self._directory), SHARED_TMPDIR: str(usual), "TORCHINDUCTOR_CACHE_DIR": compiled}
 
     def remove(self) -> None:
         """Remove it, and shared memory that is called like something in it. Its processes must have ended. Idempotent.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from broker.errors import ConfigError
-from broker.temporary import shared_temporary_directory
+from broker.installation import shared_temporary_directory
 from rollout_workers.config import EngineConfig
 
 from . import abilities_of

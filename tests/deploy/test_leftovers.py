@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from broker.temporary import SHARED, shared_temporary_directory
+from broker.installation import SHARED_TMPDIR, shared_temporary_directory
 from deploy.launch.base import Command
 from deploy.launch.leftovers import IN_RAM, LONGEST_DIRECTORY, TemporaryFiles
 from deploy.launch.pool import Pool
@@ -97,7 +97,7 @@ def test_a_process_of_no_pool_keeps_the_directory_of_its_supervisor(tmp_path: Pa
 def test_the_directory_leaves_room_for_the_paths_of_sockets(
     length: int, parent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(SHARED, "/tmp/" + "u" * 60)
+    monkeypatch.setenv(SHARED_TMPDIR, "/tmp/" + "u" * 60)
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     preferred = Path("/tmp", uuid4().hex.ljust(length - len("/tmp/"), "p"))
     preferred.mkdir()
@@ -105,8 +105,8 @@ def test_the_directory_leaves_room_for_the_paths_of_sockets(
     try:
         variables = own.variables()
         assert Path(variables["TMPDIR"]).parent == Path(parent or preferred)
-        assert variables[SHARED] == "/tmp/" + "u" * 60
-        assert Path(variables["TORCHINDUCTOR_CACHE_DIR"]).parent == Path(variables[SHARED])
+        assert variables[SHARED_TMPDIR] == "/tmp/" + "u" * 60
+        assert Path(variables["TORCHINDUCTOR_CACHE_DIR"]).parent == Path(variables[SHARED_TMPDIR])
         longest = Path(variables["TMPDIR"], "headway-sglang-12345678", "tmp12345678")
         assert len(str(longest)) <= 107
         own.remove()
