@@ -110,12 +110,16 @@ def execute(
 
 def _shares(recipe: "Recipe") -> "Mapping[str, float]":
     """Return what the engines of each pool get of the GPUs that they share on this machine."""
-    from deploy.cli.stage_memory import learner_part
     from deploy.recipe.engine_memory import engine_shares
+
+    def part_of_learner(gpu: str) -> float | None:
+        from deploy.cli.stage_memory import learner_part  # it takes seconds to import
+
+        return learner_part(recipe, gpu)
 
     if recipe.launcher.kind != "local":
         return {}
-    return engine_shares(recipe, os.environ.get("CUDA_VISIBLE_DEVICES", ""), partial(learner_part, recipe))
+    return engine_shares(recipe, os.environ.get("CUDA_VISIBLE_DEVICES", ""), part_of_learner)
 
 
 @click.command(hidden=True)
