@@ -128,10 +128,12 @@ def test_verl_rows_and_renamed_fields(tmp_path: Path) -> None:
     verl = {"prompt": "a", "reward_model": {"style": "rule", "ground_truth": "4"}, "data_source": "d"}
     item = open_source(PromptsConfig(kind="jsonl", path=str(jsonl(tmp_path, [verl]))), 0).train(0, 0)
     assert item.ground_truth == "4"
+    assert "ground_truth" not in item.extra_info
     path = jsonl(tmp_path, [{"question": "b", "answer": 5}], "gsm.jsonl")
     options = {"prompt_field": "question", "ground_truth_field": "answer"}
     item = open_source(PromptsConfig(kind="jsonl", path=str(path), options=options), 0).train(0, 0)
     assert (item.content, item.ground_truth, item.data_source) == ("b", "5", "gsm")
+    assert item.extra_info == {"answer": 5}  # by which rewards made for TRL ask for it
 
 
 def test_held_out_rows_are_left_out_of_training(tmp_path: Path) -> None:

@@ -1,0 +1,55 @@
+"""The page for users of verl and TRL names keys that there are, and its recipe is what it says."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from deploy.recipe.loading import load_recipe
+from deploy.recipe.recipe import Recipe
+from deploy.run.resuming import keys_of
+
+from .pages import ROOT, whole_recipe
+
+PAGE = (ROOT / "docs" / "guides" / "from-verl-and-trl.md").read_text()
+
+
+def named_keys() -> Iterator[str]:
+    """Yield the keys in the first column of the page's tables, those that stand behind a comma with their section."""
+    for first in re.findall(r"^\| (`[^|]*) \|", PAGE, re.M):
+        section = ""
+        for word in re.findall(r"`([a-z_.=\[\]0-9]+)`", first):
+            key = word.partition("=")[0]
+            section = key.rpartition(".")[0] if "." in key else section
+            yield key if "." in key or key in ("metrics", "rewards") else f"{section}.{key}"
+
+
+def test_every_key_of_the_page_is_a_key_of_a_recipe() -> None:
+    keys = list(keys_of(Recipe))
+    named = list(named_keys())
+    assert len(named) > 50
+    unknown = [name for name in named if not any(re.match(rf"{re.escape(key)}($|[.\[])", name) for key in keys)]
+    assert unknown == []
+
+
+def test_the_recipe_is_the_translation_of_the_configuration(tmp_path: Path) -> None:
+    (block,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.M | re.S)
+    path = tmp_path / "own.yaml"
+    path.write_text(whole_recipe(block))
+    recipe = load_recipe(path)
+    given = dict(re.findall(r"([\w.]+)=(\S+)", PAGE.split("```text")[1].split("```")[0]))
+    verl = {key.rpartition(".")[2]: value for key, value in given.items()}
+    learner, engine, options = recipe.learner, recipe.engine, recipe.algorithm.objective.options
+    assert learner.groups_per_step == int(verl["train_batch_size"])
+    assert learner.updates_per_step == int(verl["train_batch_size"]) / int(verl["ppo_mini_batch_size"])
+    assert learner.group_size == int(verl["n"])
+    assert learner.micro_batch_tokens == int(verl["ppo_max_token_len_per_gpu"])
+    assert recipe.sampling.max_new_tokens == int(verl["max_response_length"])
+    assert engine.max_model_len == int(verl["max_prompt_length"]) + int(verl["max_response_length"])
+    assert engine.options["gpu_memory_utilization"] == float(verl["gpu_memory_utilization"])
+    assert engine.options["tensor_parallel_size"] == int(verl["tensor_model_parallel_size"])
+    assert (options["clip_low"], options["clip_high"]) == (
+        float(verl["clip_ratio_low"]),
+        float(verl["clip_ratio_high"]),
+    )
+    assert recipe.algorithm.kl.coefficient == float(verl["kl_loss_coef"])
+    assert recipe.optimizer.learning_rate == float(verl["lr"])
