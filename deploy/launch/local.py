@@ -135,7 +135,7 @@ class Local:
                 refuse_if_in_use(self.recipe.broker.url, self.recipe.run.name)
         check_rewind(self.recipe, self.rewind)
         if self.resume:
-            check_resumable(self.recipe, self.rewind)
+            check_resumable(self.recipe, self.rewind, self._say)
         check_made(self.recipe, self._numbers)
         return prepare(self.recipe, resume=self.resume, overwrite=self.overwrite, say=self._say).resolve()
 

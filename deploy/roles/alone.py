@@ -86,7 +86,7 @@ def run_learner(
             ping(url, recipe.run.name, complain)  # first: a run that cannot start leaves nothing and removes nothing
             check_rewind(recipe, rewind)
             if resume:
-                check_resumable(recipe, rewind)
+                check_resumable(recipe, rewind, say)
             if overwrite and not is_forced:
                 refuse_if_in_use(url, recipe.run.name)
             directory = prepare(recipe, resume=resume, overwrite=overwrite, say=say)

@@ -8,7 +8,7 @@
 Every key of the recipe is in exactly one of these groups.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -94,14 +94,21 @@ FREE = frozenset(
 ) | {"rewards", "metrics"}
 
 
-def check_resumable(recipe: Recipe, rewind: Rewind | None) -> None:
-    """Raise ConfigError, before anything is started, for keys that differ from the last start's and may not."""
-    before = _last_settings(recipe.run_directory)
-    now = msgspec.json.decode(recipe_to_bytes(recipe))
+def check_resumable(recipe: Recipe, rewind: Rewind | None, say: Callable[[str], None] = lambda text: None) -> None:
+    """Raise ConfigError, before anything is started, for keys that differ from the last start's and may not; `say`
+    which others do."""
+    last = _last_settings(recipe.run_directory)
+    if last is None:
+        return
+    before, now = _alike(last, msgspec.json.decode(recipe_to_bytes(recipe)))
     is_anew = rewind is not None and rewind.regenerate
-    refusals = list(_refusals(*_alike(before, now), is_anew=is_anew)) if before is not None else []
-    if refusals:
+    if refusals := list(_refusals(before, now, is_anew=is_anew)):
         raise ConfigError(f"--resume goes on with what the run in {recipe.run_directory} is. {' '.join(refusals)}")
+    if changes := list(_changes(before, now)):
+        say(
+            f"Changed since the run's last start: {', '.join(changes)}. The overrides of a command are not remembered:"
+            " stop, and give them again, if you did not mean that."
+        )
 
 
 def keys_of(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
@@ -119,13 +126,34 @@ def _refusals(before: Any, now: Any, *, is_anew: bool) -> Iterator[str]:
         old, new = _value(before, key), _value(now, key)
         if old is _ABSENT or old == new:
             continue
-        told = f"{key} was {_shown(old)} and is {_shown(new)} now"
+        told = ", ".join(
+            f"{path} was {_shown(was)} and is {_shown(is_)} now" for path, was, is_ in _differences(key, old, new)
+        )
         if key in FIXED:
             yield f"{told}: {FIXED[key]}. Keep it, or start a new run (run.name=...) from model.path=CHECKPOINT."
         elif key in RAISED and new < old:
             yield f"{told}, and may only be raised: {RAISED[key]}. Keep it."
         elif key in ANEW and not is_anew:
             yield f"{told}: {ANEW[key]}. Keep it, or have them made anew (--rewind-to STEP --regenerate)."
+
+
+def _changes(before: Any, now: Any) -> Iterator[str]:
+    """Yield the keys that differ, but for where the run lies and is served from."""
+    for key in sorted({*FREE, *RAISED, *ANEW} - {"run.directory", "broker.url"}):
+        old, new = _value(before, key), _value(now, key)
+        if old is not _ABSENT:
+            yield from (
+                f"{path} is {_shown(is_)} ({_shown(was)} before)" for path, was, is_ in _differences(key, old, new)
+            )
+
+
+def _differences(path: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (path, old value, new value) of what differs within a value."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted({*old, *new}):
+            yield from _differences(f"{path}.{key}", old.get(key, _ABSENT), new.get(key, _ABSENT))
+    elif old != new:
+        yield path, old, new
 
 
 class _Stages(msgspec.Struct):
@@ -181,5 +209,7 @@ def _value(settings: Any, key: str) -> Any:
 
 
 def _shown(value: Any) -> str:
+    if value is _ABSENT:
+        return "not set"
     text = msgspec.json.encode(value).decode()
     return text if len(text) <= 60 else f"{text[:57]}..."

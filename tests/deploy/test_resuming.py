@@ -35,7 +35,7 @@ def directory(tmp_path: Path) -> Path:
     ("override", "message"),
     [
         ("run.seed=7", r"run.seed was 0 and is 7 now: .* start a new run \(run.name=...\) from model.path=CHECKPOINT"),
-        ("prompts.options.max_operations=9", r"prompts.options was \{.* another prompt"),
+        ("prompts.options.max_operations=9", r"prompts\.options\.max_operations was 6 and is 9 now: .* another prompt"),
         ("model.path=elsewhere", 'model.path was "" and is "elsewhere" now: the checkpoint\'s weights'),
         ("sft.phases=[]", "the stages before the learner are over"),
         ("learner.groups_per_step=8", r"was 32 and is 8 now: .* \(--rewind-to STEP --regenerate\)"),
@@ -56,6 +56,17 @@ def test_what_cannot_change_is_refused_with_words(directory: Path, override: str
     with pytest.raises(ConfigError, match=message):
         resume(directory, *override.split())
     assert (directory / "arithmetic" / "config.yaml").read_text() == before
+
+
+def test_what_changes_without_being_refused_is_said(directory: Path) -> None:
+    first = load_recipe("arithmetic.yaml", (f"run.directory={directory}", "optimizer.learning_rate=0.25"))
+    prepare(first, resume=True, overwrite=False)
+    said: list[str] = []
+    check_resumable(first, None, said.append)
+    assert said == []
+    forgotten = load_recipe("arithmetic.yaml", (f"run.directory={directory}", "engine.options={x: 1}"))
+    check_resumable(forgotten, None, said.append)
+    assert "engine.options.x is 1 (not set before), optimizer.learning_rate is 0.0005 (0.25 before). The" in said[0]
 
 
 def test_what_may_change(directory: Path) -> None:
@@ -81,7 +92,7 @@ def test_settings_that_do_not_say_how_an_adapters_base_is_held_are_of_the_same_r
     assert settings["model"]["adapter"].pop("quantize_base") == "none"
     path.write_bytes(msgspec.json.encode(settings))
     check_resumable(load_recipe("arithmetic.yaml", own), None)
-    with pytest.raises(ConfigError, match=r"model\.adapter was"):
+    with pytest.raises(ConfigError, match=r"model\.adapter\S* was"):
         check_resumable(
             load_recipe("arithmetic.yaml", [*own, "model.adapter={rank: 4, stages: [rl], quantize_base: int8}"]), None
         )
