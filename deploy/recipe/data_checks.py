@@ -5,9 +5,11 @@ The learner reports errors that need a tokenizer, with the same file and row.
 
 from itertools import chain
 
+from broker.errors import ConfigError
 from learner.data.examples import open_examples
 from learner.data.prompts import open_source
 from learner.models.chat_template import read_chat_template
+from learner.models.directory import check_files, lacks_chat_template
 from learner.stages.kinds import check_records
 
 from .recipe import Recipe
@@ -17,9 +19,11 @@ LOCAL = ("arithmetic", "jsonl", "parquet", "reasoning_gym")
 needed."""
 
 
-def check_data(recipe: Recipe) -> None:
+def check_data(recipe: Recipe, *, is_new: bool = False) -> None:
     """Raise ConfigError, with file and row, if prompts, the warm-up's examples, other records or a chat template cannot
-    be read."""
+    be read, and for the model's directory of a run that begins (`is_new`) here."""
+    if is_new and recipe.launcher.kind == "local":
+        _check_model(recipe)
     if recipe.model.chat_template:
         read_chat_template(recipe.model.chat_template)
     if recipe.prompts.kind in LOCAL:
@@ -31,3 +35,19 @@ def check_data(recipe: Recipe) -> None:
             open_examples(phase, recipe.run.seed)
     for number, stage in enumerate(recipe.stages):
         check_records(stage, recipe.run.seed, f"stages[{number}]")
+
+
+def _check_model(recipe: Recipe) -> None:
+    """Loading a model takes up to minutes; its directory tells now what it lacks."""
+    if not recipe.model.path:
+        return
+    check_files(recipe.model.path)
+    if recipe.prompts.kind not in LOCAL or recipe.model.chat_template or not lacks_chat_template(recipe.model.path):
+        return
+    item = open_source(recipe.prompts, recipe.run.seed).train(0, 0)
+    if recipe.prompts.system_prompt or not isinstance(item.content, str):
+        what = "prompts.system_prompt is set" if recipe.prompts.system_prompt else f"{item.place} is a list of messages"
+        raise ConfigError(
+            f"{what}, but {recipe.model.path} has no chat template; give prompts as text, a template"
+            " (model.chat_template=FILE), or use a chat model."
+        )

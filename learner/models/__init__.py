@@ -1,6 +1,7 @@
 """A causal language model as every backend sees it: files, shape, layout over ranks, attention over packed rows.
 
     model.py ─► chat_template.py     a model and its tokenizer from files, and the files that workers get
+      ├─ directory.py                what a model's directory lacks, told before anything is loaded
       ├─ classifier.py               a reward model's files
       └─ shape.py                    sizes from the configuration, without weights
     layout.py      refuses layouts that ranks, backend or sizes rule out

@@ -20,6 +20,7 @@ from broker.schema import ModelFiles
 from learner.config import ModelConfig, RandomModelConfig
 
 from .chat_template import read_chat_template
+from .directory import PARTS, check_path, no_tokenizer
 
 if TYPE_CHECKING:
     from transformers import BatchEncoding, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -92,7 +93,7 @@ def _saved_tokenizer(path: str) -> "PreTrainedTokenizerBase":
     with _reading(path):
         tokenizer = AutoTokenizer.from_pretrained(path)
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes up an empty one
-        raise ConfigError(_no_tokenizer(path))
+        raise ConfigError(no_tokenizer(path))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -133,11 +134,7 @@ def _check_choice(model: ModelConfig) -> None:
     if bool(model.path) == (model.random is not None):
         given = "both" if model.path else "neither"
         raise ConfigError(f"model: give either `path` or `random`; {given} of them is set.")
-    if Path(model.path).is_file():
-        raise ConfigError(f"model.path: {model.path} is a file. Give the directory of a model, or a hub id.")
-    is_local = model.path.startswith(("/", ".", "~"))
-    if is_local and not Path(model.path).is_dir():
-        raise ConfigError(f"model.path: there is no directory {model.path}. Give a Hugging Face directory or a hub id.")
+    check_path(model.path)
     if model.path and not Path(model.path).is_dir():
         _do_without_hub_if_away()
 
@@ -177,23 +174,16 @@ def _reading(path: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, ImportError, SafetensorError, StrictDataclassError) as error:
         if Path(path).is_dir() and not any(Path(path).glob("*token*")) and "tokenizer" in str(error):
-            raise ConfigError(_no_tokenizer(path)) from error
+            raise ConfigError(no_tokenizer(path)) from error
         raise ConfigError(f"model.path: {path} cannot be loaded: {_shortened(error)} {_remedy(path)}") from error
 
 
 def _remedy(path: str) -> str:
     if Path(path).is_dir():
-        return "A model's directory has config.json, its weights (*.safetensors) and its tokenizer's files."
+        return PARTS
     return (
         f"There is no directory of that name in {Path.cwd()}, so it was taken for a hub id: check how it is spelled,"
         " and that the hub can be reached or the model was downloaded before."
-    )
-
-
-def _no_tokenizer(path: str) -> str:
-    return (
-        f"model.path: {path} has no tokenizer: its files (tokenizer.json, tokenizer_config.json) are missing. Copy"
-        " those of the model that it was made from."
     )
 
 

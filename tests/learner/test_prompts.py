@@ -297,7 +297,7 @@ def test_messages_go_through_the_chat_template() -> None:
     prompt = Renderer(character_tokenizer(chat=True)).prompt(item, group="g", num_samples=1)
     assert prompt.text == "<user>hi<assistant>"
     assert prompt.token_ids == [ord(character) - 32 for character in prompt.text]
-    with pytest.raises(ConfigError, match="no chat template; give prompts as text"):
+    with pytest.raises(ConfigError, match="no chat template; give prompts as text, a template"):
         Renderer(character_tokenizer()).prompt(item, group="g", num_samples=1)
 
 

@@ -27,7 +27,7 @@ class Renderer:
         if system_prompt and not tokenizer.chat_template:
             raise ConfigError(
                 "prompts.system_prompt is set, but the model's tokenizer has no chat template; "
-                "put the instruction into the prompts, or use a chat model."
+                "put the instruction into the prompts, give a template (model.chat_template=FILE), or use a chat model."
             )
 
     def prompt(self, item: Item, *, group: str, num_samples: int) -> Prompt:
@@ -74,7 +74,7 @@ class Renderer:
         if not self._tokenizer.chat_template:
             raise ConfigError(
                 f"{what} is a list of messages, but the model's tokenizer has no chat template; "
-                "give prompts as text, or use a chat model."
+                "give prompts as text, a template (model.chat_template=FILE), or use a chat model."
             )
         try:
             return str(
