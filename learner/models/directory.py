@@ -1,4 +1,4 @@
-"""What is wrong with a model's directory, told from its files alone, before torch or transformers is imported."""
+"""Tells what a model's directory lacks, from its files alone, before torch or transformers is imported."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a model's directory lacks is told from its files, before anything is loaded."""
+"""A model's directory tells what it lacks from its files, before anything is loaded."""
 
 import json
 from pathlib import Path
