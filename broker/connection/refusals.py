@@ -99,9 +99,11 @@ def _refused_by_server(error: ResponseError, url: str) -> BrokerError:
         )
     if isinstance(error, NoPermissionError) or any(words in str(error) for words in _NOT_ALLOWED_INSIDE):
         return BrokerError(
-            f"Our user at {url} may not do this ({error}). Each version of Headway needs rights of its own: run"
-            " `headway acl` of this version (with --redis-7.0 for Redis 7.0), and give the server what it prints. An"
-            " embedded server of an earlier version: stop it and start it again."
+            f"Our user at {url} may not do this ({error}). If it is another role's, take the URL that `headway broker`"
+            " prints for this command's role; what changes a run needs the learner's. If it is the right one: each"
+            " version of Headway needs rights of its own. Run `headway acl` of this version (with --redis-7.0 for Redis"
+            " 7.0), and give the server what it prints. An embedded server of an earlier version: stop it and start it"
+            " again."
         )
     return BrokerError(f"The server at {url} refused a command: {error}")
 

@@ -58,8 +58,17 @@ def answer(arguments: Sequence[str]) -> int:
 def _correct(error: click.ClickException) -> int:
     shown = io.StringIO()
     error.show(shown)
-    complain(shown.getvalue().rstrip())
+    complain(shown.getvalue().rstrip() + _hint(error))
     return error.exit_code
+
+
+def _hint(error: click.ClickException) -> str:
+    """Return what to add to click's words for mistakes that other programs teach."""
+    if isinstance(error, click.NoSuchOption) and "." in error.option_name:
+        return f" Keys of a recipe are overridden without dashes: {error.option_name.lstrip('-')}=VALUE."
+    if isinstance(error, click.MissingParameter) and getattr(error.param, "envvar", None) == "HEADWAY_BROKER":
+        return " `headway broker` prints the line that sets it, for each role; `headway run RECIPE` needs none."
+    return ""
 
 
 def _complain(message: str, debug: bool, exit_code: int = 1) -> int:

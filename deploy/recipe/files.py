@@ -37,6 +37,8 @@ def find_recipe(name: str) -> Path:
     for shipped in (name, f"{name}.yaml"):
         if shipped in shipped_recipes():
             return SHIPPED / shipped
+    if os.path.isfile(f"{name}.yaml"):
+        raise ConfigError(f"There is no recipe {name[:200]!r}; did you mean {f'{name}.yaml'!r}?")
     what = "is a directory" if os.path.isdir(name) else "is no plain file" if os.path.exists(name) else ""
     raise ConfigError(
         (f"{name[:200]!r} {what}." if what else f"There is no recipe {name[:200]!r}.")
