@@ -84,8 +84,8 @@ class Monitor:
     def _look(self) -> None:
         try:
             status, waiting = self._look_at_run()
-        except RunNotFoundError:
-            self._tell_absent()
+        except RunNotFoundError as error:
+            self._tell_absent(str(error))
             return
         except HeadwayError as error:
             self._tell_state(f"broker: {error}")
@@ -101,12 +101,15 @@ class Monitor:
             if news := self._reminder.news(waiting):
                 self.say(news)
 
-    def _tell_absent(self) -> None:
+    def _tell_absent(self, error: str) -> None:
+        others = error.partition("Runs there: ")[2]
+        is_other = bool(others) and others != "none."  # perhaps our run's name is misspelt
+        text = f"{NO_LEARNER} Runs there: {others}" if is_other else NO_LEARNER
         if self._live is None:
-            self._tell_state(NO_LEARNER)
+            self._tell_state(text)
         else:
             with suppress(OSError):  # the terminal may be gone
-                self._live.update(Text(NO_LEARNER))
+                self._live.update(Text(text))
 
     def _print_lines(self, status: RunStatus) -> None:
         if self._is_first_look:

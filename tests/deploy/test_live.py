@@ -88,6 +88,14 @@ class Script:
         return look, None
 
 
+@pytest.mark.parametrize(("others", "said"), [("none.", ""), ("first, second.", " Runs there: first, second.")])
+def test_who_waits_for_a_run_sees_the_names_of_the_others(others: str, said: str) -> None:
+    output = io.StringIO()
+    script = Script(RunNotFoundError(f"No run frist at redis://x. Runs there: {others}"))
+    Monitor(script, Terminal(file=output, width=200))._look()
+    assert output.getvalue() == f"{NO_LEARNER}{said}\n"
+
+
 def test_in_a_pipe_every_step_is_one_line_once() -> None:
     output = io.StringIO()
     console = Terminal(file=output, width=200)
