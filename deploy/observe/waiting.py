@@ -229,6 +229,8 @@ def _no_workers(status: RunStatus, progress: StepProgress) -> Waiting | None:
 
 
 def _shortage(pool: PoolInfo) -> str:
+    if not pool.wanted:
+        return f"pool {pool.pool} wants none: `headway scale 1 --pool {pool.pool}` starts one"
     given_up = f", and gave {pool.given_up} of another version up" if pool.given_up else ""
     return f"pool {pool.pool} wants {pool.wanted} and starts {pool.restarting} again{given_up}"
 

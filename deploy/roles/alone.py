@@ -317,14 +317,13 @@ def run_sft(recipe: Recipe, output: Path, arguments: Sequence[str], number: int 
 
 
 def run_eval(recipe: Recipe, checkpoint: Path, prompts: int | None, *, as_json: bool) -> None:
-    """Print the pass rate of the model in a directory."""
+    """Print the pass rate of the model in a directory, or of a run's newest whole checkpoint."""
     if os.path.isfile(checkpoint):
         raise ConfigError(f"{checkpoint} is a file; --checkpoint wants the directory of a model.")
     if not os.path.exists(checkpoint / "config.json"):
-        raise ConfigError(
-            f"{checkpoint} holds no model: there is no config.json. Give one such as"
-            " runs/NAME/checkpoints/INCARNATION/step_N."
-        )
+        from deploy.run.trained import find_trained
+
+        checkpoint = find_trained(str(checkpoint)).path
     from .evaluation import evaluate_checkpoint
 
     result = evaluate_checkpoint(recipe, checkpoint, prompts)

@@ -159,7 +159,7 @@ def test_help_names_every_command_but_the_internal_ones(tmp_path: Path) -> None:
         ),
         (
             ["eval", "arithmetic.yaml", "--checkpoint", "x"],
-            "x holds no model: there is no config.json. Give one such as",
+            "'x' is no directory with a config.json, so it is no model. There is no run 'x'",
         ),
         (
             ["sft", "arithmetic.yaml", "sft.phases=[]"],

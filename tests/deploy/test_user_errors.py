@@ -66,7 +66,7 @@ def test_with_debug_a_traceback_stands_before_the_paragraph(tmp_path: Path, argu
         ("status --run x --broker http://127.0.0.1:1", "'http://127.0.0.1:1' is no broker URL"),
         ("broker --url ftp://x", "'ftp://x' is no broker URL"),
         ("eval arithmetic.yaml --checkpoint file", "file is a file; --checkpoint wants the directory of a model."),
-        ("eval arithmetic.yaml --checkpoint .", ". holds no model: there is no config.json."),
+        ("eval arithmetic.yaml --checkpoint .", "'.' is no directory with a config.json, so it is no model."),
     ],
 )
 def test_an_error_is_one_paragraph(arguments: str, message: str, tmp_path: Path) -> None:

@@ -99,7 +99,10 @@ async def test_no_worker_is_alive(broker: Broker) -> None:
         "The learner waits for step 1: no worker is alive (start some with `headway workers`), and 0 of 2 groups are"
         " ready."
     )
+    await broker.pools.report(PoolInfo(pool="big", host="h", pid=1, running=0), 0, ALIVE_S)
+    assert "(pool big wants none: `headway scale 1 --pool big` starts one)" in (await waits(broker)).text
     await broker.pools.report(PoolInfo(pool="big", host="h", pid=1, running=0, restarting=1, given_up=1), 2, ALIVE_S)
+    await broker.pools.scale("big", "to", 2)
     waiting = await waits(broker)
     assert waiting.why == "no workers"
     assert "no worker is alive (pool big wants 2 and starts 1 again, and gave 1 of another version up)" in waiting.text

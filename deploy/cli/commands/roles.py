@@ -235,7 +235,9 @@ def _train(recipe: str, overrides: tuple[str, ...], output: Path | None, stage: 
 @click.command("eval")
 @click.argument("recipe")
 @overrides_argument
-@click.option("--checkpoint", type=click.Path(path_type=Path), required=True, help="A model's directory.")
+@click.option(
+    "--checkpoint", type=click.Path(path_type=Path), required=True, help="A model's directory; or a run: its newest."
+)
 @click.option("--prompts", type=click.IntRange(min=1), help="Held-out prompts.  [default: evaluation.prompts]")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def evaluate(recipe: str, overrides: tuple[str, ...], checkpoint: Path, prompts: int | None, as_json: bool) -> None:
