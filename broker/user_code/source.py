@@ -17,8 +17,11 @@ from broker.errors import ConfigError
 from .roots import cannot_import, has_no_such_name, import_directory, import_path_parts
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-DYNAMIC = {"__getattr__", "globals", "vars", "exec", "setattr", "modules", "*"}
-"""Names by which a module may have others that its source does not show."""
+DYNAMIC = {
+    *("*", "__getattr__", "__dict__", "__globals__", "f_globals", "f_locals"),
+    *("globals", "locals", "vars", "exec", "eval", "setattr", "modules"),
+}
+"""Names by which a module may give others a value that its source does not show."""
 
 
 def definition(path: str, where: str) -> Definition | None:
@@ -35,9 +38,11 @@ def definition(path: str, where: str) -> Definition | None:
     except (OSError, RecursionError):
         return None
     names = dict(_names(tree))
-    if name not in names and not DYNAMIC & {*names, *_mentioned(tree)}:
+    if DYNAMIC & {*names, *_mentioned(tree)}:
+        return None
+    if name not in names:
         raise has_no_such_name(path, where, names)
-    return names.get(name)
+    return names[name]
 
 
 def _file_of(module: str, path: str, where: str) -> Path | None:
@@ -79,10 +84,15 @@ def _names(tree: ast.Module) -> Iterator[tuple[str, Definition | None]]:
                     yield name, None
                 case ast.alias(name=name, asname=asname):
                     yield asname or name.partition(".")[0], None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            yield from ((name, None) for name in node.names)
 
 
 def _mentioned(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         match node:
-            case ast.Name(id=name) | ast.Attribute(attr=name):
+            case ast.Attribute(attr="eval"):  # a model's
+                continue
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name):
                 yield name

@@ -29,8 +29,9 @@ def check_function(config: RewardConfig, where: str) -> None:
     found = definition(config.kind, where)
     if isinstance(found, ast.ClassDef) or found is None or found.decorator_list or config.signature != "auto":
         return
-    every = ast.walk(found.args)
-    signature_of(config.kind, [node.arg for node in every if isinstance(node, ast.arg)])
+    of = found.args
+    every = (*of.posonlyargs, *of.args, of.vararg, *of.kwonlyargs, of.kwarg)
+    signature_of(config.kind, [one.arg for one in every if one is not None])
 
 
 async def open_function(config: RewardConfig, roots: ImportRoots) -> "FunctionReward":
