@@ -294,7 +294,7 @@ class Worker:
             version=version,
             broadcast_epoch=self._subscriber.epoch,
             wants_broadcast=self._subscriber.joins_groups and not self._end,
-            capacity=self._places.now,
+            capacity=self._engine.capacity,
             active=len(self._held) + len(self._evaluating),
             generated_tokens=generated.total,
             submitted=self._submissions.taken,

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from broker.client.broker import Broker
+from deploy.observe.autoscaling import busy_share
 from rollout_workers.samples.places import LEAST, SharedPlaces
 
 from .loop import GROUP_SIZE, LONG, Deliveries, Learner, make_engine, make_worker, running, until
@@ -45,11 +46,13 @@ async def test_a_worker_that_joins_gets_samples_of_one_that_has_them_all(
     await learner.publish(0, deliveries[0])
     async with running(first):
         await until(lambda: first.info().active == UNDER_WAY)
-        assert first.info().capacity == UNDER_WAY
+        assert busy_share([first.info()]) == 0.5, "autoscaling looks at the engine, which has room for as many more"
         async with running(second):
             await learner.publish(1, deliveries[1])
             await until(lambda: second.info().active == GROUPS_PER_STEP * GROUP_SIZE)  # the first has its share
-            await until(lambda: first.info().capacity == second.info().capacity == UNDER_WAY // 2)
-    assert (
-        "takes up to 18 samples at a time: its engine batches 72, and the run has at most 36 under way" in caplog.text
-    )
+            share = (
+                f"takes up to {UNDER_WAY // 2} samples at a time: its engine batches {2 * UNDER_WAY}, and the run has"
+            )
+            await until(
+                lambda: caplog.text.count(f"{share} at most {UNDER_WAY} under way; workers that share them: 2") == 2
+            )
