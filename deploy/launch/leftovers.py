@@ -5,6 +5,7 @@ leaves all of them, and one that ends in order leaves some. Their processes get 
 """
 
 import os
+import re
 import shutil
 import tempfile
 from contextlib import suppress
@@ -18,8 +19,9 @@ LONGEST_DIRECTORY = 48
 there, and the path of a socket may have 107."""
 SHORT_DIRECTORY = "/tmp"
 """The directory that is taken where the others are longer."""
-LEAST_NAME = 20
-"""Characters of a name, at least, that no other process has by chance: `tempfile` and `uuid` make them random."""
+MEETING = re.compile(r"vllm_dist_[0-9a-f]{32}")
+"""Matches the name of the file by which vLLM's processes meet, which no other process has by chance: half of it is
+random. They call the shared memory through which they talk NAME-..., with the name of that file."""
 
 
 class TemporaryFiles:
@@ -38,14 +40,21 @@ class TemporaryFiles:
         return {"TMPDIR": str(self._directory), SHARED_TMPDIR: str(usual), "TORCHINDUCTOR_CACHE_DIR": compiled}
 
     def remove(self) -> None:
-        """Remove it, and shared memory that is called like something in it. Its processes must have ended. Idempotent.
-
-        vLLM calls shared memory of several processes NAME-..., with the name of the file by which these have met, and
-        the engine for SGLang does the same with the directory of its sockets.
-        """
-        with suppress(OSError):
-            names = tuple(f"{name}-" for name in os.listdir(self._directory) if len(name) >= LEAST_NAME)
-            for shared in IN_RAM.iterdir() if names else ():
-                if shared.name.startswith(names):
-                    shared.unlink(missing_ok=True)
+        """Remove it, and shared memory that vLLM has named after a file in it. Its processes must have ended.
+        Idempotent."""
+        for path in self._shared_memory():
+            with suppress(OSError):  # the others are removed all the same
+                path.unlink()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _shared_memory(self) -> list[Path]:
+        with suppress(OSError):  # it is removed already, or this system has no such directory
+            names = tuple(f"{name}-" for name in os.listdir(self._directory) if MEETING.fullmatch(name))
+            return [path for path in IN_RAM.iterdir() if path.name.startswith(names) and _is_ours(path)]
+        return []
+
+
+def _is_ours(path: Path) -> bool:
+    with suppress(OSError):  # it is gone
+        return path.lstat().st_uid == os.geteuid()
+    return False

@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
@@ -32,9 +32,9 @@ from pathlib import Path
 
 if os.path.exists("made"):
     sys.exit(0)
-met = Path(tempfile.gettempdir(), f"met_{uuid.uuid4().hex}")
+met = Path(tempfile.gettempdir(), f"vllm_dist_{uuid.uuid4().hex}")
 met.touch()
-named = Path("/dev/shm", f"{met.name}-0")
+named = Path("/dev/shm", f"{met.name}-tp:0-[0-1]-cpushm_0")
 named.touch()
 tracked = SharedMemory(create=True, size=4096)
 below = tempfile.mkdtemp()
@@ -71,10 +71,39 @@ def of_pool(directory: Path, script: str, *arguments: str) -> Command:
 @pytest.fixture
 def of_another() -> Iterator[Path]:
     """Yield shared memory of a process that runs on."""
-    path = IN_RAM / f"met_{uuid4().hex}-0"
+    path = IN_RAM / f"vllm_dist_{uuid4().hex}-tp:0-[0-1]-cpushm_0"
     path.touch()
     yield path
     path.unlink()
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[TemporaryFiles]:
+    """Yield the directory of a process that has ended."""
+    files = TemporaryFiles(tmp_path)
+    yield files
+    files.remove()
+
+
+@pytest.fixture
+def in_ram() -> Iterator[Callable[[str], Path]]:
+    """Yield a function that makes shared memory of a name, which is gone after the test."""
+    made: list[Path] = []
+
+    def make(name: str) -> Path:
+        made.append(IN_RAM / name)
+        made[-1].touch()
+        return made[-1]
+
+    yield make
+    for path in made:
+        path.unlink(missing_ok=True)
+
+
+def met_in(own: TemporaryFiles, name: str) -> str:
+    """Make a file in the directory, as processes do that meet by it, and return its name."""
+    Path(own.variables()["TMPDIR"], name).touch()
+    return name
 
 
 def test_a_supervisor_removes_what_its_killed_process_left(tmp_path: Path, of_another: Path) -> None:
@@ -84,6 +113,38 @@ def test_a_supervisor_removes_what_its_killed_process_left(tmp_path: Path, of_an
     assert [path for path in made if path.exists()] == []
     assert not made[0].parent.exists(), "nor what its second process left"
     assert of_another.exists()
+
+
+def test_a_file_that_is_not_vllms_names_no_shared_memory(own: TemporaryFiles, in_ram: Callable[[str], Path]) -> None:
+    of_a_reward = in_ram(f"{met_in(own, f'shared_reward_cache_{uuid4().hex}')}-index")
+    own.remove()
+    assert of_a_reward.exists()
+
+
+def test_shared_memory_of_another_user_stays(
+    own: TemporaryFiles, in_ram: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_another = in_ram(f"{met_in(own, f'vllm_dist_{uuid4().hex}')}-0")
+    monkeypatch.setattr("os.geteuid", lambda: of_another.stat().st_uid + 1)
+    own.remove()
+    assert of_another.exists()
+
+
+def test_shared_memory_that_cannot_be_removed_keeps_nothing_else(
+    own: TemporaryFiles, in_ram: Callable[[str], Path]
+) -> None:
+    name = met_in(own, f"vllm_dist_{uuid4().hex}")
+    first, blocked = in_ram(f"{name}-0"), IN_RAM / f"{name}-1"
+    blocked.mkdir()
+    last = in_ram(f"{name}-2")
+    try:
+        own.remove()
+        assert blocked.exists()
+        assert not first.exists()
+        assert not last.exists()
+        assert not Path(own.variables()["TMPDIR"]).exists()
+    finally:
+        blocked.rmdir()
 
 
 def test_a_process_of_no_pool_keeps_the_directory_of_its_supervisor(tmp_path: Path) -> None:
