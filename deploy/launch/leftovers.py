@@ -4,6 +4,7 @@ Engines put sockets and files there, under names that only they know, and leave 
 leaves all of them, and one that ends in order leaves some. Their processes get the same directory as TMPDIR.
 """
 
+import getpass
 import os
 import re
 import shutil
@@ -34,9 +35,10 @@ class TemporaryFiles:
         self._directory = Path(tempfile.mkdtemp(prefix="headway-", dir=parent))
 
     def variables(self) -> dict[str, str]:
-        """Return environment variables by which the process takes it. What compilers have kept stays where it was."""
+        """Return environment variables by which the process takes it. What torch has compiled stays where torch keeps
+        it in a process without such a directory."""
         usual = shared_temporary_directory()
-        compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(usual / f"torchinductor_{os.getuid()}")
+        compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(usual / f"torchinductor_{_name_in_caches()}")
         return {"TMPDIR": str(self._directory), SHARED_TMPDIR: str(usual), "TORCHINDUCTOR_CACHE_DIR": compiled}
 
     def remove(self) -> None:
@@ -52,6 +54,14 @@ class TemporaryFiles:
             names = tuple(f"{name}-" for name in os.listdir(self._directory) if MEETING.fullmatch(name))
             return [path for path in IN_RAM.iterdir() if path.name.startswith(names) and _is_ours(path)]
         return []
+
+
+def _name_in_caches() -> str:
+    """Return this user's name as torch writes it in the name of its cache."""
+    try:
+        return re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+    except (KeyError, ModuleNotFoundError, OSError):  # containers have users without a name
+        return f"uid_{os.getuid()}"
 
 
 def _is_ours(path: Path) -> bool:

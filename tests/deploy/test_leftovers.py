@@ -13,6 +13,7 @@ import msgspec
 import psutil
 import pytest
 import torch
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from broker.installation import SHARED_TMPDIR, shared_temporary_directory
 from deploy.launch.base import Command
@@ -152,6 +153,21 @@ def test_a_process_of_no_pool_keeps_the_directory_of_its_supervisor(tmp_path: Pa
     child = Child(replace(of_pool(tmp_path, told), pool=""))
     child._process.wait()
     assert child.last_words() == str(shared_temporary_directory())
+
+
+@pytest.mark.parametrize("user", ["somebody", "DOMAIN\\somebody", None])
+def test_what_torch_has_compiled_is_found_by_workers_and_others(
+    user: str | None, own: TemporaryFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.delenv(SHARED_TMPDIR, raising=False)
+    for variable in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(variable, raising=False)
+    if user is None:
+        monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # as in a container whose user has no entry
+    else:
+        monkeypatch.setenv("LOGNAME", user)
+    assert own.variables()["TORCHINDUCTOR_CACHE_DIR"] == default_cache_dir()
 
 
 @pytest.mark.parametrize(("length", "parent"), [(LONGEST_DIRECTORY, ""), (LONGEST_DIRECTORY + 1, "/tmp")])
