@@ -1,15 +1,14 @@
 """The memory that each stage of a recipe takes on the learner's devices, and that scorers take on theirs."""
 
-import subprocess
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from broker.errors import ConfigError
 from deploy.recipe.recipe import Recipe
 from deploy.recipe.scorers import REWARD_MODEL, Scorer, scorers_of
 from deploy.recipe.stage_graph import REFERENCE
+from learner.backends.abilities import BACKENDS
 from learner.config import AdapterConfig, ModelConfig, StageConfig
 from learner.models.model import load_config
 from learner.models.shape import ModelShape, Parameter, adapter_parameters, shape_of
@@ -25,9 +24,6 @@ from rollout_workers.scorers.runtimes import abilities_of as runtime_abilities
 from rollout_workers.scorers.runtimes import gpus_of as gpus_of_runtime
 from rollout_workers.scorers.runtimes.cache import cache_tokens
 from weightsync.transports.abilities import abilities_of, broadcast_device
-
-NVIDIA_SMI_S = 20.0
-"""Seconds for nvidia-smi, which takes some where no process keeps the driver loaded."""
 
 
 class Shapes:
@@ -106,16 +102,13 @@ def stages_of(recipe: Recipe, shapes: Shapes, device_bytes: int | None) -> list[
     return [_stage(recipe, stage, shapes, device_bytes) for stage in recipe.plan if not stage.is_left_out]
 
 
-def learner_part(recipe: Recipe, gpu: str) -> float | None:
-    """Return the part of a GPU's memory that the largest rank of the learner is planned to take beside workers; None
-    where nvidia-smi does not tell the memory of this GPU. Raises ConfigError as `stages_of` does."""
-    asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", "-i", gpu]
-    with suppress(OSError, subprocess.SubprocessError, ValueError):
-        answer = subprocess.run(asked, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=True).stdout
-        device_bytes = int(answer.splitlines()[0]) << 20
-        learner = next(stage for stage in recipe.plan if stage.has_workers)
-        return _stage(recipe, learner, Shapes(recipe), device_bytes).largest_bytes / device_bytes
-    return None
+def learner_part(recipe: Recipe, device_bytes: int) -> float | None:
+    """Return the part of a GPU of so much memory that the largest rank of the learner is planned to take beside
+    workers; None for a recipe without workers or with a backend of its own. Raises ConfigError as `stages_of` does."""
+    learner = next((stage for stage in recipe.plan if stage.has_workers), None)
+    if learner is None or recipe.learner.backend not in BACKENDS:
+        return None
+    return _stage(recipe, learner, Shapes(recipe), device_bytes).largest_bytes / device_bytes
 
 
 def largest_of(stages: list[StageMemory]) -> StageMemory:

@@ -3,20 +3,24 @@
 alone on its GPUs, or a recipe that names a share     nothing is added
 k engines on a GPU                                    each a k-th of what one would take, and less for what an
                                                       engine takes beside it (OUTSIDE)
-k engines beside the learner                          the same of half of the GPU, or of what the learner leaves
+k engines beside the learner, on the only GPU         the same of half of the GPU, or of what the learner leaves
+engines beside scorers, or beside a learner that      nothing is added: placement.py refuses them
+could have another GPU
 engines that are told the size of their KV cache      the least share: they only ask that it is free
 """
 
 import math
+import subprocess
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import suppress
 
 from broker.errors import ConfigError
 from rollout_workers.engines import abilities_of
 from weightsync.transports.abilities import abilities_of as transport_abilities
 
 from .operators import roots_of
-from .placement import MOST_SHARED, placed_learner, placed_workers
+from .placement import MOST_SHARED, placed_learner, placed_scorers, placed_workers
 from .pools import MAIN, pools_of
 from .recipe import Recipe
 
@@ -28,12 +32,32 @@ LEAST = 0.05
 MARGIN = 0.1
 """The part of a GPU's memory that is left free beside what the learner is planned to take, which is an estimate."""
 
+NVIDIA_SMI_S = 20.0
+"""Seconds for nvidia-smi, which takes some where no process keeps the driver loaded."""
+
 LearnerPart = Callable[[str], float | None]
-"""Returns the part of this GPU's memory that the learner takes, or None if that is not known."""
+"""Returns the part of this GPU's memory that the learner takes, or None if engines are not to share it by default."""
 
 
 def unknown(gpu: str) -> None:
     """Know nothing of what the learner takes: see LearnerPart."""
+
+
+def only_gpu_bytes(visible: str) -> int | None:
+    """Return the memory of the GPU if `headway run` sees exactly one; None if it sees several, or nvidia-smi does not
+    tell. `visible`: its CUDA_VISIBLE_DEVICES.
+
+    nvidia-smi numbers GPUs by their bus and CUDA by their speed, so of unlike ones it is not known which is seen.
+    """
+    if "," in visible or "MIG" in visible:
+        return None
+    asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    with suppress(OSError, subprocess.SubprocessError, ValueError):
+        answer = subprocess.run(asked, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=True).stdout
+        sizes = [int(line) << 20 for line in answer.splitlines()]
+        if len(set(sizes)) == 1 and (visible or len(sizes) == 1):
+            return sizes[0]
+    return None
 
 
 def memory_overrides(recipe: Recipe, shares: Mapping[str, float]) -> dict[str, list[str]]:
@@ -56,15 +80,23 @@ def engine_shares(recipe: Recipe, visible: str, learner_part: LearnerPart = unkn
             continue
         for one in placed_workers(own, seen, name):
             by_gpu[one.gpu].append(name)
-    left = _left_by_learner(recipe, seen, by_gpu, learner_part)
+    silent = [name for name, own in pools.items() if _is_silent(own)]
+    scored = {one.gpu for one in placed_scorers(recipe, seen)}  # what they take is not known here
+    asked = [gpu for gpu, here in by_gpu.items() if gpu not in scored and set(silent) & set(here)]
+    left = _left_by_learner(recipe, seen, asked, learner_part)
+    alone = set(asked) - {one.gpu for one in placed_learner(recipe, seen)}
     shares: dict[str, float] = {}
-    for name, own in pools.items():
-        abilities = abilities_of(own.engine, roots_of(own))
-        option, said = abilities.memory_option, abilities.said(own.engine.options)
-        shared = [gpu for gpu, here in by_gpu.items() if name in here and (len(here) > 1 or gpu in left)]
-        if option and shared and option not in said:
+    for name in silent:
+        here = [gpu for gpu in asked if name in by_gpu[gpu]]
+        if shared := [gpu for gpu in here if gpu in left or (gpu in alone and len(by_gpu[gpu]) > 1)]:
             shares[name] = min(_share(gpu, by_gpu[gpu], pools, name, left.get(gpu)) for gpu in shared)
     return shares
+
+
+def _is_silent(recipe: Recipe) -> bool:
+    """Whether the recipe does not say what its engines take of a GPU's memory, though they have an option for it."""
+    abilities = abilities_of(recipe.engine, roots_of(recipe))
+    return bool(abilities.memory_option) and abilities.memory_option not in abilities.said(recipe.engine.options)
 
 
 def _pools(recipe: Recipe) -> dict[str, Recipe]:
@@ -72,12 +104,12 @@ def _pools(recipe: Recipe) -> dict[str, Recipe]:
 
 
 def _left_by_learner(
-    recipe: Recipe, seen: Sequence[str], by_gpu: Mapping[str, Sequence[str]], learner_part: LearnerPart
+    recipe: Recipe, seen: Sequence[str], gpus: Container[str], learner_part: LearnerPart
 ) -> dict[str, float]:
-    """Return the part of each GPU that the learner leaves to the engines on it, where that is known."""
+    """Return the part of each of these GPUs that the learner leaves to the engines on it, where that is known."""
     if not transport_abilities(recipe.weights.transport, roots_of(recipe)).shares_gpu:
         return {}
-    parts = {one.gpu: learner_part(one.gpu) for one in placed_learner(recipe, seen) if one.gpu in by_gpu}
+    parts = {one.gpu: learner_part(one.gpu) for one in placed_learner(recipe, seen) if one.gpu in gpus}
     return {gpu: min(MOST_SHARED, 1 - part - MARGIN) for gpu, part in parts.items() if part is not None}
 
 

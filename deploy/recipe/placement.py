@@ -60,6 +60,11 @@ def placed(recipe: Recipe, visible: str, shares: Mapping[str, float] | None = No
     yield from placed_workers(recipe, seen, "workers", shares.get(MAIN))
     for index, pool in enumerate(pools_of(recipe)):
         yield from placed_workers(pool.recipe, seen, f"workers.pools[{index}]", shares.get(pool.name))
+    yield from placed_scorers(recipe, seen)
+
+
+def placed_scorers(recipe: Recipe, seen: Sequence[str]) -> Iterator[PlacedProcess]:
+    """Yield each process of the scorers on each of its GPUs. `seen`: the GPUs that `headway run` sees; none: all."""
     scorers = recipe.scorers
     if scorers.device != "cpu" and scorers_of(recipe):
         devices = [str(device) for device in scorers.devices] or _first(1, seen)

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from broker.errors import ConfigError
-from deploy.recipe.engine_memory import engine_shares, memory_overrides
+from deploy.cli.stage_memory import learner_part
+from deploy.recipe.engine_memory import engine_shares, memory_overrides, only_gpu_bytes
 from deploy.recipe.loading import load_recipe, with_overrides
 from deploy.recipe.placement import check_placement
 from deploy.recipe.pools import pools_of
@@ -15,6 +16,7 @@ from rollout_workers.engines import abilities_of
 from .test_cli import headway
 
 ON_GPUS = ["learner.device=cuda", "engine.kind=vllm", "engine.device=cuda"]
+SCORED = ["scorers.device=cuda", "rewards=[{kind: reward_model, path: m}]"]
 UTILIZATION = "engine.options.gpu_memory_utilization"
 
 
@@ -94,7 +96,22 @@ def test_engines_beside_a_learner_get_what_it_leaves(part: float, overrides: lis
 @pytest.mark.parametrize("overrides", [["weights.transport=nccl"], [f"{UTILIZATION}=0.3"], ["workers.devices=[1]"]])
 def test_engines_elsewhere_or_with_a_share_are_left_alone(overrides: list[str]) -> None:
     recipe = load_recipe("arithmetic.yaml", [*ON_GPUS, "workers.count=1", *overrides])
-    assert engine_shares(recipe, "", lambda gpu: 0.3) == {}
+    assert engine_shares(recipe, "", lambda gpu: pytest.fail("nothing asks what the learner takes")) == {}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["workers.count=1"],
+        ["workers.count=2", "workers.devices=[1]", "scorers.devices=[1]"],
+        ["workers.count=2", "engine.options.kv_cache_memory_bytes=1000000000"],
+    ],
+)
+def test_engines_beside_scorers_get_no_share_and_are_refused(overrides: list[str]) -> None:
+    recipe = load_recipe("arithmetic.yaml", [*ON_GPUS, *SCORED, *overrides])
+    assert engine_shares(recipe, "", lambda gpu: 0.4) == {}
+    with pytest.raises(ConfigError, match="workers and scorers on GPU"):
+        check_placement(recipe, "")
 
 
 def test_a_learner_that_leaves_too_little_is_named() -> None:
@@ -104,12 +121,53 @@ def test_a_learner_that_leaves_too_little_is_named() -> None:
         engine_shares(recipe, "", lambda gpu: 0.8)
 
 
-def test_a_run_on_one_gpu_asks_how_much_memory_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = tmp_path / "bin" / "nvidia-smi"
-    asked.parent.mkdir()
-    asked.write_text("#!/bin/sh\necho 80000\n")
+def pretend_gpus(directory: Path, monkeypatch: pytest.MonkeyPatch, *mebibytes: int) -> None:
+    """Have nvidia-smi tell of GPUs of these sizes."""
+    asked = directory / "bin" / "nvidia-smi"
+    asked.parent.mkdir(exist_ok=True)
+    asked.write_text("#!/bin/sh\n" + "".join(f"echo {size}\n" for size in mebibytes))
     asked.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{asked.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", str(asked.parent), prepend=os.pathsep)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "visible", "mebibytes"),
+    [
+        ([80000], "", 80000),
+        ([80000], "0", 80000),
+        ([80000] * 8, "3", 80000),
+        ([80000] * 8, "GPU-3f", 80000),
+        ([80000] * 8, "", None),
+        ([80000] * 8, "3,4", None),
+        ([80000, 24000], "0", None),
+        ([80000], "MIG-3f", None),
+        ([], "", None),
+    ],
+)
+def test_the_memory_of_the_only_gpu_is_known(
+    sizes: list[int], visible: str, mebibytes: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpus(tmp_path, monkeypatch, *sizes)
+    assert only_gpu_bytes(visible) == (mebibytes and mebibytes << 20)
+
+
+def test_a_learner_that_is_not_planned_has_no_known_part() -> None:
+    assert learner_part(load_recipe("arithmetic.yaml", ["learner.backend=mine:Backend"]), 80000 << 20) is None
+    assert learner_part(load_recipe("dpo.yaml"), 80000 << 20) is None
+
+
+def test_a_run_that_sees_several_gpus_does_not_put_all_on_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpus(tmp_path, monkeypatch, 80000, 80000)
+    sized = ["workers.count=2", "engine.options.kv_cache_memory_bytes=1000000000"]
+    answer = headway("run", "arithmetic.yaml", *ON_GPUS, *sized, "--dry-run", cwd=tmp_path)
+    assert answer.returncode == 1
+    assert answer.stderr.startswith("Error: `headway run` would start learner and workers on GPU 0 (")
+
+
+def test_a_run_on_one_gpu_asks_how_much_memory_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpus(tmp_path, monkeypatch, 80000)
     shown = headway("run", "arithmetic.yaml", *ON_GPUS, "workers.count=1", "--dry-run", cwd=tmp_path)
     assert f" {UTILIZATION}=0.48)" in shown.stdout, shown.stderr
 

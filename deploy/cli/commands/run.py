@@ -110,16 +110,18 @@ def execute(
 
 def _shares(recipe: "Recipe") -> "Mapping[str, float]":
     """Return what the engines of each pool get of the GPUs that they share on this machine."""
-    from deploy.recipe.engine_memory import engine_shares
+    from deploy.recipe.engine_memory import engine_shares, only_gpu_bytes
 
-    def part_of_learner(gpu: str) -> float | None:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+    def part_of_learner(_: str) -> float | None:
+        if (device_bytes := only_gpu_bytes(visible)) is None:
+            return None
         from deploy.cli.stage_memory import learner_part  # it takes seconds to import
 
-        return learner_part(recipe, gpu)
+        return learner_part(recipe, device_bytes)
 
-    if recipe.launcher.kind != "local":
-        return {}
-    return engine_shares(recipe, os.environ.get("CUDA_VISIBLE_DEVICES", ""), part_of_learner)
+    return engine_shares(recipe, visible, part_of_learner) if recipe.launcher.kind == "local" else {}
 
 
 @click.command(hidden=True)
