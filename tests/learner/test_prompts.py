@@ -136,6 +136,24 @@ def test_verl_rows_and_renamed_fields(tmp_path: Path) -> None:
     assert item.extra_info == {"answer": 5}  # by which rewards made for TRL ask for it
 
 
+@pytest.mark.parametrize(
+    ("row", "column", "truth", "source", "extra"),
+    [
+        ({"reward_model": {"ground_truth": "4"}, "data_source": "d"}, "answer", "4", "d", {}),
+        ({"data_source": "sums"}, "data_source", "sums", "data", {"data_source": "sums"}),
+        ({"extra_info": "5", "note": 1}, "extra_info", "5", "data", {"extra_info": "5", "note": 1}),
+        ({"answer": "6", "extra_info": {"level": 2}}, "answer", "6", "data", {"answer": "6", "level": 2}),
+    ],
+)
+def test_the_column_of_the_truth_is_one_of_the_others_only_for_rewards(
+    tmp_path: Path, row: dict[str, Any], column: str, truth: str, source: str, extra: dict[str, Any]
+) -> None:
+    path, options = jsonl(tmp_path, [{"prompt": "a", **row}]), {"ground_truth_field": column}
+    item = open_source(PromptsConfig(kind="jsonl", path=str(path), options=options), 0).train(0, 0)
+    assert (item.ground_truth, item.data_source) == (truth, source)
+    assert {name: value for name, value in item.extra_info.items() if name != "reward_model"} == extra
+
+
 def test_held_out_rows_are_left_out_of_training(tmp_path: Path) -> None:
     rows = [{"prompt": f"q{i % 5}", "ground_truth": str(i)} for i in range(8)]
     path = str(jsonl(tmp_path, rows))

@@ -57,12 +57,12 @@ def _item(row: Row, place: str, fields: RowFields, default_source: str) -> Item:
             f"{place}: no {getattr(fields, option)!r}; the row has {_names(row)}. If it has another name there, give"
             f" that: prompts.options.{option}=NAME."
         )
-    if (name := fields.ground_truth_field) != "ground_truth":
-        rest[name] = row.get(name)  # rewards made for TRL ask for the column
     data_source = str(rest.pop("data_source", None) or default_source)
     extra_info = rest.pop("extra_info", None) or {}
     if not isinstance(extra_info, Mapping):
         raise ConfigError(f"{place}: 'extra_info' is no mapping but {_short(extra_info)}.")
+    if (name := fields.ground_truth_field) != "ground_truth" and name in row:
+        rest[name] = row[name]  # rewards made for TRL ask for the column
     return Item(
         place=place,
         content=_content(content, place, fields.prompt_field),
