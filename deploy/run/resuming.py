@@ -18,7 +18,7 @@ from broker.errors import ConfigError
 from deploy.recipe.files import read_yaml
 from deploy.recipe.loading import recipe_to_bytes
 from deploy.recipe.recipe import Recipe, plan_of
-from learner.config import AdapterConfig, SftConfig, StageConfig
+from learner.config import SftConfig, StageConfig
 from learner.experience.rewind import Rewind
 
 from .directory import CONFIG, SETTINGS
@@ -126,9 +126,7 @@ def _refusals(before: Any, now: Any, *, is_anew: bool) -> Iterator[str]:
         old, new = _value(before, key), _value(now, key)
         if old is _ABSENT or old == new:
             continue
-        told = ", ".join(
-            f"{path} was {_shown(was)} and is {_shown(is_)} now" for path, was, is_ in _differences(key, old, new)
-        )
+        told = ", ".join(f"{path} was {was} and is {is_} now" for path, was, is_ in _told(key, old, new))
         if key in FIXED:
             yield f"{told}: {FIXED[key]}. Keep it, or start a new run (run.name=...) from model.path=CHECKPOINT."
         elif key in RAISED and new < old:
@@ -142,9 +140,15 @@ def _changes(before: Any, now: Any) -> Iterator[str]:
     for key in sorted({*FREE, *RAISED, *ANEW} - {"run.directory", "broker.url"}):
         old, new = _value(before, key), _value(now, key)
         if old is not _ABSENT:
-            yield from (
-                f"{path} is {_shown(is_)} ({_shown(was)} before)" for path, was, is_ in _differences(key, old, new)
-            )
+            yield from (f"{path} is {is_} ({was} before)" for path, was, is_ in _told(key, old, new))
+
+
+def _told(key: str, old: Any, new: Any) -> Iterator[tuple[str, str, str]]:
+    """Yield (path, old text, new text) of what differs within a key's value."""
+    for path, was, is_ in _differences(key, old, new):
+        before, now = _text(was), _text(is_)
+        start = max(_same(before, now) - 20, 0)
+        yield path, _cut(before, start), _cut(now, start)
 
 
 def _differences(path: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -152,6 +156,9 @@ def _differences(path: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted({*old, *new}):
             yield from _differences(f"{path}.{key}", old.get(key, _ABSENT), new.get(key, _ABSENT))
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for index, (was, is_) in enumerate(zip(old, new, strict=True)):
+            yield from _differences(f"{path}[{index}]", was, is_)
     elif old != new:
         yield path, old, new
 
@@ -166,18 +173,25 @@ class _Stages(msgspec.Struct):
 def _alike(before: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Express `sft` as `stages` where a recipe has these, and fill in what older versions did not write: the same run
     may be written in either way."""
-    before, now = _with_adapter(before), _with_adapter(now)
+    before, now = _filled(before, Recipe), _filled(now, Recipe)
     if not (before.get("stages") or now.get("stages")):
         return before, now
     return _with_stages(before), _with_stages(now)
 
 
-def _with_adapter(settings: dict[str, Any]) -> dict[str, Any]:
-    model = settings.get("model")
-    if not (isinstance(model, dict) and model.get("adapter")):
-        return settings
-    adapter = msgspec.to_builtins(msgspec.convert(model["adapter"], AdapterConfig))
-    return {**settings, "model": {**model, "adapter": adapter}}
+def _filled(settings: dict[str, Any], struct: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return settings with the defaults of all that a key's value lacks. A key that they lack stays absent."""
+    kinds = get_type_hints(struct)
+    return {name: _filled_value(value, kinds.get(name, Any)) for name, value in settings.items()}
+
+
+def _filled_value(value: Any, kind: Any) -> Any:
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return _filled(value, kind) if isinstance(value, dict) else value
+    try:
+        return msgspec.json.decode(msgspec.json.encode(msgspec.convert(value, kind)))
+    except msgspec.ValidationError:  # an older version took other values
+        return value
 
 
 def _with_stages(settings: dict[str, Any]) -> dict[str, Any]:
@@ -208,8 +222,18 @@ def _value(settings: Any, key: str) -> Any:
     return settings
 
 
-def _shown(value: Any) -> str:
-    if value is _ABSENT:
-        return "not set"
-    text = msgspec.json.encode(value).decode()
-    return text if len(text) <= 60 else f"{text[:57]}..."
+def _text(value: Any) -> str:
+    return "not set" if value is _ABSENT else msgspec.json.encode(value).decode()
+
+
+def _same(one: str, other: str) -> int:
+    """Return how many characters two texts begin with alike."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _cut(text: str, start: int) -> str:
+    """Return a text of at most 60 characters; a longer one from `start` on, a little before it differs."""
+    if len(text) <= 60:
+        return text
+    rest = f"...{text[start:]}" if start else text
+    return rest if len(rest) <= 60 else f"{rest[:57]}..."

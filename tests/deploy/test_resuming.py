@@ -69,6 +69,34 @@ def test_what_changes_without_being_refused_is_said(directory: Path) -> None:
     assert "engine.options.x is 1 (not set before), optimizer.learning_rate is 0.0005 (0.25 before). The" in said[0]
 
 
+def test_a_change_within_a_list_names_its_place_and_what_older_versions_left_out_is_none(tmp_path: Path) -> None:
+    def of(weight: float, options: str) -> Recipe:
+        rewards = f"rewards=[{{kind: arithmetic}}, {{kind: reasoning_gym, weight: {weight}}}]"
+        metrics = f"metrics=[{{kind: jsonl}}, {{kind: prometheus, options: {options}}}]"
+        phases = ["stages=[]", "sft.phases=[{kind: arithmetic}]"]
+        return load_recipe("arithmetic.yaml", [f"run.directory={tmp_path}", *phases, rewards, metrics])
+
+    prepare(of(1.0, "{}"), resume=False, overwrite=False)
+    path = tmp_path / "arithmetic" / "settings.json"
+    settings = msgspec.json.decode(path.read_bytes())
+    for older in (*settings["rewards"], *settings["sft"]["phases"]):
+        del older["deadline_s"]
+    path.write_bytes(msgspec.json.encode(settings))
+    said: list[str] = []
+    check_resumable(of(1.0, "{}"), None, said.append)
+    assert said == []
+    check_resumable(of(0.5, "{port: 0}"), None, said.append)
+    changes = "metrics[1].options.port is 0 (not set before), rewards[1].weight is 0.5 (1.0 before)"
+    assert f"start: {changes}. The" in said[0]
+
+
+def test_long_values_are_cut_before_they_differ(directory: Path) -> None:
+    base = [f"run.directory={directory}", "model.chat_template=" + "a" * 80 + "%s" + "b" * 90]
+    prepare(load_recipe("arithmetic.yaml", [base[0], base[1] % "x"]), resume=True, overwrite=False)
+    with pytest.raises(ConfigError, match=r"template was \.\.\.a{20}xb{33}\.\.\. and is \.\.\.a{20}yb{33}\.\.\. now"):
+        resume(directory, base[1] % "y")
+
+
 def test_what_may_change(directory: Path) -> None:
     resume(directory, "learner.steps=500", "learner.group_size=4", "optimizer.learning_rate=1e-6", "workers.count=1")
     resume(directory, "sampling.max_new_tokens=60", "engine.max_model_len=4000", "staleness.max_lag=0")
