@@ -71,7 +71,8 @@ def await_end(pid: int) -> None:
 
 def test_the_learners_end_ends_the_run_and_workers_are_asked_to_stop(tmp_path: Path) -> None:
     said: list[str] = []
-    learner = role("learner", "import time; time.sleep(0.5)", tmp_path)
+    until_up = "import pathlib, time\nwhile not pathlib.Path('w.up').exists(): time.sleep(0.05)"
+    learner = role("learner", until_up, tmp_path)
     code = Supervisor([Pool.of([role("w", drains("w"), tmp_path)])], learner, say=said.append).run()
     assert code == 0
     assert (tmp_path / "w.ended").exists()
