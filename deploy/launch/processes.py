@@ -19,9 +19,11 @@ from .base import ERROR_PREFIX, Command, Handle, Launcher
 from .leftovers import TemporaryFiles
 
 TAIL_BYTES = 64 * 1024
+TRACKER = "resource_tracker import main"
+"""Words in the arguments of Python's tracker of shared memory. It ends by itself once all whose memory it tracks have
+ended, and once it has removed what they left."""
 PATIENCE_S = 5.0
-"""Seconds in which the processes that a killed one has started end by themselves. Python's tracker of shared memory
-does so once all others have ended, which takes one with a GPU seconds, and once it has removed what they left."""
+"""Seconds in which trackers end after a kill: the end of a process with a GPU takes seconds."""
 LOOK_S = 0.02
 
 
@@ -77,26 +79,29 @@ class Child(Handle):
 
     def kill(self) -> None:
         """End it and all that it started, at once, reap it, and remove what they left. Idempotent."""
-        if self.exit_code() is None:
-            self._process.kill()
-            self._process.wait()
+        self._process.kill()
+        self._process.wait()
+        until_s = time.monotonic() + PATIENCE_S
+        while self._kill_all_but_trackers() and time.monotonic() < until_s:
+            time.sleep(LOOK_S)
         with suppress(ProcessLookupError):  # the whole group has ended already
-            os.killpg(self.pid, 0)
-            until_s = time.monotonic() + PATIENCE_S
-            while self._has_left_others() and time.monotonic() < until_s:
-                time.sleep(LOOK_S)
             os.killpg(self.pid, signal.SIGKILL)
         if self._temporary is not None:
             self._temporary.remove()
 
-    def _has_left_others(self) -> bool:
-        """Whether a process of its group runs. One that has ended stays there until it is waited for, which the first
-        process of a container may never do."""
+    def _kill_all_but_trackers(self) -> bool:
+        """Kill the processes of its group, and return whether a tracker of shared memory runs there."""
+        has_tracker = False
         for one in psutil.process_iter():
             with suppress(psutil.Error, ProcessLookupError):  # it has ended just now
-                if os.getpgid(one.pid) == self.pid and one.status() != psutil.STATUS_ZOMBIE:
-                    return True
-        return False
+                # one that has ended stays until it is waited for, which a container's first process may never do
+                if os.getpgid(one.pid) != self.pid or one.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                if TRACKER in " ".join(one.cmdline()):
+                    has_tracker = True
+                else:
+                    one.kill()
+        return has_tracker
 
     def log(self) -> str:
         path = self.command.log

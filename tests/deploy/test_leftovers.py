@@ -21,7 +21,8 @@ from deploy.launch.leftovers import IN_RAM, LONGEST_DIRECTORY, TemporaryFiles
 from deploy.launch.pool import Pool
 from deploy.launch.processes import Child
 from deploy.launch.supervisor import Supervisor
-from tests.processes import shared_memory_of
+from tests.broker.topologies import wait_until
+from tests.processes import is_alive, shared_memory_of
 from tests.rollout_workers.models import make_model, save_config
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +42,19 @@ tracked = SharedMemory(create=True, size=4096)
 below = tempfile.mkdtemp()
 Path("made.part").write_text(json.dumps([str(met), str(named), f"/dev/shm/{tracked.name}", below]))
 os.rename("made.part", "made")
+if os.fork() == 0:  # it keeps what its parent has open, and would never end by itself
+    signal.pause()
 os.kill(os.getpid(), signal.SIGKILL)
+"""
+LEAVES_ANOTHER = """
+import os, signal
+from pathlib import Path
+
+if (other := os.fork()) == 0:
+    signal.pause()
+Path("other.part").write_text(str(other))
+os.rename("other.part", "other")
+signal.pause()
 """
 OPENS = """
 import asyncio, sys
@@ -61,6 +74,21 @@ if __name__ == "__main__":
     preload("vllm", 1)
     asyncio.run(main())
 """
+
+
+class Clock:
+    """Stands in for the module `time`: a wait takes no time, and moves the clock on."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+        self._now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self._now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.waits += 1
+        self._now_s += seconds
 
 
 def of_pool(directory: Path, script: str, *arguments: str) -> Command:
@@ -114,6 +142,18 @@ def test_a_supervisor_removes_what_its_killed_process_left(tmp_path: Path, of_an
     assert [path for path in made if path.exists()] == []
     assert not made[0].parent.exists(), "nor what its second process left"
     assert of_another.exists()
+
+
+def test_a_process_that_a_killed_one_leaves_is_killed_without_a_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = Child(of_pool(tmp_path, LEAVES_ANOTHER))
+    until_there(tmp_path / "other", child)
+    other = psutil.Process(int((tmp_path / "other").read_text()))
+    monkeypatch.setattr("deploy.launch.processes.time", clock := Clock())
+    child.kill()
+    assert clock.waits == 0
+    wait_until(lambda: not is_alive(other))
 
 
 def test_a_file_that_is_not_vllms_names_no_shared_memory(own: TemporaryFiles, in_ram: Callable[[str], Path]) -> None:
