@@ -69,7 +69,21 @@ def test_sglang_is_started_for_as_many_as_it_decodes_by_graphs(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     config = EngineConfig(kind="sglang", max_concurrent=asked)
-    assert sglang_arguments(config, tmp_path, "Qwen3ForCausalLM", 0)["max_running_requests"] == expected + 1
+    arguments = sglang_arguments(config, tmp_path, "Qwen3ForCausalLM", 0)
+    assert arguments["max_running_requests"] == expected + 1
+    graphs = MOST_FITTING if has_gpu and asked is None else None
+    assert arguments.get("cuda_graph_max_bs_decode") == graphs, "SGLang chooses by the GPU's memory"
+
+
+def test_a_number_of_requests_that_is_null_is_not_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for kind, arguments_of, option in (
+        ("vllm", vllm_arguments, "max_num_seqs"),
+        ("sglang", sglang_arguments, "max_running_requests"),
+    ):
+        for said, expected in ((None, REQUESTS + 1), (7, 7)):
+            config = EngineConfig(kind=kind, options={option: said})
+            assert arguments_of(config, tmp_path, "Qwen3ForCausalLM", 0)[option] == expected
 
 
 def test_a_share_that_is_null_is_not_said(tmp_path: Path) -> None:

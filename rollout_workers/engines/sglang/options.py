@@ -7,7 +7,7 @@ would import or read what they name. A worker takes those from its own command l
 from collections.abc import Mapping
 
 _NAMES = """
-chunked_prefill_size context_length cuda_graph_bs_decode cuda_graph_max_bs disable_cuda_graph
+chunked_prefill_size context_length cuda_graph_bs_decode cuda_graph_max_bs_decode disable_cuda_graph
 disable_custom_all_reduce disable_overlap_schedule disable_prefill_cuda_graph disable_radix_cache enable_memory_saver
 max_lora_chunk_size max_prefill_tokens max_running_requests max_total_tokens mem_fraction_static
 num_continuous_decode_steps page_size random_seed schedule_conservativeness stream_interval tp_size

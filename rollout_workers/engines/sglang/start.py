@@ -30,7 +30,8 @@ STREAM_INTERVAL = 16
 to sample them."""
 
 MOST_FITTING = 256
-"""The most requests of an engine on a GPU that is told none: SGLang has CUDA graphs for as many, whatever the GPU."""
+"""The most requests of an engine on a GPU that is told none, and its largest batch with a CUDA graph then, which SGLang
+would choose by the GPU's memory: below 20 GB it has graphs for 8 alone."""
 
 SPARE = 8
 """Tokens that SGLang's context is longer than `engine.max_model_len`: it ends responses a few tokens earlier."""
@@ -86,6 +87,8 @@ def engine_arguments(
     }
     if torch.cuda.is_available():
         arguments["enable_memory_saver"] = sleeps
+        if config.max_concurrent is None:
+            arguments["cuda_graph_max_bs_decode"] = MOST_FITTING
     else:
         arguments |= {
             "device": "cpu",
@@ -97,7 +100,9 @@ def engine_arguments(
             "mem_fraction_static": 0.1,
             "stream_interval": 1,
         }
-    return arguments | SGLANG.abilities.said(config.options)
+    arguments |= SGLANG.abilities.said(config.options)
+    arguments["max_running_requests"] = arguments["max_running_requests"] or sequences  # a null says nothing
+    return arguments
 
 
 def open_sglang(

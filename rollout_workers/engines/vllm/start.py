@@ -72,7 +72,9 @@ def engine_arguments(
     else:  # on a CPU vLLM's sleep frees nothing and cannot be enabled
         executor = "uni" if gpus_of(config, VLLM.abilities) == 1 else "mp"
         arguments |= {"enforce_eager": True, "distributed_executor_backend": executor}
-    return arguments | VLLM.abilities.said(config.options)
+    arguments |= VLLM.abilities.said(config.options)
+    arguments["max_num_seqs"] = arguments["max_num_seqs"] or sequences  # a null says nothing
+    return arguments
 
 
 SIZING = {"cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config", "speculative_config"}
