@@ -448,6 +448,9 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """The mean reward of all trajectories of the step's groups."""
     reward_std: float
     """The standard deviation of the same rewards."""
+    flat_groups: float | None = None
+    """The share of the step's groups whose samples all got the same reward; None: an earlier version of Headway wrote
+    the line."""
     response_tokens_mean: float
     """The mean length of a trained response."""
     lag_mean: float

@@ -1,6 +1,7 @@
 """A run as it is now, for a terminal, for metric sinks, for Prometheus, for a collector of traces and for a browser.
 
-    the broker's status ─┬─ status.py, live.py, changes.py, faults.py    ─► terminal
+    the broker's status ─┬─ status.py, live.py, changes.py, faults.py,
+                         │  flat_rewards.py                              ─► terminal
                          ├─ waiting.py, waiting_log.py                   ─► the process that a run waits for
                          ├─ autoscaling.py, pools.py                     ─► the wanted number of workers
                          └─ page/                                        ─► browser

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from broker.schema import RunStatus
 
 from .faults import fault_text
+from .flat_rewards import flat_reward_text
 from .live import STATES, step_line
 from .status import version_text
 
@@ -33,6 +34,8 @@ def _steps(before: RunStatus, now: RunStatus) -> Iterator[str]:
     for step in now.recent_steps:
         if (step.incarnation, step.step) not in told:
             yield step_line(step)
+    if (warning := flat_reward_text(now.recent_steps)) and not flat_reward_text(before.recent_steps):
+        yield warning
 
 
 def _workers(before: RunStatus, now: RunStatus) -> Iterator[str]:

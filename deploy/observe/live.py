@@ -20,6 +20,7 @@ from deploy.terminal import Terminal, styled
 from rollout_workers.run_end import RUN_OVER
 
 from .faults import FaultNews
+from .flat_rewards import FlatRewardNews
 from .status import recent, version_text
 from .waiting import Reminder, Waiting
 from .waiting import look as look_at
@@ -48,7 +49,7 @@ class Monitor:
 
     def __init__(self, look: Look, console: Terminal, max_lag: int | None = None) -> None:
         self._look_at_run, self._console, self._max_lag = look, console, max_lag
-        self._reminder, self._faults = Reminder(), FaultNews()
+        self._reminder, self._faults, self._flat = Reminder(), FaultNews(), FlatRewardNews()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="monitor", daemon=True)
         self._live = Live(console=console, refresh_per_second=4, transient=False) if console.is_terminal else None
@@ -100,6 +101,8 @@ class Monitor:
             self._print_lines(status)
             if news := self._reminder.news(waiting):
                 self.say(news)
+        if warning := self._flat.news(status.recent_steps):
+            self.say(warning)
 
     def _tell_absent(self, error: str) -> None:
         others = error.partition("Runs there: ")[2]

@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from statistics import fmean
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from broker.schema import RunStatus, StepMetrics, Trajectory, WeightVersion
+from deploy.observe.flat_rewards import STEPS, FlatRewardNews
 from deploy.observe.sinks.delivery import Sinks
 from deploy.recipe.recipe import Recipe
 from deploy.run.events import EvaluationEvent, HeartbeatEvent, StepEvent
@@ -67,6 +68,7 @@ class RunObserver:
         self._started = time.monotonic()
         self._last_step: StepMetrics | None = None
         self._next_heartbeat_s = 0.0
+        self._last_steps, self._flat = deque[StepMetrics](maxlen=STEPS), FlatRewardNews()
 
     def on_publish(self, version: WeightVersion) -> None:
         """Have workers evaluate a version that is about to be published, where the recipe wants it."""
@@ -133,6 +135,9 @@ class RunObserver:
                 self._sinks.write(HeartbeatEvent.of(status, metrics))
         if metrics.grad_norm is None:
             log.warning("step %d: the gradient was not finite, so its update was skipped", metrics.step + 1)
+        self._last_steps.append(metrics)
+        if warning := self._flat.news(list(self._last_steps)):
+            log.warning("step %d: %s", metrics.step + 1, warning)
         log.info(
             "step %d/%d  reward %.3f  lag %.2f (max %d)  %.2f s",
             metrics.step + 1,
@@ -196,6 +201,7 @@ def _metrics(step: TrainedStep, trajectories: Sequence[Trajectory], total_steps:
         time_s=time_s,
         reward_mean=step.judged.rewards.mean,
         reward_std=step.judged.rewards.std,
+        flat_groups=step.judged.rewards.flat_groups,
         response_tokens_mean=fmean(responses or (0,)),
         lag_mean=fmean(lags or (0,)),
         lag_max=max(lags, default=0),

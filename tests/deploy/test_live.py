@@ -13,6 +13,7 @@ from broker.errors import BrokerUnavailableError, RunNotFoundError
 from broker.schema import DeadLetter, Fault, RunStatus, StepMetrics
 from deploy.observe.changes import changes
 from deploy.observe.faults import FaultNews
+from deploy.observe.flat_rewards import FlatRewardNews, flat_reward_text
 from deploy.observe.live import NO_LEARNER, Monitor, panel, sparkline, step_line
 from deploy.observe.status import status_json, status_tables
 from deploy.terminal import Terminal
@@ -72,6 +73,44 @@ def test_a_worker_that_was_set_aside_is_told_once() -> None:
     assert "Workers that were set aside in the last hour" in shown
     assert "protocol 1, not 2." in shown
     assert status_json(status)["faults"][0]["worker"] == "w9"
+
+
+def steps_of(flat: str) -> tuple[StepMetrics, ...]:
+    """Return a step for each character: `=` for one whose groups are all flat, `+` for one that trained, and `c` for
+    one that a critic trained on flat groups."""
+    figures = {"=": (1.0, 0.0), "+": (0.5, 0.25), "c": (1.0, 0.25)}
+    return tuple(
+        replace(step_metrics(number), flat_groups=figures[kind][0], grad_norm=figures[kind][1])
+        for number, kind in enumerate(flat)
+    )
+
+
+@pytest.mark.parametrize(
+    ("flat", "told_at"),
+    [("=====", [3]), ("==+==", []), ("===+====", [3, 7]), ("===c==", [3]), ("cccc", []), ("++++", [])],
+)
+def test_that_nothing_is_trained_is_told_once_and_again_after_a_step_that_trained(
+    flat: str, told_at: list[int]
+) -> None:
+    output, news, before, found, changed = io.StringIO(), FlatRewardNews(), run_status(0), [], []
+    looks = [replace(before, recent_steps=steps_of(flat[: count + 1])) for count in range(len(flat))]
+    monitor = Monitor(Script(*looks), Terminal(file=output, width=500))
+    for count, now in enumerate(looks, start=1):
+        monitor._look()
+        if text := news.news(now.recent_steps):
+            found.append((count, text))
+        changed += [(count, line) for line in changes(before, now) if "nothing is trained" in line]
+        before = now
+    assert [count for count, _ in found] == told_at
+    assert changed == found
+    assert [line for line in output.getvalue().splitlines() if "nothing is trained" in line] == [t for _, t in found]
+
+
+def test_steps_of_an_earlier_learner_do_not_count_as_steps_in_a_row() -> None:
+    old, new = steps_of("==="), tuple(replace(step, incarnation=2) for step in steps_of("===="))
+    assert "nothing is trained" in flat_reward_text(old)
+    assert flat_reward_text([*old, *new[:2]]) == ""
+    assert flat_reward_text([*old, *new[:3]])
 
 
 class Script:

@@ -6,6 +6,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from msgspec.structs import replace
 
 from broker.schema import RunStatus, WeightVersion
 from deploy.observe.sinks.delivery import Sinks
@@ -14,7 +15,7 @@ from deploy.recipe.loading import load_recipe
 from deploy.roles import observer as observing
 from deploy.roles.observer import RunObserver
 from deploy.roles.observer import step_event as event_of
-from deploy.run.events import Event, HeartbeatEvent
+from deploy.run.events import Event, HeartbeatEvent, StepEvent
 from deploy.run.report import read_last_look
 from learner.experience.drift import length_class
 from learner.experience.stream import Experience
@@ -122,6 +123,19 @@ def test_the_run_keeps_what_was_seen_last(tmp_path: Path) -> None:
     assert (look.step, look.workers, look.tallies) == (0, status.workers, status.tallies)
 
 
+def test_the_log_says_once_that_nothing_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flat_step(step: Any, *_: object) -> StepEvent:
+        made = step_event(step)
+        return replace(made, metrics=replace(made.metrics, flat_groups=1.0, grad_norm=0.0 if step != 5 else 0.5))
+
+    monkeypatch.setattr(observing, "step_event", flat_step)
+    train(JsonlSink(), experience_of(None), tmp_path)
+    told = [record.getMessage() for record in caplog.records if "nothing is trained" in record.getMessage()]
+    assert [text.partition(":")[0] for text in told] == ["step 3", "step 9"]
+
+
 @pytest.mark.parametrize("chosen", [(2, 0), ()])
 def test_a_sample_that_was_left_out_counts_as_taken_and_not_as_trained(chosen: tuple[int, ...]) -> None:
     taken, laps = group(0), Stopwatch()
@@ -144,6 +158,7 @@ def test_a_sample_that_was_left_out_counts_as_taken_and_not_as_trained(chosen: t
     step = TrainedStep(version=WeightVersion(1, 0), groups=[taken], judged=judged, update=update, laps=laps.laps)
     event = event_of(step, 1, 0.0)
     metrics = event.metrics
+    assert metrics.flat_groups == 0
     assert event.tids == tuple(f"{taken.prompt.group}:0:{index}" for index in chosen)
     assert (metrics.groups, metrics.trajectories, metrics.untrained_trajectories) == (1, len(chosen), 3 - len(chosen))
     assert sum(metrics.lag_histogram.values()) == len(chosen)

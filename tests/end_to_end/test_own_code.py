@@ -50,6 +50,24 @@ def test_a_model_learns_from_ones_own_prompts_and_reward(terminals: Terminals) -
     assert found["eval_after"] >= found["eval_before"]
 
 
+CONSTANT = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 0.0\n"
+NOTHING = "no group of the last 3 steps has rewards that differ (their mean is 0), so nothing is trained"
+
+
+def test_a_reward_that_is_always_the_same_is_told_once_by_the_log_and_the_terminal(terminals: Terminals) -> None:
+    home = terminals.directory("run")
+    (home / "constant.py").write_text(CONSTANT)
+    recipe = write_recipe(
+        home, rewards=[{"kind": "constant:compute_score"}], learner={"steps": 4}, workers={"count": 1}
+    )
+    command = terminals.open("run", "run", recipe)
+    command.succeeds()
+    run = terminals.root / "run" / "runs" / "tiny"
+    assert {(line["flat_groups"], line["grad_norm"]) for line in lines(run / "metrics.jsonl")} == {(1.0, 0.0)}
+    for said in (command.said, (run / "logs" / "learner.log").read_text()):
+        assert " ".join(said.split()).count(NOTHING) == 1, said
+
+
 EXITS = """
 import os
 from contextlib import suppress
