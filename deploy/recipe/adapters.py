@@ -43,7 +43,7 @@ def adapter_rank(recipe: Recipe, config: "PretrainedConfig") -> int:
 def adapted_by(recipe: Recipe, config: "PretrainedConfig") -> Adapted:
     """Return what the run's adapter changes of this model; of a run without one, what it could change. Raises
     ConfigError for a target that the model does not have."""
-    from learner.models.adapters import change_attention_alone, targets_of
+    from learner.models.adapters import changes_attention_alone
     from learner.models.model import unfilled
     from learner.models.shape import num_experts
 
@@ -52,7 +52,7 @@ def adapted_by(recipe: Recipe, config: "PretrainedConfig") -> Adapted:
         return "dense"
     if adapter is None or not adapter.targets:
         return "experts"
-    return "attention" if change_attention_alone(targets_of(unfilled(config), adapter)) else "experts"
+    return "attention" if changes_attention_alone(unfilled(config), adapter) else "experts"
 
 
 def adapters_held(recipe: Recipe) -> int:

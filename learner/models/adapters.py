@@ -26,7 +26,10 @@ PREFIX = "base_model.model."
 """The beginning of every name in PEFT's files."""
 IN_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
 FACTORS = ("lora_A", "lora_B")
-IN_ATTENTION = re.compile(r"\.self_attn\.")
+IN_ATTENTION = re.compile(r"\.self_attn\.(?P<layer>.+)")
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+"""The linear layers of attention whose adapters engines know. Attention over latent vectors (MLA) has others, which
+engines fuse in their own ways."""
 ROUTERS = ("gate", "router")
 """Last names of the layers that choose experts."""
 _EXPERTS = ("gate_up_proj", "down_proj")
@@ -104,9 +107,12 @@ def targets_of(model: nn.Module, adapter: AdapterConfig) -> list[Target]:
     return chosen
 
 
-def change_attention_alone(targets: Iterable[Target]) -> bool:
-    """Returns whether all of these weights belong to attention. Attention of another name counts as something else."""
-    return all(IN_ATTENTION.search(target.module) for target in targets)
+def changes_attention_alone(model: nn.Module, adapter: AdapterConfig) -> bool:
+    """Returns whether the adapter changes nothing but attention, and all linear layers of the model's attention are
+    those of `ATTENTION`. Attention of another name counts as something else. Raises what `targets_of` raises."""
+    changed = [target.module for target in targets_of(model, adapter)]
+    layers = {found["layer"] for one in adaptable(model) if (found := IN_ATTENTION.search(one.module))}
+    return layers == ATTENTION and all(IN_ATTENTION.search(module) for module in changed)
 
 
 def adaptable(model: nn.Module) -> list[Target]:

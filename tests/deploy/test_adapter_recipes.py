@@ -10,13 +10,20 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from broker.errors import ConfigError
 from broker.user_code.roots import ImportRoots
 from deploy.cli.main import answer
 from deploy.launch.local import Local
-from deploy.recipe.adapters import UnfitEngineError, adapters_held, rank_for_worker, sends_adapter, why_merged
+from deploy.recipe.adapters import (
+    UnfitEngineError,
+    adapted_by,
+    adapters_held,
+    rank_for_worker,
+    sends_adapter,
+    why_merged,
+)
 from deploy.recipe.loading import dump_recipe, load_recipe
 from deploy.recipe.packages import check_packages
 from deploy.recipe.recipe import Recipe
@@ -148,6 +155,20 @@ def test_of_a_model_with_experts_some_engines_take_adapters_of_attention_alone(
         recipe = loaded(**weights)
         with pytest.raises(ConfigError, match=told):
             rank_for_worker(recipe, recipe.engine, config)
+
+
+@pytest.mark.parametrize(("rank", "targets"), [(16, ["q_b_proj", "o_proj"]), (None, ["q_proj", "o_proj"])])
+def test_an_adapter_of_attention_over_latent_vectors_is_sent_merged_to_sglang(
+    rank: int | None, targets: list[str], tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    latent = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    experts = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+    config = DeepseekV3Config(**sizes, **latent, **experts, q_lora_rank=rank, first_k_dense_replace=1, vocab_size=99)
+    engine, model = {**TINY["engine"], "kind": "sglang"}, adapted({**OF_RL, "targets": targets})
+    recipe = load(tmp_path, model=model, stages=[SFT, RL], engine=engine)
+    assert adapted_by(recipe, config) == "experts"
+    assert rank_for_worker(recipe, recipe.engine, config) == 0
 
 
 def test_samples_finish_with_their_adapter_where_engines_hold_several(tmp_path: Path) -> None:
