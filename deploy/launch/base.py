@@ -143,6 +143,10 @@ class Handle(ABC):
     def kill(self) -> None:
         """End it and all that it started, at once. None of its processes is left once this returns. Idempotent."""
 
+    def begin_kill(self, *, is_patient: bool = True) -> None:  # noqa: B027 - `kill` alone is enough
+        """Begin what `kill` completes, so that several processes end side by side. Does not block; idempotent. Without
+        `is_patient` that `kill` waits for nothing that only tidies up. By default it does nothing."""
+
     @abstractmethod
     def log(self) -> str:
         """Return the end of what this start has printed, at most some 64 KiB; empty if it shares this process's

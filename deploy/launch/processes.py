@@ -39,6 +39,8 @@ class Child(Handle):
 
     def __init__(self, command: Command) -> None:
         super().__init__(command)
+        self._trackers_until_s: float | None = None
+        self._is_patient = True
         if command.farewell is not None:
             command.farewell.unlink(missing_ok=True)  # left by the process before
         if command.cwd is not None:
@@ -77,15 +79,26 @@ class Child(Handle):
             for pid in self._addressees():
                 _signal(pid, signal.SIGTERM)
 
+    def begin_kill(self, *, is_patient: bool = True) -> None:
+        """Kill it and all that it started but trackers of shared memory. Without `is_patient` these are left to end by
+        themselves, as soon as all others have ended."""
+        if self._trackers_until_s is None:
+            self._is_patient = is_patient
+            self._trackers_until_s = time.monotonic() + PATIENCE_S * is_patient
+        self._process.kill()
+        self._kill_all_but_trackers()
+
     def kill(self) -> None:
         """End it and all that it started, at once, reap it, and remove what they left. Idempotent."""
-        self._process.kill()
+        if self._trackers_until_s is None:
+            self.begin_kill()
+        assert self._trackers_until_s is not None
         self._process.wait()
-        until_s = time.monotonic() + PATIENCE_S
-        while self._kill_all_but_trackers() and time.monotonic() < until_s:
+        while (has_tracker := self._kill_all_but_trackers()) and time.monotonic() < self._trackers_until_s:
             time.sleep(LOOK_S)
-        with suppress(ProcessLookupError):  # the whole group has ended already
-            os.killpg(self.pid, signal.SIGKILL)
+        if not has_tracker or self._is_patient:
+            with suppress(ProcessLookupError):  # the whole group has ended already
+                os.killpg(self.pid, signal.SIGKILL)
         if self._temporary is not None:
             self._temporary.remove()
 

@@ -199,9 +199,11 @@ class Supervisor:
     def _kill_all(self) -> None:
         if len(self._stops) > 1:
             self.say("Stopped at once. What was trained since the last checkpoint is trained again with --resume.")
-        for slot in self._all():
-            if slot.child is not None:
-                slot.child.kill()
+        children = [slot.child for slot in self._all() if slot.child is not None]
+        for child in children:
+            child.begin_kill(is_patient=len(self._stops) < 2)
+        for child in children:
+            child.kill()
         for pool in self.pools:
             pool.note_dead(pool.slots.values())
 

@@ -19,7 +19,7 @@ from broker.installation import SHARED_TMPDIR, shared_temporary_directory
 from deploy.launch.base import Command
 from deploy.launch.leftovers import IN_RAM, LONGEST_DIRECTORY, TemporaryFiles
 from deploy.launch.pool import Pool
-from deploy.launch.processes import Child
+from deploy.launch.processes import LOOK_S, PATIENCE_S, Child
 from deploy.launch.supervisor import Supervisor
 from tests.broker.topologies import wait_until
 from tests.processes import is_alive, shared_memory_of
@@ -54,6 +54,18 @@ if (other := os.fork()) == 0:
     signal.pause()
 Path("other.part").write_text(str(other))
 os.rename("other.part", "other")
+signal.pause()
+"""
+TRACKED_BY_OTHERS = """
+import os, signal
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+tracked = SharedMemory(create=True, size=4096)
+if os.fork() == 0:  # it keeps the tracker, and no kill of its parent's group reaches it
+    os.setsid()
+    Path("keeper.part").write_text(f"{os.getpid()} {tracked.name}")
+    os.rename("keeper.part", "keeper")
 signal.pause()
 """
 OPENS = """
@@ -154,6 +166,36 @@ def test_a_process_that_a_killed_one_leaves_is_killed_without_a_wait(
     child.kill()
     assert clock.waits == 0
     wait_until(lambda: not is_alive(other))
+
+
+@pytest.mark.parametrize("signals", [0, 2])
+def test_a_run_that_ends_waits_once_for_all_and_not_after_a_second_signal(
+    signals: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = [of_pool(tmp_path / name, TRACKED_BY_OTHERS) for name in ("a", "b")]
+    supervisor = Supervisor([Pool.of(workers)], say=lambda _: None)
+    supervisor._stops = [signal.SIGINT] * signals
+    keepers, shared = [], []
+    try:
+        supervisor._start()
+        for slot in supervisor._workers():
+            assert isinstance(slot.child, Child)
+            until_there(slot.child.command.directory() / "keeper", slot.child)
+            pid, name = (slot.child.command.directory() / "keeper").read_text().split()
+            keepers.append(psutil.Process(int(pid)))
+            shared.append(IN_RAM / name)
+        monkeypatch.setattr("deploy.launch.processes.time", clock := Clock())
+        supervisor._kill_all()
+        assert clock.waits <= (0 if signals == 2 else PATIENCE_S / LOOK_S + 1)
+        assert all(slot.child is not None and slot.child.exit_code() == -9 for slot in supervisor._workers())
+        for keeper in keepers:
+            keeper.kill()
+        wait_until(lambda: signals == 0 or not any(path.exists() for path in shared))  # trackers that nobody killed
+    finally:
+        for keeper in filter(is_alive, keepers):
+            keeper.kill()
+        for path in shared:
+            path.unlink(missing_ok=True)
 
 
 def test_a_file_that_is_not_vllms_names_no_shared_memory(own: TemporaryFiles, in_ram: Callable[[str], Path]) -> None:
