@@ -44,6 +44,21 @@ async def inspect(url: str, *, timeout_s: float = ANSWER_S) -> ServerTraits:
     )
 
 
+async def may_work(url: str, run: str, *, timeout_s: float = ANSWER_S) -> bool:
+    """Returns whether the server lets this user see samples of the run, as workers and the learner may. Raises as
+    `inspect` does."""
+    connection = Connection(url, run, timeout_s)
+    try:
+        await connection.execute("EXISTS", connection.keys("payload:"))
+    except BrokerError as error:
+        if isinstance(error.__cause__, NoPermissionError):
+            return False
+        raise
+    finally:
+        await connection.close()
+    return True
+
+
 async def _info(connection: Connection) -> list[dict[str, str]] | None:
     try:
         replies = await connection.on_primaries(("INFO",))

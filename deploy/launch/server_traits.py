@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from broker.connection.address import without_password
-from broker.connection.inspection import inspect
+from broker.connection.inspection import inspect, may_work
 from broker.errors import BrokerError
 
 
@@ -29,4 +29,15 @@ def check_traits(url: str, say: Callable[[str], object], *, timeout_s: float) ->
             f"Warning: the server at {shown} keeps no append-only file: when it restarts, all that was generated and"
             " not yet trained is generated anew. `CONFIG SET appendonly yes` mends that, and the same in its"
             " configuration."
+        )
+
+
+def check_may_work(url: str, run: str, *, timeout_s: float) -> None:
+    """Raise BrokerError where the URL's user is another role's and has no rights to a worker's samples, and
+    BrokerUnavailableError where the server does not answer."""
+    if not asyncio.run(may_work(url, run, timeout_s=timeout_s)):
+        raise BrokerError(
+            f"The user of {without_password(url)} may not do the work of run {run}'s workers; is it another role's?"
+            " `headway broker` prints a line for each role: take the one of `headway workers`. Of your own server, name"
+            " the user headway-worker and its password."
         )

@@ -26,7 +26,7 @@ from deploy.launch.farewell import say_farewell
 from deploy.launch.following import burying, following
 from deploy.launch.local import check_rewind, forget, ping, program, run_stages, stop_notice
 from deploy.launch.pool import DRAIN_WORKER_S, Pool
-from deploy.launch.server_traits import check_traits
+from deploy.launch.server_traits import check_may_work, check_traits
 from deploy.launch.supervisor import Supervisor
 from deploy.observe.live import watch as watch_run
 from deploy.observe.pools import MOST_OF_PREFIX, UNNAMED
@@ -176,6 +176,7 @@ def run_workers(
         return 0
     with suppress(BrokerUnavailableError):  # workers wait for the broker
         check_traits(url, complain, timeout_s=PATIENCE_S)
+        check_may_work(url, run, timeout_s=PATIENCE_S)
     logs = Path(tempfile.mkdtemp(prefix="headway-logs-"))
     with tempfile.TemporaryDirectory(prefix="headway-workers-", ignore_cleanup_errors=True) as private:
         command = WorkerCommand(

@@ -2,12 +2,19 @@
 
 from pathlib import Path
 
+import pytest
+
+from broker.errors import BrokerError
 from broker.server.access import Role
 from broker.server.credentials import Credentials
+from broker.server.embedded import EmbeddedServer
 from deploy.launch.commands import WorkerCommand, learner_command
+from deploy.launch.server_traits import check_may_work
 from deploy.recipe.loading import dump_recipe, load_recipe, recipe_to_bytes
+from deploy.roles.alone import run_workers
 from deploy.roles.looking import as_learner
 from deploy.run.directory import endpoint, prepare
+from tests.broker.test_access import admit, url_of
 
 URL = "redis://ali:sesame@127.0.0.1:6379?db=1"
 
@@ -36,3 +43,16 @@ def test_a_run_that_was_found_here_is_told_as_its_learner_and_a_given_url_is_tak
     assert as_learner(None, observer) == learner
     assert as_learner(None, URL) == URL
     assert as_learner(observer, observer) == observer
+
+
+@pytest.mark.parametrize("of_all_runs", [True, False])
+def test_a_pool_is_refused_at_once_with_the_url_of_a_role_that_may_not_do_its_work(
+    server: EmbeddedServer, run_name: str, of_all_runs: bool
+) -> None:
+    urls = {role: url_of(server, user) for role, user in admit(server, None if of_all_runs else run_name).items()}
+    for role in (Role.OBSERVER, Role.SCORER):
+        with pytest.raises(BrokerError, match=r"another role's\? `headway broker` prints .* one of `headway workers`"):
+            run_workers(urls[role], run_name, 1, ())
+    for role in (Role.WORKER, Role.LEARNER):
+        check_may_work(urls[role], run_name, timeout_s=5)
+    check_may_work(server.url, run_name, timeout_s=5)
