@@ -79,7 +79,7 @@ async def test_status_says_what_to_do_where_the_users_are_of_an_earlier_version(
             admin.execute_command(*line.split())
         refused = await asyncio.to_thread(CliRunner().invoke, cli, arguments)
         assert isinstance(refused.exception, BrokerError), refused.output
-        assert "run `headway acl` of this version (with --redis-7.0 for Redis 7.0)" in str(refused.exception)
+        assert "Run `headway acl` of this version (with --redis-7.0 for Redis 7.0)" in str(refused.exception)
 
         for line in printed.splitlines():
             admin.execute_command(*line.split())

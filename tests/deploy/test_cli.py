@@ -206,7 +206,11 @@ def test_an_existing_run_is_refused(tmp_path: Path) -> None:
     [
         (["run"], "Error: Missing argument 'RECIPE'."),
         (["walk"], "Error: No such command 'walk'."),
-        (["workers", "--run", "x"], "Error: Missing option '--broker' (env var: 'HEADWAY_BROKER')."),
+        (
+            ["workers", "--run", "x"],
+            "Error: Missing option '--broker' (env var: 'HEADWAY_BROKER'). `headway broker` prints the line that sets"
+            " it, for each role; `headway run RECIPE` needs none.",
+        ),
         (
             ["run", "arithmetic.yaml", "--resume", "--overwrite"],
             "Error: --resume and --overwrite exclude each other.",
