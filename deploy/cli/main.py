@@ -64,11 +64,15 @@ def _correct(error: click.ClickException) -> int:
 
 def _hint(error: click.ClickException) -> str:
     """Return what to add to click's words for mistakes that other programs teach."""
-    if isinstance(error, click.NoSuchOption) and "." in error.option_name:
+    if isinstance(error, click.NoSuchOption) and "." in error.option_name and _takes_keys(error.ctx):
         return f" Keys of a recipe are overridden without dashes: {error.option_name.lstrip('-')}=VALUE."
     if isinstance(error, click.MissingParameter) and getattr(error.param, "envvar", None) == "HEADWAY_BROKER":
         return " `headway broker` prints the line that sets it, for each role; `headway run RECIPE` needs none."
     return ""
+
+
+def _takes_keys(context: click.Context | None) -> bool:
+    return context is not None and any(one.name == "overrides" for one in context.command.params)
 
 
 def _complain(message: str, debug: bool, exit_code: int = 1) -> int:

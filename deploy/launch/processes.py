@@ -23,7 +23,7 @@ TRACKER = "resource_tracker import main"
 """Words in the arguments of Python's tracker of shared memory. It ends by itself once all whose memory it tracks have
 ended, and once it has removed what they left."""
 PATIENCE_S = 5.0
-"""Seconds in which trackers end after a kill: the end of a process with a GPU takes seconds."""
+"""Seconds in which all end after a kill, trackers last: the end of a process with a GPU takes seconds."""
 LOOK_S = 0.02
 
 
@@ -39,7 +39,7 @@ class Child(Handle):
 
     def __init__(self, command: Command) -> None:
         super().__init__(command)
-        self._trackers_until_s: float | None = None
+        self._until_s: float | None = None
         self._is_patient = True
         if command.farewell is not None:
             command.farewell.unlink(missing_ok=True)  # left by the process before
@@ -82,39 +82,40 @@ class Child(Handle):
     def begin_kill(self, *, is_patient: bool = True) -> None:
         """Kill it and all that it started but trackers of shared memory. Without `is_patient` these are left to end by
         themselves, as soon as all others have ended."""
-        if self._trackers_until_s is None:
+        if self._until_s is None:
             self._is_patient = is_patient
-            self._trackers_until_s = time.monotonic() + PATIENCE_S * is_patient
+            self._until_s = time.monotonic() + PATIENCE_S * is_patient
         self._process.kill()
-        self._kill_all_but_trackers()
+        self._strike()
 
     def kill(self) -> None:
         """End it and all that it started, at once, reap it, and remove what they left. Idempotent."""
-        if self._trackers_until_s is None:
+        if self._until_s is None:
             self.begin_kill()
-        assert self._trackers_until_s is not None
+        assert self._until_s is not None
         self._process.wait()
-        while (has_tracker := self._kill_all_but_trackers()) and time.monotonic() < self._trackers_until_s:
+        while (are_trackers := self._strike()) and time.monotonic() < self._until_s:
             time.sleep(LOOK_S)
-        if not has_tracker or self._is_patient:
+        if self._is_patient or not any(are_trackers):
             with suppress(ProcessLookupError):  # the whole group has ended already
                 os.killpg(self.pid, signal.SIGKILL)
         if self._temporary is not None:
             self._temporary.remove()
 
-    def _kill_all_but_trackers(self) -> bool:
-        """Kill the processes of its group, and return whether a tracker of shared memory runs there."""
-        has_tracker = False
+    def _strike(self) -> list[bool]:
+        """Kill the processes of its group but trackers of shared memory, and return, of each that has not ended yet,
+        whether it is a tracker."""
+        are_trackers = []
         for one in psutil.process_iter():
             with suppress(psutil.Error, ProcessLookupError):  # it has ended just now
                 # one that has ended stays until it is waited for, which a container's first process may never do
                 if os.getpgid(one.pid) != self.pid or one.status() == psutil.STATUS_ZOMBIE:
                     continue
-                if TRACKER in " ".join(one.cmdline()):
-                    has_tracker = True
-                else:
+                is_tracker = TRACKER in " ".join(one.cmdline())
+                if not is_tracker:
                     one.kill()
-        return has_tracker
+                are_trackers.append(is_tracker)
+        return are_trackers
 
     def log(self) -> str:
         path = self.command.log

@@ -37,7 +37,8 @@ def check_may_work(url: str, run: str, *, timeout_s: float) -> None:
     BrokerUnavailableError where the server does not answer."""
     if not asyncio.run(may_work(url, run, timeout_s=timeout_s)):
         raise BrokerError(
-            f"The user of {without_password(url)} may not do the work of run {run}'s workers; is it another role's?"
-            " `headway broker` prints a line for each role: take the one of `headway workers`. Of your own server, name"
-            " the user headway-worker and its password."
+            f"The user of {without_password(url)} may not do the work of run {run}'s workers. Is it another role's, or"
+            " another run's? `headway broker` prints a line for each role: take the one of `headway workers`. Of your"
+            " own server, name the user headway-worker and its password, and give it the rights that `headway acl` of"
+            " this version prints."
         )

@@ -55,6 +55,8 @@ class Monitor:
         self._live = Live(console=console, refresh_per_second=4, transient=False) if console.is_terminal else None
         self._started = time.monotonic()
         self._printed = (-1, -1)
+        self._found = (-1, -1)
+        """The last step before this monitor, perhaps of a learner that has ended."""
         self._is_first_look = True
         self._state = ""
         self.last: RunStatus | None = None
@@ -91,6 +93,8 @@ class Monitor:
         except HeadwayError as error:
             self._tell_state(f"broker: {error}")
             return
+        if self.last is None:
+            self._found = max(map(_place, status.recent_steps), default=(-1, -1))
         self.last = status
         for text in self._faults.news(status):
             self.say(text)
@@ -101,7 +105,7 @@ class Monitor:
             self._print_lines(status)
             if news := self._reminder.news(waiting):
                 self.say(news)
-        if warning := self._flat.news(status.recent_steps):
+        if warning := self._flat.news([step for step in status.recent_steps if _place(step) > self._found]):
             self.say(warning)
 
     def _tell_absent(self, error: str) -> None:
@@ -123,8 +127,8 @@ class Monitor:
             )  # the old state of a run that is being resumed
         self._tell_state(status.state)
         for step in status.recent_steps:
-            if (step.incarnation, step.step) > self._printed:
-                self._printed = (step.incarnation, step.step)
+            if _place(step) > self._printed:
+                self._printed = _place(step)
                 self.say(step_line(step) + f"  {_load(status)}")
 
     def _tell_state(self, state: str) -> None:
@@ -136,7 +140,11 @@ class Monitor:
 def _last_but_one(steps: Sequence[StepMetrics]) -> tuple[int, int]:
     """Return incarnation and step of the last step but one. A monitor that joins a run tells only later steps, because
     earlier ones had another load."""
-    return (steps[-2].incarnation, steps[-2].step) if len(steps) > 1 else (-1, -1)
+    return _place(steps[-2]) if len(steps) > 1 else (-1, -1)
+
+
+def _place(step: StepMetrics) -> tuple[int, int]:
+    return step.incarnation, step.step
 
 
 @contextmanager

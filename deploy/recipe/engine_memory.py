@@ -10,6 +10,7 @@ engines that are told the size of their KV cache      the least share: they only
 """
 
 import math
+import re
 import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -49,7 +50,7 @@ def only_gpu_bytes(visible: str) -> int | None:
 
     nvidia-smi numbers GPUs by their bus and CUDA by their speed, so of unlike ones it is not known which is seen.
     """
-    if "," in visible or "MIG" in visible:
+    if visible and not re.fullmatch(r"\d+|GPU-[^,]+", visible):
         return None
     asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     with suppress(OSError, subprocess.SubprocessError, ValueError):
@@ -87,7 +88,9 @@ def engine_shares(recipe: Recipe, visible: str, learner_part: LearnerPart = unkn
     alone = set(asked) - {one.gpu for one in placed_learner(recipe, seen)}
     shares: dict[str, float] = {}
     for name in silent:
-        here = [gpu for gpu in asked if name in by_gpu[gpu]]
+        here = [gpu for gpu, engines in by_gpu.items() if name in engines]
+        if not set(here) <= alone | left.keys():  # one of its engines is where placement.py refuses it
+            continue
         if shared := [gpu for gpu in here if gpu in left or (gpu in alone and len(by_gpu[gpu]) > 1)]:
             shares[name] = min(_share(gpu, by_gpu[gpu], pools, name, left.get(gpu)) for gpu in shared)
     return shares

@@ -114,6 +114,21 @@ def test_engines_beside_scorers_get_no_share_and_are_refused(overrides: list[str
         check_placement(recipe, "")
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["workers.count=3", "workers.devices=[1,1,2]", *SCORED, "scorers.devices=[2]"],
+        ["workers.count=3", "workers.devices=[1,1,0]"],
+    ],
+)
+def test_a_pool_with_one_engine_where_none_gets_a_share_is_refused_as_a_whole(overrides: list[str]) -> None:
+    recipe = load_recipe("arithmetic.yaml", [*ON_GPUS, *overrides])
+    shares = engine_shares(recipe, "")
+    assert shares == {}
+    with pytest.raises(ConfigError, match="would start"):
+        check_placement(recipe, "", shares)
+
+
 def test_a_learner_that_leaves_too_little_is_named() -> None:
     recipe = load_recipe("arithmetic.yaml", [*ON_GPUS, "workers.count=2"])
     complaint = r"2 engines on GPU 0 beside a learner that leaves them 0\.10 of it, and 2 of them .* other GPUs"
@@ -128,6 +143,7 @@ def pretend_gpus(directory: Path, monkeypatch: pytest.MonkeyPatch, *mebibytes: i
     asked.write_text("#!/bin/sh\n" + "".join(f"echo {size}\n" for size in mebibytes))
     asked.chmod(0o755)
     monkeypatch.setenv("PATH", str(asked.parent), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +157,8 @@ def pretend_gpus(directory: Path, monkeypatch: pytest.MonkeyPatch, *mebibytes: i
         ([80000] * 8, "3,4", None),
         ([80000, 24000], "0", None),
         ([80000], "MIG-3f", None),
+        ([80000], "-1", None),
+        ([80000], "NoDevFiles", None),
         ([], "", None),
     ],
 )

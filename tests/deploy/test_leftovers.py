@@ -156,16 +156,12 @@ def test_a_supervisor_removes_what_its_killed_process_left(tmp_path: Path, of_an
     assert of_another.exists()
 
 
-def test_a_process_that_a_killed_one_leaves_is_killed_without_a_wait(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_process_that_a_killed_one_leaves_is_there_once_the_kill_returns(tmp_path: Path) -> None:
     child = Child(of_pool(tmp_path, LEAVES_ANOTHER))
     until_there(tmp_path / "other", child)
     other = psutil.Process(int((tmp_path / "other").read_text()))
-    monkeypatch.setattr("deploy.launch.processes.time", clock := Clock())
     child.kill()
-    assert clock.waits == 0
-    wait_until(lambda: not is_alive(other))
+    assert not is_alive(other)
 
 
 @pytest.mark.parametrize("signals", [0, 2])

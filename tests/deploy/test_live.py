@@ -94,7 +94,8 @@ def test_that_nothing_is_trained_is_told_once_and_again_after_a_step_that_traine
 ) -> None:
     output, news, before, found, changed = io.StringIO(), FlatRewardNews(), run_status(0), [], []
     looks = [replace(before, recent_steps=steps_of(flat[: count + 1])) for count in range(len(flat))]
-    monitor = Monitor(Script(*looks), Terminal(file=output, width=500))
+    monitor = Monitor(Script(before, *looks), Terminal(file=output, width=500))
+    monitor._look()
     for count, now in enumerate(looks, start=1):
         monitor._look()
         if text := news.news(now.recent_steps):
@@ -104,6 +105,18 @@ def test_that_nothing_is_trained_is_told_once_and_again_after_a_step_that_traine
     assert [count for count, _ in found] == told_at
     assert changed == found
     assert [line for line in output.getvalue().splitlines() if "nothing is trained" in line] == [t for _, t in found]
+
+
+def test_steps_that_a_monitor_finds_are_not_told_as_if_they_were_its_runs() -> None:
+    old, new = steps_of("===="), tuple(replace(step, incarnation=2) for step in steps_of("==="))
+    output = io.StringIO()
+    looks = [replace(run_status(0), recent_steps=(*old, *new[:count])) for count in (0, 0, 1, 2, 3)]
+    monitor = Monitor(Script(*looks), Terminal(file=output, width=500))
+    told = []
+    for _ in looks:
+        monitor._look()
+        told.append("nothing is trained" in output.getvalue())
+    assert told == [False, False, False, False, True]
 
 
 def test_steps_of_an_earlier_learner_do_not_count_as_steps_in_a_row() -> None:

@@ -51,7 +51,7 @@ def test_a_pool_is_refused_at_once_with_the_url_of_a_role_that_may_not_do_its_wo
 ) -> None:
     urls = {role: url_of(server, user) for role, user in admit(server, None if of_all_runs else run_name).items()}
     for role in (Role.OBSERVER, Role.SCORER):
-        with pytest.raises(BrokerError, match=r"another role's\? `headway broker` prints .* one of `headway workers`"):
+        with pytest.raises(BrokerError, match=r"another run's\? `headway broker` prints .* one of `headway workers`"):
             run_workers(urls[role], run_name, 1, ())
     for role in (Role.WORKER, Role.LEARNER):
         check_may_work(urls[role], run_name, timeout_s=5)
