@@ -206,7 +206,7 @@ def test_an_existing_run_is_refused(tmp_path: Path) -> None:
     [
         (["run"], "Error: Missing argument 'RECIPE'."),
         (["walk"], "Error: No such command 'walk'."),
-        (["status", "--learner.steps=5"], "Error: No such option: --learner.steps"),
+        (["status", "--learner.steps=5"], "Error: No such option '--learner.steps'."),
         (
             ["workers", "--run", "x"],
             "Error: Missing option '--broker' (env var: 'HEADWAY_BROKER'). `headway broker` prints the line that sets"
