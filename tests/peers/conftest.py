@@ -1,4 +1,4 @@
-"""A race whose model is there."""
+"""The fixture from which tests of the drivers begin."""
 
 from pathlib import Path
 
