@@ -32,6 +32,7 @@ TRL = {
     "trl-1-thread": TrlSetting(threads=1),
     "trl-all-threads": TrlSetting(),
     **{f"trl-1-thread-{count}-micro-batches": TrlSetting(threads=1, micro_batches=count) for count in (4, 8, 16, 32)},
+    **{f"trl-all-threads-{count}-micro-batches": TrlSetting(micro_batches=count) for count in (2, 4, 8)},
     "trl-1-thread-continuous": TrlSetting(threads=1, continuous_batching=True),
     "trl-1-thread-eager-experts": TrlSetting(threads=1, model={"experts_implementation": "eager"}),
     BESIDE_ON_CPU: TrlSetting(model={"experts_implementation": "eager"}),

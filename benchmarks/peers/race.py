@@ -41,10 +41,15 @@ LIKE_PRESET = ("algorithm.objective.anchor=behavior", "algorithm.corrections=[]"
 """Overrides with which a recipe has the preset's own loss, the ratio to the policy that sampled, as TRL's asynchronous
 trainer and verl have it, so that no forward pass comes before a step; and the peers' learning rate, which is constant
 from the first update on."""
-OWN = {(2, SHORT): ("staleness.max_lag=1",)}
+OWN = {
+    (2, SHORT): ("staleness.max_lag=1",),
+    (2, LONG_TAILED): ("staleness.ahead=1",),
+    (1, LONG_TAILED): ("staleness.ahead=1",),
+}
 """Overrides of Headway's run alone, by the number of GPUs and the task. A lag of so many steps costs about as many
 steps of progress, as `benchmarks/RESULTS.md` shows. With a GPU to themselves Headway's engines are fast enough to give
-some speed away for fresher samples. A peer has the recipe's own bound, where it has any."""
+some speed away for fresher samples. Long-tailed samples keep the recipe's bound, which the longest of them need, and
+are begun one step ahead. A peer has the recipe's own bound, where it has any."""
 JUDGING = ("rewards", "environment", "evaluation")
 """Sections of a recipe that decide the pass rate of a model, beside its prompts and but for the engine's rounding."""
 ELSEWHERE = {"run", "model", "sft", "stages", "broker", "evaluation", "checkpoint"}
