@@ -52,6 +52,8 @@ RACE = "HEADWAY_RACE"
 AHEAD = 10
 """Steps of prompts beyond those that are trained, which an asynchronous trainer has under way at the end."""
 NO_DUAL_CLIP = 1e6
+MOST_SEQUENCES = 1024
+"""The most that an engine of verl generates at a time. vLLM by itself records graphs of up to 512, 51 of them twice."""
 ROOT = Path(__file__).parents[2]
 """The project, which verl's interpreter has not installed."""
 HERE = Path(__file__).parent
@@ -66,8 +68,13 @@ IN_PROCESSES = {
     "RAY_raylet_start_wait_time_s": "120",
     "RAY_agent_register_timeout_ms": "120000",
     "RAY_worker_register_timeout_seconds": "180",
+    # As many processes as the machine has processors, none of which has verl's environment: Ray starts others.
+    "RAY_prestart_worker_first_driver": "0",
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    # verl turns it off unless it is set, for files that broke when two wrote them; since torch 2.10 they cannot.
+    "VLLM_DISABLE_COMPILE_CACHE": "0",
     "HF_HUB_OFFLINE": "1",
 }
 """The environment of verl's command, unless it is set otherwise; Ray's processes inherit it."""
@@ -115,7 +122,7 @@ def overrides_of(race: Race, setting: VerlSetting, directory: Path) -> list[str]
     return [
         *_of_data(recipe, directory),
         *_of_actor(recipe, race.model, packed=setting.packed),
-        *_of_rollout(recipe, mode),
+        *_of_rollout(recipe, mode, race),
         *_of_trainer(recipe, race, mode, directory),
         "+ray_kwargs.ray_init.include_dashboard=False",
         "algorithm.adv_estimator=grpo",
@@ -164,9 +171,18 @@ def _of_actor(recipe: Recipe, model: Path, *, packed: bool) -> list[str]:
     ]
 
 
-def _of_rollout(recipe: Recipe, mode: str) -> list[str]:
+def _graphed(sequences: int) -> list[int]:
+    """Return the batches whose CUDA graphs an engine records: finer where one more row costs more."""
+    sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, *range(96, 257, 32), *range(320, MOST_SEQUENCES + 1, 64)]
+    fewer = [size for size in sizes if size < sequences]
+    return [*fewer, sizes[len(fewer)]]
+
+
+def _of_rollout(recipe: Recipe, mode: str, race: Race) -> list[str]:
     rollout = "actor_rollout_ref.rollout"
     is_alone = mode == ASYNC
+    batches = 1 + max(1, recipe.staleness.max_lag) if is_alone else 1
+    sequences = min(MOST_SEQUENCES, batches * race.samples_per_step // (1 if is_alone else max(1, race.gpus)))
     alone = (
         "actor_rollout_ref.hybrid_engine=False",
         f"{rollout}.nnodes=1",
@@ -181,7 +197,8 @@ def _of_rollout(recipe: Recipe, mode: str) -> list[str]:
         f"{rollout}.dtype={recipe.engine.dtype}",
         f"{rollout}.tensor_model_parallel_size=1",
         f"{rollout}.max_model_len={recipe.engine.max_model_len}",
-        f"{rollout}.max_num_seqs=1024",
+        f"{rollout}.max_num_seqs={MOST_SEQUENCES}",
+        f"{rollout}.cudagraph_capture_sizes={_graphed(sequences)}".replace(" ", ""),
         f"{rollout}.gpu_memory_utilization={0.85 if is_alone else 0.3}",
         f"{rollout}.free_cache_engine=False",
         f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes=1024",
