@@ -30,7 +30,8 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from broker.errors import WeightSyncError
-from broker.schema import Probe, TensorSpec, WeightManifest, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.weights import Probe, TensorSpec, WeightManifest
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import GenerationRequest, NamedTensors

@@ -36,7 +36,7 @@ import numpy as np
 
 from benchmarks.gpus import Utilization, gpu_names, watching
 from benchmarks.learns.parts import CPU, SECONDS, SFT, finish
-from broker.schema import StepMetrics
+from broker.schema.metrics import StepMetrics
 from deploy.recipe.loading import load_recipe
 from deploy.run.directory import EXPERIENCE
 from deploy.run.figures import EDGE_STEPS

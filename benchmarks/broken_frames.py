@@ -21,28 +21,19 @@ from numpy.typing import NDArray
 from broker.config import MAX_TOKENS
 from broker.schema import (
     SCHEMA_VERSION,
-    BroadcastGroup,
-    DeltaSpec,
-    LagFigures,
-    ModelFiles,
-    PoolInfo,
-    Probe,
     Prompt,
-    QueueDepths,
     RunRules,
-    RunStatus,
     ScoreRequest,
-    ScorerInfo,
     Segment,
-    StepMetrics,
-    TensorSpec,
     Trajectory,
     TrajectoryId,
     VersionSpan,
-    WeightManifest,
     WeightVersion,
-    WorkerInfo,
 )
+from broker.schema.metrics import LagFigures, StepMetrics
+from broker.schema.processes import PoolInfo, ScorerInfo, WorkerInfo
+from broker.schema.status import QueueDepths, RunStatus
+from broker.schema.weights import BroadcastGroup, DeltaSpec, ModelFiles, Probe, TensorSpec, WeightManifest
 from broker.wire import codec
 
 HEADER = struct.Struct("<4sHHII")

@@ -23,16 +23,9 @@ from prometheus_client.registry import Collector
 
 from broker.client.broker import BlockingBroker
 from broker.client.submissions import SubmitOutcome
-from broker.schema import (
-    PoolInfo,
-    QueueDepths,
-    ScorerInfo,
-    ScoringQueue,
-    Tallies,
-    VersionGroups,
-    WeightVersion,
-    WorkerInfo,
-)
+from broker.schema import WeightVersion
+from broker.schema.processes import PoolInfo, ScorerInfo, WorkerInfo
+from broker.schema.status import QueueDepths, ScoringQueue, Tallies, VersionGroups
 from broker.server.embedded import EmbeddedServer
 from deploy.observe.prometheus.run import RunCollector
 from deploy.observe.prometheus.worker import WorkerCollector

@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 import torch
 
-from broker.schema import Probe, WeightManifest, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.weights import Probe, WeightManifest
 from weightsync.deadline import Deadline
 from weightsync.receive.puller import Puller
 from weightsync.tensors.staging import stage

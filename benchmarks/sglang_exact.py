@@ -149,7 +149,8 @@ class Checks:
 
     async def hold(self, engine: Any, which: int) -> Any:
         """Swap a model's weights in; the check of its fingerprints must pass."""
-        from broker.schema import Probe, TensorSpec, WeightManifest, WeightVersion
+        from broker.schema import WeightVersion
+        from broker.schema.weights import Probe, TensorSpec, WeightManifest
         from rollout_workers.swaps.weights import refuse_other_tensors
         from weightsync.tensors.fingerprint import fingerprint
 

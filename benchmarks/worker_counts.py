@@ -31,7 +31,7 @@ import psutil
 
 from benchmarks.learns.parts import CPU, SECONDS, SFT, finish
 from benchmarks.repeated import repeated
-from broker.schema import StepMetrics
+from broker.schema.metrics import StepMetrics
 from deploy.run.report import METRICS, lineage, read_lines
 from deploy.run.stage_output import is_complete
 

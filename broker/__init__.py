@@ -7,7 +7,7 @@
 The learner owns the run, feeds prompts, takes a step's groups and commits them once a checkpoint that contains the
 step is durable. Workers lease samples, append segments, submit trajectories, and may come and go at any time.
 
-    schema.py, keys.py      the contract: the structs that cross a process, and the keys in the server
+    schema/, keys.py        the contract: the structs that cross a process, and the keys in the server
     staleness.py            the bound on lag, in integers; scripts/lease.lua and scripts/take.lua apply it
     possible.py             refuses samples that cannot be samples of the run
     config.py, errors.py, owner.py   the settings; the errors; which learner may write

@@ -12,16 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import FrameError
-from .schema import (
-    Experts,
-    Lease,
-    SampleLimits,
-    Segment,
-    Trajectory,
-    TrajectoryId,
-    VersionSpan,
-    WeightVersion,
-)
+from .schema import Experts, Lease, SampleLimits, Segment, Trajectory, TrajectoryId, VersionSpan, WeightVersion
 from .staleness import lag_of, oldest_step
 
 LOGPROB_ROUNDING = 1e-3

@@ -254,9 +254,9 @@ class Field(msgspec.Struct, frozen=True):
 
 @functools.cache
 def wire_structs() -> dict[str, tuple[str, tuple[Field, ...]]]:
-    """The docstring and fields of every struct of `broker/schema.py`."""
-    module = ast.parse((ROOT / "broker" / "schema.py").read_text())
-    structs = [node for node in module.body if isinstance(node, ast.ClassDef)]
+    """The docstring and fields of every struct of `broker/schema/`."""
+    modules = [ast.parse(file.read_text()) for file in sorted((ROOT / "broker" / "schema").glob("*.py"))]
+    structs = [node for module in modules for node in module.body if isinstance(node, ast.ClassDef)]
     return {node.name: (ast.get_docstring(node) or "", tuple(_fields(node))) for node in structs}
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from broker.client.broker import Broker
 from broker.errors import HeadwayError
-from broker.schema import ModelFiles
+from broker.schema.weights import ModelFiles
 
 from .outages import Outages
 

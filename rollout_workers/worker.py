@@ -16,7 +16,8 @@ from typing import Literal
 from broker.client.broker import Broker
 from broker.client.leases import SubmitOutcome
 from broker.errors import SickWorkerError
-from broker.schema import Lease, WorkerInfo
+from broker.schema import Lease
+from broker.schema.processes import WorkerInfo
 from weightsync.config import WeightsConfig
 from weightsync.receive.subscriber import Subscriber
 

@@ -24,7 +24,8 @@ import uvloop
 
 from broker import Broker, open_broker
 from broker.client.leases import SubmitOutcome
-from broker.schema import Lease, WeightVersion, WorkerInfo
+from broker.schema import Lease, WeightVersion
+from broker.schema.processes import WorkerInfo
 
 from .learner import BATCH, Learner, Run
 from .payloads import GROUP_SIZE, payloads_of

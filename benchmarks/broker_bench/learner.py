@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from broker import Broker
 from broker.client.batches import CheckpointMark, Owner, TakenBatch
-from broker.schema import Probe, RunRules, WeightManifest, WeightVersion
+from broker.schema import RunRules, WeightVersion
+from broker.schema.weights import Probe, WeightManifest
 
 from .payloads import GROUP_SIZE, PROMPT_TOKENS, prompt
 

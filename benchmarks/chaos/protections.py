@@ -14,7 +14,8 @@ from broker.client import batches, leases
 from broker.client.leases import Leases
 from broker.connection import connection, verbs
 from broker.possible import check_possible
-from broker.schema import Probe, Trajectory, WeightVersion
+from broker.schema import Trajectory, WeightVersion
+from broker.schema.weights import Probe
 from broker.wire import frames
 from learner.experience.stream import Experience
 from learner.rows import packing

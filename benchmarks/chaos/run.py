@@ -12,7 +12,7 @@ from typing import Any
 
 import uvloop
 
-from broker.schema import RunStatus
+from broker.schema.status import RunStatus
 from deploy.run.directory import identity_of
 from deploy.run.events import EvaluationEvent
 from deploy.run.report import EVALUATIONS, read_lines

@@ -4,7 +4,7 @@ import asyncio
 
 from broker import Broker
 from broker.errors import BrokerError
-from broker.schema import RunStatus
+from broker.schema.status import RunStatus
 
 from .trial import RUN
 

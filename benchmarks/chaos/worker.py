@@ -17,7 +17,9 @@ from broker.client import broker as client
 from broker.client.leases import Leases, SubmitOutcome
 from broker.client.status import Heard, StatusBoard
 from broker.errors import BrokerError, ForeignRunError
-from broker.schema import Lease, Trajectory, WeightManifest, WorkerInfo
+from broker.schema import Lease, Trajectory
+from broker.schema.processes import WorkerInfo
+from broker.schema.weights import WeightManifest
 from deploy.roles import worker as rollout
 from deploy.roles.joining import ConfigChangedError
 from rollout_workers.worker import Worker

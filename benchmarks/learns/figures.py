@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from broker.schema import StepMetrics
+from broker.schema.metrics import StepMetrics
 from deploy.run.report import METRICS, lineage, read_lines, read_summary
 
 from .apart import APART, HELD, POOLS, by_pool

@@ -14,18 +14,9 @@ from tokenizers.models import WordLevel
 
 from broker.client.batches import CheckpointMark
 from broker.client.broker import BlockingBroker
-from broker.schema import (
-    Group,
-    LagFigures,
-    Prompt,
-    RunRules,
-    StepMetrics,
-    Trajectory,
-    TrajectoryId,
-    VersionSpan,
-    WeightVersion,
-    WorkerInfo,
-)
+from broker.schema import Group, Prompt, RunRules, Trajectory, TrajectoryId, VersionSpan, WeightVersion
+from broker.schema.metrics import LagFigures, StepMetrics
+from broker.schema.processes import WorkerInfo
 from broker.server.embedded import EmbeddedServer
 from deploy.recipe.loading import dump_recipe, load_recipe
 from deploy.run.directory import CHECKPOINTS, EXPERIENCE, held

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks.learns.parts import finish
-from broker.schema import StepMetrics
+from broker.schema.metrics import StepMetrics
 from deploy.run.directory import CHECKPOINTS
 from deploy.run.report import METRICS, lineage, read_last_look, read_lines
 from learner.checkpoints.checkpoint import CheckpointStore

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from broker.schema import StepMetrics
+from broker.schema.metrics import StepMetrics
 from deploy.recipe.loading import dump_recipe, load_recipe
 from deploy.recipe.recipe import Recipe
 from learner.algorithm_config import AlgorithmConfig

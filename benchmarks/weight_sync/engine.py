@@ -19,7 +19,8 @@ from typing import Any, cast
 import msgspec
 
 from broker.client.broker import Broker, open_broker
-from broker.schema import WeightVersion, WorkerInfo
+from broker.schema import WeightVersion
+from broker.schema.processes import WorkerInfo
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import Engine, GenerationRequest

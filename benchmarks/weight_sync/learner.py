@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from broker import BlockingBroker
 from broker.client.batches import CheckpointMark
-from broker.schema import Probe, RunRules, WeightVersion
+from broker.schema import RunRules, WeightVersion
+from broker.schema.weights import Probe
 from learner.backends.process_group import join_ranks
 from weightsync.config import WeightsConfig
 from weightsync.publish.publisher import Publisher

@@ -7,7 +7,9 @@ import torch
 
 from broker import BlockingBroker
 from broker.client.batches import CheckpointMark, TakenBatch
-from broker.schema import Probe, Prompt, RunRules, WeightVersion, WorkerInfo
+from broker.schema import Prompt, RunRules, WeightVersion
+from broker.schema.processes import WorkerInfo
+from broker.schema.weights import Probe
 from deploy.recipe.loading import recipe_to_bytes
 from deploy.recipe.recipe import Recipe
 from learner.models.model import load_config, load_tokenizer, model_files

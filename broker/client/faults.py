@@ -15,7 +15,7 @@ from redis.exceptions import NoPermissionError
 from broker.connection.connection import Connection
 from broker.errors import BrokerError
 from broker.keys import is_name
-from broker.schema import Fault
+from broker.schema.processes import Fault
 
 PLACES = "0123456789abcdef"
 KEPT_S = 3600

@@ -12,7 +12,7 @@ from typing import Literal
 from broker.connection.connection import Connection
 from broker.errors import BrokerError
 from broker.keys import check_pool_name
-from broker.schema import PoolInfo
+from broker.schema.processes import PoolInfo
 from broker.wire.codec import encode
 
 MOST_WORKERS = 4096

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from broker.connection.connection import Argument, Connection, text
 from broker.errors import FrameError
-from broker.schema import ScoreRequest, ScorerInfo
+from broker.schema import ScoreRequest
+from broker.schema.processes import ScorerInfo
 from broker.wire.codec import decode_score_request, encode, encode_score_request
 
 Scores = NDArray[np.float32]

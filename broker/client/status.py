@@ -15,22 +15,10 @@ from broker.connection.verbs import Verbs
 from broker.errors import BrokerError, FrameError, RunNotFoundError
 from broker.keys import PREFIX, check_worker_name, is_name, run_of
 from broker.owner import Owner
-from broker.schema import (
-    DeadLetter,
-    Lease,
-    PoolInfo,
-    QueueAges,
-    QueueDepths,
-    RunStatus,
-    ScorerInfo,
-    ScoringQueue,
-    Silence,
-    StepMetrics,
-    Tallies,
-    VersionGroups,
-    WeightVersion,
-    WorkerInfo,
-)
+from broker.schema import Lease, WeightVersion
+from broker.schema.metrics import StepMetrics
+from broker.schema.processes import PoolInfo, ScorerInfo, Silence, WorkerInfo
+from broker.schema.status import DeadLetter, QueueAges, QueueDepths, RunStatus, ScoringQueue, Tallies, VersionGroups
 from broker.wire.codec import decode, encode
 
 from .faults import read_faults

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from broker.connection.connection import Connection, pairs
 from broker.errors import FrameError
-from broker.schema import StepMetrics, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.metrics import StepMetrics
 from broker.wire.codec import decode
 
 

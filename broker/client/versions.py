@@ -12,7 +12,8 @@ from msgspec.structs import replace
 from broker.connection.connection import Connection
 from broker.errors import FrameError, SchemaMismatchError, VersionRegressionError
 from broker.owner import Owner
-from broker.schema import BroadcastGroup, ModelFiles, WeightManifest, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.weights import BroadcastGroup, ModelFiles, WeightManifest
 from broker.wire.codec import decode, encode
 
 log = logging.getLogger(__name__)

@@ -11,21 +11,11 @@ from typing import TypeVar
 import msgspec
 
 from broker.errors import DamagedFrameError, FrameError, SchemaMismatchError
-from broker.schema import (
-    SCHEMA_VERSION,
-    BroadcastGroup,
-    ModelFiles,
-    PoolInfo,
-    Probe,
-    Prompt,
-    RunRules,
-    RunStatus,
-    ScorerInfo,
-    StepMetrics,
-    WeightManifest,
-    WeightVersion,
-    WorkerInfo,
-)
+from broker.schema import SCHEMA_VERSION, Prompt, RunRules, WeightVersion
+from broker.schema.metrics import StepMetrics
+from broker.schema.processes import PoolInfo, ScorerInfo, WorkerInfo
+from broker.schema.status import RunStatus
+from broker.schema.weights import BroadcastGroup, ModelFiles, Probe, WeightManifest
 
 MAGIC = b"HDWY"
 MAX_FRAME_BYTES = 256 << 20

@@ -10,7 +10,7 @@ import msgspec
 
 from broker.client.broker import BlockingBroker
 from broker.errors import BrokerError, HeadwayError
-from broker.schema import RunStatus
+from broker.schema.status import RunStatus
 from deploy.observe.page.server import PageServer
 from deploy.observe.page.watching import Look, Watcher
 from deploy.observe.waiting import Waiting, look

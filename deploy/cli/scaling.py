@@ -9,7 +9,7 @@ import msgspec
 
 from broker.client.broker import BlockingBroker
 from broker.errors import BrokerError, ConfigError
-from broker.schema import PoolInfo
+from broker.schema.processes import PoolInfo
 from deploy.observe.pools import pool_of
 from deploy.printing import say, say_json
 from deploy.roles.looking import as_learner, client_of, locate_run

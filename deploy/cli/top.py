@@ -15,7 +15,8 @@ from textual.widgets import DataTable, Footer, RichLog, Static
 
 from broker.connection.address import without_password
 from broker.errors import ConfigError, HeadwayError
-from broker.schema import PoolInfo, RunStatus, WorkerInfo
+from broker.schema.processes import PoolInfo, WorkerInfo
+from broker.schema.status import RunStatus
 from deploy.observe.changes import changes
 from deploy.observe.live import Look
 from deploy.observe.status import recent, state_text, version_text

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from broker.client.broker import BlockingBroker
 from broker.errors import ConfigError
-from broker.schema import WorkerInfo
+from broker.schema.processes import WorkerInfo
 from deploy.recipe.loading import recipe_from_bytes
 from rollout_workers.config import WorkersConfig
 from rollout_workers.health.rules import GenerationPace, Verdict, silent, slowest

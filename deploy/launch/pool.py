@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
-from broker.schema import PoolInfo
+from broker.schema.processes import PoolInfo
 from deploy.recipe.pools import MAIN
 from deploy.recipe.ray_roles import SCORER
 from rollout_workers.health.rules import Verdict

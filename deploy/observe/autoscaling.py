@@ -23,7 +23,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from broker.schema import PoolInfo, QueueAges, RunStatus, StepMetrics, WorkerInfo
+from broker.schema.metrics import StepMetrics
+from broker.schema.processes import PoolInfo, WorkerInfo
+from broker.schema.status import QueueAges, RunStatus
 from deploy.run.figures import wait_fraction
 
 NEAR = 0.9

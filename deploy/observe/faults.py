@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from broker.schema import Fault, RunStatus
+from broker.schema.processes import Fault
+from broker.schema.status import RunStatus
 
 MEANINGS = {
     "version": "is of another version of Headway",

@@ -14,7 +14,8 @@ from rich.text import Text
 
 from broker.client.broker import BlockingBroker
 from broker.errors import HeadwayError, RunNotFoundError
-from broker.schema import RunStatus, StepMetrics
+from broker.schema.metrics import StepMetrics
+from broker.schema.status import RunStatus
 from deploy.run.figures import WINDOW, generated_per_s, moving_average, trained_per_s
 from deploy.terminal import Terminal, styled
 from rollout_workers.run_end import RUN_OVER

@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 
 from broker.errors import RunNotFoundError
-from broker.schema import PoolInfo, RunStatus, WorkerInfo
+from broker.schema.processes import PoolInfo, WorkerInfo
+from broker.schema.status import RunStatus
 from deploy.recipe.pools import MAIN
 from deploy.recipe.scorers import POOL
 

@@ -16,7 +16,8 @@ from broker.client.broker import Broker
 from broker.client.holding import TTL_S
 from broker.client.waits import MissingSample, StepProgress, UnfinishedGroup
 from broker.errors import RunNotFoundError
-from broker.schema import PoolInfo, RunStatus, ScoringQueue, WorkerInfo
+from broker.schema.processes import PoolInfo, WorkerInfo
+from broker.schema.status import RunStatus, ScoringQueue
 from broker.staleness import is_in_reach
 from deploy.recipe.scorers import POOL
 from deploy.run.figures import WINDOW

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 
 from broker.client.broker import BlockingBroker
 from broker.errors import HeadwayError
-from broker.schema import RunStatus
+from broker.schema.status import RunStatus
 
 from .faults import FaultNews
 from .waiting import Reminder, look

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import msgspec
 
 from broker.client.broker import BlockingBroker
-from broker.schema import PoolInfo, RunStatus, WorkerInfo
+from broker.schema.processes import PoolInfo, WorkerInfo
+from broker.schema.status import RunStatus
 from deploy.observe.autoscaling import Autoscaler, Decision, Load, Targets, busy_share, steps_made
 from deploy.observe.pools import pool_of, workers_of
 from deploy.printing import say, say_json

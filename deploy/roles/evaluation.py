@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 
 from broker.client.broker import open_broker
-from broker.schema import ModelFiles, Prompt, WeightVersion
+from broker.schema import Prompt, WeightVersion
+from broker.schema.weights import ModelFiles
 from deploy.recipe.operators import roots_of
 from deploy.recipe.recipe import Recipe
 from deploy.recipe.scorers import scorers_of

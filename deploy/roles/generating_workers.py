@@ -24,7 +24,8 @@ from broker.client.holding import Holder
 from broker.config import StalenessConfig
 from broker.errors import RunNotFoundError
 from broker.owner import CheckpointMark, Owner
-from broker.schema import Group, Probe, Prompt, SampleLimits, WeightVersion
+from broker.schema import Group, Prompt, SampleLimits, WeightVersion
+from broker.schema.weights import Probe
 from deploy.launch.local import forget
 from deploy.recipe.loading import recipe_to_bytes
 from deploy.recipe.recipe import Recipe, RunConfig

@@ -18,7 +18,9 @@ from msgspec.structs import replace
 from broker import BlockingBroker
 from broker.client.holding import Holder
 from broker.errors import ConfigError
-from broker.schema import ModelFiles, Prompt, RunRules, RunStatus, SampleLimits, WeightVersion
+from broker.schema import Prompt, RunRules, SampleLimits, WeightVersion
+from broker.schema.status import RunStatus
+from broker.schema.weights import ModelFiles
 from deploy.observe.sinks import open_sinks
 from deploy.observe.sinks.base import SinkRun
 from deploy.observe.sinks.points import points

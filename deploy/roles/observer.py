@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from broker.schema import RunStatus, StepMetrics, Trajectory, WeightVersion
+from broker.schema import Trajectory, WeightVersion
+from broker.schema.metrics import StepMetrics
+from broker.schema.status import RunStatus
 from deploy.observe.flat_rewards import STEPS, FlatRewardNews
 from deploy.observe.sinks.delivery import Sinks
 from deploy.recipe.recipe import Recipe

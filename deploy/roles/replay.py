@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from broker.schema import StepMetrics
+from broker.schema.metrics import StepMetrics
 from deploy.observe.sinks.base import SinkRun
 from deploy.observe.sinks.jsonl import JsonlSink
 from deploy.recipe.loading import with_overrides

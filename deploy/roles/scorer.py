@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 import uvloop
 
 from broker.client.broker import Broker, open_broker
-from broker.schema import ScorerInfo
+from broker.schema.processes import ScorerInfo
 from broker.user_code.roots import ImportRoots, import_directory
 from deploy.recipe.loading import recipe_from_bytes, with_overrides
 from deploy.recipe.operators import check_stored_scorers

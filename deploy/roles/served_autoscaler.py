@@ -17,7 +17,8 @@ from types import FrameType
 import msgspec
 
 from broker.errors import BrokerError, ConfigError
-from broker.schema import PoolInfo, RunStatus, WorkerInfo
+from broker.schema.processes import PoolInfo, WorkerInfo
+from broker.schema.status import RunStatus
 from deploy.observe.autoscaling import Targets
 from deploy.observe.bounded_server import BoundedServer, Quiet
 from deploy.observe.pools import workers_of

@@ -7,7 +7,7 @@ import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from broker.schema import StepMetrics
+from broker.schema.metrics import StepMetrics
 from deploy.recipe.recipe import Recipe
 
 ALGORITHM_COLUMNS = {"ess": "ess", "clip_fraction": "clipped", "kl_behavior": "kl"}

@@ -5,19 +5,10 @@ from collections.abc import Mapping
 
 import msgspec
 
-from broker.schema import (
-    PoolInfo,
-    QueueAges,
-    QueueDepths,
-    RunStatus,
-    ScorerInfo,
-    ScoringQueue,
-    StepMetrics,
-    Tallies,
-    VersionGroups,
-    WeightVersion,
-    WorkerInfo,
-)
+from broker.schema import WeightVersion
+from broker.schema.metrics import StepMetrics
+from broker.schema.processes import PoolInfo, ScorerInfo, WorkerInfo
+from broker.schema.status import QueueAges, QueueDepths, RunStatus, ScoringQueue, Tallies, VersionGroups
 
 
 class StepEvent(msgspec.Struct, frozen=True, kw_only=True):

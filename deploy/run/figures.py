@@ -5,7 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from broker.schema import LagFigures, StepMetrics, WorkerInfo
+from broker.schema.metrics import LagFigures, StepMetrics
+from broker.schema.processes import WorkerInfo
 
 from .events import EvaluationEvent
 

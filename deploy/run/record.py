@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from broker.connection.address import without_secrets
 from broker.errors import HeadwayError
-from broker.schema import StepMetrics
+from broker.schema.metrics import StepMetrics
 from deploy.recipe.files import read_yaml
 
 from . import figures

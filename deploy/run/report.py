@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from broker.errors import HeadwayError
-from broker.schema import StepMetrics
+from broker.schema.metrics import StepMetrics
 
 from . import figures
 from .events import EvaluationEvent, HeartbeatEvent, StageEvent

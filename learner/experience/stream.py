@@ -18,7 +18,10 @@ from broker import BlockingBroker
 from broker.client.batches import Claim, NotReady, TakenBatch
 from broker.client.evaluations import EvaluationProgress
 from broker.errors import HeadwayError, RunNotFoundError
-from broker.schema import Group, Probe, Prompt, RunStatus, StepMetrics, TrajectoryId, WeightVersion
+from broker.schema import Group, Prompt, TrajectoryId, WeightVersion
+from broker.schema.metrics import StepMetrics
+from broker.schema.status import RunStatus
+from broker.schema.weights import Probe
 from learner.data.prompts.cursor import PromptCursor
 from learner.objective.shaping import teaches
 from weightsync.publish.publisher import Publisher

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from broker.errors import ConfigError
-from broker.schema import ModelFiles
+from broker.schema.weights import ModelFiles
 from learner.config import ModelConfig, RandomModelConfig
 
 from .chat_template import read_chat_template

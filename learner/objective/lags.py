@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from algorithms.metrics import LAG_BUCKETS
-from broker.schema import LagFigures
+from broker.schema.metrics import LagFigures
 from learner.rows.packing import PackableSequence
 
 

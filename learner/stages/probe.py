@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from broker.schema import Probe
+from broker.schema.weights import Probe
 from learner.backends.base import Backend
 from learner.rows.packing import PackableSequence, concatenate
 

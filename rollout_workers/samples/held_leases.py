@@ -7,7 +7,8 @@ import msgspec
 
 from broker.client.leases import Leases
 from broker.client.status import Heard, StatusBoard
-from broker.schema import Lease, WorkerInfo
+from broker.schema import Lease
+from broker.schema.processes import WorkerInfo
 
 from .segments import SegmentLog
 

@@ -16,7 +16,7 @@ import numpy as np
 from broker.client.broker import Broker
 from broker.client.scoring import ScoreLease, Scores
 from broker.errors import HeadwayError
-from broker.schema import ScorerInfo
+from broker.schema.processes import ScorerInfo
 from rollout_workers.outages import Outages
 from rollout_workers.run_end import RunEnd
 

@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from broker.errors import WeightSyncError
-from broker.schema import Probe, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.weights import Probe
 
 
 def refuse_other_logprobs(probe: Probe, scores: Sequence[float], version: WeightVersion, rounding: float = 0.0) -> None:

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from broker.errors import NoRoomError, VersionRegressionError, WeightSyncError
-from broker.schema import TensorSpec, WeightManifest, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.weights import TensorSpec, WeightManifest
 from rollout_workers.engines.base import AdaptedEngine, Engine, rounding_of, takes_adapters
 from rollout_workers.engines.held import Held
 from rollout_workers.engines.placing.loading import is_fused

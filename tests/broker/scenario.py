@@ -12,19 +12,9 @@ from msgspec.structs import replace
 from broker import Broker
 from broker.client.batches import CheckpointMark, Claim, NotReady, Owner
 from broker.client.leases import LeaseReply, SubmitOutcome
-from broker.schema import (
-    BroadcastGroup,
-    Lease,
-    Probe,
-    Prompt,
-    QueueDepths,
-    RunRules,
-    Segment,
-    Trajectory,
-    VersionSpan,
-    WeightManifest,
-    WeightVersion,
-)
+from broker.schema import Lease, Prompt, RunRules, Segment, Trajectory, VersionSpan, WeightVersion
+from broker.schema.status import QueueDepths
+from broker.schema.weights import BroadcastGroup, Probe, WeightManifest
 
 HEADER = struct.Struct("<4sHHII")
 FRESH = CheckpointMark(0, 0)

@@ -17,7 +17,8 @@ from broker.client.leases import AppendOutcome, SubmitOutcome
 from broker.connection.verbs import SHARED, script_names, script_source
 from broker.errors import BrokerError, BrokerUnavailableError, RunNotFoundError
 from broker.owner import Owner
-from broker.schema import Lease, ModelFiles, Segment, TrajectoryId, VersionSpan, WeightVersion
+from broker.schema import Lease, Segment, TrajectoryId, VersionSpan, WeightVersion
+from broker.schema.weights import ModelFiles
 from broker.server.access import Role, User, users
 from broker.server.embedded import EmbeddedServer
 

@@ -11,7 +11,8 @@ from broker import Broker, open_broker
 from broker.client.batches import CheckpointMark, NotReady, TakenBatch
 from broker.client.leases import SubmitOutcome
 from broker.errors import BrokerError, FencedError
-from broker.schema import Lease, QueueAges, VersionGroups, WeightVersion
+from broker.schema import Lease, WeightVersion
+from broker.schema.status import QueueAges, VersionGroups
 
 from .renewal import renew
 from .scenario import Scenario, begin, group_id, groups, prompt, rules

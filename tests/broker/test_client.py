@@ -19,7 +19,8 @@ from broker.errors import (
     RunNotFoundError,
     VersionRegressionError,
 )
-from broker.schema import ModelFiles, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.weights import ModelFiles
 from broker.server.embedded import EmbeddedServer
 from broker.wire.codec import encode
 

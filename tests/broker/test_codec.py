@@ -18,27 +18,20 @@ from hypothesis import strategies as st
 from broker.errors import FrameError
 from broker.schema import (
     SCHEMA_VERSION,
-    DeltaSpec,
     Lease,
-    ModelFiles,
-    PoolInfo,
-    Probe,
-    QueueDepths,
     RunRules,
-    RunStatus,
     ScoreRequest,
-    ScorerInfo,
     Segment,
-    StepMetrics,
-    TensorSpec,
     Trajectory,
     TrajectoryId,
     Turn,
     VersionSpan,
-    WeightManifest,
     WeightVersion,
-    WorkerInfo,
 )
+from broker.schema.metrics import StepMetrics
+from broker.schema.processes import PoolInfo, ScorerInfo, WorkerInfo
+from broker.schema.status import QueueDepths, RunStatus
+from broker.schema.weights import DeltaSpec, ModelFiles, Probe, TensorSpec, WeightManifest
 from broker.wire import buffers, checks, codec, frames
 from broker.wire.codec import (
     decode,

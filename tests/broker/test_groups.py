@@ -8,7 +8,8 @@ from broker import Broker
 from broker.client.batches import CheckpointMark, Claim, Contains, NotReady, TakenBatch
 from broker.client.leases import SubmitOutcome
 from broker.errors import BrokerError
-from broker.schema import Lease, Tallies, VersionGroups, WeightVersion
+from broker.schema import Lease, WeightVersion
+from broker.schema.status import Tallies, VersionGroups
 
 from .scenario import FRESH, Scenario, begin, group_id, groups, prompt, rules
 

@@ -21,7 +21,8 @@ from broker.client.leases import AppendOutcome, SubmitOutcome, parse_tid
 from broker.client.scoring import new_request_name
 from broker.connection.verbs import script_names
 from broker.errors import BrokerError
-from broker.schema import Lease, ModelFiles, Segment, VersionSpan, WeightVersion
+from broker.schema import Lease, Segment, VersionSpan, WeightVersion
+from broker.schema.weights import ModelFiles
 from broker.server.access import Role
 from broker.server.embedded import EmbeddedServer
 from broker.wire.codec import encode_segment

@@ -9,7 +9,8 @@ from broker import Broker, open_broker
 from broker.client.batches import new_identity
 from broker.client.leases import AppendOutcome, SubmitOutcome
 from broker.errors import ForeignRunError
-from broker.schema import SCHEMA_VERSION, ModelFiles, WeightVersion
+from broker.schema import SCHEMA_VERSION, WeightVersion
+from broker.schema.weights import ModelFiles
 from broker.wire import codec, frames
 
 from .scenario import FRESH, Scenario, as_segment, begin, broadcast_group, groups, prompt, rules, trajectory

@@ -8,7 +8,8 @@ from msgspec.structs import replace
 
 from broker import Broker, open_broker
 from broker.errors import BrokerError, QuarantinedError
-from broker.schema import PoolInfo, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.processes import PoolInfo
 from broker.server.access import Role
 from broker.server.embedded import EmbeddedServer
 

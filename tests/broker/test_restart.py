@@ -13,7 +13,8 @@ from broker.client.leases import SubmitOutcome
 from broker.connection.connection import Connection
 from broker.errors import FencedError, ServerRestartedError
 from broker.owner import Owner
-from broker.schema import BroadcastGroup, Lease, TrajectoryId, WeightVersion
+from broker.schema import Lease, TrajectoryId, WeightVersion
+from broker.schema.weights import BroadcastGroup
 from broker.server.embedded import EmbeddedServer
 from broker.wire.codec import decode
 from tests.processes import kill, until_written

@@ -20,7 +20,8 @@ from broker.client.leases import AppendOutcome, SubmitOutcome
 from broker.client.strays import Swept
 from broker.errors import BrokerUnavailableError, FencedError
 from broker.keys import Keys
-from broker.schema import ModelFiles, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.weights import ModelFiles
 from broker.server.access import Role, User
 from broker.server.embedded import EmbeddedServer
 

@@ -6,18 +6,10 @@ from typing import Any
 
 import msgspec
 
-from broker.schema import (
-    LagFigures,
-    PoolInfo,
-    QueueAges,
-    QueueDepths,
-    RunStatus,
-    ScorerInfo,
-    ScoringQueue,
-    StepMetrics,
-    WeightVersion,
-    WorkerInfo,
-)
+from broker.schema import WeightVersion
+from broker.schema.metrics import LagFigures, StepMetrics
+from broker.schema.processes import PoolInfo, ScorerInfo, WorkerInfo
+from broker.schema.status import QueueAges, QueueDepths, RunStatus, ScoringQueue
 from deploy.observe.sinks.base import SinkRun
 from deploy.observe.sinks.jsonl import JsonlSink
 from deploy.run.events import EvaluationEvent, StageEvent, StepEvent

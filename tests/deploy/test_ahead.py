@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.schema import ModelFiles
+from broker.schema.weights import ModelFiles
 from broker.user_code.roots import ImportRoots
 from deploy.launch.base import AHEAD
 from deploy.recipe.colocation import opens_beside_learner

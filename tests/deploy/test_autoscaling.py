@@ -14,7 +14,8 @@ import pytest
 from msgspec.structs import replace as changed
 
 from broker import BlockingBroker
-from broker.schema import PoolInfo, QueueAges
+from broker.schema.processes import PoolInfo
+from broker.schema.status import QueueAges
 from broker.server.embedded import EmbeddedServer
 from deploy.observe.autoscaling import Autoscaler, Load, Targets
 from deploy.observe.pools import workers_of

@@ -14,7 +14,8 @@ import pytest
 
 from broker import Broker
 from broker.owner import CheckpointMark, Owner
-from broker.schema import PoolInfo, RunRules
+from broker.schema import RunRules
+from broker.schema.processes import PoolInfo
 from broker.server.access import Role
 from broker.server.embedded import EmbeddedServer
 from deploy.recipe.loading import load_recipe, with_overrides

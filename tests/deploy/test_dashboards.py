@@ -14,7 +14,9 @@ import pytest
 import yaml
 from msgspec.structs import replace
 
-from broker.schema import LagFigures, Tallies, VersionGroups, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.metrics import LagFigures
+from broker.schema.status import Tallies, VersionGroups
 from deploy.observe.prometheus.endpoint import MetricsEndpoint
 from deploy.observe.prometheus.run import RunCollector
 from deploy.observe.prometheus.worker import WorkerCollector

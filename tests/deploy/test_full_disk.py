@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from broker.errors import HeadwayError
-from broker.schema import StepMetrics
+from broker.schema.metrics import StepMetrics
 from deploy.launch.base import Command
 from deploy.launch.processes import Child
 from deploy.observe.sinks.jsonl import JsonlSink

@@ -10,7 +10,9 @@ from msgspec.structs import replace
 from rich.console import RenderableType
 
 from broker.errors import BrokerUnavailableError, RunNotFoundError
-from broker.schema import DeadLetter, Fault, RunStatus, StepMetrics
+from broker.schema.metrics import StepMetrics
+from broker.schema.processes import Fault
+from broker.schema.status import DeadLetter, RunStatus
 from deploy.observe.changes import changes
 from deploy.observe.faults import FaultNews
 from deploy.observe.flat_rewards import FlatRewardNews, flat_reward_text

@@ -8,7 +8,8 @@ from unittest.mock import Mock
 import pytest
 from msgspec.structs import replace
 
-from broker.schema import RunStatus, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.status import RunStatus
 from deploy.observe.sinks.delivery import Sinks
 from deploy.observe.sinks.jsonl import JsonlSink
 from deploy.recipe.loading import load_recipe

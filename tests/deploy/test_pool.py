@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from broker import BlockingBroker, Broker
-from broker.schema import PoolInfo, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.processes import PoolInfo
 from broker.server.embedded import EmbeddedServer
 from deploy.launch.base import Command
 from deploy.launch.following import burying, following

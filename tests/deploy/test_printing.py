@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from broker import Broker
-from broker.schema import RunStatus
+from broker.schema.status import RunStatus
 from broker.wire.codec import encode
 from deploy.observe.live import Monitor, panel
 from deploy.observe.status import status_tables

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from broker.schema import StepMetrics
+from broker.schema.metrics import StepMetrics
 from deploy.run.figures import moving_average
 from deploy.run.plots import plot
 from deploy.run.report import (

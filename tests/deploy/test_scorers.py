@@ -18,7 +18,8 @@ from broker.client.broker import Broker
 from broker.client.holding import Holder
 from broker.config import BrokerConfig
 from broker.errors import LASTING_EXIT, ConfigError
-from broker.schema import PoolInfo, RunStatus
+from broker.schema.processes import PoolInfo
+from broker.schema.status import RunStatus
 from deploy.observe.pools import pool_of
 from deploy.observe.status import status_json, status_tables
 from deploy.observe.waiting import look

@@ -15,7 +15,7 @@ from msgspec.structs import replace as changed
 
 from broker import BlockingBroker
 from broker.owner import Owner
-from broker.schema import PoolInfo
+from broker.schema.processes import PoolInfo
 from broker.server.embedded import EmbeddedServer
 from deploy.observe.autoscaling import Targets
 from deploy.recipe.loading import load_recipe, recipe_to_bytes

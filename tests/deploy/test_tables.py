@@ -12,7 +12,9 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from broker.client.usage import RunUsage
-from broker.schema import DeadLetter, PoolInfo, RunStatus, Tallies, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.processes import PoolInfo
+from broker.schema.status import DeadLetter, RunStatus, Tallies
 from deploy.cli.memory_pages import page, report
 from deploy.cli.runs import _table
 from deploy.observe.status import status_json, status_tables

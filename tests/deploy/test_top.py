@@ -12,7 +12,9 @@ from textual.widgets import DataTable, RichLog, Static
 from broker import BlockingBroker, Broker
 from broker.client.holding import Holder
 from broker.errors import BrokerUnavailableError
-from broker.schema import DeadLetter, PoolInfo, RunStatus, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.processes import PoolInfo
+from broker.schema.status import DeadLetter, RunStatus
 from broker.server.access import Role
 from broker.server.embedded import EmbeddedServer
 from deploy.cli.top import Top, dismisser, scaler

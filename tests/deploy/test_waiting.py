@@ -14,7 +14,8 @@ from msgspec.structs import replace
 
 from broker import BlockingBroker, Broker, open_broker
 from broker.client.holding import Holder
-from broker.schema import PoolInfo, RunRules, WeightVersion, WorkerInfo
+from broker.schema import RunRules, WeightVersion
+from broker.schema.processes import PoolInfo, WorkerInfo
 from broker.server.access import Role
 from broker.server.embedded import EmbeddedServer
 from deploy.cli.main import cli

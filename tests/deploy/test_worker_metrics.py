@@ -12,7 +12,8 @@ from msgspec.structs import replace
 from broker.client.broker import Broker
 from broker.client.submissions import SubmitOutcome
 from broker.errors import ConfigError
-from broker.schema import WeightVersion, WorkerInfo
+from broker.schema import WeightVersion
+from broker.schema.processes import WorkerInfo
 from deploy.observe.prometheus.endpoint import MetricsEndpoint
 from deploy.observe.prometheus.families import STATES
 from deploy.observe.prometheus.worker import WorkerCollector, serving

@@ -6,7 +6,8 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 
 from broker.client.broker import open_broker
-from broker.schema import Probe, Prompt, WeightManifest, WeightVersion
+from broker.schema import Prompt, WeightVersion
+from broker.schema.weights import Probe, WeightManifest
 from rollout_workers.config import SamplingConfig, WorkersConfig
 from rollout_workers.decoding import Decoding
 from rollout_workers.engines.base import Chunk, GenerationRequest, NamedTensors

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.schema import RunStatus
+from broker.schema.status import RunStatus
 from deploy.observe.waiting_log import LOOK_S
 
 from .recipes import write_recipe

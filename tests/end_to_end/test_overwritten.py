@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.schema import WorkerInfo
+from broker.schema.processes import WorkerInfo
 from deploy.run.directory import identity_of
 from deploy.run.report import TRAINED, TrainedLine, read_lines
 

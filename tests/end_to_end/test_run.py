@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from benchmarks.peers.engine_idle import idle, reports_of
-from broker.schema import RunStatus
+from broker.schema.status import RunStatus
 from deploy.recipe.loading import load_recipe
 from tests.processes import children_left
 

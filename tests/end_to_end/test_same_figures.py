@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from broker import BlockingBroker
-from broker.schema import RunStatus
+from broker.schema.status import RunStatus
 from broker.server.access import Role
 from broker.server.credentials import url_as
 from deploy.observe.prometheus.families import Family

@@ -12,7 +12,8 @@ import pytest
 
 from broker import BlockingBroker
 from broker.client.batches import CheckpointMark, Owner, TakenBatch
-from broker.schema import Group, Prompt, RunRules, Trajectory, WorkerInfo
+from broker.schema import Group, Prompt, RunRules, Trajectory
+from broker.schema.processes import WorkerInfo
 from tests.processes import tethered
 
 from .slow_worker import LENGTH, PROMPT_TOKENS, VERSION, logprob_of, manifest

@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from broker import BlockingBroker
-from broker.schema import RunStatus, WorkerInfo
+from broker.schema.processes import WorkerInfo
+from broker.schema.status import RunStatus
 from tests.broker.topologies import wait_until
 
 from .recipes import write_recipe

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from broker import BlockingBroker
 from broker.errors import RunNotFoundError
-from broker.schema import RunStatus, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.status import RunStatus
 from deploy.run.directory import newest_endpoint
 
 from .terminals import DEADLINE_S, Terminal, Terminals

@@ -17,7 +17,9 @@ from broker import BlockingBroker
 from broker.client.batches import CheckpointMark, TakenBatch
 from broker.client.leases import SubmitOutcome
 from broker.errors import BrokerUnavailableError, FencedError, ServerRestartedError
-from broker.schema import Group, Probe, Prompt, RunRules, Tallies, WeightManifest, WeightVersion
+from broker.schema import Group, Prompt, RunRules, WeightVersion
+from broker.schema.status import Tallies
+from broker.schema.weights import Probe, WeightManifest
 from broker.server.embedded import EmbeddedServer
 from broker.wire.codec import encode_trajectory
 from learner.config import ModelConfig, PromptsConfig, RandomModelConfig

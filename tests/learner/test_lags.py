@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from broker.schema import LagFigures
+from broker.schema.metrics import LagFigures
 from deploy.run.figures import by_lag
 from learner.objective.lags import bucket_of, figures_by_lag, lag_of_sequence, tokens_by_lag
 from learner.rows.packing import PackableSequence

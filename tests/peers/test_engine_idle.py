@@ -11,7 +11,7 @@ import pytest
 from benchmarks.peers import engine_idle
 from broker import BlockingBroker
 from broker.errors import BrokerError
-from broker.schema import RunStatus
+from broker.schema.status import RunStatus
 from broker.server.embedded import EmbeddedServer
 from deploy.run.directory import endpoint
 from tests.broker.scenario import FRESH, rules

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from broker.client.batches import CheckpointMark, TakenBatch
 from broker.client.broker import Broker
 from broker.owner import Owner
-from broker.schema import Group, Probe, Prompt, RunRules, TensorSpec, TrajectoryId, WeightManifest, WeightVersion
+from broker.schema import Group, Prompt, RunRules, TrajectoryId, WeightVersion
+from broker.schema.weights import Probe, TensorSpec, WeightManifest
 from rollout_workers.config import EngineConfig, EvalConfig, SamplingConfig, WorkersConfig
 from rollout_workers.decoding import Decoding
 from rollout_workers.engines import open_engine

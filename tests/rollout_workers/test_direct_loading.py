@@ -10,7 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from broker.errors import WeightSyncError
-from broker.schema import Probe, TensorSpec, WeightManifest, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.weights import Probe, TensorSpec, WeightManifest
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import Engine

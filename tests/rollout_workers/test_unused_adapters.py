@@ -11,7 +11,8 @@ import pytest_asyncio
 import torch
 
 from broker.errors import WeightSyncError
-from broker.schema import Probe, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.weights import Probe
 from learner.stages.probe import TOLERANCE
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine

@@ -12,7 +12,8 @@ import pytest
 
 from broker.client.broker import Broker
 from broker.errors import ServerRestartedError, SickWorkerError
-from broker.schema import Group, ModelFiles, Prompt, WeightVersion
+from broker.schema import Group, Prompt, WeightVersion
+from broker.schema.weights import ModelFiles
 from broker.server.embedded import EmbeddedServer
 from rollout_workers import worker as worker_module
 from rollout_workers.engines.base import Chunk, Engine, GenerationRequest

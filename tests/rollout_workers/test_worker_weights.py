@@ -12,7 +12,9 @@ import torch
 
 from broker.client.broker import BlockingBroker, Broker
 from broker.errors import WeightSyncError
-from broker.schema import Probe, Trajectory, WeightVersion, WorkerInfo
+from broker.schema import Trajectory, WeightVersion
+from broker.schema.processes import WorkerInfo
+from broker.schema.weights import Probe
 from broker.server.embedded import EmbeddedServer
 from rollout_workers.engines.base import Chunk, GenerationRequest
 from rollout_workers.engines.placing.shared_tensors import Handover

@@ -15,7 +15,8 @@ from benchmarks.gpus import gpu_names, on_host
 from broker import BlockingBroker, Broker
 from broker.client.batches import CheckpointMark
 from broker.owner import Owner
-from broker.schema import Probe, RunRules, WeightManifest, WeightVersion
+from broker.schema import RunRules, WeightVersion
+from broker.schema.weights import Probe, WeightManifest
 from tests.weightsync import worker_process
 from tests.weightsync.interruptions import Interruptions
 from tests.weightsync.processes import ForkedProcess

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from broker.schema import WeightManifest, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.weights import WeightManifest
 from weightsync.deadline import Deadline
 from weightsync.publish import publisher
 from weightsync.publish.publisher import _on_the_wire

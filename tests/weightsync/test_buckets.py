@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from broker.errors import WeightSyncError
-from broker.schema import Probe, TensorSpec, WeightManifest, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.weights import Probe, TensorSpec, WeightManifest
 from weightsync.tensors.buckets import ALIGNMENT, check_manifest, verify, views
 from weightsync.tensors.fingerprint import fingerprint
 from weightsync.tensors.gathering import OtherTensorsError, Staging

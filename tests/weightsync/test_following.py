@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from broker import Broker
 from broker.errors import WeightSyncError
-from broker.schema import WeightManifest, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.weights import WeightManifest
 from tests.weightsync.conftest import (
     CONFIG,
     TIMEOUT_S,

@@ -1,6 +1,7 @@
 """The inbox gives an engine the newest version next, and frees the memory of versions that it replaces."""
 
-from broker.schema import Probe, WeightManifest, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.weights import Probe, WeightManifest
 from weightsync.receive.deliveries import Delivery
 from weightsync.receive.inbox import Inbox
 from weightsync.tensors.landing import Landed, Landing

@@ -4,7 +4,8 @@ from typing import Any
 
 import msgspec
 
-from broker.schema import WeightVersion, WorkerInfo
+from broker.schema import WeightVersion
+from broker.schema.processes import WorkerInfo
 from tests.weightsync.worker_process import worker_info
 from weightsync.publish.membership import Member, eligible, follows_by_pull, still_missed
 

@@ -11,7 +11,8 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import save_file
 
-from broker.schema import DeltaSpec, Probe, WeightManifest, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.weights import DeltaSpec, Probe, WeightManifest
 from weightsync.deadline import Deadline
 from weightsync.receive.model_files import FilesPull
 from weightsync.tensors.buckets import allocate, verify, views

@@ -12,7 +12,8 @@ import torch
 from msgspec.structs import replace
 
 from broker.errors import WeightSyncError
-from broker.schema import DeltaSpec, Probe, WeightManifest, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.weights import DeltaSpec, Probe, WeightManifest
 from tests.weightsync.processes import ForkedProcess
 from weightsync.deadline import Deadline
 from weightsync.receive.puller import Pulled, Puller

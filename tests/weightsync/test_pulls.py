@@ -9,7 +9,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from broker.schema import WeightManifest, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.weights import WeightManifest
 from tests.weightsync.conftest import CONFIG, PATIENCE_S, InProcessWorker, Learner, pull_then_receive
 from weightsync.deadline import Deadline
 from weightsync.receive.deliveries import Delivery

@@ -5,7 +5,8 @@ import types
 import pytest
 
 from broker.errors import WeightSyncError
-from broker.schema import BroadcastGroup, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.weights import BroadcastGroup
 from tests.weightsync.worker_process import worker_info
 from weightsync import deadline
 from weightsync.config import WeightsConfig

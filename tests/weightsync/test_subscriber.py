@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from broker import Broker
 from broker.errors import BrokerUnavailableError, FencedError, VersionRegressionError
-from broker.schema import BroadcastGroup, Probe, WeightManifest, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.weights import BroadcastGroup, Probe, WeightManifest
 from tests.weightsync.conftest import CONFIG, InProcessWorker, Learner, pull_then_receive, served_bytes, weights
 from tests.weightsync.interruptions import damaged_bucket
 from tests.weightsync.worker_process import HEARTBEAT_TTL_S, worker_info

@@ -19,7 +19,8 @@ import torch.distributed
 from msgspec.structs import replace
 
 from broker.errors import WeightSyncError
-from broker.schema import BroadcastGroup, Probe, WeightManifest, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.weights import BroadcastGroup, Probe, WeightManifest
 from broker.user_code.roots import ImportRoots
 from tests import plugged
 from tests.weightsync.conftest import TIMEOUT_S

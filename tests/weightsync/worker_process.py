@@ -10,7 +10,9 @@ import torch
 
 from broker import open_broker
 from broker.errors import WeightSyncError
-from broker.schema import WeightManifest, WeightVersion, WorkerInfo
+from broker.schema import WeightVersion
+from broker.schema.processes import WorkerInfo
+from broker.schema.weights import WeightManifest
 from tests.weightsync.interruptions import Interruptions, interrupt_receiving
 from weightsync.config import WeightsConfig
 from weightsync.receive.deliveries import Arriving, Delivery

@@ -12,7 +12,8 @@ import threading
 from collections.abc import Callable, Sequence
 
 from broker.errors import HeadwayError
-from broker.schema import Archived, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.weights import Archived
 from weightsync.deadline import Deadline
 from weightsync.tensors.buckets import as_bytes, digest_bytes
 from weightsync.tensors.chain import Delta

@@ -7,7 +7,8 @@ its digest, so it is never written with two contents.
 from collections.abc import Set
 from typing import Protocol
 
-from broker.schema import Archived, DeltaSpec, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.weights import Archived, DeltaSpec
 from weightsync.deadline import Deadline
 from weightsync.pace import Pace
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from broker.errors import NoRoomError, WeightSyncError
-from broker.schema import Archived, DeltaSpec, WeightManifest
+from broker.schema.weights import Archived, DeltaSpec, WeightManifest
 from weightsync.deadline import Deadline
 from weightsync.pace import Pace
 from weightsync.tensors.buckets import allocate, as_bytes, digest_bytes, verify

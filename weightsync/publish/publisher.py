@@ -17,16 +17,9 @@ import torch
 from broker import BlockingBroker
 from broker.errors import VersionRegressionError
 from broker.owner import Owner
-from broker.schema import (
-    Archived,
-    BaseWeights,
-    BroadcastGroup,
-    Probe,
-    TensorSpec,
-    WeightManifest,
-    WeightVersion,
-    WorkerInfo,
-)
+from broker.schema import WeightVersion
+from broker.schema.processes import WorkerInfo
+from broker.schema.weights import Archived, BaseWeights, BroadcastGroup, Probe, TensorSpec, WeightManifest
 from broker.user_code.roots import ImportRoots
 from weightsync.archives import open_archive
 from weightsync.archives.archiver import Archiver

@@ -18,7 +18,9 @@ from typing import NamedTuple
 import torch
 
 from broker.errors import BrokerError, WeightSyncError
-from broker.schema import BroadcastGroup, WeightVersion, WorkerInfo
+from broker.schema import WeightVersion
+from broker.schema.processes import WorkerInfo
+from broker.schema.weights import BroadcastGroup
 from broker.user_code.roots import ImportRoots
 from weightsync.config import WeightsConfig
 from weightsync.deadline import Deadline

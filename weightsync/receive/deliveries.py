@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from broker.errors import NoRoomError, WeightSyncError
-from broker.schema import WeightManifest
+from broker.schema.weights import WeightManifest
 from weightsync.deadline import Deadline
 from weightsync.tensors.landing import Landed
 

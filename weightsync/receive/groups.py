@@ -6,7 +6,7 @@ import threading
 
 from broker import Broker
 from broker.errors import WeightSyncError
-from broker.schema import BroadcastGroup, WeightManifest
+from broker.schema.weights import BroadcastGroup, WeightManifest
 from broker.user_code.roots import ImportRoots
 from weightsync.transports.rendezvous import Board
 from weightsync.transports.threads import BoundedThreads, for_threads

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from broker.errors import WeightSyncError
-from broker.schema import DeltaSpec, TensorSpec, WeightManifest
+from broker.schema.weights import DeltaSpec, TensorSpec, WeightManifest
 from weightsync.deadline import Deadline
 from weightsync.tensors.buckets import DTYPES, aligned, verify, view
 from weightsync.transports.base import PullTransport

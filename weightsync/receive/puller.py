@@ -14,7 +14,8 @@ from functools import partial
 import torch
 
 from broker.errors import NoRoomError, WeightSyncError
-from broker.schema import DeltaSpec, TensorSpec, WeightManifest, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.weights import DeltaSpec, TensorSpec, WeightManifest
 from weightsync.deadline import Deadline
 from weightsync.tensors.buckets import allocate, check_manifest, verify
 from weightsync.tensors.chain import chain_from

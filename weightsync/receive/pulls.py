@@ -9,7 +9,8 @@ from pathlib import Path
 
 from broker import Broker
 from broker.errors import WeightSyncError
-from broker.schema import WeightManifest, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.weights import WeightManifest
 from weightsync.archives import open_reader
 from weightsync.archives.pull import ArchivePull
 from weightsync.config import WeightsConfig

@@ -13,7 +13,8 @@ import torch
 from msgspec.structs import replace
 
 from broker.errors import BrokerError, WeightSyncError
-from broker.schema import BroadcastGroup, TensorSpec, WeightManifest, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.weights import BroadcastGroup, TensorSpec, WeightManifest
 from broker.user_code.roots import ImportRoots
 from weightsync.deadline import Deadline
 from weightsync.tensors.buckets import Fingerprints, check_offer, compare

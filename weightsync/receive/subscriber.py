@@ -19,7 +19,8 @@ from msgspec.structs import replace
 from broker import Broker
 from broker.client.versions import Glance
 from broker.errors import BrokerError, BrokerUnavailableError, WeightSyncError
-from broker.schema import WeightManifest, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.weights import WeightManifest
 from broker.user_code.roots import ImportRoots
 from weightsync.config import WeightsConfig
 from weightsync.deadline import Deadline

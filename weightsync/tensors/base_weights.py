@@ -2,7 +2,8 @@
 
 import msgspec
 
-from broker.schema import BaseWeights, WeightManifest, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.weights import BaseWeights, WeightManifest
 
 from .staging import StagedWeights
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from broker.errors import NoRoomError, WeightSyncError
-from broker.schema import TensorSpec, WeightManifest
+from broker.schema.weights import TensorSpec, WeightManifest
 
 from .fingerprint import MODULUS, UNSIGNED, MatrixParts, fingerprint_parts
 

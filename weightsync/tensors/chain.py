@@ -9,7 +9,8 @@ import logging
 from typing import NamedTuple
 
 from broker.errors import WeightSyncError
-from broker.schema import DeltaSpec, WeightManifest, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.weights import DeltaSpec, WeightManifest
 from weightsync.deadline import Deadline
 
 from .buckets import digest_bytes

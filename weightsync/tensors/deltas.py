@@ -18,7 +18,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from broker.errors import WeightSyncError
-from broker.schema import TensorSpec
+from broker.schema.weights import TensorSpec
 from weightsync.deadline import Deadline
 
 from .buckets import DTYPES

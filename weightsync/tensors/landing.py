@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from broker.schema import TensorSpec
+from broker.schema.weights import TensorSpec
 
 from .buckets import allocate, views
 

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 
 from broker.errors import WeightSyncError
-from broker.schema import TensorSpec
+from broker.schema.weights import TensorSpec
 
 from .buckets import DTYPES, aligned, allocate, fingerprints, view, views
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from broker.errors import WeightSyncError
-from broker.schema import DeltaSpec, WeightManifest
+from broker.schema.weights import DeltaSpec, WeightManifest
 from weightsync.deadline import Deadline
 
 

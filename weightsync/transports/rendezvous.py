@@ -18,7 +18,8 @@ from typing import Any, Protocol, TypeVar
 
 from broker.client.meetings import Meetings
 from broker.errors import BrokerError, WeightSyncError
-from broker.schema import BroadcastGroup, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.weights import BroadcastGroup
 from weightsync.deadline import Deadline
 from weightsync.transports.store import BrokerStore
 

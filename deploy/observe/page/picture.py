@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from broker.schema import StepMetrics, Tallies
+from broker.schema.metrics import StepMetrics
+from broker.schema.status import Tallies
 from deploy.observe.status import RECENT_STEPS, workers_json
 from deploy.printing import visible
 from deploy.recipe.files import to_yaml

@@ -6,7 +6,7 @@ from statistics import fmean
 
 import msgspec
 
-from broker.schema import StepMetrics
+from broker.schema.metrics import StepMetrics
 from deploy.run.figures import lag_histogram
 
 POINTS = 400

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from broker.schema import RunStatus, StepMetrics, VersionGroups, WorkerInfo
+from broker.schema.metrics import StepMetrics
+from broker.schema.processes import WorkerInfo
+from broker.schema.status import RunStatus, VersionGroups
 from deploy.observe.status import version_text
 from deploy.run.events import HeartbeatEvent
 from deploy.run.figures import trained_by_step_of_weights, trained_tokens_by_step_of_weights

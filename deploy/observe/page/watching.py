@@ -11,7 +11,7 @@ from typing import Any, Self
 import msgspec
 
 from broker.errors import HeadwayError
-from broker.schema import RunStatus
+from broker.schema.status import RunStatus
 from deploy.observe.status import recent, status_json
 from deploy.observe.waiting import Waiting
 from deploy.run.figures import generated_per_s, trained_per_s

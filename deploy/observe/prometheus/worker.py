@@ -9,7 +9,7 @@ from prometheus_client.core import InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from broker.client.submissions import SubmitOutcome
-from broker.schema import WorkerInfo
+from broker.schema.processes import WorkerInfo
 from rollout_workers.config import WorkersConfig
 
 from .endpoint import MetricsEndpoint

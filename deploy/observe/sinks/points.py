@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from broker.schema import StepMetrics
+from broker.schema.metrics import StepMetrics
 from deploy.run.events import EvaluationEvent, Event, HeartbeatEvent, StageEvent, StepEvent
 from deploy.run.figures import generated_per_s, trained_per_s, wait_fraction
 

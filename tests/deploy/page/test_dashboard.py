@@ -21,7 +21,8 @@ import pytest
 
 from broker import Broker, open_broker
 from broker.errors import BrokerError, ConfigError
-from broker.schema import DeadLetter, RunStatus, Tallies, VersionGroups, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.status import DeadLetter, RunStatus, Tallies, VersionGroups
 from broker.server.access import Role
 from broker.server.embedded import EmbeddedServer
 from deploy.cli.dashboard import Source

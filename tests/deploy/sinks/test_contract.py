@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import pytest
 from msgspec.structs import replace
 
-from broker.schema import StepMetrics
+from broker.schema.metrics import StepMetrics
 from deploy.observe.sinks import make_sink
 from deploy.observe.sinks.base import MetricSink, SinkRun
 from deploy.observe.sinks.jsonl import JsonlSink

@@ -14,16 +14,10 @@ from msgspec.structs import replace
 
 from algorithms import metrics as of_loss
 from broker.errors import ConfigError
-from broker.schema import (
-    LagFigures,
-    QueueAges,
-    QueueDepths,
-    Silence,
-    StepMetrics,
-    Tallies,
-    VersionGroups,
-    WeightVersion,
-)
+from broker.schema import WeightVersion
+from broker.schema.metrics import LagFigures, StepMetrics
+from broker.schema.processes import Silence
+from broker.schema.status import QueueAges, QueueDepths, Tallies, VersionGroups
 from deploy.observe.prometheus.pools import POOL_STATES
 from deploy.observe.prometheus.run import AGES, BY_LAG, LAG_BUCKETS, LAST_STEP, QUEUES, SUMS
 from deploy.observe.sinks import open_sinks

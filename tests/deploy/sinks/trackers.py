@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from broker.schema import StepMetrics
+from broker.schema.metrics import StepMetrics
 from deploy.observe.sinks import open_sinks
 from deploy.recipe.sinks import SinkConfig
 from deploy.run.events import HeartbeatEvent

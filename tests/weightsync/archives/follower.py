@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from broker import Broker
-from broker.schema import Archived, WeightManifest
+from broker.schema.weights import Archived, WeightManifest
 from tests.weightsync.conftest import CONFIG, TIMEOUT_S, Learner, announced, weights
 from tests.weightsync.worker_process import fingerprint
 from weightsync.archives import open_reader

@@ -10,7 +10,8 @@ import pytest
 
 from broker import Broker
 from broker.errors import WeightSyncError
-from broker.schema import Archived, DeltaSpec, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.weights import Archived, DeltaSpec
 from tests.broker.scenario import hidden
 from tests.weightsync.archives.follower import Follower, archived, files, in_broker, in_directory, publish
 from tests.weightsync.conftest import CONFIG, TIMEOUT_S, Learner, announced, weights

@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 import torch
 
 from broker.errors import WeightSyncError
-from broker.schema import DeltaSpec, WeightManifest, WeightVersion
+from broker.schema import WeightVersion
+from broker.schema.weights import DeltaSpec, WeightManifest
 from weightsync.deadline import Deadline
 from weightsync.pace import Pace
 from weightsync.tensors.buckets import as_bytes, digest_bytes, verify

@@ -1,0 +1,165 @@
+"""A snapshot of a run: its queues, tallies and versions, with the reports of its processes."""
+
+import msgspec
+
+from . import WeightVersion
+from .metrics import StepMetrics
+from .processes import Fault, PoolInfo, ScorerInfo, Silence, WorkerInfo
+
+
+class QueueDepths(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of the run's groups and samples in each state."""
+
+    pool: int
+    """Groups fed and not yet admitted."""
+    admitted: int
+    """Groups admitted since the run began."""
+    retry: int
+    """Samples waiting for a lease."""
+    leased: int
+    """Samples that a worker holds."""
+    open: int
+    """Groups admitted and not yet ready."""
+    ready: int
+    """Groups whose samples are all there."""
+    pinned: int
+    """Groups taken and not yet committed."""
+    dropped_stale: int
+    """Groups dropped over the staleness bound."""
+    requeued_stale: int
+    """Groups sent back over the staleness bound."""
+    expired_leases: int
+    fenced: int
+    """Late or duplicate submissions refused."""
+    rejected: int
+    """Samples, segments and prompts that could not be decoded or are impossible; see `RunStatus.dead_letters`."""
+    payload_bytes: int
+    generated_tokens: int = 0
+    """Response tokens of all samples accepted since the run began."""
+    wasted_tokens: int = 0
+    """Response tokens of refused samples."""
+    resumed_tokens: int = 0
+    """Response tokens that were handed on in segments instead of being generated again."""
+    discarded_tokens: int = 0
+    """Response tokens in segments that could not be used any more."""
+    uninformative: int = 0
+    """Groups dropped because all their samples got the same reward."""
+    trimmed_samples: int = 0
+    """Samples that their groups went without."""
+    copied_leases: int = 0
+    """Leases of samples beside another worker's, which did not get on with them."""
+    skipped_evaluations: int = 0
+    """Evaluations by workers that gave no result, as no worker kept their version until all samples were done."""
+
+
+class QueueAges(msgspec.Struct, frozen=True, kw_only=True):
+    """For how long groups and samples have been in their state, by the server's clock; None where there is none."""
+
+    oldest_ready_s: float | None = None
+    """The longest time for which a ready group has waited for the learner."""
+    mean_ready_s: float | None = None
+    """The mean of that time over the ready groups, or over an even sample of more than 512 of them."""
+    oldest_lease_s: float | None = None
+    """The longest time since a leased sample was leased, or was saved as a segment."""
+    next_sample_s: float | None = None
+    """For how long the group of the sample that is leased next has been offered to workers."""
+
+
+class ScoringQueue(msgspec.Struct, frozen=True, kw_only=True):
+    """The requests for one scorer."""
+
+    scorer: str
+    waiting: int
+    """Requests that are not answered, and that no scorer has leased."""
+    leased: int
+    """Requests that a scorer has leased and not answered."""
+    oldest_s: float
+    """For how long the oldest of all these has waited; 0: there is none."""
+    answered: int
+    failed: int
+    """Requests that several scorers could not answer."""
+    expired_leases: int
+    bytes: int
+    """Bytes of requests and answers that the server holds, with those that were not collected."""
+
+
+class Tallies(msgspec.Struct, frozen=True, kw_only=True):
+    """Groups begun and trained, and samples ended, since the run began, by length and lag, to see whether training
+    favours some. A length is the smallest power of two that is at least the number of tokens."""
+
+    dispatched_by_prompt_length: dict[int, int] = {}
+    """Groups admitted, by the prompt's tokens."""
+    trained_by_prompt_length: dict[int, int] = {}
+    """Groups committed."""
+    dispatched_by_lag: dict[int, int] = {}
+    """Leases, by how far the worker's weights were behind the announced ones."""
+    resumed_by_lag: dict[int, int] = {}
+    """Tokens of samples that a worker continued, by the lag that each token had when the sample was leased."""
+    trained_by_lag: dict[int, int] = {}
+    """Groups committed, by the lag of their oldest token."""
+    finished_by_response_length: dict[int, int] = {}
+    """Samples that workers finished, by the response's tokens: those that were refused as late or too old, too."""
+    cut_by_response_length: dict[int, int] = {}
+    """Samples whose segments were given up before they were finished, by the tokens that were saved until then."""
+
+
+class VersionGroups(msgspec.Struct, frozen=True):
+    """Groups of one weight version: it is the oldest one that has sampled a token of them."""
+
+    step: int
+    """The step of the version's weights."""
+    generating: int
+    ready: int
+    dropped: int
+    """Groups that were dropped: over the bound on lag, or because all their rewards were the same."""
+    ready_samples: int = 0
+    """Samples of ready groups whose oldest token this version sampled; of more than 512 ready groups an estimate."""
+    ready_tokens: int = 0
+    """Response tokens of ready groups that this version sampled; of more than 512 ready groups an estimate."""
+
+
+class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
+    """A sample, segment or prompt that was refused: it was not trained, and is generated anew."""
+
+    tid: str
+    """The sample's id, or the name of a group whose prompt was damaged."""
+    worker: str
+    """The worker that sent it, if that is known."""
+    reason: str
+
+
+class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot of a run, for `headway status` and the live display."""
+
+    run: str
+    identity: str = ""
+    state: str
+    incarnation: int
+    announced: WeightVersion | None
+    queues: QueueDepths
+    ages: QueueAges = QueueAges()
+    workers: tuple[WorkerInfo, ...]
+    last_step: StepMetrics | None
+    recent_steps: tuple[StepMetrics, ...]
+    """Oldest first; at most the last 512."""
+    tallies: Tallies = Tallies()
+    quarantined: tuple[str, ...] = ()
+    """Workers that get no more leases, as too many of their samples were refused."""
+    dead_letters: tuple[DeadLetter, ...] = ()
+    """The newest dead letters, the oldest of them first."""
+    refused_lately: int = 0
+    """Samples refused in the last minute that no honest worker of this run sends; at most the last 1000 are counted."""
+    refused_workers: int = 0
+    """Worker processes that sent them."""
+    pools: tuple[PoolInfo, ...] = ()
+    """The pools whose supervisors are alive, sorted by name."""
+    faults: tuple[Fault, ...] = ()
+    """The newest faults of workers in the last hour, the oldest of them first."""
+    silences: dict[str, Silence] = {}
+    """By worker."""
+    scorers: tuple[ScorerInfo, ...] = ()
+    """The scorer processes that are alive."""
+    scoring: tuple[ScoringQueue, ...] = ()
+    """The requests of each scorer that workers ask."""
+    versions: tuple[VersionGroups, ...] = ()
+    """Those of the last 32 weight versions that have groups, the newest first."""
