@@ -1,9 +1,10 @@
 """verl's driver: `verl.trainer.main_ppo` in an interpreter that has verl, Ray and vLLM, on one GPU or two.
 
-It trains as many samples in as many updates with the same loss, and hands weights over once a step. Its attention wants
-the package flash-attn: padded rows and torch's attention stand in for it, or packed rows and torch's variable-length
-kernel (`verl_attention.py`). Its engines keep their memory while it trains, and it looks every 20 ms for samples that
-have ended, not every 2 s. Its asynchronous trainer has one GPU and a server of vLLM the other, to which it sends
+It trains as many samples in as many updates with the same loss, and hands weights over once a step. It wants the
+package flash-attn. Where that is not installed, `verl_stand_ins.py` has the logprobs, which verl alone computes token
+by token; padded rows and torch's attention stand in for its attention, or packed rows, which are verl's own default,
+and torch's variable-length kernel. Its engines keep their memory while it trains, and it looks every 20 ms for samples
+that have ended, not every 2 s. Its asynchronous trainer has one GPU and a server of vLLM the other, to which it sends
 weights by NCCL from a buffer of the package cupy.
 
 Ray runs on this machine alone, without its dashboard and without ending processes of a machine whose memory grows with
@@ -154,7 +155,7 @@ def _of_actor(recipe: Recipe, model: Path, *, packed: bool) -> list[str]:
     return [
         f"actor_rollout_ref.model.path={model}",
         f"actor_rollout_ref.model.use_remove_padding={packed}",
-        f"actor_rollout_ref.model.external_lib={__package__}.verl_attention",
+        f"actor_rollout_ref.model.external_lib={__package__}.verl_stand_ins",
         f"+actor_rollout_ref.model.override_config.attn_implementation={ATTENTION if packed else 'sdpa'}",
         "actor_rollout_ref.model.enable_gradient_checkpointing=False",
         f"{actor}.ppo_mini_batch_size={recipe.learner.groups_per_step // recipe.learner.updates_per_step}",
@@ -162,7 +163,7 @@ def _of_actor(recipe: Recipe, model: Path, *, packed: bool) -> list[str]:
         f"{actor}.ppo_max_token_len_per_gpu={recipe.learner.micro_batch_tokens}",
         f"{actor}.fsdp_config.reshard_after_forward=False",
         f"{actor}.clip_ratio_c={NO_DUAL_CLIP}",
-        f"{actor}.grad_clip={optimizer.max_grad_norm}",
+        f"{actor}.optim.clip_grad={optimizer.max_grad_norm}",
         f"{actor}.optim.lr={optimizer.learning_rate}",
         f"{actor}.optim.betas=[{optimizer.beta1},{optimizer.beta2}]",
         f"{actor}.optim.weight_decay={optimizer.weight_decay}",

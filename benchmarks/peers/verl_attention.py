@@ -1,5 +1,4 @@
-"""Attention for verl's packed rows, in the place of the package flash-attn's: torch's variable-length kernel. verl
-imports this in every process that reads its model's configuration."""
+"""Attention for verl's packed rows, in the place of the package flash-attn's: torch's variable-length kernel."""
 
 from typing import Any
 

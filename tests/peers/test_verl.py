@@ -1,8 +1,11 @@
 """The race with verl: its settings, conversations and figures. verl itself is not needed."""
 
+import importlib
 import json
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -25,11 +28,12 @@ VERL = tuple(of_verl.SETTINGS[name] for name in ("verl-sync", "verl-async"))
 
 def test_verl_trains_as_many_samples_in_as_many_updates(tmp_path: Path) -> None:
     recipe, overrides = msgspec.structs.astuple(TASKS[SHORT]["cuda"])
-    race = race_in(tmp_path, *overrides, recipe=recipe, gpus=2)
+    race = race_in(tmp_path, *overrides, "optimizer.max_grad_norm=0.5", recipe=recipe, gpus=2)
     sync, alone = (dict(one.split("=", 1) for one in of_verl.overrides_of(race, one, tmp_path)) for one in VERL)
     for one in (sync, alone):
         assert (one["data.train_batch_size"], one["actor_rollout_ref.rollout.n"]) == ("32", "16")
         assert one["actor_rollout_ref.actor.ppo_mini_batch_size"] == "8"
+        assert one["actor_rollout_ref.actor.optim.clip_grad"] == "0.5"  # verl reads no actor.grad_clip
         assert (one["trainer.total_training_steps"], one["data.max_response_length"]) == ("40", "96")
     assert (sync["trainer.n_gpus_per_node"], alone["trainer.n_gpus_per_node"]) == ("2", "1")
     assert alone["trainer.v1.separate_async.parameter_sync_step"] == "4"
@@ -92,3 +96,22 @@ def test_verls_metrics_become_figures_as_they_are_written(tmp_path: Path) -> Non
     one = of_verl.figures_from(timed, began, samples=8, is_sync=True)
     assert (one.ends_s, one.samples_per_s, one.response_tokens) == ([10.0, 14.0], 2.0, 5.0)
     assert (one.engine_idle, one.pause_per_update_s, one.learner_idle) == (0.75, 3.0, 0.25)
+
+
+def test_verls_logprobs_are_of_whole_rows_without_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
+    verls = SimpleNamespace(FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE=False)
+    for name, module in {"verl": verls, "verl.utils": SimpleNamespace(torch_functional=verls)}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    stand_ins = importlib.import_module("benchmarks.peers.verl_stand_ins")
+    monkeypatch.setattr(stand_ins, "ROWS", 3)
+    assert verls.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE
+    logits = torch.randn(8, 5, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16).requires_grad_()
+    labels, of_losses = torch.arange(8) % 5, torch.linspace(-1, 1, 8)
+    losses, _ = verls.cross_entropy_loss(logits, labels, inplace_backward=True)
+    (grads,) = torch.autograd.grad(losses @ of_losses, logits)
+    exact = logits.detach().double().requires_grad_()
+    expected = exact.logsumexp(-1) - exact[torch.arange(8), labels]
+    (expected_grads,) = torch.autograd.grad(expected @ of_losses.double(), exact)
+    assert losses.dtype == torch.float32
+    torch.testing.assert_close(losses.double(), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(grads.double(), expected_grads, atol=4e-3, rtol=0)  # in bfloat16
