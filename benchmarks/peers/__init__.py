@@ -19,16 +19,28 @@ What the others need that Headway does not, in the interpreter that `--python` n
 - trl-async: two GPUs, TRL 1.16, aiohttp, requests, and a vLLM of 0.22 to 0.31, whose server it starts itself. TRL takes
   its attention from a hub; torch's variable-length kernel stands in for it.
 - verl-sync (one GPU or two), verl-async (two), each also as -packed: verl 0.9.1, Ray 2.55, vLLM 0.18 or newer (0.24 is
-  verl's own pin), hydra-core 1.3, omegaconf 2.3, antlr4-python3-runtime 4.9.3, TransferQueue 0.1.11, tensordict 0.10,
-  pyvers, torchdata, codetiming, pylatexenc, peft, accelerate, datasets, pandas, orjson; verl-async also cupy.
-  Put them into a folder of their own on PYTHONPATH, before the others: math-verify's antlr4 is too new for hydra-core.
+  verl's own pin), hydra-core 1.3, omegaconf 2.3, antlr4-python3-runtime 4.9.3, TransferQueue 0.1.11, tensordict 0.10
+  with pyvers below 0.2 and importlib_metadata below 10, torchdata, codetiming, pylatexenc, peft, accelerate, datasets
+  with multiprocess 0.70.19, pandas, orjson; verl-async also cupy.
+  verl needs another omegaconf and antlr4 than Headway, so put its packages into a folder of their own and give as
+  `--python` a script that has this folder before all others on PYTHONPATH and then runs Python. The benchmark itself
+  goes without it: `PYTHONPATH="/folder${PYTHONPATH:+:$PYTHONPATH}" exec python3 "$@"`.
   verl patches a class that TRL 1.x no longer has wherever it finds TRL: hide TRL from it, by a module of that name with
   an empty class AutoModelForCausalLMWithValueHead.
   Unpacked, Ray has 240 MB, pandas 84 and the rest together less than 50; cupy for CUDA 13 comes on top. Write bytecode
   of them first: a dozen processes import verl at once. Two runs of verl on one machine at the same time would meet at
   one socket in /tmp, by which trainers send weights to engines: one after the other, or each with a /tmp of its own.
 
-No race of verl has been run on GPUs yet: its own classes accept its configuration, and read the prompts and the
-rewards. Without a GPU TRL's asynchronous trainer, its rollouts and a vLLM server for CPUs run together, but for the
-weights, which are not sent.
+Every vLLM of a race, Headway's too, samples by FlashInfer unless `VLLM_USE_FLASHINFER_SAMPLER=0` is set: set it where
+FlashInfer is not installed.
+
+verl's synchronous trainer has run on two H200 (2026-11-26, padded rows, 12 steps of 512 samples): a step took 11 to 13
+s, of which 7 to 9 were the four updates. Most of that went into logprobs, which verl computes token by token without
+flash-attn; `verl_stand_ins.py` has them for whole rows since, which no GPU has run yet. By verl's own classes on a CPU
+they are the same, for padded rows and for packed ones, with their gradients. A CPU takes 6 ms for a sample in verl's
+agent loop, of which there are eight, and 1 to 2 for its reward, without any engine.
+verl computes packed rows by default, and only those are bounded by `learner.micro_batch_tokens`: a row of a long-tailed
+batch is padded to the longest. So both settings race, and the better one counts. The asynchronous trainer, packed rows
+on a GPU and a long-tailed race have not been run. Without a GPU TRL's asynchronous trainer, its rollouts and a vLLM
+server for CPUs run together, but for the weights, which are not sent.
 """
