@@ -60,6 +60,7 @@ class HostPool:
         self._program = program
         self._shared = [Host(program) for _ in range(processes)]
         self._alone = Host(program, most_places=1)
+        self._warming: asyncio.Future[list[Any]] | None = None
         self.repeated = 0
         """Calls that had to be made once more."""
 
@@ -68,6 +69,11 @@ class HostPool:
 
         Raises ConfigError, UserCodeError."""
         await asyncio.gather(*(host.start() for host in self._shared))
+
+    def warm(self) -> None:
+        """Begin to start the hosts to which calls go first. It does not wait: a call waits for its host, and raises
+        what starting it raises."""
+        self._warming = asyncio.gather(*(host.start() for host in self._shared), return_exceptions=True)
 
     async def call(self, method: str, *arguments: Any, deadline_s: float) -> Any:
         """Returns the result of a method that is called at most twice. Raises UserCodeError, which says how the second
@@ -86,4 +92,7 @@ class HostPool:
 
     async def close(self) -> None:
         """Kill all hosts. Idempotent; a later call would start them again."""
+        if self._warming is not None:
+            self._warming.cancel()
+            await asyncio.wait([self._warming])
         await asyncio.gather(*(host.close() for host in (*self._shared, self._alone)))

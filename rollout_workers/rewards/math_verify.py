@@ -23,6 +23,7 @@ class MathVerifyReward:
     def __init__(self, deadline_s: float, processes: int = 1) -> None:
         program = Program(name="math_verify", factory=f"{__name__}:Comparisons", import_path=str(import_directory()))
         self._pool = HostPool(program, processes=processes)
+        self._pool.warm()  # the first samples are generated while its processes import the package
         self._deadline_s = deadline_s
 
     async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: Sequence[int] = ()) -> Score:

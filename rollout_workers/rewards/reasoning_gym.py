@@ -30,6 +30,7 @@ class ReasoningGymReward:
     def __init__(self, deadline_s: float, processes: int = 1) -> None:
         program = Program(name="reasoning_gym", factory=f"{__name__}:Verifiers", import_path=str(import_directory()))
         self._pool = HostPool(program, processes=processes)
+        self._pool.warm()  # the first samples are generated while its processes import the package
         self._deadline_s = deadline_s
 
     async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: Sequence[int] = ()) -> Score:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 import reasoning_gym
 
@@ -120,6 +121,21 @@ async def test_a_comparison_that_ends_its_process_is_worth_0(monkeypatch: pytest
         await reward.close()
     assert (killed.total, killed.components) == (0.0, {"timed_out": 1.0})
     assert after.total == 1.0
+
+
+@pytest.mark.parametrize("kind", ["math_verify", "reasoning_gym"])
+async def test_an_opened_reward_imports_its_package_before_it_is_asked(kind: str) -> None:
+    """The first samples are generated meanwhile."""
+    before = _children()
+    async with opened(kind):
+        async with asyncio.timeout(30):
+            while not _children() - before:
+                await asyncio.sleep(0.01)
+    assert _children() == before, "closed while it imports"
+
+
+def _children() -> set[int]:
+    return {child.pid for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE}
 
 
 async def test_math_verify_refuses_a_ground_truth_that_is_none() -> None:
