@@ -16,23 +16,19 @@ ENGINES = 4
 """Headway's engines on the second of two GPUs."""
 ENGINES_BESIDE = 3
 """Headway's engines on one GPU, beside its learner."""
+SHARING_GPU = (
+    *ON_GPU,
+    "weights.staging=device",
+    "engine.options={gpu_memory_utilization: 0.05, kv_cache_memory_bytes: 8589934592}",
+)
+"""Engines that are told the size of their KV cache start together, and while the learner loads."""
 SETTINGS = {
     0: ("engine.max_concurrent=128",),
-    1: (
-        *ON_GPU,
-        "weights.staging=device",
-        "engine.options={gpu_memory_utilization: 0.1}",
-        f"workers.count={ENGINES_BESIDE}",
-    ),
-    2: (
-        *ON_GPU,
-        "weights.staging=device",
-        "engine.options={gpu_memory_utilization: 0.05, kv_cache_memory_bytes: 8589934592}",
-        f"workers.count={ENGINES}",
-    ),
+    1: (*SHARING_GPU, f"workers.count={ENGINES_BESIDE}"),
+    2: (*SHARING_GPU, f"workers.count={ENGINES}"),
 }
 """Headway's own settings by the number of GPUs. On CPUs each of two workers has half of a step in its engine. On one
-GPU learner and engines share it, and the engines have together the share of its memory that TRL leaves to its own by
+GPU learner and engines share it, and the engines together take less of its memory than TRL leaves to its own by
 default. Of two GPUs the learner has one and four engines the other, as in benchmarks.asynchrony."""
 SHORT, LONG_TAILED = "short", "long-tailed"
 GRPO = ("group_mean_std", "ppo_clip", "token_mean")
