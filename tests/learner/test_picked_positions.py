@@ -16,7 +16,7 @@ from learner.objective.objective import Objective
 from learner.rows.batch import PackedBatch
 from learner.rows.packing import concatenate
 from learner.rows.padding import PaddedShape
-from tests.learner.test_cuda_graphs import Repeated, kernel
+from tests.learner.recording import Repeated, kernel
 from tests.learner.test_prefix_trees import sharing
 from tests.learner.test_token_logprobs import Products
 from tests.learner.tiny import OPTIMIZER, VOCABULARY, model_config, ratio_loss, sequences

@@ -11,7 +11,7 @@ from learner.backends.fsdp import sharded_model
 from learner.backends.fsdp.backend import FsdpBackend
 from learner.config import ComputeConfig
 from tests.learner import test_picked_positions
-from tests.learner.test_cuda_graphs import kernel, opened, rows, trained
+from tests.learner.recording import kernel, opened, rows, trained
 from tests.learner.tiny import ratio_loss
 
 on_gpu = pytest.param(
@@ -44,7 +44,7 @@ def sharded(monkeypatch: pytest.MonkeyPatch, device: str, **compute: Any) -> Fsd
     return backend
 
 
-@pytest.mark.parametrize("device", [on_gpu])  # test_cuda_graphs.py shows it on CPUs
+@pytest.mark.parametrize("device", [on_gpu])  # test_rounded_weights.py shows it on CPUs
 @pytest.mark.parametrize("compute", [{}, {"offload_optimizer": True}, {"recompute": "full"}])
 def test_it_trains_as_a_sharded_one_to_the_bit(
     monkeypatch: pytest.MonkeyPatch, device: str, compute: dict[str, Any]

@@ -1,0 +1,17 @@
+"""Fixtures of several tests of the learner."""
+
+import pytest
+
+import learner.models.attention
+from learner.backends.fsdp import sharded_model
+from tests.learner.recording import Repeated, kernel
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Repeated:
+    """Let a model on a CPU be recorded, whatever its dtype."""
+    made = Repeated()
+    monkeypatch.setattr(learner.models.attention, "varlen_attn", kernel)
+    monkeypatch.setattr(sharded_model, "open_recorder", lambda _: made)
+    monkeypatch.setattr(sharded_model, "why_launched", lambda *_, **__: "")
+    return made
