@@ -9,6 +9,7 @@ import torch
 from msgspec.structs import replace
 from transformers import PreTrainedModel
 
+from broker.errors import HeadwayError
 from broker.user_code.roots import ImportRoots
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine
@@ -16,7 +17,7 @@ from rollout_workers.engines.abilities import REQUESTS
 from rollout_workers.engines.fitting import fitting_requests
 from rollout_workers.engines.sglang.start import MOST_FITTING
 from rollout_workers.engines.sglang.start import engine_arguments as sglang_arguments
-from rollout_workers.engines.vllm.start import GRAPHED
+from rollout_workers.engines.vllm.start import GRAPHED, explained
 from rollout_workers.engines.vllm.start import engine_arguments as vllm_arguments
 from tests import plugged
 
@@ -91,6 +92,24 @@ def test_a_share_that_is_null_is_not_said(tmp_path: Path) -> None:
     arguments = vllm_arguments(config, tmp_path, "Qwen3ForCausalLM", 3)
     assert "gpu_memory_utilization" not in arguments
     assert arguments["seed"] is None
+
+
+@needs_vllm
+async def test_vllm_whose_process_cannot_start_says_where_the_reason_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1000000")  # GiB
+    model, config = save_config(make_model("dense", 0), tmp_path), EngineConfig(kind="vllm", max_model_len=LENGTH)
+    with pytest.raises(HeadwayError, match=r"ended before it had started; its reason stands above in this log\.$"):
+        open_engine(config, model, seed=0)
+
+
+def test_vllm_that_measures_a_gpu_names_the_option_that_spares_it() -> None:
+    complaint = "takes or gives back some.*engine.options.kv_cache_memory_bytes"
+    with pytest.raises(HeadwayError, match=complaint), explained(["GPU-0"]):
+        raise RuntimeError("Engine core initialization failed. See root cause above.")
+    with pytest.raises(RuntimeError, match="another"), explained(["GPU-0"]):
+        raise RuntimeError("another error")
 
 
 @needs_vllm

@@ -1,7 +1,8 @@
 """Starts vLLM as an engine: its environment, its arguments, and what it cannot do."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,8 @@ def open_vllm(
         routed = routed_layers(shapes)
         arguments |= arguments_for_experts(config.options)
     others = set(active_children())
-    with starting_alone(measured_gpus(arguments, gpus_of(config, VLLM.abilities))), new_processes(arguments):
+    measured = measured_gpus(arguments, gpus_of(config, VLLM.abilities))
+    with starting_alone(measured), new_processes(arguments), explained(measured):
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     if config.max_concurrent is None:
         most = max(1, arguments["max_num_seqs"] - 1)
@@ -125,6 +127,25 @@ def open_vllm(
     return VllmEngine(
         llm, config, shapes, set(active_children()) - others, routed, adapters=adapters_held if adapter_rank else 0
     )
+
+
+@contextmanager
+def explained(measured: Sequence[str]) -> Iterator[None]:
+    """Say what helps where vLLM's own process ends before it has started, whose log has the reason. `measured`: the
+    GPUs whose free memory it measures."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "core initialization failed" not in str(error):
+            raise
+        size = f"engine.options.{VLLM.abilities.sizing_option}"
+        shared = (
+            f" It measured the GPU's free memory, which fails where another process takes or gives back some: a"
+            f" worker that starts anew mends that, and {size} (of the KV cache) has it measure nothing."
+        )
+        raise HeadwayError(
+            f"vLLM's process ended before it had started; its reason stands above in this log.{shared * bool(measured)}"
+        ) from error
 
 
 def cache_tokens(llm: Any) -> int | None:
