@@ -1,11 +1,15 @@
 """Seconds from the command `headway run` to the first trained step, and all that comes before it, of each process.
 
     python -m benchmarks.first_step [--runs 2] [--caches DIR] [--recipe arithmetic-vllm.yaml] [key=value ...]
-    python -m benchmarks.first_step --shape smollm2-135m --gpus 2 --recipe smollm2-reasoning-gym.yaml [key=value ...]
+    python -m benchmarks.first_step --gpus 1 --shape qwen3-8b model.dtype=bfloat16 engine.dtype=bfloat16 [key=value ...]
+    python -m benchmarks.first_step --gpus 2 --workers-per-gpu 4 --recipe smollm2-reasoning-gym.yaml model.path=DIR
 
-`--shape` writes random weights of that shape, from which the recipe's model is then loaded. Stages before reinforcement
-learning and evaluations are left out. A run is stopped after its second step. `--caches`: the directory for all that
-vLLM, Triton, torch and Headway keep; the first run with a new one finds nothing, later ones what earlier ones left.
+`--shape` writes random weights of that shape, from which the recipe's model is then loaded. They have the alphabet of
+arithmetic and no chat template, so they are for recipes like arithmetic-vllm.yaml; others need a model of their own.
+Stages before reinforcement learning and evaluations are left out. A run is stopped after its second step; one that has
+not come so far when it ends, or after `--timeout-s`, is the last, and the exit code is 1. `--caches`: the directory for
+all that vLLM, Triton, torch and Headway keep; the first run with a new one finds nothing, later ones what earlier ones
+left.
 
 For each run, `processes` has the seconds at which its processes began, `workers` those of the marks in each worker's
 log, and `parts` the seconds from mark to mark in the worker whose engine was up last, of which the first step's time is
@@ -60,12 +64,12 @@ NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"
 CACHES = {"VLLM_CACHE_ROOT": "vllm", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 
 
-def main() -> None:
-    """Measure all runs, as the command line says."""
+def main() -> int:
+    """Measure all runs, as the command line says. Return the exit code: 1 if one failed."""
     options = _parse()
     overrides = ["stages=[{kind: rl}]", "learner.steps=1000", "evaluation.prompts=0", *options.overrides]
     if options.gpus:
-        overrides = [*placement(options.gpus, 1), *overrides]
+        overrides = [*placement(options.gpus, 1, options.workers_per_gpu), *overrides]
     if options.shape:
         shape = shape_of(options.shape)
         directory = checkpoint.folder(None, options.shape, shape)
@@ -76,8 +80,12 @@ def main() -> None:
     for _ in range(options.runs):
         runs.append(_run(options.recipe, overrides, environment, options.timeout_s))
         print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
+        if "error" in runs[-1]:
+            print(runs[-1]["error"], file=sys.stderr, flush=True)
+            break
     found = {"recipe": options.recipe, "gpus": options.gpus, "cores": os.cpu_count(), "has_bytecode": _has_bytecode()}
     print(json.dumps({**found, "overrides": overrides, "runs": runs}))
+    return int("error" in runs[-1])
 
 
 def _caches(directory: Path | None) -> dict[str, str]:
@@ -100,7 +108,13 @@ def _run(recipe: str, overrides: list[str], environment: dict[str, str], timeout
     with tempfile.TemporaryDirectory(prefix="headway-first-step-") as directory:
         run = Path(directory, "run")
         command = [sys.executable, "-m", "deploy", "run", recipe, f"run.directory={directory}", "run.name=run"]
-        with subprocess.Popen([*command, *overrides], stdout=subprocess.DEVNULL, env=environment) as process:
+        words = Path(directory, "words")
+        with (
+            words.open("w") as told,
+            subprocess.Popen(
+                [*command, *overrides], stdout=subprocess.DEVNULL, stderr=told, env=environment
+            ) as process,
+        ):
             seen = _Seen(run, psutil.Process(process.pid))
             try:
                 while process.poll() is None and seen.now_s() < timeout_s and not seen.is_over():
@@ -113,7 +127,8 @@ def _run(recipe: str, overrides: list[str], environment: dict[str, str], timeout
                         process.wait(1.0)
         if not seen.is_over():
             logs = [one.read_text()[-600:] for one in sorted((run / "logs").glob("*.log"))]
-            return {**seen.all(), "exit_code": process.returncode, "log": logs}
+            error = words.read_text(errors="replace")[-2000:].strip() or f"no second step in {timeout_s:g} s"
+            return {**seen.all(), "exit_code": process.returncode, "error": error, "log": logs}
         return seen.all()
 
 
@@ -196,6 +211,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--recipe", default="arithmetic-vllm.yaml")
     parser.add_argument("--shape", default="", help="of random weights; empty: the recipe's own model")
     parser.add_argument("--gpus", type=int, default=0)
+    parser.add_argument("--workers-per-gpu", type=int, default=1, help="unless they share the learner's")
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--caches", type=Path, help="the directory for caches; by default the user's own are used")
     parser.add_argument("--timeout-s", type=float, default=240.0, help="of one run")
@@ -203,4 +219,4 @@ def _parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -110,13 +110,13 @@ def _note_seconds(directory: Path, began: float) -> None:
     (directory / SECONDS).write_text(json.dumps(round(time.monotonic() - began, 1)))
 
 
-def placement(gpus: int, learner_gpus: int) -> tuple[str, ...]:
-    """Return overrides that put learner and workers where there is room."""
+def placement(gpus: int, learner_gpus: int, per_gpu: int = 1) -> tuple[str, ...]:
+    """Return overrides that put learner and workers where there is room, so many of these on a GPU of their own."""
     if gpus == 0:
         return CPU
     if gpus == 1:
         return ("workers.count=1",)
-    others = gpu_names(gpus)[learner_gpus:]
+    others = gpu_names(gpus)[learner_gpus:] * per_gpu
     return (
         f"learner.processes={learner_gpus}",
         f"workers.count={len(others)}",
