@@ -9,7 +9,8 @@ that has ended is not made again: give the same output to go on. With `--go-on` 
 figures are kept: so parts of a race may be commands of their own, also at once, each with its own CUDA_VISIBLE_DEVICES.
 An output of another task or warm-up is refused, and with `--go-on` kept figures from other settings, other steps for
 example.
-An empty `--of` only warms up, and measures that model. `--unjudged` leaves the models' pass rates to a later command
+An empty `--of` only warms up, and measures that model; `--warmed-up` begins with it in an output of its own, so that
+runs of one contestant keep each its own model. `--unjudged` leaves the models' pass rates to a later command
 that goes on.
 
 With `--gpus 1` all generate with vLLM on the GPU where they train. Of two GPUs the engines of Headway, trl-async and
@@ -61,6 +62,8 @@ def main() -> int:
     race.load()  # refuses, before anything starts, what is no race
     kept = Kept(options.output, race, is_read=options.go_on)
     try:
+        if options.warmed_up:
+            contestants.copy_warm_up(race, options.warmed_up)
         runs = [f"{name}-{number}" for name in options.of for number in range(options.rounds)]
         kept.check(runs if options.unjudged else [*runs, BEFORE])
     except ConfigError as error:
@@ -116,6 +119,9 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--go-on", action="store_true", help="with the figures that the output has")
+    parser.add_argument(
+        "--warmed-up", type=Path, metavar="OUTPUT", help="begin with the warmed-up model of that output"
+    )
     parser.add_argument("--unjudged", action="store_true", help="without the pass rates of models")
     parser.add_argument("--gpus", type=int, choices=SETTINGS, default=0, help="0: CPUs")
     parser.add_argument("--timeout-s", type=float, default=900.0, help="of one command")

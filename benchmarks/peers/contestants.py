@@ -15,6 +15,7 @@ import msgspec
 
 from benchmarks.gpus import gpu_names
 from benchmarks.learns.parts import finish
+from broker.errors import ConfigError
 from deploy.run.stage_output import is_complete
 
 from . import of_headway, of_trl_async, of_verl
@@ -74,6 +75,21 @@ def warm_up(race: Race, timeout_s: float) -> None:
         others = (*race.all_overrides, *place, "evaluation.prompts=0")
         command = ["sft", race.recipe, "--output", str(race.model), *others]
         finish(command, race.model, timeout_s)
+
+
+def copy_warm_up(race: Race, output: Path) -> None:
+    """Begin with the warmed-up model of another output, unless this one has its own.
+
+    Raises ConfigError if the other has none.
+    """
+    if is_complete(race.model):
+        return
+    if not is_complete(output / race.model.name):
+        raise ConfigError(f"--warmed-up {output} has no warmed-up model: warm up there first, by an empty --of.")
+    part = race.model.with_suffix(".part")
+    shutil.rmtree(part, ignore_errors=True)
+    shutil.copytree(output / race.model.name, part)
+    part.rename(race.model)
 
 
 def run(name: str, race: Race, python: Path, timeout_s: float) -> Figures:

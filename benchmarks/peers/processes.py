@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 import psutil
 
@@ -19,6 +20,43 @@ WATCH_S = 1.0
 """Seconds between looks at the processes that a command has started."""
 
 
+class Group:
+    """A command in a process group of its own, and the processes that it starts, until `end`.
+
+    Its output and its words on standard error go to files, or to this process's standard error.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        directory: Path | None = None,
+        *,
+        output: TextIO | None = None,
+        words: TextIO | None = None,
+    ) -> None:
+        self._process = subprocess.Popen(
+            command, stdout=output or sys.stderr, stderr=words, env=environment, cwd=directory, process_group=0
+        )
+        self._children: list[psutil.Process] = []
+
+    def poll(self, wait_s: float = 0.0) -> int | None:
+        """Return the exit code of the command, or None if it has not ended within so many seconds.
+
+        Whichever processes it has now are those that `end` ends besides.
+        """
+        with suppress(psutil.NoSuchProcess):
+            self._children = psutil.Process(self._process.pid).children(recursive=True) or self._children
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(wait_s)
+        return None
+
+    def end(self) -> None:
+        """End all of them, gently at first."""
+        _end(self._process)
+        _kill(self._children)
+
+
 def finish_group(
     command: Sequence[str], timeout_s: float, environment: Mapping[str, str], directory: Path | None = None
 ) -> None:
@@ -26,30 +64,16 @@ def finish_group(
 
     Raises CalledProcessError or TimeoutExpired.
     """
-    with subprocess.Popen(
-        command, stdout=sys.stderr, env=environment, cwd=directory, process_group=0
-    ) as process:  # standard output has only one JSON object
-        children: list[psutil.Process] = []
-        try:
-            code = _watched(process, timeout_s, children)
-        finally:
-            _end(process)
-            _kill(children)
+    deadline = time.monotonic() + timeout_s
+    group = Group(command, environment, directory)  # standard output has only one JSON object
+    try:
+        while (code := group.poll(min(WATCH_S, max(0.0, deadline - time.monotonic())))) is None:
+            if time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired(command, timeout_s)
+    finally:
+        group.end()
     if code:
         raise subprocess.CalledProcessError(code, command)
-
-
-def _watched(process: "subprocess.Popen[bytes]", timeout_s: float, children: list[psutil.Process]) -> int:
-    """Return the exit code, and keep in `children` whichever processes it was last seen to have."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        with suppress(psutil.NoSuchProcess):
-            children[:] = psutil.Process(process.pid).children(recursive=True) or children
-        try:
-            return process.wait(min(WATCH_S, max(0.0, deadline - time.monotonic())))
-        except subprocess.TimeoutExpired:
-            if time.monotonic() >= deadline:
-                raise subprocess.TimeoutExpired(process.args, timeout_s) from None
 
 
 def _kill(children: Sequence[psutil.Process]) -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from benchmarks.peers import contestants
 from benchmarks.peers.figures import Figures, figures_of
 from benchmarks.peers.kept import BEFORE, Kept
-from benchmarks.peers.race import LONG_TAILED
+from benchmarks.peers.race import LONG_TAILED, Race
 from broker.errors import ConfigError
 from deploy.run.stage_output import mark_complete
 from tests.peers.races import race_in, steps_of
@@ -31,6 +32,19 @@ def test_a_run_that_has_ended_is_not_made_again(tmp_path: Path) -> None:
     assert anew.figures("headway-0", lambda: later, None) == later
     assert go_on.figures("headway-0", lambda: one, lambda _: solved) == solved
     assert go_on.figures("headway-0", lambda: one, lambda _: one) == solved
+
+
+def test_an_output_may_begin_with_the_warm_up_of_another(race: Race, tmp_path: Path) -> None:
+    own = race_in(tmp_path / "own")
+    with pytest.raises(ConfigError, match="has no warmed-up model"):
+        contestants.copy_warm_up(own, tmp_path)
+    mark_complete(race.model, race.load(), {})
+    Path(own.output).mkdir()
+    contestants.copy_warm_up(own, tmp_path)
+    assert {path.name for path in own.model.iterdir()} == {path.name for path in race.model.iterdir()}
+    (own.model / "its_own").touch()
+    contestants.copy_warm_up(own, tmp_path)
+    assert (own.model / "its_own").exists()
 
 
 def test_figures_of_another_race_are_refused(tmp_path: Path) -> None:

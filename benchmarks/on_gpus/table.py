@@ -1,0 +1,161 @@
+"""All measurements, by their groups. The first three groups take about ten minutes each on four GPUs."""
+
+from collections.abc import Sequence
+
+from . import races
+from .measurement import SPARE_S, Machine, Measurement, module
+
+NCCL = ("weights.transport=nccl", "weights.staging=device")
+FAULTS = "tests/weightsync/test_faults.py"
+WARM_UPS = ("warm_up", "megatron_warm_up", "faults", "more_faults")
+"""An engine does not start beside a process that gives memory back, as each of these does at its end."""
+TABLES = (("qwen3-0.6b", 0), ("qwen3-1.7b", 0), ("qwen3-8b", 16), ("qwen3-30b-a3b", 8))
+"""Shapes of the learner alone, and how many of their layers fit a GPU; 0: all."""
+FEW_REPEATS = ("--compile", "--repeats", 2, "--warm-ups", 1, "--settings", "never,auto")
+
+
+def groups(machine: Machine) -> dict[str, list[Measurement]]:
+    """Return the measurements by the names of their groups."""
+    return {
+        "first": _first(machine),
+        "second": _second(machine),
+        "third": _third(machine),
+        "short": races.short(machine),
+        "long-tailed": races.long_tailed(machine),
+        "one-gpu": races.one_gpu(machine),
+        "starts": _starts(machine),
+        "learner": _learner(),
+    }
+
+
+def _tests(*arguments: str) -> tuple[str, ...]:
+    return ("-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
+
+
+def _first(machine: Machine) -> list[Measurement]:
+    """All warm-ups and faults at once, then both runs that learn at once: each needs little."""
+    count = len(machine.gpus)
+    # Learner and engines share two GPUs; of four, two are the learner's.
+    learning: Sequence[str] = ("--gpus", "4", "--learner-gpus", "2", *NCCL)
+    sharing = learning
+    if count == 2:
+        learning = ("--gpus", "2", *NCCL)
+        shared = ("workers.count=2", f"workers.devices=[{','.join(machine.gpus)}]")
+        sharing = ("--gpus", "2", "--learner-gpus", "2", *shared, "weights.transport=ipc", "weights.staging=host")
+    smollm2 = ("--model", machine.smollm2, "--output", machine.output / "smollm2")
+    megatron = (
+        *("--recipe", "arithmetic-vllm.yaml", "--output", machine.output / "megatron", *sharing),
+        *("learner.backend=megatron", "learner.layout.expert=2", "learner.device=cuda", "engine.device=cuda"),
+        "engine.options.gpu_memory_utilization=0.2",
+    )
+
+    def learns(name: str, part: str, seconds: int, *arguments: object, **rest: object) -> Measurement:
+        command = module("learns", *arguments, "--parts", part, "--timeout-s", seconds - SPARE_S)
+        return Measurement(name, command, seconds, **rest)  # type: ignore[arg-type]
+
+    ungated = ("tests/weightsync/test_gpu.py", "tests/weightsync/test_hosts.py", "-k")
+    return [
+        learns("warm_up", "sft", 180, *smollm2, quarters=1),
+        learns("megatron_warm_up", "sft", 180, *megatron, gpus=count, quarters=1),
+        Measurement(
+            "faults",
+            _tests(FAULTS, *ungated, "gpu or nccl and not killed_and_stopped"),
+            160,
+            gpus=count,
+            quarters=1,
+        ),
+        Measurement("more_faults", _tests(FAULTS, "-k", "nccl and killed_and_stopped"), 160, gpus=count, quarters=1),
+        learns(
+            "grpo",
+            "grpo",
+            330,
+            *(*smollm2, *learning, "engine.options.gpu_memory_utilization=0.3"),
+            gpus=count,
+            quarters=2,
+            after=("warm_up",),
+            following=WARM_UPS,
+        ),
+        learns(
+            "megatron",
+            "grpo",
+            330,
+            *megatron,
+            gpus=count,
+            quarters=2,
+            after=("megatron_warm_up",),
+            following=WARM_UPS,
+        ),
+    ]
+
+
+def _second(machine: Machine) -> list[Measurement]:
+    """Asynchrony has three of four GPUs, and what a worker costs the last one."""
+    several = min(3, len(machine.gpus))
+    place = ("--gpus", several, "--model", machine.smollm2, "--output", machine.output / "asynchrony")
+
+    def run(name: str, seconds: int, *arguments: object) -> Measurement:
+        command = module("asynchrony", *place, "--timeout-s", seconds - SPARE_S, "--runs", name, *arguments)
+        return Measurement(name, command, seconds, gpus=several, after=("long_tailed",))
+
+    many = ("--of", "colocated", "engine.max_concurrent=256", "engine.options.gpu_memory_utilization=0.7")
+    return [
+        Measurement("long_tailed", module("asynchrony", *place, "--timeout-s", 165, "--runs", ""), 180),
+        run("asynchronous", 180, "--steps", 30),
+        run("separated", 200, "--steps", 18),
+        run("colocated", 220, "--steps", 16, *many),
+        Measurement("worker", module("worker_overhead", "--seconds", 25), 540),
+    ]
+
+
+def _third(machine: Machine) -> list[Measurement]:
+    """Weight transfers one after the other, as they share the host's memory, and beside them what needs one GPU."""
+    whole = len(machine.gpus)
+
+    def sync(name: str, seconds: int, *arguments: object, gpus: int = 2) -> Measurement:
+        command = module("weight_sync", "--output", machine.output / name, *arguments)
+        return Measurement(name, command, seconds, gpus=gpus, in_turn="weights")
+
+    moe, halves = ("--shape", "moe-2.4b"), ("--learner-gpus", 2, "--engine-gpus", 2)
+    long = ("--dtype", "float32", "--groups", 64, "--response-tokens", 256, "--timeout-s", 140)
+    share = ("--share",) if whole == 2 else ()
+    return [
+        sync("sync", 400, "--native", "--versions", 12),
+        sync("sync_moe", 180, "--limit-s", 170, *moe, "--kv-policy", "keep"),
+        sync("sync_ipc", 150, "--limit-s", 140, *moe, "--transport", "ipc", *halves),
+        Measurement("engines", _tests("tests/rollout_workers/test_engine_contract.py", "-k", "vllm"), 300),
+        Measurement("agreement_moe", module("agreement", *moe, "--layers", 4, "--engine", "vllm"), 300),
+        Measurement("agreement", module("agreement", "--shape", "qwen3-0.6b", "--engine", "vllm"), 200),
+        Measurement("scorers", module("scorers", "--shape", "qwen3-0.6b", *long), 300),
+        sync("sync_sharded", 200, "--limit-s", 190, *moe, *halves, *share, gpus=whole),
+    ]
+
+
+def _starts(machine: Machine) -> list[Measurement]:
+    """Two runs each, of which the first finds nothing that an earlier one left."""
+    model = ("--recipe", "smollm2-reasoning-gym.yaml", f"model.path={machine.smollm2}")
+    beside = (
+        *("weights.transport=ipc", "weights.staging=device"),
+        "engine.options={gpu_memory_utilization: 0.05, kv_cache_memory_bytes: 8589934592}",
+    )
+    on = {1: model, 2: ("--workers-per-gpu", 4, *model, *beside)}
+    return [
+        Measurement(
+            f"first_step_{gpus}",
+            module("first_step", "--gpus", gpus, "--caches", machine.output / f"caches_{gpus}", *arguments),
+            300,
+            gpus=gpus,
+        )
+        for gpus, arguments in on.items()
+    ]
+
+
+def _learner() -> list[Measurement]:
+    rows = ("--whole", 8192, "--tokens", 65536, "--budget", 16384)
+    return [
+        Measurement(
+            f"learner_{shape}",
+            module("prefix_trees", "--shape", shape, "--layers", layers, *rows, *FEW_REPEATS, "--seconds", 500),
+            580,
+        )
+        for shape, layers in TABLES
+    ]
