@@ -16,10 +16,10 @@ VERL = "verl"
 
 
 def short(machine: Machine) -> list[Measurement]:
-    """Two GPUs. Padded rows of verl run once, to be compared with its packed ones."""
+    """Two GPUs. Other settings of verl run once, to be compared with its packed rows."""
     runs = [
         *_runs(machine, "short", 2, {"verl-sync-packed": VERL_S}, 12),
-        *_runs(machine, "short", 2, {"verl-sync": VERL_S}, 12, rounds=1),
+        *_runs(machine, "short", 2, {"verl-sync": VERL_S, "verl-sync-packed-in-core": VERL_S}, 12, rounds=1),
         *_runs(machine, "short", 2, {"headway": 200, "trl-all-threads": 330}, 20),
     ]
     return _whole(machine, "short", runs)

@@ -18,10 +18,10 @@ What the others need that Headway does not, in the interpreter that `--python` n
 - trl-1-thread and its like: TRL 1.16; on a GPU its vLLM.
 - trl-async: two GPUs, TRL 1.16, aiohttp, requests, and a vLLM of 0.22 to 0.31, whose server it starts itself. TRL takes
   its attention from a hub; torch's variable-length kernel stands in for it.
-- verl-sync (one GPU or two), verl-async (two), each also as -packed: verl 0.9.1, Ray 2.55, vLLM 0.18 or newer (0.24 is
-  verl's own pin), hydra-core 1.3, omegaconf 2.3, antlr4-python3-runtime 4.9.3, TransferQueue 0.1.11, tensordict 0.10
-  with pyvers below 0.2 and importlib_metadata below 10, torchdata, codetiming, pylatexenc, peft, accelerate, datasets
-  with multiprocess 0.70.19, pandas, orjson; verl-async also cupy.
+- verl-sync (one GPU or two), verl-async (two), each also as -packed, and verl-sync-packed-in-core: verl 0.9.1, Ray
+  2.55, vLLM 0.18 or newer (0.24 is verl's own pin), hydra-core 1.3, omegaconf 2.3, antlr4-python3-runtime 4.9.3,
+  TransferQueue 0.1.11, tensordict 0.10 with pyvers below 0.2 and importlib_metadata below 10, torchdata, codetiming,
+  pylatexenc, peft, accelerate, datasets with multiprocess 0.70.19, pandas, orjson; verl-async also cupy.
   verl needs another omegaconf and antlr4 than Headway, so put its packages into a folder of their own and give as
   `--python` a script that has this folder before all others on PYTHONPATH and then runs Python. The benchmark itself
   goes without it: `PYTHONPATH="/folder${PYTHONPATH:+:$PYTHONPATH}" exec python3 "$@"`.
@@ -43,7 +43,7 @@ flash-attn; `verl_stand_ins.py` has them for whole rows since, which no GPU has 
 they are the same, for padded rows and for packed ones, with their gradients. A CPU takes 6 ms for a sample in verl's
 agent loop, of which there are eight, and 1 to 2 for its reward, without any engine.
 verl computes packed rows by default, and only those are bounded by `learner.micro_batch_tokens`: a row of a long-tailed
-batch is padded to the longest. So both settings race, and the better one counts. The asynchronous trainer, packed rows
+batch is padded to the longest. So all settings race, and the best one counts. The asynchronous trainer, packed rows
 on a GPU and a long-tailed race have not been run. Without a GPU TRL's asynchronous trainer, its rollouts and a vLLM
 server for CPUs run together, but for the weights, which are not sent.
 """

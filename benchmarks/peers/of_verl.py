@@ -38,12 +38,15 @@ class VerlSetting(msgspec.Struct, frozen=True):
     """`trainer.v1.trainer_mode`."""
     packed: bool = False
     """Whether samples lie in one row without padding, which torch's variable-length kernel attends to."""
+    in_core: bool = False
+    """Whether an engine computes in the process of its scheduler, as vLLM's own default is; verl starts one more."""
 
 
 SYNC, ASYNC = "sync", "separate_async"
 SETTINGS = {
     "verl-sync": VerlSetting(SYNC),
     "verl-sync-packed": VerlSetting(SYNC, packed=True),
+    "verl-sync-packed-in-core": VerlSetting(SYNC, packed=True, in_core=True),
     "verl-async": VerlSetting(ASYNC),
     "verl-async-packed": VerlSetting(ASYNC, packed=True),
 }
@@ -120,11 +123,13 @@ def write_prompts(race: Race, file: Path) -> None:
 def overrides_of(race: Race, setting: VerlSetting, directory: Path) -> list[str]:
     """Return the overrides of verl's configuration, in Hydra's syntax."""
     recipe, mode = race.load(), setting.mode
+    of_vllm = "+actor_rollout_ref.rollout.engine_kwargs.vllm"
     return [
         *_of_data(recipe, directory),
         *_of_actor(recipe, race.model, packed=setting.packed),
         *_of_rollout(recipe, mode, race),
         *_of_trainer(recipe, race, mode, directory),
+        *([f"{of_vllm}.distributed_executor_backend=uni"] if setting.in_core else ()),
         "+ray_kwargs.ray_init.include_dashboard=False",
         "algorithm.adv_estimator=grpo",
         "algorithm.use_kl_in_reward=False",

@@ -39,6 +39,13 @@ def test_verl_trains_as_many_samples_in_as_many_updates(tmp_path: Path) -> None:
     assert alone["trainer.v1.separate_async.parameter_sync_step"] == "4"
 
 
+def test_vllm_computes_in_the_process_of_its_scheduler_where_a_setting_says_so(race: Race, tmp_path: Path) -> None:
+    backend = "+actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend=uni"
+    on_one = msgspec.structs.replace(race, gpus=1)
+    having = [name for name, of in of_verl.SETTINGS.items() if backend in of_verl.overrides_of(on_one, of, tmp_path)]
+    assert having == ["verl-sync-packed-in-core"]
+
+
 def test_verls_packed_rows_attend_as_separate_ones() -> None:
     import benchmarks.peers.verl_attention  # noqa: F401  # it registers the attention
 
