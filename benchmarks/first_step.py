@@ -1,7 +1,7 @@
 """Seconds from the command `headway run` to the first trained step, and all that comes before it, of each process.
 
     python -m benchmarks.first_step [--runs 2] [--caches DIR] [--recipe arithmetic-vllm.yaml] [key=value ...]
-    python -m benchmarks.first_step --gpus 1 --shape qwen3-8b model.dtype=bfloat16 engine.dtype=bfloat16 [key=value ...]
+    python -m benchmarks.first_step --shape qwen3-0.6b --gpus 1 learner.device=cuda engine.device=cuda [key=value ...]
     python -m benchmarks.first_step --gpus 2 --workers-per-gpu 4 --recipe smollm2-reasoning-gym.yaml model.path=DIR
 
 `--shape` writes random weights of that shape, from which the recipe's model is then loaded. They have the alphabet of

@@ -85,6 +85,7 @@ def test_the_last_line_has_medians_of_the_races(
         told = {"samples_per_s": {"headway": [speed]}, "headway": {"pass_rate": 0.7}}
         result_of(tmp_path, run).write_text(json.dumps(told))
         result_of(tmp_path, f"{run}_judged").write_text(json.dumps(told))
+    monkeypatch.setattr("signal.signal", lambda *_: None)
     place = ["--output", str(tmp_path), "--smollm2", "/m", "--gpus", "2", "--seconds", "0"]
     monkeypatch.setattr(sys, "argv", ["on_gpus", *place, "one-gpu"])
     assert on_gpus() == 1

@@ -34,8 +34,8 @@ What the others need that Headway does not, in the interpreter that `--python` n
 `python -m benchmarks.on_gpus short` (or `long-tailed`, `one-gpu`) makes three runs of each contestant on two or four
 GPUs and measures their models.
 
-Every vLLM of a race, Headway's too, samples by FlashInfer unless `VLLM_USE_FLASHINFER_SAMPLER=0` is set: set it where
-FlashInfer is not installed.
+The vLLM of every contestant, Headway's too, samples by FlashInfer only with `VLLM_USE_FLASHINFER_SAMPLER=1`: it is not
+installed everywhere.
 
 verl's synchronous trainer has run on two H200 (2026-11-26, padded rows, 12 steps of 512 samples): a step took 11 to 13
 s, of which 7 to 9 were the four updates. Most of that went into logprobs, which verl computes token by token without

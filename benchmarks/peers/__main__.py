@@ -50,6 +50,8 @@ def main() -> int:
     """Return the exit code: 1 if a run failed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started ends, too
     options = _parse()
+    # One sampler for the engines of all contestants, and FlashInfer is not installed everywhere.
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     task = Task(options.recipe) if options.recipe else TASKS[options.task]["cuda" if options.gpus else "cpu"]
     race = Race(
         recipe=task.recipe,

@@ -75,7 +75,6 @@ IN_PROCESSES = {
     # As many processes as the machine has processors, none of which has verl's environment: Ray starts others.
     "RAY_prestart_worker_first_driver": "0",
     "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",
     # verl turns it off unless it is set, for files that broke when two wrote them; since torch 2.10 they cannot.
     "VLLM_DISABLE_COMPILE_CACHE": "0",

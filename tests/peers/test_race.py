@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.peers import contestants, of_headway
+from benchmarks.peers.__main__ import main as peers
 from benchmarks.peers.of_trl import Clock, TrlSetting, Verifier, config_of, prompts_of, row_of
 from benchmarks.peers.processes import finish_group
 from benchmarks.peers.race import LONG_TAILED, TASKS, Race
@@ -136,6 +137,20 @@ def test_no_process_of_a_peer_outlives_its_command(tmp_path: Path) -> None:
     except (FileNotFoundError, ProcessLookupError):
         return
     assert state.rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def test_all_contestants_have_one_sampler(race: Race, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str | None] = []
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "")
+    monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER")
+    monkeypatch.setattr(contestants, "warm_up", lambda *_: said.append(os.environ.get("VLLM_USE_FLASHINFER_SAMPLER")))
+    for given in (None, "1"):
+        if given:
+            monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", given)
+        monkeypatch.setattr(sys, "argv", ["peers", "--output", race.output, "--of", "", "--unjudged"])
+        assert peers() == 0
+    assert said == ["0", "1"]
 
 
 def test_who_needs_gpus_says_so() -> None:
