@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 
@@ -30,6 +30,9 @@ from .versions import Versions
 from .waits import Waits
 
 T = TypeVar("T")
+
+LAST_PATIENCE_S = 5.0
+"""A process that ends waits so long for a server that is away: one that is started again answers after a second."""
 
 
 class Broker:
@@ -81,6 +84,11 @@ class Broker:
         """Joins the run that has the name now, and returns its identity, empty where there is none. From then on verbs
         raise ForeignRunError where another run has the name. Every verb joins by itself."""
         return await self._connection.join()
+
+    def end_when(self, is_ending: Callable[[], bool], patience_s: float = LAST_PATIENCE_S) -> None:
+        """Says when this process begins to end: from then on all calls together wait `patience_s` for a server that
+        does not answer, and later ones raise BrokerUnavailableError at once. Any thread may ask `is_ending`."""
+        self._connection.end_when(is_ending, patience_s)
 
     async def close(self) -> None:
         await self.strays.end()

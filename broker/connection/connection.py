@@ -84,11 +84,17 @@ class Connection:
         self.answer_s = 0.0
         """The sum of the times until they were answered, with what they waited for others to share a round trip."""
         self._timeout_s = timeout_s
+        self._is_ending: Callable[[], bool] = lambda: False
+        self._last_patience_s = self._patient_until_s = math.inf
         self._verbs: Verbs | None = None
         self._routes = open_routes(Address.parse(url), self.keys, timeout_s)
 
     async def close(self) -> None:
         await self._routes.close()
+
+    def end_when(self, is_ending: Callable[[], bool], patience_s: float) -> None:
+        """See `Broker.end_when`."""
+        self._is_ending, self._last_patience_s, self._patient_until_s = is_ending, patience_s, math.inf
 
     async def execute(self, *command: Argument) -> Any:
         """Carries out one plain command and returns its reply."""
@@ -276,15 +282,17 @@ class Connection:
 
     async def _attempt(self, send: Callable[[], Awaitable[T]]) -> T:
         """Sends again and again until the server answers or `timeout_s` has passed. Raises Headway's own errors."""
-        deadline, pause_s = time.monotonic() + self._timeout_s, _FIRST_PAUSE_S
+        began_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
+        if self.answered_since_s == math.inf and began_s + _LONGEST_PAUSE_S >= self._until_s(math.inf):
+            raise BrokerUnavailableError(f"The broker at {self.url} does not answer, and this process ends.")
         while True:
             try:
                 return await self._noted(send)
             except (LostConnectionError, SlowServerError, BusyLoadingError, OSError) as error:
-                if time.monotonic() + pause_s >= deadline or is_lasting(error):
+                if time.monotonic() + pause_s >= self._until_s(began_s) or is_lasting(error):
                     raise unavailable(error, url=self.url, timeout_s=self._timeout_s) from error
             except ResponseError as error:
-                if not ends_by_itself(error) or time.monotonic() + pause_s >= deadline:
+                if not ends_by_itself(error) or time.monotonic() + pause_s >= self._until_s(began_s):
                     raise translated(error, run=self.run, url=self.url, server_id=self.server_id) from error
             except RedisError as error:
                 raise BrokerError(
@@ -293,6 +301,12 @@ class Connection:
                 ) from error
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _until_s(self, began_s: float) -> float:
+        """Returns the time until which a call that began then is repeated."""
+        if self._is_ending():
+            self._patient_until_s = min(self._patient_until_s, time.monotonic() + self._last_patience_s)
+        return min(began_s + self._timeout_s, self._patient_until_s)
 
     async def _noted(self, send: Callable[[], Awaitable[T]]) -> T:
         try:

@@ -11,7 +11,7 @@ import re
 import shlex
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -143,9 +143,9 @@ class Handle(ABC):
     def kill(self) -> None:
         """End it and all that it started, at once. None of its processes is left once this returns. Idempotent."""
 
-    def begin_kill(self, *, is_patient: bool = True) -> None:  # noqa: B027 - `kill` alone is enough
-        """Begin what `kill` completes, so that several processes end side by side. Does not block; idempotent. Without
-        `is_patient` that `kill` waits for nothing that only tidies up. By default it does nothing."""
+    def begin_kill(self, *, is_patient: Callable[[], bool] = lambda: True) -> None:  # noqa: B027 - `kill` is enough
+        """Begin what `kill` completes, so that several processes end side by side. Does not block; idempotent. Once
+        `is_patient` returns False that `kill` waits for nothing that only tidies up. By default it does nothing."""
 
     @abstractmethod
     def log(self) -> str:

@@ -18,6 +18,8 @@ PATIENCE_S = 60.0
 """Seconds that a supervisor which finds its run ended waits for a learner to resume it, as its workers do."""
 TTL_S = 5.0
 """Seconds after which the broker forgets the pools of a silent supervisor, and another one may take their names."""
+LAST_PATIENCE_S = 1.0
+"""Seconds that the end of a supervisor waits for a server that is away: then leases expire by themselves."""
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +90,7 @@ def _follow(url: str, run: str, pools: list[Pool], over: threading.Event) -> Non
             try:
                 if client is None:
                     client = BlockingBroker(url, run)
+                    client.broker.end_when(over.is_set, LAST_PATIENCE_S)
                 for pool in pools:
                     _bury(client, pool)
                     _report(client, pool, refused)

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -40,7 +40,7 @@ class Child(Handle):
     def __init__(self, command: Command) -> None:
         super().__init__(command)
         self._until_s: float | None = None
-        self._is_patient = True
+        self._is_patient: Callable[[], bool] = lambda: True
         if command.farewell is not None:
             command.farewell.unlink(missing_ok=True)  # left by the process before
         if command.cwd is not None:
@@ -79,12 +79,12 @@ class Child(Handle):
             for pid in self._addressees():
                 _signal(pid, signal.SIGTERM)
 
-    def begin_kill(self, *, is_patient: bool = True) -> None:
-        """Kill it and all that it started but trackers of shared memory. Without `is_patient` these are left to end by
-        themselves, as soon as all others have ended."""
+    def begin_kill(self, *, is_patient: Callable[[], bool] = lambda: True) -> None:
+        """Kill it and all that it started but trackers of shared memory. Once `is_patient` returns False these are left
+        to end by themselves, as soon as all others have ended."""
         if self._until_s is None:
             self._is_patient = is_patient
-            self._until_s = time.monotonic() + PATIENCE_S * is_patient
+            self._until_s = time.monotonic() + PATIENCE_S
         self._process.kill()
         self._strike()
 
@@ -94,9 +94,9 @@ class Child(Handle):
             self.begin_kill()
         assert self._until_s is not None
         self._process.wait()
-        while (are_trackers := self._strike()) and time.monotonic() < self._until_s:
+        while (are_trackers := self._strike()) and self._is_patient() and time.monotonic() < self._until_s:
             time.sleep(LOOK_S)
-        if self._is_patient or not any(are_trackers):
+        if self._is_patient() or not any(are_trackers):
             with suppress(ProcessLookupError):  # the whole group has ended already
                 os.killpg(self.pid, signal.SIGKILL)
         if self._temporary is not None:

@@ -20,6 +20,7 @@ from .processes import LocalLauncher
 POLL_S = 0.1
 MAX_BACKOFF_S = 10.0
 MAX_SICK_BACKOFF_S = 600.0
+DRAIN_NOTICE = "the learner finishes its step and writes a checkpoint"
 SICK_PLACE = (
     "{} processes in a row were set aside in this place, while others are well: look at its host and its GPU, or take"
     " a worker away with `headway scale -1`."
@@ -42,7 +43,7 @@ class Supervisor:
     learner: Command | None = None
     max_restarts: int = 5
     backoff_s: float = 0.5
-    drain_notice: str = "the learner finishes its step and writes a checkpoint"
+    drain_notice: str = DRAIN_NOTICE
     fails_when_stopped: bool = False
     """True for a stage without workers: a signal makes its process end with an error, which it prints itself."""
     say: Callable[[str], None] = say
@@ -201,7 +202,7 @@ class Supervisor:
             self.say("Stopped at once. What was trained since the last checkpoint is trained again with --resume.")
         children = [slot.child for slot in self._all() if slot.child is not None]
         for child in children:
-            child.begin_kill(is_patient=len(self._stops) < 2)
+            child.begin_kill(is_patient=lambda: len(self._stops) < 2)
         for child in children:
             child.kill()
         for pool in self.pools:

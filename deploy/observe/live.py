@@ -27,6 +27,8 @@ from .waiting import Reminder, Waiting
 from .waiting import look as look_at
 
 POLL_S = 0.5
+LAST_PATIENCE_S = 1.0
+"""Seconds that the last look waits for a server that is away."""
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_STEPS = 40
 
@@ -60,6 +62,8 @@ class Monitor:
         """The last step before this monitor, perhaps of a learner that has ended."""
         self._is_first_look = True
         self._state = ""
+        self._named = set[str]()
+        """The other runs that were named since this monitor waits for a learner."""
         self.last: RunStatus | None = None
 
     def __enter__(self) -> Self:
@@ -73,6 +77,10 @@ class Monitor:
         self._thread.join(timeout=5.0)
         if self._live is not None:
             self._live.stop()
+
+    def is_over(self) -> bool:
+        """Return whether its block has ended. Any thread may ask."""
+        return self._over.is_set()
 
     def say(self, text: str) -> None:
         """Print a line above the panel."""
@@ -92,7 +100,8 @@ class Monitor:
             self._tell_absent(str(error))
             return
         except HeadwayError as error:
-            self._tell_state(f"broker: {error}")
+            if not self.is_over():  # a server that is away may be the reason why its user ends this
+                self._tell_state(f"broker: {error}")
             return
         if self.last is None:
             self._found = max(map(_place, status.recent_steps), default=(-1, -1))
@@ -113,11 +122,15 @@ class Monitor:
         others = error.partition("Runs there: ")[2]
         is_other = bool(others) and others != "none."  # perhaps our run's name is misspelt
         text = f"{NO_LEARNER} Runs there: {others}" if is_other else NO_LEARNER
-        if self._live is None:
-            self._tell_state(text)
-        else:
+        if self._live is not None:
             with suppress(OSError):  # the terminal may be gone
                 self._live.update(Text(text))
+            return
+        named = set(others.rstrip(".").split(", ")) if is_other else set[str]()
+        if self._state != NO_LEARNER or not named <= self._named:
+            self.say(text)
+        self._named = self._named | named if self._state == NO_LEARNER else named
+        self._state = NO_LEARNER
 
     def _print_lines(self, status: RunStatus) -> None:
         if self._is_first_look:
@@ -158,6 +171,7 @@ def watch(url: str, run: str, console: Terminal, max_lag: int | None = None) -> 
 
     try:
         with Monitor(look, console, max_lag) as monitor:
+            broker.broker.end_when(monitor.is_over, LAST_PATIENCE_S)
             yield monitor
     finally:
         broker.close()

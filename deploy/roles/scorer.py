@@ -39,6 +39,7 @@ async def _run(url: str, run: str, process: str, name: str, overrides: Sequence[
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, drain.set)
     broker = await open_broker(url, run, session=session)
+    broker.end_when(drain.is_set)
     try:
         stored = await or_drained(fetch_config(broker), drain)
         if stored is None:

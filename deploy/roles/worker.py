@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 PARTS_OF_GRACE = 5
 """A leaving worker's four steps and the end of its engine get a fifth each of the time that it has."""
+PARTS_FOR_BROKER = 2
+"""The parts of it for which a leaving worker waits, in all its steps together, for a broker that is away."""
 GRACE_S = 20.0
 """Seconds for a worker that found itself unfit to hand its work back. Then its process ends."""
 
@@ -69,6 +71,7 @@ async def _run(
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, drain.set)
     broker = await open_broker(url, run, session=session)
+    broker.end_when(drain.is_set, PARTS_FOR_BROKER * grace_s / PARTS_OF_GRACE)
     try:
         async with _private_directory(run, worker, overrides, allowed) as (private, ahead):
             stored = await or_drained(_fetch_config(broker, ahead), drain)

@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,33 @@ async def test_a_network_that_carries_nothing(proxy: Proxy, run_name: str) -> No
     assert {type(state) for state in states} == {BrokerUnavailableError}
     proxy.resume()
     assert await broker.status.state() == "absent"
+    await broker.close()
+
+
+async def test_a_process_that_ends_waits_once_for_a_server_that_is_away(run_name: str) -> None:
+    is_ending = asyncio.Event()
+    broker = Broker(f"redis://127.0.0.1:{free_port()}", run_name, timeout_s=10_000)
+    broker.end_when(is_ending.is_set, patience_s=0.1)
+    waiting = asyncio.create_task(broker.ping())
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(waiting), 0.3)
+    is_ending.set()
+    async with asyncio.timeout(60):
+        with pytest.raises(BrokerUnavailableError):
+            await waiting
+        with pytest.raises(BrokerUnavailableError, match="this process ends"):
+            await broker.ping()
+        await broker.close()
+
+
+async def test_a_process_that_ends_asks_a_server_that_answers_again(proxy: Proxy, run_name: str) -> None:
+    broker = await open_broker(f"redis://127.0.0.1:{proxy.port}", run_name)
+    broker.end_when(lambda: True, patience_s=0)
+    proxy.cut()
+    with suppress(BrokerUnavailableError):  # the first call may be cut off
+        await broker.ping()
+    broker.end_when(lambda: True)
+    await broker.ping()
     await broker.close()
 
 

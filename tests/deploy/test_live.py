@@ -150,6 +150,26 @@ def test_who_waits_for_a_run_sees_the_names_of_the_others(others: str, said: str
     assert output.getvalue() == f"{NO_LEARNER}{said}\n"
 
 
+def test_in_a_pipe_a_wait_for_a_learner_is_said_again_only_for_a_run_that_was_not_named() -> None:
+    output = io.StringIO()
+    lists = "none.", "none.", "first.", "first, second.", "second.", "first, second.", "none.", "second, third."
+    script = Script(*(RunNotFoundError(f"No run frist at redis://x. Runs there: {others}") for others in lists))
+    monitor = Monitor(script, Terminal(file=output, width=200))
+    for _ in lists:
+        monitor._look()
+    named = ["", " Runs there: first.", " Runs there: first, second.", " Runs there: second, third."]
+    assert output.getvalue().splitlines() == [f"{NO_LEARNER}{names}" for names in named]
+
+
+def test_an_answer_that_does_not_come_once_the_monitor_is_over_is_not_told() -> None:
+    output = io.StringIO()
+    monitor = Monitor(Script(run_status(1), BrokerUnavailableError("away")), Terminal(file=output, width=200))
+    monitor._over.set()
+    with monitor:
+        pass
+    assert "away" not in output.getvalue()
+
+
 def test_in_a_pipe_every_step_is_one_line_once() -> None:
     output = io.StringIO()
     console = Terminal(file=output, width=200)
