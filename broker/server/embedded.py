@@ -98,6 +98,10 @@ class EmbeddedServer:
         return self._credentials.url_of(role, self.url) if self._credentials else self.url
 
     @property
+    def directory(self) -> Path:
+        return self._directory
+
+    @property
     def log(self) -> Path:
         return self._directory / "server.log"
 
@@ -110,6 +114,15 @@ class EmbeddedServer:
 
     def is_alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
+
+    def can_write(self) -> bool:
+        """False where its last write to its directory failed, as on a full disk: until one succeeds it takes no writes.
+        A server that does not answer within a second counts as well."""
+        try:
+            with self._client() as client:
+                return bool(client.info("persistence").get("aof_last_write_status") != "err")
+        except redis.RedisError:
+            return True
 
     def start(self) -> None:
         """Returns once the server answers. Raises HeadwayError with the end of its log."""

@@ -9,6 +9,7 @@ from typing import Self
 
 from broker.server.access import Role
 from broker.server.embedded import EmbeddedServer
+from learner.checkpoints.disk import free_mib
 
 from .pool import HEALTHY_S
 from .processes import guarded
@@ -17,6 +18,31 @@ from .supervisor import RoleFailedError
 MAX_RESTARTS = 5
 """Restarts in a row; after more of them the cause is one that another start does not cure."""
 LOG_LINES = 12
+LOOK_S = 1.0
+"""Seconds between two questions whether the server can write."""
+
+
+class WriteWatch:
+    """Says once when an embedded server cannot write its data, and once when it can again."""
+
+    def __init__(self, server: EmbeddedServer, say: Callable[[str], None]) -> None:
+        self._server, self._say = server, say
+        self._can_write, self._look_again = True, 0.0
+
+    def look(self) -> None:
+        """Ask the server, at most once in LOOK_S."""
+        if time.monotonic() < self._look_again:
+            return
+        could, self._can_write = self._can_write, self._server.can_write()
+        self._look_again = time.monotonic() + LOOK_S
+        if could and not self._can_write:
+            where = self._server.directory
+            self._say(
+                f"The server cannot write its data to {where} ({free_mib(self._server.log):.1f} MiB are free there),"
+                " and takes no writes meanwhile. Make room: learner and workers wait for it, and go on by themselves."
+            )
+        elif self._can_write and not could:
+            self._say("The server can write its data again. The run goes on.")
 
 
 class KeptServer:
@@ -25,6 +51,7 @@ class KeptServer:
     def __init__(self, directory: Path, say: Callable[[str], None]) -> None:
         self._server = EmbeddedServer(directory, has_users=True)
         self._say = say
+        self._watch = WriteWatch(self._server, say)
         self._guard = ExitStack()
         self._started = 0.0
         self._failures = 0
@@ -42,8 +69,10 @@ class KeptServer:
         return self._server.pid
 
     def check(self) -> None:
-        """Start a dead server again. Raises RoleFailedError if it keeps dying, HeadwayError if it does not start."""
+        """Start a dead server again, and say if it cannot write. Raises RoleFailedError if it keeps dying, HeadwayError
+        if it does not start."""
         if self._server.is_alive():
+            self._watch.look()
             return
         self._failures = 1 if time.monotonic() - self._started > HEALTHY_S else self._failures + 1
         if self._failures > MAX_RESTARTS:

@@ -135,6 +135,12 @@ def _quiet_after_s(status: RunStatus) -> float:
 def _no_learner(status: RunStatus, progress: StepProgress) -> Waiting | None:
     if progress.has_learner:
         return None
+    if not (status.workers or status.scorers or status.pools):
+        text = (
+            f"Neither a learner nor workers were heard of for {TTL_S:.0f} s. They have ended: start the learner again"
+            " with --resume. Or the server takes no writes, as on a full disk: make room, and they go on."
+        )
+        return _because("no learner", text, status, progress, who="nobody")
     text = (
         f"No learner is alive: none was heard of for {TTL_S:.0f} s. The workers wait for one; start it again with"
         " --resume."

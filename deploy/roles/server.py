@@ -11,6 +11,7 @@ from broker.connection.address import without_password
 from broker.errors import HeadwayError
 from broker.server.access import Role
 from broker.server.embedded import LOOPBACK, EmbeddedServer
+from deploy.launch.kept_server import WriteWatch
 from deploy.launch.processes import guarded
 from deploy.launch.server_traits import check_traits
 from deploy.printing import complain, say
@@ -52,7 +53,9 @@ def run_server(directory: Path, port: int | None, host: str = LOOPBACK) -> int:
             "Passwords are in the files that these URLs name; a reader of the learner's may do"
             " all that the learner does."
         )
+        watch = WriteWatch(server, complain)
         while not stops:
+            watch.look()
             if not server.is_alive():
                 raise HeadwayError(
                     f"The server has died; its log is in {directory}. Starting again goes on with its data."

@@ -2,10 +2,12 @@
 """A server that dies under a run is started again with its address and data, and ends with the run in every case."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,8 @@ from broker.server.access import Role
 from deploy.launch.kept_server import MAX_RESTARTS, KeptServer
 from deploy.launch.pool import Pool
 from deploy.launch.supervisor import RoleFailedError, Supervisor
+from tests.broker.topologies import wait_until
+from tests.full_disk import small_disk
 from tests.processes import children_left
 
 from .test_supervisor import FOREVER, await_end, await_files, role
@@ -82,6 +86,32 @@ def test_a_server_that_keeps_dying_ends_the_run_with_the_end_of_its_log(tmp_path
     assert words.splitlines() == log.read_text().splitlines()[-len(words.splitlines()) :]
     assert "Ready to accept connections" in words
     assert children_left() == []
+
+
+def test_a_server_whose_disk_is_full_is_told_and_goes_on_once_there_is_room(tmp_path: Path) -> None:
+    said: list[str] = []
+    with small_disk(tmp_path / "disk", 8 << 20) as disk:
+        if not disk.is_mount():
+            pytest.skip("a limit of our own fills no disk")
+        with KeptServer(disk / "broker", said.append) as server:
+            address = Address.parse(server.url_of(Role.LEARNER))
+            with redis.Redis.from_url(address.url, password=address.password) as client:
+                server.check()
+                (disk / "filler").write_bytes(bytes(7 << 20))
+                with suppress(redis.RedisError):  # until the server refuses writes
+                    while True:
+                        client.set(KEY, bytes(1 << 20))
+            wait_until(lambda: _checked(server) and len(said) == 1)
+            (disk / "filler").unlink()
+            wait_until(lambda: _checked(server) and len(said) == 2)
+    assert re.match(rf"The server cannot write its data to {disk / 'broker'} \([01]\.\d MiB are free there\)", said[0])
+    assert "Make room" in said[0]
+    assert said[1] == "The server can write its data again. The run goes on."
+
+
+def _checked(server: KeptServer) -> bool:
+    server.check()
+    return True
 
 
 def test_a_restarted_server_does_not_survive_a_killed_supervisor(tmp_path: Path) -> None:

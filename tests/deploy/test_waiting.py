@@ -16,6 +16,7 @@ from broker import BlockingBroker, Broker, open_broker
 from broker.client.holding import Holder
 from broker.schema import RunRules, WeightVersion
 from broker.schema.processes import PoolInfo, WorkerInfo
+from broker.schema.status import RunStatus
 from broker.server.access import Role
 from broker.server.embedded import EmbeddedServer
 from deploy.cli.main import cli
@@ -215,6 +216,33 @@ async def test_no_learner_is_alive(broker: Broker) -> None:
     assert (await waits(broker)).text == (
         "No learner is alive: none was heard of for 30 s. The workers wait for one; start it again with --resume."
     )
+
+
+async def test_nobody_was_heard_of(broker: Broker) -> None:
+    await scenario(broker, rules(1))
+    await broker.status.state()  # the learner's sign of life has been seen meanwhile
+    await broker.holding.end()
+    waiting = await waits(broker)
+    assert (waiting.who, waiting.why) == ("nobody", "no learner")
+    assert waiting.text.startswith("Neither a learner nor workers were heard of for 30 s.")
+    assert "a full disk: make room" in waiting.text
+
+
+async def test_a_learner_whose_sign_of_life_is_lost_does_not_log_that_none_is_alive(
+    broker: Broker, url: str, run_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    await scenario(broker, rules(1), alive("w"))
+    await broker.holding.end()
+    await keep_still(broker, 60)
+    assert (await waits(broker)).is_quiet
+    looks: list[RunStatus] = []
+    blocking = BlockingBroker(url, run_name)
+    with waits_logged(blocking, looks.append, 0.01):
+        async with asyncio.timeout(60):
+            while len(looks) < 3:  # noqa: ASYNC110 - a thread looks
+                await asyncio.sleep(0.01)
+    blocking.close()
+    assert "learner" not in caplog.text
 
 
 async def test_in_a_run_that_is_over_nobody_waits(broker: Broker) -> None:
