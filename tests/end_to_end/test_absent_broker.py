@@ -44,7 +44,7 @@ def test_a_role_ends_at_a_signal_while_its_broker_is_away(
         settings = {"HEADWAY_BROKER": server.url, "HEADWAY_RUN": "left"}
         learner = terminals.open("learner", "learner", recipe, headway=patient, **settings)
         worker = terminals.open("worker", "worker", headway=patient, **settings)
-        wait_until(lambda: "step 2/" in until_alive(learner).said and until_alive(worker))
+        wait_until(lambda: "step 2/" in said_alive(learner, worker))
         os.kill(server.pid, signal.SIGKILL)
         wait_until(lambda: not server.is_alive())
         for role in (learner, worker):
@@ -55,6 +55,8 @@ def test_a_role_ends_at_a_signal_while_its_broker_is_away(
         assert "Stopped. To go on from the last checkpoint, add --resume." in learner.said
 
 
-def until_alive(terminal: Terminal) -> Terminal:
-    assert terminal.exit_code() is None, terminal.tail()
-    return terminal
+def said_alive(learner: Terminal, worker: Terminal) -> str:
+    """Return what the learner has said. Both must be alive."""
+    for terminal in (learner, worker):
+        assert terminal.exit_code() is None, terminal.tail()
+    return learner.said
