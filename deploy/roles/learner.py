@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import os
 import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +21,6 @@ from broker.errors import ConfigError
 from broker.schema import Prompt, RunRules, SampleLimits, WeightVersion
 from broker.schema.status import RunStatus
 from broker.schema.weights import ModelFiles
-from deploy.launch import tether
-from deploy.launch.supervisor import DRAIN_NOTICE
 from deploy.observe.sinks import open_sinks
 from deploy.observe.sinks.base import SinkRun
 from deploy.observe.sinks.points import points
@@ -93,7 +90,7 @@ class Parts:
     held_out: Sequence[Prompt]
     probe_tokens: Sequence[int]
     files: ModelFiles
-    should_stop: StopRequest = field(default_factory=lambda: StopRequest(_stop_notice()))
+    should_stop: StopRequest = field(default_factory=StopRequest.of_learner)
 
 
 def train(recipe: Recipe, url: str, *, resume: bool, rewind: Rewind | None = None) -> bool:
@@ -126,12 +123,6 @@ def train(recipe: Recipe, url: str, *, resume: bool, rewind: Rewind | None = Non
                 for path in parts.checkpoints.retired():  # those that were kept until their evaluations were over
                     shutil.rmtree(path, ignore_errors=True)
     return is_finished
-
-
-def _stop_notice() -> str:
-    """Return what a learner says that is asked to stop; "" where a supervisor or the first rank says it."""
-    is_told = tether.ENVIRONMENT in os.environ or os.environ.get("RANK", "0") != "0"
-    return "" if is_told else f"Stopping: {DRAIN_NOTICE}. Ctrl-C again stops at once."
 
 
 def _build(recipe: Recipe, resume: bool, rewind: Rewind | None) -> Parts:

@@ -5,6 +5,10 @@ import signal
 import sys
 from contextlib import suppress
 from types import FrameType
+from typing import Self
+
+from deploy.launch import tether
+from deploy.launch.supervisor import DRAIN_NOTICE
 
 STOPS = (signal.SIGTERM, signal.SIGINT)
 
@@ -17,6 +21,12 @@ class StopRequest:
         self._is_made, self._notice = False, notice
         for number in STOPS:
             signal.signal(number, self._note)
+
+    @classmethod
+    def of_learner(cls) -> Self:
+        """Return one that says what a learner does now, unless a supervisor or the first rank says it."""
+        is_told = tether.ENVIRONMENT in os.environ or os.environ.get("RANK", "0") != "0"
+        return cls("" if is_told else f"Stopping: {DRAIN_NOTICE}. Ctrl-C again stops at once.")
 
     def __call__(self) -> bool:
         return self._is_made
