@@ -104,6 +104,7 @@ def test_a_reward_that_ends_its_process_costs_the_samples_that_make_it_do_so(ter
 HANGS = """
 import os
 import time
+from broker.errors import ConfigError
 from learner.data.prompts.arithmetic import ArithmeticPrompts
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -111,6 +112,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 def engine(config, model_dir, seed):
     os._exit(0)
+
+def picky_engine(config, model_dir, seed):
+    raise ConfigError("engine.options.taste: there is no such option.")
 
 class Prompts(ArithmeticPrompts):
     def __init__(self, path, seed):
@@ -136,6 +140,10 @@ class Prompts(ArithmeticPrompts):
         (
             {"engine": {"kind": "hangs:engine"}, "workers": {"count": 1, "max_restarts": 0}},
             ["worker-0 exited with code 0 in the midst of its work", "the run has been stopped"],
+        ),
+        (
+            {"engine": {"kind": "hangs:picky_engine"}},
+            ["with code 78: engine.options.taste: there is no such option. Another start would not mend it"],
         ),
     ],
 )

