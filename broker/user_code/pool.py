@@ -94,5 +94,5 @@ class HostPool:
         """Kill all hosts. Idempotent; a later call would start them again."""
         if self._warming is not None:
             self._warming.cancel()
-            await asyncio.wait([self._warming])
+            await asyncio.gather(self._warming, return_exceptions=True)  # reads what it ends with
         await asyncio.gather(*(host.close() for host in (*self._shared, self._alone)))

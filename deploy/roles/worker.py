@@ -39,6 +39,7 @@ from .joining import drained_when_changed, fetch_config, or_drained
 
 if TYPE_CHECKING:
     from rollout_workers.config import EvalConfig
+    from rollout_workers.rewards import Reward
     from rollout_workers.worker import Worker
 
 PARTS_OF_GRACE = 5
@@ -192,12 +193,11 @@ async def _work(
     from rollout_workers.decoding import load_decoding
     from rollout_workers.environments import open_environment
     from rollout_workers.model_files import fetch_model
-    from rollout_workers.rewards import Unjudged, open_reward
     from rollout_workers.swaps.colocation import staying_awake
     from rollout_workers.worker import Worker
     from weightsync.receive.subscriber import Subscriber
 
-    from .asked import asking, open_teacher
+    from .asked import open_teacher
 
     model = await or_drained(fetch_model(broker, private), drain)
     if model is None:
@@ -216,7 +216,7 @@ async def _work(
             broker=broker,
             engine=engine,
             subscriber=Subscriber(broker, worker, recipe.weights, roots, _model_here(recipe)),
-            reward=await open_reward(recipe.rewards, roots, asking(broker, worker)) if recipe.rewards else Unjudged(),
+            reward=await _open_reward(broker, recipe, worker, roots),
             environment=await open_environment(recipe.environment, roots),
             teacher=open_teacher(broker, recipe, worker),
             decoding=load_decoding(model),
@@ -235,6 +235,17 @@ async def _work(
             farewell_s=farewell_s,
         )
         await _roll_out(rollout, recipe, worker, drain)
+
+
+async def _open_reward(broker: Broker, recipe: Recipe, worker: str, roots: ImportRoots) -> "Reward":
+    """Open the rewards. Packages that they need are imported while the first samples are generated."""
+    from rollout_workers.rewards import Unjudged, open_reward
+
+    from .asked import asking
+
+    if not recipe.rewards:
+        return Unjudged()
+    return await open_reward(recipe.rewards, roots, asking(broker, worker), warms=True)
 
 
 def _model_here(recipe: Recipe) -> Path | None:

@@ -25,9 +25,14 @@ ScorerOpener = Callable[[str, RewardConfig], TokenScorer]
 
 
 async def open_reward(
-    configs: Sequence[RewardConfig], roots: ImportRoots | None = None, open_scorer: ScorerOpener | None = None
+    configs: Sequence[RewardConfig],
+    roots: ImportRoots | None = None,
+    open_scorer: ScorerOpener | None = None,
+    *,
+    warms: bool = False,
 ) -> Reward:
-    """Open the weighted sum of `configs`. `open_scorer` opens what reward models are asked through.
+    """Open the weighted sum of `configs`. `open_scorer` opens what reward models are asked through. With `warms`, the
+    processes that import a package for it start now and not at the first score, which waits for them.
 
     Raises ConfigError for a kind that does not exist, may not be imported (`roots`, by default Headway's own modules
     and the working directory's) or cannot be called.
@@ -36,17 +41,20 @@ async def open_reward(
 
     if not configs:
         raise ConfigError(f"rewards: none given; name at least one of {', '.join(REWARDS)} or package.module:function")
-    roots = roots or ImportRoots()
-    terms = [
-        WeightedReward(
-            name, config.weight, await _open(name, config, roots, open_scorer), config.mean, config.std, config.clip
-        )
-        for name, config in zip(reward_names(configs), configs, strict=True)
-    ]
+    roots, terms = roots or ImportRoots(), list[WeightedReward]()
+    try:
+        for name, config in zip(reward_names(configs), configs, strict=True):
+            reward = await _open(name, config, roots, open_scorer, warms)
+            terms.append(WeightedReward(name, config.weight, reward, config.mean, config.std, config.clip))
+    except BaseException:
+        await WeightedSum(terms).close()
+        raise
     return WeightedSum(terms)
 
 
-async def _open(name: str, config: RewardConfig, roots: ImportRoots, open_scorer: ScorerOpener | None) -> Reward:
+async def _open(
+    name: str, config: RewardConfig, roots: ImportRoots, open_scorer: ScorerOpener | None, warms: bool
+) -> Reward:
     match config.kind:
         case "reward_model":
             from .reward_model import AskedReward
@@ -61,11 +69,11 @@ async def _open(name: str, config: RewardConfig, roots: ImportRoots, open_scorer
         case "math_verify":
             from .math_verify import MathVerifyReward
 
-            return MathVerifyReward(config.deadline_s, config.processes)
+            return MathVerifyReward(config.deadline_s, config.processes, warms=warms)
         case "reasoning_gym":
             from .reasoning_gym import ReasoningGymReward
 
-            return ReasoningGymReward(config.deadline_s, config.processes)
+            return ReasoningGymReward(config.deadline_s, config.processes, warms=warms)
         case path if ":" in path:
             from .functions import open_function
 

@@ -20,10 +20,11 @@ from .base import RewardError, Score
 class MathVerifyReward:
     """Scores 1 if the last boxed answer equals the ground truth, else 0."""
 
-    def __init__(self, deadline_s: float, processes: int = 1) -> None:
+    def __init__(self, deadline_s: float, processes: int = 1, *, warms: bool = False) -> None:
         program = Program(name="math_verify", factory=f"{__name__}:Comparisons", import_path=str(import_directory()))
         self._pool = HostPool(program, processes=processes)
-        self._pool.warm()  # the first samples are generated while its processes import the package
+        if warms:
+            self._pool.warm()
         self._deadline_s = deadline_s
 
     async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: Sequence[int] = ()) -> Score:

@@ -27,10 +27,11 @@ TUPLE_TASKS = ("arc_agi", "rearc")
 class ReasoningGymReward:
     """Applies `score_answer` of the prompt's task to the last `<answer>...</answer>`, or else to the whole text."""
 
-    def __init__(self, deadline_s: float, processes: int = 1) -> None:
+    def __init__(self, deadline_s: float, processes: int = 1, *, warms: bool = False) -> None:
         program = Program(name="reasoning_gym", factory=f"{__name__}:Verifiers", import_path=str(import_directory()))
         self._pool = HostPool(program, processes=processes)
-        self._pool.warm()  # the first samples are generated while its processes import the package
+        if warms:
+            self._pool.warm()
         self._deadline_s = deadline_s
 
     async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: Sequence[int] = ()) -> Score:

@@ -1,6 +1,7 @@
 """Built-in rewards, adapters for users' functions, weighted sums, and every error that they explain."""
 
 import asyncio
+import gc
 import os
 import signal
 from collections.abc import AsyncIterator, Sequence
@@ -124,16 +125,30 @@ async def test_a_comparison_that_ends_its_process_is_worth_0(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("kind", ["math_verify", "reasoning_gym"])
-async def test_an_opened_reward_imports_its_package_before_it_is_asked(kind: str) -> None:
-    """The first samples are generated meanwhile."""
-    before = _children()
-    async with opened(kind):
+async def test_a_reward_may_start_its_process_before_it_is_asked(kind: str) -> None:
+    """A worker's first samples are generated meanwhile."""
+    before, complaints = _children(), list[dict[str, Any]]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, complaint: complaints.append(complaint))
+    reward = await open_reward([RewardConfig(kind=kind)], warms=True)
+    try:
         for _ in range(3000):
             if _children() - before:
                 break
             await asyncio.sleep(0.01)
         assert _children() - before
-    assert _children() == before, "closed while it imports"
+    finally:
+        await reward.close()  # while it imports
+    assert _children() == before
+    del reward
+    gc.collect()
+    assert complaints == []
+
+
+async def test_rewards_beside_one_that_is_refused_leave_no_process() -> None:
+    before = _children()
+    with pytest.raises(ConfigError, match="there is no 'nonsense'"):
+        await open_reward([RewardConfig(kind="math_verify"), RewardConfig(kind="nonsense")], warms=True)
+    assert _children() == before
 
 
 def _children() -> set[int]:
