@@ -117,7 +117,7 @@ def _parse() -> argparse.Namespace:
         type=_names,
         metavar="NAME,...",
         help=f"of {', '.join(contestants.NAMES)}; default: {','.join(contestants.DEFAULT)}, and on CPUs"
-        f" {contestants.BESIDE_ON_CPU}",
+        f" {contestants.BESIDE_ON_CPU}; of the long-tailed task on GPUs {','.join(contestants.LONG_TAILED_ON_GPUS)}",
     )
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--go-on", action="store_true", help="with the figures that the output has")
@@ -129,7 +129,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--timeout-s", type=float, default=900.0, help="of one command")
     options = parser.parse_intermixed_args()
     if options.of is None:
-        options.of = contestants.default(options.gpus)
+        options.of = contestants.default(options.gpus, options.task)
     if lacking := [why for name in options.of if (why := contestants.lacking(name, options.gpus))]:
         parser.error("; ".join(lacking))
     if options.unjudged and options.rounds > 1:

@@ -23,7 +23,7 @@ from .figures import FIRST, Figures
 from .gpu_idle import idle, looking
 from .of_trl import TrlOrder, TrlSetting
 from .processes import finish_group
-from .race import Race
+from .race import LONG_TAILED, Race
 
 ROOT = Path(__file__).parents[2]
 """The project."""
@@ -42,6 +42,8 @@ TRL = {
 """TRL's settings, by the name of their runs."""
 DEFAULT = (of_headway.NAME, "trl-1-thread", "trl-all-threads")
 """The contestants that race unless the user names others."""
+LONG_TAILED_ON_GPUS = (of_headway.NAME, "trl-all-threads-8-micro-batches")
+"""Those of the long-tailed task on GPUs, where larger passes of TRL's run out of memory."""
 ON_TWO = (of_trl_async.NAME, *(name for name, one in of_verl.SETTINGS.items() if one.mode == of_verl.ASYNC))
 """The contestants whose trainer has one GPU and whose server has another."""
 LOOPBACK = "127.0.0.1"
@@ -50,9 +52,11 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", LOOPB
 NAMES = (of_headway.NAME, *TRL, of_trl_async.NAME, *of_verl.SETTINGS)
 
 
-def default(gpus: int) -> tuple[str, ...]:
-    """Return the contestants that race on so many GPUs unless the user names others."""
-    return DEFAULT if gpus else (*DEFAULT, BESIDE_ON_CPU)
+def default(gpus: int, task: str) -> tuple[str, ...]:
+    """Return the contestants that race in a task on so many GPUs unless the user names others."""
+    if not gpus:
+        return (*DEFAULT, BESIDE_ON_CPU)
+    return LONG_TAILED_ON_GPUS if task == LONG_TAILED else DEFAULT
 
 
 def lacking(name: str, gpus: int) -> str:

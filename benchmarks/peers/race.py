@@ -40,7 +40,6 @@ from the first update on."""
 OWN = {
     (2, SHORT): ("staleness.max_lag=1",),
     (2, LONG_TAILED): ("staleness.ahead=1",),
-    (1, LONG_TAILED): ("staleness.ahead=1",),
 }
 """Overrides of Headway's run alone, by the number of GPUs and the task. A lag of so many steps costs about as many
 steps of progress, as `benchmarks/RESULTS.md` shows. With a GPU to themselves Headway's engines are fast enough to give

@@ -15,7 +15,7 @@ from benchmarks.peers import contestants, of_headway
 from benchmarks.peers.__main__ import main as peers
 from benchmarks.peers.of_trl import Clock, TrlSetting, Verifier, config_of, prompts_of, row_of
 from benchmarks.peers.processes import finish_group
-from benchmarks.peers.race import LONG_TAILED, TASKS, Race
+from benchmarks.peers.race import LONG_TAILED, SHORT, TASKS, Race
 from broker.errors import ConfigError
 from deploy.recipe.loading import load_recipe
 from learner.data.examples import open_examples
@@ -164,4 +164,7 @@ def test_without_trl_the_program_says_how_to_get_it(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert "`make race` installs TRL" in done.stderr
-    assert set(contestants.default(1)) < set(contestants.default(0)) <= set(contestants.NAMES)
+    on_gpu, on_cpu = contestants.default(1, SHORT), contestants.default(0, SHORT)
+    assert set(on_gpu) < set(on_cpu) <= set(contestants.NAMES)
+    assert contestants.default(0, LONG_TAILED) == on_cpu
+    assert set(contestants.default(2, LONG_TAILED)) <= set(contestants.NAMES)
