@@ -3,8 +3,10 @@ in each."""
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 from broker.client.broker import BlockingBroker
 from broker.errors import BrokerError, BrokerUnavailableError, ForeignRunError, HeadwayError
@@ -22,6 +24,14 @@ LAST_PATIENCE_S = 1.0
 """Seconds that the end of a supervisor waits for a server that is away: then leases expire by themselves."""
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class Refusal:
+    """The time since which the reports of a pool are refused, and what was told of that."""
+
+    since: float
+    told: str = ""
 
 
 @contextmanager
@@ -84,7 +94,7 @@ def _bury_all(url: str, run: str, pools: list[Pool], over: threading.Event) -> N
 
 def _follow(url: str, run: str, pools: list[Pool], over: threading.Event) -> None:
     client: BlockingBroker | None = None
-    end, judge, refused = RunEnd(PATIENCE_S), Judge(), dict[str, str]()
+    end, judge, refused = RunEnd(PATIENCE_S), Judge(), dict[str, Refusal]()
     try:
         while not over.wait(REPORT_S):
             try:
@@ -123,16 +133,18 @@ def _bury(client: BlockingBroker, pool: Pool) -> None:
         pool.dead.popleft()
 
 
-def _report(client: BlockingBroker, pool: Pool, refused: dict[str, str]) -> None:
-    """Report a pool. `refused`: why the last report of each pool was not taken, which is said once."""
+def _report(client: BlockingBroker, pool: Pool, refused: dict[str, Refusal]) -> None:
+    """Report a pool. `refused`: why reports are not taken, by pool. That is said once, and only once it has lasted: the
+    name of a supervisor that has just ended, as before --resume, is still taken for TTL_S."""
     try:
         wanted = client.call(client.broker.pools.report(pool.info(), pool.count, TTL_S))
     except (ForeignRunError, BrokerUnavailableError):
         raise
     except BrokerError as error:
-        if refused.get(pool.name) != str(error):
+        refusal = refused.setdefault(pool.name, Refusal(time.monotonic()))
+        if refusal.told != str(error) and time.monotonic() - refusal.since > TTL_S + 2 * REPORT_S:
             log.warning("%s Until then `headway scale` does not reach it.", error)
-        refused[pool.name] = str(error)
+            refusal.told = str(error)
         return
     refused.pop(pool.name, None)
     if wanted is not None:

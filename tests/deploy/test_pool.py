@@ -221,10 +221,11 @@ def test_a_worker_that_does_not_leave_in_time_hands_back_what_it_held_as_its_sup
 
 
 def test_a_pool_whose_name_another_supervisor_has_reports_once_it_is_free(
-    claimed: BlockingBroker, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    claimed: BlockingBroker, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("deploy.launch.following.TTL_S", 1.0)
     info, broker = PoolInfo(pool="big", host="other", pid=1, running=1), claimed.broker
-    assert claimed.call(broker.pools.report(info, 5, 3.0)) == 5
+    assert claimed.call(broker.pools.report(info, 5, 6.0)) == 5
     pool = Pool("big", 1, workers(tmp_path))
     with following(broker.url, broker.run, [pool]):
         until(lambda: "Another supervisor runs a pool 'big'" in caplog.text)
@@ -232,6 +233,16 @@ def test_a_pool_whose_name_another_supervisor_has_reports_once_it_is_free(
         assert claimed.call(broker.pools.scale("big", "to", 2)) == (1, 2)
         until(lambda: pool.wanted == 2)
     assert caplog.text.count("Another supervisor") == 1
+
+
+def test_a_name_that_a_supervisor_which_has_ended_still_has_is_waited_for_without_a_word(
+    claimed: BlockingBroker, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    info, broker = PoolInfo(pool="big", host="other", pid=1, running=1), claimed.broker
+    assert claimed.call(broker.pools.report(info, 5, 1.5)) == 5
+    with following(broker.url, broker.run, [Pool("big", 1, workers(tmp_path))]):
+        until(lambda: [one.host for one in claimed.call(broker.status.snapshot()).pools] == [socket.gethostname()])
+    assert "Another supervisor" not in caplog.text
 
 
 def test_workers_alone_end_with_their_run_though_none_is_wanted(claimed: BlockingBroker, tmp_path: Path) -> None:
