@@ -19,9 +19,7 @@ import uvloop
 
 from broker.client.broker import Broker, open_broker
 from broker.errors import (
-    LASTING_EXIT,
     SICK_EXIT,
-    ConfigError,
     SchemaMismatchError,
     SickWorkerError,
     WeightSyncError,
@@ -63,12 +61,8 @@ def work(
 ) -> None:
     """Work until the run is over, or until SIGTERM or SIGINT drains this worker within `grace_s`. `allowed`: modules
     and import paths that the run's configuration may name. `session`: the secret by which its supervisor can hand its
-    leases back; empty: one of its own. Raises HeadwayError; a ConfigError says that another start would not mend it."""
-    try:
-        uvloop.run(_run(url, run, worker, overrides, allowed, grace_s, session))
-    except ConfigError as error:
-        error.exit_code = LASTING_EXIT
-        raise
+    leases back; empty: one of its own. Raises HeadwayError."""
+    uvloop.run(_run(url, run, worker, overrides, allowed, grace_s, session))
 
 
 async def _run(

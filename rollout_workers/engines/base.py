@@ -6,6 +6,7 @@ from typing import Literal, Protocol, TypeGuard, runtime_checkable
 import msgspec
 import torch
 
+from broker.errors import LASTING_EXIT, ConfigError
 from broker.schema import Experts, WeightVersion
 
 from .held import Held
@@ -59,6 +60,12 @@ Check = Callable[[Held | None], None]
 """Checks what an engine holds of every tensor of a swap, read from the memory that it computes with; the argument is
 None if the engine keeps weights in another form than they were published in. Raises WeightSyncError if the engine may
 not sample with them."""
+
+
+class EngineOptionsError(ConfigError):
+    """An engine cannot be started with these options. Another start would not mend it."""
+
+    exit_code = LASTING_EXIT
 
 
 class Engine(Protocol):

@@ -104,8 +104,8 @@ def test_a_reward_that_ends_its_process_costs_the_samples_that_make_it_do_so(ter
 HANGS = """
 import os
 import time
-from broker.errors import ConfigError
 from learner.data.prompts.arithmetic import ArithmeticPrompts
+from rollout_workers.engines.base import EngineOptionsError
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     time.sleep(600)
@@ -114,7 +114,7 @@ def engine(config, model_dir, seed):
     os._exit(0)
 
 def picky_engine(config, model_dir, seed):
-    raise ConfigError("engine.options.taste: there is no such option.")
+    raise EngineOptionsError("engine.options.taste: there is no such option.")
 
 class Prompts(ArithmeticPrompts):
     def __init__(self, path, seed):

@@ -9,11 +9,12 @@ import torch
 from msgspec.structs import replace
 from transformers import PreTrainedModel
 
-from broker.errors import ConfigError, HeadwayError
+from broker.errors import HeadwayError
 from broker.user_code.roots import ImportRoots
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine
 from rollout_workers.engines.abilities import REQUESTS
+from rollout_workers.engines.base import EngineOptionsError
 from rollout_workers.engines.fitting import fitting_requests
 from rollout_workers.engines.sglang.start import MOST_FITTING
 from rollout_workers.engines.sglang.start import engine_arguments as sglang_arguments
@@ -110,6 +111,7 @@ async def test_vllm_whose_process_cannot_start_says_where_the_reason_is(
     [
         ({"max_num_seq": 4}, "engine.options.max_num_seq: vLLM .* has no such argument; did you mean 'max_num_seqs'"),
         ({"tensor_parallel_size": 3}, "vLLM .* refuses what it is started with: .*attention heads"),
+        ({"max_num_seqs": "four"}, "vLLM .* refuses what it is started with: "),
     ],
 )
 async def test_vllm_refuses_options_before_it_starts(
@@ -119,7 +121,7 @@ async def test_vllm_refuses_options_before_it_starts(
         save_config(make_model("dense", 0), tmp_path),
         EngineConfig(kind="vllm", max_model_len=LENGTH, options=options),
     )
-    with pytest.raises(ConfigError, match=complaint):
+    with pytest.raises(EngineOptionsError, match=complaint):
         open_engine(config, model, seed=0)
 
 

@@ -11,7 +11,7 @@ enable_chunked_prefill enable_cumem_allocator enable_eplb enable_expert_parallel
 enable_prefix_caching enable_return_routed_experts enable_sleep_mode enforce_eager gpu_memory_utilization
 kv_cache_memory_bytes kv_offloading_size long_prefill_token_threshold max_cudagraph_capture_size max_logprobs
 max_model_len max_num_batched_tokens max_num_scheduled_tokens max_num_seqs num_gpu_blocks_override optimization_level
-pipeline_parallel_size prefill_context_parallel_size seed stream_interval swap_space tensor_parallel_size watermark
+pipeline_parallel_size prefill_context_parallel_size seed stream_interval tensor_parallel_size watermark
 """
 SIZES_AND_SWITCHES = frozenset(_NAMES.split())
 """Options whose values are numbers, booleans or lists of numbers."""

