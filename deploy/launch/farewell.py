@@ -5,6 +5,8 @@ from pathlib import Path
 
 ENVIRONMENT = "HEADWAY_FAREWELL"
 """The variable that names a file to a role's process. Its supervisor looks for the file once the process has ended."""
+DRAIN_NOTICE = "the learner finishes its step and writes a checkpoint"
+"""The work of a learner that is asked to stop. Its supervisor says so, or the learner itself where it has none."""
 
 
 def say_farewell() -> None:

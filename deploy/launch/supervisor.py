@@ -14,13 +14,13 @@ from broker.errors import LASTING_EXIT, SICK_EXIT, VERSION_EXIT, HeadwayError
 from deploy.printing import say
 
 from .base import Command, Handle, Launcher
+from .farewell import DRAIN_NOTICE
 from .pool import Pool, Slot
 from .processes import LocalLauncher
 
 POLL_S = 0.1
 MAX_BACKOFF_S = 10.0
 MAX_SICK_BACKOFF_S = 600.0
-DRAIN_NOTICE = "the learner finishes its step and writes a checkpoint"
 SICK_PLACE = (
     "{} processes in a row were set aside in this place, while others are well: look at its host and its GPU, or take"
     " a worker away with `headway scale -1`."

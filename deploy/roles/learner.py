@@ -21,6 +21,7 @@ from broker.errors import ConfigError
 from broker.schema import Prompt, RunRules, SampleLimits, WeightVersion
 from broker.schema.status import RunStatus
 from broker.schema.weights import ModelFiles
+from deploy.launch.farewell import DRAIN_NOTICE
 from deploy.observe.sinks import open_sinks
 from deploy.observe.sinks.base import SinkRun
 from deploy.observe.sinks.points import points
@@ -90,7 +91,7 @@ class Parts:
     held_out: Sequence[Prompt]
     probe_tokens: Sequence[int]
     files: ModelFiles
-    should_stop: StopRequest = field(default_factory=StopRequest.of_learner)
+    should_stop: StopRequest = field(default_factory=lambda: StopRequest(DRAIN_NOTICE))
 
 
 def train(recipe: Recipe, url: str, *, resume: bool, rewind: Rewind | None = None) -> bool:

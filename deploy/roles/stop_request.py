@@ -2,31 +2,25 @@
 
 import os
 import signal
-import sys
 from contextlib import suppress
 from types import FrameType
-from typing import Self
 
 from deploy.launch import tether
-from deploy.launch.supervisor import DRAIN_NOTICE
 
 STOPS = (signal.SIGTERM, signal.SIGINT)
+STDERR = 2
 
 
 class StopRequest:
     """Returns True, when called, once a signal has asked for an orderly end: finish the step, write a checkpoint."""
 
     def __init__(self, notice: str = "") -> None:
-        """`notice`: a line that the first signal writes to stderr."""
-        self._is_made, self._notice = False, notice
+        """`notice`: the work that is still done, for a line that the first signal writes to stderr, unless a supervisor
+        or the first rank says it."""
+        is_told = tether.ENVIRONMENT in os.environ or os.environ.get("RANK", "0") != "0"
+        self._is_made, self._notice = False, "" if is_told else notice
         for number in STOPS:
             signal.signal(number, self._note)
-
-    @classmethod
-    def of_learner(cls) -> Self:
-        """Return one that says what a learner does now, unless a supervisor or the first rank says it."""
-        is_told = tether.ENVIRONMENT in os.environ or os.environ.get("RANK", "0") != "0"
-        return cls("" if is_told else f"Stopping: {DRAIN_NOTICE}. Ctrl-C again stops at once.")
 
     def __call__(self) -> bool:
         return self._is_made
@@ -36,5 +30,6 @@ class StopRequest:
         for each in STOPS:
             signal.signal(each, signal.SIG_DFL)  # the second signal stops the process at once
         if self._notice:
+            line = f"Stopping: {self._notice}. Ctrl-C again stops at once.\n"
             with suppress(OSError):  # the terminal may be gone
-                os.write(sys.stderr.fileno(), f"{self._notice}\n".encode())  # print may have been interrupted midway
+                os.write(STDERR, line.encode())  # print may have been interrupted midway, and sys.stderr be closed
