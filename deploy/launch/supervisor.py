@@ -48,7 +48,8 @@ class Supervisor:
     """True for a stage without workers: a signal makes its process end with an error, which it prints itself."""
     say: Callable[[str], None] = say
     check: Callable[[], None] | None = None
-    """Called now and then while all is well, to keep other processes alive. An error that it raises ends the run."""
+    """Called now and then while all is well, to keep other processes alive. An error that it raises ends the run; while
+    the learner stops, the error is said instead, and it is not called again."""
     launcher: Launcher = field(default_factory=LocalLauncher)
     restarts: int = field(default=0, init=False)
     """Restarts of all workers, for the summary."""
@@ -175,7 +176,17 @@ class Supervisor:
         self.say(f"Stopping: {self.drain_notice}. Ctrl-C again stops at once.")
         self._learner.child.terminate()
         while not self._has_finished(self._learner) and len(self._stops) == 1:
+            self._check_while_draining()
             time.sleep(POLL_S)
+
+    def _check_while_draining(self) -> None:
+        if self.check is None:
+            return
+        try:
+            self.check()
+        except HeadwayError as error:
+            self.say(str(error))  # to raise it would kill the learner before its checkpoint
+            self.check = None
 
     def _stop_workers(self) -> None:
         running = [slot.child for slot in self._workers() if slot.child is not None and slot.is_running]

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from broker.errors import LASTING_EXIT, SICK_EXIT, VERSION_EXIT
+from broker.errors import LASTING_EXIT, SICK_EXIT, VERSION_EXIT, HeadwayError
 from deploy.launch.base import Command
 from deploy.launch.pool import Pool
 from deploy.launch.processes import Child, guarded
@@ -305,6 +305,24 @@ def test_the_first_signal_drains_the_learner_then_the_workers(
         "Stopping: the learner finishes its step and writes a checkpoint. Ctrl-C again stops at once.",
         "Stopping 2 workers: leases go back to the broker.",
     ]
+
+
+def test_other_processes_are_looked_after_while_the_learner_stops(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def check() -> None:
+        if said:
+            (tmp_path / "checked").touch()
+            raise HeadwayError("The server keeps dying.")
+
+    is_checked = "pathlib.Path('checked').exists()"
+    then = f"[time.sleep(0.05) for _ in range(600) if not {is_checked}]; time.sleep(0.5); sys.exit(not {is_checked})"
+    thread = once_up(tmp_path, ["learner"], signal.SIGINT)
+    learner = role("learner", drains("learner", then=then), tmp_path)
+    assert Supervisor([], learner, say=said.append, check=check).run() == 130
+    thread.join()
+    assert said[0].startswith("Stopping: ")
+    assert said[1:] == ["The server keeps dying."]
 
 
 def test_a_second_signal_kills_at_once(tmp_path: Path) -> None:
