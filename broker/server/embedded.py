@@ -115,14 +115,14 @@ class EmbeddedServer:
     def is_alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def can_write(self) -> bool:
+    def can_write(self) -> bool | None:
         """False where its last write to its directory failed, as on a full disk: until one succeeds it takes no writes.
-        A server that does not answer within a second counts as well."""
+        None where that is not known: it does not answer within a second, or its password cannot be read."""
         try:
             with self._client() as client:
                 return bool(client.info("persistence").get("aof_last_write_status") != "err")
-        except redis.RedisError:
-            return True
+        except (redis.RedisError, HeadwayError):
+            return None
 
     def start(self) -> None:
         """Returns once the server answers. Raises HeadwayError with the end of its log."""

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -23,7 +23,8 @@ LOOK_S = 1.0
 
 
 class WriteWatch:
-    """Says once when an embedded server cannot write its data, and once when it can again."""
+    """Says once when an embedded server cannot write its data, and once when it can again. While it does not answer,
+    nothing is said."""
 
     def __init__(self, server: EmbeddedServer, say: Callable[[str], None]) -> None:
         self._server, self._say = server, say
@@ -33,16 +34,22 @@ class WriteWatch:
         """Ask the server, at most once in LOOK_S."""
         if time.monotonic() < self._look_again:
             return
-        could, self._can_write = self._can_write, self._server.can_write()
+        can_write = self._server.can_write()
         self._look_again = time.monotonic() + LOOK_S
-        if could and not self._can_write:
-            where = self._server.directory
-            self._say(
-                f"The server cannot write its data to {where} ({free_mib(self._server.log):.1f} MiB are free there),"
-                " and takes no writes meanwhile. Make room: learner and workers wait for it, and go on by themselves."
-            )
-        elif self._can_write and not could:
-            self._say("The server can write its data again. The run goes on.")
+        if can_write is None or can_write == self._can_write:
+            return
+        self._can_write = can_write
+        if can_write:
+            self._say("The server can write its data again.")
+            return
+        free = ""
+        with suppress(OSError):  # a disk that fails tells nothing
+            free = f" ({free_mib(self._server.log):.1f} MiB are free there)"
+        self._say(
+            f"The server cannot write its data to {self._server.directory}{free}, and takes no writes meanwhile. Make"
+            f" room, or look for another reason in its log, {self._server.log}. All that write to it wait, and go on"
+            " by themselves."
+        )
 
 
 class KeptServer:

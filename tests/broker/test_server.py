@@ -29,6 +29,20 @@ def test_data_outlive_a_restart(tmp_path: Path) -> None:
         assert client.get("key") == b"value"
 
 
+def test_a_server_that_does_not_answer_does_not_say_whether_it_can_write(tmp_path: Path) -> None:
+    with EmbeddedServer(tmp_path / "data", has_users=True) as server:
+        assert server.can_write() is True
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            assert server.can_write() is None
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        assert server.can_write() is True
+        for password in (tmp_path / "data" / "passwords").iterdir():  # as on a disk that has failed
+            password.unlink()
+        assert server.can_write() is None
+
+
 def test_nobody_else_can_reach_it(tmp_path: Path) -> None:
     with EmbeddedServer(tmp_path / "data") as server, redis.Redis.from_url(server.url) as client:
         path = Path(server.url.removeprefix("unix://"))

@@ -1,8 +1,10 @@
 # mypy: disable-error-code="arg-type"
 """A server that dies under a run is started again with its address and data, and ends with the run in every case."""
 
+import errno
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +17,9 @@ import redis
 
 from broker.connection.address import Address
 from broker.server.access import Role
-from deploy.launch.kept_server import MAX_RESTARTS, KeptServer
+from broker.server.embedded import EmbeddedServer
+from deploy.launch import kept_server
+from deploy.launch.kept_server import MAX_RESTARTS, KeptServer, WriteWatch
 from deploy.launch.pool import Pool
 from deploy.launch.supervisor import RoleFailedError, Supervisor
 from tests.broker.topologies import wait_until
@@ -106,7 +110,27 @@ def test_a_server_whose_disk_is_full_is_told_and_goes_on_once_there_is_room(tmp_
             wait_until(lambda: _checked(server) and len(said) == 2)
     assert re.match(rf"The server cannot write its data to {disk / 'broker'} \([01]\.\d MiB are free there\)", said[0])
     assert "Make room" in said[0]
-    assert said[1] == "The server can write its data again. The run goes on."
+    assert said[1] == "The server can write its data again."
+
+
+def test_a_server_that_does_not_answer_is_not_told_and_a_failed_disk_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: object) -> None:
+        raise OSError(errno.ESTALE, "stale file handle")
+
+    said: list[str] = []
+    answers = iter([None, True, False, None, False, None, True, None])
+    server = EmbeddedServer(tmp_path / "broker")
+    monkeypatch.setattr(shutil, "disk_usage", fails)
+    monkeypatch.setattr(kept_server, "LOOK_S", 0.0)
+    monkeypatch.setattr(server, "can_write", lambda: next(answers))
+    watch = WriteWatch(server, said.append)
+    for _ in range(8):
+        watch.look()
+    assert len(said) == 2
+    assert said[0].startswith(f"The server cannot write its data to {tmp_path / 'broker'}, and takes no writes")
+    assert said[1] == "The server can write its data again."
 
 
 def _checked(server: KeptServer) -> bool:
