@@ -1,7 +1,7 @@
 """The race with verl: its settings, conversations and figures. verl itself is not needed."""
 
-import importlib
 import json
+import runpy
 import sys
 import time
 from pathlib import Path
@@ -109,8 +109,8 @@ def test_verls_logprobs_are_of_whole_rows_without_flash_attn(monkeypatch: pytest
     verls = SimpleNamespace(FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE=False)
     for name, module in {"verl": verls, "verl.utils": SimpleNamespace(torch_functional=verls)}.items():
         monkeypatch.setitem(sys.modules, name, module)
-    stand_ins = importlib.import_module("benchmarks.peers.verl_stand_ins")
-    monkeypatch.setattr(stand_ins, "ROWS", 3)
+    stand_ins = runpy.run_module("benchmarks.peers.verl_stand_ins")  # imported, it would stay with this verl
+    stand_ins["ROWS"] = 3
     assert verls.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE
     logits = torch.randn(8, 5, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16).requires_grad_()
     labels, of_losses = torch.arange(8) % 5, torch.linspace(-1, 1, 8)
