@@ -7,9 +7,9 @@
 `--shape` writes random weights of that shape, from which the recipe's model is then loaded. They have the alphabet of
 arithmetic and no chat template, so they are for recipes like arithmetic-vllm.yaml; others need a model of their own.
 Stages before reinforcement learning and evaluations are left out. A run is stopped after its second step; one that has
-not come so far when it ends, or after `--timeout-s`, is the last, and the exit code is 1. `--caches`: the directory for
-all that vLLM, Triton, torch and Headway keep; the first run with a new one finds nothing, later ones what earlier ones
-left.
+not come so far when it ends, or after `--timeout-s`, is the last, and the exit code is 1. `--caches`: a directory in
+which the command makes a new one, for all that vLLM, Triton, torch and Headway keep: its first run finds nothing, later
+ones what earlier ones left.
 
 For each run, `processes` has the seconds at which its processes began, `workers` those of the marks in each worker's
 log, and `parts` the seconds from mark to mark in the worker whose engine was up last, of which the first step's time is
@@ -75,7 +75,7 @@ def main() -> int:
         directory = checkpoint.folder(None, options.shape, shape)
         checkpoint.write_isolated(shape, directory, "cuda" if options.gpus else "cpu", 300.0)
         overrides = [f"model.path={directory}", *overrides]
-    environment = {**os.environ, **NO_MULTICAST, "VLLM_LOGGING_LEVEL": "INFO", **_caches(options.caches)}
+    environment = {**os.environ, **NO_MULTICAST, "VLLM_LOGGING_LEVEL": "INFO", **new_caches(options.caches)}
     runs = []
     for _ in range(options.runs):
         runs.append(_run(options.recipe, overrides, environment, options.timeout_s))
@@ -88,12 +88,13 @@ def main() -> int:
     return int("error" in runs[-1])
 
 
-def _caches(directory: Path | None) -> dict[str, str]:
-    """Return the environment in which everything that a start may find again lies below the directory."""
+def new_caches(directory: Path | None) -> dict[str, str]:
+    """Return the environment in which everything that a start may find again lies in a new directory below this one."""
     if directory is None:
         return {}
-    whole = directory.resolve()
-    return {"XDG_CACHE_HOME": str(whole), **{name: str(whole / below) for name, below in CACHES.items()}}
+    directory.mkdir(parents=True, exist_ok=True)
+    new = Path(tempfile.mkdtemp(dir=directory.resolve()))  # an earlier command may have failed midway, and left some
+    return {"XDG_CACHE_HOME": str(new), **{name: str(new / below) for name, below in CACHES.items()}}
 
 
 def _has_bytecode() -> bool:
@@ -213,7 +214,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument("--workers-per-gpu", type=int, default=1, help="unless they share the learner's")
     parser.add_argument("--runs", type=int, default=2)
-    parser.add_argument("--caches", type=Path, help="the directory for caches; by default the user's own are used")
+    parser.add_argument("--caches", type=Path, help="the place of new caches; by default the user's own are used")
     parser.add_argument("--timeout-s", type=float, default=240.0, help="of one run")
     return parser.parse_intermixed_args()
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import first_step
 from benchmarks.learns.parts import placement
 from benchmarks.on_gpus.__main__ import SIZES
 from benchmarks.on_gpus.__main__ import main as on_gpus
-from benchmarks.on_gpus.measurement import Machine, Measurement, closed
+from benchmarks.on_gpus.measurement import SPARE_S, Machine, Measurement, closed
 from benchmarks.on_gpus.schedule import Schedule, result_of
 from benchmarks.on_gpus.table import groups
 from deploy.recipe.loading import load_recipe
@@ -58,6 +59,13 @@ def test_each_has_room_and_all_before_it_are_there(count: int, tmp_path: Path) -
     for one in known:
         by_name.setdefault(one.name, set()).add(one.command)
     assert {name for name, commands in by_name.items() if len(commands) > 1} == set()
+
+
+def test_all_runs_of_a_start_fit_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for one in groups(machine(tmp_path, 2))["starts"]:
+        monkeypatch.setattr(sys, "argv", [*one.command[1:]])
+        options = first_step._parse()
+        assert options.runs * options.timeout_s + SPARE_S <= one.seconds
 
 
 def test_what_must_end_well_before_is_made_too() -> None:

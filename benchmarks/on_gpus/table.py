@@ -131,7 +131,7 @@ def _third(machine: Machine) -> list[Measurement]:
 
 
 def _starts(machine: Machine) -> list[Measurement]:
-    """Two runs each, of which the first finds nothing that an earlier one left."""
+    """Two runs each, of which the first finds nothing that an earlier one left, not even a measurement that failed."""
     model = ("--recipe", "smollm2-reasoning-gym.yaml", f"model.path={machine.smollm2}")
     beside = (
         *("weights.transport=ipc", "weights.staging=device"),
@@ -141,7 +141,7 @@ def _starts(machine: Machine) -> list[Measurement]:
     return [
         Measurement(
             f"first_step_{gpus}",
-            module("first_step", "--gpus", gpus, "--caches", machine.output / f"caches_{gpus}", *arguments),
+            module("first_step", "--gpus", gpus, "--caches", machine.output / "caches", "--timeout-s", 140, *arguments),
             300,
             gpus=gpus,
         )
