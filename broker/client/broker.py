@@ -87,7 +87,7 @@ class Broker:
 
     def end_when(self, is_ending: Callable[[], bool], patience_s: float = LAST_PATIENCE_S) -> None:
         """Says when this process begins to end: from then on all calls together wait `patience_s` for a server that
-        does not answer, and later ones raise BrokerUnavailableError at once. Any thread may ask `is_ending`."""
+        does not answer, and later ones ask it only once, until it answers again. Any thread may ask `is_ending`."""
         self._connection.end_when(is_ending, patience_s)
 
     async def close(self) -> None:

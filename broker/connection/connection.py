@@ -8,6 +8,7 @@ import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -37,6 +38,8 @@ T = TypeVar("T")
 
 ANSWER_S = 10.0
 """A server that has not answered for so long counts as away."""
+_LAST_ANSWER_S = 1.0
+"""Once an ending process has waited in vain, each of its calls waits at most so long for a server that hangs."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 _NOT_LOADED, _NO_LIBRARY = "Function not found", "Library not found"
 _PAGE = 1000
@@ -87,7 +90,7 @@ class Connection:
         self._is_ending: Callable[[], bool] = lambda: False
         self._last_patience_s = self._patient_until_s = math.inf
         self._verbs: Verbs | None = None
-        self._routes = open_routes(Address.parse(url), self.keys, timeout_s)
+        self._routes = open_routes(Address.parse(url), self.keys, timeout_s, self._limit)
 
     async def close(self) -> None:
         await self._routes.close()
@@ -283,14 +286,13 @@ class Connection:
     async def _attempt(self, send: Callable[[], Awaitable[T]]) -> T:
         """Sends again and again until the server answers or `timeout_s` has passed. Raises Headway's own errors."""
         began_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
-        if self.answered_since_s == math.inf and began_s + _LONGEST_PAUSE_S >= self._until_s(math.inf):
-            raise BrokerUnavailableError(f"The broker at {self.url} does not answer, and this process ends.")
         while True:
             try:
                 return await self._noted(send)
             except (LostConnectionError, SlowServerError, BusyLoadingError, OSError) as error:
                 if time.monotonic() + pause_s >= self._until_s(began_s) or is_lasting(error):
-                    raise unavailable(error, url=self.url, timeout_s=self._timeout_s) from error
+                    waited_s = round(time.monotonic() - began_s, 1) if self._is_ending() else self._timeout_s
+                    raise unavailable(error, url=self.url, timeout_s=waited_s) from error
             except ResponseError as error:
                 if not ends_by_itself(error) or time.monotonic() + pause_s >= self._until_s(began_s):
                     raise translated(error, run=self.run, url=self.url, server_id=self.server_id) from error
@@ -308,14 +310,23 @@ class Connection:
             self._patient_until_s = min(self._patient_until_s, time.monotonic() + self._last_patience_s)
         return min(began_s + self._timeout_s, self._patient_until_s)
 
+    def _limit(self) -> AbstractAsyncContextManager[object]:
+        """Returns what ends a call of an ending process that a server does not answer."""
+        if not self._is_ending():
+            return nullcontext()
+        return asyncio.timeout(max(self._until_s(math.inf) - time.monotonic(), _LAST_ANSWER_S))
+
     async def _noted(self, send: Callable[[], Awaitable[T]]) -> T:
         try:
             reply = await send()
         except (RedisError, OSError) as error:
             self.answered_since_s = math.inf
+            if isinstance(error, ResponseError) and not ends_by_itself(error):
+                self._patient_until_s = math.inf  # a server that refuses is not away
             if isinstance(error, OutOfMemoryError):
                 self.lacks_memory.set()
             raise
+        self._patient_until_s = math.inf
         self.answered_since_s = min(self.answered_since_s, time.monotonic())
         return reply
 

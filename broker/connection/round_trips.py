@@ -4,7 +4,8 @@ A round trip of its own costs a verb several times as much work as its command.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from redis.asyncio import ConnectionPool
@@ -20,14 +21,17 @@ _SHARED_BYTES = 1 << 20
 """About the most bytes in one round trip: on a slow network large requests must not share one deadline."""
 
 Commands = Sequence[Command]
+Limit = Callable[[], AbstractAsyncContextManager[object]]
 
 
 class RoundTrips:
     """Carries requests to one server. A request whose caller was cancelled may be carried out nevertheless."""
 
-    def __init__(self, pool: ConnectionPool, timeout_s: float) -> None:
+    def __init__(self, pool: ConnectionPool, timeout_s: float, limit: Limit) -> None:
+        """`limit` is entered for each `send`, which it may end with TimeoutError."""
         self._pool = pool
         self._timeout_s = timeout_s
+        self._limit = limit
         self._shared = SharedCalls(
             self._exchange, at_a_time=_AT_A_TIME, most=_SHARED_BY, size=_bytes_of, most_size=_SHARED_BYTES
         )
@@ -39,7 +43,8 @@ class RoundTrips:
 
         Raises the error that kept the server from answering.
         """
-        return await self._shared.send(commands)
+        async with self._limit():
+            return await self._shared.send(commands)
 
     async def send_alone(self, commands: Commands) -> list[Any]:
         """Sends as `send` does, but on a connection of its own, so that commands that wait delay no other caller."""

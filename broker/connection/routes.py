@@ -18,7 +18,7 @@ from broker.keys import PREFIX, Keys
 
 from .address import Address
 from .driver import Command
-from .round_trips import RoundTrips
+from .round_trips import Limit, RoundTrips
 
 _SLOTS = 16384
 _LONGEST_LOOK_S = 1.0
@@ -48,9 +48,9 @@ class Routes(Protocol):
         ...
 
 
-def open_routes(address: Address, keys: Keys, timeout_s: float) -> Routes:
+def open_routes(address: Address, keys: Keys, timeout_s: float, limit: Limit) -> Routes:
     """Returns routes that are not connected yet. Raises BrokerError for unknown options of the URL."""
-    return Cluster(address, keys, timeout_s) if address.is_cluster else OneServer(address, keys, timeout_s)
+    return (Cluster if address.is_cluster else OneServer)(address, keys, timeout_s, limit)
 
 
 class OneServer:
@@ -58,8 +58,8 @@ class OneServer:
 
     keeps_order = True
 
-    def __init__(self, address: Address, keys: Keys, timeout_s: float) -> None:
-        self._server = RoundTrips(address.pool(timeout_s), timeout_s)
+    def __init__(self, address: Address, keys: Keys, timeout_s: float, limit: Limit) -> None:
+        self._server = RoundTrips(address.pool(timeout_s), timeout_s, limit)
         self._key = keys("durable")
 
     async def send(self, commands: Sequence[Command]) -> list[Any]:
@@ -84,11 +84,12 @@ class Cluster:
 
     keeps_order = False
 
-    def __init__(self, address: Address, keys: Keys, timeout_s: float) -> None:
+    def __init__(self, address: Address, keys: Keys, timeout_s: float, limit: Limit) -> None:
         self._address = address
         self._keys = keys
         self._timeout_s = timeout_s
-        self._first = RoundTrips(address.pool(timeout_s), timeout_s)
+        self._limit = limit
+        self._first = self._open(address)
         self._nodes = dict[tuple[str, int], RoundTrips]()
         self._by_slot: list[RoundTrips | None] = [None] * _SLOTS
         self._is_outdated = True
@@ -199,5 +200,8 @@ class Cluster:
 
     def _at(self, host: str, port: int) -> RoundTrips:
         if (host, port) not in self._nodes:
-            self._nodes[host, port] = RoundTrips(self._address.at(host, port).pool(self._timeout_s), self._timeout_s)
+            self._nodes[host, port] = self._open(self._address.at(host, port))
         return self._nodes[host, port]
+
+    def _open(self, address: Address) -> RoundTrips:
+        return RoundTrips(address.pool(self._timeout_s), self._timeout_s, self._limit)
