@@ -43,8 +43,8 @@ def ask(server: EmbeddedServer, *command: str | int | bytes) -> Any:
         return client.execute_command(*command)
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _DEADLINE_S
+def wait_until(holds: Callable[[], bool], deadline_s: float = _DEADLINE_S) -> None:
+    deadline = time.monotonic() + deadline_s
     while not holds():
         assert time.monotonic() < deadline, "it never came true"
         time.sleep(0.02)

@@ -11,7 +11,7 @@ from broker.server.embedded import EmbeddedServer
 from tests.broker.topologies import free_port, wait_until
 
 from .recipes import write_recipe
-from .terminals import Terminal, Terminals
+from .terminals import DEADLINE_S, Terminal, Terminals
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +44,7 @@ def test_a_role_ends_at_a_signal_while_its_broker_is_away(
         settings = {"HEADWAY_BROKER": server.url, "HEADWAY_RUN": "left"}
         learner = terminals.open("learner", "learner", recipe, headway=patient, **settings)
         worker = terminals.open("worker", "worker", headway=patient, **settings)
-        wait_until(lambda: "step 2/" in said_alive(learner, worker))
+        wait_until(lambda: "step 2/" in said_alive(learner, worker), DEADLINE_S)
         os.kill(server.pid, signal.SIGKILL)
         wait_until(lambda: not server.is_alive())
         for role in (learner, worker):
