@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from benchmarks.peers.race import ENGINES, SHARING_GPU
+
 from . import races
 from .measurement import SPARE_S, Machine, Measurement, module
 
@@ -133,11 +135,7 @@ def _third(machine: Machine) -> list[Measurement]:
 def _starts(machine: Machine) -> list[Measurement]:
     """Two runs each, of which the first finds nothing that an earlier one left, not even a measurement that failed."""
     model = ("--recipe", "smollm2-reasoning-gym.yaml", f"model.path={machine.smollm2}")
-    beside = (
-        *("weights.transport=ipc", "weights.staging=device"),
-        "engine.options={gpu_memory_utilization: 0.05, kv_cache_memory_bytes: 8589934592}",
-    )
-    on = {1: model, 2: ("--workers-per-gpu", 4, *model, *beside)}
+    on = {1: model, 2: ("--workers-per-gpu", ENGINES, *model, *SHARING_GPU)}
     return [
         Measurement(
             f"first_step_{gpus}",
