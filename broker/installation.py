@@ -1,4 +1,4 @@
-"""Finds out what is installed on this machine, without importing it, and where its processes share temporary files."""
+"""Finds out what is installed on this machine, without importing it, and where its processes keep files for others."""
 
 import os
 import tempfile
@@ -39,6 +39,16 @@ def version_of(distribution: str) -> str | None:
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
+        return None
+
+
+def cache_directory() -> Path | None:
+    """Returns the directory of what a user's later runs find again, by the XDG base directory specification; None for a
+    user without a home, as a container may have. It need not exist."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        return (base if base.is_absolute() else Path.home() / ".cache") / "headway"
+    except RuntimeError:
         return None
 
 

@@ -3,9 +3,17 @@
 The learner reports errors that need a tokenizer, with the same file and row.
 """
 
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from hashlib import blake2b
 from itertools import chain
+from pathlib import Path
+
+import msgspec
 
 from broker.errors import ConfigError
+from broker.installation import cache_directory, version_of
 from learner.data.examples import open_examples
 from learner.data.prompts import open_source
 from learner.data.prompts.base import PromptSource
@@ -18,6 +26,9 @@ from .recipe import Recipe
 LOCAL = ("arithmetic", "jsonl", "parquet", "reasoning_gym")
 """Kinds of data on this machine. Other kinds come from a hub or from the user's own code, which runs where it is
 needed."""
+SLOW = {"reasoning_gym": "reasoning-gym"}
+"""Kinds of data whose package takes seconds to import, and the package's distribution. No process of a run begins
+before its data is checked."""
 
 
 def check_data(recipe: Recipe, *, is_new: bool = False) -> None:
@@ -28,22 +39,47 @@ def check_data(recipe: Recipe, *, is_new: bool = False) -> None:
         check_files(recipe.model.path)
     if recipe.model.chat_template:
         read_chat_template(recipe.model.chat_template)
-    if recipe.prompts.kind in LOCAL:
-        source = open_source(recipe.prompts, recipe.run.seed)
-        if is_here:
-            _check_template(recipe, source)
-        if recipe.evaluation.prompts:
-            source.held_out(1)
+    prompts = recipe.prompts
+    if prompts.kind in LOCAL:
+        lacks_template = is_here and not recipe.model.chat_template and lacks_chat_template(recipe.model.path)
+        told = (prompts, recipe.evaluation.prompts > 0, lacks_template)
+        _check(prompts.kind, told, partial(_check_prompts, recipe, lacks_template=lacks_template))
     for phase in chain.from_iterable(stage.phases for stage in recipe.plan):
         if phase.kind in LOCAL:
-            open_examples(phase, recipe.run.seed)
+            _check(phase.kind, phase, partial(open_examples, phase, recipe.run.seed))
     for number, stage in enumerate(recipe.stages):
         check_records(stage, recipe.run.seed, f"stages[{number}]")
 
 
-def _check_template(recipe: Recipe, source: PromptSource) -> None:
-    if recipe.model.chat_template or not lacks_chat_template(recipe.model.path):
+def _check(kind: str, told: object, check: Callable[[], object]) -> None:
+    """Make a check of data of this kind, unless the kind is slow and the check has passed here before. `told`: all of
+    the recipe on which it depends. The process that opens the data checks it anyway."""
+    passed = _passed(SLOW[kind], told) if kind in SLOW else None
+    if passed is not None and passed.exists():
         return
+    check()
+    if passed is not None:
+        with suppress(OSError):  # the next start then takes some seconds more
+            passed.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            passed.touch()
+
+
+def _passed(distribution: str, told: object) -> Path | None:
+    """Return the empty file that is there once the check has passed for this version of the package."""
+    directory = cache_directory()
+    digest = blake2b(msgspec.msgpack.encode((version_of(distribution), told)), digest_size=20).hexdigest()
+    return None if directory is None else directory / "checked" / digest
+
+
+def _check_prompts(recipe: Recipe, *, lacks_template: bool) -> None:
+    source = open_source(recipe.prompts, recipe.run.seed)
+    if lacks_template:
+        _check_template(recipe, source)
+    if recipe.evaluation.prompts:
+        source.held_out(1)
+
+
+def _check_template(recipe: Recipe, source: PromptSource) -> None:
     item = source.train(0, 0)
     if recipe.prompts.system_prompt or not isinstance(item.content, str):
         what = "prompts.system_prompt is set" if recipe.prompts.system_prompt else f"{item.place} is a list of messages"

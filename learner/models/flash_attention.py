@@ -14,17 +14,17 @@ Its kernels are compiled by the first call for each width and kind, which takes 
 T packed tokens, S sequences, H query heads, K key/value heads, D head width.
 """
 
-import contextlib
 import functools
 import importlib
 import logging
 import os
 import warnings
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from broker.installation import cache_directory
 
 log = logging.getLogger(__name__)
 
@@ -58,9 +58,8 @@ def _is_available(device: torch.device) -> bool:
 def _package() -> Any:
     """Return the package's module; its own cache of compiled kernels is off unless it is told before the import."""
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    with contextlib.suppress(RuntimeError):  # a user without a home gets the package's own directory
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(base / "headway" / "flash-attention"))
+    if (base := cache_directory()) is not None:  # a user without a home gets the package's own directory
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(base / "flash-attention"))
     warnings.filterwarnings("ignore", "Argument aux_data", module="cutlass")  # one for each kernel that is compiled
     return importlib.import_module("flash_attn.cute.interface")
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from broker.installation import cache_directory
 from rollout_workers.engines.placing.direct_loading import DirectLoading
-from rollout_workers.engines.placing.kept_placements import KeptPlacements, cache_directory, kept_placements
+from rollout_workers.engines.placing.kept_placements import KeptPlacements, kept_placements
 from rollout_workers.engines.placing.placement import Block, Placement
 
 from .test_placement import SHAPES, Shard, published, version
@@ -160,10 +161,10 @@ def test_the_oldest_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_directory_is_that_of_the_users_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_directory() == tmp_path / "headway" / "placements"
+    assert cache_directory() == tmp_path / "headway"
     for unset in ("", "relative"):
         monkeypatch.setenv("XDG_CACHE_HOME", unset)
-        assert cache_directory() == Path.home() / ".cache" / "headway" / "placements"
+        assert cache_directory() == Path.home() / ".cache" / "headway"
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr("os.getuid", lambda: 2**31 - 2)  # a user of whom the system knows nothing
     assert kept_placements("engine 1") is None

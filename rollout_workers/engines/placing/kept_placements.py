@@ -18,6 +18,8 @@ import msgspec
 import numpy as np
 import torch
 
+from broker.installation import cache_directory
+
 from .placement import Block, Placement, Published, rows_of
 
 FORM = 1
@@ -34,20 +36,10 @@ LARGEST = 1 << 40
 log = logging.getLogger(__name__)
 
 
-def cache_directory() -> Path | None:
-    """Return the directory of a user's kept placements, by the XDG base directory specification; None for a user
-    without a home, as a container may have."""
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    try:
-        return (base if base.is_absolute() else Path.home() / ".cache") / "headway" / "placements"
-    except RuntimeError:
-        return None
-
-
 def kept_placements(kind: str) -> "KeptPlacements | None":
     """Return the user's own, where there can be any; `kind` as for KeptPlacements."""
     directory = cache_directory()
-    return None if directory is None else KeptPlacements(directory, kind)
+    return None if directory is None else KeptPlacements(directory / "placements", kind)
 
 
 class _File(msgspec.Struct, frozen=True, array_like=True):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from rollout_workers.engines.placing.kept_placements import cache_directory
+from broker.installation import cache_directory
 
 FILES = ("config.json", "generation_config.json", "hf_quant_config.json")
 """The files of a model that vLLM reads without its tokenizer and its weights."""
@@ -29,7 +29,7 @@ def kept_configuration(model_dir: Path) -> Path:
     if base is None:
         return model_dir
     digest = blake2b(msgspec.msgpack.encode(sorted(files.items())), digest_size=20).hexdigest()
-    kept = base.parent / "configurations" / digest
+    kept = base / "configurations" / digest
     try:
         if not _has(kept, files):
             _write(kept, files)

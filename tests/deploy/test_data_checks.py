@@ -1,0 +1,59 @@
+"""The checks of data that take seconds are made once."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from broker.errors import ConfigError
+from deploy.recipe.data_checks import check_data
+from deploy.recipe.loading import load_recipe
+
+RECIPE = "smollm2-reasoning-gym.yaml"
+IMPORTS = """
+import sys
+from deploy.recipe.data_checks import check_data
+from deploy.recipe.loading import load_recipe
+check_data(load_recipe(sys.argv[1], sys.argv[2:]))
+print("reasoning_gym" in sys.modules)
+"""
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "headway" / "checked"
+
+
+def test_tasks_that_have_passed_are_not_imported_again_before_a_run_begins() -> None:
+    def imports(*overrides: str) -> str:
+        command = [sys.executable, "-c", IMPORTS, RECIPE, *overrides]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    assert imports() == "True"
+    assert imports() == "False"
+    assert imports("prompts.options.chain_sum.max_terms=4") == "True", "these options have not been checked"
+
+
+def test_a_refusal_is_told_each_time(cache: Path) -> None:
+    recipe = load_recipe(RECIPE, ["prompts.options.chain_sum.max_term=5"])
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"prompts\.options: reasoning_gym task 'chain_sum' refuses them"):
+            check_data(recipe)
+    assert not cache.exists()
+
+
+def test_another_version_of_the_package_is_checked(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    recipe = load_recipe(RECIPE, [])
+    check_data(recipe)
+    checked = len(list(cache.iterdir()))
+    monkeypatch.setattr("deploy.recipe.data_checks.version_of", lambda _: "0.1.26")
+    check_data(recipe)
+    assert len(list(cache.iterdir())) == 2 * checked
+
+
+def test_a_cache_that_cannot_be_written_costs_time_alone(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "cache").write_text("")
+    check_data(load_recipe(RECIPE, []))
+    assert not cache.exists()
