@@ -16,6 +16,7 @@
     checkpoints/    checkpoints on the disk, and the choice of one to resume from
     planning/       how much memory a recipe takes, before anything starts
     config.py, algorithm_config.py   the settings; those of the loss
+    learning_rate.py   the rate of a step, in reinforcement learning and in supervised stages
     ranks.py        messages between ranks; rank 0 alone talks to the broker
 
 The invariant: given the same batches, the learner ends with the same weights, bit for bit, however often it was killed

@@ -5,6 +5,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from .learning_rate import Schedule
+
 PROMPTS = ("arithmetic", "jsonl", "parquet", "datasets", "reasoning_gym")
 EXAMPLES = ("arithmetic", "jsonl", "parquet", "reasoning_gym")
 STAGES = ("sft", "dpo", "kto", "distill", "reward_model", "rl")
@@ -114,6 +116,13 @@ class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         float, Meta(gt=0, description="largest norm of the gradients, which are scaled down to it")
     ] = 1.0
     warmup_steps: Annotated[int, Meta(ge=0, description="steps over which the learning rate rises linearly")] = 0
+    schedule: Annotated[
+        Schedule,
+        Meta(
+            description="the learning rate after its rise: constant, or falling along a line or a cosine to 0 behind"
+            " step learner.steps; a resumed run that raises learner.steps goes on at the longer run's rate"
+        ),
+    ] = "constant"
 
 
 class BestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -21,6 +21,7 @@ from learner.algorithm_config import AlgorithmConfig
 from learner.backends import abilities_of
 from learner.backends.base import Backend, Stored, Trained
 from learner.config import LearnerConfig, OptimizerConfig
+from learner.learning_rate import learning_rate
 from learner.ranks import Ranks
 from learner.rows.batch import PackedBatch
 from learner.rows.clusters import PrefixSharing
@@ -189,7 +190,7 @@ class Updater:
     def update(self, packed: Sequence[list[PackedBatch]], step: int) -> Update:
         """Makes an optimizer update of each part of a packed step; proximal logprobs are those before the first of
         them, which needs no forward pass for its own."""
-        learning_rate = self.learning_rate(step)
+        rate = self.learning_rate(step)
         parts, losses, norms, reports, critic_reports = [], [], [], [], list[dict[str, float]]()
         for objective, part, proximal_logprobs in self._updates(packed):
             parts.append(part)
@@ -197,7 +198,7 @@ class Updater:
             token_loss = objective.token_loss(
                 part.batches, self._ranks.sum, proximal_logprobs, part.reference, current_logprobs
             )
-            loss, grad_norm, report = self._backend.step(part.batches, token_loss, self._temperature, learning_rate)
+            loss, grad_norm, report = self._backend.step(part.batches, token_loss, self._temperature, rate)
             losses.append(loss)
             norms.append(grad_norm)
             reports += report
@@ -213,7 +214,7 @@ class Updater:
         return Update(
             loss=sum(losses) / len(losses),
             grad_norm=next((norm for norm in norms if not math.isfinite(norm)), max(norms)),
-            learning_rate=learning_rate,
+            learning_rate=rate,
             micro_batches=micro_batches,
             computed_tokens=self._computed_tokens(parts),
             budget_tokens=micro_batches * self._learner.micro_batch_tokens,
@@ -238,9 +239,15 @@ class Updater:
         yield from zip(objectives, known, proximal, strict=True)
 
     def learning_rate(self, step: int) -> float:
-        """Returns the learning rate of a step: a linear rise, then constant."""
-        rise = self._optimizer.warmup_steps
-        return self._optimizer.learning_rate * (min(1.0, (step + 1) / rise) if rise else 1.0)
+        """Returns the learning rate of a step."""
+        optimizer = self._optimizer
+        return learning_rate(
+            step,
+            self._learner.steps,
+            peak=optimizer.learning_rate,
+            warmup_steps=optimizer.warmup_steps,
+            schedule=optimizer.schedule,
+        )
 
     def _sequences(
         self, groups: Sequence[Group], advantages: Sequence[float], step: int

@@ -19,8 +19,8 @@ from learner.models.classifier import check_classifier
 from learner.models.model import load_tokenizer
 from learner.rows.packing import concatenate, labelled
 from learner.stages.base import Progress
+from learner.stages.supervised.order import Order
 from learner.stages.supervised.reward_model import completed, with_state_behind
-from learner.stages.supervised.schedule import Order
 
 from .preferences import MODEL, arithmetic, opened_scores
 from .scoring import STOP, by_transformers, responses, scores

@@ -28,8 +28,8 @@ from learner.stages.base import Progress, StageError
 from learner.stages.sft import tokenize
 from learner.stages.supervised.distillation import as_teacher
 from learner.stages.supervised.options import BestOptions, PreferenceOptions
+from learner.stages.supervised.order import Order
 from learner.stages.supervised.preferences import PreferenceStage
-from learner.stages.supervised.schedule import Order, learning_rate
 from learner.stages.supervised.teacher import Teaching, ask, taught
 
 from . import distilling, preferences
@@ -394,11 +394,3 @@ def test_a_step_of_tokens_has_as_many_records_as_fit() -> None:
     assert [count for count in tokens if count > 16] == [30, 30]
     for count, step in zip(tokens, steps[1:], strict=False):
         assert count + lengths[step[0]] > 16, "a record that fits is in the step"
-
-
-@pytest.mark.parametrize(("shape", "last"), [("constant", 1.0), ("linear", 0.125), ("cosine", 0.0380602)])
-def test_the_learning_rate_rises_and_falls(shape: str, last: float) -> None:
-    rates = [learning_rate(step, 10, peak=1.0, warmup_steps=2, shape=shape) for step in range(10)]  # type: ignore[arg-type]
-    assert rates[:3] == [0.5, 1.0, 1.0]
-    assert rates[-1] == pytest.approx(last)
-    assert rates[2:] == sorted(rates[2:], reverse=True)

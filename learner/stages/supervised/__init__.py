@@ -2,7 +2,7 @@
 
     stage.py       the loop: batch -> pack -> update -> measure -> checkpoint; each kind brings a task
     options.py     what a recipe says of each kind
-    schedule.py    the records and the learning rate of a step, from its number alone
+    order.py       the records of a step, from its number alone
     reading.py     records as units of tokens
     imitation.py   the task of conversations: supervised fine-tuning
     preferences.py the task of pairs: DPO and its kin

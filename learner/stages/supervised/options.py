@@ -7,8 +7,7 @@ from msgspec import Meta
 
 from broker.config import MAX_TOKENS
 from learner.config import RecordsConfig
-
-from .schedule import Shape
+from learner.learning_rate import Schedule
 
 MOST_COUNT = 2**53
 """A count keeps its value in JSON up to there."""
@@ -57,7 +56,7 @@ class TrainingOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The highest learning rate."""
     warmup_steps: Annotated[int, Meta(ge=0, le=MOST_COUNT)] = 10
     """Steps over which the learning rate rises."""
-    schedule: Shape = "cosine"
+    schedule: Schedule = "cosine"
     """The learning rate after its rise: constant, or falling along a line or a cosine to 0."""
     evaluate_every_steps: Annotated[int, Meta(ge=0, le=MOST_COUNT)] = 0
     """Steps between two measurements of the held-out records; 0: only after the last step."""

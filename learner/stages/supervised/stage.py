@@ -16,6 +16,7 @@ from broker.errors import ConfigError
 from broker.user_code.kinds import unknown_kind
 from learner.backends.base import TokenLoss
 from learner.data.sources import digest_of
+from learner.learning_rate import learning_rate
 from learner.objective.objective import Objective
 from learner.rows.batch import PackedBatch
 from learner.rows.packing import concatenate
@@ -23,7 +24,7 @@ from learner.rows.units import Row, Unit
 from learner.stages.base import Progress, StageMetrics, StageParts
 
 from .options import HELD_OUT, BestOptions, TrainingOptions
-from .schedule import Order, learning_rate
+from .order import Order
 
 EMPTY = Row(batch=concatenate([]), units=())
 
@@ -151,7 +152,7 @@ class TaskStage:
             self._order.steps,
             peak=options.learning_rate,
             warmup_steps=options.warmup_steps,
-            shape=options.schedule,
+            schedule=options.schedule,
         )
         loss, metrics = self._update(self._order.batch(step), rate)
         done = step + 1

@@ -1,12 +1,9 @@
-"""The records and the learning rate of each step, from its number alone: a resumed stage needs to know nothing else."""
+"""The records of each step, from its number alone: a resumed stage needs to know nothing else."""
 
 import math
 import random
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Literal
-
-Shape = Literal["constant", "linear", "cosine"]
 
 
 class Order:
@@ -58,18 +55,3 @@ class Order:
         order = list(range(len(self._lengths)))
         random.Random(f"epoch:{self._seed}:{epoch}").shuffle(order)
         return order
-
-
-def learning_rate(step: int, steps: int, *, peak: float, warmup_steps: int, shape: Shape) -> float:
-    """Returns the rate of a step, from 0: it rises linearly to `peak` over `warmup_steps`, since fresh Adam moments
-    make the first steps too large, and then stays, or falls towards 0 behind the last step."""
-    if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
-    done = (step - warmup_steps) / max(1, steps - warmup_steps)
-    match shape:
-        case "constant":
-            return peak
-        case "linear":
-            return peak * (1 - done)
-        case "cosine":
-            return peak * (1 + math.cos(math.pi * done)) / 2
