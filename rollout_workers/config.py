@@ -30,7 +30,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device: Annotated[str, Meta(description="torch device of the embedded engine")] = "cpu"
     threads: Annotated[int, Meta(ge=1, description="CPU threads of one engine")] = 1
     options: Annotated[
-        dict[str, object], Meta(description="engine arguments, passed to vLLM or to your own engine as they are")
+        dict[str, object],
+        Meta(description="arguments of vLLM, SGLang or your own engine, as they are; the embedded one has none"),
     ] = {}
 
 
@@ -113,7 +114,8 @@ class ScorerEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         ),
     ] = "transformers"
     options: Annotated[
-        dict[str, object], Meta(description="arguments of vLLM's engine, or options of your own class, as they are")
+        dict[str, object],
+        Meta(description="arguments of vLLM or of your own class, as they are; transformers has none"),
     ] = {}
 
 

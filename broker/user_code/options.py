@@ -1,6 +1,7 @@
 """The options of a kind that a recipe names: typed and closed; an error names the option nearest to a misspelt one."""
 
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,13 +13,14 @@ from .kinds import did_you_mean
 T = TypeVar("T")
 
 
-def unknown_option(name: str, known: Iterable[str], where: str, of: str = "") -> ConfigError:
-    """Return the error for an unknown option; `of` is the kind that lacks it, where `where` does not say so."""
-    known = list(known)
+def unknown_option(name: str, known: Iterable[str], where: str, of: str = "", keys: Iterable[str] = ()) -> ConfigError:
+    """Return the error for an unknown option; `of` is the kind that lacks it, where `where` does not say so. `keys`:
+    keys of the recipe that may have been meant."""
+    known, named = list(known), {key.rpartition(".")[2]: key for key in keys}
     missing = f"{of} has no such option" if of else "no such option"
-    return ConfigError(
-        f"{where}.{name}: {missing}{did_you_mean(name, known) or '.'} Known: {', '.join(known) or 'none'}."
-    )
+    key = get_close_matches(name, named, n=1)
+    hint = did_you_mean(name, known) or (f"; did you mean {named[key[0]]}?" if key else ".")
+    return ConfigError(f"{where}.{name}: {missing}{hint} Known: {', '.join(known) or 'none'}.")
 
 
 def typed_options(options: Mapping[str, Any], into: type[T], where: str) -> T:

@@ -12,10 +12,11 @@ from learner.config import EXAMPLES, PROMPTS, STAGES, LearnerConfig, StageConfig
 from learner.models.layout import check_ranks, check_splits
 from learner.stages.kinds import options_of
 from rollout_workers.config import REWARDS, EngineConfig
-from rollout_workers.engines import ENGINES, abilities_of
+from rollout_workers.engines import ENGINES, abilities_of, check_options
 from rollout_workers.engines.gpus import shares
 from rollout_workers.environments import check_environment
 from rollout_workers.scorers.runtimes import RUNTIMES
+from rollout_workers.scorers.runtimes import check_options as check_runtime_options
 from weightsync.config import WeightsConfig
 from weightsync.transports.abilities import TRANSPORTS
 from weightsync.transports.abilities import abilities_of as transport_abilities
@@ -41,17 +42,25 @@ def check_values(recipe: Recipe, source: str) -> None:
         raise ConfigError(f"{source}: {complaint}")
 
 
-def check_engine(engine: EngineConfig, source: str) -> None:
+def check_engine(engine: EngineConfig, where: str) -> None:
+    """Raise ConfigError for an engine that is unknown, or does not have these options. `where`: its place in the
+    recipe."""
+    check_engine_kind(engine, where)
+    check_options(engine, abilities_of(engine), where)
+
+
+def check_engine_kind(engine: EngineConfig, where: str) -> None:
     """Raise ConfigError for an unknown engine. A user's own engine is looked for where workers run."""
-    _check_kind(engine.kind, ENGINES, f"{source}: engine.kind")
+    _check_kind(engine.kind, ENGINES, f"{where}.kind")
 
 
 def _check_kinds(recipe: Recipe, source: str) -> None:
     """Check the kinds now, before prompts are read or workers start."""
-    check_engine(recipe.engine, source)
+    check_engine(recipe.engine, f"{source}: engine")
     for index, pool in enumerate(pools_of(recipe, source)):
-        _check_kind(pool.recipe.engine.kind, ENGINES, f"{source}: workers.pools[{index}].engine.kind")
+        check_engine(pool.recipe.engine, f"{source}: workers.pools[{index}].engine")
     _check_kind(recipe.scorers.engine.kind, RUNTIMES, f"{source}: scorers.engine.kind")
+    check_runtime_options(recipe.scorers.engine, f"{source}: scorers.engine")
     _check_kind(recipe.weights.transport, TRANSPORTS, f"{source}: weights.transport")
     if recipe.has_prompts:
         _check_kind(recipe.prompts.kind, PROMPTS, f"{source}: prompts.kind")

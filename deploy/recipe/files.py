@@ -3,11 +3,14 @@
 OmegaConf reads 5e-4 as a number.
 """
 
+import functools
 import io
+import logging
 import os
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -18,6 +21,10 @@ from broker.errors import ConfigError
 from .references import check_references
 from .stage_keys import by_index
 
+log = logging.getLogger(__name__)
+
+ENGINES = (("engine",), ("scorers", "engine"))
+"""The sections that name an engine by `kind` and have `options` for it."""
 BASE = "base"
 """The key with which a recipe names the recipes beneath it."""
 SHIPPED = Path(__file__).parents[1] / "recipes"
@@ -55,12 +62,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def read_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Return a recipe's mapping over those of its `base`, with references resolved and overrides applied.
 
-    `base` is a recipe or a list of them, each over the one before; a list in a recipe replaces its base's. The override
-    `base=NAME` takes the place of the file's own. Raises ConfigError.
+    `base` is a recipe or a list of them, each over the one before; a list in a recipe replaces its base's, and an
+    engine of another kind leaves its base's options out. The override `base=NAME` takes the place of the file's own.
+    Raises ConfigError.
     """
     chosen = [one for one in overrides if one.partition("=")[0].strip() == BASE]
     merged = _over_its_base(path, [_value_of(one) for one in chosen[-1:]])
-    return apply_overrides(_resolve(merged, str(path)), [one for one in overrides if one not in chosen], path.name)
+    return with_own_options(_resolve(merged, str(path)), [one for one in overrides if one not in chosen], path.name)
 
 
 def _over_its_base(path: Path, instead: Sequence[Any] = (), above: tuple[Path, ...] = ()) -> DictConfig:
@@ -78,13 +86,19 @@ def _over_its_base(path: Path, instead: Sequence[Any] = (), above: tuple[Path, .
         if isinstance(run := part.get("run"), DictConfig):
             run.pop("name", None)  # a run is named after its own recipe
     try:
-        merged = OmegaConf.merge(*parts, config)
+        merged = OmegaConf.create()
+        for part in (*parts, config):
+            own = _without_others(_plain(merged), _plain(part), path.name)
+            merged = cast(DictConfig, OmegaConf.merge(own, part))
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         raise ConfigError(
             f"{path} has a list where its base has a mapping, or the reverse: {_first_line(error)}."
         ) from error
-    assert isinstance(merged, DictConfig)
     return merged
+
+
+def _plain(config: DictConfig) -> Any:
+    return OmegaConf.to_container(config, resolve=False)
 
 
 def _base_names(said: Any, path: Path) -> list[str]:
@@ -141,6 +155,42 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str], source: str) 
             )
         _apply(config, key.strip(), _value_of(override))
     return _resolve(config, source)
+
+
+def with_own_options(raw: dict[str, Any], overrides: Sequence[str], source: str) -> dict[str, Any]:
+    """Apply the overrides as `apply_overrides` does. An engine of another kind, of workers or of scorers, then starts
+    with no options but theirs: those in `raw` are not its own, and a warning names them."""
+    wanted = apply_overrides(raw, overrides, source)
+    own = _without_others(raw, wanted, source)
+    return wanted if own is raw else apply_overrides(own, overrides, source)
+
+
+def _without_others(below: Any, above: Any, source: str) -> Any:
+    """Return the mapping `below` without the options of each engine whose kind is another one in `above`."""
+    for path in ENGINES:
+        engine, chosen = _section(below, path), _section(above, path)
+        kind, options = engine.get("kind"), engine.get("options")
+        if kind and options and isinstance(options, dict) and (other := chosen.get("kind", kind)) != kind:
+            key = ".".join(path)
+            _say_unused(
+                source, f"{key}.kind={other}", str(kind), ", ".join(f"{key}.options.{name}" for name in options)
+            )
+            below = deepcopy(below)
+            _section(below, path)["options"] = {}
+    return below
+
+
+def _section(raw: Any, path: Sequence[str]) -> dict[str, Any]:
+    """Return the section at this path; an empty one where the file has something else there."""
+    for key in path:
+        raw = raw.get(key) if isinstance(raw, dict) else None
+    return raw if isinstance(raw, dict) else {}
+
+
+@functools.cache
+def _say_unused(source: str, chosen: str, kind: str, options: str) -> None:
+    """Log it once a process, since a recipe is read more than once."""
+    log.warning("%s: %s takes the place of %s, whose options are not used: %s.", source, chosen, kind, options)
 
 
 def to_yaml(raw: dict[str, Any]) -> str:

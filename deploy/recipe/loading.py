@@ -15,7 +15,7 @@ from learner.algorithm_config import AlgorithmConfig, preset_defaults
 
 from .checks import check_values
 from .colocation import colocated_defaults
-from .files import apply_overrides, find_recipe, read_recipe, to_yaml
+from .files import find_recipe, read_recipe, to_yaml, with_own_options
 from .recipe import LauncherConfig, Recipe
 from .stage_keys import newer_spelling
 from .values import check_plain
@@ -44,21 +44,12 @@ def hint_of(path: str | Path) -> str:
 
 
 def with_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
-    """Return the same recipe with `a.b=c` overrides. Raises ConfigError.
-
-    An engine of another kind, of workers or of scorers, starts with no options: those of the recipe's engine are not
-    its own.
-    """
+    """Return the same recipe with `a.b=c` overrides, as `with_own_options` applies them. Raises ConfigError."""
     if not overrides:
         return recipe
     name = recipe.run.name
     raw = msgspec.msgpack.decode(msgspec.msgpack.encode(recipe))  # with lists, which overrides can change, not tuples
-    wanted = apply_overrides(raw, overrides, name)
-    if wanted["engine"]["kind"] != recipe.engine.kind:
-        raw["engine"]["options"] = {}
-    if wanted["scorers"]["engine"]["kind"] != recipe.scorers.engine.kind:
-        raw["scorers"]["engine"]["options"] = {}
-    return _to_recipe(apply_overrides(raw, overrides, name), name)
+    return _to_recipe(with_own_options(raw, overrides, name), name)
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -7,7 +7,7 @@ import msgspec
 
 from broker.errors import ConfigError
 
-from .files import apply_overrides
+from .files import with_own_options
 from .limits import beyond_limits
 from .values import check_plain
 from .words import check_shape, explain
@@ -17,10 +17,10 @@ SOURCE = "override"
 
 
 def overridden(sections: Sections, overrides: Sequence[str]) -> Sections:
-    """Return the same sections with `a.b=c` overrides. Raises ConfigError for a key or a value that none of them
-    takes."""
+    """Return the same sections with `a.b=c` overrides, as `with_own_options` applies them. Raises ConfigError for a key
+    or a value that none of them takes."""
     given = msgspec.msgpack.decode(msgspec.msgpack.encode(sections))  # with lists, which overrides can change
-    raw = apply_overrides(given, overrides, SOURCE)
+    raw = with_own_options(given, overrides, SOURCE)
     check_plain(raw, SOURCE)
     check_shape(raw, type(sections), SOURCE)
     try:

@@ -31,7 +31,7 @@ from deploy.launch.supervisor import Supervisor
 from deploy.observe.live import watch as watch_run
 from deploy.observe.pools import MOST_OF_PREFIX, UNNAMED
 from deploy.printing import complain, say, say_json
-from deploy.recipe.checks import check_engine
+from deploy.recipe.checks import check_engine_kind
 from deploy.recipe.data_checks import check_data
 from deploy.recipe.packages import check_packages
 from deploy.recipe.recipe import Recipe
@@ -391,5 +391,5 @@ def _own_of(overrides: Sequence[str]) -> _WorkersOwn:
                 " configuration, so that learner and workers agree. Give it to `headway learner` instead."
             )
     own = overridden(_WorkersOwn(), overrides)
-    check_engine(own.engine, SOURCE)
+    check_engine_kind(own.engine, f"{SOURCE}: engine")
     return own

@@ -60,9 +60,7 @@ def settings_of(model: TrainedModel, overrides: Sequence[str], temperature: floa
     recipe = model.recipe
     of_run = into() if recipe is None else into(**{name: getattr(recipe, name) for name in into.__struct_fields__})
     own = overridden(of_run, overrides)
-    if own.engine.kind != of_run.engine.kind and not any(one.startswith("engine.options") for one in overrides):
-        own = msgspec.structs.replace(own, engine=msgspec.structs.replace(own.engine, options={}))
-    check_engine(own.engine, SOURCE)
+    check_engine(own.engine, f"{SOURCE}: engine")
     sampling = evaluation_sampling(own.sampling, EvalConfig(temperature=temperature))
     return msgspec.structs.replace(own, sampling=sampling)
 

@@ -19,6 +19,7 @@ import msgspec
 
 from broker.errors import ConfigError
 from broker.user_code.kinds import unknown_kind
+from broker.user_code.options import unknown_option
 from broker.user_code.own import make_own
 from broker.user_code.roots import ImportRoots, load
 from rollout_workers.config import EngineConfig
@@ -52,6 +53,24 @@ def check_installed(kind: str) -> None:
     """Raise ConfigError, with the remedy, if the package of the engine `kind` is missing."""
     if known := ENGINES.get(kind):
         known.check_installed(f"engine.kind={kind}")
+
+
+def check_options(config: EngineConfig, abilities: EngineAbilities, where: str = "engine") -> None:
+    """Raise ConfigError for the first of the options that an engine with these abilities does not have. It passes all
+    of an engine that does not state which it has. `where`: the engine's place in the recipe."""
+    if abilities.options is None:
+        return
+    for name, value in config.options.items():
+        if name not in abilities.options:
+            keys = [f"engine.{key}" for key in EngineConfig.__struct_fields__ if key not in ("kind", "options")]
+            of = f"engine.kind={config.kind}"
+            error = unknown_option(name, abilities.options, f"{where}.options", of=of, keys=keys)
+            owners = [f"engine.kind={kind}" for kind, known in ENGINES.items() if _has(known.abilities, name, value)]
+            raise ConfigError(f"{error} It is one of {' and '.join(owners)}." if owners else str(error))
+
+
+def _has(abilities: EngineAbilities, name: str, value: object) -> bool:
+    return abilities.options is None and abilities.takes_stored(name, value)
 
 
 def check_asked(kind: str, abilities: EngineAbilities, *, tells_experts: bool, sleeps: bool) -> None:
@@ -110,6 +129,7 @@ def open_engine(
         raise unknown_kind(config.kind, ENGINES, "engine.kind")
     check_installed(config.kind)
     abilities = abilities_of(config, roots)
+    check_options(config, abilities)
     check_asked(config.kind, abilities, **asked)
     if config.max_concurrent is None and not abilities.fits_requests:
         config = msgspec.structs.replace(config, max_concurrent=REQUESTS)

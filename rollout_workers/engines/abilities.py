@@ -29,6 +29,8 @@ class EngineAbilities:
     """The abilities of an engine. A user's own class or function may have them as its attribute `abilities`. The
     defaults are what every engine promises (`base.py`), so an engine states only what it lacks or adds."""
 
+    options: tuple[str, ...] | None = None
+    """The names that `engine.options` may have; None: the engine itself checks them as it starts."""
     gpu_options: tuple[str, ...] = ()
     """The names in `engine.options` whose product is the number of GPUs of one engine."""
     follows_device: bool = False

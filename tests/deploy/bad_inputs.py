@@ -165,6 +165,7 @@ VALUES = [
     ("scorers.engine.kind='subprocess:Popen'", "scorers.engine.kind: 'subprocess:Popen' is not imported"),
     ("scorers.engine.option=1", "unknown key scorers.engine.option; did you mean scorers.engine.options?"),
     ("engine.kind=vlm", "engine.kind: there is no 'vlm'"),
+    ("engine.options={gpu_memory_utilization: 0.5}", "engine.kind=embedded has no such option"),
     ("engine.dtype=int4", "engine.dtype is 'int4'; expected one of"),
     ("algorithm.preset=nonsense", "there is no preset 'nonsense'"),
     ("algorithm.preset=distillation", "needs a teacher: set teacher.path"),

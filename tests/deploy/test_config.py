@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from broker.errors import ConfigError
-from deploy.recipe import loading
+from deploy.recipe import files, loading
 from deploy.recipe.files import shipped_recipes
 from deploy.recipe.loading import dump_recipe, load_recipe, recipe_from_bytes, recipe_to_bytes, with_overrides
 from deploy.recipe.recipe import Recipe
@@ -47,7 +47,9 @@ def test_overrides_apply_in_order_and_reach_into_lists(recipe_path: Path) -> Non
         "rewards[0].weight=2",
         "sft.phases.0.max_steps=3",
     ]
-    recipe = load_recipe(recipe_path, [*overrides, "engine.options={seed: 1}", "optimizer.learning_rate=1e-3"])
+    recipe = load_recipe(
+        recipe_path, [*overrides, "engine={kind: vllm, options: {seed: 1}}", "optimizer.learning_rate=1e-3"]
+    )
     assert recipe.staleness.max_lag == 8
     assert recipe.rewards[0].weight == 2.0
     assert recipe.sft.phases[0].max_steps == 3
@@ -393,6 +395,60 @@ def test_a_stored_configuration_of_another_version_is_refused() -> None:
 def test_what_there_is_not_is_refused_with_the_recipe(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_recipe("arithmetic.yaml", [override])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["engine.options={gpu_memory_utilization: 0.5}"],
+            "engine.options.gpu_memory_utilization: engine.kind=embedded has no such option. Known: none. It is one of"
+            " engine.kind=vllm.",
+        ),
+        (
+            ["engine.options.max_concurent=8"],
+            "engine.options.max_concurent: engine.kind=embedded has no such option; did you mean"
+            " engine.max_concurrent? Known: none.",
+        ),
+        (
+            ["workers.pools=[{name: a, engine: {options: {x: 1}}}]"],
+            "workers.pools[0].engine.options.x: engine.kind=embedded has no such option. Known: none.",
+        ),
+        (
+            ["scorers.engine.options={dtyp: float32}"],
+            "scorers.engine.options.dtyp: scorers.engine.kind=transformers has no such option; did you mean"
+            " scorers.dtype? Known: none.",
+        ),
+    ],
+)
+def test_an_option_that_the_engine_does_not_have_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe("arithmetic.yaml", overrides)
+    assert str(caught.value) == f"arithmetic.yaml: {message}"
+
+
+@pytest.mark.parametrize("section", ["engine", "scorers.engine"])
+def test_an_engine_of_another_kind_is_not_given_the_recipes_options(
+    section: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files._say_unused.cache_clear()
+    path, plain = tmp_path / "mine.yaml", {"engine": "embedded", "scorers.engine": "transformers"}[section]
+    engine = "{kind: vllm, options: {seed: 1, stream_interval: 2}}"
+    path.write_text(f"{MINIMAL}{section.replace('.engine', ': {engine')}: {engine}{'}' * ('.' in section)}\n")
+
+    def options(*overrides: str) -> dict[str, object]:
+        recipe = load_recipe(path, overrides)
+        return (recipe.engine if section == "engine" else recipe.scorers.engine).options
+
+    assert options() == options(f"{section}.kind=vllm") == {"seed": 1, "stream_interval": 2}
+    assert not caplog.text
+    assert options(f"{section}.kind={plain}") == options(f"{section}.kind={plain}") == {}
+    unused = f"{section}.options.seed, {section}.options.stream_interval."
+    said = f"mine.yaml: {section}.kind={plain} takes the place of vllm, whose options are not used: {unused}"
+    assert caplog.messages == [said]
+    assert options(f"{section}.kind=mine:Engine", f"{section}.options.seed=3") == {"seed": 3}
+    with pytest.raises(ConfigError, match=rf"{section}\.options\.x: {section}\.kind={plain} has no such option"):
+        options(f"{section}.options.x=3", f"{section}.kind={plain}")
 
 
 def test_what_is_ones_own_is_looked_for_where_it_is_used() -> None:

@@ -40,6 +40,21 @@ def test_references_reach_into_the_base_and_overrides_lie_above(tmp_path: Path) 
     assert load_recipe(mine, ["learner.steps=8"]).learner.steps == 8
 
 
+@pytest.mark.parametrize(
+    ("engine", "options"),
+    [
+        ("{max_concurrent: 8}", {"gpu_memory_utilization": 0.9}),
+        ("{kind: embedded, device: cpu}", {}),
+        ("{kind: sglang, options: {page_size: 1}}", {"page_size": 1}),
+    ],
+)
+def test_an_engine_of_another_kind_leaves_the_options_of_the_base_out(
+    engine: str, options: dict[str, object], tmp_path: Path
+) -> None:
+    mine = write(tmp_path, "mine.yaml", f"base: gpu/qwen3-8b\nengine: {engine}\n")
+    assert load_recipe(mine).engine.options == options
+
+
 def test_an_override_names_another_base(tmp_path: Path) -> None:
     write(tmp_path, "other.yaml", "base: arithmetic\nlearner: {steps: 3}\n")
     mine = write(tmp_path, "mine.yaml", "base: arithmetic\nrun: {seed: 5}\n")

@@ -59,12 +59,13 @@ def test_what_cannot_change_is_refused_with_words(directory: Path, override: str
 
 
 def test_what_changes_without_being_refused_is_said(directory: Path) -> None:
-    first = load_recipe("arithmetic.yaml", (f"run.directory={directory}", "optimizer.learning_rate=0.25"))
+    vllm = (f"run.directory={directory}", "engine.kind=vllm")
+    first = load_recipe("arithmetic.yaml", (*vllm, "optimizer.learning_rate=0.25"))
     prepare(first, resume=True, overwrite=False)
     said: list[str] = []
     check_resumable(first, None, said.append)
     assert said == []
-    forgotten = load_recipe("arithmetic.yaml", (f"run.directory={directory}", "engine.options={x: 1}"))
+    forgotten = load_recipe("arithmetic.yaml", (*vllm, "engine.options={x: 1}"))
     check_resumable(forgotten, None, said.append)
     assert "engine.options.x is 1 (not set before), optimizer.learning_rate is 0.0005 (0.25 before). The" in said[0]
 

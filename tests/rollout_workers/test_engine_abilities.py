@@ -104,3 +104,21 @@ def test_sglang_on_a_gpu_refuses_float32_before_it_starts(
     config = EngineConfig(kind="sglang", dtype="bfloat16" if options else "float32", options=options)
     with pytest.raises(ConfigError, match=r"set engine\.dtype=bfloat16"):
         open_sglang(config, tmp_path, seed=0)
+
+
+async def test_options_that_an_engine_states_are_checked_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^engine\.options\.devices: .* no such option; did you mean engine\.device\?"
+    ):
+        open_engine(EngineConfig(options={"devices": 1}), tmp_path, seed=0)
+    stated = "lambda config, model_dir, *, seed: None"
+    source = f"from rollout_workers.engines.abilities import EngineAbilities\nopened = {stated}\n"
+    (tmp_path / "stating.py").write_text(f"{source}opened.abilities = EngineAbilities(options=('taste',))\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own, roots = EngineConfig(kind="stating:opened", options={"tast": 1}), ImportRoots(("stating:opened",))
+    with pytest.raises(
+        ConfigError, match=r"engine\.options\.tast: .* no such option; did you mean 'taste'\? Known: taste"
+    ):
+        open_engine(own, tmp_path, seed=0, roots=roots)

@@ -12,7 +12,7 @@ def _examine(torch: TorchFacts) -> tuple[bool, str]:
 
 EMBEDDED = KnownEngine(
     opener="rollout_workers.engines.embedded.engine:open_embedded",
-    abilities=EngineAbilities(follows_device=True, takes_adapters=True),
+    abilities=EngineAbilities(options=(), follows_device=True, takes_adapters=True),
     remedy="pip install headway installs both.",
     examine=_examine,
 )

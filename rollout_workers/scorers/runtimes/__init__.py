@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from broker.user_code.kinds import unknown_kind
+from broker.user_code.options import unknown_option
 from broker.user_code.own import make_own
 from broker.user_code.roots import ImportRoots, load
 from rollout_workers.config import ScorerEngineConfig, ScorersConfig
@@ -39,6 +40,17 @@ def abilities_of(config: ScorerEngineConfig) -> RuntimeAbilities:
 def gpus_of(config: ScorerEngineConfig) -> int:
     """Return how many GPUs one process takes. Raises ConfigError for a size that is no positive integer."""
     return gpus_with(config.options, abilities_of(config).gpu_options, "scorers.engine.options")
+
+
+def check_options(config: ScorerEngineConfig, where: str = "scorers.engine") -> None:
+    """Raise ConfigError for the first of the options that the runtime does not have, if it states which it has.
+    `where`: the engine's place in the recipe."""
+    if (known := abilities_of(config).options) is None:
+        return
+    for name in config.options:
+        if name not in known:
+            keys = [f"scorers.{key}" for key in ScorersConfig.__struct_fields__ if key != "engine"]
+            raise unknown_option(name, known, f"{where}.options", of=f"{KEY}={config.kind}", keys=keys)
 
 
 def check_installed(kind: str) -> None:
@@ -72,6 +84,7 @@ def open_runner(
     if engine.kind not in RUNTIMES and ":" not in engine.kind:
         raise unknown_kind(engine.kind, RUNTIMES, KEY)
     check_installed(engine.kind)
+    check_options(engine)
     if kind == "reward_model" and engine.kind in RUNTIMES:
         check_reads_to_the_end(path, key)
     if policy is not None:

@@ -11,6 +11,8 @@ class RuntimeAbilities:
     """The abilities of a runtime. The defaults are what every runtime promises, and those of a user's own, so a runtime
     states only what it lacks or adds."""
 
+    options: tuple[str, ...] | None = None
+    """The names that `scorers.engine.options` may have; None: the runtime itself checks them as it starts."""
     any_temperature: bool = True
     """Whether its teachers give logprobs at every temperature. Those of other runtimes give them at 1 alone."""
     gpu_options: tuple[str, ...] = ()

@@ -6,7 +6,7 @@ from rollout_workers.scorers.runtimes.abilities import RuntimeAbilities
 
 TRANSFORMERS = KnownEngine(
     opener="rollout_workers.scorers.runtimes.transformers.start:open_transformers",
-    abilities=RuntimeAbilities(),
+    abilities=RuntimeAbilities(options=()),
     remedy=EMBEDDED.remedy,
     examine=EMBEDDED.examine,
 )
