@@ -57,7 +57,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True)
 def state_of_the_process() -> Iterator[None]:
-    """Restore the level of the log and the signal handlers, which a command under test may change for this process."""
+    """Restore the level of the log and the signal handlers, which a command under test may change for this process. A
+    test that leaves gradients off fails."""
     root = logging.getLogger()
     level = root.level
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -65,6 +66,10 @@ def state_of_the_process() -> Iterator[None]:
     root.setLevel(level)
     for number, handler in handlers.items():
         signal.signal(number, handler)
+    torch = sys.modules.get("torch")  # most tests do not import it
+    if torch is not None and not torch.is_grad_enabled():
+        torch.set_grad_enabled(True)
+        pytest.fail("the test has left this process without gradients, for all tests after it")
 
 
 @pytest.fixture(autouse=True, scope="module")
