@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import first_step
+from benchmarks import first_step, prefix_trees
 from benchmarks.learns.parts import placement
 from benchmarks.on_gpus.__main__ import SIZES
 from benchmarks.on_gpus.__main__ import main as on_gpus
 from benchmarks.on_gpus.measurement import SPARE_S, Machine, Measurement, closed
+from benchmarks.on_gpus.plan import Plan
 from benchmarks.on_gpus.schedule import Schedule, result_of
-from benchmarks.on_gpus.table import groups
+from benchmarks.on_gpus.table import groups, model
+from benchmarks.peers import processes
 from deploy.recipe.loading import load_recipe
 
 ROOT = Path(__file__).parents[1]
@@ -24,11 +26,11 @@ HERE = Path(sys.executable)
 
 
 def machine(output: Path, count: int) -> Machine:
-    return Machine(tuple(map(str, range(count))), output, output / "model", HERE, HERE)
+    return Machine(tuple(map(str, range(count))), output, output / "model", HERE, HERE, gguf=output / "model.gguf")
 
 
 def all_of(machine: Machine) -> list[Measurement]:
-    return [one for of_group in groups(machine).values() for one in of_group]
+    return [*model(machine), *(one for of_group in groups(machine).values() for one in of_group)]
 
 
 @pytest.mark.parametrize("count", SIZES)
@@ -47,7 +49,8 @@ def test_every_command_is_understood(count: int, tmp_path: Path, monkeypatch: py
         options = (getattr(program, "_parse", None) or program.parse)()
         if getattr(options, "recipe", None):
             place = placement(options.gpus, getattr(options, "learner_gpus", 1))
-            load_recipe(options.recipe, [*place, *options.overrides])
+            random = ["model.path=of_that_shape"] if getattr(options, "shape", "") else []
+            load_recipe(options.recipe, [*place, *random, *options.overrides])
 
 
 @pytest.mark.parametrize("count", SIZES)
@@ -58,19 +61,24 @@ def test_each_has_room_and_all_before_it_are_there(count: int, tmp_path: Path) -
     by_name: dict[str, set[tuple[str, ...]]] = {}
     for one in known:
         by_name.setdefault(one.name, set()).add(one.command)
+        assert one.likely <= one.seconds
     assert {name for name, commands in by_name.items() if len(commands) > 1} == set()
 
 
-def test_all_runs_of_a_start_fit_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for one in groups(machine(tmp_path, 2))["starts"]:
+def test_a_command_that_bounds_itself_ends_before_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = groups(machine(tmp_path, 2))
+    for one in table["starts"]:
         monkeypatch.setattr(sys, "argv", [*one.command[1:]])
         options = first_step._parse()
         assert options.runs * options.timeout_s + SPARE_S <= one.seconds
+    for one in table["learner"]:
+        monkeypatch.setattr(sys, "argv", [*one.command[1:]])
+        assert one.likely < prefix_trees._parse().seconds < one.seconds - SPARE_S
 
 
 def test_what_must_end_well_before_is_made_too() -> None:
     first, second, third = Measurement("a", (), 1), Measurement("b", (), 1, after=("a",)), Measurement("c", (), 1)
-    assert closed([second], [first, third, second]) == [first, second]
+    assert closed([third, second], [first, third, second]) == [third, first, second]
 
 
 def test_a_dry_run_shows_every_command(
@@ -80,9 +88,41 @@ def test_a_dry_run_shows_every_command(
     monkeypatch.setattr(sys, "argv", ["on_gpus", *place, "one-gpu", "learner"])
     assert on_gpus() == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(" (")[0] for line in lines[:2]] == ["race_short", "race_short_1_headway_1"]
-    assert "python -m benchmarks.prefix_trees --shape qwen3-30b-a3b --layers 8" in lines[-1]
+    assert lines[0].startswith(
+        "    0 to   85 s on 0 2/4   warm_up_short (85 s, at most 400): python -m benchmarks.peers"
+    )
+    assert "python -m benchmarks.prefix_trees --shape qwen3-30b-a3b --layers 8" in "\n".join(lines)
     assert not (tmp_path / "none").exists()
+
+
+def test_a_plan_has_the_order_of_the_schedule_and_names_what_will_not_fit(tmp_path: Path) -> None:
+    measurements = [
+        Measurement("both", (), 20, 10, gpus=2),
+        Measurement("short", (), 20, 5),
+        Measurement("both_again", (), 20, 10, gpus=2, after=("short",)),
+        Measurement("long", (), 40, 30),
+        Measurement("beside", (), 40, 2, gpus=0),
+        Measurement("too_long", (), 20),
+    ]
+    plan = Plan(measurements, machine(tmp_path, 2))
+    plan.run(45.0)
+    assert [(one.of.name, one.began, one.gpus) for one in plan.begun] == [
+        ("both", 0.0, ("0", "1")),
+        ("beside", 0.0, ()),
+        ("short", 10.0, ("0",)),
+        ("long", 10.0, ("1",)),
+        ("too_long", 15.0, ("0",)),
+    ]
+    assert [line.split()[3] for line in plan.told() if line.startswith("does not fit")] == ["both_again"]
+
+
+def test_the_races_the_learner_and_the_starts_fit_on_four_gpus(tmp_path: Path) -> None:
+    of = machine(tmp_path, 4)
+    table = groups(of)
+    wanted = [one for name in ("long-tailed", "verl", "one-gpu", "starts", "learner") for one in table[name]]
+    plan = Plan(closed(wanted, all_of(of)), of)
+    plan.run(1650.0)
+    assert [line for line in plan.told() if line.startswith("does not fit")] == []
 
 
 def test_the_last_line_has_medians_of_the_races(
@@ -100,7 +140,7 @@ def test_the_last_line_has_medians_of_the_races(
     found = json.loads(capsys.readouterr().out)
     speeds = {"median": 250.0, "runs": [300.0, 200.0, 250.0], "pass_rates": [0.7, 0.7, 0.7]}
     assert found["samples_per_s"] == {"race_short_1_headway": speeds}
-    assert found["without_result"][:2] == ["race_short", "race_short_1_trl-all-threads_1"]
+    assert found["without_result"][:2] == ["warm_up_short", "race_short_1_trl-all-threads_1"]
 
 
 def python(script: str) -> tuple[str, ...]:
@@ -109,7 +149,7 @@ def python(script: str) -> tuple[str, ...]:
     return ("-c", f"import json, os, time; began = time.time(); {script}; print({saying})")
 
 
-def made(measurements: list[Measurement], output: Path, count: int = 2, seconds: float = 60.0) -> dict[str, bool]:
+def made(measurements: list[Measurement], output: Path, count: int = 2, seconds: float = 100.0) -> dict[str, bool]:
     schedule = Schedule(measurements, machine(output, count), lambda words: None)
     schedule.run(seconds)
     return schedule.ended
@@ -159,9 +199,68 @@ def test_only_what_ended_well_has_a_result_and_is_not_made_again(tmp_path: Path)
     assert made(again, tmp_path) == {"comes_later": True}
 
 
-def test_nothing_starts_that_may_take_longer_than_is_left(tmp_path: Path) -> None:
-    measurements = [Measurement("long", python("pass"), 100), Measurement("short", python("pass"), 20)]
-    assert made(measurements, tmp_path, seconds=60.0) == {"short": True}
+def test_nothing_starts_that_is_likely_to_take_longer_than_is_left(tmp_path: Path) -> None:
+    measurements = [
+        Measurement("long", python("pass"), 100),
+        Measurement("likely", python("pass"), 100, 20),
+        Measurement("short", python("pass"), 20),
+    ]
+    assert made(measurements, tmp_path, seconds=60.0) == {"likely": True, "short": True}
+
+
+def test_what_still_runs_in_the_end_is_ended(tmp_path: Path) -> None:
+    assert made([Measurement("sleeps", python("time.sleep(600)"), 600, 1)], tmp_path, seconds=3.0) == {"sleeps": False}
+
+
+def test_who_waits_for_gpus_keeps_those_that_it_will_have(tmp_path: Path) -> None:
+    nap, long = python("time.sleep(1)"), python("time.sleep(4)")
+    measurements = [
+        Measurement("nap", nap, 90, 1),
+        Measurement("long", long, 90, 4, gpus=2),
+        Measurement("pair", nap, 90, 1, gpus=2),
+        Measurement("later", nap, 90, 1),
+        Measurement("no_gpu", nap, 90, 1, gpus=0),
+    ]
+    assert made(measurements, tmp_path, count=4) == dict.fromkeys([one.name for one in measurements], True)
+    runs = {one.name: ran(tmp_path, one.name) for one in measurements}
+    assert (runs["long"][0], runs["no_gpu"][0]) == (["1", "2"], [""])
+    assert runs["pair"][0] == ["0", "3"]  # which "later" could have had at once
+    assert runs["later"][1] >= runs["pair"][1]
+
+
+def test_a_judge_sees_more_gpus_than_it_uses(tmp_path: Path) -> None:
+    measurements = [
+        Measurement("judge", python("pass"), 60, quarters=1, sees=2),
+        Measurement("one", python("pass"), 60),
+    ]
+    assert made(measurements, tmp_path) == {"judge": True, "one": True}
+    assert [ran(tmp_path, name)[0] for name in ("judge", "one")] == [["0", "1"], ["1"]]
+    judges = [one for one in all_of(machine(tmp_path, 4)) if one.name.endswith("_judged")]
+    assert {(one.gpus, max(1, one.sees)) for one in judges} == {(1, 1), (1, 2)}
+
+
+def test_all_measurements_have_one_environment_unless_the_user_sets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER", raising=False)
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "2")
+    names = "os.environ['VLLM_USE_FLASHINFER_SAMPLER'], os.environ['NCCL_NVLS_ENABLE']"
+    assert made([Measurement("told", ("-c", f"import json, os; print(json.dumps([{names}]))"), 60)], tmp_path)["told"]
+    assert json.loads(result_of(tmp_path, "told").read_text()) == ["0", "2"]
+
+
+def test_others_go_on_while_one_is_being_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "GRACE_S", 80.0)
+    told, seen = tmp_path / "told", tmp_path / "seen"
+    waits = f"while not os.path.exists('{told}'): time.sleep(0.1)\nopen('{seen}', 'w')"
+    hangs = f"import os, signal, time; signal.signal(signal.SIGTERM, lambda *_: None)\n{waits}"
+    measurements = [
+        Measurement("hangs", ("-c", hangs), 3),
+        Measurement("first", python("time.sleep(4)"), 60),
+        Measurement("second", python(f"open('{told}', 'w')"), 60),
+    ]
+    assert made(measurements, tmp_path) == {"hangs": False, "first": True, "second": True}
+    assert seen.exists()  # it went on until the second one ran
 
 
 def test_whatever_is_running_ends_with_the_schedule(tmp_path: Path) -> None:

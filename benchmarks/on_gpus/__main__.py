@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import shlex
 import signal
 import sys
 import time
@@ -15,9 +14,10 @@ from typing import Any
 from benchmarks.gpus import gpu_names
 
 from . import __doc__ as page
-from .measurement import WHOLE, Machine, Measurement, closed
+from .measurement import Machine, Measurement, closed
+from .plan import Plan
 from .schedule import Schedule, result_of
-from .table import groups
+from .table import groups, model
 
 SIZES = (2, 4)
 """The numbers of GPUs for which there is a table."""
@@ -32,13 +32,15 @@ def main() -> int:
         smollm2=options.smollm2.absolute(),
         trl=options.trl,
         verl=options.verl,
+        gguf=options.gguf and options.gguf.absolute(),
     )
     table = groups(machine)
-    known = list({one.name: one for of_group in table.values() for one in of_group}.values())
+    known = [*model(machine), *(one for of_group in table.values() for one in of_group)]
     wanted = closed([one for name in options.group for one in table[name]], known)
     if options.dry_run:
-        for one in wanted:
-            print(_told(one))
+        plan = Plan(wanted, machine)
+        plan.run(options.seconds)
+        print("\n".join(plan.told()))
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what is running ends, too
     machine.output.mkdir(parents=True, exist_ok=True)
@@ -52,20 +54,11 @@ def main() -> int:
     return int(bool(lacking))
 
 
-def _told(one: Measurement) -> str:
-    """Return a measurement as one line, its command ready for a shell."""
-    gpus = (
-        f"{one.gpus} GPU" + "s" * (one.gpus > 1) + (f", {one.quarters}/{WHOLE} of each" if one.quarters < WHOLE else "")
-    )
-    before = "".join(f", after {name}" for name in dict.fromkeys((*one.after, *one.following)))
-    return f"{one.name} ({gpus}, {one.seconds} s{before}): python {shlex.join(one.command)}"
-
-
 def _speeds(output: Path, wanted: Sequence[Measurement]) -> dict[str, dict[str, Any]]:
     """Return the races' samples per second and pass rates, by the names of runs without their numbers."""
     found: dict[str, dict[str, list[float]]] = {}
     for one in wanted:
-        if one.name.startswith("race_") and one.after and result_of(output, one.name).exists():
+        if one.name.startswith("race_") and result_of(output, one.name).exists():
             run = one.name.removesuffix("_judged")
             of_run = json.loads(result_of(output, one.name).read_text())
             (contestant,) = of_run["samples_per_s"]
@@ -85,13 +78,14 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("group", nargs="+", choices=list(groups(nowhere)), metavar="GROUP")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--smollm2", type=Path, required=True, help="SmolLM2-135M-Instruct")
+    parser.add_argument("--gguf", type=Path, help="the file of which it is made first, unless it is there")
     parser.add_argument("--trl", type=Path, default=Path(sys.executable), help="an interpreter with TRL; default: this")
     parser.add_argument("--verl", type=Path, default=Path(sys.executable), help="one with verl; default: this")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     count = min(SIZES) if visible and len(visible.split(",")) < max(SIZES) else max(SIZES)
     parser.add_argument("--gpus", type=int, choices=SIZES, default=count, help="default: 4, or 2 if fewer are visible")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="none starts that may take longer")
-    parser.add_argument("--dry-run", action="store_true", help="print every command")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="what runs then is ended")
+    parser.add_argument("--dry-run", action="store_true", help="print every command, and when it is likely to run")
     return parser.parse_args()
 
 

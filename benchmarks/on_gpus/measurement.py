@@ -6,6 +6,8 @@ from pathlib import Path
 
 WHOLE = 4
 """Quarters of a GPU."""
+SMOLLM2 = "smollm2"
+"""The measurement that makes the model; nothing is measured."""
 SPARE_S = 15
 """Seconds that a command which ends its own processes has for that before its limit."""
 
@@ -19,15 +21,25 @@ class Measurement:
     """The words after `python`."""
     seconds: int
     """It is ended after so many."""
+    likely: int = 0
+    """It took so many where it was run; 0: that is not known."""
     gpus: int = 1
+    """0: it runs beside all others."""
     quarters: int = WHOLE
     """So many of each of its GPUs; others may have the rest."""
+    sees: int = 0
+    """It sees so many GPUs, where these are more than it uses."""
     after: tuple[str, ...] = ()
     """Measurements that must have ended well."""
     following: tuple[str, ...] = ()
     """Measurements that must have ended, well or not, if they are made at all."""
     in_turn: str = ""
     """Those with the same word here are not made at the same time."""
+
+    @property
+    def likely_s(self) -> int:
+        """The seconds that it is likely to take, or else its limit."""
+        return self.likely or self.seconds
 
 
 @dataclass(frozen=True)
@@ -40,6 +52,13 @@ class Machine:
     smollm2: Path
     trl: Path
     verl: Path
+    gguf: Path | None = None
+    """SmolLM2 is made of this file first."""
+
+    @property
+    def model_made(self) -> tuple[str, ...]:
+        """The measurement that must have ended well before SmolLM2 is there."""
+        return (SMOLLM2,) if self.gguf else ()
 
 
 def module(name: str, *arguments: object) -> tuple[str, ...]:
@@ -48,8 +67,14 @@ def module(name: str, *arguments: object) -> tuple[str, ...]:
 
 
 def closed(wanted: Sequence[Measurement], known: Sequence[Measurement]) -> list[Measurement]:
-    """Return those that are wanted with all that must have ended well before them, in the order of `known`."""
-    by_name, names = {one.name: one for one in known}, [one.name for one in wanted]
-    for name in names:
-        names += [before for before in by_name[name].after if before not in names]
-    return [one for one in known if one.name in names]
+    """Return those that are wanted, in their order, each behind all that must have ended well before it."""
+    by_name, found = {one.name: one for one in known}, dict[str, Measurement]()
+
+    def add(one: Measurement) -> None:
+        for before in one.after:
+            add(by_name[before])
+        found.setdefault(one.name, one)
+
+    for one in wanted:
+        add(one)
+    return list(found.values())

@@ -4,80 +4,78 @@ Each run has an output of its own: in one, runs of a contestant would overwrite 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from .measurement import SPARE_S, Machine, Measurement, module
 
-ROUNDS = 3
-JUDGE_S = 150
-WARM_UP_S = 150
-VERL_S = 500
-VERL = "verl"
-"""verl's runs take turns: two at the same time would meet at one socket."""
+WARM_UPS = ("warm_up_long-tailed", "warm_up_short")
+WARM_UP_S, JUDGE_S, LIKELY_JUDGE_S = 400, 180, 55
 
 
-def short(machine: Machine) -> list[Measurement]:
-    """Two GPUs. Other settings of verl run once, to be compared with its packed rows."""
-    runs = [
-        *_runs(machine, "short", 2, {"verl-sync-packed": VERL_S}, 12),
-        *_runs(machine, "short", 2, {"verl-sync": VERL_S, "verl-sync-packed-in-core": VERL_S}, 12, rounds=1),
-        *_runs(machine, "short", 2, {"headway": 200, "trl-all-threads": 330}, 20),
-    ]
-    return _whole(machine, "short", runs)
+@dataclass(frozen=True)
+class _Run:
+    """A contestant's run, and the seconds that it took on four H200 of a host with slow processors, 2026-11-26."""
+
+    contestant: str
+    limit_s: int
+    likely_s: int
+    overrides: tuple[str, ...] = ()
+    label: str = ""
+    """Words that its name has behind the contestant's."""
+
+
+HEADWAY, HEADWAY_ON_ONE = _Run("headway", 180, 95), _Run("headway", 220, 110)
+HALF_AHEAD = _Run("headway", 180, 95, ("staleness.ahead=0.5",), "-ahead-0.5")
+TRL_IN_EIGHT = _Run("trl-all-threads-8-micro-batches", 340, 240)
+"""TRL's synchronous trainer has too little memory for fewer micro-batches of long-tailed samples."""
+TRL_ASYNC = _Run("trl-async", 400, 282)
+TRL, TRL_ON_ONE = _Run("trl-all-threads", 330, 160), _Run("trl-all-threads", 270, 190)
+VERL = _Run("verl-sync-packed", 500, 430)
 
 
 def long_tailed(machine: Machine) -> list[Measurement]:
-    """Two GPUs. TRL's synchronous trainer has too little memory for fewer micro-batches there."""
-    limits = {"headway": 180, "trl-async": 400, "trl-all-threads-8-micro-batches": 340}
-    runs = [
-        *_runs(machine, "long-tailed", 2, limits, 15),
-        *_runs(machine, "long-tailed", 2, {"verl-sync-packed": VERL_S}, 12, rounds=1),
-    ]
-    return _whole(machine, "long-tailed", runs)
+    """Two GPUs: samples begun half a step ahead of the bound and a whole one, beside both trainers of TRL."""
+    in_order = (TRL_IN_EIGHT, HALF_AHEAD, HEADWAY, HALF_AHEAD, TRL_IN_EIGHT, HEADWAY, TRL_ASYNC, HALF_AHEAD, HEADWAY)
+    return _whole(machine, "long-tailed", 2, in_order, 15)
+
+
+def short(machine: Machine) -> list[Measurement]:
+    """Two GPUs."""
+    return _whole(machine, "short", 2, (HEADWAY, TRL) * 3, 20)
 
 
 def one_gpu(machine: Machine) -> list[Measurement]:
     """The short task on one GPU, from the same warm-up as on two."""
-    return _whole(machine, "short", _runs(machine, "short", 1, {"headway": 220, "trl-all-threads": 270}, 20))
+    return _whole(machine, "short", 1, (HEADWAY_ON_ONE, TRL_ON_ONE, HEADWAY_ON_ONE, TRL_ON_ONE, HEADWAY_ON_ONE), 20)
 
 
-def _whole(machine: Machine, task: str, runs: Sequence[Measurement]) -> list[Measurement]:
-    """Return the task's warm-up, the runs, and after each what measures its model: several share one GPU."""
-    of = ("--of", "", "--unjudged", f"model.path={machine.smollm2}")
-    place = ("--output", machine.output / f"race_{task}", "--task", task, "--gpus", 1)
-    judges = [
-        Measurement(
-            f"{run.name}_judged",
-            tuple(word for word in run.command if word != "--unjudged"),
-            JUDGE_S,
-            gpus=run.gpus,  # it uses the first, but a race on two wants to see two
-            quarters=1,
-            after=(run.name,),
-        )
-        for run in runs
-    ]
-    return [Measurement(f"race_{task}", module("peers", *place, *of), WARM_UP_S), *runs, *judges]
+def verl(machine: Machine) -> list[Measurement]:
+    """The short task on two GPUs, with verl's own default of packed rows. Its steps are slow, so they are fewer."""
+    return _whole(machine, "short", 2, (VERL,), 12)
 
 
-def _runs(
-    machine: Machine, task: str, gpus: int, limits: dict[str, int], steps: int, rounds: int = ROUNDS
-) -> list[Measurement]:
-    """Return the runs of contestants, each with its limit in seconds, round by round."""
-    runs = []
-    for number in range(1, rounds + 1):
-        for contestant, seconds in limits.items():
-            name = f"race_{task}_{gpus}_{contestant}_{number}"
-            python, turn = (machine.verl, VERL) if contestant.startswith(VERL) else (machine.trl, "")
-            command = module(
-                *("peers", "--output", machine.output / name, "--warmed-up", machine.output / f"race_{task}"),
-                *("--task", task, "--gpus", gpus, "--python", python, "--go-on", "--unjudged"),
-                *(
-                    "--timeout-s",
-                    seconds - SPARE_S,
-                    "--of",
-                    contestant,
-                    f"learner.steps={steps}",
-                    f"model.path={machine.smollm2}",
-                ),
-            )
-            runs.append(Measurement(name, command, seconds, gpus=gpus, after=(f"race_{task}",), in_turn=turn))
-    return runs
+def _whole(machine: Machine, task: str, gpus: int, runs: Sequence[_Run], steps: int) -> list[Measurement]:
+    """Return the task's warm-up, the runs in their order, and what measures the models: several share one GPU."""
+    warm_up = f"warm_up_{task}"
+    place = ("--output", machine.output / warm_up, "--task", task, "--gpus", 1, "--go-on", "--of", "")
+    model = f"model.path={machine.smollm2}"
+    warmed = Measurement(
+        warm_up, module("peers", *place, "--unjudged", model), WARM_UP_S, 85, quarters=2, after=machine.model_made
+    )
+    made, judges = [warmed], [_judge(warm_up, module("peers", *place, model))]
+    for at, run in enumerate(runs):
+        number = 1 + sum(earlier == run for earlier in runs[:at])
+        name = f"race_{task}_{gpus}_{run.contestant}{run.label}_{number}"
+        python = machine.verl if run == VERL else machine.trl
+        begin = ("--output", machine.output / name, "--warmed-up", machine.output / warm_up, "--task", task)
+        of = ("--gpus", gpus, "--python", python, "--go-on", "--of", run.contestant)
+        last = ("--timeout-s", run.limit_s - SPARE_S, f"learner.steps={steps}", model, *run.overrides)
+        command = module("peers", *begin, *of, "--unjudged", *last)
+        made.append(Measurement(name, command, run.limit_s, run.likely_s, gpus=gpus, after=(warm_up,)))
+        judges.append(_judge(name, module("peers", *begin, *of, *last), sees=gpus))
+    return [*made, *judges]
+
+
+def _judge(name: str, command: tuple[str, ...], sees: int = 1) -> Measurement:
+    """Return what measures a model. It uses one GPU, but a race on two wants to see two."""
+    return Measurement(f"{name}_judged", command, JUDGE_S, LIKELY_JUDGE_S, quarters=1, sees=sees, after=(name,))

@@ -4,25 +4,36 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.first_step import NO_MULTICAST
 from benchmarks.peers.processes import Group
 
 from .measurement import WHOLE, Machine, Measurement
 
 LOOK_S = 0.2
+ENVIRONMENT = {**NO_MULTICAST, "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1"}
+"""The environment of all measurements, unless it is set otherwise. FlashInfer is not installed everywhere."""
 
 
 @dataclass
-class _Running:
+class Running:
+    """A measurement that has its GPUs."""
+
     of: Measurement
     gpus: tuple[str, ...]
-    group: Group
-    until: float
     began: float
+    until: float
+    """The time at which it is ended."""
+    group: Group | None = None
+    code: int | None = None
+    """Its exit code; None if it was ended."""
+    ending: "Future[None] | None" = None
+    """Its processes are being ended."""
 
 
 class Schedule:
@@ -33,16 +44,17 @@ class Schedule:
         self._machine = machine
         self._say = say
         self._free = dict.fromkeys(machine.gpus, WHOLE)
-        self._running: list[_Running] = []
+        self._running: list[Running] = []
+        self._enders = ThreadPoolExecutor(thread_name_prefix="ends")
         self.ended: dict[str, bool] = {}
         """Whether those that are over ended well, by name."""
 
     def run(self, seconds: float) -> None:
-        """Run all of which the limit is within so many seconds from now.
+        """Run all that are likely to end within so many seconds from now, and end what is running then.
 
         One whose result is there counts as ended well; one that comes after another that did not is left out.
         """
-        deadline = time.monotonic() + seconds
+        deadline = self._now() + seconds
         with ExitStack() as left:
             left.callback(self._end)
             while True:
@@ -50,34 +62,42 @@ class Schedule:
                 self._start(deadline)
                 if not self._running:
                     return
-                time.sleep(LOOK_S)
+                self._pause()
 
     def _collect(self) -> None:
         for one in tuple(self._running):
-            code = one.group.poll()
-            if code is None and time.monotonic() < one.until:
+            if not self._is_over(one):
                 continue
-            one.group.end()
             self._running.remove(one)
             for gpu in one.gpus:
                 self._free[gpu] += one.of.quarters
-            self.ended[one.of.name] = code == 0 and keep_result(self._machine.output, one.of.name)
-            how = {None: "was ended at its limit", 0: "ended"}.get(code, f"failed with exit code {code}")
-            self._say(f"{one.of.name} {how} after {time.monotonic() - one.began:.0f} s")
+            self.ended[one.of.name] = one.code == 0 and self._has_kept(one.of)
+            how = {None: "was ended at its limit", 0: "ended"}.get(one.code, f"failed with exit code {one.code}")
+            if one.code == 0 and not self.ended[one.of.name]:
+                how = "ended without a result"
+            self._say(f"{one.of.name} {how} after {self._now() - one.began:.0f} s, {one.of.likely_s} were likely")
 
     def _start(self, deadline: float) -> None:
-        """Start what can be; one that waits for GPUs alone lets none after it go first."""
+        """Start what can be; one that waits for GPUs alone keeps those that it will have from all after it."""
+        kept: set[str] = set()
         for one in tuple(self._waiting):
             if result_of(self._machine.output, one.name).exists():
                 self._leave_out(one, ended_well=True)
             elif any(self.ended.get(before) is False for before in one.after):
                 self._leave_out(one, ended_well=False)
-            elif time.monotonic() + one.seconds <= deadline and self._is_ready(one):
-                gpus = self._gpus_for(one)
-                if not gpus:
-                    return
+            elif self._now() + one.likely_s <= deadline and self._is_ready(one):
+                gpus = self._gpus_for(one, kept)
+                if gpus is None:
+                    kept.update(self._next_free(one, kept, deadline))
+                    continue
                 self._waiting.remove(one)
-                self._running.append(self._started(one, gpus))
+                for gpu in gpus:
+                    self._free[gpu] -= one.quarters
+                self._say(f"{one.name} starts on {','.join(gpus)}, load {os.getloadavg()[0]:.1f}")
+                now = self._now()
+                running = Running(one, gpus, now, min(now + one.seconds, deadline))
+                self._running.append(running)
+                self._begin(running)
 
     def _leave_out(self, one: Measurement, *, ended_well: bool) -> None:
         self._waiting.remove(one)
@@ -91,26 +111,52 @@ class Schedule:
         is_its_turn = not one.in_turn or one.in_turn not in {other.in_turn for other in running}
         return is_its_turn and not made & {*one.after, *one.following}
 
-    def _gpus_for(self, one: Measurement) -> tuple[str, ...]:
-        """Return GPUs with room for it, those with the least first; () if they are too few."""
-        room = [gpu for gpu, free in self._free.items() if free >= one.quarters]
+    def _gpus_for(self, one: Measurement, kept: Collection[str]) -> tuple[str, ...] | None:
+        """Return GPUs with room for it, those with the least first; None if they are too few."""
+        room = [gpu for gpu, free in self._free.items() if free >= one.quarters and gpu not in kept]
         least = sorted(room, key=lambda gpu: self._free[gpu])[: one.gpus]
-        return tuple(gpu for gpu in self._free if gpu in least) if len(least) == one.gpus else ()
+        return tuple(gpu for gpu in self._free if gpu in least) if len(least) == one.gpus else None
 
-    def _started(self, one: Measurement, gpus: tuple[str, ...]) -> _Running:
-        for gpu in gpus:
-            self._free[gpu] -= one.quarters
-        self._say(f"{one.name} starts on {','.join(gpus)}, load {os.getloadavg()[0]:.1f}")
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-        out, log = (self._machine.output / f"{one.name}.{end}" for end in ("out", "log"))
+    def _next_free(self, one: Measurement, kept: Collection[str], deadline: float) -> list[str]:
+        """Return the GPUs that are likely to have room for it first; [] if it is likely to have them too late."""
+        busy = dict.fromkeys((gpu for gpu in self._free if gpu not in kept), 0.0)
+        for other in self._running:
+            for gpu in busy.keys() & other.gpus:
+                if self._free[gpu] < one.quarters:
+                    busy[gpu] = max(busy[gpu], other.began + other.of.likely_s)
+        first = sorted(busy, key=lambda gpu: busy[gpu])[: one.gpus]
+        return first if all(busy[gpu] + one.likely_s <= deadline for gpu in first) else []
+
+    def _now(self) -> float:
+        return time.monotonic()
+
+    def _pause(self) -> None:
+        time.sleep(LOOK_S)
+
+    def _begin(self, one: Running) -> None:
+        seen = (*one.gpus, *(gpu for gpu in self._machine.gpus if gpu not in one.gpus))[: one.of.sees or len(one.gpus)]
+        environment = {**ENVIRONMENT, **os.environ, "CUDA_VISIBLE_DEVICES": ",".join(seen)}
+        out, log = (self._machine.output / f"{one.of.name}.{end}" for end in ("out", "log"))
         with out.open("w") as output, log.open("w") as words:
-            group = Group((sys.executable, *one.command), environment, output=output, words=words)
-        now = time.monotonic()
-        return _Running(one, gpus, group, until=now + one.seconds, began=now)
+            one.group = Group((sys.executable, *one.of.command), environment, output=output, words=words)
+
+    def _is_over(self, one: Running) -> bool:
+        """Whether it and all its processes have ended. Others go on while its processes are being ended."""
+        assert one.group is not None
+        if one.ending is None:
+            one.code = one.group.poll()
+            if one.code is None and self._now() < one.until:
+                return False
+            one.ending = self._enders.submit(one.group.end)
+        return one.ending.done()
+
+    def _has_kept(self, one: Measurement) -> bool:
+        return keep_result(self._machine.output, one.name)
 
     def _end(self) -> None:
-        for one in self._running:
-            one.group.end()
+        groups = [one.group for one in self._running if one.group and not one.ending]
+        wait([self._enders.submit(group.end) for group in groups])
+        self._enders.shutdown()
 
 
 def result_of(output: Path, name: str) -> Path:

@@ -2,17 +2,17 @@
 
 from collections.abc import Sequence
 
-from benchmarks.peers.race import ENGINES, SHARING_GPU
-
 from . import races
-from .measurement import SPARE_S, Machine, Measurement, module
+from .measurement import SMOLLM2, SPARE_S, Machine, Measurement, module
 
 NCCL = ("weights.transport=nccl", "weights.staging=device")
 FAULTS = "tests/weightsync/test_faults.py"
 WARM_UPS = ("warm_up", "megatron_warm_up", "faults", "more_faults")
 """An engine does not start beside a process that gives memory back, as each of these does at its end."""
-TABLES = (("qwen3-0.6b", 0), ("qwen3-1.7b", 0), ("qwen3-8b", 16), ("qwen3-30b-a3b", 8))
-"""Shapes of the learner alone, and how many of their layers fit a GPU; 0: all."""
+TABLES = {"qwen3-1.7b": (0, 220), "qwen3-8b": (16, 280), "qwen3-30b-a3b": (8, 220), "qwen3-0.6b": (0, 150)}
+"""Shapes of the learner alone: how many of their layers fit a GPU (0: all), and the seconds that their operations,
+writing the weights and compiling are likely to take. These are estimates."""
+SMALLEST = "qwen3-0.6b"
 FEW_REPEATS = ("--compile", "--repeats", 2, "--warm-ups", 1, "--settings", "never,auto")
 
 
@@ -22,12 +22,19 @@ def groups(machine: Machine) -> dict[str, list[Measurement]]:
         "first": _first(machine),
         "second": _second(machine),
         "third": _third(machine),
-        "short": races.short(machine),
         "long-tailed": races.long_tailed(machine),
         "one-gpu": races.one_gpu(machine),
-        "starts": _starts(machine),
+        "verl": races.verl(machine),
         "learner": _learner(),
+        "starts": _starts(machine),
+        "short": races.short(machine),
     }
+
+
+def model(machine: Machine) -> list[Measurement]:
+    """Return what makes SmolLM2, if it is to be made."""
+    command = module("learns.model", machine.gguf, "--output", machine.smollm2)
+    return [Measurement(SMOLLM2, command, 300, 63, gpus=0)] if machine.gguf else []
 
 
 def _tests(*arguments: str) -> tuple[str, ...]:
@@ -57,7 +64,7 @@ def _first(machine: Machine) -> list[Measurement]:
 
     ungated = ("tests/weightsync/test_gpu.py", "tests/weightsync/test_hosts.py", "-k")
     return [
-        learns("warm_up", "sft", 180, *smollm2, quarters=1),
+        learns("warm_up", "sft", 180, *smollm2, quarters=1, after=machine.model_made),
         learns("megatron_warm_up", "sft", 180, *megatron, gpus=count, quarters=1),
         Measurement(
             "faults",
@@ -101,7 +108,12 @@ def _second(machine: Machine) -> list[Measurement]:
 
     many = ("--of", "colocated", "engine.max_concurrent=256", "engine.options.gpu_memory_utilization=0.7")
     return [
-        Measurement("long_tailed", module("asynchrony", *place, "--timeout-s", 165, "--runs", ""), 180),
+        Measurement(
+            "long_tailed",
+            module("asynchrony", *place, "--timeout-s", 165, "--runs", ""),
+            180,
+            after=machine.model_made,
+        ),
         run("asynchronous", 180, "--steps", 30),
         run("separated", 200, "--steps", 18),
         run("colocated", 220, "--steps", 16, *many),
@@ -132,28 +144,43 @@ def _third(machine: Machine) -> list[Measurement]:
     ]
 
 
-def _starts(machine: Machine) -> list[Measurement]:
-    """Two runs each, of which the first finds nothing that an earlier one left, not even a measurement that failed."""
-    model = ("--recipe", "smollm2-reasoning-gym.yaml", f"model.path={machine.smollm2}")
-    on = {1: model, 2: ("--workers-per-gpu", ENGINES, *model, *SHARING_GPU)}
-    return [
-        Measurement(
-            f"first_step_{gpus}",
-            module("first_step", "--gpus", gpus, "--caches", machine.output / "caches", "--timeout-s", 140, *arguments),
-            300,
-            gpus=gpus,
-        )
-        for gpus, arguments in on.items()
-    ]
-
-
 def _learner() -> list[Measurement]:
+    """The smallest model while the races' are warmed up, the others after that."""
     rows = ("--whole", 8192, "--tokens", 65536, "--budget", 16384)
     return [
         Measurement(
             f"learner_{shape}",
-            module("prefix_trees", "--shape", shape, "--layers", layers, *rows, *FEW_REPEATS, "--seconds", 500),
-            580,
+            module(
+                "prefix_trees", "--shape", shape, "--layers", layers, *rows, *FEW_REPEATS, "--seconds", 1.2 * likely
+            ),
+            likely + 140,
+            likely,
+            following=races.WARM_UPS if shape != SMALLEST else (),
         )
-        for shape, layers in TABLES
+        for shape, (layers, likely) in TABLES.items()
+    ]
+
+
+def _starts(machine: Machine) -> list[Measurement]:
+    """The first run finds nothing that an earlier one left, not even a measurement that failed."""
+    caches = ("--caches", machine.output / "caches", "--timeout-s")
+    smollm2 = ("--recipe", "smollm2-reasoning-gym.yaml", f"model.path={machine.smollm2}")
+    adapter = ("model.adapter={rank: 16, alpha: 32}", "model.dtype=bfloat16", "engine.dtype=bfloat16")
+    on_gpu = ("learner.device=cuda", "engine.device=cuda", "engine.max_concurrent=256")
+    eight = ("--shape", "qwen3-8b", "--recipe", "arithmetic-vllm.yaml", *adapter, *on_gpu)
+    return [
+        Measurement(
+            "first_step_8b",
+            module("first_step", "--gpus", 2, "--runs", 1, *caches, 160, *eight),
+            240,
+            150,
+            gpus=2,
+        ),
+        Measurement(
+            "first_step",
+            module("first_step", "--gpus", 1, "--runs", 4, *caches, 140, *smollm2),
+            580,
+            290,
+            after=machine.model_made,
+        ),
     ]

@@ -31,8 +31,8 @@ What the others need that Headway does not, in the interpreter that `--python` n
   of them first: a dozen processes import verl at once. Two runs of verl on one machine at the same time would meet at
   one socket in /tmp, by which trainers send weights to engines: one after the other, or each with a /tmp of its own.
 
-`python -m benchmarks.on_gpus short` (or `long-tailed`, `one-gpu`) makes three runs of each contestant on two or four
-GPUs and measures their models.
+`python -m benchmarks.on_gpus long-tailed` (or `one-gpu`, `verl`, `short`) makes several runs of each contestant on two
+or four GPUs and measures their models.
 
 The vLLM of every contestant, Headway's too, samples by FlashInfer only with `VLLM_USE_FLASHINFER_SAMPLER=1`: it is not
 installed everywhere.

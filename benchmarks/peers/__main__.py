@@ -10,8 +10,8 @@ figures are kept: so parts of a race may be commands of their own, also at once,
 An output of another task or warm-up is refused, and with `--go-on` kept figures from other settings, other steps for
 example.
 An empty `--of` only warms up, and measures that model; `--warmed-up` begins with it in an output of its own, so that
-runs of one contestant keep each its own model. `--unjudged` leaves the models' pass rates to a later command
-that goes on.
+runs of one contestant keep each its own model, and does not measure it again. `--unjudged` leaves the models' pass
+rates to a later command that goes on.
 
 With `--gpus 1` all generate with vLLM on the GPU where they train. Of two GPUs the engines of Headway, trl-async and
 verl-async have the second one; the synchronous trainers train and generate on both. The page of this package says what
@@ -67,7 +67,8 @@ def main() -> int:
         if options.warmed_up:
             contestants.copy_warm_up(race, options.warmed_up)
         runs = [f"{name}-{number}" for name in options.of for number in range(options.rounds)]
-        kept.check(runs if options.unjudged else [*runs, BEFORE])
+        judges_before = not (options.unjudged or options.warmed_up)
+        kept.check([*runs, BEFORE] if judges_before else runs)
     except ConfigError as error:
         _tell(f"benchmarks.peers: {error}")
         return 2
@@ -87,7 +88,7 @@ def main() -> int:
                 continue
             _tell(json.dumps({name: msgspec.to_builtins(rounds[name][-1])}))
     before: float | None = None
-    if judge:
+    if judges_before:
         try:
             before = kept.before(lambda: contestants.pass_rate(race, race.model, options.timeout_s))
         except (ConfigError, subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
@@ -122,7 +123,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--go-on", action="store_true", help="with the figures that the output has")
     parser.add_argument(
-        "--warmed-up", type=Path, metavar="OUTPUT", help="begin with the warmed-up model of that output"
+        "--warmed-up", type=Path, metavar="OUTPUT", help="begin with that output's warmed-up model, measured there"
     )
     parser.add_argument("--unjudged", action="store_true", help="without the pass rates of models")
     parser.add_argument("--gpus", type=int, choices=SETTINGS, default=0, help="0: CPUs")

@@ -67,7 +67,7 @@ TASKS = {
         "cpu": Task(str(Path(__file__).with_name("long_tailed.yaml"))),
         "cuda": Task(
             str(Path(__file__).parents[1] / "long_tailed.yaml"),
-            (*LIKE_PRESET, "learner.steps=40", "evaluation.prompts=256"),
+            (*LIKE_PRESET, "learner.steps=40", "evaluation.prompts=512"),
         ),
     },
 }

@@ -1,5 +1,6 @@
 """Figures that are kept are read as those of their own race alone."""
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import msgspec
 import pytest
 
 from benchmarks.peers import contestants
+from benchmarks.peers.__main__ import main as peers
 from benchmarks.peers.figures import Figures, figures_of
 from benchmarks.peers.kept import BEFORE, Kept
 from benchmarks.peers.race import LONG_TAILED, Race
@@ -45,6 +47,26 @@ def test_an_output_may_begin_with_the_warm_up_of_another(race: Race, tmp_path: P
     (own.model / "its_own").touch()
     contestants.copy_warm_up(own, tmp_path)
     assert (own.model / "its_own").exists()
+
+
+def test_a_warmed_up_model_of_another_output_is_measured_there_alone(
+    race: Race, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mark_complete(race.model, race_in(tmp_path).load(), {})
+    ran = msgspec.structs.replace(
+        figures_of(steps_of(1.0, 2.0), engine_idle=None, pause_per_update_s=None), model="its"
+    )
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr(contestants, "run", lambda *_: ran)
+    monkeypatch.setattr(contestants, "pass_rate", lambda _, model, __: 0.5 if model == race.model else 0.7)
+    before = []
+    own = ["--output", str(tmp_path / "own"), "--warmed-up", race.output]
+    for begin in (["--output", race.output, "--of", ""], own):
+        monkeypatch.setattr(sys, "argv", ["peers", "--of", "headway", *begin])
+        assert peers() == 0
+        before.append(json.loads(capsys.readouterr().out)["pass_rate_before"])
+    assert before == [0.5, None]
+    assert not (tmp_path / "own" / "figures" / "before.json").exists()
 
 
 def test_figures_of_another_race_are_refused(tmp_path: Path) -> None:
