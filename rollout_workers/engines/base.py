@@ -1,6 +1,6 @@
 """The seam between a worker and the engine that generates its tokens."""
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from typing import Literal, Protocol, TypeGuard, runtime_checkable
 
 import msgspec
@@ -8,6 +8,7 @@ import torch
 
 from broker.errors import LASTING_EXIT, ConfigError
 from broker.schema import Experts, WeightVersion
+from broker.user_code.kinds import did_you_mean
 
 from .held import Held
 
@@ -66,6 +67,15 @@ class EngineOptionsError(ConfigError):
     """An engine cannot be started with these options. Another start would not mend it."""
 
     exit_code = LASTING_EXIT
+
+
+def check_arguments(options: Iterable[str], known: Collection[str], engine: str) -> None:
+    """Raise EngineOptionsError for the first of `engine.options` that is not among the arguments of this engine, which
+    is told by its name and version."""
+    for name in options:
+        if name not in known:
+            hint = did_you_mean(name, known) or "."
+            raise EngineOptionsError(f"engine.options.{name}: {engine} has no such argument{hint}")
 
 
 class Engine(Protocol):

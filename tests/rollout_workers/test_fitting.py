@@ -3,6 +3,7 @@
 import logging
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from rollout_workers.engines import open_engine
 from rollout_workers.engines.abilities import REQUESTS
 from rollout_workers.engines.base import EngineOptionsError
 from rollout_workers.engines.fitting import fitting_requests
-from rollout_workers.engines.sglang.start import MOST_FITTING
+from rollout_workers.engines.sglang.start import MOST_FITTING, open_sglang
 from rollout_workers.engines.sglang.start import engine_arguments as sglang_arguments
 from rollout_workers.engines.vllm.start import GRAPHED, explained
 from rollout_workers.engines.vllm.start import engine_arguments as vllm_arguments
@@ -138,6 +139,29 @@ async def test_vllm_takes_what_its_cache_holds(tmp_path: Path, caplog: pytest.Lo
     options: dict[str, object] = {"block_size": BLOCK, "num_gpu_blocks_override": FITTING * LENGTH // 2 // BLOCK}
     config = EngineConfig(kind="vllm", max_model_len=LENGTH, options=options)
     await check_cache_decides(config, make_model("dense", 0), tmp_path, caplog)
+
+
+@needs_sglang
+async def test_sglang_refuses_an_option_before_it_starts(tmp_path: Path) -> None:
+    config = replace(sglang_config(1, LENGTH), options={"tp_sise": 2})
+    complaint = r"engine\.options\.tp_sise: SGLang 0\..* has no such argument; did you mean 'tp_size'\?"
+    with pytest.raises(EngineOptionsError, match=complaint):
+        open_engine(config, save_config(sglang_model("dense", 0), tmp_path), seed=0)
+
+
+async def test_an_option_is_looked_for_among_the_arguments_that_sglang_says_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def arguments(model_path: str, tp_size: int = 1) -> None:
+        raise AssertionError("SGLang is started")
+
+    monkeypatch.setattr("rollout_workers.engines.sglang.start.prepare_environment", lambda threads: None)
+    for name in ("sglang", "sglang.srt", "sglang.srt.server_args"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(sys.modules["sglang.srt.server_args"], "ServerArgs", arguments, raising=False)
+    config = EngineConfig(kind="sglang", dtype="bfloat16", options={"tp_size": 1, "tp_sise": 2})
+    with pytest.raises(EngineOptionsError, match=r"engine\.options\.tp_sise: SGLang .*; did you mean 'tp_size'\?"):
+        open_sglang(config, tmp_path, seed=0)
 
 
 @needs_sglang

@@ -2,6 +2,9 @@
 
 import json
 import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from inspect import signature
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -10,9 +13,11 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from broker.errors import ConfigError, HeadwayError
+from broker.errors import HeadwayError
+from broker.installation import version_of
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines.abilities import REQUESTS
+from rollout_workers.engines.base import EngineOptionsError, check_arguments
 from rollout_workers.engines.fitting import fitting_requests
 from rollout_workers.engines.gpus import gpus_of, starting_alone
 from rollout_workers.engines.routed_layers import routed_layers
@@ -117,18 +122,21 @@ def open_sglang(
 ) -> SglangEngine:
     """Start SGLang on the config.json in `model_dir`, with random weights. An event loop must be running.
 
-    Raises ConfigError for options that it cannot keep its promises with, and HeadwayError if a package that SGLang
-    needs is missing, or if it cannot tell experts or take adapters here.
+    Raises EngineOptionsError for options that SGLang does not have or that the engine cannot keep its promises with,
+    and HeadwayError if a package that SGLang needs is missing, or if it cannot tell experts or take adapters here.
     """
     for name in ("quantization", "pp_size", "dp_size", "speculative_algorithm"):
         if name in config.options:
-            raise ConfigError(f"engine.options.{name} does not go with engine.kind=sglang: take engine.kind=vllm.")
+            raise EngineOptionsError(
+                f"engine.options.{name} does not go with engine.kind=sglang: take engine.kind=vllm."
+            )
     if torch.cuda.is_available() and config.options.get("dtype", config.dtype) in FULL:
-        raise ConfigError(
+        raise EngineOptionsError(
             "SGLang's kernels on GPUs compute in bfloat16 and float16 alone: set engine.dtype=bfloat16, or"
             " engine.kind=vllm."
         )
     prepare_environment(config.threads)
+    check_options(config.options)
     with torch.device("meta"):
         shapes = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir, trust_remote_code=False))
     arguments = engine_arguments(config, model_dir, type(shapes).__name__, seed, sleeps=sleeps)
@@ -146,6 +154,23 @@ def open_sglang(
     return SglangEngine(processes, config, shapes, ranks, routed, adapters=adapters)
 
 
+def check_options(options: Iterable[str]) -> None:
+    """Raise EngineOptionsError for the first of `engine.options` that SGLang does not have, and HeadwayError if SGLang
+    cannot be imported. The environment is prepared."""
+    with importing():
+        from sglang.srt.server_args import ServerArgs
+    check_arguments(options, signature(ServerArgs).parameters, f"SGLang {version_of('sglang') or 'here'}")
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Raise HeadwayError, with the remedy, where SGLang cannot be imported."""
+    try:
+        yield
+    except ImportError as error:
+        raise HeadwayError(f"SGLang cannot be imported: {error}. {SGLANG.remedy}") from error
+
+
 def named_gpus(count: int) -> list[str]:
     """Return names of the first `count` visible GPUs, for `starting_alone`: SGLang measures free memory twice, and
     fails if another engine takes some in between. CUDA is not asked, as its context would take memory here."""
@@ -159,10 +184,8 @@ def started(arguments: dict[str, Any]) -> SglangProcesses:
 
     Raises HeadwayError if SGLang cannot be imported, or does not start; then the processes that it started have ended.
     """
-    try:
+    with importing():
         from sglang.srt.entrypoints.engine import Engine
-    except ImportError as error:
-        raise HeadwayError(f"SGLang cannot be imported: {error}. {SGLANG.remedy}") from error
 
     others = set(active_children())
     try:

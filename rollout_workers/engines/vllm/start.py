@@ -1,7 +1,7 @@
 """Starts vLLM as an engine: its environment, its arguments, and what it cannot do."""
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from json import JSONDecodeError
@@ -15,10 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from broker.errors import HeadwayError
 from broker.installation import version_of
-from broker.user_code.kinds import did_you_mean
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines.abilities import REQUESTS
-from rollout_workers.engines.base import EngineOptionsError
+from rollout_workers.engines.base import EngineOptionsError, check_arguments
 from rollout_workers.engines.fitting import fitting_requests
 from rollout_workers.engines.gpus import gpus_of, starting_alone
 from rollout_workers.engines.routed_layers import routed_layers
@@ -124,7 +123,7 @@ def open_vllm(
         routed = routed_layers(shapes)
         arguments |= arguments_for_experts(config.options)
     others = set(active_children())
-    check_options(config.options, [field.name for field in fields(AsyncEngineArgs)])
+    check_arguments(config.options, [field.name for field in fields(AsyncEngineArgs)], f"vLLM {installed()}")
     measured = measured_gpus(arguments, gpus_of(config, VLLM.abilities))
     with starting_alone(measured), new_processes(arguments):
         with refusing():
@@ -138,14 +137,6 @@ def open_vllm(
     return VllmEngine(
         llm, config, shapes, set(active_children()) - others, routed, adapters=adapters_held if adapter_rank else 0
     )
-
-
-def check_options(options: Iterable[str], known: Collection[str]) -> None:
-    """Raise EngineOptionsError for the first of `engine.options` that is not among vLLM's arguments."""
-    for name in options:
-        if name not in known:
-            hint = did_you_mean(name, known) or "."
-            raise EngineOptionsError(f"engine.options.{name}: vLLM {installed()} has no such argument{hint}")
 
 
 def installed() -> str:
