@@ -33,9 +33,6 @@ AHEAD = "HEADWAY_AHEAD"
 """The variable with the run's recipe on this machine, for workers that may open an engine before the learner is there.
 One that shares a GPU with the learner has none, unless its engine is told how much memory it gets: otherwise it
 measures, while it opens, the memory that is free."""
-ENGINE = "HEADWAY_ENGINE"
-"""The variable with the kind of a worker's engine, where its supervisor knows it: the worker then imports the engine's
-packages before it has its configuration. The launcher sets its threads, too."""
 TAIL_LINES = 12
 ERROR_PREFIX = "Error: "
 """The start of the command line's one-paragraph errors. No other line of a log starts with it."""

@@ -19,7 +19,8 @@ from rollout_workers.engines import abilities_of
 from rollout_workers.engines.gpus import gpus_of
 from rollout_workers.scorers.runtimes import gpus_of as gpus_of_runtime
 
-from .base import AHEAD, BROKER, ENGINE, Command, Resources
+from .base import AHEAD, BROKER, Command, Resources
+from .preloading import ENGINE
 
 PYTHON = (sys.executable, "-m", "deploy", "--debug")
 

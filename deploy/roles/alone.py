@@ -20,7 +20,7 @@ import msgspec
 from broker.connection.address import without_password
 from broker.errors import BrokerUnavailableError, ConfigError, ForeignRunError, HeadwayError
 from broker.keys import check_pool_name, check_run_name, check_worker_name
-from deploy.launch.base import ENGINE, WORKER_SESSION, WORKER_TAG, Launcher
+from deploy.launch.base import WORKER_SESSION, WORKER_TAG, Launcher
 from deploy.launch.commands import ScorerCommand, WorkerCommand, learner_command, sft_command
 from deploy.launch.farewell import say_farewell
 from deploy.launch.following import burying, following
@@ -43,7 +43,6 @@ from deploy.run.stage_output import after_stages, check_made, is_complete, is_of
 from deploy.terminal import Terminal
 from learner.experience.rewind import Rewind
 from rollout_workers.config import EngineConfig, ScorersConfig, WorkersConfig
-from rollout_workers.engines import preload
 from rollout_workers.engines.gpus import shares
 from weightsync.config import WeightsConfig
 
@@ -211,7 +210,6 @@ def run_worker(
     If another run takes the name over, or the run's configuration changes, the process executes itself anew with the
     same arguments and joins that run: it keeps no weights, caches or leases.
     """
-    preload(os.environ.get(ENGINE, ""), threads=1)  # first of all: it takes seconds, beside all that follows
     from .worker import work
 
     tag = os.environ.get(WORKER_TAG) or secrets.token_hex(2)

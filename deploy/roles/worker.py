@@ -25,8 +25,8 @@ from broker.errors import (
     WeightSyncError,
 )
 from broker.user_code.roots import ImportRoots, import_directory
-from deploy.launch.base import ENGINE
 from deploy.launch.pool import DRAIN_WORKER_S
+from deploy.launch.preloading import ENGINE
 from deploy.recipe.loading import recipe_from_bytes, with_overrides
 from deploy.recipe.operators import check_stored
 from deploy.recipe.recipe import Recipe
