@@ -57,7 +57,7 @@ PRESETS: dict[str, Preset] = {
         "DAPO, Yu et al. 2025 (arXiv:2503.14476)",
         _of("group_mean_std", "ppo_clip", options={"clip_high": 0.28}, dynamic_sampling=8),
         "Its soft penalty on overlong responses depends on their length: set reward.overlong_buffer (the paper's is "
-        "4096 of 20480 tokens).",
+        "4096 of 20480 tokens). Its overlong filtering is mask_truncated.",
     ),
     "gspo": Preset(
         "GSPO, Zheng et al. 2025 (arXiv:2507.18071), equation 5 and the bounds of section 5.1",

@@ -180,6 +180,13 @@ class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             "(mixture-of-experts models; vLLM reports experts on GPUs only)"
         ),
     ] = False
+    mask_truncated: Annotated[
+        bool,
+        Meta(
+            description="responses that ended at sampling.max_new_tokens or engine.max_model_len, and not by"
+            " themselves, are not trained; their rewards still count in their group"
+        ),
+    ] = False
     dynamic_sampling: Annotated[
         int,
         Meta(

@@ -42,6 +42,9 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     flat_groups: float | None = None
     """The share of the step's groups whose samples all got the same reward; None: an earlier version of Headway wrote
     the line."""
+    truncated: float | None = None
+    """The share of all samples of the step's groups that ended at their longest length, and not by themselves; None: an
+    earlier version of Headway wrote the line."""
     response_tokens_mean: float
     """The mean length of a trained response."""
     lag_mean: float
@@ -62,7 +65,8 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     trajectories: int
     """Samples that the step trained."""
     untrained_trajectories: int = 0
-    """Further samples of the step's groups, which a loss of pairs leaves out."""
+    """Further samples of the step's groups: those that a loss of pairs leaves out, and truncated ones with
+    `algorithm.mask_truncated`."""
     mixed_version_trajectories: int
     """Trained samples that weights of several versions sampled."""
     trained_tokens: int

@@ -23,6 +23,7 @@ from learner.experience.drift import length_class
 from learner.experience.outages import Interrupted
 from learner.experience.stream import Experience
 from learner.objective.lags import figures_by_lag, lag_of_sequence, tokens_by_lag
+from learner.objective.shaping import is_truncated, trajectories_of
 from learner.stages.loop import TrainedStep
 from learner.stages.stopwatch import seconds_by_phase
 
@@ -189,7 +190,7 @@ def step_event(step: TrainedStep, total_steps: int, time_s: float) -> StepEvent:
 
 
 def _metrics(step: TrainedStep, trajectories: Sequence[Trajectory], total_steps: int, time_s: float) -> StepMetrics:
-    sequences = step.judged.sequences
+    sequences, taken = step.judged.sequences, trajectories_of(step.groups)
     lags = [lag_of_sequence(sequence) for sequence in sequences]
     packed_tokens = sum(len(sequence.token_ids) for sequence in sequences)
     responses = [len(t.response_tokens) for t in trajectories]
@@ -204,6 +205,7 @@ def _metrics(step: TrainedStep, trajectories: Sequence[Trajectory], total_steps:
         reward_mean=step.judged.rewards.mean,
         reward_std=step.judged.rewards.std,
         flat_groups=step.judged.rewards.flat_groups,
+        truncated=fmean([is_truncated(one) for one in taken] or (0,)),
         response_tokens_mean=fmean(responses or (0,)),
         lag_mean=fmean(lags or (0,)),
         lag_max=max(lags, default=0),
@@ -213,7 +215,7 @@ def _metrics(step: TrainedStep, trajectories: Sequence[Trajectory], total_steps:
         by_lag=figures_by_lag(sequences, [t.reward for t in trajectories], step.update.by_lag),
         groups=len(step.groups),
         trajectories=len(trajectories),
-        untrained_trajectories=sum(len(group.trajectories) for group in step.groups) - len(trajectories),
+        untrained_trajectories=len(taken) - len(trajectories),
         mixed_version_trajectories=sum(len({s.version for s in t.spans}) > 1 for t in trajectories),
         trained_tokens=sum(int(s.loss_mask.sum()) for s in sequences),
         packed_tokens=packed_tokens,

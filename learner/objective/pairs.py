@@ -12,7 +12,6 @@ from algorithms.supervised.preferences import PREFERENCES, REFERENCE_FREE
 from broker.errors import ConfigError
 from broker.schema import Group
 from learner.algorithm_config import AlgorithmConfig
-from learner.rows.packing import PackableSequence
 
 BEST_AGAINST_WORST = "best_against_worst"
 """The kind of advantages that makes pairs."""
@@ -46,20 +45,19 @@ def check_pairs(config: AlgorithmConfig) -> None:
         _check_loss_of_tokens(config)
 
 
-def pairs_of(
-    groups: Sequence[Group], advantages: Sequence[float], sequences: Sequence[PackableSequence]
-) -> list[tuple[int, int]]:
-    """Returns the indices of the chosen and the rejected sequence of each group that has two such.
+def pairs_of(groups: Sequence[Group], advantages: Sequence[float], has_loss: Sequence[bool]) -> list[tuple[int, int]]:
+    """Returns the indices of the chosen and the rejected trajectory of each group that has two such.
 
-    A group has none where all rewards are equal, or where no token of one of the two is trained, because it is over the
-    staleness bound. `advantages` and `sequences` have an entry for each trajectory of `groups`, in order.
+    A group has none where all rewards are equal, or where no token of one of the two is in a loss (`has_loss`), because
+    it is over the staleness bound or is left out. `advantages` and `has_loss` have an entry for each trajectory of
+    `groups`, in order.
     """
     pairs, end = [], 0
     for group in groups:
         mine = range(end, end := end + len(group.trajectories))
         chosen = [index for index in mine if advantages[index] > 0]
         rejected = [index for index in mine if advantages[index] < 0]
-        if all(sequences[index].loss_mask.any() for index in (*chosen, *rejected)):
+        if all(has_loss[index] for index in (*chosen, *rejected)):
             pairs += list(zip(chosen, rejected, strict=True))
     return pairs
 

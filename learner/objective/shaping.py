@@ -40,6 +40,11 @@ def teaches(group: Group) -> bool:
     return len({trajectory.reward for trajectory in group.trajectories}) > 1
 
 
+def is_truncated(trajectory: Trajectory) -> bool:
+    """True where the response ended at its longest length, and not by itself; of an episode, its last turn."""
+    return trajectory.finish_reason == "length"
+
+
 def shaped_rewards(groups: Sequence[Group], config: RewardShapingConfig, max_new_tokens: int) -> torch.Tensor:
     """[S] float64 rewards. Raises HeadwayError for a reward that is not finite."""
     trajectories = trajectories_of(groups)

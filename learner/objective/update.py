@@ -35,7 +35,7 @@ from .composition import open_advantage
 from .critic import Critic, outcome_rewards
 from .objective import Objective, whole_report
 from .pairs import pairs_of
-from .shaping import RewardStats, compared, reward_stats, shaped_rewards, trajectories_of
+from .shaping import RewardStats, compared, is_truncated, reward_stats, shaped_rewards, trajectories_of
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -48,7 +48,8 @@ class JudgedBatch:
     sequences: tuple[PackableSequence, ...]
     """The sequences that the step trains; for a loss of pairs each chosen one before its rejected one."""
     trajectories: tuple[Trajectory, ...]
-    """The trajectory of each sequence. A loss of pairs leaves out all others of the step's groups."""
+    """The trajectory of each sequence. A loss of pairs leaves out all others of the step's groups, and
+    `algorithm.mask_truncated` those that were truncated."""
     rewards: RewardStats
     """The rewards of all trajectories of the step's groups."""
     figures: Mapping[str, float] = field(default_factory=dict)
@@ -120,6 +121,7 @@ class Updater:
         self._critic = critic
         self._advantage = None if critic else open_advantage(algorithm)
         self._shaping = algorithm.reward
+        self._masks_truncated = algorithm.mask_truncated
         self._kl = algorithm.kl
         is_in_reward = algorithm.kl.coefficient > 0 and algorithm.kl.place == "reward"
         self._reward_kl = ESTIMATORS[algorithm.kl.kind] if reference and is_in_reward else None
@@ -159,8 +161,16 @@ class Updater:
                 log.warning("%s has no %s: it starts from the first weights", checkpoint, name)
 
     def judge(self, groups: Sequence[Group], step: int) -> JudgedBatch:
-        """Computes advantages within each group, and for a loss of pairs chooses them; tokens over the staleness bound
-        become context."""
+        """Computes advantages within each group, and chooses what is trained; tokens over the staleness bound become
+        context.
+
+        With `algorithm.mask_truncated` truncated responses are compared and not trained: their rewards count in their
+        group, their tokens in no sum and no denominator of a loss. A pair with one of them is not trained.
+
+        Source: overlong filtering, DAPO, Yu et al. 2025 (arXiv:2503.14476), section 3.4, which masks their loss.
+        Rewards and the mean over tokens are as with TRL's mask_truncated_completions (1.16); means over sequences
+        count truncated ones there.
+        """
         rewards_S = shaped_rewards(groups, self._shaping, self._max_new_tokens)
         if self._advantage is None:
             advantages = rewards_S.tolist()
@@ -169,14 +179,18 @@ class Updater:
                 rewards_S = self._less_kl(rewards_S, self._sequences(groups, [0.0] * len(rewards_S), step))
             advantages = compared(groups, rewards_S, self._advantage)
         sequences, trajectories = self._sequences(groups, advantages, step), trajectories_of(groups)
-        if not self._objective.is_of_pairs:
-            return JudgedBatch(sequences=sequences, trajectories=tuple(trajectories), rewards=reward_stats(groups))
-        pairs = pairs_of(groups, advantages, sequences)
+        may_train = [not (self._masks_truncated and is_truncated(one)) for one in trajectories]
+        trained, figures = [index for index, may in enumerate(may_train) if may], dict[str, float]()
+        if self._objective.is_of_pairs:
+            has_loss = [may and bool(one.loss_mask.any()) for may, one in zip(may_train, sequences, strict=True)]
+            pairs = pairs_of(groups, advantages, has_loss)
+            trained = [index for pair in pairs for index in pair]
+            figures = {"pairs": len(pairs), "groups_without_pair": len(groups) - len(pairs)}
         return JudgedBatch(
-            sequences=tuple(sequences[index] for pair in pairs for index in pair),
-            trajectories=tuple(trajectories[index] for pair in pairs for index in pair),
+            sequences=tuple(sequences[index] for index in trained),
+            trajectories=tuple(trajectories[index] for index in trained),
             rewards=reward_stats(groups),
-            figures={"pairs": len(pairs), "groups_without_pair": len(groups) - len(pairs)},
+            figures=figures,
         )
 
     def pack(self, sequences: Sequence[PackableSequence]) -> Sequence[list[PackedBatch]]:

@@ -140,6 +140,8 @@ def test_the_log_says_once_that_nothing_is_trained(
 @pytest.mark.parametrize("chosen", [(2, 0), ()])
 def test_a_sample_that_was_left_out_counts_as_taken_and_not_as_trained(chosen: tuple[int, ...]) -> None:
     taken, laps = group(0), Stopwatch()
+    cut = replace(taken.trajectories[1], finish_reason="length")
+    taken = replace(taken, trajectories=(taken.trajectories[0], cut, taken.trajectories[2]))
     for phase in ("checkpoint", "take", "pack", "train", "publish"):
         laps.lap(phase)
     trajectories = tuple(taken.trajectories[index] for index in chosen)
@@ -160,6 +162,7 @@ def test_a_sample_that_was_left_out_counts_as_taken_and_not_as_trained(chosen: t
     event = event_of(step, 1, 0.0)
     metrics = event.metrics
     assert metrics.flat_groups == 0
+    assert metrics.truncated == pytest.approx(1 / 3)
     assert event.tids == tuple(f"{taken.prompt.group}:0:{index}" for index in chosen)
     assert (metrics.groups, metrics.trajectories, metrics.untrained_trajectories) == (1, len(chosen), 3 - len(chosen))
     assert sum(metrics.lag_histogram.values()) == len(chosen)

@@ -28,6 +28,7 @@ LAST_STEP = (
     Family("headway_learner_reward_mean", "Mean reward of the last step's trajectories.", "reward_mean"),
     Family("headway_learner_reward_stddev", "Standard deviation of the same rewards.", "reward_std"),
     Family("headway_learner_flat_groups_ratio", "Share of its groups whose rewards were all equal.", "flat_groups"),
+    Family("headway_learner_truncated_ratio", "Share of its samples that ended at their longest length.", "truncated"),
     Family("headway_learner_response_mean_tokens", "Mean length of a trained response.", "response_tokens_mean"),
     Family("headway_learner_lag_mean_steps", "Mean lag of the last step's trajectories.", "lag_mean"),
     Family("headway_learner_lag_max_steps", "Largest lag of a token that the last step trained.", "lag_max"),
