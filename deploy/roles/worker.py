@@ -10,10 +10,10 @@ import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import uvloop
 
@@ -48,6 +48,15 @@ GRACE_S = 20.0
 """Seconds for a worker that found itself unfit to hand its work back. Then its process ends."""
 
 log = logging.getLogger(__name__)
+
+
+class _Part(Protocol):
+    """A worker's engine, or what it opens beside that."""
+
+    async def close(self) -> None: ...
+
+
+P = TypeVar("P", bound=_Part | None)
 
 
 def work(
@@ -206,29 +215,38 @@ async def _work(
     gc.collect()
     gc.freeze()  # an engine's packages keep millions of objects for good, which would be examined ten times a second
     with tracing_samples(recipe.run.name, worker) as tracer:
-        rollout = Worker(
-            broker=broker,
-            engine=engine,
-            subscriber=Subscriber(broker, worker, recipe.weights, roots, _model_here(recipe)),
-            reward=await _open_reward(broker, recipe, worker, roots),
-            environment=await open_environment(recipe.environment, roots),
-            teacher=open_teacher(broker, recipe, worker),
-            decoding=load_decoding(model),
-            sampling=recipe.sampling,
-            config=recipe.workers,
-            weights=recipe.weights,
-            lease_ttl_s=recipe.broker.lease_ttl_s,
-            worker=worker,
-            engine_kind=recipe.engine.kind,
-            records_experts=records_experts,
-            is_colocated=is_colocated,
-            evaluation=recipe.evaluation,
-            under_way=_under_way(recipe),
-            tracer=tracer,
-            on_sick=_end_soon,
-            farewell_s=farewell_s,
-        )
-        await _roll_out(rollout, recipe, worker, drain)
+        async with AsyncExitStack() as opened:
+            _closed_by(opened, engine)
+            rollout = Worker(
+                broker=broker,
+                engine=engine,
+                subscriber=_closed_by(opened, Subscriber(broker, worker, recipe.weights, roots, _model_here(recipe))),
+                reward=_closed_by(opened, await _open_reward(broker, recipe, worker, roots)),
+                environment=_closed_by(opened, await open_environment(recipe.environment, roots)),
+                teacher=_closed_by(opened, open_teacher(broker, recipe, worker)),
+                decoding=load_decoding(model),
+                sampling=recipe.sampling,
+                config=recipe.workers,
+                weights=recipe.weights,
+                lease_ttl_s=recipe.broker.lease_ttl_s,
+                worker=worker,
+                engine_kind=recipe.engine.kind,
+                records_experts=records_experts,
+                is_colocated=is_colocated,
+                evaluation=recipe.evaluation,
+                under_way=_under_way(recipe),
+                tracer=tracer,
+                on_sick=_end_soon,
+                farewell_s=farewell_s,
+            )
+            await _roll_out(rollout, recipe, worker, drain, opened)
+
+
+def _closed_by(opened: AsyncExitStack, part: P) -> P:
+    """Have the stack close this part of a worker, if there is one, and return it."""
+    if part is not None:
+        opened.push_async_callback(part.close)
+    return part
 
 
 async def _open_reward(broker: Broker, recipe: Recipe, worker: str, roots: ImportRoots) -> "Reward":
@@ -249,8 +267,10 @@ def _model_here(recipe: Recipe) -> Path | None:
     return here if recipe.weights.pull_files and recipe.model.path and os.path.isdir(here) else None
 
 
-async def _roll_out(rollout: "Worker", recipe: Recipe, worker: str, drain: asyncio.Event) -> None:
-    """Run the worker to its end."""
+async def _roll_out(
+    rollout: "Worker", recipe: Recipe, worker: str, drain: asyncio.Event, opened: AsyncExitStack
+) -> None:
+    """Run the worker to its end. It closes its parts itself once it runs, and leaves nothing to `opened`."""
     from deploy.observe.prometheus.worker import serving
 
     watch = asyncio.create_task(_drain_when_asked(rollout, drain))
@@ -258,6 +278,7 @@ async def _roll_out(rollout: "Worker", recipe: Recipe, worker: str, drain: async
         with serving(rollout, recipe.workers) as endpoint:
             if endpoint is not None:
                 log.info("metrics for Prometheus: %s", endpoint.url)
+            opened.pop_all()
             log.info("worker %s: %s", worker, await rollout.run())
     finally:
         watch.cancel()

@@ -1,0 +1,73 @@
+"""A worker that cannot open one of its parts closes those that it has opened."""
+
+import asyncio
+import socket
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from broker.client.broker import open_broker
+from broker.errors import ConfigError, HeadwayError
+from broker.server.embedded import EmbeddedServer
+from broker.user_code.roots import ImportRoots
+from deploy.recipe.loading import load_recipe
+from deploy.roles.ahead import EngineAhead
+from deploy.roles.worker import _work
+
+from .tiny_model import make_model
+
+MINE = """
+class Closed:
+    def __init__(self):
+        raise OSError("the sandbox is not there")
+
+
+def score(prompts, completions, **kwargs):
+    return [1.0] * len(prompts)
+"""
+
+
+def processes() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def engines() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "headway-engine"}
+
+
+@pytest.mark.parametrize("what", ["environment", "metrics"])
+async def test_a_worker_that_cannot_open_a_part_closes_the_others(
+    what: str, server: EmbeddedServer, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "closed_parts.py").write_text(MINE)
+    monkeypatch.setenv("HEADWAY_IMPORT_PATH", str(tmp_path))
+    model = make_model(tmp_path / "model")
+
+    async def fetched(broker: object, private: Path) -> Path:
+        return model
+
+    monkeypatch.setattr("rollout_workers.model_files.fetch_model", fetched)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setattr("deploy.observe.prometheus.worker.PORTS", 1)
+        wrong = {
+            "environment": ["environment.kind=closed_parts:Closed"],
+            "metrics": [f"workers.metrics_port={taken.getsockname()[1]}", "workers.metrics_host=127.0.0.1"],
+        }
+        named = ["rewards=[{kind: 'closed_parts:score'}]", *wrong[what]]
+        recipe = load_recipe("arithmetic.yaml", [f"run.name={run_name}", "engine.max_model_len=64", *named])
+        before = processes(), engines()
+        broker = await open_broker(server.url, run_name)
+        ahead = EngineAhead(run_name, "w-0", (), (), tmp_path)
+        refusal = {"environment": (HeadwayError, "the sandbox is not there"), "metrics": (ConfigError, "port")}
+        try:
+            with pytest.raises(refusal[what][0], match=refusal[what][1]):
+                await _work(
+                    broker, recipe, recipe, "w-0", tmp_path, asyncio.Event(), ImportRoots(("closed_parts",)), ahead
+                )
+        finally:
+            await broker.close()
+    assert (processes(), engines()) == before
