@@ -33,6 +33,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.gpus import NO_MULTICAST
 from benchmarks.learns.parts import placement
 from benchmarks.throughput import checkpoint
 from benchmarks.throughput.shapes import shape_of
@@ -60,7 +61,6 @@ PROCESSES = {
     WORKER: r" worker --name",
 }
 """Words of the command lines of a run's processes."""
-NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 CACHES = {"VLLM_CACHE_ROOT": "vllm", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 
 

@@ -12,6 +12,8 @@ from statistics import fmean
 from benchmarks.repeated import repeated
 
 LOOK_S = 0.2
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+"""The environment of processes that leave NVLink's multicast alone, which not every machine lends."""
 
 
 def gpu_names(count: int) -> list[str]:

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.first_step import NO_MULTICAST
+from benchmarks.gpus import NO_MULTICAST
 from benchmarks.peers.processes import Group
 
 from .measurement import WHOLE, Machine, Measurement

@@ -172,8 +172,8 @@ def _starts(machine: Machine) -> list[Measurement]:
         Measurement(
             "first_step_8b",
             module("first_step", "--gpus", 2, "--runs", 1, *caches, 160, *eight),
-            240,
-            150,
+            300,
+            160,
             gpus=2,
         ),
         Measurement(

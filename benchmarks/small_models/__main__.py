@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpus import NO_MULTICAST
 from benchmarks.throughput import checkpoint
 from benchmarks.throughput.shapes import shape_of
 from learner.config import ComputeConfig, ModelConfig
@@ -46,7 +47,7 @@ LARGE = StepWork(samples=512, budget=65536, sharing="auto")
 def main() -> None:
     """Measure all parts, as the command line says."""
     options = _parse()
-    os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+    os.environ |= NO_MULTICAST
     logging.basicConfig(level=logging.WARNING)
     logging.getLogger("learner").setLevel(logging.DEBUG)  # why kernels are launched, not replayed
     began = time.monotonic()
