@@ -61,7 +61,7 @@ def test_each_has_room_and_all_before_it_are_there(count: int, tmp_path: Path) -
     by_name: dict[str, set[tuple[str, ...]]] = {}
     for one in known:
         by_name.setdefault(one.name, set()).add(one.command)
-        assert one.likely <= one.seconds
+        assert one.least_s <= one.likely_s <= one.seconds
     assert {name for name, commands in by_name.items() if len(commands) > 1} == set()
 
 
@@ -73,7 +73,7 @@ def test_a_command_that_bounds_itself_ends_before_its_limit(tmp_path: Path, monk
         assert options.runs * options.timeout_s + SPARE_S <= one.seconds
     for one in table["learner"]:
         monkeypatch.setattr(sys, "argv", [*one.command[1:]])
-        assert one.likely < prefix_trees._parse().seconds < one.seconds - SPARE_S
+        assert prefix_trees._parse().seconds < one.likely < one.seconds - SPARE_S
 
 
 def test_what_must_end_well_before_is_made_too() -> None:
@@ -119,7 +119,7 @@ def test_a_plan_has_the_order_of_the_schedule_and_names_what_will_not_fit(tmp_pa
 def test_the_races_the_learner_and_the_starts_fit_on_four_gpus(tmp_path: Path) -> None:
     of = machine(tmp_path, 4)
     table = groups(of)
-    wanted = [one for name in ("long-tailed", "verl", "one-gpu", "starts", "learner") for one in table[name]]
+    wanted = [one for name in ("long-tailed", "verl", "one-gpu", "learner", "starts") for one in table[name]]
     plan = Plan(closed(wanted, all_of(of)), of)
     plan.run(1650.0)
     assert [line for line in plan.told() if line.startswith("does not fit")] == []
@@ -209,7 +209,10 @@ def test_nothing_starts_that_is_likely_to_take_longer_than_is_left(tmp_path: Pat
 
 
 def test_what_still_runs_in_the_end_is_ended(tmp_path: Path) -> None:
-    assert made([Measurement("sleeps", python("time.sleep(600)"), 600, 1)], tmp_path, seconds=3.0) == {"sleeps": False}
+    sleeps = python("print('found', flush=True); time.sleep(600)")
+    measurements = [Measurement("likely", sleeps, 600, 1), Measurement("worth_it", sleeps, 600, 500, least=1)]
+    assert made(measurements, tmp_path, seconds=8.0) == {"likely": False, "worth_it": False}
+    assert (tmp_path / "worth_it.out").read_text() == "found\n"
 
 
 def test_who_waits_for_gpus_keeps_those_that_it_will_have(tmp_path: Path) -> None:

@@ -11,15 +11,23 @@ import argparse
 import shutil
 import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 
 def convert(parts: Sequence[Path], output: Path) -> None:
     """Write the model to `output`, whole or not at all. Raises transformers' errors for files that it cannot read."""
+    import gguf
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with tempfile.TemporaryDirectory(dir=output.parent) as made:
+    with (
+        # transformers reads the file three times, and makes a model's map of names for each of its modules.
+        patch.object(gguf, "GGUFReader", cache(gguf.GGUFReader)),
+        patch.object(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),
+        tempfile.TemporaryDirectory(dir=output.parent) as made,
+    ):
         directory, part = Path(made), output.with_name(f".{output.name}.part")
         whole = _joined(parts, directory)
         quantized = AutoModelForCausalLM.from_pretrained(directory, gguf_file=whole, dtype=torch.float32)

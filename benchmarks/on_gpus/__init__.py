@@ -22,7 +22,8 @@ SMOLLM2 is SmolLM2-135M-Instruct (see benchmarks.learns.model), made of `--gguf`
 A measurement starts once it has its GPUs and all before it has ended. Groups come in the order in which they are given,
 the measurements of one in the table's; whatever waits for GPUs keeps those that it will have from all after it. Each
 leaves the last line that it prints in DIR/NAME.json, and its words in NAME.log. One whose result is there is not made
-again: give the same output to go on. With `--seconds` none starts that is likely to take longer than is left, and what
-still runs then is ended. `--dry-run` prints the schedule by the seconds that each is likely to take, and what it leaves
-out; those of `likely` in the table are of earlier runs, or else a guess that says so.
+again: give the same output to go on. With `--seconds` none starts for which too few are left, and what still runs then
+is ended. `--dry-run` prints the schedule by the seconds that each is likely to take, and what it leaves out; those of
+the table are of earlier runs, or else an estimate that says so. By them `long-tailed verl one-gpu learner starts`
+fill four GPUs for 1,650 s; verl, which is slow to start, runs beside the races of one GPU.
 """

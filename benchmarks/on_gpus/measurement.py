@@ -23,6 +23,8 @@ class Measurement:
     """It is ended after so many."""
     likely: int = 0
     """It took so many where it was run; 0: that is not known."""
+    least: int = 0
+    """It is worth its start where so many are left, as its log has whatever it found by then; 0: `likely`."""
     gpus: int = 1
     """0: it runs beside all others."""
     quarters: int = WHOLE
@@ -40,6 +42,11 @@ class Measurement:
     def likely_s(self) -> int:
         """The seconds that it is likely to take, or else its limit."""
         return self.likely or self.seconds
+
+    @property
+    def least_s(self) -> int:
+        """It does not start where fewer seconds are left."""
+        return self.least or self.likely_s
 
 
 @dataclass(frozen=True)

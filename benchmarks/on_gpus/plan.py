@@ -8,7 +8,7 @@ from .schedule import Running, Schedule
 
 
 class Plan(Schedule):
-    """A schedule in which each measurement ends well after the seconds that it is likely to take; nothing is run."""
+    """A schedule in which each measurement takes the seconds that it is likely to take; nothing is run."""
 
     def __init__(self, measurements: Sequence[Measurement], machine: Machine) -> None:
         super().__init__(measurements, machine, lambda words: None)
@@ -39,7 +39,7 @@ class Plan(Schedule):
             f"{one.began:5.0f} to {_likely_end(one):4.0f} s on {_gpus(one):8}{_words(one.of)}" for one in self.begun
         ]
         lines += [f"does not fit              {_words(one)}" for one in self._waiting]
-        whole = sum(one.of.likely_s * len(one.gpus) * one.of.quarters for one in self.begun)
+        whole = sum((_likely_end(one) - one.began) * len(one.gpus) * one.of.quarters for one in self.begun)
         share = whole / (WHOLE * len(self._free) * self.at) if self.at else 0.0
         return [*lines, f"all GPUs together are likely to be in use for {share:.0%} of {self.at:.0f} s"]
 
@@ -53,4 +53,4 @@ def _words(one: Measurement) -> str:
 
 
 def _likely_end(one: Running) -> float:
-    return one.began + one.of.likely_s
+    return min(one.began + one.of.likely_s, one.until)

@@ -35,7 +35,7 @@ TRL_IN_EIGHT = _Run("trl-all-threads-8-micro-batches", 240)
 """TRL's synchronous trainer has too little memory for fewer micro-batches of long-tailed samples."""
 TRL_ASYNC = _Run("trl-async", 282)
 TRL, TRL_ON_ONE = _Run("trl-all-threads", 160), _Run("trl-all-threads", 190)
-VERL = _Run("verl-sync-packed", 430)
+VERL = _Run("verl-sync-packed", 420)
 
 
 def long_tailed(machine: Machine) -> list[Measurement]:

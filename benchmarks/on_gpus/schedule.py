@@ -50,7 +50,7 @@ class Schedule:
         """Whether those that are over ended well, by name."""
 
     def run(self, seconds: float) -> None:
-        """Run all that are likely to end within so many seconds from now, and end what is running then.
+        """Run all for which enough of so many seconds from now are left, and end what is running then.
 
         One whose result is there counts as ended well; one that comes after another that did not is left out.
         """
@@ -85,7 +85,7 @@ class Schedule:
                 self._leave_out(one, ended_well=True)
             elif any(self.ended.get(before) is False for before in one.after):
                 self._leave_out(one, ended_well=False)
-            elif self._now() + one.likely_s <= deadline and self._is_ready(one):
+            elif self._now() + one.least_s <= deadline and self._is_ready(one):
                 gpus = self._gpus_for(one, kept)
                 if gpus is None:
                     kept.update(self._next_free(one, kept, deadline))
@@ -125,7 +125,7 @@ class Schedule:
                 if self._free[gpu] < one.quarters:
                     busy[gpu] = max(busy[gpu], other.began + other.of.likely_s)
         first = sorted(busy, key=lambda gpu: busy[gpu])[: one.gpus]
-        return first if all(busy[gpu] + one.likely_s <= deadline for gpu in first) else []
+        return first if all(busy[gpu] + one.least_s <= deadline for gpu in first) else []
 
     def _now(self) -> float:
         return time.monotonic()
