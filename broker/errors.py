@@ -39,6 +39,12 @@ class BrokerUnavailableError(BrokerError):
     """The server did not answer within the deadline."""
 
 
+class RefusedByServerError(BrokerUnavailableError):
+    """The server refuses our user or password, or we its certificate. Trying again cannot help."""
+
+    exit_code = LASTING_EXIT
+
+
 class RunNotFoundError(BrokerError):
     """There is no such run on this server; the message lists its runs."""
 

@@ -18,6 +18,7 @@ from broker.errors import (
     BrokerUnavailableError,
     FencedError,
     ForeignRunError,
+    RefusedByServerError,
     ServerRestartedError,
     VersionRegressionError,
 )
@@ -109,15 +110,15 @@ def _refused_by_server(error: ResponseError, url: str) -> BrokerError:
 
 
 def unavailable(error: Exception, *, url: str, timeout_s: float) -> BrokerUnavailableError:
-    """Returns the error for a server that has not answered within `timeout_s`, or that refuses our user."""
+    """Returns the error for a server that has not answered within `timeout_s`, or a RefusedByServerError."""
     reason = str(error) or type(error).__name__
     if _is_caused_by(error, ssl.SSLCertVerificationError):
-        return BrokerUnavailableError(
+        return RefusedByServerError(
             f"The broker at {url} shows a certificate that is not to be trusted ({reason}): name its "
             "authority's certificate in broker.url as ?ssl_ca_certs=FILE, and the host as the certificate has it."
         )
     if _is_caused_by(error, AuthenticationError):
-        return BrokerUnavailableError(
+        return RefusedByServerError(
             f"The broker at {url} refuses our user or password ({reason}): take the URL that its "
             "`headway broker` prints for our role, or put the user into the URL (redis://USER@HOST) and name a "
             f"file with the password: ?{PASSWORD_FILE_OPTION}=FILE there, or ${PASSWORD_FILE}."

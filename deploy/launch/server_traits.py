@@ -1,11 +1,23 @@
 """Traits of a server that users must know before they rely on it."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from broker.connection.address import without_password
 from broker.connection.inspection import inspect, may_work
-from broker.errors import BrokerError
+from broker.errors import BrokerError, BrokerUnavailableError, RefusedByServerError
+
+
+@contextmanager
+def unless_absent() -> Iterator[None]:
+    """Leave the block where no server answers yet. Raises RefusedByServerError for one that answers and refuses us."""
+    try:
+        yield
+    except RefusedByServerError:
+        raise
+    except BrokerUnavailableError:
+        pass
 
 
 def check_traits(url: str, say: Callable[[str], object], *, timeout_s: float) -> None:

@@ -10,7 +10,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -18,7 +18,7 @@ from typing import NoReturn
 import msgspec
 
 from broker.connection.address import without_password
-from broker.errors import BrokerUnavailableError, ConfigError, ForeignRunError, HeadwayError
+from broker.errors import ConfigError, ForeignRunError, HeadwayError
 from broker.keys import check_pool_name, check_run_name, check_worker_name
 from deploy.launch.base import WORKER_SESSION, WORKER_TAG, Launcher
 from deploy.launch.commands import ScorerCommand, WorkerCommand, learner_command, sft_command
@@ -26,7 +26,7 @@ from deploy.launch.farewell import say_farewell
 from deploy.launch.following import burying, following
 from deploy.launch.local import check_rewind, forget, ping, program, run_stages, stop_notice
 from deploy.launch.pool import DRAIN_WORKER_S, Pool
-from deploy.launch.server_traits import check_may_work, check_traits
+from deploy.launch.server_traits import check_may_work, check_traits, unless_absent
 from deploy.launch.supervisor import Supervisor
 from deploy.observe.live import watch as watch_run
 from deploy.observe.pools import MOST_OF_PREFIX, UNNAMED
@@ -173,7 +173,7 @@ def run_workers(
         for number in range(count):
             launcher.start(command(number))
         return 0
-    with suppress(BrokerUnavailableError):  # workers wait for the broker
+    with unless_absent():  # workers wait for the broker
         check_traits(url, complain, timeout_s=PATIENCE_S)
         check_may_work(url, run, timeout_s=PATIENCE_S)
     logs = Path(tempfile.mkdtemp(prefix="headway-logs-"))
@@ -268,7 +268,7 @@ def run_scorers(
         for number in range(count):
             launcher.start(command_in(private=place, logs=place / "logs")(number))
         return 0
-    with suppress(BrokerUnavailableError):  # scorers wait for the broker
+    with unless_absent():  # scorers wait for the broker
         check_traits(url, complain, timeout_s=PATIENCE_S)
     logs = Path(tempfile.mkdtemp(prefix="headway-logs-"))
     with tempfile.TemporaryDirectory(prefix="headway-scorers-", ignore_cleanup_errors=True) as private:

@@ -2,12 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar
 
 from broker.client.broker import Broker
-from broker.errors import BrokerError, ForeignRunError, HeadwayError
+from broker.errors import LASTING_EXIT, BrokerError, ConfigError, ForeignRunError, HeadwayError
 
 T = TypeVar("T")
 
@@ -19,6 +19,17 @@ log = logging.getLogger(__name__)
 
 class ConfigChangedError(HeadwayError):
     """A learner took the run over with another configuration than the one that this process started with."""
+
+
+@contextmanager
+def telling_what_lasts() -> Iterator[None]:
+    """Have a ConfigError end the process with the code by which its supervisor does not start it again: the run's
+    configuration and the process's arguments would be the same."""
+    try:
+        yield
+    except ConfigError as error:
+        error.exit_code = LASTING_EXIT
+        raise
 
 
 async def fetch_config(broker: Broker) -> bytes:

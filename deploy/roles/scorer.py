@@ -19,7 +19,7 @@ from deploy.recipe.operators import check_stored_scorers
 from deploy.recipe.recipe import Recipe
 from deploy.recipe.scorers import Scorer, scorer_named
 
-from .joining import drained_when_changed, fetch_config, or_drained
+from .joining import drained_when_changed, fetch_config, or_drained, telling_what_lasts
 
 LOADING_S = 600.0
 """Seconds for which a scorer that loads its model counts as alive without a word; the server keeps to two minutes."""
@@ -31,7 +31,8 @@ def score(url: str, run: str, process: str, name: str, overrides: Sequence[str],
     """Answer the requests for scorer `name` (empty: the run's only one) until the run is over, or until SIGTERM or
     SIGINT drains this process. `session`: the secret by which its supervisor can hand its requests back; empty: one of
     its own. Raises HeadwayError."""
-    uvloop.run(_run(url, run, process, name, overrides, session))
+    with telling_what_lasts():
+        uvloop.run(_run(url, run, process, name, overrides, session))
 
 
 async def _run(url: str, run: str, process: str, name: str, overrides: Sequence[str], session: str) -> None:

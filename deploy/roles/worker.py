@@ -33,7 +33,7 @@ from deploy.recipe.recipe import Recipe
 from rollout_workers.engines import libraries_of
 
 from .ahead import EngineAhead, open_worker_engine, sent_rank
-from .joining import drained_when_changed, fetch_config, or_drained
+from .joining import drained_when_changed, fetch_config, or_drained, telling_what_lasts
 
 if TYPE_CHECKING:
     from rollout_workers.config import EvalConfig
@@ -71,7 +71,8 @@ def work(
     """Work until the run is over, or until SIGTERM or SIGINT drains this worker within `grace_s`. `allowed`: modules
     and import paths that the run's configuration may name. `session`: the secret by which its supervisor can hand its
     leases back; empty: one of its own. Raises HeadwayError."""
-    uvloop.run(_run(url, run, worker, overrides, allowed, grace_s, session))
+    with telling_what_lasts():
+        uvloop.run(_run(url, run, worker, overrides, allowed, grace_s, session))
 
 
 async def _run(

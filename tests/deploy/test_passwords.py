@@ -1,17 +1,19 @@
 """The password of broker.url reaches no file, command line or value in the broker."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from broker.errors import BrokerError
+from broker.errors import LASTING_EXIT, BrokerError, RefusedByServerError
 from broker.server.access import Role
 from broker.server.credentials import Credentials
 from broker.server.embedded import EmbeddedServer
 from deploy.launch.commands import WorkerCommand, learner_command
 from deploy.launch.server_traits import check_may_work
 from deploy.recipe.loading import dump_recipe, load_recipe, recipe_to_bytes
-from deploy.roles.alone import run_workers
+from deploy.roles.alone import run_scorer, run_scorers, run_worker, run_workers
 from deploy.roles.looking import as_learner
 from deploy.run.directory import endpoint, prepare
 from tests.broker.test_access import admit, url_of
@@ -43,6 +45,29 @@ def test_a_run_that_was_found_here_is_told_as_its_learner_and_a_given_url_is_tak
     assert as_learner(None, observer) == learner
     assert as_learner(None, URL) == URL
     assert as_learner(observer, observer) == observer
+
+
+@pytest.mark.parametrize(
+    ("role", "begin"),
+    [
+        (Role.WORKER, lambda url, run: run_workers(url, run, 1, ())),
+        (Role.SCORER, lambda url, run: run_scorers(url, run, "", 1, ())),
+        (Role.SCORER, lambda url, run: run_scorer(url, run, "", "scorer-0", ())),
+        (Role.WORKER, lambda url, run: run_worker(url, run, "worker-0", ())),
+    ],
+)
+def test_a_wrong_password_ends_a_pool_before_it_begins_and_a_process_for_good(
+    role: Role,
+    begin: Callable[[str, str], object],
+    server: EmbeddedServer,
+    run_name: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    wrong = replace(admit(server, None)[role], password="open")
+    with pytest.raises(RefusedByServerError, match=r"refuses our user or password .*\?password_file=FILE") as caught:
+        begin(url_of(server, wrong), run_name)
+    assert caught.value.exit_code == LASTING_EXIT
+    assert "logs in" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("of_all_runs", [True, False])

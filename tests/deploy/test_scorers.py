@@ -28,6 +28,7 @@ from deploy.recipe.recipe import Recipe, RunConfig
 from deploy.recipe.scorers import impossible_scorers
 from deploy.roles.learner import rules_of
 from deploy.roles.scorer import score
+from deploy.roles.worker import work
 from deploy.terminal import Terminal
 from learner.algorithm_config import AlgorithmConfig, DistillationConfig
 from learner.models.model import model_files
@@ -221,8 +222,21 @@ def test_of_several_scorers_one_is_to_be_named(url: str, run_name: str, tmp_path
     asyncio.run(claim())
     with pytest.raises(ConfigError, match=r"--scorer NAME\. The run has reward_model, reward_model_2, teacher"):
         score(url, run_name, "p", "", ())
-    with pytest.raises(ConfigError, match="no scorer 'judge'; it has reward_model, reward_model_2, teacher"):
+    with pytest.raises(ConfigError, match="no scorer 'judge'; it has reward_model, reward_model_2, teacher") as caught:
         score(url, run_name, "p", "judge", ())
+    assert caught.value.exit_code == LASTING_EXIT
+
+
+def test_a_worker_with_a_wrong_setting_is_not_started_again(url: str, run_name: str, tmp_path: Path) -> None:
+    async def claim() -> None:
+        broker = Broker(url, run_name)
+        await begin(broker, tmp_path, tmp_path / "a")
+        await broker.close()
+
+    asyncio.run(claim())
+    with pytest.raises(ConfigError, match=r"engine\.options\.x: engine\.kind=embedded has no such option") as caught:
+        work(url, run_name, "w-0", ("engine.options.x=1",))
+    assert caught.value.exit_code == LASTING_EXIT
 
 
 def test_scaling_means_the_workers_where_no_pool_is_named() -> None:
