@@ -89,7 +89,7 @@ def test_a_dry_run_shows_every_command(
     assert on_gpus() == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(
-        "    0 to   85 s on 0 2/4   warm_up_short (85 s, at most 400): python -m benchmarks.peers"
+        "    0 to   85 s on 0 2/4    warm_up_short (85 s, at most 400): python -m benchmarks.peers"
     )
     assert "python -m benchmarks.prefix_trees --shape qwen3-30b-a3b --layers 8" in "\n".join(lines)
     assert not (tmp_path / "none").exists()

@@ -36,9 +36,9 @@ class Plan(Schedule):
     def told(self) -> list[str]:
         """Return a line for each, in the order in which they begin, and then for those that do not fit."""
         lines = [
-            f"{one.began:5.0f} to {_likely_end(one):4.0f} s on {_gpus(one):8}{_words(one.of)}" for one in self.begun
+            f"{one.began:5.0f} to {_likely_end(one):4.0f} s on {_gpus(one):8} {_words(one.of)}" for one in self.begun
         ]
-        lines += [f"does not fit              {_words(one)}" for one in self._waiting]
+        lines += [f"does not fit               {_words(one)}" for one in self._waiting]
         whole = sum((_likely_end(one) - one.began) * len(one.gpus) * one.of.quarters for one in self.begun)
         share = whole / (WHOLE * len(self._free) * self.at) if self.at else 0.0
         return [*lines, f"all GPUs together are likely to be in use for {share:.0%} of {self.at:.0f} s"]

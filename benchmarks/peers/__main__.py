@@ -135,7 +135,7 @@ def _parse() -> argparse.Namespace:
         parser.error("; ".join(lacking))
     if options.unjudged and options.rounds > 1:
         parser.error("--unjudged: of several rounds only the last one's model stays")
-    options.python = Path(shutil.which(str(options.python)) or options.python)
+    options.python = Path(shutil.which(str(options.python)) or options.python).absolute()  # verl has another directory
     if not options.python.exists() and set(options.of) - {NAME}:
         parser.error(
             f"--python {options.python} does not exist; `make race` installs TRL into an environment of its own"

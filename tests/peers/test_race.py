@@ -153,6 +153,26 @@ def test_all_contestants_have_one_sampler(race: Race, monkeypatch: pytest.Monkey
     assert said == ["0", "1"]
 
 
+def test_an_interpreter_is_found_from_every_directory(
+    race: Race, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given: list[Path] = []
+
+    def run(_name: str, _race: Race, python: Path, _timeout_s: float) -> None:
+        given.append(python)
+        raise TimeoutError
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "verl.sh").touch(mode=0o755)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr(contestants, "warm_up", lambda *_: None)
+    monkeypatch.setattr(contestants, "run", run)
+    place = ["--output", race.output, "--gpus", "1", "--of", "verl-sync", "--unjudged"]
+    monkeypatch.setattr(sys, "argv", ["peers", *place, "--python", "./verl.sh"])
+    assert peers() == 1
+    assert given == [tmp_path / "verl.sh"]
+
+
 def test_who_needs_gpus_says_so() -> None:
     assert not contestants.lacking("headway", 0)
     assert "--gpus 2" in contestants.lacking("trl-async", 1)
