@@ -14,7 +14,7 @@ TABLES = {"qwen3-1.7b": (0, 180), "qwen3-8b": (16, 210), "qwen3-30b-a3b": (8, 18
 By an estimate of their operations and of the compiler most cases end by then, the first ones surely."""
 LAST_CASE_S = 20
 LEAST_TABLE_S = 100
-SMALLEST = "qwen3-0.6b"
+LARGEST = "qwen3-8b"
 FEW_REPEATS = ("--compile", "--repeats", 2, "--warm-ups", 1, "--settings", "never,auto")
 
 
@@ -147,7 +147,7 @@ def _third(machine: Machine) -> list[Measurement]:
 
 
 def _learner() -> list[Measurement]:
-    """The smallest model while the races' are warmed up, the others after that."""
+    """The largest model once the races' are warmed up, which takes no GPU but one, the others meanwhile."""
     rows = ("--whole", 8192, "--groups", "8,16,1", "--tokens", 65536, "--budget", 16384)
     return [
         Measurement(
@@ -156,14 +156,15 @@ def _learner() -> list[Measurement]:
             seconds + 120,
             seconds + LAST_CASE_S,
             least=LEAST_TABLE_S,
-            following=races.WARM_UPS if shape != SMALLEST else (),
+            following=races.WARM_UPS if shape == LARGEST else (),
         )
         for shape, (layers, seconds) in TABLES.items()
     ]
 
 
 def _starts(machine: Machine) -> list[Measurement]:
-    """The first run finds nothing that an earlier one left, not even a measurement that failed."""
+    """The first run finds nothing that an earlier one left, not even a measurement that failed. A machine that was just
+    set up still compiles bytecode, so none starts before the races' models are warmed up."""
     caches = ("--caches", machine.output / "caches", "--timeout-s")
     smollm2 = ("--recipe", "smollm2-reasoning-gym.yaml", f"model.path={machine.smollm2}")
     adapter = ("model.adapter={rank: 16, alpha: 32}", "model.dtype=bfloat16", "engine.dtype=bfloat16")
@@ -176,6 +177,7 @@ def _starts(machine: Machine) -> list[Measurement]:
             300,
             160,
             gpus=2,
+            following=races.WARM_UPS,
         ),
         Measurement(
             "first_step",
@@ -184,5 +186,6 @@ def _starts(machine: Machine) -> list[Measurement]:
             290,
             least=170,
             after=machine.model_made,
+            following=races.WARM_UPS,
         ),
     ]
