@@ -13,7 +13,6 @@ from typing import Literal
 import msgspec
 
 from broker.client.broker import Broker
-from broker.client.holding import TTL_S
 from broker.client.waits import MissingSample, StepProgress, UnfinishedGroup
 from broker.errors import RunNotFoundError
 from broker.schema.processes import PoolInfo, WorkerInfo
@@ -135,15 +134,18 @@ def _quiet_after_s(status: RunStatus) -> float:
 def _no_learner(status: RunStatus, progress: StepProgress) -> Waiting | None:
     if progress.has_learner:
         return None
+    last = f"the run's last batch, weights or claim is {progress.quiet_s:.0f} s old"
     if not (status.workers or status.scorers or status.pools):
         text = (
-            f"Neither a learner nor workers were heard of for {TTL_S:.0f} s. They have ended: start the learner again"
-            " with --resume. Or the server takes no writes, as on a full disk: make room, and they go on."
+            f"Neither a learner nor workers give a sign of life, and {last}. If they have ended, start the learner"
+            " again with --resume. If they are stopped or do not reach the server, they go on once that is mended. Or"
+            " the server takes no writes, as on a full disk: make room, and they go on."
         )
         return _because("no learner", text, status, progress, who="nobody")
     text = (
-        f"No learner is alive: none was heard of for {TTL_S:.0f} s. The workers wait for one; start it again with"
-        " --resume."
+        f"The learner does not answer: it gives no sign of life, and {last}. The workers wait for it. If its process"
+        " has ended, start it again with --resume. If it is stopped, hangs or does not reach the server, it goes on"
+        " once that is mended."
     )
     return _because("no learner", text, status, progress, who="workers")
 
