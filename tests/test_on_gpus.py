@@ -252,6 +252,22 @@ def test_all_measurements_have_one_environment_unless_the_user_sets_it(
     assert json.loads(result_of(tmp_path, "told").read_text()) == ["0", "2"]
 
 
+def test_an_interpreter_of_its_own_runs_the_learner_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "[\\"$1\\"]"\n')
+    python.chmod(0o755)
+    assert made([Measurement("told", ("-c",), 60, python=python)], tmp_path)["told"]
+    assert json.loads(result_of(tmp_path, "told").read_text()) == ["-c"]
+    place = ["--output", str(tmp_path), "--smollm2", "/m", "--gpus", "2", "--dry-run", "--learner", str(python)]
+    monkeypatch.setattr(sys, "argv", ["on_gpus", *place, "one-gpu", "learner"])
+    assert on_gpus() == 0
+    lines = capsys.readouterr().out.splitlines()[:-1]
+    assert {"benchmarks.prefix_trees" in line for line in lines if f"{python} -m" in line} == {True}
+    assert {"benchmarks.peers" in line for line in lines if " python -m" in line} == {True}
+
+
 def test_others_go_on_while_one_is_being_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "GRACE_S", 80.0)
     told, seen = tmp_path / "told", tmp_path / "seen"

@@ -1,7 +1,7 @@
 """The measurements of GPUs in RESULTS.md, on a machine with two of them or four, several side by side.
 
-    python -m benchmarks.on_gpus --output DIR --smollm2 DIR [--gguf FILE] [--trl PYTHON] [--verl PYTHON] [--gpus 4]
-        [--seconds 1650] [--dry-run] GROUP ...
+    python -m benchmarks.on_gpus --output DIR --smollm2 DIR [--gguf FILE] [--trl PYTHON] [--verl PYTHON]
+        [--learner PYTHON] [--gpus 4] [--seconds 1650] [--dry-run] GROUP ...
 
     first         learning: GRPO of SmolLM2, of a MoE through Megatron; faults of weight transfers
     second        long-tailed asynchrony, and what a worker costs
@@ -14,7 +14,8 @@
     short         the short race on two GPUs
 
 SMOLLM2 is SmolLM2-135M-Instruct (see benchmarks.learns.model), made of `--gguf` while other models are measured.
-`--trl` and `--verl` are the interpreters that `benchmarks.peers` speaks of.
+`--trl` and `--verl` are the interpreters that `benchmarks.peers` speaks of. `--learner` is one that has flash-attn-4,
+without which the learner alone is slower, and whose package would be found by TRL and verl, too.
 
     table.py, races.py ─► Measurement: command, GPUs, ─┬─► schedule.py ─► DIR/NAME.json
                           seconds, what comes before   └─► plan.py     ─► what is likely to run, and when

@@ -33,6 +33,7 @@ def main() -> int:
         trl=options.trl,
         verl=options.verl,
         gguf=options.gguf and options.gguf.absolute(),
+        learner=options.learner,
     )
     table = groups(machine)
     known = [*model(machine), *(one for of_group in table.values() for one in of_group)]
@@ -81,6 +82,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--gguf", type=Path, help="the file of which it is made first, unless it is there")
     parser.add_argument("--trl", type=Path, default=Path(sys.executable), help="an interpreter with TRL; default: this")
     parser.add_argument("--verl", type=Path, default=Path(sys.executable), help="one with verl; default: this")
+    parser.add_argument("--learner", type=Path, help="one with flash-attn-4, for the learner alone; default: this")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     count = min(SIZES) if visible and len(visible.split(",")) < max(SIZES) else max(SIZES)
     parser.add_argument("--gpus", type=int, choices=SIZES, default=count, help="default: 4, or 2 if fewer are visible")

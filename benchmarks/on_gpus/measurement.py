@@ -37,6 +37,8 @@ class Measurement:
     """Measurements that must have ended, well or not, if they are made at all."""
     in_turn: str = ""
     """Those with the same word here are not made at the same time."""
+    python: Path | None = None
+    """The interpreter; None: this one."""
 
     @property
     def likely_s(self) -> int:
@@ -61,6 +63,8 @@ class Machine:
     verl: Path
     gguf: Path | None = None
     """SmolLM2 is made of this file first."""
+    learner: Path | None = None
+    """The interpreter of the learner alone; None: this one."""
 
     @property
     def model_made(self) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ def _gpus(one: Running) -> str:
 
 
 def _words(one: Measurement) -> str:
-    return f"{one.name} ({one.likely_s} s, at most {one.seconds}): python {shlex.join(one.command)}"
+    return f"{one.name} ({one.likely_s} s, at most {one.seconds}): {one.python or 'python'} {shlex.join(one.command)}"
 
 
 def _likely_end(one: Running) -> float:

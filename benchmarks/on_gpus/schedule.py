@@ -138,7 +138,9 @@ class Schedule:
         environment = {**ENVIRONMENT, **os.environ, "CUDA_VISIBLE_DEVICES": ",".join(seen)}
         out, log = (self._machine.output / f"{one.of.name}.{end}" for end in ("out", "log"))
         with out.open("w") as output, log.open("w") as words:
-            one.group = Group((sys.executable, *one.of.command), environment, output=output, words=words)
+            one.group = Group(
+                (str(one.of.python or sys.executable), *one.of.command), environment, output=output, words=words
+            )
 
     def _is_over(self, one: Running) -> bool:
         """Whether it and all its processes have ended. Others go on while its processes are being ended."""

@@ -27,7 +27,7 @@ def groups(machine: Machine) -> dict[str, list[Measurement]]:
         "long-tailed": races.long_tailed(machine),
         "one-gpu": races.one_gpu(machine),
         "verl": races.verl(machine),
-        "learner": _learner(),
+        "learner": _learner(machine),
         "starts": _starts(machine),
         "short": races.short(machine),
     }
@@ -146,7 +146,7 @@ def _third(machine: Machine) -> list[Measurement]:
     ]
 
 
-def _learner() -> list[Measurement]:
+def _learner(machine: Machine) -> list[Measurement]:
     """The largest model once the races' are warmed up, which takes no GPU but one, the others meanwhile."""
     rows = ("--whole", 8192, "--groups", "8,16,1", "--tokens", 65536, "--budget", 16384)
     return [
@@ -157,6 +157,7 @@ def _learner() -> list[Measurement]:
             seconds + LAST_CASE_S,
             least=LEAST_TABLE_S,
             following=races.WARM_UPS if shape == LARGEST else (),
+            python=machine.learner,
         )
         for shape, (layers, seconds) in TABLES.items()
     ]
