@@ -170,6 +170,14 @@ class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ] = "recompute"
     aggregation: AggregationConfig = AggregationConfig()
     kl: KlConfig = KlConfig()
+    entropy_coefficient: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="factor of the bonus for the policy's entropy over the vocabulary at each trained token, in "
+            "nats, which is taken from the loss; 0: no bonus, and no metric `entropy`",
+        ),
+    ] = 0.0
     reward: RewardShapingConfig = RewardShapingConfig()
     distillation: DistillationConfig = DistillationConfig()
     critic: CriticConfig = CriticConfig()

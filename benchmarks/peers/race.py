@@ -132,7 +132,8 @@ class Race(msgspec.Struct, frozen=True, kw_only=True):
         recipe = load_recipe(self.recipe, [*self.all_overrides, *overrides])
         loss = recipe.algorithm
         found = (loss.advantage.kind, loss.objective.kind, loss.aggregation.kind)
-        if found != GRPO or loss.corrections or loss.kl.coefficient or loss.dynamic_sampling:
+        more = (loss.kl.coefficient, loss.entropy_coefficient, loss.dynamic_sampling)
+        if found != GRPO or loss.corrections or any(more):
             raise ConfigError(f"algorithm: {found} is not the loss of the race; leave it at algorithm.preset=grpo.")
         return recipe
 

@@ -100,6 +100,7 @@ LIMITS = {
     "evaluation.every_steps": _COUNT,
     "evaluation.pass_reward": _FACTOR,
     "algorithm.kl.coefficient": _FACTOR,
+    "algorithm.entropy_coefficient": _FACTOR,
     "algorithm.distillation.coefficient": _FACTOR,
     "algorithm.reward.overlong_buffer": _TOKENS,
     "algorithm.critic.learning_rate": _RATE,

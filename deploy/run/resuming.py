@@ -73,7 +73,7 @@ FREE = frozenset(
         " segment_tokens segment_s engine_errors stall_s slow_factor slow_window_s",
         "evaluation": "prompts samples temperature every_steps pass_reward where hold_s",
         "sampling": "seed",
-        "algorithm": "preset corrections proximal mask_truncated dynamic_sampling",
+        "algorithm": "preset corrections proximal entropy_coefficient mask_truncated dynamic_sampling",
         "algorithm.advantage": "kind options",
         "algorithm.objective": "kind anchor options",
         "algorithm.aggregation": "kind options",

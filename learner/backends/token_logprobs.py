@@ -113,7 +113,7 @@ def token_logprobs(
         logits_per_chunk=logits_per_chunk,
         keeps=keeps,
     )
-    logprobs_T, _ = _TokenLogprobs.apply(hidden_TH, weight_VH, targets_T, head, False)  # type: ignore[no-untyped-call]
+    (logprobs_T,) = _TokenLogprobs.apply(hidden_TH, weight_VH, targets_T, head, False)  # type: ignore[no-untyped-call]
     found_T: torch.Tensor = logprobs_T
     return found_T
 
@@ -121,14 +121,13 @@ def token_logprobs(
 def confident_logprobs(
     hidden_TH: torch.Tensor, weight_VH: torch.Tensor, targets_T: torch.Tensor, temperature: float, **vocabulary: Any
 ) -> torch.Tensor:
-    """[T, 3] what `token_logprobs` gives, and without gradient the logprob of the likeliest of all tokens, which is the
-    target's to the bit where that is the likeliest, and the entropy of the distribution in nats.
+    """[T, 3] what `token_logprobs` gives; the logprob of the likeliest of all tokens, which is the target's to the bit
+    where that is the likeliest, without gradient; and the entropy of the distribution in nats.
 
     `vocabulary`: `group`, `first`, `vocabulary`, `logits_per_chunk` and `keeps` as in `token_logprobs`.
     """
     head = open_head(hidden_TH, weight_VH, temperature, **vocabulary)
-    logprobs_T, confidence_T2 = _TokenLogprobs.apply(hidden_TH, weight_VH, targets_T, head, True)  # type: ignore[no-untyped-call]
-    return torch.cat([logprobs_T[:, None], confidence_T2], dim=1)
+    return torch.stack(_TokenLogprobs.apply(hidden_TH, weight_VH, targets_T, head, True), dim=1)  # type: ignore[no-untyped-call]
 
 
 def open_head(
@@ -180,13 +179,16 @@ def _keeps(hidden_TH: torch.Tensor, num_rows: int) -> bool:
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Logprobs with a backward pass: with z the logits over the temperature,
-    d logprob[t] / d z[t, v] = (v == target[t]) - softmax(z[t])[v]."""
+    """Logprobs, and entropies, with a backward pass: with z the logits over the temperature and p = softmax(z[t]),
+
+    d logprob[t] / d z[t, v] = (v == target[t]) - p[v]
+    d entropy[t] / d z[t, v] = -p[v] * (log p[v] + entropy[t])
+    """
 
     @staticmethod
     def forward(
         ctx: Any, hidden_TH: torch.Tensor, weight_VH: torch.Tensor, targets_T: torch.Tensor, head: Head, confident: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, ...]:
         rows_T = head.own(targets_T, len(weight_VH))
         logsumexp_T, target_T, *of_all_T = (
             hidden_TH.new_empty(len(hidden_TH), dtype=_exact(hidden_TH)) for _ in range(4 if confident else 2)
@@ -201,25 +203,29 @@ class _TokenLogprobs(torch.autograd.Function):
                 found = _fused(_spread, products_CV, rows_T[part], head, logsumexp_T[part])
                 largest_T[part], negentropy_T[part] = found
         own_T, logsumexp_T = logsumexp_T, logsumexp_over_ranks(logsumexp_T, head)
-        ctx.save_for_backward(hidden_TH, weight_VH, rows_T, logsumexp_T, *kept)
+        confidence = _confidence(of_all_T, own_T, logsumexp_T, head) if confident else ()
+        ctx.mark_non_differentiable(*confidence[:1])
+        ctx.save_for_backward(hidden_TH, weight_VH, rows_T, logsumexp_T, confidence[1] if confidence else None, *kept)
         ctx.head = head
-        confidence_T2 = _confidence(of_all_T, own_T, logsumexp_T, head) if confident else logsumexp_T.new_empty(0)
-        ctx.mark_non_differentiable(confidence_T2)
-        return head.reduce(target_T) - logsumexp_T, confidence_T2
+        return head.reduce(target_T) - logsumexp_T, *confidence
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_T: torch.Tensor, _: torch.Tensor
+        ctx: Any, grad_T: torch.Tensor, _: torch.Tensor | None = None, grad_entropy_T: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None, None, None, None]:
-        hidden_TH, weight_VH, rows_T, logsumexp_T, *kept = ctx.saved_tensors
+        hidden_TH, weight_VH, rows_T, logsumexp_T, entropy_T, *kept = ctx.saved_tensors
+        of_token = [logsumexp_T, grad_T]
+        # Whether the loss reads the entropies is seen in their gradient, except on a GPU, for which one would wait.
+        if entropy_T is not None and grad_entropy_T is not None and (grad_entropy_T.is_cuda or grad_entropy_T.any()):
+            of_token += [entropy_T.detach(), grad_entropy_T]
         head: Head = ctx.head
         grad_hidden_TH = torch.empty_like(hidden_TH)
         # A frozen head has none.
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=logsumexp_T.dtype) if ctx.needs_input_grad[1] else None
         for number, part in enumerate(chunks(len(hidden_TH), head.chunk)):
             products_CV = kept[number] if head.keeps else hidden_TH[part] @ weight_VH.T
-            grad_CV = _fused(_gradient, products_CV, rows_T[part], head, logsumexp_T[part], grad_T[part])
+            grad_CV = _fused(_gradient, products_CV, rows_T[part], head, *(values_T[part] for values_T in of_token))
             torch.mm(grad_CV, weight_VH, out=grad_hidden_TH[part])
             if grad_weight_VH is not None:
                 _add_product(grad_weight_VH, grad_CV.T, hidden_TH[part])
@@ -252,13 +258,13 @@ def _spread(
 
 def _confidence(
     of_rank_T: Sequence[torch.Tensor], own_T: torch.Tensor, logsumexp_T: torch.Tensor, head: Head
-) -> torch.Tensor:
-    """[T, 2] the logprob of the likeliest token, and the entropy: that of each rank's rows and of which rank holds the
+) -> tuple[torch.Tensor, ...]:
+    """[T] the logprob of the likeliest token, and [T] the entropy: that of each rank's rows and of which rank holds the
     token. `of_rank_T`: what `_spread` gives; `own_T` and `logsumexp_T`: of this rank's rows and of all."""
     largest_T, negentropy_T = of_rank_T
     logshare_T = own_T - logsumexp_T
     entropy_T = -head.reduce(logshare_T.exp() * (negentropy_T + logshare_T))
-    return torch.stack([head.reduce(largest_T, dist.ReduceOp.MAX) - logsumexp_T, entropy_T], dim=1)
+    return head.reduce(largest_T, dist.ReduceOp.MAX) - logsumexp_T, entropy_T
 
 
 def _gradient(
@@ -268,13 +274,19 @@ def _gradient(
     num_real: int,
     logsumexp_C: torch.Tensor,
     grad_C: torch.Tensor,
+    entropy_C: torch.Tensor | None = None,
+    grad_entropy_C: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[C, V] gradient of the products, in their dtype; `grad_C` is that of the logprobs. The target is found by a
     comparison with the column, not by a scatter, so that all of it is one kernel."""
     probs_CV = (logits_of(products_CV, temperature, num_real) - logsumexp_C[:, None]).exp()
     is_target_CV = _columns(products_CV) == rows_C[:, None]
     scale_C1 = grad_C.to(logsumexp_C.dtype)[:, None] / temperature
-    return (torch.where(is_target_CV, 1 - probs_CV, -probs_CV) * scale_C1).to(products_CV.dtype)
+    grad_CV = torch.where(is_target_CV, 1 - probs_CV, -probs_CV) * scale_C1
+    if entropy_C is not None and grad_entropy_C is not None:
+        scale_C1 = grad_entropy_C.to(entropy_C.dtype)[:, None] / temperature
+        grad_CV -= (torch.xlogy(probs_CV, probs_CV) + probs_CV * entropy_C[:, None]) * scale_C1
+    return grad_CV.to(products_CV.dtype)
 
 
 def logits_of(products_CV: torch.Tensor, temperature: float, num_real: int) -> torch.Tensor:

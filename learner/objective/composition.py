@@ -127,6 +127,7 @@ def check_algorithm(config: AlgorithmConfig) -> None:
     open_aggregation(config)
     check_pairs(config)
     _check_distillation(config)
+    _check_entropy(config)
     _check_corrections(config)
     of_batch = [correction.kind for correction in config.corrections if correction.kind in OF_BATCH]
     if config.proximal != "recompute" and of_batch:
@@ -179,6 +180,22 @@ def _check_distillation(config: AlgorithmConfig) -> None:
         raise ConfigError(
             "algorithm.advantage.kind=none leaves nothing to learn from without a teacher; set"
             " algorithm.distillation.coefficient above 0, with teacher.path, or another advantage."
+        )
+
+
+def _check_entropy(config: AlgorithmConfig) -> None:
+    if not config.entropy_coefficient:
+        return
+    if is_of_pairs(config):
+        raise ConfigError(
+            f"algorithm.entropy_coefficient={config.entropy_coefficient:g} rewards the entropy at single tokens, at"
+            f" which {config.objective.kind}, a loss of pairs, does not look; set it to 0."
+        )
+    if config.distillation.candidates:
+        raise ConfigError(
+            f"algorithm.entropy_coefficient={config.entropy_coefficient:g} does not fit"
+            f" algorithm.distillation.top_k={config.distillation.top_k}: the learner computes the policy's entropy, or"
+            " its logprobs of a teacher's candidates, but not both. Set one of the two to 0."
         )
 
 

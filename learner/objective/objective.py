@@ -1,12 +1,13 @@
 """Composes the loss of an AlgorithmConfig from functions of `algorithms`.
 
-    share = sum_t shares_t * ((objective_t + distillation.coefficient * taught_t) * weights_t + kl.coefficient * kl_t)
+    share = sum_t shares_t * ((objective_t + distillation.coefficient * taught_t) * weights_t
+                              + kl.coefficient * kl_t - entropy_coefficient * entropy_t)
 
 objective_t is the surrogate with its ratio against the anchor, taught_t a teacher's loss (distillation.place=loss),
 weights_t the product of the corrections for lag, shares_t the aggregation over the whole batch. A teacher's loss of the
 sampled token has the surrogate's ratio, too, without gradient. A divergence over the teacher's candidates does not
-depend on the token that was sampled, and has none. The KL penalty is not weighted. A loss of pairs has one loss and one
-weight for both responses of a pair:
+depend on the token that was sampled, and has none. The KL penalty and the bonus for the policy's entropy are not
+weighted. A loss of pairs has one loss and one weight for both responses of a pair:
 
     share = sum_p weights_p * loss_p / pairs
 
@@ -63,11 +64,15 @@ class Current(NamedTuple):
     """[T] of the tokens."""
     candidates_TC: torch.Tensor | None
     """[T, C] of a teacher's candidates in their places; None: there are none."""
+    entropies_T: torch.Tensor | None
+    """[T] of the distributions from which the tokens come, in nats; None: the loss has no bonus for them."""
 
     @classmethod
-    def of(cls, found_T: torch.Tensor) -> "Current":
-        """Splits what a backend gives for a batch (`PackedBatch.candidates_TC`)."""
-        return cls(found_T, None) if found_T.dim() == 1 else cls(found_T[:, 0], found_T[:, 2:])
+    def of(cls, batch: PackedBatch, found_T: torch.Tensor) -> "Current":
+        """Splits what a backend gives for the batch (`PackedBatch.candidates_TC`, `wants_confidence`)."""
+        if batch.wants_confidence:
+            return cls(found_T[:, 0], None, found_T[:, 2])
+        return cls(found_T, None, None) if found_T.dim() == 1 else cls(found_T[:, 0], found_T[:, 2:], None)
 
 
 def local(values: Sequence[float]) -> Sequence[float]:
@@ -108,6 +113,9 @@ class Objective:
         self._aggregate = open_aggregation(config, max_new_tokens)
         self._penalty = ESTIMATORS[config.kl.kind]
         self._kl_coefficient = config.kl.coefficient
+        self._entropy_coefficient = config.entropy_coefficient
+        self.needs_entropy = config.entropy_coefficient > 0
+        """True where batches have to ask a policy for its entropies (`PackedBatch.wants_confidence`)."""
         own = [config.objective.kind, config.proximal, *(correction.kind for correction in config.corrections)]
         self.ignores_context = not any(":" in kind for kind in own)
         """True if no logprob of a token with mask 0 is read; functions of a recipe's own may read them."""
@@ -147,7 +155,7 @@ class Objective:
         ]
 
         def loss(index: int, found_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-            current = Current.of(found_T)
+            current = Current.of(batches[index], found_T)
             proximal_T = self._proximal(batches[index], current.logprobs_T, proximal_logprobs, index)
             reference_T = reference_logprobs[index] if reference_logprobs else None
             share, metrics = self._share(batches[index], whole, corrections, current, proximal_T, reference_T)
@@ -243,7 +251,7 @@ class Objective:
             return self._aggregate(losses_P, weights_P, pairs=whole.pairs), {**metrics, **of_pairs}
         losses_T, of_tokens = self._surrogate(current_T, anchor_T, batch.tokens)
         losses_T, of_loss = self._with_distillation(losses_T, batch, current, anchor_T)
-        losses_T, of_penalty = self._penalized(losses_T * weights_T, batch, current_T, reference_T)
+        losses_T, of_penalty = self._penalized(losses_T * weights_T, batch, current, reference_T)
         shares_T = self._aggregate(batch.loss_mask_T, batch.cu_seqlens, tokens=whole.tokens, sequences=whole.sequences)
         return (losses_T * shares_T).sum(), {**metrics, **of_tokens, **of_loss, **of_penalty}
 
@@ -267,13 +275,19 @@ class Objective:
         return weights_T, metrics
 
     def _penalized(
-        self, losses_T: torch.Tensor, batch: PackedBatch, current_T: torch.Tensor, reference_T: torch.Tensor | None
+        self, losses_T: torch.Tensor, batch: PackedBatch, current: Current, reference_T: torch.Tensor | None
     ) -> tuple[torch.Tensor, Metrics]:
-        """[T] the losses with the KL penalty, if there is one."""
-        if reference_T is None:
-            return losses_T, {}
-        penalty_T = self._penalty(current_T, reference_T, batch.loss_mask_T)
-        return losses_T + self._kl_coefficient * penalty_T, masked_mean("kl_reference", penalty_T, batch.loss_mask_T)
+        """[T] the losses with the KL penalty and less the bonus for entropy, if there are any."""
+        metrics = Metrics()
+        if reference_T is not None:
+            penalty_T = self._penalty(current.logprobs_T, reference_T, batch.loss_mask_T)
+            losses_T = losses_T + self._kl_coefficient * penalty_T
+            metrics |= masked_mean("kl_reference", penalty_T, batch.loss_mask_T)
+        if current.entropies_T is not None:
+            entropies_T = current.entropies_T.where(batch.loss_mask_T > 0, 0.0)
+            losses_T = losses_T - self._entropy_coefficient * entropies_T
+            metrics |= masked_mean("entropy", entropies_T, batch.loss_mask_T)
+        return losses_T, metrics
 
 
 def whole_report(

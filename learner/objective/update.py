@@ -357,20 +357,22 @@ class Updater:
             cost=self._cost,
             prefix_sharing=self._prefix_sharing,
         )
-        only_trained = self._objective.ignores_context
-        return [
-            dataclasses.replace(row, batch=dataclasses.replace(row.batch, only_trained=only_trained)) for row in rows
-        ]
+        wanted = partial(
+            dataclasses.replace,
+            only_trained=self._objective.ignores_context,
+            wants_confidence=self._objective.needs_entropy,
+        )
+        return [dataclasses.replace(row, batch=wanted(row.batch)) for row in rows]
 
     def _logprobs(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
         """Returns logprobs under the present weights."""
-        return self._backend.logprobs([batch.without_candidates for batch in batches], self._temperature)
+        return self._backend.logprobs([batch.plain for batch in batches], self._temperature)
 
     def _reference_logprobs(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor] | None:
         """Returns the reference's logprobs under its own choice of experts, as no engine sampled from it."""
         if self._reference is None:
             return None
-        own = [dataclasses.replace(batch.without_candidates, experts_TLK=None) for batch in batches]
+        own = [dataclasses.replace(batch.plain, experts_TLK=None) for batch in batches]
         return self._reference.logprobs(own, self._temperature)
 
 

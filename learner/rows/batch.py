@@ -45,8 +45,8 @@ class PackedBatch:
     logprobs as [T, 2 + C]: of the token, of the policy's own likeliest token (without gradient), of the candidates.
     None: it gives those of the tokens, [T]."""
     wants_confidence: bool = False
-    """Whether a policy gives this batch's logprobs as [T, 3]: of the token, and without gradient of the policy's own
-    likeliest token, and the entropy of its distribution in nats. Such a batch has no candidates."""
+    """Whether a policy gives this batch's logprobs as [T, 3]: of the token, of the policy's own likeliest token
+    (without gradient), and the entropy of its distribution in nats. Such a batch has no candidates."""
     only_trained: bool = False
     """Whether logprobs of trained tokens alone are read: a policy may give 0 for all others, and save its output head.
     """
@@ -58,9 +58,9 @@ class PackedBatch:
     but for rounding, so a backend may ignore it."""
 
     @property
-    def without_candidates(self) -> "PackedBatch":
+    def plain(self) -> "PackedBatch":
         """The same batch, whose logprobs a policy gives as [T]."""
-        return replace(self, candidates_TC=None, teacher_logprobs_TC=None)
+        return replace(self, candidates_TC=None, teacher_logprobs_TC=None, wants_confidence=False)
 
     @property
     def tokens(self) -> Tokens:

@@ -22,6 +22,8 @@ class Token(NamedTuple):
     teacher: float = 0.0
     candidates: Sequence[tuple[torch.Tensor, float]] = ()
     """The policy's own logprob and the teacher's, for each token that the teacher finds likeliest in this place."""
+    entropy: torch.Tensor | None = None
+    """The entropy of the policy's distribution in this place, with gradient, where the loss has a bonus for it."""
 
 
 Response = Sequence[Token]
@@ -95,6 +97,13 @@ def over_candidates(
 
     return lambda tokens: [
         one + coefficient * weight(t) * divergence(t) for one, t in zip(surrogate(tokens), tokens, strict=True)
+    ]
+
+
+def less_entropy(surrogate: Callable[[Response], Losses], coefficient: float = 0.5) -> Callable[[Response], Losses]:
+    """Return losses from which half the policy's entropy is taken."""
+    return lambda tokens: [
+        one - coefficient * t.entropy for one, t in zip(surrogate(tokens), tokens, strict=True) if t.entropy is not None
     ]
 
 
@@ -244,6 +253,7 @@ LOSSES: dict[str, tuple[Callable[[Response], Losses], Callable[[Sequence[Losses]
         ),
         token_mean,
     ),
+    "entropy": (less_entropy(proximal_clip(lambda _, t: min(lag_ratio(t), 2.0))), sequence_mean),
     "m2po": (lambda tokens: [-exp(t.current - t.behavior) * t.advantage for t in tokens], token_mean),
     "self_normalized": (weighted(lambda _, t: min(now_ratio(t), 2.0)), token_mean),
     "clipped_self_normalized": (proximal_clip(lambda _, t: min(lag_ratio(t), 2.0)), token_mean),

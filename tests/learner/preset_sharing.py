@@ -37,10 +37,10 @@ class Step(NamedTuple):
     weights: torch.Tensor
 
 
-def compare(preset: str, kind: str) -> None:
+def compare(preset: str, kind: str, **others: object) -> None:
     """Compare loss, gradients and weights of a whole step, with what goes before it: logprobs of all policies, a
     critic, pairs."""
-    separate, shared = taken(preset, kind, "never"), taken(preset, kind, "always")
+    separate, shared = (taken(preset, kind, sharing, **others) for sharing in ("never", "always"))
     assert shared.loss == pytest.approx(separate.loss, abs=CLOSE, rel=CLOSE)
     assert shared.grad_norm == pytest.approx(separate.grad_norm, rel=CLOSE)
     assert shared.algorithm.keys() == separate.algorithm.keys()
@@ -52,8 +52,8 @@ def compare(preset: str, kind: str) -> None:
     torch.testing.assert_close(shared.weights, separate.weights, rtol=0, atol=1e-5)
 
 
-def taken(preset: str, kind: str, prefix_sharing: PrefixSharing) -> Step:
-    config = test_presets.configured(preset)
+def taken(preset: str, kind: str, prefix_sharing: PrefixSharing, **others: object) -> Step:
+    config = test_presets.configured(preset, **others)
     with mock.patch.object(test_presets, "group", alike_group), recorded_gradients() as gradients:
         updater, backend = test_presets.build(
             config, kind=kind, has_reference=needs_reference(config), prefix_sharing=prefix_sharing
@@ -98,4 +98,5 @@ def _flat(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
 if __name__ == "__main__":
     for name in PRESETS:
         compare(name, sys.argv[1])
+    compare("grpo", sys.argv[1], entropy_coefficient=0.5)
     dist.destroy_process_group()

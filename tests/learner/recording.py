@@ -86,7 +86,7 @@ def trained(backend: FsdpBackend, steps: int = 4, first: int = 0, *, only_traine
     for seed in range(first, first + steps):
         batches = [dataclasses.replace(batch, only_trained=only_trained) for batch in rows(seed)]
         found += backend.logprobs(batches, 0.8)
-        loss, norm, reports = backend.step(batches[:2], ratio_loss(batches, 30.0), 0.8, 1e-3)
+        loss, norm, reports = backend.step(batches, ratio_loss(batches, 30.0), 0.8, 1e-3)
         found += [torch.tensor(loss), torch.tensor(norm), torch.tensor(reports[0]["tokens"])]
     return found + [tensor.float() for _, tensor in backend.named_tensors()]
 

@@ -34,7 +34,7 @@ def test_replayed_rows_train_as_launched_ones(recorder: Repeated, has_adapter: b
     assert launched._replayed is None
     assert replayed._replayed is not None
     expected, found = trained(launched), trained(replayed)
-    assert replayed._replayed.num_recorded == 5, "three shapes without a gradient, two with one"
+    assert replayed._replayed.num_recorded == 6, "three shapes without a gradient, and three with one"
     for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
 
@@ -80,12 +80,12 @@ def groups() -> list[Group]:
     return sampled(backend, range(3))
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(("preset", "bonus"), [*((preset, 0.0) for preset in PRESETS), ("grpo", 0.5)])
 def test_an_updater_trains_alike(
-    preset: str, groups: list[Group], recorder: Repeated, monkeypatch: pytest.MonkeyPatch
+    preset: str, bonus: float, groups: list[Group], recorder: Repeated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Losses and norms of the first update agree to 1e-6; rounding grows in the later ones."""
-    config = configured(preset)
+    config = configured(preset, entropy_coefficient=bonus)
     launched, replayed = list[Update](), list[Update]()
     for is_replayed, updates in ((False, launched), (True, replayed)):
         monkeypatch.setattr(sharded_model, "why_launched", lambda *_, is_replayed=is_replayed, **__: not is_replayed)

@@ -44,6 +44,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
             "plain_distillation_loss": PRESETS["rloo"].algorithm,
         }.items()
     },
+    "entropy": {**PRESETS["tis"].algorithm, "entropy_coefficient": 0.5, "aggregation": {"kind": "sequence_mean"}},
     "weighed_online_dpo": {**PRESETS["online_dpo"].algorithm, "corrections": [{"kind": "pair_truncated_is"}]},
 }
 MODEL = model_config("qwen3")
@@ -94,7 +95,7 @@ def responses_of(seen: Sequence[Seen], proximal: Backend) -> tuple[list[Response
     """Return the trained tokens of each sequence, and the place of their gradient: [T] of each micro-batch."""
     responses, places = [], []
     batches = [one.batch for one in seen]
-    plain = [batch.without_candidates for batch in batches]
+    plain = [batch.plain for batch in batches]
     logprobs, of_reference = proximal.logprobs(plain, 1.0), reference().logprobs(plain, 1.0)
     for one, proximal_T, reference_T in zip(seen, logprobs, of_reference, strict=True):
         batch, current_T = one.batch, one.current_T.double().requires_grad_()
@@ -112,6 +113,7 @@ def responses_of(seen: Sequence[Seen], proximal: Backend) -> tuple[list[Response
                         float(reference_T[t]),
                         float(batch.teacher_logprobs_T[t]) if batch.teacher_logprobs_T is not None else 0.0,
                         candidates_at(batch, current_T, t),
+                        current_T[t, 2] if batch.wants_confidence else None,
                     )
                     for t in range(start, end)
                     if batch.loss_mask_T[t] > 0
@@ -167,6 +169,7 @@ def test_every_update_of_a_step_is_the_published_loss(
     updates = train(name, updates_per_step, monkeypatch)
     assert len(updates) == updates_per_step
     for number, seen in enumerate(updates):
+        assert all(one.batch.wants_confidence is (name == "entropy") for one in seen), "it costs a pass over all logits"
         responses, places = responses_of(seen, before)
         expected = loss_of(name, responses)
         assert sum(one.share for one in seen) == pytest.approx(float(expected.detach()), abs=2e-5)

@@ -45,6 +45,7 @@ COMPOSITIONS: dict[str, dict[str, object]] = {
         **PRESETS["tis"].algorithm,
         "distillation": {"coefficient": 0.5, "place": "loss", "top_k": 3, "divergence": "jsd"},
     },
+    "entropy": {**PRESETS["tis"].algorithm, **KL, "entropy_coefficient": 0.2},
     "weighed_online_dpo": {
         **PRESETS["online_dpo"].algorithm,
         "corrections": [{"kind": "pair_truncated_is", "options": {"cap": 1.2}}],
@@ -97,6 +98,7 @@ class Whole:
         )
         self.teacher_T = self.behavior_T / 2
         self.teacher_TC: torch.Tensor | None = None
+        self.has_entropies = False
         advantages_S = torch.randn(len(LENGTHS), generator=generator)
         self.advantages_T = spread(advantages_S, torch.tensor(self.bounds)) * self.mask_T
 
@@ -107,6 +109,15 @@ class Whole:
         self.teacher_TC, chosen_TC = logprobs_PTV[1].topk(3)
         largest_T, candidates_TC = logprobs_PTV[0].amax(1), logprobs_PTV[0].gather(1, chosen_TC)
         self.current_T = torch.cat([self.current_T[:, None], largest_T[:, None], candidates_TC], dim=1)
+        return self
+
+    def with_entropies(self) -> "Whole":
+        """Let the policy report the entropies of its distributions."""
+        generator = torch.Generator().manual_seed(1)
+        logprobs_TV = torch.randn(len(self.mask_T), 7, generator=generator).log_softmax(-1)
+        entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(1)
+        self.current_T = torch.stack([self.current_T, logprobs_TV.amax(1), entropy_T], dim=1)
+        self.has_entropies = True
         return self
 
     def spoil(self, garbage: float) -> None:
@@ -131,6 +142,7 @@ class Whole:
             lags_T=index_T % 4,
             teacher_logprobs_T=self.teacher_T[index_T],
             teacher_logprobs_TC=None if self.teacher_TC is None else self.teacher_TC[index_T],
+            wants_confidence=self.has_entropies,
         )
         return batch, index_T
 
@@ -170,8 +182,8 @@ class Whole:
 
 
 def opened(name: str) -> tuple[Whole, Objective]:
-    objective = Objective(algorithm(COMPOSITIONS[name]))
-    return (Whole().with_candidates() if name == "candidates" else Whole()), objective
+    made = {"candidates": Whole.with_candidates, "entropy": Whole.with_entropies}.get(name, lambda whole: whole)
+    return made(Whole()), Objective(algorithm(COMPOSITIONS[name]))
 
 
 @every_composition
@@ -451,6 +463,11 @@ REFUSED = [
     (
         {**ONLINE, "distillation": {"coefficient": 1.0}},
         "by single tokens, at which dpo, a loss of pairs, does not look",
+    ),
+    ({**ONLINE, "entropy_coefficient": 0.1}, "entropy at single tokens, at which dpo, a loss of pairs, .*set it to 0"),
+    (
+        {"distillation": {"coefficient": 1.0, "place": "loss", "top_k": 4}, "entropy_coefficient": 0.1},
+        "entropy_coefficient=0.1 does not fit .*top_k=4: .*Set one of the two to 0",
     ),
     ({"distillation": {"coefficient": 1.0, "top_k": 4}}, "top_k=4 compares whole distributions, .*place=loss"),
     ({"kl": {"ema_decay": 0.9}}, "ema_decay moves a reference that kl.coefficient=0 does not use"),

@@ -226,10 +226,10 @@ def test_logprobs_entropies_and_gradients_are_those_of_separate_sequences(archit
     prepare_layers(policy.layers, ComputeConfig(recompute=recompute))
     kinds = {"plain": GROUPS, "confident": GROUPS, "candidates": with_candidates(GROUPS)}
     if architecture == "qwen3_moe":
-        kinds["experts"] = with_experts(GROUPS)
+        kinds |= dict.fromkeys(("experts", "confident experts"), with_experts(GROUPS))
     for kind, given in kinds.items():
         separate, tree = (
-            dataclasses.replace(concatenate(given, is_tree=is_tree), wants_confidence=kind == "confident")
+            dataclasses.replace(concatenate(given, is_tree=is_tree), wants_confidence="confident" in kind)
             for is_tree in (False, True)
         )
         assert tree.num_positions < 0.7 * separate.num_positions == 0.7 * tree.num_tokens
@@ -250,6 +250,10 @@ def test_experts_that_differ_part_sequences() -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_no_preset_trains_otherwise(preset: str) -> None:
     preset_sharing.compare(preset, "fsdp")
+
+
+def test_a_bonus_for_entropy_counts_shared_tokens_once_a_sample() -> None:
+    preset_sharing.compare("grpo", "fsdp", entropy_coefficient=0.5)
 
 
 @pytest.mark.slow

@@ -31,10 +31,19 @@ def oracle(temperature: float, padded: int = VOCABULARY) -> dict[str, torch.Tens
     hidden, weight, targets, pull = given(padded)
     log_softmax = ((hidden @ weight[:VOCABULARY].T) / temperature).log_softmax(-1)
     logprobs = log_softmax[torch.arange(TOKENS), targets]
-    hidden_grad, weight_grad = torch.autograd.grad(logprobs, (hidden, weight), pull)
+    hidden_grad, weight_grad = torch.autograd.grad(logprobs, (hidden, weight), pull, retain_graph=True)
     likeliest, entropy = log_softmax.amax(1), -(log_softmax.exp() * log_softmax).sum(1)
     confidence = torch.stack([likeliest, entropy], 1).detach()
-    return {"logprobs": logprobs.detach(), "hidden": hidden_grad, "weight": weight_grad, "confidence": confidence}
+    results = {"logprobs": logprobs.detach(), "hidden": hidden_grad, "weight": weight_grad, "confidence": confidence}
+    return results | gradients_with_entropy(logprobs, entropy, hidden, weight, pull)
+
+
+def gradients_with_entropy(
+    logprobs: torch.Tensor, entropy: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, pull: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return the gradients of a loss of both."""
+    pulled = (logprobs, entropy), (hidden, weight), (pull, pull.flip(0))
+    return dict(zip(("hidden_with_entropy", "weight_with_entropy"), torch.autograd.grad(*pulled), strict=True))
 
 
 def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -55,9 +64,11 @@ def test_any_chunk_equals_log_softmax_and_its_gradients(
     options["keeps"] = keeps
     logprobs = token_logprobs(hidden, weight, targets, temperature, **options)
     found = confident_logprobs(hidden, weight, targets, temperature, **options)
-    for pulled in (logprobs, found[:, 0]):
+    with_entropy = gradients_with_entropy(found[:, 0], found[:, 2], hidden, weight, pull)
+    found = confident_logprobs(hidden, weight, targets, temperature, **options)
+    for pulled in (logprobs, found[:, 0]):  # the second has an entropy that nothing is pulled through
         hidden_grad, weight_grad = torch.autograd.grad(pulled, (hidden, weight), pull)
-        got = {"logprobs": pulled.detach(), "hidden": hidden_grad, "weight": weight_grad}
+        got = {"logprobs": pulled.detach(), "hidden": hidden_grad, "weight": weight_grad, **with_entropy}
         assert_equal(got | {"confidence": found[:, 1:].detach()}, oracle(temperature, padded))
     best = (hidden @ weight[:VOCABULARY].T).argmax(1)
     targets = targets.where(torch.arange(TOKENS) % 2 == 0, best)
@@ -72,9 +83,10 @@ def test_halves_of_a_vocabulary_equal_the_whole(padded: int, tmp_path: Path) -> 
     run_ranks("tests.learner.token_logprobs_rank", 2, tmp_path, padded, timeout_s=120)
     for name, expected in (("rank", oracle(0.7, padded)), ("candidates", of_candidates.oracle(0.7, padded))):
         first, second = (load_file(tmp_path / f"{name}_{rank}.safetensors") for rank in range(2))
-        weight = torch.cat([first.pop("weight"), second.pop("weight")])
-        of_candidates.assert_equal(first | {"weight": weight}, expected)
-        of_candidates.assert_equal(second | {"weight": weight}, expected)
+        split = [key for key in expected if key.startswith("weight")]
+        weights = {key: torch.cat([first.pop(key), second.pop(key)]) for key in split}
+        of_candidates.assert_equal(first | weights, expected)
+        of_candidates.assert_equal(second | weights, expected)
 
 
 def test_bfloat16_products_are_summed_in_fp32() -> None:
@@ -85,14 +97,19 @@ def test_bfloat16_products_are_summed_in_fp32() -> None:
     hidden_grad, weight_grad = torch.autograd.grad(logprobs, (hidden, weight), pull.float())
     assert (hidden_grad.dtype, weight_grad.dtype) == (torch.bfloat16, torch.bfloat16)
     got = {"logprobs": logprobs.detach(), "hidden": hidden_grad, "weight": weight_grad}
-    got["confidence"] = confident_logprobs(hidden, weight, targets, 1.0)[:, 1:].detach()
+    found = confident_logprobs(hidden, weight, targets, 1.0)
+    got["confidence"] = found[:, 1:].detach()
+    got |= gradients_with_entropy(found[:, 0], found[:, 2], hidden, weight, pull.float())
     for name, tensor in exact.items():
         torch.testing.assert_close(got[name].double(), tensor, rtol=2e-2, atol=5e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_what_is_compiled_is_compiled_once_and_equal(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 5 and 3 tokens, then of 8 and 7, use one graph in each direction. Graphs run uncompiled."""
+@pytest.mark.parametrize(("logprobs", "functions"), [(token_logprobs, 2), (confident_logprobs, 3)])
+def test_what_is_compiled_is_compiled_once_and_equal(
+    logprobs: Callable[..., torch.Tensor], functions: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of 5 and 3 tokens, then of 8 and 7, use one graph of each function. Graphs run uncompiled."""
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
@@ -102,8 +119,10 @@ def test_what_is_compiled_is_compiled_once_and_equal(dtype: torch.dtype, monkeyp
     hidden, weight, targets, pull = given(26, dtype)
 
     def results(chunk: int) -> tuple[torch.Tensor, ...]:
-        logprobs = token_logprobs(hidden, weight, targets, 0.7, vocabulary=VOCABULARY, logits_per_chunk=chunk * 26)
-        return logprobs.detach(), *torch.autograd.grad(logprobs, (hidden, weight), pull.to(logprobs.dtype))
+        given = hidden, weight, targets, 0.7
+        found = logprobs(*given, vocabulary=VOCABULARY, logits_per_chunk=chunk * 26)
+        pulled = pull.to(found.dtype).view(-1, *[1] * (found.dim() - 1)).expand_as(found)
+        return found.detach(), *torch.autograd.grad(found, (hidden, weight), pulled)
 
     torch._dynamo.reset()
     token_logprobs_module._compiled.cache_clear()
@@ -113,7 +132,7 @@ def test_what_is_compiled_is_compiled_once_and_equal(dtype: torch.dtype, monkeyp
             plain = results(chunk)
             patch.setattr(token_logprobs_module, "COMPILED_ON", frozenset({"cpu"}))
             assert all(torch.equal(got, expected) for got, expected in zip(results(chunk), plain, strict=True))
-    assert len(graphs) == 2
+    assert len(graphs) == functions
     token_logprobs_module._compiled.cache_clear()
 
 

@@ -25,6 +25,8 @@ SIZES = {
     "initializer_range": 0.1,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+ENTROPY_COEFFICIENT = 0.2
+"""The factor of the bonus for entropy in `ratio_loss`."""
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, weight_decay=0.1, max_grad_norm=0.1)
 
 
@@ -66,10 +68,15 @@ def _sequence(rng: np.random.Generator, length: int) -> PackableSequence:
 
 
 def ratio_loss(batches: list[PackedBatch], denominator: float) -> TokenLoss:
-    """Return - sum of mask * advantage * exp(current - behavior) / denominator: every field of the batch matters."""
+    """Return - sum of mask * advantage * exp(current - behavior) / denominator: every field of the batch matters. Of
+    a batch that wants the confidence, less the same mean of ENTROPY_COEFFICIENT * entropy."""
 
-    def loss(index: int, logprobs_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-        return share(batches[index], logprobs_T, denominator), {"tokens": float(batches[index].loss_mask_T.sum())}
+    def loss(index: int, found_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+        batch, bonus = batches[index], torch.zeros(())
+        if batch.wants_confidence:
+            found_T, _, entropies_T = found_T.unbind(1)
+            bonus = ENTROPY_COEFFICIENT * (batch.loss_mask_T * entropies_T).sum() / denominator
+        return share(batch, found_T, denominator) - bonus, {"tokens": float(batch.loss_mask_T.sum())}
 
     return loss
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from learner.backends.candidate_logprobs import candidate_logprobs, likeliest
 from learner.backends.token_logprobs import confident_logprobs, token_logprobs
 from tests.learner.test_candidate_logprobs import CANDIDATES, chosen
-from tests.learner.test_token_logprobs import VOCABULARY, given
+from tests.learner.test_token_logprobs import VOCABULARY, given, gradients_with_entropy
 
 
 def main(directory: Path, padded: int) -> None:
@@ -30,8 +30,10 @@ def main(directory: Path, padded: int) -> None:
     }
     logprobs_T = token_logprobs(hidden_TH, mine, targets_T, 0.7, **options)
     hidden_grad, weight_grad = torch.autograd.grad(logprobs_T, (hidden_TH, mine), pull_T)
-    confidence = confident_logprobs(hidden_TH, mine, targets_T, 0.7, **options)[:, 1:].detach().contiguous()
+    found_T3 = confident_logprobs(hidden_TH, mine, targets_T, 0.7, **options)
+    confidence = found_T3[:, 1:].detach().contiguous()
     results = {"logprobs": logprobs_T.detach(), "hidden": hidden_grad, "weight": weight_grad, "confidence": confidence}
+    results |= gradients_with_entropy(found_T3[:, 0], found_T3[:, 2], hidden_TH, mine, pull_T)
     save_file(results, directory / f"rank_{rank}.safetensors")
     candidates_TK, pull_TK = chosen()
     logprobs_TK = candidate_logprobs(hidden_TH, mine, candidates_TK, 0.7, **options)

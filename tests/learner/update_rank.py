@@ -28,17 +28,27 @@ from tests.learner.tiny import OPTIMIZER, VOCABULARY, model_config, sequences
 MODEL = model_config("qwen3")
 SIZES = (6, 1)
 """The number of sequences or pairs in each batch: the last one leaves a rank with none."""
-PRESETS_TRIED = (("grpo", 1), ("candidates", 2), ("m2po", 2), ("distillation", 2), ("online_dpo", 2), ("ppo", 2))
+PRESETS_TRIED = (
+    ("grpo", 1),
+    ("candidates", 2),
+    ("m2po", 2),
+    ("distillation", 2),
+    ("online_dpo", 2),
+    ("ppo", 2),
+    ("entropy", 2),
+)
 """Presets with their number of updates a step; the mask of m2po is one of all ranks, anew in each update."""
 OF_PAIRS = ("online_dpo", 2)
 TAUGHT = ("candidates", 2)
 CRITICIZED = ("ppo", 2)
+WITH_BONUS = ("entropy", 2)
 """The case that trains another backend too; the last batch of pairs has no pair at all."""
 
 
 CANDIDATES = 3
 ALGORITHMS = {
     **{name: preset.algorithm for name, preset in PRESETS.items()},
+    "entropy": {**PRESETS["tis"].algorithm, "entropy_coefficient": 0.5},
     "candidates": {
         **PRESETS["distillation"].algorithm,
         "distillation": {"coefficient": 1.0, "place": "loss", "top_k": CANDIDATES},
@@ -55,6 +65,7 @@ def other_updates(backend_kind: str) -> list[dict[str, float]]:
         *updates(*OF_PAIRS, backend_kind, sizes=(*SIZES, 0)),
         *updates(*TAUGHT, backend_kind),
         *updates(*CRITICIZED, backend_kind),
+        *updates(*WITH_BONUS, backend_kind),
     ]
 
 

@@ -122,7 +122,8 @@ async def test_trls_samples_are_judged_by_headways_reward(race: Race) -> None:
 
 
 def test_another_loss_is_no_race(tmp_path: Path) -> None:
-    for override in ("algorithm.preset=gspo", "algorithm.kl.coefficient=0.1", "algorithm.dynamic_sampling=2"):
+    others = ("kl.coefficient=0.1", "entropy_coefficient=0.1", "dynamic_sampling=2")
+    for override in ("algorithm.preset=gspo", *(f"algorithm.{other}" for other in others)):
         with pytest.raises(ConfigError, match="not the loss of the race"):
             race_in(tmp_path, override).load()
 

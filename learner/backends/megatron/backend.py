@@ -172,6 +172,6 @@ class MegatronScoreBackend(MegatronValueBackend):
 
 
 def _plain(batches: Sequence[PackedBatch]) -> list[PackedBatch]:
-    """Return the batches without candidates, and without experts to replay: a critic's routers choose for themselves,
-    since they drift apart from the policy's."""
-    return [dataclasses.replace(batch, experts_TLK=None, candidates_TC=None) for batch in batches]
+    """Return the batches with one number a token, and without experts to replay: a critic's routers choose for
+    themselves, since they drift apart from the policy's."""
+    return [dataclasses.replace(batch.plain, experts_TLK=None) for batch in batches]

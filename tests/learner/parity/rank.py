@@ -5,6 +5,7 @@
 A job that hangs ends the process with a traceback of where it stood.
 """
 
+import dataclasses
 import faulthandler
 import os
 import sys
@@ -107,11 +108,13 @@ def _step(backend: Backend, job: Job, step: int) -> tuple[float, float]:
 
 
 def _batches(backend: Backend, job: Job, step: int) -> list[PackedBatch]:
-    """Return the batches of a step. In all steps but the first, shared tokens are computed once."""
+    """Return the batches of a step. In all steps but the first, shared tokens are computed once, and the loss has a
+    bonus for entropy."""
     shape = SHAPES[job.setting.shape]
     given = step_sequences(shape, step)
     planned = plan(shape.lengths, backend.replicas, shape.micro_batch_tokens)[backend.replica]
-    return [concatenate([given[index] for index in chosen], is_tree=step > 0) for chosen in planned]
+    batches = [concatenate([given[index] for index in chosen], is_tree=step > 0) for chosen in planned]
+    return [dataclasses.replace(batch, wants_confidence=step > 0) for batch in batches]
 
 
 def _export(backend: Backend, path: Path) -> None:

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from learner.rows.packing import PackableSequence
+from tests.learner.tiny import ENTROPY_COEFFICIENT
 
 from .cases import LEARNING_RATE, OPTIMIZER, STEPS, TEMPERATURE
 from .data import denominator, step_sequences
@@ -26,7 +27,7 @@ def reference(directory: Path, shape: Shape) -> Outcome:
         eps=OPTIMIZER.epsilon,
         weight_decay=OPTIMIZER.weight_decay,
     )
-    steps = [_step(model, optimizer, step_sequences(shape, step)) for step in range(STEPS)]
+    steps = [_step(model, optimizer, step_sequences(shape, step), has_bonus=step > 0) for step in range(STEPS)]
     tensors = {"logits": logits, "logprobs": logprobs, "parameters": _named_as_in_files(model, _parameters(model))}
     for moment in MOMENTS:
         values = {name: optimizer.state[parameter][moment] for name, parameter in model.named_parameters()}
@@ -36,22 +37,29 @@ def reference(directory: Path, shape: Shape) -> Outcome:
 
 
 def _step(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, given: list[PackableSequence]
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, given: list[PackableSequence], *, has_bonus: bool
 ) -> tuple[float, float]:
     """Return (loss, gradient norm before clipping)."""
     optimizer.zero_grad()
-    loss = torch.stack([_loss_sum(model, sequence) for sequence in given]).sum() / denominator(given)
+    loss = torch.stack([_loss_sum(model, sequence, has_bonus=has_bonus) for sequence in given]).sum() / denominator(
+        given
+    )
     torch.autograd.backward(loss)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.max_grad_norm)
     optimizer.step()
     return loss.item(), norm.item()
 
 
-def _loss_sum(model: PreTrainedModel, sequence: PackableSequence) -> torch.Tensor:
-    """Return - sum over the response of mask * advantage * exp(current - behavior)."""
-    response_R = slice(sequence.prompt_length, None)
-    ratio_R = (_forward(model, sequence)[1][response_R] - torch.from_numpy(sequence.behavior_logprobs)).exp()
-    return -(torch.from_numpy(sequence.loss_mask * sequence.advantages) * ratio_R).sum()
+def _loss_sum(model: PreTrainedModel, sequence: PackableSequence, *, has_bonus: bool) -> torch.Tensor:
+    """Return - sum over the response of mask * advantage * exp(current - behavior), with the bonus for entropy that
+    `ratio_loss` has."""
+    response_R, mask_R = slice(sequence.prompt_length, None), torch.from_numpy(sequence.loss_mask)
+    logits_LV, logprobs_L = _forward(model, sequence)
+    ratio_R = (logprobs_L[response_R] - torch.from_numpy(sequence.behavior_logprobs)).exp()
+    loss = -(mask_R * torch.from_numpy(sequence.advantages) * ratio_R).sum()
+    before_R = slice(sequence.prompt_length - 1, -1)
+    entropies_R = torch.distributions.Categorical(logits=logits_LV[before_R] / TEMPERATURE).entropy()
+    return loss - ENTROPY_COEFFICIENT * (mask_R * entropies_R).sum() if has_bonus else loss
 
 
 def _forward(model: PreTrainedModel, sequence: PackableSequence) -> tuple[torch.Tensor, torch.Tensor]:
