@@ -57,8 +57,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True)
 def state_of_the_process() -> Iterator[None]:
-    """Restore the level of the log and the signal handlers, which a command under test may change for this process. A
-    test that leaves gradients off fails."""
+    """Restore the level of the log and the signal handlers, which a command under test may change for this process."""
     root = logging.getLogger()
     level = root.level
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -66,10 +65,6 @@ def state_of_the_process() -> Iterator[None]:
     root.setLevel(level)
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    torch = sys.modules.get("torch")  # most tests do not import it
-    if torch is not None and not torch.is_grad_enabled():
-        torch.set_grad_enabled(True)
-        pytest.fail("the test has left this process without gradients, for all tests after it")
 
 
 @pytest.fixture(autouse=True, scope="module")
