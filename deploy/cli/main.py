@@ -12,6 +12,7 @@ import click
 
 from broker.errors import HeadwayError, UntrainableBatchError
 from broker.installation import shared_temporary_directory
+from deploy.launch.preloading import preload_engine
 from deploy.printing import complain, log_to_stderr, paragraph
 from learner.checkpoints.disk import FULL
 
@@ -39,6 +40,7 @@ def answer(arguments: Sequence[str]) -> int:
     """Run the command, print its error if it fails, and return the exit code."""
     debug = "--debug" in arguments
     try:
+        preload_engine()  # before the command's own modules are imported
         code = cli.main([each for each in arguments if each != "--debug"], prog_name="headway", standalone_mode=False)
     except click.ClickException as error:
         code = _correct(error)

@@ -3,6 +3,7 @@
 The learner reports errors that need a tokenizer, with the same file and row.
 """
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -39,23 +40,23 @@ def check_data(recipe: Recipe, *, is_new: bool = False) -> None:
         check_files(recipe.model.path)
     if recipe.model.chat_template:
         read_chat_template(recipe.model.chat_template)
-    prompts = recipe.prompts
+    prompts, seed = recipe.prompts, recipe.run.seed
     if prompts.kind in LOCAL:
         lacks_template = is_here and not recipe.model.chat_template and lacks_chat_template(recipe.model.path)
-        told = (prompts, recipe.evaluation.prompts > 0, lacks_template)
+        told = (prompts, seed, recipe.evaluation.prompts > 0, lacks_template)
         _check(prompts.kind, told, partial(_check_prompts, recipe, lacks_template=lacks_template))
     for phase in chain.from_iterable(stage.phases for stage in recipe.plan):
         if phase.kind in LOCAL:
-            _check(phase.kind, phase, partial(open_examples, phase, recipe.run.seed))
+            _check(phase.kind, (phase, seed), partial(open_examples, phase, seed))
     for number, stage in enumerate(recipe.stages):
-        check_records(stage, recipe.run.seed, f"stages[{number}]")
+        check_records(stage, seed, f"stages[{number}]")
 
 
 def _check(kind: str, told: object, check: Callable[[], object]) -> None:
     """Make a check of data of this kind, unless the kind is slow and the check has passed here before. `told`: all of
     the recipe on which it depends. The process that opens the data checks it anyway."""
     passed = _passed(SLOW[kind], told) if kind in SLOW else None
-    if passed is not None and passed.exists():
+    if passed is not None and os.path.exists(passed):  # False where the user may not look
         return
     check()
     if passed is not None:
@@ -65,10 +66,13 @@ def _check(kind: str, told: object, check: Callable[[], object]) -> None:
 
 
 def _passed(distribution: str, told: object) -> Path | None:
-    """Return the empty file that is there once the check has passed for this version of the package."""
-    directory = cache_directory()
-    digest = blake2b(msgspec.msgpack.encode((version_of(distribution), told)), digest_size=20).hexdigest()
-    return None if directory is None else directory / "checked" / digest
+    """Return the empty file that is there once the check has passed for these versions of the package and of Headway;
+    None where there can be none."""
+    directory, versions = cache_directory(), (version_of(distribution), version_of("headway"))
+    if directory is None or None in versions:
+        return None
+    digest = blake2b(msgspec.msgpack.encode((versions, told)), digest_size=20).hexdigest()
+    return directory / "checked" / digest
 
 
 def _check_prompts(recipe: Recipe, *, lacks_template: bool) -> None:

@@ -44,16 +44,25 @@ def test_a_refusal_is_told_each_time(cache: Path) -> None:
     assert not cache.exists()
 
 
-def test_another_version_of_the_package_is_checked(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    recipe = load_recipe(RECIPE, [])
-    check_data(recipe)
+def test_all_that_the_answer_depends_on_is_checked_anew(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    check_data(load_recipe(RECIPE, []))
     checked = len(list(cache.iterdir()))
-    monkeypatch.setattr("deploy.recipe.data_checks.version_of", lambda _: "0.1.26")
-    check_data(recipe)
+    check_data(load_recipe(RECIPE, ["run.seed=1"]))
     assert len(list(cache.iterdir())) == 2 * checked
+    for number, changed in enumerate(("reasoning-gym", "headway"), start=3):
+        monkeypatch.setattr("deploy.recipe.data_checks.version_of", lambda name, new=changed: str(name == new))
+        check_data(load_recipe(RECIPE, []))
+        assert len(list(cache.iterdir())) == number * checked
 
 
-def test_a_cache_that_cannot_be_written_costs_time_alone(tmp_path: Path, cache: Path) -> None:
-    (tmp_path / "cache").write_text("")
+def test_a_package_of_no_known_version_is_checked_each_time(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    monkeypatch.setattr("deploy.recipe.data_checks.version_of", lambda _: None)
     check_data(load_recipe(RECIPE, []))
     assert not cache.exists()
+
+
+def test_a_cache_that_cannot_be_used_costs_time_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", tmp_path / ("too-long" * 40)):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(place))
+        check_data(load_recipe(RECIPE, []))
