@@ -23,8 +23,11 @@ class ConfigChangedError(HeadwayError):
 
 @contextmanager
 def telling_what_lasts() -> Iterator[None]:
-    """Have a ConfigError end the process with the code by which its supervisor does not start it again: the run's
-    configuration and the process's arguments would be the same."""
+    """Have a ConfigError end the process with the code by which its supervisor does not start it again.
+
+    To be put around what the run's configuration and the process's arguments alone decide, which would be the same. A
+    ConfigError of opening something, such as a user's environment or a port, may pass.
+    """
     try:
         yield
     except ConfigError as error:

@@ -31,8 +31,7 @@ def score(url: str, run: str, process: str, name: str, overrides: Sequence[str],
     """Answer the requests for scorer `name` (empty: the run's only one) until the run is over, or until SIGTERM or
     SIGINT drains this process. `session`: the secret by which its supervisor can hand its requests back; empty: one of
     its own. Raises HeadwayError."""
-    with telling_what_lasts():
-        uvloop.run(_run(url, run, process, name, overrides, session))
+    uvloop.run(_run(url, run, process, name, overrides, session))
 
 
 async def _run(url: str, run: str, process: str, name: str, overrides: Sequence[str], session: str) -> None:
@@ -45,9 +44,10 @@ async def _run(url: str, run: str, process: str, name: str, overrides: Sequence[
         stored = await or_drained(fetch_config(broker), drain)
         if stored is None:
             return
-        recipe = with_overrides(recipe_from_bytes(stored), overrides)
-        roots = check_stored_scorers(recipe, overrides)
-        scorer = scorer_named(recipe, name)
+        with telling_what_lasts():
+            recipe = with_overrides(recipe_from_bytes(stored), overrides)
+            roots = check_stored_scorers(recipe, overrides)
+            scorer = scorer_named(recipe, name)
 
         def part(config: bytes) -> object:
             now = recipe_from_bytes(config)

@@ -71,8 +71,7 @@ def work(
     """Work until the run is over, or until SIGTERM or SIGINT drains this worker within `grace_s`. `allowed`: modules
     and import paths that the run's configuration may name. `session`: the secret by which its supervisor can hand its
     leases back; empty: one of its own. Raises HeadwayError."""
-    with telling_what_lasts():
-        uvloop.run(_run(url, run, worker, overrides, allowed, grace_s, session))
+    uvloop.run(_run(url, run, worker, overrides, allowed, grace_s, session))
 
 
 async def _run(
@@ -87,9 +86,10 @@ async def _run(
         async with _private_directory(run, worker, overrides, allowed) as (private, ahead):
             stored = await or_drained(_fetch_config(broker, ahead), drain)
             if stored is not None:
-                of_run = recipe_from_bytes(stored)
-                recipe = with_overrides(of_run, overrides)
-                roots = check_stored(recipe, overrides, allowed)
+                with telling_what_lasts():
+                    of_run = recipe_from_bytes(stored)
+                    recipe = with_overrides(of_run, overrides)
+                    roots = check_stored(recipe, overrides, allowed)
                 broker.leases.storage.payload_ttl_s = recipe.broker.payload_ttl_s
                 broker.leases.storage.payload_shards = recipe.broker.payload_shards
                 broker.leases.storage.replicas = recipe.broker.replicas

@@ -8,14 +8,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from broker.client.broker import open_broker
+from broker.client.broker import Broker, open_broker
 from broker.errors import ConfigError, HeadwayError
 from broker.server.embedded import EmbeddedServer
 from broker.user_code.roots import ImportRoots
 from deploy.recipe.loading import load_recipe
 from deploy.roles.ahead import EngineAhead
-from deploy.roles.worker import _work
+from deploy.roles.worker import _work, work
 
+from .test_scorers import begin
 from .tiny_model import make_model
 
 MINE = """
@@ -71,3 +72,22 @@ async def test_a_worker_that_cannot_open_a_part_closes_the_others(
         finally:
             await broker.close()
     assert (processes(), engines()) == before
+
+
+def test_an_environment_that_cannot_be_opened_may_be_opened_at_another_start(
+    server: EmbeddedServer, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "closed_parts.py").write_text(MINE)
+    monkeypatch.setenv("HEADWAY_IMPORT_PATH", str(tmp_path))
+
+    async def claim() -> None:
+        broker = Broker(server.url, run_name)
+        await begin(broker, tmp_path)
+        await broker.close()
+
+    asyncio.run(claim())
+    model = f"model.path={tmp_path}/policy", "engine.max_model_len=64", "sampling.max_new_tokens=8"
+    kinds = "prompts.kind=arithmetic", "environment.kind=closed_parts:Closed", "rewards=[{kind: 'closed_parts:score'}]"
+    with pytest.raises(ConfigError, match="the sandbox is not there") as caught:
+        work(server.url, run_name, "w-0", (*model, *kinds), ("closed_parts",))
+    assert caught.value.exit_code == HeadwayError.exit_code
