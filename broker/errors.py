@@ -40,9 +40,9 @@ class BrokerUnavailableError(BrokerError):
 
 
 class RefusedByServerError(BrokerUnavailableError):
-    """The server refuses our user or password, or we its certificate. Trying again cannot help."""
+    """The server refuses our user or password, or we its certificate. Trying again in this process cannot help."""
 
-    exit_code = LASTING_EXIT
+    exit_code = LASTING_EXIT  # but 1 where the password is a file's, which another start would read anew
 
 
 class RunNotFoundError(BrokerError):

@@ -75,6 +75,8 @@ class Address:
     password: str | None
     """None where the URL has one, or none is needed."""
     is_cluster: bool
+    has_password_file: bool = False
+    """Whether the password is a file's, which may be another one by the next start of this process."""
 
     @classmethod
     def parse(cls, url: str) -> Self:
@@ -90,10 +92,14 @@ class Address:
             raise _no_url(shown, ValueError(f"its scheme is {parts.scheme!r}"))
         options = _options(url)
         url = _without_option(url, PASSWORD_FILE_OPTION)
+        is_given = bool(parts.password) or "password" in options
+        file = None if is_given else _password_file(options, parts.scheme)
+        password = None if is_given or parts.scheme == "unix" else os.environ.get(PASSWORD) or None
         return cls(
             url=url.replace(_CLUSTER, "", 1) if parts.scheme.endswith(_CLUSTER) else url,
-            password=None if parts.password or "password" in options else _password(options, parts.scheme),
+            password=_read_password(file) if file else password,
             is_cluster=parts.scheme.endswith(_CLUSTER),
+            has_password_file=file is not None,
         )
 
     def anonymous(self) -> Self:
@@ -133,15 +139,11 @@ class Address:
             raise _no_url(without_password(self.url), error) from error
 
 
-def _password(options: Mapping[str, str], scheme: str) -> str | None:
+def _password_file(options: Mapping[str, str], scheme: str) -> str | None:
+    """Returns the file with the password, of a URL that has none itself; None where it is no file's."""
     if path := options.get(PASSWORD_FILE_OPTION):
-        return _read_password(path)
-    if scheme == "unix":
-        return None
-    if password := os.environ.get(PASSWORD):
-        return password
-    path = os.environ.get(PASSWORD_FILE)
-    return _read_password(path) if path else None
+        return path
+    return None if scheme == "unix" or os.environ.get(PASSWORD) else os.environ.get(PASSWORD_FILE) or None
 
 
 def _read_password(path: str) -> str:

@@ -90,7 +90,9 @@ class Connection:
         self._is_ending: Callable[[], bool] = lambda: False
         self._last_patience_s = self._patient_until_s = math.inf
         self._verbs: Verbs | None = None
-        self._routes = open_routes(Address.parse(url), self.keys, timeout_s, self._limit)
+        address = Address.parse(url)
+        self._has_password_file = address.has_password_file
+        self._routes = open_routes(address, self.keys, timeout_s, self._limit)
 
     async def close(self) -> None:
         await self._routes.close()
@@ -292,7 +294,8 @@ class Connection:
             except (LostConnectionError, SlowServerError, BusyLoadingError, OSError) as error:
                 if time.monotonic() + pause_s >= self._until_s(began_s) or is_lasting(error):
                     waited_s = round(time.monotonic() - began_s, 1) if self._is_ending() else self._timeout_s
-                    raise unavailable(error, url=self.url, timeout_s=waited_s) from error
+                    of_file = self._has_password_file
+                    raise unavailable(error, url=self.url, timeout_s=waited_s, has_password_file=of_file) from error
             except ResponseError as error:
                 if not ends_by_itself(error) or time.monotonic() + pause_s >= self._until_s(began_s):
                     raise translated(error, run=self.run, url=self.url, server_id=self.server_id) from error

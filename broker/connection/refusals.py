@@ -18,6 +18,7 @@ from broker.errors import (
     BrokerUnavailableError,
     FencedError,
     ForeignRunError,
+    HeadwayError,
     RefusedByServerError,
     ServerRestartedError,
     VersionRegressionError,
@@ -109,8 +110,9 @@ def _refused_by_server(error: ResponseError, url: str) -> BrokerError:
     return BrokerError(f"The server at {url} refused a command: {error}")
 
 
-def unavailable(error: Exception, *, url: str, timeout_s: float) -> BrokerUnavailableError:
-    """Returns the error for a server that has not answered within `timeout_s`, or a RefusedByServerError."""
+def unavailable(error: Exception, *, url: str, timeout_s: float, has_password_file: bool) -> BrokerUnavailableError:
+    """Returns the error for a server that has not answered within `timeout_s`, or a RefusedByServerError.
+    `has_password_file`: whether our password is a file's."""
     reason = str(error) or type(error).__name__
     if _is_caused_by(error, ssl.SSLCertVerificationError):
         return RefusedByServerError(
@@ -118,11 +120,14 @@ def unavailable(error: Exception, *, url: str, timeout_s: float) -> BrokerUnavai
             "authority's certificate in broker.url as ?ssl_ca_certs=FILE, and the host as the certificate has it."
         )
     if _is_caused_by(error, AuthenticationError):
-        return RefusedByServerError(
+        refused = RefusedByServerError(
             f"The broker at {url} refuses our user or password ({reason}): take the URL that its "
             "`headway broker` prints for our role, or put the user into the URL (redis://USER@HOST) and name a "
             f"file with the password: ?{PASSWORD_FILE_OPTION}=FILE there, or ${PASSWORD_FILE}."
         )
+        if has_password_file:  # each start reads it anew, so one helps once the file has the server's new password
+            refused.exit_code = HeadwayError.exit_code
+        return refused
     return BrokerUnavailableError(
         f"No answer from the broker at {url} within {timeout_s:g} s ({reason}). "
         "Is it running? Start one with `headway broker`, or set broker.url."

@@ -1,12 +1,13 @@
 """The password of broker.url reaches no file, command line or value in the broker."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from broker.errors import LASTING_EXIT, BrokerError, RefusedByServerError
+from broker.connection.address import PASSWORD, PASSWORD_FILE
+from broker.errors import LASTING_EXIT, BrokerError, HeadwayError, RefusedByServerError
 from broker.server.access import Role
 from broker.server.credentials import Credentials
 from broker.server.embedded import EmbeddedServer
@@ -17,6 +18,7 @@ from deploy.roles.alone import run_scorer, run_scorers, run_worker, run_workers
 from deploy.roles.looking import as_learner
 from deploy.run.directory import endpoint, prepare
 from tests.broker.test_access import admit, url_of
+from tests.broker.topologies import LOCAL, ask, free_port, port_of
 
 URL = "redis://ali:sesame@127.0.0.1:6379?db=1"
 
@@ -68,6 +70,32 @@ def test_a_wrong_password_ends_a_pool_before_it_begins_and_a_process_for_good(
         begin(url_of(server, wrong), run_name)
     assert caught.value.exit_code == LASTING_EXIT
     assert "logs in" not in capsys.readouterr().out
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[str]:
+    """Return the URL of a server that wants the password `sesame`."""
+    with EmbeddedServer(tmp_path / "guarded", port=free_port()) as running:
+        ask(running, "ACL", "SETUSER", "ali", "on", ">sesame", "~*", "+@all")
+        yield f"redis://ali@{LOCAL}:{port_of(running)}"
+
+
+@pytest.mark.parametrize("by", ["url", "environment"])
+def test_a_process_whose_password_is_a_files_may_log_in_at_another_start(
+    by: str, guarded: str, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stale").write_text("barley")
+    url = f"{guarded}?password_file={tmp_path}/stale" if by == "url" else guarded
+    if by == "environment":
+        monkeypatch.setenv(PASSWORD_FILE, str(tmp_path / "stale"))
+    for begin in (lambda: run_scorer(url, run_name, "", "s", ()), lambda: run_worker(url, run_name, "w", ())):
+        with pytest.raises(RefusedByServerError, match="refuses our user or password") as caught:
+            begin()
+        assert caught.value.exit_code == HeadwayError.exit_code
+    monkeypatch.setenv(PASSWORD, "barley")
+    with pytest.raises(RefusedByServerError) as caught:
+        run_worker(guarded, run_name, "w", ())
+    assert caught.value.exit_code == LASTING_EXIT
 
 
 @pytest.mark.parametrize("of_all_runs", [True, False])
