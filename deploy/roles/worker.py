@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -215,9 +215,9 @@ async def _work(
     log.info("worker %s: engine %s is up", worker, recipe.engine.kind)
     gc.collect()
     gc.freeze()  # an engine's packages keep millions of objects for good, which would be examined ten times a second
-    with tracing_samples(recipe.run.name, worker) as tracer:
-        async with AsyncExitStack() as opened:
-            _closed_by(opened, engine)
+    with ExitStack() as traced:
+        async with _closing_parts(engine) as opened:
+            tracer = traced.enter_context(tracing_samples(recipe.run.name, worker))
             rollout = Worker(
                 broker=broker,
                 engine=engine,
@@ -243,10 +243,33 @@ async def _work(
             await _roll_out(rollout, recipe, worker, drain, opened)
 
 
-def _closed_by(opened: AsyncExitStack, part: P) -> P:
-    """Have the stack close this part of a worker, if there is one, and return it."""
+@asynccontextmanager
+async def _closing_parts(engine: _Part) -> AsyncIterator[list[_Part]]:
+    """Yield the worker's parts, to which the block adds what it opens, and close those that are left in it then.
+
+    The engine is closed first, since a colocated learner waits for its memory. An error of closing is logged: a part is
+    left where another error is under way, which is the one to tell.
+    """
+    opened = [engine]
+    try:
+        yield opened
+    finally:
+        async with AsyncExitStack() as closing:
+            for part in reversed(opened):
+                closing.push_async_callback(_close, part)
+
+
+async def _close(part: _Part) -> None:
+    try:
+        await part.close()
+    except Exception as error:  # noqa: BLE001 - a user's own engine may raise anything
+        log.warning("%s cannot be closed: %s: %s", type(part).__name__, type(error).__name__, error)
+
+
+def _closed_by(opened: list[_Part], part: P) -> P:
+    """Add this part of a worker, if there is one, to those that are closed, and return it."""
     if part is not None:
-        opened.push_async_callback(part.close)
+        opened.append(part)
     return part
 
 
@@ -268,9 +291,7 @@ def _model_here(recipe: Recipe) -> Path | None:
     return here if recipe.weights.pull_files and recipe.model.path and os.path.isdir(here) else None
 
 
-async def _roll_out(
-    rollout: "Worker", recipe: Recipe, worker: str, drain: asyncio.Event, opened: AsyncExitStack
-) -> None:
+async def _roll_out(rollout: "Worker", recipe: Recipe, worker: str, drain: asyncio.Event, opened: list[_Part]) -> None:
     """Run the worker to its end. It closes its parts itself once it runs, and leaves nothing to `opened`."""
     from deploy.observe.prometheus.worker import serving
 
@@ -279,7 +300,7 @@ async def _roll_out(
         with serving(rollout, recipe.workers) as endpoint:
             if endpoint is not None:
                 log.info("metrics for Prometheus: %s", endpoint.url)
-            opened.pop_all()
+            opened.clear()
             log.info("worker %s: %s", worker, await rollout.run())
     finally:
         watch.cancel()

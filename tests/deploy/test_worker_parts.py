@@ -74,6 +74,60 @@ async def test_a_worker_that_cannot_open_a_part_closes_the_others(
     assert (processes(), engines()) == before
 
 
+class Engine:
+    """An engine that cannot be closed, which notes the try."""
+
+    def __init__(self, closed: list[str]) -> None:
+        self._closed = closed
+
+    async def close(self) -> None:
+        self._closed.append("engine")
+        raise OSError("the engine hangs")
+
+
+@pytest.mark.parametrize(
+    ("what", "refusal", "others"), [("environment", "sandbox", ["subscriber"]), ("tracing", "no traces", [])]
+)
+async def test_an_engine_is_closed_first_and_its_error_does_not_hide_the_refusal(
+    what: str,
+    refusal: str,
+    others: list[str],
+    server: EmbeddedServer,
+    run_name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "closed_parts.py").write_text(MINE)
+    monkeypatch.setenv("HEADWAY_IMPORT_PATH", str(tmp_path))
+    model, closed = make_model(tmp_path / "model"), list[str]()
+
+    async def fetched(broker: object, private: Path) -> Path:
+        return model
+
+    async def close(subscriber: object) -> None:
+        closed.append("subscriber")
+
+    def untraced(run: str, worker: str) -> None:
+        raise HeadwayError("no traces")
+
+    monkeypatch.setattr("rollout_workers.model_files.fetch_model", fetched)
+    monkeypatch.setattr("weightsync.receive.subscriber.Subscriber.close", close)
+    monkeypatch.setattr("deploy.roles.worker.open_worker_engine", lambda *arguments: Engine(closed))
+    if what == "tracing":
+        monkeypatch.setattr("deploy.observe.tracing.tracing_samples", untraced)
+    recipe = load_recipe("arithmetic.yaml", [f"run.name={run_name}", "environment.kind=closed_parts:Closed"])
+    broker = await open_broker(server.url, run_name)
+    ahead, roots = EngineAhead(run_name, "w-0", (), (), tmp_path), ImportRoots(("closed_parts",))
+    try:
+        with pytest.raises(HeadwayError, match=refusal):
+            await _work(broker, recipe, recipe, "w-0", tmp_path, asyncio.Event(), roots, ahead)
+    finally:
+        await broker.close()
+    assert closed == ["engine", *others]
+    assert "Engine cannot be closed: OSError: the engine hangs" in caplog.text
+
+
 def test_an_environment_that_cannot_be_opened_may_be_opened_at_another_start(
     server: EmbeddedServer, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
