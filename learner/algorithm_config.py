@@ -200,7 +200,8 @@ class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Meta(
             ge=0,
             description="largest number of rounds a step in which groups whose samples all got the same reward are "
-            "dropped and replaced, as in DAPO; 0: they are kept",
+            "dropped and replaced, as in DAPO, and with mask_truncated groups whose samples were all truncated; "
+            "0: they are kept",
         ),
     ] = 0
 

@@ -43,7 +43,7 @@ class QueueDepths(msgspec.Struct, frozen=True, kw_only=True):
     discarded_tokens: int = 0
     """Response tokens in segments that could not be used any more."""
     uninformative: int = 0
-    """Groups dropped because all their samples got the same reward."""
+    """Groups dropped by `algorithm.dynamic_sampling`: nothing could be learned by comparing their samples."""
     trimmed_samples: int = 0
     """Samples that their groups went without."""
     copied_leases: int = 0
@@ -111,7 +111,7 @@ class VersionGroups(msgspec.Struct, frozen=True):
     generating: int
     ready: int
     dropped: int
-    """Groups that were dropped: over the bound on lag, or because all their rewards were the same."""
+    """Groups that were dropped: over the bound on lag, or by `algorithm.dynamic_sampling`."""
     ready_samples: int = 0
     """Samples of ready groups whose oldest token this version sampled; of more than 512 ready groups an estimate."""
     ready_tokens: int = 0

@@ -116,7 +116,7 @@ def _queues(queues: QueueDepths, ages: QueueAges) -> Table:
         f" duplicate submissions refused, {queues.rejected} samples or prompts that cannot be,"
         f" {queues.payload_bytes / 1e6:,.1f} MB stored; {queues.resumed_tokens:,} tokens resumed from segments,"
         f" {queues.discarded_tokens:,} discarded, {queues.trimmed_samples} samples trimmed,"
-        f" {queues.uninformative} groups dropped because all their rewards were the same"
+        f" {queues.uninformative} groups dropped by dynamic sampling"
     )
     table.caption_justify = "left"
     return table

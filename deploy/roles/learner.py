@@ -227,6 +227,7 @@ def _connected(parts: Parts, url: str) -> Iterator[tuple[Experience, BlockingBro
             max_lag=recipe.staleness.max_lag,
             should_stop=parts.should_stop,
             replacement_rounds=recipe.algorithm.dynamic_sampling,
+            masks_truncated=recipe.algorithm.mask_truncated,
         )
         if claimed.replayed:
             experience.replay(claimed.replayed)

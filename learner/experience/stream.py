@@ -63,8 +63,10 @@ class Experience:
         max_lag: int,
         should_stop: Callable[[], bool],
         replacement_rounds: int = 0,
+        masks_truncated: bool = False,
     ) -> None:
-        """Groups that teach nothing are replaced at most `replacement_rounds` times a batch."""
+        """Groups that teach nothing are replaced at most `replacement_rounds` times a batch; with `masks_truncated`,
+        groups whose samples were all truncated teach nothing either."""
         self.owner = claim.owner
         self._blocking = blocking
         self._publisher = publisher
@@ -78,7 +80,7 @@ class Experience:
         self._outages = RepeatedCalls(blocking, should_stop, self._reassert)
         self._drift = DriftWatch()
 
-        self._replacement_rounds = replacement_rounds
+        self._replacement_rounds, self._masks_truncated = replacement_rounds, masks_truncated
         self._replaced = (-1, 0)
         """The last step of which groups were replaced, and how often they were."""
 
@@ -258,7 +260,8 @@ class Experience:
             return batch
         if self._log.tids(step) and not self._log.holds(step, batch.groups):
             return NotReady.REWIND  # the server does not have what was trained
-        if self._is_new(step) and self._replace(step, [group for group in batch.groups if not teaches(group)]):
+        useless = [group for group in batch.groups if not teaches(group, masks_truncated=self._masks_truncated)]
+        if self._is_new(step) and self._replace(step, useless):
             return NotReady.GROUPS
         if batch.groups:
             self._log.record(step, batch.groups)

@@ -35,8 +35,11 @@ def trajectories_of(groups: Sequence[Group]) -> list[Trajectory]:
     return [trajectory for group in groups for trajectory in group.trajectories]
 
 
-def teaches(group: Group) -> bool:
-    """True where the group's samples differ in reward, so that comparing them teaches something."""
+def teaches(group: Group, *, masks_truncated: bool = False) -> bool:
+    """True where the group's samples differ in reward, so that comparing them teaches something; with
+    `masks_truncated`, where one of them was not truncated, too."""
+    if masks_truncated and all(is_truncated(trajectory) for trajectory in group.trajectories):
+        return False
     return len({trajectory.reward for trajectory in group.trajectories}) > 1
 
 

@@ -17,7 +17,7 @@ from broker import BlockingBroker
 from broker.client.batches import CheckpointMark, TakenBatch
 from broker.client.leases import SubmitOutcome
 from broker.errors import BrokerUnavailableError, FencedError, ServerRestartedError
-from broker.schema import Group, Prompt, RunRules, WeightVersion
+from broker.schema import Group, Lease, Prompt, RunRules, Trajectory, WeightVersion
 from broker.schema.status import Tallies
 from broker.schema.weights import Probe, WeightManifest
 from broker.server.embedded import EmbeddedServer
@@ -64,6 +64,7 @@ def experience(
     logged: Path = Path("/dev/null/nowhere"),  # where root cannot write either
     rules: RunRules = RULES,
     replacement_rounds: int = 0,
+    masks_truncated: bool = False,
 ) -> Iterator[tuple[Experience, BlockingBroker]]:
     kind = {"kind": "jsonl", "path": str(epochs_of), "epochs": 1} if epochs_of else {"kind": "arithmetic"}
     prompts = open_prompts(PromptsConfig(**kind), TOKENIZER, seed=0)
@@ -85,6 +86,7 @@ def experience(
                 max_lag=MAX_LAG,
                 should_stop=should_stop,
                 replacement_rounds=replacement_rounds,
+                masks_truncated=masks_truncated,
             ),
             blocking,
         )
@@ -285,12 +287,14 @@ def test_a_stopping_learner_does_not_wait_for_a_dead_server(server: EmbeddedServ
             learner.take(1)
 
 
-def generate(blocking: BlockingBroker, step: int, groups: int) -> list[str]:
+def generate(
+    blocking: BlockingBroker, step: int, groups: int, sampled: Callable[[Lease, int], Trajectory] = trajectory
+) -> list[str]:
     """Finish so many groups of two samples as a worker with the weights of `step`, and return their names."""
     version = WeightVersion(1, step)
     leases = blocking.call(blocking.broker.leases.lease("w", version, 2 * groups, 30.0)).leases
     for lease in leases:
-        assert blocking.call(blocking.broker.leases.submit(lease, trajectory(lease, step))) is SubmitOutcome.ACCEPTED
+        assert blocking.call(blocking.broker.leases.submit(lease, sampled(lease, step))) is SubmitOutcome.ACCEPTED
     return sorted({lease.tid.group for lease in leases})
 
 
@@ -390,6 +394,28 @@ def test_groups_that_teach_nothing_are_replaced_so_often_and_no_more(url: str, t
         status = learner.status()
         assert status is not None
         assert status.queues.uninformative == GROUPS_PER_STEP
+
+
+@pytest.mark.parametrize("masks_truncated", [True, False])
+def test_groups_without_a_sample_that_may_be_trained_are_replaced(
+    masks_truncated: bool, url: str, tmp_path: Path
+) -> None:
+    def sampled(lease: Lease, step: int) -> Trajectory:
+        """Truncate both samples of the first two groups and one of the third; both rewards of a group differ."""
+        group, sample = int(lease.tid.group[-1]), lease.tid.sample
+        reason = "length" if group < 2 or (group == 2 and sample == 0) else "stop"
+        return replace(trajectory(lease, step), reward=float(sample), finish_reason=reason)
+
+    with experience(
+        url, CheckpointMark(0, 0), after(1), logged=tmp_path, replacement_rounds=1, masks_truncated=masks_truncated
+    ) as (learner, blocking):
+        publish(learner, 0)
+        with pytest.raises(Interrupted):
+            learner.take(0)
+        names = generate(blocking, 0, 2 * GROUPS_PER_STEP, sampled)
+        learner._should_stop = after(3)
+        first = 2 if masks_truncated else 0
+        assert [group.prompt.group for group in take(learner, 0)] == names[first : first + GROUPS_PER_STEP]
 
 
 def test_what_is_replayed_is_not_replaced(url: str, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ QUEUES = (
     Family("headway_broker_requeued_groups_total", "Groups sent back over the bound on lag.", "requeued_stale"),
     Family(
         "headway_broker_dropped_groups_total",
-        "Groups dropped: over the bound on lag, or because all their rewards were the same.",
+        "Groups dropped: over the bound on lag, or because their rewards were the same, or all samples truncated.",
         label="reason",
         by_label={"stale": "dropped_stale", "same_rewards": "uninformative"},
     ),
