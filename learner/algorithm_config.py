@@ -192,7 +192,8 @@ class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         bool,
         Meta(
             description="responses that ended at sampling.max_new_tokens or engine.max_model_len, and not by"
-            " themselves, are not trained; their rewards still count in their group"
+            " themselves, are not trained; their rewards still count in their group; a step without any other response"
+            " still moves the weights by Adam's momentum and weight decay, as one whose groups have equal rewards does"
         ),
     ] = False
     dynamic_sampling: Annotated[

@@ -171,6 +171,20 @@ def test_a_step_of_which_all_are_truncated_has_no_gradient_and_nothing_that_is_n
     assert update.budget_tokens > 0, "metrics divide by it"
 
 
+def test_a_step_of_which_all_are_truncated_moves_the_weights_as_one_with_equal_rewards_does() -> None:
+    moved = []
+    ordinary, equal = rewarded(0, [0.5, 0.1, 0.9]), rewarded(1, [0.5, 0.5, 0.5])
+    for last in (truncated([ordinary], {(0, 0), (0, 1), (0, 2)}), [equal]):
+        updater = updater_of(masking("grpo"))
+        for step, groups in enumerate(([ordinary], last)):
+            before = {name: tensor.clone() for name, tensor in updater._backend.named_tensors()}
+            update = updater.update(updater.pack(updater.judge(groups, step).sequences), step)
+        assert update.grad_norm == 0
+        moved.append({name: tensor - before[name] for name, tensor in updater._backend.named_tensors()})
+    assert any(change.any() for change in moved[0].values())
+    torch.testing.assert_close(moved[0], moved[1], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("updates_per_step", [1, 4, 20])
 def test_the_updates_of_a_step_share_those_that_are_left(updates_per_step: int) -> None:
     updater = updater_of(masking("grpo"), updates_per_step=updates_per_step)
