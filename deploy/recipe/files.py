@@ -166,11 +166,14 @@ def with_own_options(raw: dict[str, Any], overrides: Sequence[str], source: str)
 
 
 def _without_others(below: Any, above: Any, source: str) -> Any:
-    """Return the mapping `below` without the options of each engine whose kind is another one in `above`."""
+    """Return the mapping `below` without the options of each engine whose kind is another one in `above`. A kind that
+    is a reference takes none out: it may lead to the same kind, and a file above may change where it leads."""
     for path in ENGINES:
         engine, chosen = _section(below, path), _section(above, path)
         kind, options = engine.get("kind"), engine.get("options")
-        if kind and options and isinstance(options, dict) and (other := chosen.get("kind", kind)) != kind:
+        other = chosen.get("kind", kind)
+        is_other = other != kind and "${" not in f"{kind} {other}"
+        if kind and options and isinstance(options, dict) and is_other:
             key = ".".join(path)
             _say_unused(
                 source, f"{key}.kind={other}", str(kind), ", ".join(f"{key}.options.{name}" for name in options)

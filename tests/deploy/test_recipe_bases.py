@@ -55,6 +55,16 @@ def test_an_engine_of_another_kind_leaves_the_options_of_the_base_out(
     assert load_recipe(mine).engine.options == options
 
 
+@pytest.mark.parametrize(("below", "above"), [("vllm", "${scorers.engine.kind}"), ("${scorers.engine.kind}", "vllm")])
+def test_an_engine_whose_kind_is_a_reference_keeps_the_options_of_the_base(
+    below: str, above: str, tmp_path: Path
+) -> None:
+    write(tmp_path, "below.yaml", f"base: arithmetic\nengine: {{kind: '{below}', options: {{enforce_eager: true}}}}\n")
+    text = f"base: below.yaml\nengine: {{kind: '{above}'}}\nscorers: {{engine: {{kind: vllm}}}}\n"
+    engine = load_recipe(write(tmp_path, "mine.yaml", text)).engine
+    assert (engine.kind, engine.options) == ("vllm", {"enforce_eager": True})
+
+
 def test_an_override_names_another_base(tmp_path: Path) -> None:
     write(tmp_path, "other.yaml", "base: arithmetic\nlearner: {steps: 3}\n")
     mine = write(tmp_path, "mine.yaml", "base: arithmetic\nrun: {seed: 5}\n")
