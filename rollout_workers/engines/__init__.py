@@ -57,12 +57,13 @@ def check_installed(kind: str) -> None:
 
 def check_options(config: EngineConfig, abilities: EngineAbilities, where: str = "engine") -> None:
     """Raise ConfigError for the first of the options that an engine with these abilities does not have. It passes all
-    of an engine that does not state which it has. `where`: the engine's place in the recipe."""
+    of an engine that does not state which it has. `where`: the engine's place in the recipe, after its source."""
     if abilities.options is None:
         return
     for name, value in config.options.items():
         if name not in abilities.options:
-            keys = [f"engine.{key}" for key in EngineConfig.__struct_fields__ if key not in ("kind", "options")]
+            place = where.rpartition(": ")[2]
+            keys = [f"{place}.{key}" for key in EngineConfig.__struct_fields__ if key not in ("kind", "options")]
             of = f"engine.kind={config.kind}"
             error = unknown_option(name, abilities.options, f"{where}.options", of=of, keys=keys)
             owners = [f"engine.kind={kind}" for kind, known in ENGINES.items() if _has(known.abilities, name, value)]

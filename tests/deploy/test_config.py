@@ -415,6 +415,11 @@ def test_what_there_is_not_is_refused_with_the_recipe(override: str, message: st
             "workers.pools[0].engine.options.x: engine.kind=embedded has no such option. Known: none.",
         ),
         (
+            ["workers.pools=[{name: a, engine: {options: {max_concurent: 8}}}]"],
+            "workers.pools[0].engine.options.max_concurent: engine.kind=embedded has no such option; did you mean"
+            " workers.pools[0].engine.max_concurrent? Known: none.",
+        ),
+        (
             ["scorers.engine.options={dtyp: float32}"],
             "scorers.engine.options.dtyp: scorers.engine.kind=transformers has no such option; did you mean"
             " scorers.dtype? Known: none.",
