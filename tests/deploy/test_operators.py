@@ -7,7 +7,7 @@ import pytest
 
 from broker import Broker
 from broker.client.batches import CheckpointMark
-from broker.errors import ConfigError
+from broker.errors import LASTING_EXIT, ConfigError
 from broker.schema import RunRules
 from deploy.recipe.loading import load_recipe, recipe_from_bytes, recipe_to_bytes, with_overrides
 from deploy.recipe.operators import (
@@ -35,7 +35,7 @@ async def test_a_worker_that_finds_the_standard_library_in_its_configuration_run
         sys.executable, "-m", "deploy", *command, stderr=asyncio.subprocess.PIPE
     )
     _, said = await asyncio.wait_for(worker.communicate(), 60)
-    assert worker.returncode == 1
+    assert worker.returncode == LASTING_EXIT
     assert b"rewards[0].kind: 'subprocess:Popen' is not imported: 'subprocess' belongs to Python's standard" in said
 
 
