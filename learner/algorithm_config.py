@@ -193,7 +193,7 @@ class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Meta(
             description="responses that ended at sampling.max_new_tokens or engine.max_model_len, and not by"
             " themselves, are not trained; their rewards still count in their group; a step without any other response"
-            " still moves the weights by Adam's momentum and weight decay, as one whose groups have equal rewards does"
+            " still moves the weights by Adam's momentum and weight decay"
         ),
     ] = False
     dynamic_sampling: Annotated[
@@ -201,8 +201,8 @@ class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Meta(
             ge=0,
             description="largest number of rounds a step in which groups whose samples all got the same reward are "
-            "dropped and replaced, as in DAPO, and with mask_truncated groups whose samples were all truncated; "
-            "0: they are kept",
+            "dropped and replaced, as in DAPO, and with mask_truncated groups whose samples were all truncated (a pair "
+            "with one truncated response is neither trained nor replaced); 0: they are kept",
         ),
     ] = 0
 

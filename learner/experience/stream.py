@@ -62,8 +62,8 @@ class Experience:
         groups_per_step: int,
         max_lag: int,
         should_stop: Callable[[], bool],
-        replacement_rounds: int = 0,
-        masks_truncated: bool = False,
+        replacement_rounds: int,
+        masks_truncated: bool,
     ) -> None:
         """Groups that teach nothing are replaced at most `replacement_rounds` times a batch; with `masks_truncated`,
         groups whose samples were all truncated teach nothing either."""

@@ -35,7 +35,7 @@ def trajectories_of(groups: Sequence[Group]) -> list[Trajectory]:
     return [trajectory for group in groups for trajectory in group.trajectories]
 
 
-def teaches(group: Group, *, masks_truncated: bool = False) -> bool:
+def teaches(group: Group, *, masks_truncated: bool) -> bool:
     """True where the group's samples differ in reward, so that comparing them teaches something; with
     `masks_truncated`, where one of them was not truncated, too."""
     if masks_truncated and all(is_truncated(trajectory) for trajectory in group.trajectories):
@@ -74,7 +74,7 @@ def reward_stats(groups: Sequence[Group]) -> RewardStats:
     trajectories = trajectories_of(groups)
     rewards_S = torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float64)
     names = sorted({name for trajectory in trajectories for name in trajectory.rewards})
-    flat = [not teaches(group) for group in groups]
+    flat = [not teaches(group, masks_truncated=False) for group in groups]
     return RewardStats(
         mean=float(rewards_S.mean()) if trajectories else 0.0,
         std=float(rewards_S.std(correction=0)) if trajectories else 0.0,

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from broker.errors import ConfigError
+from broker.installation import version_of
 from deploy.recipe.data_checks import check_data
 from deploy.recipe.loading import load_recipe
 
@@ -50,7 +51,9 @@ def test_all_that_the_answer_depends_on_is_checked_anew(monkeypatch: pytest.Monk
     check_data(load_recipe(RECIPE, ["run.seed=1"]))
     assert len(list(cache.iterdir())) == 2 * checked
     for number, changed in enumerate(("reasoning-gym", "headway"), start=3):
-        monkeypatch.setattr("deploy.recipe.data_checks.version_of", lambda name, new=changed: str(name == new))
+        monkeypatch.setattr(
+            "deploy.recipe.data_checks.version_of", lambda name, new=changed: "0" if name == new else version_of(name)
+        )
         check_data(load_recipe(RECIPE, []))
         assert len(list(cache.iterdir())) == number * checked
 
