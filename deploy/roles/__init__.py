@@ -8,6 +8,7 @@
                 ├─ evaluation.py, worker_evaluations.py
                 └─ observer.py                    what the loop reports ─► sinks, live figures
     worker.py ─┬── ahead.py                       an engine that opens while the learner loads
+               ├── closing.py                     parts are closed, and their errors of closing are logged
                └── asked.py                       ─► scorers
 
     with a trained model   export.py, adapter_export.py, export_check.py, chat.py, generating.py, generating_pool.py,

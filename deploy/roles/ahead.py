@@ -26,6 +26,8 @@ from deploy.recipe.operators import check_stored
 from deploy.recipe.recipe import Recipe
 from deploy.run.stage_output import after_stages
 
+from .closing import close_part
+
 if TYPE_CHECKING:
     from rollout_workers.engines.base import Engine
 
@@ -101,12 +103,13 @@ class EngineAhead:
         return opened.engine
 
     async def close(self) -> None:
-        """Close an engine that was not taken, once no thread writes into the directory any more. Idempotent."""
+        """Close an engine that was not taken, once no thread writes into the directory any more. Idempotent; it logs
+        an error of closing, as `close_part` does."""
         if self._preparing is not None:
             await asyncio.wait([self._preparing])
         opened, self._opened = self._opened, None
         if opened is not None:
-            await opened.engine.close()
+            await close_part(opened.engine)
 
     def _prepared(self, path: str) -> tuple[Recipe, ImportRoots, int] | None:
         """Return the recipe, and the rank of the adapters that the engine takes, with the model's files written; None

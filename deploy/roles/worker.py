@@ -10,10 +10,10 @@ import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, nullcontext
+from contextlib import ExitStack, asynccontextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 
@@ -33,6 +33,7 @@ from deploy.recipe.recipe import Recipe
 from rollout_workers.engines import libraries_of
 
 from .ahead import EngineAhead, open_worker_engine, sent_rank
+from .closing import WorkerPart, closed_by, closing_parts
 from .joining import drained_when_changed, fetch_config, or_drained, telling_what_lasts
 
 if TYPE_CHECKING:
@@ -48,15 +49,6 @@ GRACE_S = 20.0
 """Seconds for a worker that found itself unfit to hand its work back. Then its process ends."""
 
 log = logging.getLogger(__name__)
-
-
-class _Part(Protocol):
-    """A worker's engine, or what it opens beside that."""
-
-    async def close(self) -> None: ...
-
-
-P = TypeVar("P", bound=_Part | None)
 
 
 def work(
@@ -216,15 +208,15 @@ async def _work(
     gc.collect()
     gc.freeze()  # an engine's packages keep millions of objects for good, which would be examined ten times a second
     with ExitStack() as traced:
-        async with _closing_parts(engine) as opened:
+        async with closing_parts(engine) as opened:
             tracer = traced.enter_context(tracing_samples(recipe.run.name, worker))
             rollout = Worker(
                 broker=broker,
                 engine=engine,
-                subscriber=_closed_by(opened, Subscriber(broker, worker, recipe.weights, roots, _model_here(recipe))),
-                reward=_closed_by(opened, await _open_reward(broker, recipe, worker, roots)),
-                environment=_closed_by(opened, await open_environment(recipe.environment, roots)),
-                teacher=_closed_by(opened, open_teacher(broker, recipe, worker)),
+                subscriber=closed_by(opened, Subscriber(broker, worker, recipe.weights, roots, _model_here(recipe))),
+                reward=closed_by(opened, await _open_reward(broker, recipe, worker, roots)),
+                environment=closed_by(opened, await open_environment(recipe.environment, roots)),
+                teacher=closed_by(opened, open_teacher(broker, recipe, worker)),
                 decoding=load_decoding(model),
                 sampling=recipe.sampling,
                 config=recipe.workers,
@@ -241,36 +233,6 @@ async def _work(
                 farewell_s=farewell_s,
             )
             await _roll_out(rollout, recipe, worker, drain, opened)
-
-
-@asynccontextmanager
-async def _closing_parts(engine: _Part) -> AsyncIterator[list[_Part]]:
-    """Yield the worker's parts, to which the block adds what it opens, and close those that are left in it then.
-
-    The engine is closed first, since a colocated learner waits for its memory. An error of closing is logged: a part is
-    left where another error is under way, which is the one to tell.
-    """
-    opened = [engine]
-    try:
-        yield opened
-    finally:
-        async with AsyncExitStack() as closing:
-            for part in reversed(opened):
-                closing.push_async_callback(_close, part)
-
-
-async def _close(part: _Part) -> None:
-    try:
-        await part.close()
-    except Exception as error:  # noqa: BLE001 - a user's own engine may raise anything
-        log.warning("%s cannot be closed: %s: %s", type(part).__name__, type(error).__name__, error)
-
-
-def _closed_by(opened: list[_Part], part: P) -> P:
-    """Add this part of a worker, if there is one, to those that are closed, and return it."""
-    if part is not None:
-        opened.append(part)
-    return part
 
 
 async def _open_reward(broker: Broker, recipe: Recipe, worker: str, roots: ImportRoots) -> "Reward":
@@ -291,7 +253,9 @@ def _model_here(recipe: Recipe) -> Path | None:
     return here if recipe.weights.pull_files and recipe.model.path and os.path.isdir(here) else None
 
 
-async def _roll_out(rollout: "Worker", recipe: Recipe, worker: str, drain: asyncio.Event, opened: list[_Part]) -> None:
+async def _roll_out(
+    rollout: "Worker", recipe: Recipe, worker: str, drain: asyncio.Event, opened: list[WorkerPart]
+) -> None:
     """Run the worker to its end. It closes its parts itself once it runs, and leaves nothing to `opened`."""
     from deploy.observe.prometheus.worker import serving
 

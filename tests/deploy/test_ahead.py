@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from broker.errors import LASTING_EXIT, ConfigError
 from broker.schema.weights import ModelFiles
 from broker.user_code.roots import ImportRoots
 from deploy.launch.base import AHEAD
@@ -11,6 +12,8 @@ from deploy.recipe.colocation import opens_beside_learner
 from deploy.recipe.loading import dump_recipe, load_recipe
 from deploy.recipe.recipe import Recipe
 from deploy.roles.ahead import EngineAhead
+from deploy.roles.joining import telling_what_lasts
+from deploy.roles.worker import _private_directory
 from learner.models.model import load_config, load_tokenizer, model_files
 from rollout_workers.model_files import write_model
 
@@ -63,6 +66,41 @@ async def test_an_engine_for_another_run_is_closed(
     assert closed == [True]
 
 
+async def test_an_engine_that_cannot_be_closed_gives_way_to_another_one(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    opened = ahead(tmp_path)
+    await opened.open()
+    assert opened._opened is not None
+    engine, close = opened._opened.engine, opened._opened.engine.close
+    monkeypatch.setattr(engine, "close", _hanging)
+    now = load_recipe(tmp_path / "config.yaml", ("run.seed=5",))
+    assert await opened.taken(now, ImportRoots(), stored(now, tmp_path / "model"), 0) is None
+    assert "cannot be closed: OSError: the engine hangs" in caplog.text
+    await close()
+
+
+async def test_an_error_of_closing_does_not_hide_a_refusal(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    closing = []
+
+    async def refused() -> None:
+        async with _private_directory("r", "host-0", (), ()) as (_, opened):
+            await opened.open()
+            assert opened._opened is not None
+            closing.append(opened._opened.engine.close)
+            monkeypatch.setattr(opened._opened.engine, "close", _hanging)
+            with telling_what_lasts():
+                raise ConfigError("no such worker")
+
+    with pytest.raises(ConfigError, match="no such worker") as caught:
+        await refused()
+    assert caught.value.exit_code == LASTING_EXIT
+    assert "cannot be closed: OSError: the engine hangs" in caplog.text
+    await closing[0]()
+
+
 async def test_none_is_opened_without_a_recipe_or_with_one_that_is_wrong(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,6 +136,10 @@ def test_no_engine_measures_a_gpu_beside_a_learner_that_loads(
 ) -> None:
     recipe = load_recipe("arithmetic.yaml", ("engine.device=cuda", *overrides))
     assert opens_beside_learner(recipe, visible) is is_so
+
+
+async def _hanging() -> None:
+    raise OSError("the engine hangs")
 
 
 def _noting(closed: list[bool]) -> object:
