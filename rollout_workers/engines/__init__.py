@@ -64,9 +64,9 @@ def check_options(config: EngineConfig, abilities: EngineAbilities, where: str =
         if name not in abilities.options:
             place = where.rpartition(": ")[2]
             keys = [f"{place}.{key}" for key in EngineConfig.__struct_fields__ if key not in ("kind", "options")]
-            of = f"engine.kind={config.kind}"
+            of = f"{place}.kind={config.kind}"
             error = unknown_option(name, abilities.options, f"{where}.options", of=of, keys=keys)
-            owners = [f"engine.kind={kind}" for kind, known in ENGINES.items() if _has(known.abilities, name, value)]
+            owners = [f"{place}.kind={kind}" for kind, known in ENGINES.items() if _has(known.abilities, name, value)]
             raise ConfigError(f"{error} It is one of {' and '.join(owners)}." if owners else str(error))
 
 

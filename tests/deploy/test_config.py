@@ -412,12 +412,17 @@ def test_what_there_is_not_is_refused_with_the_recipe(override: str, message: st
         ),
         (
             ["workers.pools=[{name: a, engine: {options: {x: 1}}}]"],
-            "workers.pools[0].engine.options.x: engine.kind=embedded has no such option. Known: none.",
+            "workers.pools[0].engine.options.x: workers.pools[0].engine.kind=embedded has no such option. Known: none.",
         ),
         (
             ["workers.pools=[{name: a, engine: {options: {max_concurent: 8}}}]"],
-            "workers.pools[0].engine.options.max_concurent: engine.kind=embedded has no such option; did you mean"
-            " workers.pools[0].engine.max_concurrent? Known: none.",
+            "workers.pools[0].engine.options.max_concurent: workers.pools[0].engine.kind=embedded has no such option;"
+            " did you mean workers.pools[0].engine.max_concurrent? Known: none.",
+        ),
+        (
+            ["workers.pools=[{name: a, engine: {options: {gpu_memory_utilization: 0.5}}}]"],
+            "workers.pools[0].engine.options.gpu_memory_utilization: workers.pools[0].engine.kind=embedded has no such"
+            " option. Known: none. It is one of workers.pools[0].engine.kind=vllm.",
         ),
         (
             ["scorers.engine.options={dtyp: float32}"],
