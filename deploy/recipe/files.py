@@ -8,7 +8,9 @@ import io
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -67,28 +69,43 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     Raises ConfigError.
     """
     chosen = [one for one in overrides if one.partition("=")[0].strip() == BASE]
-    merged = _over_its_base(path, [_value_of(one) for one in chosen[-1:]])
+    file = _with_its_bases(path, [_value_of(one) for one in chosen[-1:]])
+    merged = _merged(file, _plain(_merged(file)))
     return with_own_options(_resolve(merged, str(path)), [one for one in overrides if one not in chosen], path.name)
 
 
-def _over_its_base(path: Path, instead: Sequence[Any] = (), above: tuple[Path, ...] = ()) -> DictConfig:
-    """Return the file's mapping over its bases', whose own bases lie beneath them. `instead`: a base of the caller's.
-    `above`: the files that this one is beneath."""
+@dataclass(frozen=True)
+class _File:
+    """A recipe's own mapping, and its bases from the lowest one on."""
+
+    path: Path
+    own: DictConfig
+    bases: tuple["_File", ...]
+
+
+def _with_its_bases(path: Path, instead: Sequence[Any] = (), above: tuple[Path, ...] = ()) -> _File:
+    """Read the file and its bases, which may have bases. `instead`: a base of the caller's. `above`: the files that
+    this one is beneath."""
     if path.resolve() in above:
         raise ConfigError(f"{path} is its own base, by way of {', '.join(one.name for one in above)}.")
-    config = _read_mapping(path)
-    said = config.pop(BASE, None)
-    parts = [
-        _over_its_base(_find_base(one, path), above=(*above, path.resolve()))
-        for one in _base_names(instead[0] if instead else said, path)
-    ]
+    own = _read_mapping(path)
+    said = own.pop(BASE, None)
+    names = _base_names(instead[0] if instead else said, path)
+    bases = (_with_its_bases(_find_base(one, path), above=(*above, path.resolve())) for one in names)
+    return _File(path, own, tuple(bases))
+
+
+def _merged(file: _File, whole: Any = None) -> DictConfig:
+    """Return the file's mapping over its bases', whose own bases lie beneath them. `whole`: the recipe so merged, to
+    which references lead; without it the options of all engines stay, also those of another kind."""
+    path, parts = file.path, [_merged(base, whole) for base in file.bases]
     for part in parts:
         if isinstance(run := part.get("run"), DictConfig):
             run.pop("name", None)  # a run is named after its own recipe
     try:
         merged = OmegaConf.create()
-        for part in (*parts, config):
-            own = _without_others(_plain(merged), _plain(part), path.name)
+        for part in (*parts, file.own):
+            own = merged if whole is None else _without_others(_plain(merged), _plain(part), whole, path.name)
             merged = cast(DictConfig, OmegaConf.merge(own, part))
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         raise ConfigError(
@@ -161,19 +178,20 @@ def with_own_options(raw: dict[str, Any], overrides: Sequence[str], source: str)
     """Apply the overrides as `apply_overrides` does. An engine of another kind, of workers or of scorers, then starts
     with no options but theirs: those in `raw` are not its own, and a warning names them."""
     wanted = apply_overrides(raw, overrides, source)
-    own = _without_others(raw, wanted, source)
+    own = _without_others(raw, wanted, wanted, source)
     return wanted if own is raw else apply_overrides(own, overrides, source)
 
 
-def _without_others(below: Any, above: Any, source: str) -> Any:
+def _without_others(below: Any, above: Any, whole: Any, source: str) -> Any:
     """Return the mapping `below` without the options of each engine whose kind is another one in `above`. A kind that
-    is a reference takes none out: it may lead to the same kind, and a file above may change where it leads."""
+    is a reference counts as the one to which it leads in the `whole` recipe."""
     for path in ENGINES:
         engine, chosen = _section(below, path), _section(above, path)
         kind, options = engine.get("kind"), engine.get("options")
-        other = chosen.get("kind", kind)
-        is_other = other != kind and "${" not in f"{kind} {other}"
-        if kind and options and isinstance(options, dict) and is_other:
+        if not kind or not options or not isinstance(options, dict) or chosen.get("kind", kind) == kind:
+            continue
+        kind, other = (_led_to(one, path, whole) for one in (kind, chosen["kind"]))
+        if kind != other:
             key = ".".join(path)
             _say_unused(
                 source, f"{key}.kind={other}", str(kind), ", ".join(f"{key}.options.{name}" for name in options)
@@ -181,6 +199,18 @@ def _without_others(below: Any, above: Any, source: str) -> Any:
             below = deepcopy(below)
             _section(below, path)["options"] = {}
     return below
+
+
+def _led_to(kind: Any, path: Sequence[str], whole: Any) -> Any:
+    """Return the kind to which `kind` leads in this section of the whole recipe, if it is a reference; itself if it
+    leads nowhere."""
+    beside = "kind of a file"  # the section's own kind may be another file's, and references may lead to it
+    if "${" in str(kind):
+        raw = deepcopy(whole)
+        _section(raw, path)[beside] = kind
+        with suppress(ConfigError, OmegaConfBaseException):
+            return _section(_resolve(OmegaConf.create(raw), ""), path).get(beside, kind)
+    return kind
 
 
 def _section(raw: Any, path: Sequence[str]) -> dict[str, Any]:

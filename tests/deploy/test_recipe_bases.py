@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from broker.errors import ConfigError
+from deploy.recipe import files
 from deploy.recipe.loading import dump_recipe, hint_of, load_recipe
 
 
@@ -55,14 +56,44 @@ def test_an_engine_of_another_kind_leaves_the_options_of_the_base_out(
     assert load_recipe(mine).engine.options == options
 
 
-@pytest.mark.parametrize(("below", "above"), [("vllm", "${scorers.engine.kind}"), ("${scorers.engine.kind}", "vllm")])
+@pytest.mark.parametrize(
+    ("below", "above", "scorers"),
+    [
+        ("vllm", "${scorers.engine.kind}", "vllm"),
+        ("${scorers.engine.kind}", "vllm", "vllm"),
+        ("${scorers.engine.kind}", "vllm", "${engine.kind}"),
+    ],
+)
 def test_an_engine_whose_kind_is_a_reference_keeps_the_options_of_the_base(
-    below: str, above: str, tmp_path: Path
+    below: str, above: str, scorers: str, tmp_path: Path
 ) -> None:
     write(tmp_path, "below.yaml", f"base: arithmetic\nengine: {{kind: '{below}', options: {{enforce_eager: true}}}}\n")
-    text = f"base: below.yaml\nengine: {{kind: '{above}'}}\nscorers: {{engine: {{kind: vllm}}}}\n"
+    text = f"base: below.yaml\nengine: {{kind: '{above}'}}\nscorers: {{engine: {{kind: '{scorers}'}}}}\n"
     engine = load_recipe(write(tmp_path, "mine.yaml", text)).engine
     assert (engine.kind, engine.options) == ("vllm", {"enforce_eager": True})
+
+
+@pytest.mark.parametrize(
+    ("below", "above", "former"),
+    [
+        ("${scorers.engine.kind}", "embedded", "vllm"),
+        ("${..scorers.engine.kind}", "embedded", "vllm"),
+        ("${oc.env:NO_ENGINE}", "embedded", "${oc.env:NO_ENGINE}"),
+        ("vllm", "${run.name}", "vllm"),
+    ],
+)
+def test_a_recipe_chooses_another_engine_than_a_reference_leads_to(
+    below: str, above: str, former: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files._say_unused.cache_clear()
+    write(tmp_path, "below.yaml", f"base: arithmetic\nengine: {{kind: '{below}', options: {{enforce_eager: true}}}}\n")
+    text = f"base: below.yaml\nengine: {{kind: '{above}', options: {{}}}}\nrun: {{name: embedded}}\n"
+    engine = load_recipe(write(tmp_path, "mine.yaml", f"{text}scorers: {{engine: {{kind: vllm}}}}\n")).engine
+    assert (engine.kind, engine.options) == ("embedded", {})
+    [told] = caplog.messages
+    assert told.endswith(
+        f"engine.kind=embedded takes the place of {former}, whose options are not used: engine.options.enforce_eager."
+    )
 
 
 def test_an_override_names_another_base(tmp_path: Path) -> None:
