@@ -14,8 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,16 @@ class TokenCopies:
         """Returns where the tokens of a row lie in its paths, as `Paths` lays them out. O(P).
 
         A token is in the path of its own run and in those of the runs that follow, up to the last one that shares it.
+        NumPy computes it: torch would divide each operation among its threads, which wait for each other for longer
+        than it takes wherever other processes are at work.
         """
-        own_N, runs_N = own_places(cu_runs, cu_paths), _runs(cu_runs)
-        counts_N = torch.bincount(paths_P, minlength=len(own_N))
-        offsets_N = counts_N.cumsum(0) - counts_N
-        later_P = torch.arange(len(paths_P)) - offsets_N.repeat_interleave(counts_N)
-        depths_P = (own_N - cu_paths[runs_N]).repeat_interleave(counts_N)
-        return cls(cu_paths[runs_N.repeat_interleave(counts_N) + later_P] + depths_P, offsets_N)
+        bounds_R, own_N, runs_N = cu_paths.numpy(), _own_places(cu_runs, cu_paths), _runs(cu_runs)
+        counts_N = np.bincount(paths_P.numpy(), minlength=len(own_N))
+        offsets_N = counts_N.cumsum() - counts_N
+        later_P = np.arange(len(paths_P)) - offsets_N.repeat(counts_N)
+        depths_P = (own_N - bounds_R[runs_N]).repeat(counts_N)
+        order_P = bounds_R[runs_N.repeat(counts_N) + later_P] + depths_P
+        return cls(torch.from_numpy(order_P), torch.from_numpy(offsets_N))
 
     def at(self, places_P: torch.Tensor) -> "TokenCopies":
         """Returns the copies where place p of the paths lies at `places_P[p]`."""
@@ -91,10 +96,14 @@ def copied(rows_N: torch.Tensor, index: torch.Tensor, copies: TokenCopies) -> to
 
 def own_places(cu_runs: torch.Tensor, cu_paths: torch.Tensor) -> torch.Tensor:
     """[N] int64, the place of every token of the row in the path of its own run."""
-    ends = (cu_paths[1:] - cu_runs[1:]).long()
-    return torch.arange(int(cu_runs[-1])) + ends[_runs(cu_runs)]
+    return torch.from_numpy(_own_places(cu_runs, cu_paths))
 
 
-def _runs(cu_runs: torch.Tensor) -> torch.Tensor:
-    """[N] int64, the run of every token of the row."""
-    return torch.arange(len(cu_runs) - 1).repeat_interleave(cu_runs.diff().long())
+def _own_places(cu_runs: torch.Tensor, cu_paths: torch.Tensor) -> NDArray[np.int64]:
+    ends = (cu_paths[1:] - cu_runs[1:]).numpy().astype(np.int64)
+    return np.arange(int(cu_runs[-1])) + ends[_runs(cu_runs)]
+
+
+def _runs(cu_runs: torch.Tensor) -> NDArray[np.int64]:
+    """[N] the run of every token of the row."""
+    return np.arange(len(cu_runs) - 1).repeat(np.diff(cu_runs.numpy()))
