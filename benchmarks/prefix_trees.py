@@ -39,7 +39,7 @@ from benchmarks.throughput.kernel_groups import grouped
 from benchmarks.throughput.shapes import Shape, flops_of, peak_flops, shape_of, step_flops
 from learner.backends import open_backend, token_logprobs
 from learner.backends.base import Backend, TokenLoss
-from learner.config import ComputeConfig, ModelConfig, OptimizerConfig
+from learner.config import ComputeConfig, LearnerConfig, ModelConfig, OptimizerConfig
 from learner.models.model import load_config
 from learner.models.shape import shape_of as model_shape_of
 from learner.rows.batch import PackedBatch
@@ -263,6 +263,7 @@ def cases(options: argparse.Namespace, vocabulary: int) -> Iterator[tuple[dict[s
 def main() -> None:
     """Measure all cases, as the command line says."""
     options, began = _parse(), time.perf_counter()
+    torch.set_num_threads(LearnerConfig().threads)  # as the learner does; more wait for each other on a busy host
     if options.kept_logits:
         token_logprobs.KEPT_LOGITS = token_logprobs.KEPT_LOGITS_OF_LARGE = options.kept_logits << 30
     learner = Learner(options, shape_of(options.shape, options.layers))

@@ -268,6 +268,19 @@ def test_an_interpreter_of_its_own_runs_the_learner_alone(
     assert {"benchmarks.peers" in line for line in lines if " python -m" in line} == {True}
 
 
+def test_a_learner_without_its_kernels_is_told_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    python, output = tmp_path / "python", tmp_path / "output"
+    python.write_text("#!/bin/sh\necho 'ModuleNotFoundError: no cutlass.cute' >&2; exit 1\n")
+    python.chmod(0o755)
+    place = ["--output", str(output), "--smollm2", "/m", "--gpus", "2", "--learner", str(python)]
+    monkeypatch.setattr(sys, "argv", ["on_gpus", *place, "learner"])
+    assert on_gpus() == 2
+    assert "cannot import flash_attn.cute: ModuleNotFoundError: no cutlass.cute" in capsys.readouterr().err
+    assert not output.exists()
+
+
 def test_others_go_on_while_one_is_being_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "GRACE_S", 80.0)
     told, seen = tmp_path / "told", tmp_path / "seen"

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ SIZES = (2, 4)
 
 
 def main() -> int:
-    """Return the exit code: 1 if a measurement has no result."""
+    """Return the exit code: 1 if a measurement has no result, 2 if none was made for what an interpreter lacks."""
     options = _parse()
     machine = Machine(
         gpus=tuple(gpu_names(options.gpus)),
@@ -43,6 +44,9 @@ def main() -> int:
         plan.run(options.seconds)
         print("\n".join(plan.told()))
         return 0
+    if options.learner and "learner" in options.group and (error := _lacks_its_kernels(options.learner)):
+        print(f"--learner {options.learner} cannot import flash_attn.cute: {error}", file=sys.stderr)
+        return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what is running ends, too
     machine.output.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
@@ -53,6 +57,13 @@ def main() -> int:
     lacking = [one.name for one in wanted if not schedule.ended.get(one.name)]
     print(json.dumps({"without_result": lacking, "samples_per_s": _speeds(machine.output, wanted)}))
     return int(bool(lacking))
+
+
+def _lacks_its_kernels(python: Path) -> str:
+    """Return why an interpreter cannot import flash-attn-4, without which its measurements would be of torch's kernel;
+    "" if it can."""
+    found = subprocess.run((python, "-c", "import flash_attn.cute"), capture_output=True, text=True, check=False)
+    return (found.stderr.strip().splitlines() or [f"exit code {found.returncode}"])[-1] if found.returncode else ""
 
 
 def _speeds(output: Path, wanted: Sequence[Measurement]) -> dict[str, dict[str, Any]]:

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from .measurement import SPARE_S, Machine, Measurement, module
 
 WARM_UPS = ("warm_up_long-tailed", "warm_up_short")
-WARM_UP_S, JUDGE_S, LIKELY_JUDGE_S = 400, 180, 55
+WARM_UP_S, JUDGE_S = 400, 180
+LIKELY_JUDGE_S = {"long-tailed": 85, "short": 30}
+"""Four or eight on one GPU, of 512 and of 500 prompts."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,7 @@ class _Run:
 
     contestant: str
     likely_s: int
-    """The seconds that it took on four H200 of a host with slow processors, 2026-11-26."""
+    """The seconds that it took on four H200, 2026-11-27; verl's are of a day before, with padded rows."""
     overrides: tuple[str, ...] = ()
     label: str = ""
     """Words that its name has behind the contestant's."""
@@ -29,12 +31,12 @@ class _Run:
         return self.likely_s * 7 // 4
 
 
-HEADWAY, HEADWAY_ON_ONE = _Run("headway", 100), _Run("headway", 115)
-HALF_AHEAD = _Run("headway", 100, ("staleness.ahead=0.5",), "-ahead-0.5")
+HEADWAY, HEADWAY_ON_ONE = _Run("headway", 80), _Run("headway", 80)
+HALF_AHEAD = _Run("headway", 90, ("staleness.ahead=0.5",), "-ahead-0.5")
 TRL_IN_EIGHT = _Run("trl-all-threads-8-micro-batches", 240)
 """TRL's synchronous trainer has too little memory for fewer micro-batches of long-tailed samples."""
-TRL_ASYNC = _Run("trl-async", 282)
-TRL, TRL_ON_ONE = _Run("trl-all-threads", 160), _Run("trl-all-threads", 190)
+TRL_ASYNC = _Run("trl-async", 270)
+TRL, TRL_ON_ONE = _Run("trl-all-threads", 160), _Run("trl-all-threads", 175)
 VERL = _Run("verl-sync-packed", 420)
 
 
@@ -67,7 +69,8 @@ def _whole(machine: Machine, task: str, gpus: int, runs: Sequence[_Run], steps: 
     warmed = Measurement(
         warm_up, module("peers", *place, "--unjudged", model), WARM_UP_S, 85, quarters=2, after=machine.model_made
     )
-    made, judges = [warmed], [_judge(warm_up, module("peers", *place, model))]
+    likely_s = LIKELY_JUDGE_S[task]
+    made, judges = [warmed], [_judge(warm_up, module("peers", *place, model), likely_s)]
     for at, run in enumerate(runs):
         number = 1 + sum(earlier == run for earlier in runs[:at])
         name = f"race_{task}_{gpus}_{run.contestant}{run.label}_{number}"
@@ -77,10 +80,10 @@ def _whole(machine: Machine, task: str, gpus: int, runs: Sequence[_Run], steps: 
         last = ("--timeout-s", run.limit_s - SPARE_S, f"learner.steps={steps}", model, *run.overrides)
         command = module("peers", *begin, *of, "--unjudged", *last)
         made.append(Measurement(name, command, run.limit_s, run.likely_s, gpus=gpus, after=(warm_up,)))
-        judges.append(_judge(name, module("peers", *begin, *of, *last), sees=gpus))
+        judges.append(_judge(name, module("peers", *begin, *of, *last), likely_s, sees=gpus))
     return [*made, *judges]
 
 
-def _judge(name: str, command: tuple[str, ...], sees: int = 1) -> Measurement:
+def _judge(name: str, command: tuple[str, ...], likely_s: int, sees: int = 1) -> Measurement:
     """Return what measures a model. It uses one GPU, but a race on two wants to see two."""
-    return Measurement(f"{name}_judged", command, JUDGE_S, LIKELY_JUDGE_S, quarters=1, sees=sees, after=(name,))
+    return Measurement(f"{name}_judged", command, JUDGE_S, likely_s, quarters=1, sees=sees, after=(name,))

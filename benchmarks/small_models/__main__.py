@@ -25,7 +25,7 @@ import torch
 from benchmarks.gpus import NO_MULTICAST
 from benchmarks.throughput import checkpoint
 from benchmarks.throughput.shapes import shape_of
-from learner.config import ComputeConfig, ModelConfig
+from learner.config import ComputeConfig, LearnerConfig, ModelConfig
 
 from . import bare, graphs, kernels, today
 from .rows import StepWork
@@ -48,6 +48,7 @@ def main() -> None:
     """Measure all parts, as the command line says."""
     options = _parse()
     os.environ |= NO_MULTICAST
+    torch.set_num_threads(LearnerConfig().threads)  # as the learner does; more wait for each other on a busy host
     logging.basicConfig(level=logging.WARNING)
     logging.getLogger("learner").setLevel(logging.DEBUG)  # why kernels are launched, not replayed
     began = time.monotonic()
