@@ -50,8 +50,11 @@ MARKS = {
     "core_ready": "init engine .profile",
     "engine_up": r"engine \w+ is up",
     "weights": r"version \S+ (pulled|received)",
+    "base_pulled": "the base of adapters has come",
+    "base_loaded": "holds the base of adapters",
 }
-"""The words of a line in a worker's log, the first of which is the mark's time. Those of vLLM are of 0.26 to 0.32."""
+"""The words of a line in a worker's log, the first of which is the mark's time. Those of vLLM are of 0.26 to 0.32. Only
+runs that train an adapter have a base."""
 FORK_SERVER, CORE, WORKER = "fork_server", "core", "worker"
 PROCESSES = {
     FORK_SERVER: r"multiprocessing\.forkserver",

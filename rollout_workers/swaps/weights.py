@@ -291,6 +291,8 @@ class HeldWeights:
             return self._engine
         base = await self._outages.ride_out(functools.partial(self._subscriber.base, self._base))
         if base is not None:
+            nbytes = sum(base.manifest.buckets)
+            log.info("the base of adapters has come, %.1f GB; the engine loads it", nbytes / 1e9)
             check = functools.partial(refuse_other_tensors, base.manifest) if self._verify else None
             await self._engine.load_base(base.tensors, check=check)
             self._base = base.manifest.fingerprints

@@ -14,7 +14,8 @@ from tests.full_disk import no_files_over
 from tests.weightsync.learner_process import hold_buffer
 from tests.weightsync.processes import ForkedProcess
 from weightsync.tensors.buckets import allocate
-from weightsync.tensors.shared_memory import _decode, attach, host_buffer
+from weightsync.tensors.landing import lasting_buckets
+from weightsync.tensors.shared_memory import _decode, attach, host_buffer, host_handle, lasting_host_memory
 
 NBYTES = 12_345_678
 
@@ -100,3 +101,34 @@ def test_no_room_for_a_buffer_is_told_and_passes() -> None:
 def test_no_memory_to_receive_into_is_told() -> None:
     with pytest.raises(NoRoomError, match=f"no memory on cpu for {1 << 50} bytes of weights"):
         allocate([1 << 50])
+
+
+def test_lasting_memory_can_be_attached_as_long_as_a_tensor_of_it_lives() -> None:
+    memory = lasting_host_memory(NBYTES)
+    part = memory[1000:2000]
+    handle = host_handle(part)
+    assert handle is not None and handle == host_handle(memory)
+    del memory
+    mapped = attach(handle)
+    part.fill_(3)
+    assert (mapped.numel(), int(mapped[1999]), int(mapped[999])) == (NBYTES, 3, 0)
+    assert host_handle(mapped) is None  # it may be gone here before it is gone there
+    del part
+    with pytest.raises(WeightSyncError, match="cannot be mapped here"):
+        attach(handle)
+    assert int(mapped[1999]) == 3
+    assert host_handle(torch.zeros(3)) is None
+
+
+def test_buckets_are_in_ordinary_memory_where_there_is_no_room_for_lasting_memory() -> None:
+    sizes = [1000, 0, 300]
+    lasting = lasting_buckets(sizes)
+    assert [bucket.numel() for bucket in lasting] == sizes
+    assert len({host_handle(bucket) for bucket in lasting} - {None}) == 1
+    lasting[0].fill_(1)
+    lasting[2].fill_(2)
+    assert int(lasting[0].min()) == 1  # they do not overlap
+    with no_files_over(1):
+        ordinary = lasting_buckets(sizes)
+    assert [(bucket.numel(), host_handle(bucket)) for bucket in ordinary] == [(size, None) for size in sizes]
+    assert lasting_buckets([]) == ()

@@ -26,7 +26,7 @@ from weightsync.config import WeightsConfig
 from weightsync.deadline import Deadline
 from weightsync.pace import Pace
 from weightsync.tensors.base_weights import BASE, manifest_of_base
-from weightsync.tensors.landing import Landed, Landing, Window
+from weightsync.tensors.landing import Landed, Landing, Window, lasting_buckets
 from weightsync.transports.abilities import abilities_of, broadcast_device
 from weightsync.transports.http.pull import HttpPull
 from weightsync.transports.threads import BoundedThreads
@@ -140,7 +140,9 @@ class Subscriber:
         cancelled = threading.Event()
         pulled = await self._threads.run(
             "pull-base",
-            lambda: Puller(pull, keeps_base=False).pull(manifest, Deadline(math.inf, cancelled)),
+            lambda: Puller(pull, keeps_base=False).pull(
+                manifest, Deadline(math.inf, cancelled), lasting_buckets(manifest.buckets)
+            ),
             cancelled,
             overdue_s=None,
         )

@@ -5,9 +5,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from broker.errors import NoRoomError
 from broker.schema.weights import TensorSpec
 
-from .buckets import allocate, views
+from .buckets import aligned, allocate, views
+from .shared_memory import lasting_host_memory
 
 
 class Landed:
@@ -75,3 +77,14 @@ class Window:
             by_bucket = itertools.groupby(specs, lambda spec: spec.bucket)
             self._specs, self._of_bucket = specs, {number: tuple(some) for number, some in by_bucket}
         return views(self._of_bucket.get(index, ()), {index: bucket})
+
+
+def lasting_buckets(sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """Return uninitialised buckets of these sizes in bytes, of which an engine's processes need no copy: they are in
+    lasting host memory, or in ordinary memory where that has no room. Raises NoRoomError."""
+    ends = list(itertools.accumulate(map(aligned, sizes)))
+    try:
+        memory = lasting_host_memory(ends[-1] if ends else 0)
+    except NoRoomError:
+        return allocate(sizes)
+    return tuple(memory[end - aligned(size) :][:size] for size, end in zip(sizes, ends, strict=True))

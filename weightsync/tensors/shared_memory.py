@@ -8,9 +8,10 @@ gone with the last process that maps it, however that process ends; others reach
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import torch
@@ -45,19 +46,45 @@ class _GpuHandle(msgspec.Struct, frozen=True, array_like=True, tag="gpu"):
 _decode = msgspec.msgpack.Decoder(_HostHandle | _GpuHandle).decode
 
 
+_lasting: dict[int, bytes] = {}
+"""The handles of lasting memory, by its address here."""
+
+
 @contextmanager
 def host_buffer(nbytes: int) -> Iterator[tuple[torch.Tensor, bytes]]:
     """Yield uint8 host memory and its handle. After the block no process can attach it; those that have keep it.
 
     Raises NoRoomError.
     """
-    directory = IN_RAM if os.path.isdir(IN_RAM) else tempfile.gettempdir()
-    with tempfile.TemporaryFile(dir=directory) as file:
-        _reserve(file.fileno(), nbytes, directory)
-        status = os.fstat(file.fileno())
-        path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-        handle = _HostHandle(path, nbytes, status.st_dev, status.st_ino)
-        yield _mapped(file.fileno(), nbytes), msgspec.msgpack.encode(handle)
+    with _file(nbytes) as file:
+        yield _bytes_of(_mapped(file.fileno(), nbytes), nbytes), _handle(file, nbytes)
+
+
+def lasting_host_memory(nbytes: int) -> torch.Tensor:
+    """Return uint8 host memory that processes of this machine can attach by its `host_handle` for as long as a tensor of
+    it lives here. Raises NoRoomError. Every page is written once, which takes a while for gigabytes."""
+    file = _file(nbytes)
+    try:
+        memory = _mapped(file.fileno(), nbytes)
+    except BaseException:
+        file.close()
+        raise
+    buffer, handle = _bytes_of(memory, nbytes), _handle(file, nbytes)
+    _lasting[buffer.data_ptr()] = handle
+    weakref.finalize(memory, _forget, buffer.data_ptr(), handle, file)
+    return buffer
+
+
+def host_handle(tensor: torch.Tensor) -> bytes | None:
+    """Return the handle of the memory in which a tensor lies, from the beginning of its storage; None unless it is
+    lasting host memory."""
+    return None if tensor.is_cuda else _lasting.get(tensor.untyped_storage().data_ptr())
+
+
+def _forget(address: int, handle: bytes, file: IO[bytes]) -> None:
+    if _lasting.get(address) == handle:  # other memory may have come to lie there
+        del _lasting[address]
+    file.close()
 
 
 def gpu_handle(buffer: torch.Tensor) -> bytes:
@@ -91,7 +118,7 @@ def _attach_host(handle: _HostHandle) -> torch.Tensor:
             raise WeightSyncError(_unreachable(handle, "it leads to another file"))
         if not 0 <= handle.nbytes <= status.st_size:
             raise WeightSyncError(_unreachable(handle, f"it has {status.st_size} bytes, promised were {handle.nbytes}"))
-        return _mapped(descriptor, handle.nbytes)
+        return _bytes_of(_mapped(descriptor, handle.nbytes), handle.nbytes)
     finally:
         os.close(descriptor)
 
@@ -141,6 +168,24 @@ def _uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
+def _file(nbytes: int) -> IO[bytes]:
+    """Return an open file in RAM without a name, of at least one byte. Raises NoRoomError."""
+    directory = IN_RAM if os.path.isdir(IN_RAM) else tempfile.gettempdir()
+    file = tempfile.TemporaryFile(dir=directory)
+    try:
+        _reserve(file.fileno(), nbytes, directory)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _handle(file: IO[bytes], nbytes: int) -> bytes:
+    status = os.fstat(file.fileno())
+    path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+    return msgspec.msgpack.encode(_HostHandle(path, nbytes, status.st_dev, status.st_ino))
+
+
 def _reserve(descriptor: int, nbytes: int, directory: str) -> None:
     """Reserve all of the file now: a write to unreserved pages of a full file system kills the process."""
     try:
@@ -151,10 +196,13 @@ def _reserve(descriptor: int, nbytes: int, directory: str) -> None:
         ) from error
 
 
-def _mapped(descriptor: int, nbytes: int) -> torch.Tensor:
-    if not nbytes:
-        return torch.empty(0, dtype=torch.uint8)
+def _mapped(descriptor: int, nbytes: int) -> mmap.mmap:
+    """Map a file, at least its first byte, as nothing can be mapped of none."""
     try:
-        return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
-    except OSError as error:
+        return mmap.mmap(descriptor, max(1, nbytes))
+    except (OSError, ValueError) as error:  # ValueError: the file is shorter
         raise NoRoomError(f"no address space to map {nbytes} bytes of weights ({error})") from error
+
+
+def _bytes_of(memory: mmap.mmap, nbytes: int) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]

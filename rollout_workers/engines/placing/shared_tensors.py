@@ -3,7 +3,8 @@
     front process: Handover.of(tensors) ─► a few bytes ─► update_weights ─► Mapped.tensors(those bytes): engine
 
 Tensors on a GPU stay in place and are mapped once: an engine that is given the same memory again, with other numbers in
-it, gets the same views. Tensors on a CPU are copied into a file in RAM for the length of one call.
+it, gets the same views. Tensors on a CPU stay in place for the length of one call if all lie in memory that processes
+can attach (`lasting_host_memory`); others are copied into a file in RAM for that long.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ import torch
 
 from rollout_workers.engines.base import NamedTensors
 from weightsync.tensors.buckets import ALIGNMENT, DTYPES
-from weightsync.tensors.shared_memory import attach, gpu_handle, host_buffer
+from weightsync.tensors.shared_memory import attach, gpu_handle, host_buffer, host_handle
 
 KEPT = 2
 """Sets of memory that stay mapped: the engine may receive into one while it swaps the other in."""
@@ -63,11 +64,13 @@ class Handover:
     @contextmanager
     def of(self, tensors: NamedTensors) -> Iterator[Given]:
         """Give the tensors to processes of this machine until the end of the block."""
-        if any(not tensor.is_cuda for _, tensor in tensors):
-            with _copied([(name, tensor.cpu()) for name, tensor in self._wanted(tensors)]) as shared:
-                yield _encoded(shared)
-        else:
+        if all(tensor.is_cuda for _, tensor in tensors):
             yield self._known(tensors)
+        elif (lasting := _lasting(wanted := self._wanted(tensors))) is not None:
+            yield _encoded(lasting)
+        else:
+            with _copied([(name, tensor.cpu()) for name, tensor in wanted]) as shared:
+                yield _encoded(shared)
 
     @asynccontextmanager
     async def handed(self, tensors: NamedTensors) -> AsyncIterator[Given]:
@@ -85,29 +88,45 @@ class Handover:
         return given
 
     def _in_place(self, tensors: NamedTensors) -> _Shared:
-        buffers: dict[int, int] = {}
-        places = []
-        for name, tensor in tensors:
-            storage = tensor.untyped_storage()
-            address = storage.data_ptr()
-            if address not in buffers:
-                buffers[address] = len(buffers)
-                self._keep(storage, tensor)
-            offset = int(tensor.storage_offset()) * tensor.element_size()
-            places.append(_Place(name, _dtype(tensor), tuple(tensor.shape), buffers[address], offset, tensor.nbytes))
-        while len(self._handles) > KEPT * len(buffers):
+        handles, places = _places(tensors, self._keep)
+        while len(self._handles) > KEPT * len(handles):
             self._handles.popitem(last=False)
-        return _Shared(tuple(self._handles[address][1] for address in buffers), tuple(places), stays=True)
+        return _Shared(handles, places, stays=True)
 
-    def _keep(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> None:
+    def _keep(self, tensor: torch.Tensor) -> bytes:
+        storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if address not in self._handles:
             self._handles[address] = storage, gpu_handle(tensor)
         self._handles.move_to_end(address)
+        return self._handles[address][1]
 
 
 def _encoded(shared: _Shared) -> Given:
     return Given(tuple(place.name for place in shared.places), msgspec.msgpack.encode(shared))
+
+
+def _places(
+    tensors: NamedTensors, handle_of: Callable[[torch.Tensor], bytes]
+) -> tuple[tuple[bytes, ...], tuple[_Place, ...]]:
+    """Return the handle of each storage that contiguous tensors lie in, and the place of each tensor."""
+    buffers: dict[int, int] = {}
+    handles, places = [], []
+    for name, tensor in tensors:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in buffers:
+            buffers[address] = len(buffers)
+            handles.append(handle_of(tensor))
+        offset = int(tensor.storage_offset()) * tensor.element_size()
+        places.append(_Place(name, _dtype(tensor), tuple(tensor.shape), buffers[address], offset, tensor.nbytes))
+    return tuple(handles), tuple(places)
+
+
+def _lasting(tensors: NamedTensors) -> _Shared | None:
+    """Return the places of tensors that all lie in lasting host memory; None if one does not, or is not contiguous."""
+    if not tensors or any(host_handle(tensor) is None or not tensor.is_contiguous() for _, tensor in tensors):
+        return None
+    return _Shared(*_places(tensors, lambda tensor: host_handle(tensor) or b""), stays=False)
 
 
 @contextmanager
