@@ -107,7 +107,8 @@ def test_lasting_memory_can_be_attached_as_long_as_a_tensor_of_it_lives() -> Non
     memory = lasting_host_memory(NBYTES)
     part = memory[1000:2000]
     handle = host_handle(part)
-    assert handle is not None and handle == host_handle(memory)
+    assert handle is not None
+    assert handle == host_handle(memory)
     del memory
     mapped = attach(handle)
     part.fill_(3)

@@ -10,7 +10,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import IO, Any
 
 import msgspec
@@ -61,18 +61,15 @@ def host_buffer(nbytes: int) -> Iterator[tuple[torch.Tensor, bytes]]:
 
 
 def lasting_host_memory(nbytes: int) -> torch.Tensor:
-    """Return uint8 host memory that processes of this machine can attach by its `host_handle` for as long as a tensor of
-    it lives here. Raises NoRoomError. Every page is written once, which takes a while for gigabytes."""
-    file = _file(nbytes)
-    try:
-        memory = _mapped(file.fileno(), nbytes)
-    except BaseException:
-        file.close()
-        raise
-    buffer, handle = _bytes_of(memory, nbytes), _handle(file, nbytes)
-    _lasting[buffer.data_ptr()] = handle
-    weakref.finalize(memory, _forget, buffer.data_ptr(), handle, file)
-    return buffer
+    """Return uint8 host memory that processes of this machine can attach by its `host_handle` for as long as a tensor
+    of it lives here. Raises NoRoomError. Every page is written once, which takes a while for gigabytes."""
+    with ExitStack() as until_forgotten:
+        file = until_forgotten.enter_context(_file(nbytes))
+        memory, handle = _mapped(file.fileno(), nbytes), _handle(file, nbytes)
+        buffer = _bytes_of(memory, nbytes)
+        _lasting[buffer.data_ptr()] = handle
+        weakref.finalize(memory, _forget, buffer.data_ptr(), handle, until_forgotten.pop_all())
+        return buffer
 
 
 def host_handle(tensor: torch.Tensor) -> bytes | None:
@@ -81,10 +78,10 @@ def host_handle(tensor: torch.Tensor) -> bytes | None:
     return None if tensor.is_cuda else _lasting.get(tensor.untyped_storage().data_ptr())
 
 
-def _forget(address: int, handle: bytes, file: IO[bytes]) -> None:
+def _forget(address: int, handle: bytes, opened: ExitStack) -> None:
     if _lasting.get(address) == handle:  # other memory may have come to lie there
         del _lasting[address]
-    file.close()
+    opened.close()
 
 
 def gpu_handle(buffer: torch.Tensor) -> bytes:
@@ -168,16 +165,13 @@ def _uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def _file(nbytes: int) -> IO[bytes]:
-    """Return an open file in RAM without a name, of at least one byte. Raises NoRoomError."""
+@contextmanager
+def _file(nbytes: int) -> Iterator[IO[bytes]]:
+    """Yield an open file in RAM without a name, of at least one byte. Raises NoRoomError."""
     directory = IN_RAM if os.path.isdir(IN_RAM) else tempfile.gettempdir()
-    file = tempfile.TemporaryFile(dir=directory)
-    try:
+    with tempfile.TemporaryFile(dir=directory) as file:
         _reserve(file.fileno(), nbytes, directory)
-    except BaseException:
-        file.close()
-        raise
-    return file
+        yield file
 
 
 def _handle(file: IO[bytes], nbytes: int) -> bytes:
