@@ -22,6 +22,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -70,6 +71,7 @@ CACHES = {"VLLM_CACHE_ROOT": "vllm", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTO
 def main() -> int:
     """Measure all runs, as the command line says. Return the exit code: 1 if one failed."""
     options = _parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the run ends too, as at Ctrl-C
     overrides = ["stages=[{kind: rl}]", "learner.steps=1000", "evaluation.prompts=0", *options.overrides]
     if options.gpus:
         overrides = [*placement(options.gpus, 1, options.workers_per_gpu), *overrides]
