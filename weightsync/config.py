@@ -117,8 +117,8 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     pull_files: Annotated[
         bool,
         Meta(
-            description="a worker that pulls the first version reads it from the files in model.path, if it finds them"
-            " and they have the published fingerprints (it may choose for itself)"
+            description="a worker that pulls the first version, or the base of adapters, reads it from the files in"
+            " model.path, if it finds them and they have the published fingerprints (it may choose for itself)"
         ),
     ] = False
 

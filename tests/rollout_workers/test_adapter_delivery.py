@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 import torch
 from msgspec.structs import replace
+from safetensors.torch import save_file
 
 from broker.client.broker import BlockingBroker, Broker
 from broker.errors import WeightSyncError
@@ -22,6 +23,7 @@ from rollout_workers.worker import Worker
 from weightsync.config import WeightsConfig
 from weightsync.publish.publisher import Publisher, PublishReport
 from weightsync.receive.subscriber import Subscriber
+from weightsync.tensors.shared_memory import host_handle
 
 from .adapters import RANK, SCALE, NamedTensors, adapter_delivery, base_tensors, make_adapter, merged
 from .loop import CAPACITY, Learner, make_worker, running, until, until_a_group_forms
@@ -102,6 +104,30 @@ async def test_published_adapters_reach_an_engine_that_pulls_their_base_once(run
         )
         got = torch.tensor(trajectory.behavior_logprobs)
         torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("run", ["embedded"], indirect=True)
+@pytest.mark.parametrize("is_whole", [True, False])
+async def test_the_base_is_read_from_the_models_files_if_they_hold_it(
+    run: AdapterRun, brokers: tuple[Broker, Broker], tmp_path: Path, is_whole: bool
+) -> None:
+    tensors = dict(base_tensors("dense"))
+    if not is_whole:
+        next(iter(tensors.values())).add_(1)
+    (tmp_path / "files").mkdir()
+    save_file(tensors, tmp_path / "files" / "model.safetensors")
+    served, find = list[str](), run.publisher._pulls.find
+    run.publisher._pulls.find = lambda path: served.append(path) or find(path)  # type: ignore[func-returns-value]
+    await run.publish(0)
+    subscriber = Subscriber(brokers[1], "worker-2", WeightsConfig(), model=tmp_path / "files")
+    found = await subscriber.base(())
+    assert found is not None
+    assert {name: torch.equal(tensor, dict(base_tensors("dense"))[name]) for name, tensor in found.tensors} == (
+        dict.fromkeys(tensors, True)
+    )
+    assert bool(served) is not is_whole
+    assert all(host_handle(tensor) for _, tensor in found.tensors)  # an engine's processes need no copy
+    await subscriber.close()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""The first version of a run, read from the model's files where a worker can read them, instead of from the learner.
+"""The first version of a run, or the base of its adapters, read from the model's files where a worker can read them,
+instead of from the learner.
 
 A path proves nothing: each bucket is compared with the published fingerprints, like one that came over the network, and
 comes from the learner if anything is different. Then, and after the first version, no file is read any more.
@@ -16,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from broker.errors import WeightSyncError
 from broker.schema.weights import DeltaSpec, TensorSpec, WeightManifest
 from weightsync.deadline import Deadline
+from weightsync.tensors.base_weights import BASE
 from weightsync.tensors.buckets import DTYPES, aligned, verify, view
 from weightsync.transports.base import PullTransport
 
@@ -69,9 +71,8 @@ class FilesPull:
         except (OSError, KeyError, RuntimeError, ValueError, SafetensorError, WeightSyncError) as error:
             if not self._is_over:
                 self._is_over = True
-                logger.info(
-                    "version %s comes from the learner, not from %s: %s", manifest.version, self._directory, error
-                )
+                told = "the base of adapters" if manifest.version == BASE else f"version {manifest.version}"
+                logger.info("%s comes from the learner, not from %s: %s", told, self._directory, error)
             return False
         return True
 

@@ -34,6 +34,7 @@ from weightsync.transports.threads import BoundedThreads
 from .deliveries import Arriving, Delivery
 from .groups import GroupFollower
 from .inbox import Inbox
+from .model_files import FilesPull
 from .puller import Puller
 from .pulls import Pulls
 from .receiver import JoinedGroup
@@ -59,10 +60,12 @@ class Subscriber:
         model: Path | None = None,
     ) -> None:
         """`roots`: modules below which a transport of the user's own may be imported; by default those of
-        ImportRoots. `model`: a directory from which the first version is read if it holds that, see `model_files`."""
+        ImportRoots. `model`: a directory from which the first version, or the base of adapters, is read if it holds
+        that, see `model_files`."""
         roots = roots or ImportRoots()
         self._broker = broker
         self._config = config
+        self._model = model
         self._threads = BoundedThreads()
         self._groups = GroupFollower(broker, worker, self._threads, roots)
         self.joins_groups = config.follow == "broadcast"
@@ -136,7 +139,8 @@ class Subscriber:
             await asyncio.sleep(self._config.poll_s)
 
     async def _pull_base(self, manifest: WeightManifest) -> Delivery:
-        pull = HttpPull(self._config.broadcast_timeout_s, Pace(self._config.pull_bytes_per_s))
+        learner = HttpPull(self._config.broadcast_timeout_s, Pace(self._config.pull_bytes_per_s))
+        pull = learner if self._model is None else FilesPull(self._model, learner)
         cancelled = threading.Event()
         pulled = await self._threads.run(
             "pull-base",
