@@ -117,7 +117,7 @@ async def test_the_base_is_read_from_the_models_files_if_they_hold_it(
     (tmp_path / "files").mkdir()
     save_file(tensors, tmp_path / "files" / "model.safetensors")
     served, find = list[str](), run.publisher._pulls.find
-    run.publisher._pulls.find = lambda path: served.append(path) or find(path)  # type: ignore[func-returns-value]
+    run.publisher._pulls.find = lambda path: served.append(path) or find(path)  # type: ignore[func-returns-value, method-assign]
     await run.publish(0)
     subscriber = Subscriber(brokers[1], "worker-2", WeightsConfig(), model=tmp_path / "files")
     found = await subscriber.base(())
