@@ -9,10 +9,12 @@ from rich.text import Text
 
 from broker.errors import ConfigError
 from deploy.recipe.loading import load_recipe
+from deploy.recipe.recipe import Recipe
 from deploy.tables import WholeWords
 from deploy.terminal import styled
 from learner.config import ModelConfig
 from learner.data.inspection import FoundUse, Inspection, RenderedRecord
+from learner.data.prompts.rows import named_fields
 from learner.data.records import RecordOptions
 
 EXAMPLES = 3
@@ -32,26 +34,28 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def inspect_data(path: str, options: dict[str, Any], recipe: str, model: str) -> Report:
-    """Return what the file is to each stage; with examples if a recipe or a model's directory is given."""
-    inspection = Inspection(path, msgspec.convert(options, RecordOptions))
+    """Return what the file is to each stage; with examples if a recipe or a model's directory is given. The columns of
+    prompts have the names that the recipe gives them."""
+    if recipe and model:
+        raise ConfigError("--recipe and --model exclude each other: a recipe names its model.")
+    loaded = load_recipe(recipe) if recipe else None
+    fields = named_fields(loaded.prompts.options) if loaded else None
+    inspection = Inspection(path, msgspec.convert(options, RecordOptions), fields)
     findings = inspection.findings
     return Report(
         path=path,
         is_usable=any(finding.records for finding in findings),
         uses=findings,
-        examples=_examples(inspection, recipe, model) if recipe or model else [],
+        examples=_examples(inspection, loaded, model) if loaded or model else [],
     )
 
 
-def _examples(inspection: Inspection, recipe: str, model: str) -> list[RenderedRecord]:
+def _examples(inspection: Inspection, recipe: Recipe | None, model: str) -> list[RenderedRecord]:
     from learner.data.prompts.rendering import Renderer
     from learner.models.model import load_tokenizer
 
-    if recipe and model:
-        raise ConfigError("--recipe and --model exclude each other: a recipe names its model.")
-    loaded = load_recipe(recipe) if recipe else None
-    tokenizer = load_tokenizer(loaded.model if loaded else ModelConfig(path=model))
-    return inspection.examples(tokenizer, Renderer(tokenizer, loaded.prompts.system_prompt if loaded else ""), EXAMPLES)
+    tokenizer = load_tokenizer(recipe.model if recipe else ModelConfig(path=model))
+    return inspection.examples(tokenizer, Renderer(tokenizer, recipe.prompts.system_prompt if recipe else ""), EXAMPLES)
 
 
 def page(report: Report) -> RenderableType:

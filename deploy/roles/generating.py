@@ -25,7 +25,7 @@ from learner.backends.adapter_files import open_weights
 from learner.config import ModelConfig
 from learner.data.prompts.cursor import group_at
 from learner.data.prompts.rendering import Renderer
-from learner.data.prompts.rows import RowFields, read_rows, to_items
+from learner.data.prompts.rows import Row, RowFields, named_fields, names_of, read_rows, to_items
 from learner.models.model import load_tokenizer
 from rollout_workers.decoding import Decoding, load_decoding, response_text
 from rollout_workers.evaluate import all_of
@@ -124,7 +124,8 @@ class BatchInference:
         tokenizer = load_tokenizer(ModelConfig(path=str(self.model.path)))
         renderer = Renderer(tokenizer, "" if recipe is None else recipe.prompts.system_prompt)
         kind = "parquet" if self.prompts.suffix == ".parquet" else "jsonl"
-        rows = ((place, {**row, "ground_truth": ""}) for place, row in read_rows(kind, str(self.prompts), "PROMPTS"))
+        column = named_fields({} if recipe is None else recipe.prompts.options).prompt_field
+        rows = ((place, _asked(place, row, column)) for place, row in read_rows(kind, str(self.prompts), "PROMPTS"))
         rendered: list[Prompt] = []
         for item in to_items(rows, RowFields(), self.prompts.name):
             group = group_at((0, len(rendered)))
@@ -192,6 +193,20 @@ class OwnEngine:
             await all_of([work() for _ in range(min(engine.capacity, len(prompts)))])
         finally:
             await engine.close()
+
+
+def _asked(place: str, row: Row, column: str) -> Row:
+    """Return the row with its prompt in `prompt`; where it has none there, that of the column that the run trains on.
+    Raises ConfigError for a row without a prompt."""
+    prompt = row.get(column) if row.get("prompt") is None else row["prompt"]
+    if prompt is None:
+        searched = (
+            "'prompt'" if column == "prompt" else f"'prompt' and no {column!r}, the run's prompts.options.prompt_field"
+        )
+        raise ConfigError(
+            f"{place}: no {searched}; the row has {names_of(row)}. A row needs 'prompt', a text or a list of messages."
+        )
+    return {**row, "prompt": prompt, "ground_truth": ""}
 
 
 def response_of(decoding: Decoding, tokens: Sequence[int], finish_reason: Literal["stop", "length"]) -> Response:

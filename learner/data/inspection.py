@@ -60,9 +60,10 @@ class RenderedRecord(msgspec.Struct, frozen=True, kw_only=True):
 class Inspection:
     """One file, read for every use."""
 
-    def __init__(self, path: str, options: RecordOptions) -> None:
-        """Raises ConfigError if there is no such file, or if it is no file of records at all."""
-        self._path = path
+    def __init__(self, path: str, options: RecordOptions, fields: RowFields | None = None) -> None:
+        """`fields` are the columns of prompts. Raises ConfigError if there is no such file, or if it is no file of
+        records at all."""
+        self._path, self._fields = path, fields or RowFields()
         self._options = msgspec.structs.replace(options, on_bad_row="skip")
         next(open_rows(path, self._options, "data"), None)  # raises for what is no file of records
         self._found: dict[str, Any] = {}
@@ -98,7 +99,7 @@ class Inspection:
             try:
                 if isinstance(row, RowError):
                     raise row
-                items += to_items([(place, row)], RowFields(), Path(self._path).stem)
+                items += to_items([(place, row)], self._fields, Path(self._path).stem)
             except ConfigError as error:
                 skipped.add(getattr(error, "reason", "no prompt with a ground truth"), str(error))
         if not items:

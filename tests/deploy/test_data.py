@@ -103,6 +103,20 @@ def test_prompts_are_shown_as_the_recipes_model_gets_them(tmp_path: Path, capsys
     assert (example["what"], example["pieces"], example["trained_tokens"]) == ("prompt", [["^1+1=", False]], 0)
 
 
+def test_prompts_are_read_by_the_columns_that_the_recipe_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = jsonl(tmp_path / "data.jsonl", {"question": "^1+1=", "answer": "2"})
+    Path("own.yaml").write_text(
+        "base: arithmetic.yaml\nprompts: {kind: jsonl, path: data.jsonl,"
+        " options: {prompt_field: question, ground_truth_field: answer}}\n"
+    )
+    report = inspected(capsys, path, "--recipe", "own.yaml")
+    assert [use["use"] for use in report["uses"] if use["records"]] == ["rl"]
+    assert report["examples"][0]["pieces"] == [["^1+1=", False]]
+
+
 def test_a_file_without_a_use_says_why_for_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(["data", "inspect", jsonl(tmp_path / "data.jsonl", {"x": 1})]) == 1
     shown = " ".join(capsys.readouterr().out.split())

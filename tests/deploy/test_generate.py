@@ -12,6 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from deploy.cli.main import answer
+from deploy.recipe.loading import dump_recipe, load_recipe
 from tests.full_disk import no_files_over
 from tests.rollout_workers.reward_models import save_model
 
@@ -179,3 +180,22 @@ def test_a_reward_model_is_told_to_write_nothing(
     save_model(Path("rm"), scores=True)
     assert answer(command) == 1
     assert "rm is a reward model, which scores text and writes none. Give a policy" in capsys.readouterr().err
+
+
+def test_a_runs_own_column_holds_the_prompts_where_a_file_has_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    model = make_model(run / "sft")
+    own = load_recipe("arithmetic.yaml", ["prompts={kind: jsonl, path: t.jsonl, options: {prompt_field: question}}"])
+    (run / "config.yaml").write_text(dump_recipe(own))
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text('{"question": "1+2=", "answer": "3"}\n{"prompt": "4", "question": "5"}\n')
+    generate(capsys, model, asked, "--out", tmp_path / "a.jsonl", *SMALL)
+    assert [line["prompt"] for line in answers(tmp_path / "a.jsonl")] == ["1+2=", "4"]
+    asked.write_text('{"text": "1+2="}\n')
+    said = generate(capsys, model, asked, "--out", tmp_path / "b.jsonl", *SMALL)["error"]
+    assert (
+        "asked.jsonl:1: no 'prompt' and no 'question', the run's prompts.options.prompt_field; the row has text."
+        in said
+    )

@@ -20,7 +20,11 @@ def data() -> None:
 
 @data.command()
 @click.argument("file")
-@click.option("--recipe", default="", help="Show examples as this recipe's model gets them.")
+@click.option(
+    "--recipe",
+    default="",
+    help="Read prompts from the columns that this recipe names, and show examples as its model gets them.",
+)
 @click.option("--model", default="", metavar="DIR", help="Show examples as this model gets them.")
 @click.option(
     "--format", "layout", default="", metavar="NAME", help="Read it in this layout.  [default: by its columns]"

@@ -27,6 +27,12 @@ class RowFields(msgspec.Struct, frozen=True, kw_only=True):
     ground_truth_field: str = "ground_truth"
 
 
+def named_fields(options: Mapping[str, Any]) -> RowFields:
+    """Returns the names of columns that a recipe's `prompts.options` give, whatever reads its prompts."""
+    given = {name: options.get(name) for name in RowFields.__struct_fields__}
+    return RowFields(**{name: value for name, value in given.items() if isinstance(value, str) and value})
+
+
 def read_rows(kind: str, path: str, where: str) -> Iterator[tuple[str, Row]]:
     """Yields (`file:line`, row) for each row of a JSONL or Parquet file. Raises ConfigError."""
     file = Path(path)
@@ -54,7 +60,7 @@ def _item(row: Row, place: str, fields: RowFields, default_source: str) -> Item:
     if content is None or truth is None:
         option = "prompt_field" if content is None else "ground_truth_field"
         raise ConfigError(
-            f"{place}: no {getattr(fields, option)!r}; the row has {_names(row)}. If it has another name there, give"
+            f"{place}: no {getattr(fields, option)!r}; the row has {names_of(row)}. If it has another name there, give"
             f" that: prompts.options.{option}=NAME."
         )
     data_source = str(rest.pop("data_source", None) or default_source)
@@ -109,7 +115,8 @@ def _json_row(line: bytes, place: str) -> Row:
     return row
 
 
-def _names(row: Row) -> str:
+def names_of(row: Row) -> str:
+    """Returns the names of a row's columns for an error."""
     return _short(", ".join(map(str, row)), 200) if row else "nothing"
 
 
