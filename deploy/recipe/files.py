@@ -244,11 +244,16 @@ def _value_of(override: str) -> Any:
 def _apply(config: DictConfig, key: str, value: Any) -> None:
     try:
         OmegaConf.update(config, by_index(config, key), value, merge=True)
+    except IndexError as error:
+        raise ConfigError(
+            f"The override of {key[:200]!r} does not fit the recipe: the list has no item of this number. Items count"
+            " from 0; to add one, write it into the recipe, or give the whole list:"
+            f" '{key[:200].rpartition('[')[0]}=[{{...}}, {{...}}]'."
+        ) from error
     except (
         OmegaConfBaseException,
         ValueError,
         TypeError,
-        IndexError,
         KeyError,
         AssertionError,
         RecursionError,

@@ -12,6 +12,8 @@ from msgspec import Meta
 
 from broker.errors import ConfigError
 
+from .other_names import OTHER_NAMES
+
 WORDS = {
     int: "an integer",
     float: "a number",
@@ -41,7 +43,7 @@ def explain(error: msgspec.ValidationError, raw: Any, struct: type[msgspec.Struc
         return f"{source}: {path} is missing; expected {_expected(path, struct)}."
     value = _look_up(raw, path)
     quote = " (quote it to make it a text: '\"...\"')" if _wants_text(path, struct, value) else ""
-    return f"{source}: {path} is {value!r}; expected {_expected(path, struct)}{quote}."
+    return f"{source}: {path} is {value!r}; expected {_expected(path, struct)}{quote}.{_written(path, struct, value)}"
 
 
 def _unknown(raw: Any, annotation: Any, path: str) -> Iterator[tuple[str, list[str]]]:
@@ -62,11 +64,14 @@ def _unknown(raw: Any, annotation: Any, path: str) -> Iterator[tuple[str, list[s
 
 
 def _nearest(path: str, fields: list[str], struct: type[msgspec.Struct]) -> str:
-    """Return the nearest key: one of just that name elsewhere, else a similar sibling, else a similar key elsewhere,
-    else ''."""
+    """Return the nearest key: the one that TRL or verl call so, else one of just that name elsewhere, else a similar
+    sibling, else a similar key elsewhere, else ''."""
     parent, _, leaf = path.rpartition(".")
     prefix = f"{parent}." if parent else ""
-    everywhere = {path.rpartition(".")[2]: path for path in _all_paths(struct, "")}
+    paths = list(_all_paths(struct, ""))
+    if (other := OTHER_NAMES.get(leaf, "")).partition(".options.")[0] in paths:
+        return other
+    everywhere = {path.rpartition(".")[2]: path for path in paths}
     if leaf in everywhere:
         return everywhere[leaf]
     if close := difflib.get_close_matches(leaf, fields, n=1, cutoff=0.6):
@@ -96,6 +101,17 @@ def _expected(path: str, struct: type[msgspec.Struct]) -> str:
         words += ", or null"
     meaning = next((meta.description for meta in metas if meta.description), "")
     return f"{words} ({meaning})" if meaning else words
+
+
+def _written(path: str, struct: type[msgspec.Struct], value: Any) -> str:
+    """Return how to write a kind that stands where its section, or a list of such sections, is expected."""
+    kind = _plain(_annotation(path, struct))
+    is_list = get_origin(kind) is tuple
+    item = get_args(kind)[0] if is_list else kind
+    is_file = isinstance(value, str) and "." in value and ":" not in value
+    if not isinstance(value, str) or is_file or not _is_struct(item) or next(iter(_fields(item))) != "kind":
+        return ""
+    return f" Write [{{kind: {value}}}]." if is_list else f" Write {{kind: {value}}}."
 
 
 def _bounds(meta: Meta) -> Iterator[tuple[str, float]]:

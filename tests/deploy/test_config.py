@@ -138,6 +138,12 @@ def test_a_worker_may_change_its_engine(recipe_path: Path) -> None:
             "rewards=[]",
             "mine.yaml: there are no rewards, which score responses to prompts.",
         ),
+        ("optimizer.lr=1", "mine.yaml: unknown key optimizer.lr; did you mean optimizer.learning_rate?"),
+        ("seed=1", "mine.yaml: unknown key seed; did you mean run.seed?"),
+        (
+            "algorithm.epsilon_high=0.3",
+            "mine.yaml: unknown key algorithm.epsilon_high; did you mean algorithm.objective.options.clip_high?",
+        ),
         ("run=x", "mine.yaml: run is 'x'; expected a section with name, directory, seed, placement."),
         ("algorithm=3", "mine.yaml: algorithm is 3; expected a section of keys."),
         (
@@ -152,7 +158,7 @@ def test_a_worker_may_change_its_engine(recipe_path: Path) -> None:
         ),
         (
             "sft.phases[7].kind=x",
-            "The override of 'sft.phases[7].kind' does not fit the recipe: list index out of range.",
+            "The override of 'sft.phases[7].kind' does not fit the recipe: the list has no item of this number.",
         ),
         (
             "sft.phases=[{max_steps: 3}]",

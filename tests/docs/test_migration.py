@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from deploy.recipe.loading import load_recipe
+from deploy.recipe.other_names import OTHER_NAMES
 from deploy.recipe.recipe import Recipe
 from deploy.run.resuming import keys_of
 
@@ -29,6 +30,17 @@ def test_every_key_of_the_page_is_a_key_of_a_recipe() -> None:
     assert len(named) > 50
     unknown = [name for name in named if not any(re.match(rf"{re.escape(key)}($|[.\[])", name) for key in keys)]
     assert unknown == []
+
+
+def test_an_error_names_the_key_that_the_page_names() -> None:
+    lines = [line for line in PAGE.splitlines() if line.startswith("|")]
+    # the page names the parts of one setting, such as `algorithm.kl.coefficient`, `kind=k3`, in one line
+    wrong = {
+        name: key
+        for name, key in OTHER_NAMES.items()
+        if not any(key.rpartition(".")[2] in line and re.search(rf"[`._]{name}\b", line) for line in lines)
+    }
+    assert wrong == {}
 
 
 def test_the_recipe_is_the_translation_of_the_configuration(tmp_path: Path) -> None:
