@@ -371,7 +371,8 @@ def forget(url: str, run: str) -> None:
 
 def program() -> str:
     """Return what the user types for `headway`: its path if the virtual environment is not active."""
-    return "headway" if shutil.which("headway") else os.path.relpath(sys.argv[0])
+    own = Path(sys.executable).with_name("headway")  # a run's processes start as `python -m deploy`, no command to type
+    return "headway" if shutil.which("headway") else os.path.relpath(own if own.exists() else sys.argv[0])
 
 
 def check_rewind(recipe: Recipe, rewind: Rewind | None) -> None:

@@ -41,6 +41,10 @@ STATES = {
 }
 """The run's states in words for people. Other states are shown as they are."""
 NO_LEARNER = "Waiting for a learner to take the run."
+NOTHING_TRAINED = (
+    "The run had finished before, so nothing was trained. To train on, resume it with a larger learner.steps, or with a"
+    " larger prompts.epochs where its prompts had ended."
+)
 
 
 Look = Callable[[], tuple[RunStatus, Waiting | None]]
@@ -60,6 +64,8 @@ class Monitor:
         self._printed = (-1, -1)
         self._found = (-1, -1)
         """The last step before this monitor, perhaps of a learner that has ended."""
+        self._found_state = ""
+        self._has_begun_again = False
         self._is_first_look = True
         self._state = ""
         self._named = set[str]()
@@ -105,6 +111,7 @@ class Monitor:
             return
         if self.last is None:
             self._found = max(map(_place, status.recent_steps), default=(-1, -1))
+            self._found_state = status.state
         self.last = status
         for text in self._faults.news(status):
             self.say(text)
@@ -117,6 +124,14 @@ class Monitor:
                 self.say(news)
         if warning := self._flat.news([step for step in status.recent_steps if _place(step) > self._found]):
             self.say(warning)
+        if self._found_state == "finished":
+            self._tell_nothing_trained(status)
+
+    def _tell_nothing_trained(self, status: RunStatus) -> None:
+        has_ended_again = self._has_begun_again and status.state == "finished"
+        if has_ended_again and max(map(_place, status.recent_steps), default=(-1, -1)) == self._found:
+            self.say(NOTHING_TRAINED)
+        self._has_begun_again = status.state not in RUN_OVER
 
     def _tell_absent(self, error: str) -> None:
         others = error.partition("Runs there: ")[2]
@@ -139,11 +154,13 @@ class Monitor:
             self._state = (
                 status.state if status.state in RUN_OVER else ""
             )  # the old state of a run that is being resumed
-        self._tell_state(status.state)
+        if status.state not in RUN_OVER:
+            self._tell_state(status.state)
         for step in status.recent_steps:
             if _place(step) > self._printed:
                 self._printed = _place(step)
                 self.say(step_line(step) + f"  {_load(status)}")
+        self._tell_state(status.state)
 
     def _tell_state(self, state: str) -> None:
         if state != self._state and self._live is None:

@@ -16,7 +16,7 @@ from broker.schema.status import DeadLetter, RunStatus
 from deploy.observe.changes import changes
 from deploy.observe.faults import FaultNews
 from deploy.observe.flat_rewards import FlatRewardNews, flat_reward_text
-from deploy.observe.live import NO_LEARNER, Monitor, panel, sparkline, step_line
+from deploy.observe.live import NO_LEARNER, NOTHING_TRAINED, Monitor, panel, sparkline, step_line
 from deploy.observe.status import status_json, status_tables
 from deploy.terminal import Terminal
 
@@ -206,6 +206,39 @@ def test_how_a_run_had_ended_that_is_resumed_is_old_news() -> None:
         "Training.",
         "Stopped; --resume goes on from the last checkpoint.",
     ]
+
+
+def test_the_end_of_a_run_is_told_behind_its_last_step() -> None:
+    output = io.StringIO()
+    monitor = Monitor(Script(run_status(1), replace(run_status(2), state="finished")), Terminal(file=output, width=200))
+    for _ in range(2):
+        monitor._look()
+    assert [line.partition("/")[0] for line in output.getvalue().splitlines()] == [
+        "Training.",
+        "step    1",
+        "step    2",
+        "Finished.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("states", "last", "is_told"),
+    [
+        (("finished", "claimed", "finished", "finished"), 3, True),
+        (("finished", "claimed", "finished"), 4, False),
+        (("stopped", "claimed", "finished"), 3, False),
+        (("training", "finished"), 3, False),
+    ],
+)
+def test_that_a_finished_run_was_resumed_in_vain_is_told_once(
+    states: tuple[str, ...], last: int, is_told: bool
+) -> None:
+    output = io.StringIO()
+    looks = [replace(run_status(3), state=state) for state in states[:-1]]
+    monitor = Monitor(Script(*looks, replace(run_status(last), state=states[-1])), Terminal(file=output, width=200))
+    for _ in states:
+        monitor._look()
+    assert output.getvalue().count(NOTHING_TRAINED) == is_told
 
 
 def test_a_line_above_the_panel_leaves_its_markup_alone() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deploy.launch.commands import WorkerCommand, connection
-from deploy.launch.local import Local, run_stages
+from deploy.launch.local import Local, program, run_stages
 from deploy.recipe.loading import load_recipe
 from deploy.run.directory import prepare
 from deploy.run.stage_output import after_stages
@@ -37,6 +37,20 @@ def test_hints_name_the_runs_own_recipe(tmp_path: Path, monkeypatch: pytest.Monk
     assert " report runs/stale\n" in text
     assert " eval runs/stale/config.yaml --checkpoint runs/stale/checkpoints/1/step_3\n" in text
     assert f" run arithmetic.yaml learner.steps=3 {overrides[2]} staleness.max_lag=8 run.name=stale-8\n" in text
+
+
+@pytest.mark.parametrize("called", ["somewhere/deploy/__main__.py", "venv/bin/headway"])
+def test_hints_name_a_command_that_can_be_typed(called: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = tmp_path / "venv" / "bin" / "headway"
+    own.parent.mkdir(parents=True)
+    own.touch()
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("sys.executable", str(own.with_name("python")))
+    monkeypatch.setattr("sys.argv", [called])
+    assert program() == "venv/bin/headway"
+    own.unlink()
+    assert program() == called
 
 
 def test_hints_show_no_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
