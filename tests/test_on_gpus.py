@@ -278,6 +278,9 @@ def test_a_learner_without_its_kernels_is_told_before_anything_is_measured(
     monkeypatch.setattr(sys, "argv", ["on_gpus", *place, "learner"])
     assert on_gpus() == 2
     assert "cannot import flash_attn.cute: ModuleNotFoundError: no cutlass.cute" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["on_gpus", *place[:-1], str(tmp_path / "none"), "learner"])
+    assert on_gpus() == 2
+    assert "No such file" in capsys.readouterr().err
     assert not output.exists()
 
 

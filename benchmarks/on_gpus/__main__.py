@@ -25,7 +25,7 @@ SIZES = (2, 4)
 
 
 def main() -> int:
-    """Return the exit code: 1 if a measurement has no result, 2 if none was made for what an interpreter lacks."""
+    """Return the exit code: 1 if a measurement has no result, 2 if none was begun, as `--learner` lacks its kernels."""
     options = _parse()
     machine = Machine(
         gpus=tuple(gpu_names(options.gpus)),
@@ -62,7 +62,10 @@ def main() -> int:
 def _lacks_its_kernels(python: Path) -> str:
     """Return why an interpreter cannot import flash-attn-4, without which its measurements would be of torch's kernel;
     "" if it can."""
-    found = subprocess.run((python, "-c", "import flash_attn.cute"), capture_output=True, text=True, check=False)
+    try:
+        found = subprocess.run((python, "-c", "import flash_attn.cute"), capture_output=True, text=True, check=False)
+    except OSError as error:
+        return str(error)
     return (found.stderr.strip().splitlines() or [f"exit code {found.returncode}"])[-1] if found.returncode else ""
 
 

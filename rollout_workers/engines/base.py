@@ -155,6 +155,12 @@ def rounding_of(engine: Engine) -> float:
     return float(getattr(engine, "rounding", 0.0))
 
 
+def attaches_memory(engine: Engine) -> bool:
+    """Return whether an engine's processes attach the memory of tensors that it is given, so that none is copied where
+    they can: its attribute `attaches_memory`; False without it."""
+    return bool(getattr(engine, "attaches_memory", False))
+
+
 @runtime_checkable
 class AdaptedEngine(Engine, Protocol):
     """An engine that also takes versions of an adapter alone: it computes W x + scale * B (A x), and W stays.

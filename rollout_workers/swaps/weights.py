@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from broker.errors import NoRoomError, VersionRegressionError, WeightSyncError
 from broker.schema import WeightVersion
 from broker.schema.weights import TensorSpec, WeightManifest
-from rollout_workers.engines.base import AdaptedEngine, Engine, rounding_of, takes_adapters
+from rollout_workers.engines.base import AdaptedEngine, Engine, attaches_memory, rounding_of, takes_adapters
 from rollout_workers.engines.held import Held
 from rollout_workers.engines.placing.loading import is_fused
 from rollout_workers.outages import Outages
@@ -289,7 +289,9 @@ class HeldWeights:
             )
         if self._base and self.version is not None and self.version.incarnation == incarnation:
             return self._engine
-        base = await self._outages.ride_out(functools.partial(self._subscriber.base, self._base))
+        base = await self._outages.ride_out(
+            functools.partial(self._subscriber.base, self._base, attachable=attaches_memory(self._engine))
+        )
         if base is not None:
             nbytes = sum(base.manifest.buckets)
             log.info("the base of adapters has come, %.1f GB; the engine loads it", nbytes / 1e9)

@@ -1,6 +1,7 @@
 """Published adapters travel as versions do, and a worker pulls their base once: real server, transport and engine."""
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from rollout_workers.worker import Worker
 from weightsync.config import WeightsConfig
 from weightsync.publish.publisher import Publisher, PublishReport
 from weightsync.receive.subscriber import Subscriber
-from weightsync.tensors.shared_memory import host_handle
+from weightsync.tensors import shared_memory
 
 from .adapters import RANK, SCALE, NamedTensors, adapter_delivery, base_tensors, make_adapter, merged
 from .loop import CAPACITY, Learner, make_worker, running, until, until_a_group_forms
@@ -126,7 +127,34 @@ async def test_the_base_is_read_from_the_models_files_if_they_hold_it(
         dict.fromkeys(tensors, True)
     )
     assert bool(served) is not is_whole
-    assert all(host_handle(tensor) for _, tensor in found.tensors)  # an engine's processes need no copy
+    await subscriber.close()
+
+
+@pytest.mark.parametrize("run", ["embedded"], indirect=True)
+async def test_a_base_whose_pulls_fail_lies_in_memory_once(run: AdapterRun, brokers: tuple[Broker, Broker]) -> None:
+    failures, find = 3, run.publisher._pulls.find
+
+    def failing(path: str) -> Any:
+        nonlocal failures
+        failures -= 1
+        return find(path) if failures < 0 else None
+
+    run.publisher._pulls.find = failing  # type: ignore[method-assign]
+    await run.publish(0)
+    subscriber = Subscriber(brokers[1], "worker-2", WeightsConfig(poll_s=0.05))
+    before = set(shared_memory._attachable)
+    gc.disable()
+    try:
+        found = await subscriber.base((), attachable=True)
+        assert found is not None
+        assert failures < 0
+        assert len(shared_memory._attachable.keys() - before) == 1
+        assert all(shared_memory.handle_of(tensor) for _, tensor in found.tensors)
+        del found
+        await asyncio.sleep(0)  # the event loop lets go of the call's result
+        assert shared_memory._attachable.keys() - before == set()
+    finally:
+        gc.enable()
     await subscriber.close()
 
 

@@ -4,7 +4,7 @@ import torch
 
 from rollout_workers.engines.placing.loading import one_by_one
 from rollout_workers.engines.placing.shared_tensors import Handover, Mapped
-from weightsync.tensors.landing import lasting_buckets
+from weightsync.tensors.landing import attachable_buckets
 
 EXPERTS = "layers.0.experts"
 
@@ -19,8 +19,8 @@ def tensors_in(*buckets: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     return [("matrix", matrix), (f"{EXPERTS}.gate_up_proj", experts)]
 
 
-def test_tensors_in_lasting_memory_are_not_copied() -> None:
-    tensors = tensors_in(*lasting_buckets([1024, 2048]))
+def test_tensors_in_attachable_memory_are_not_copied() -> None:
+    tensors = tensors_in(*attachable_buckets([1024, 2048]))
     with Handover(lambda given: list(one_by_one(given))).of(tensors) as given:
         mapped = Mapped().tensors(given.shared)
         assert list(mapped) == ["matrix", *(f"{EXPERTS}.{n}.{p}_proj.weight" for n in range(2) for p in ("gate", "up"))]
@@ -29,14 +29,14 @@ def test_tensors_in_lasting_memory_are_not_copied() -> None:
         assert torch.equal(mapped["matrix"], torch.full((2, 3), -1.0))
 
 
-def test_tensors_are_copied_if_one_lies_elsewhere_or_apart() -> None:
-    lasting = tensors_in(*lasting_buckets([1024, 2048]))
-    elsewhere = [*lasting, ("other", torch.ones(2))]
-    apart = [*lasting, ("columns", lasting[0][1][:, ::2])]
-    for tensors in (elsewhere, apart):
+def test_all_tensors_are_copied_if_one_lies_elsewhere_or_has_gaps() -> None:
+    there = tensors_in(*attachable_buckets([1024, 2048]))
+    elsewhere = [*there, ("other", torch.ones(2))]
+    gaps = [*there, ("columns", there[0][1][:, ::2])]
+    for tensors in (elsewhere, gaps):
         expected = {name: tensor.clone() for name, tensor in tensors}
         with Handover(lambda given: given).of(tensors) as given:
             mapped = Mapped().tensors(given.shared)
-            lasting[0][1].zero_()
+            there[0][1].zero_()
             assert all(torch.equal(mapped[name], tensor) for name, tensor in expected.items())
-        lasting[0][1].copy_(expected["matrix"])
+        there[0][1].copy_(expected["matrix"])

@@ -14,8 +14,8 @@ from tests.full_disk import no_files_over
 from tests.weightsync.learner_process import hold_buffer
 from tests.weightsync.processes import ForkedProcess
 from weightsync.tensors.buckets import allocate
-from weightsync.tensors.landing import lasting_buckets
-from weightsync.tensors.shared_memory import _decode, attach, host_buffer, host_handle, lasting_host_memory
+from weightsync.tensors.landing import attachable_buckets
+from weightsync.tensors.shared_memory import _decode, attach, attachable_memory, handle_of, host_buffer
 
 NBYTES = 12_345_678
 
@@ -103,33 +103,39 @@ def test_no_memory_to_receive_into_is_told() -> None:
         allocate([1 << 50])
 
 
-def test_lasting_memory_can_be_attached_as_long_as_a_tensor_of_it_lives() -> None:
-    memory = lasting_host_memory(NBYTES)
+def test_memory_can_be_attached_as_long_as_a_tensor_of_it_lives() -> None:
+    memory = attachable_memory(NBYTES)
     part = memory[1000:2000]
-    handle = host_handle(part)
+    handle = handle_of(part)
     assert handle is not None
-    assert handle == host_handle(memory)
+    assert handle == handle_of(memory)
     del memory
     mapped = attach(handle)
     part.fill_(3)
     assert (mapped.numel(), int(mapped[1999]), int(mapped[999])) == (NBYTES, 3, 0)
-    assert host_handle(mapped) is None  # it may be gone here before it is gone there
+    assert handle_of(mapped) is None  # it may be gone here before it is gone there
     del part
     with pytest.raises(WeightSyncError, match="cannot be mapped here"):
         attach(handle)
     assert int(mapped[1999]) == 3
-    assert host_handle(torch.zeros(3)) is None
+    empty = attachable_memory(0)
+    assert handle_of(empty) is not None
+    assert handle_of(torch.zeros(0)) is handle_of(torch.zeros(3)) is None
 
 
-def test_buckets_are_in_ordinary_memory_where_there_is_no_room_for_lasting_memory() -> None:
-    sizes = [1000, 0, 300]
-    lasting = lasting_buckets(sizes)
-    assert [bucket.numel() for bucket in lasting] == sizes
-    assert len({host_handle(bucket) for bucket in lasting} - {None}) == 1
-    lasting[0].fill_(1)
-    lasting[2].fill_(2)
-    assert int(lasting[0].min()) == 1  # they do not overlap
-    with no_files_over(1):
-        ordinary = lasting_buckets(sizes)
-    assert [(bucket.numel(), host_handle(bucket)) for bucket in ordinary] == [(size, None) for size in sizes]
-    assert lasting_buckets([]) == ()
+def test_buckets_are_in_ordinary_memory_where_there_is_no_room(caplog: pytest.LogCaptureFixture) -> None:
+    sizes = [1024, 0, 512]
+    attachable = attachable_buckets(sizes)
+    assert [bucket.numel() for bucket in attachable] == sizes
+    assert len({handle_of(bucket) for bucket in attachable} - {None}) == 1
+    attachable[0].fill_(1)
+    attachable[2].fill_(2)
+    assert int(attachable[0].min()) == 1  # they do not overlap
+    with no_files_over(1), caplog.at_level("INFO"):
+        ordinary = attachable_buckets(sizes)
+    assert [(bucket.numel(), handle_of(bucket)) for bucket in ordinary] == [(size, None) for size in sizes]
+    assert "1536 bytes of weights come into ordinary memory" in caplog.text
+    assert "--shm-size" in caplog.text
+    assert attachable_buckets([]) == ()
+    with pytest.raises(NoRoomError):
+        attachable_buckets([1 << 62, 1 << 62])

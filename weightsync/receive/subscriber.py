@@ -9,6 +9,7 @@ import asyncio
 import logging
 import math
 import threading
+import traceback
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -26,7 +27,8 @@ from weightsync.config import WeightsConfig
 from weightsync.deadline import Deadline
 from weightsync.pace import Pace
 from weightsync.tensors.base_weights import BASE, manifest_of_base
-from weightsync.tensors.landing import Landed, Landing, Window, lasting_buckets
+from weightsync.tensors.buckets import allocate, check_manifest
+from weightsync.tensors.landing import Landed, Landing, Window, attachable_buckets
 from weightsync.transports.abilities import abilities_of, broadcast_device
 from weightsync.transports.http.pull import HttpPull
 from weightsync.transports.threads import BoundedThreads
@@ -123,30 +125,41 @@ class Subscriber:
         """Return a newer version that has arrived since the last one was handed over, in exchange for it, or None."""
         return self._inbox.take_instead()
 
-    async def base(self, known: tuple[int, ...]) -> Delivery | None:
+    async def base(self, known: tuple[int, ...], *, attachable: bool = False) -> Delivery | None:
         """Pull the frozen weights that announced adapters change; None if their fingerprints are the `known` ones.
+        `attachable`: into memory that processes of this machine can attach, if there is room.
 
-        Raises the broker's errors; failed pulls are tried again and never raise."""
+        Raises the broker's errors; failed pulls are tried again, into the same memory, and never raise."""
+        landing: tuple[torch.Tensor, ...] = ()
         while True:
             announced = await self._broker.versions.announced()
             if announced is not None and announced.base is not None:
                 if announced.base.fingerprints == known:
                     return None
+                manifest = manifest_of_base(announced)
                 try:
-                    return await self._pull_base(manifest_of_base(announced))
+                    check_manifest(manifest)
+                    if [len(bucket) for bucket in landing] != list(manifest.buckets):
+                        landing = ()  # freed before more is taken
+                        landing = await self._reserved(manifest.buckets, attachable)
+                    return await self._pull_base(manifest, landing)
                 except WeightSyncError as error:
                     self._note_failure("pull", BASE, error)
+                    traceback.clear_frames(error.__traceback__)  # they would hold the memory until garbage is collected
             await asyncio.sleep(self._config.poll_s)
 
-    async def _pull_base(self, manifest: WeightManifest) -> Delivery:
+    async def _reserved(self, sizes: tuple[int, ...], attachable: bool) -> tuple[torch.Tensor, ...]:
+        return await self._threads.run(
+            "reserve", lambda: (attachable_buckets if attachable else allocate)(sizes), threading.Event(), None
+        )
+
+    async def _pull_base(self, manifest: WeightManifest, landing: tuple[torch.Tensor, ...]) -> Delivery:
         learner = HttpPull(self._config.broadcast_timeout_s, Pace(self._config.pull_bytes_per_s))
         pull = learner if self._model is None else FilesPull(self._model, learner)
         cancelled = threading.Event()
         pulled = await self._threads.run(
             "pull-base",
-            lambda: Puller(pull, keeps_base=False).pull(
-                manifest, Deadline(math.inf, cancelled), lasting_buckets(manifest.buckets)
-            ),
+            lambda: Puller(pull, keeps_base=False).pull(manifest, Deadline(math.inf, cancelled), landing),
             cancelled,
             overdue_s=None,
         )

@@ -1,6 +1,7 @@
 """Memory in which versions arrive, and which is used again once no engine reads it any more."""
 
 import itertools
+import logging
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -8,8 +9,10 @@ import torch
 from broker.errors import NoRoomError
 from broker.schema.weights import TensorSpec
 
-from .buckets import aligned, allocate, views
-from .shared_memory import lasting_host_memory
+from .buckets import allocate, views
+from .shared_memory import attachable_memory
+
+logger = logging.getLogger(__name__)
 
 
 class Landed:
@@ -79,12 +82,14 @@ class Window:
         return views(self._of_bucket.get(index, ()), {index: bucket})
 
 
-def lasting_buckets(sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """Return uninitialised buckets of these sizes in bytes, of which an engine's processes need no copy: they are in
-    lasting host memory, or in ordinary memory where that has no room. Raises NoRoomError."""
-    ends = list(itertools.accumulate(map(aligned, sizes)))
+def attachable_buckets(sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """Return uninitialised buckets of these sizes in bytes, which are whole rows, in memory that processes of this
+    machine can attach, or in ordinary memory where that has no room. Raises NoRoomError."""
     try:
-        memory = lasting_host_memory(ends[-1] if ends else 0)
-    except NoRoomError:
+        memory = attachable_memory(sum(sizes))
+    except NoRoomError as error:
+        logger.info(
+            "%d bytes of weights come into ordinary memory, of which an engine gets a copy: %s", sum(sizes), error
+        )
         return allocate(sizes)
-    return tuple(memory[end - aligned(size) :][:size] for size, end in zip(sizes, ends, strict=True))
+    return tuple(torch.split(memory, list(sizes))) if sizes else ()

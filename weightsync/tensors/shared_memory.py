@@ -46,8 +46,8 @@ class _GpuHandle(msgspec.Struct, frozen=True, array_like=True, tag="gpu"):
 _decode = msgspec.msgpack.Decoder(_HostHandle | _GpuHandle).decode
 
 
-_lasting: dict[int, bytes] = {}
-"""The handles of lasting memory, by its address here."""
+_attachable: dict[int, bytes] = {}
+"""The handles of memory that `attachable_memory` has returned, by its address here."""
 
 
 @contextmanager
@@ -60,27 +60,30 @@ def host_buffer(nbytes: int) -> Iterator[tuple[torch.Tensor, bytes]]:
         yield _bytes_of(_mapped(file.fileno(), nbytes), nbytes), _handle(file, nbytes)
 
 
-def lasting_host_memory(nbytes: int) -> torch.Tensor:
-    """Return uint8 host memory that processes of this machine can attach by its `host_handle` for as long as a tensor
-    of it lives here. Raises NoRoomError. Every page is written once, which takes a while for gigabytes."""
+def attachable_memory(nbytes: int) -> torch.Tensor:
+    """Return uint8 host memory that processes of this machine can attach by its `handle_of`, for as long as a tensor of
+    it lives here. Raises NoRoomError. Every page is written once, which takes a while for gigabytes."""
+    if not os.path.isdir(IN_RAM):
+        raise NoRoomError(f"there is no {IN_RAM}")
     with ExitStack() as until_forgotten:
         file = until_forgotten.enter_context(_file(nbytes))
         memory, handle = _mapped(file.fileno(), nbytes), _handle(file, nbytes)
         buffer = _bytes_of(memory, nbytes)
-        _lasting[buffer.data_ptr()] = handle
-        weakref.finalize(memory, _forget, buffer.data_ptr(), handle, until_forgotten.pop_all())
+        address = buffer.untyped_storage().data_ptr()
+        _attachable[address] = handle
+        weakref.finalize(memory, _forget, address, handle, until_forgotten.pop_all())
         return buffer
 
 
-def host_handle(tensor: torch.Tensor) -> bytes | None:
-    """Return the handle of the memory in which a tensor lies, from the beginning of its storage; None unless it is
-    lasting host memory."""
-    return None if tensor.is_cuda else _lasting.get(tensor.untyped_storage().data_ptr())
+def handle_of(tensor: torch.Tensor) -> bytes | None:
+    """Return the handle of the memory in which a tensor lies, from the beginning of its storage; None unless that is
+    of `attachable_memory`."""
+    return None if tensor.is_cuda else _attachable.get(tensor.untyped_storage().data_ptr())
 
 
 def _forget(address: int, handle: bytes, opened: ExitStack) -> None:
-    if _lasting.get(address) == handle:  # other memory may have come to lie there
-        del _lasting[address]
+    if _attachable.get(address) == handle:  # other memory may have come to lie there
+        del _attachable[address]
     opened.close()
 
 
@@ -184,7 +187,7 @@ def _reserve(descriptor: int, nbytes: int, directory: str) -> None:
     """Reserve all of the file now: a write to unreserved pages of a full file system kills the process."""
     try:
         os.posix_fallocate(descriptor, 0, max(1, nbytes))
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         raise NoRoomError(
             f"no room for {nbytes} bytes of weights in {directory} ({error}); give it more (in a container: --shm-size)"
         ) from error
@@ -195,7 +198,7 @@ def _mapped(descriptor: int, nbytes: int) -> mmap.mmap:
     try:
         return mmap.mmap(descriptor, max(1, nbytes))
     except (OSError, ValueError) as error:  # ValueError: the file is shorter
-        raise NoRoomError(f"no address space to map {nbytes} bytes of weights ({error})") from error
+        raise NoRoomError(f"{nbytes} bytes of weights cannot be mapped ({error})") from error
 
 
 def _bytes_of(memory: mmap.mmap, nbytes: int) -> torch.Tensor:

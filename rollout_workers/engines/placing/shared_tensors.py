@@ -4,7 +4,7 @@
 
 Tensors on a GPU stay in place and are mapped once: an engine that is given the same memory again, with other numbers in
 it, gets the same views. Tensors on a CPU stay in place for the length of one call if all lie in memory that processes
-can attach (`lasting_host_memory`); others are copied into a file in RAM for that long.
+can attach (`attachable_memory`); others are copied into a file in RAM for that long.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ import torch
 
 from rollout_workers.engines.base import NamedTensors
 from weightsync.tensors.buckets import ALIGNMENT, DTYPES
-from weightsync.tensors.shared_memory import attach, gpu_handle, host_buffer, host_handle
+from weightsync.tensors.shared_memory import attach, gpu_handle, handle_of, host_buffer
 
 KEPT = 2
 """Sets of memory that stay mapped: the engine may receive into one while it swaps the other in."""
@@ -66,8 +66,8 @@ class Handover:
         """Give the tensors to processes of this machine until the end of the block."""
         if all(tensor.is_cuda for _, tensor in tensors):
             yield self._known(tensors)
-        elif (lasting := _lasting(wanted := self._wanted(tensors))) is not None:
-            yield _encoded(lasting)
+        elif (shared := _attachable(wanted := self._wanted(tensors))) is not None:
+            yield _encoded(shared)
         else:
             with _copied([(name, tensor.cpu()) for name, tensor in wanted]) as shared:
                 yield _encoded(shared)
@@ -93,7 +93,7 @@ class Handover:
             self._handles.popitem(last=False)
         return _Shared(handles, places, stays=True)
 
-    def _keep(self, tensor: torch.Tensor) -> bytes:
+    def _keep(self, name: str, tensor: torch.Tensor) -> bytes:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if address not in self._handles:
@@ -107,7 +107,7 @@ def _encoded(shared: _Shared) -> Given:
 
 
 def _places(
-    tensors: NamedTensors, handle_of: Callable[[torch.Tensor], bytes]
+    tensors: NamedTensors, handle: Callable[[str, torch.Tensor], bytes]
 ) -> tuple[tuple[bytes, ...], tuple[_Place, ...]]:
     """Return the handle of each storage that contiguous tensors lie in, and the place of each tensor."""
     buffers: dict[int, int] = {}
@@ -116,17 +116,20 @@ def _places(
         address = tensor.untyped_storage().data_ptr()
         if address not in buffers:
             buffers[address] = len(buffers)
-            handles.append(handle_of(tensor))
+            handles.append(handle(name, tensor))
         offset = int(tensor.storage_offset()) * tensor.element_size()
         places.append(_Place(name, _dtype(tensor), tuple(tensor.shape), buffers[address], offset, tensor.nbytes))
     return tuple(handles), tuple(places)
 
 
-def _lasting(tensors: NamedTensors) -> _Shared | None:
-    """Return the places of tensors that all lie in lasting host memory; None if one does not, or is not contiguous."""
-    if not tensors or any(host_handle(tensor) is None or not tensor.is_contiguous() for _, tensor in tensors):
+def _attachable(tensors: NamedTensors) -> _Shared | None:
+    """Return the places of tensors that all lie in memory that processes can attach; None if one does not, or has
+    gaps."""
+    handles = {name: handle_of(tensor) for name, tensor in tensors if tensor.is_contiguous()}
+    known = {name: handle for name, handle in handles.items() if handle is not None}
+    if len(known) < len(tensors):
         return None
-    return _Shared(*_places(tensors, lambda tensor: host_handle(tensor) or b""), stays=False)
+    return _Shared(*_places(tensors, lambda name, tensor: known[name]), stays=False)
 
 
 @contextmanager

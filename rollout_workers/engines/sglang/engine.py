@@ -52,6 +52,8 @@ Item = Chunk | HeadwayError
 class SglangEngine:
     """Runs SGLang as an engine. `shapes` is the model on the meta device, which swaps are checked against."""
 
+    attaches_memory = True
+
     def __init__(
         self,
         processes: SglangProcesses,

@@ -49,6 +49,8 @@ INTERRUPTED = "abort"
 class VllmEngine:
     """Runs AsyncLLM as an engine. `shapes` is the model on the meta device, which swaps are checked against."""
 
+    attaches_memory = True
+
     def __init__(
         self,
         llm: Any,
