@@ -43,11 +43,34 @@ def test_an_error_names_the_key_that_the_page_names() -> None:
     assert wrong == {}
 
 
-def test_the_recipe_is_the_translation_of_the_configuration(tmp_path: Path) -> None:
-    (block,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.M | re.S)
+def recipe_below(heading: str, tmp_path: Path) -> Recipe:
+    """Return the first recipe of a section of the page."""
+    block = re.findall(r"^```yaml\n(.*?)^```", PAGE.partition(f"## {heading}\n")[2], re.M | re.S)[0]
     path = tmp_path / "own.yaml"
     path.write_text(whole_recipe(block))
-    recipe = load_recipe(path)
+    return load_recipe(path)
+
+
+def test_the_recipe_is_the_translation_of_the_script(tmp_path: Path) -> None:
+    recipe = recipe_below("A script of TRL, translated", tmp_path)
+    script = PAGE.split("```python")[1].split("```")[0]
+    trl = {name: value.strip('"') for name, value in re.findall(r"(\w+)=([\w\"./-]+)", script)}
+    learner, optimizer = recipe.learner, recipe.optimizer
+    completions = int(trl["per_device_train_batch_size"]) * int(trl["gradient_accumulation_steps"])
+    assert learner.groups_per_step * learner.group_size == completions
+    assert (learner.group_size, learner.updates_per_step) == (int(trl["num_generations"]), 1)
+    assert learner.steps == int(trl["max_steps"])
+    assert (optimizer.learning_rate, optimizer.schedule) == (float(trl["learning_rate"]), trl["lr_scheduler_type"])
+    assert optimizer.warmup_steps == int(trl["warmup_steps"])
+    assert recipe.sampling.max_new_tokens == int(trl["max_completion_length"])
+    assert recipe.algorithm.mask_truncated == (trl["mask_truncated_completions"] == "True")
+    assert recipe.algorithm.entropy_coefficient == float(trl["entropy_coef"])
+    assert f"reward_weights={[reward.weight for reward in recipe.rewards]}" in script
+    assert recipe.checkpoint.every_steps == int(trl["save_steps"])
+
+
+def test_the_recipe_is_the_translation_of_the_configuration(tmp_path: Path) -> None:
+    recipe = recipe_below("A configuration of verl, translated", tmp_path)
     given = dict(re.findall(r"([\w.]+)=(\S+)", PAGE.split("```text")[1].split("```")[0]))
     verl = {key.rpartition(".")[2]: value for key, value in given.items()}
     learner, engine, options = recipe.learner, recipe.engine, recipe.algorithm.objective.options
