@@ -87,11 +87,24 @@ def _trl_arguments(
 
 
 def _accepted(function: Callable[..., Any], arguments: Arguments) -> Arguments:
-    """Return the arguments that the function can take: all of them if it has **kwargs."""
+    """Return the arguments that the function can take: all of them if it has **kwargs. Raises ValueError if it asks for
+    others."""
     parameters = inspect.signature(function).parameters
+    asked = [name for name, parameter in parameters.items() if _is_asked(parameter) and name not in arguments]
+    if asked:
+        raise ValueError(
+            f"it asks for {', '.join(asked)}, and is called with {', '.join(arguments)} alone. Give the parameter a"
+            " default, or, by TRL's signature, the prompt's row a column of that name"
+        )
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return arguments
     return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def _is_asked(parameter: inspect.Parameter) -> bool:
+    """Whether a call must give this parameter."""
+    is_one = parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    return is_one and parameter.default is parameter.empty
 
 
 def _verl_score(result: Any) -> Scored:
