@@ -67,6 +67,7 @@ SHOWN = (
     ("trajectories trained", "trained_trajectories", ",d"),
     ("  of several weight versions", "mixed_version_trajectories", ",d"),
     ("  trained twice", "trained_twice", ",d"),
+    ("  left out of the loss", "untrained_trajectories", ",d"),
     ("largest lag", "max_lag_seen", "d"),
     ("  allowed", "max_lag_allowed", "d"),
     ("tokens generated a second", "generation_tokens_per_s", ",.0f"),
@@ -226,7 +227,7 @@ class Local:
             private=private,
             logs=directory / "logs",
             threads=recipe.engine.threads,
-            devices=_devices(recipe),
+            devices=worker_gpus(recipe, _visible()),
             gpus=engine_gpus(recipe.engine),
             ahead=_ahead(recipe, directory),
             engine=recipe.engine.kind,
@@ -237,7 +238,7 @@ class Local:
             arguments = (*pool.arguments(), *memory.get(pool.name, ()))
             own = replace(main, arguments=arguments, threads=engine.threads, prefix=pool.name, pool=pool.name)
             own = replace(own, ahead=_ahead(pool.recipe, directory), engine=engine.kind)
-            command = replace(own, devices=_devices(pool.recipe), gpus=engine_gpus(engine))
+            command = replace(own, devices=worker_gpus(pool.recipe, _visible()), gpus=engine_gpus(engine))
             pools.append(Pool(pool.name, pool.count, command))
         pools += [self._scorers(scorer, directory, server, private) for scorer in scorers_of(recipe)]
         url, farewell = self._url_of(Role.LEARNER, server), private / "learner.farewell"
@@ -310,10 +311,6 @@ class Local:
 def _ahead(recipe: Recipe, directory: Path) -> Path | None:
     """Return the recipe from which workers open an engine before the learner is there; None: they wait for it."""
     return directory / CONFIG if opens_beside_learner(recipe, _visible()) else None
-
-
-def _devices(recipe: Recipe) -> list[str]:
-    return worker_gpus(recipe, _visible())
 
 
 def _visible() -> str:
@@ -396,5 +393,6 @@ def summary_table(summary: dict[str, Any], run: str) -> Table:
     table.add_column(justify="right")
     for label, key, form in SHOWN:
         value = summary.get(key)
-        table.add_row(label, "-" if value is None else format(value, form))
+        if value or key != "untrained_trajectories":  # most losses leave none out
+            table.add_row(label, "-" if value is None else format(value, form))
     return table

@@ -120,6 +120,7 @@ def learned(lineage: Sequence[StepMetrics]) -> dict[str, Any]:
         "steps": len(lineage),
         "weight_versions": len(lineage) + 1,
         "mixed_version_trajectories": sum(step.mixed_version_trajectories for step in lineage),
+        "untrained_trajectories": sum(step.untrained_trajectories for step in lineage),
         "trained_tokens": sum(step.trained_tokens for step in lineage),
     }
 

@@ -53,6 +53,13 @@ def test_hints_name_a_command_that_can_be_typed(called: str, tmp_path: Path, mon
     assert program() == called
 
 
+def test_the_table_tells_samples_that_the_loss_left_out(tmp_path: Path) -> None:
+    for count in (0, 276):
+        (tmp_path / "summary.json").write_text(json.dumps({"steps": 10, "untrained_trajectories": count}))
+        rows = [line.split() for line in hints(tmp_path, 0).splitlines() if "left out of the loss" in line]
+        assert [row[-2] for row in rows] == ["276"] * bool(count)
+
+
 def test_hints_show_no_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "arithmetic").mkdir(parents=True)

@@ -136,6 +136,7 @@ def test_the_summary_is_what_a_fold_over_metrics_says(tmp_path: Path) -> None:
     assert summary["steps"] == len(last) == 5
     assert summary["trained_tokens"] == sum(line["trained_tokens"] for line in last.values())
     assert summary["mixed_version_trajectories"] == sum(line["mixed_version_trajectories"] for line in last.values())
+    assert summary["untrained_trajectories"] == sum(line["untrained_trajectories"] for line in last.values())
     assert summary["max_lag_seen"] == max(line["lag_max"] for line in last.values())
     assert summary["wall_s"] == pytest.approx(sum(elapsed.values()))
     assert summary["trained_tokens_per_s"] == pytest.approx(tokens / seconds)
