@@ -174,6 +174,7 @@ def test_held_out_rows_are_left_out_of_training(tmp_path: Path) -> None:
         ("[1]\n", r"data\.jsonl:1: a row must be an object, not list"),
         ('{"prompt": "a"}\n', r"no 'ground_truth'; the row has prompt\. .*options\.ground_truth_field=NAME"),
         ('{"ground_truth": "a"}\n', r"data\.jsonl:1: no 'prompt'; the row has ground_truth\. .*options\.prompt_field="),
+        ('{"prompt": "a", "ground_truth": null}\n', r"data\.jsonl:1: 'ground_truth' is null\. Give it a value"),
         (
             '{"prompt": 3, "ground_truth": "a"}\n',
             r"data\.jsonl:1: 'prompt' is neither text nor a list of messages",

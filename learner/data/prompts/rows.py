@@ -59,8 +59,10 @@ def _item(row: Row, place: str, fields: RowFields, default_source: str) -> Item:
         truth = reward_model.get("ground_truth")
     if content is None or truth is None:
         option = "prompt_field" if content is None else "ground_truth_field"
+        if (name := getattr(fields, option)) in row:
+            raise ConfigError(f"{place}: {name!r} is null. Give it a value, or leave the row out of the file.")
         raise ConfigError(
-            f"{place}: no {getattr(fields, option)!r}; the row has {names_of(row)}. If it has another name there, give"
+            f"{place}: no {name!r}; the row has {names_of(row)}. If it has another name there, give"
             f" that: prompts.options.{option}=NAME."
         )
     data_source = str(rest.pop("data_source", None) or default_source)
