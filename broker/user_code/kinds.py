@@ -11,7 +11,9 @@ def unknown_kind(kind: str, known: Iterable[str], where: str) -> ConfigError:
     """Return the error for an unknown kind. `where` is its key in the recipe."""
     known = sorted(known)
     module, _, name = kind.rpartition(".")
-    own = f"; did you mean '{module}:{name}'?" if module and name.isidentifier() and ":" not in kind else "."
+    own = f"; did you mean '{module}:{name}'?" if all(map(str.isidentifier, kind.split("."))) and module else "."
+    if name == "py":
+        own = f"; did you mean '{module.rpartition('/')[2]}:NAME', with a name of that file?"
     return ConfigError(
         f"{where}: there is no {kind!r}{did_you_mean(kind, known) or own} Known: {', '.join(known)}; "
         "your own as package.module:name."

@@ -7,6 +7,7 @@ import functools
 import io
 import logging
 import os
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -241,6 +242,11 @@ def _value_of(override: str) -> Any:
         ) from error
 
 
+def _list_of(key: str) -> str:
+    """Return the part of a key before its first index."""
+    return re.split(r"\[|\.-?\d", key)[0]
+
+
 def _apply(config: DictConfig, key: str, value: Any) -> None:
     try:
         OmegaConf.update(config, by_index(config, key), value, merge=True)
@@ -248,7 +254,7 @@ def _apply(config: DictConfig, key: str, value: Any) -> None:
         raise ConfigError(
             f"The override of {key[:200]!r} does not fit the recipe: the list has no item of this number. Items count"
             " from 0; to add one, write it into the recipe, or give the whole list:"
-            f" '{key[:200].rpartition('[')[0]}=[{{...}}, {{...}}]'."
+            f" '{_list_of(key[:200])}=[{{...}}, {{...}}]'."
         ) from error
     except (
         OmegaConfBaseException,

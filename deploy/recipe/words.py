@@ -14,6 +14,11 @@ from broker.errors import ConfigError
 
 from .other_names import OTHER_NAMES
 
+OF_THEIR_OWN = ("sft", "stages", "optimizer", "algorithm.objective", "algorithm.critic")
+"""Sections whose keys may have the name of another section's key in TRL or verl."""
+
+KIND = re.compile(r"\w+|[\w.]+:\w+")
+
 WORDS = {
     int: "an integer",
     float: "a number",
@@ -64,13 +69,22 @@ def _unknown(raw: Any, annotation: Any, path: str) -> Iterator[tuple[str, list[s
 
 
 def _nearest(path: str, fields: list[str], struct: type[msgspec.Struct]) -> str:
-    """Return the nearest key: the one that TRL or verl call so, else one of just that name elsewhere, else a similar
-    sibling, else a similar key elsewhere, else ''."""
+    """Return the nearest key: the one that TRL or verl call so, beside it if there is one, else a very similar sibling
+    or an option of the objective, else one of just that name elsewhere, else a similar sibling, else a similar key
+    elsewhere, else ''."""
     parent, _, leaf = path.rpartition(".")
     prefix = f"{parent}." if parent else ""
     paths = list(_all_paths(struct, ""))
-    if (other := OTHER_NAMES.get(leaf, "")).partition(".options.")[0] in paths:
+    other = OTHER_NAMES.get(leaf, "")
+    if (name := other.rpartition(".")[2]) in fields:
+        return prefix + name
+    is_ours = parent.startswith(OF_THEIR_OWN) and not other.startswith(prefix)
+    if not is_ours and other.partition(".options.")[0] in paths and not _is_in(path, other):
         return other
+    if close := difflib.get_close_matches(leaf, fields, n=1, cutoff=0.85):
+        return prefix + close[0]
+    if parent == "algorithm.objective":
+        return f"{prefix}options.{leaf}"
     everywhere = {path.rpartition(".")[2]: path for path in paths}
     if leaf in everywhere:
         return everywhere[leaf]
@@ -78,6 +92,11 @@ def _nearest(path: str, fields: list[str], struct: type[msgspec.Struct]) -> str:
         return prefix + close[0]
     close = difflib.get_close_matches(leaf, everywhere, n=1, cutoff=0.75)
     return everywhere[close[0]] if close else ""
+
+
+def _is_in(path: str, other: str) -> bool:
+    """Whether the path lies in the section `other`, or in an item of that list."""
+    return path.startswith((f"{other}.", f"{other}["))
 
 
 def _all_paths(annotation: Any, path: str) -> Iterator[str]:
@@ -104,12 +123,13 @@ def _expected(path: str, struct: type[msgspec.Struct]) -> str:
 
 
 def _written(path: str, struct: type[msgspec.Struct], value: Any) -> str:
-    """Return how to write a kind that stands where its section, or a list of such sections, is expected."""
+    """Return how to write a kind that stands where its section, or a list of such sections, is expected; "" for what is
+    no kind."""
     kind = _plain(_annotation(path, struct))
     is_list = get_origin(kind) is tuple
     item = get_args(kind)[0] if is_list else kind
-    is_file = isinstance(value, str) and "." in value and ":" not in value
-    if not isinstance(value, str) or is_file or not _is_struct(item) or next(iter(_fields(item))) != "kind":
+    has_kind = _is_struct(item) and next(iter(_fields(item))) == "kind"
+    if not has_kind or not isinstance(value, str) or not KIND.fullmatch(value):
         return ""
     return f" Write [{{kind: {value}}}]." if is_list else f" Write {{kind: {value}}}."
 

@@ -25,7 +25,7 @@ from learner.backends.adapter_files import open_weights
 from learner.config import ModelConfig
 from learner.data.prompts.cursor import group_at
 from learner.data.prompts.rendering import Renderer
-from learner.data.prompts.rows import Row, RowFields, named_fields, names_of, read_rows, to_items
+from learner.data.prompts.rows import Row, RowFields, is_null, named_fields, names_of, read_rows, to_items
 from learner.models.model import load_tokenizer
 from rollout_workers.decoding import Decoding, load_decoding, response_text
 from rollout_workers.evaluate import all_of
@@ -196,10 +196,13 @@ class OwnEngine:
 
 
 def _asked(place: str, row: Row, column: str) -> Row:
-    """Return the row with its prompt in `prompt`; where it has none there, that of the column that the run trains on.
-    Raises ConfigError for a row without a prompt."""
-    prompt = row.get(column) if row.get("prompt") is None else row["prompt"]
+    """Return the row with its prompt in `prompt`: that of the column that the run trains on, if the row has it. Raises
+    ConfigError for a row without a prompt."""
+    prompt = row.get("prompt") if row.get(column) is None else row[column]
     if prompt is None:
+        for name in (column, "prompt"):
+            if name in row:
+                raise is_null(place, name)
         searched = (
             "'prompt'" if column == "prompt" else f"'prompt' and no {column!r}, the run's prompts.options.prompt_field"
         )

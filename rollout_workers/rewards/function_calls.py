@@ -88,9 +88,10 @@ def _trl_arguments(
 
 def _accepted(function: Callable[..., Any], arguments: Arguments) -> Arguments:
     """Return the arguments that the function can take: all of them if it has **kwargs. Raises ValueError if it asks for
-    others."""
+    others; a decorator may give them to the function that it wraps."""
     parameters = inspect.signature(function).parameters
-    asked = [name for name, parameter in parameters.items() if _is_asked(parameter) and name not in arguments]
+    outermost = inspect.signature(function, follow_wrapped=False).parameters
+    asked = [name for name, parameter in outermost.items() if _is_asked(parameter) and name not in arguments]
     if asked:
         raise ValueError(
             f"it asks for {', '.join(asked)}, and is called with {', '.join(arguments)} alone. Give the parameter a"

@@ -140,6 +140,20 @@ def test_a_worker_may_change_its_engine(recipe_path: Path) -> None:
         ),
         ("optimizer.lr=1", "mine.yaml: unknown key optimizer.lr; did you mean optimizer.learning_rate?"),
         ("seed=1", "mine.yaml: unknown key seed; did you mean run.seed?"),
+        ("optimizer.beta=1", "mine.yaml: unknown key optimizer.beta; did you mean optimizer.beta2?"),
+        (
+            "algorithm.objective.beta=0.1",
+            "mine.yaml: unknown key algorithm.objective.beta; did you mean algorithm.objective.options.beta?",
+        ),
+        (
+            "algorithm.critic.lr=1",
+            "mine.yaml: unknown key algorithm.critic.lr; did you mean algorithm.critic.learning_rate?",
+        ),
+        (
+            "sft.phases[0].train_batch_size=1",
+            "mine.yaml: unknown key sft.phases[0].train_batch_size; did you mean sft.phases[0].batch_size?",
+        ),
+        ("sft.phases[0].lr=1", "mine.yaml: unknown key sft.phases[0].lr; did you mean sft.phases[0].learning_rate?"),
         (
             "algorithm.epsilon_high=0.3",
             "mine.yaml: unknown key algorithm.epsilon_high; did you mean algorithm.objective.options.clip_high?",

@@ -182,7 +182,7 @@ def test_a_reward_model_is_told_to_write_nothing(
     assert "rm is a reward model, which scores text and writes none. Give a policy" in capsys.readouterr().err
 
 
-def test_a_runs_own_column_holds_the_prompts_where_a_file_has_none(
+def test_prompts_are_in_the_runs_own_column_where_a_row_has_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
@@ -190,9 +190,12 @@ def test_a_runs_own_column_holds_the_prompts_where_a_file_has_none(
     own = load_recipe("arithmetic.yaml", ["prompts={kind: jsonl, path: t.jsonl, options: {prompt_field: question}}"])
     (run / "config.yaml").write_text(dump_recipe(own))
     asked = tmp_path / "asked.jsonl"
-    asked.write_text('{"question": "1+2=", "answer": "3"}\n{"prompt": "4", "question": "5"}\n')
+    asked.write_text('{"question": "1+2=", "prompt": "3"}\n{"prompt": "4", "answer": "5"}\n')
     generate(capsys, model, asked, "--out", tmp_path / "a.jsonl", *SMALL)
     assert [line["prompt"] for line in answers(tmp_path / "a.jsonl")] == ["1+2=", "4"]
+    asked.write_text('{"prompt": null, "question": null}\n')
+    said = generate(capsys, model, asked, "--out", tmp_path / "b.jsonl", *SMALL)["error"]
+    assert "asked.jsonl:1: 'question' is null" in said
     asked.write_text('{"text": "1+2="}\n')
     said = generate(capsys, model, asked, "--out", tmp_path / "b.jsonl", *SMALL)["error"]
     assert (

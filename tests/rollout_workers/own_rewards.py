@@ -1,6 +1,7 @@
 """Reward functions as users write them, some that work and some that fail. Processes import this: keep it light."""
 
 import asyncio
+import functools
 import os
 import sys
 import time
@@ -41,6 +42,19 @@ def trl_short(completions: list[str]) -> list[float]:
 
 def trl_needs_column(completions: list[str], answer: list[str]) -> list[float]:
     return [1.0]
+
+
+def judged(function: Any) -> Any:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, judge=len, **kwargs)
+
+    return wrapper
+
+
+@judged
+def trl_wrapped(completions: list[str], judge: Any) -> list[float]:
+    return [float(judge(c)) for c in completions]
 
 
 def unusual(text: str, truth: str) -> float:

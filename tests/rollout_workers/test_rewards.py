@@ -204,6 +204,7 @@ async def test_a_verifier_of_reasoning_gym_that_never_ends_is_worth_0() -> None:
         ("verl_async", 0.25, {}),
         ("trl_list", 1.0, {}),
         ("trl_short", 1.0, {}),
+        ("trl_wrapped", 1.0, {}),
     ],
 )
 async def test_users_functions_are_called_in_their_own_signature(

@@ -60,7 +60,9 @@ def _item(row: Row, place: str, fields: RowFields, default_source: str) -> Item:
     if content is None or truth is None:
         option = "prompt_field" if content is None else "ground_truth_field"
         if (name := getattr(fields, option)) in row:
-            raise ConfigError(f"{place}: {name!r} is null. Give it a value, or leave the row out of the file.")
+            raise is_null(place, name)
+        if truth is None and isinstance(reward_model, Mapping) and "ground_truth" in reward_model:
+            raise is_null(place, "reward_model.ground_truth")
         raise ConfigError(
             f"{place}: no {name!r}; the row has {names_of(row)}. If it has another name there, give"
             f" that: prompts.options.{option}=NAME."
@@ -78,6 +80,11 @@ def _item(row: Row, place: str, fields: RowFields, default_source: str) -> Item:
         data_source=data_source,
         extra_info={**rest, **extra_info},
     )
+
+
+def is_null(place: str, name: str) -> ConfigError:
+    """Return the error for a row whose column is there and says nothing."""
+    return ConfigError(f"{place}: {name!r} is null. Give it a value, or leave the row out of the file.")
 
 
 def _as_text(truth: Any, place: str) -> str:
