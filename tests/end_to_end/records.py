@@ -15,6 +15,7 @@ SUMMARY_KEYS = {
     "wall_s",
     "trained_trajectories",
     "trained_twice",
+    "untrained_trajectories",
     "dropped_stale",
     "mixed_version_trajectories",
     "max_lag_allowed",

@@ -76,6 +76,7 @@ async def run(
     subscriber = Subscriber(brokers[1], "worker-1", config)
     worker = make_worker(brokers[1], engine, subscriber, heartbeat_s=0.2)
     yield AdapterRun(learner, blocking, publisher, worker, engine)
+    await engine.close()  # a worker that has run has closed it
     await asyncio.to_thread(publisher.close)
     await asyncio.to_thread(blocking.close)
 
@@ -151,8 +152,8 @@ async def test_a_base_whose_pulls_fail_lies_in_memory_once(run: AdapterRun, brok
         assert len(shared_memory._attachable.keys() - before) == 1
         assert all(shared_memory.handle_of(tensor) for _, tensor in found.tensors)
         del found
-        await asyncio.sleep(0)  # the event loop lets go of the call's result
-        assert shared_memory._attachable.keys() - before == set()
+        # the event loop and the thread that has reserved it let go of it
+        await until(lambda: not shared_memory._attachable.keys() - before)
     finally:
         gc.enable()
     await subscriber.close()
