@@ -12,9 +12,8 @@ WARM_UPS = ("warm_up_long-tailed", "warm_up_short")
 WARM_UP_S, JUDGE_S = 400, 180
 LIKELY_JUDGE_S = {"long-tailed": 85, "short": 30}
 """The seconds that one took with up to four on a GPU, of 512 and of 500 prompts."""
-
-
 FIRST_RUN_S = 60
+"""Seconds that a run may take longer where nothing is kept of an earlier one."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class _Run:
 
     @property
     def limit_s(self) -> int:
-        """The seconds after which it is ended: a slower host has them, too, and the first run, which keeps nothing."""
+        """The seconds after which it is ended; a slower host has them, too."""
         return self.likely_s * 7 // 4 + FIRST_RUN_S
 
 

@@ -165,8 +165,8 @@ def _learner(machine: Machine) -> list[Measurement]:
 
 def _starts(machine: Machine) -> list[Measurement]:
     """The first run finds nothing that an earlier one left, not even a measurement that failed. A machine that was just
-    set up still compiles bytecode, so none starts before the races' models are warmed up. The 8B shape took longer than
-    160 s with nothing kept, and its second start compiled what the first batch needs."""
+    set up still compiles bytecode, so none starts before the races' models are warmed up. With nothing kept the 8B
+    shape took longer than 160 s."""
     caches = ("--caches", machine.output / "caches", "--timeout-s")
     smollm2 = ("--recipe", "smollm2-reasoning-gym.yaml", f"model.path={machine.smollm2}")
     adapter = ("model.adapter={rank: 16, alpha: 32}", "model.dtype=bfloat16", "engine.dtype=bfloat16")

@@ -12,7 +12,7 @@ def unknown_kind(kind: str, known: Iterable[str], where: str) -> ConfigError:
     known = sorted(known)
     module, _, name = kind.rpartition(".")
     own = f"; did you mean '{module}:{name}'?" if all(map(str.isidentifier, kind.split("."))) and module else "."
-    if name == "py":
+    if module and name == "py":
         own = f"; did you mean '{module.rpartition('/')[2]}:NAME', with a name of that file?"
     return ConfigError(
         f"{where}: there is no {kind!r}{did_you_mean(kind, known) or own} Known: {', '.join(known)}; "

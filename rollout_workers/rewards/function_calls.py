@@ -38,6 +38,10 @@ class Calls:
 
     def __init__(self, function: Callable[..., Any], signature: Literal["verl", "trl"]) -> None:
         self._function = function
+        self._parameters = inspect.signature(function).parameters
+        outermost = inspect.signature(function, follow_wrapped=False).parameters
+        # a decorator may give further ones to the function that it wraps
+        self._asked = [name for name, parameter in outermost.items() if _is_asked(parameter)]
         self._arguments, self._read = (
             (_verl_arguments, _verl_score) if signature == "verl" else (_trl_arguments, _trl_score)
         )
@@ -49,8 +53,20 @@ class Calls:
         """Score a response. Raises what the function raises, and ValueError if it returns anything but finite
         numbers."""
         arguments = self._arguments(text, response, ground_truth, data_source, extra_info)
-        result = self._function(**_accepted(self._function, arguments))
+        result = self._function(**self._accepted(arguments))
         return self._later(result) if inspect.isawaitable(result) else self._read(result)
+
+    def _accepted(self, arguments: Arguments) -> Arguments:
+        """Return the arguments that the function can take: all of them if it has **kwargs. Raises ValueError if it asks
+        for others."""
+        if lacking := [name for name in self._asked if name not in arguments]:
+            raise ValueError(
+                f"it asks for {', '.join(lacking)}, and is called with {', '.join(arguments)} alone. Give the parameter"
+                " a default, or, by TRL's signature, the prompt's row a column of that name"
+            )
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in self._parameters.values()):
+            return arguments
+        return {name: value for name, value in arguments.items() if name in self._parameters}
 
     async def _later(self, result: Awaitable[Any]) -> Scored:
         return self._read(await result)
@@ -84,22 +100,6 @@ def _trl_arguments(
     columns = {**extra_info, "data_source": data_source, "ground_truth": ground_truth}
     columns |= {"prompts": text, "completions": response}
     return {name: [value] for name, value in columns.items()}
-
-
-def _accepted(function: Callable[..., Any], arguments: Arguments) -> Arguments:
-    """Return the arguments that the function can take: all of them if it has **kwargs. Raises ValueError if it asks for
-    others; a decorator may give them to the function that it wraps."""
-    parameters = inspect.signature(function).parameters
-    outermost = inspect.signature(function, follow_wrapped=False).parameters
-    asked = [name for name, parameter in outermost.items() if _is_asked(parameter) and name not in arguments]
-    if asked:
-        raise ValueError(
-            f"it asks for {', '.join(asked)}, and is called with {', '.join(arguments)} alone. Give the parameter a"
-            " default, or, by TRL's signature, the prompt's row a column of that name"
-        )
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return arguments
-    return {name: value for name, value in arguments.items() if name in parameters}
 
 
 def _is_asked(parameter: inspect.Parameter) -> bool:

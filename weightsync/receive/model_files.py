@@ -99,6 +99,11 @@ class FilesPull:
         target.copy_(tensor.to(DTYPES[spec.dtype]))
 
 
+def files_first(model: Path | None, learner: PullTransport) -> PullTransport:
+    """Return what reads the files in `model`, if it is given, and asks `learner` for all else."""
+    return learner if model is None else FilesPull(model, learner)
+
+
 def _named_files(directory: Path) -> Iterable[tuple[str, Path]]:
     """Yield every tensor's name and file."""
     for path in sorted(directory.glob("*.safetensors")):

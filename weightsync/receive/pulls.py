@@ -22,7 +22,7 @@ from weightsync.transports.http.pull import HttpPull
 from weightsync.transports.threads import BoundedThreads
 
 from .deliveries import Delivery
-from .model_files import FilesPull
+from .model_files import files_first
 from .puller import Pulled, Puller
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ def _open_pull(broker: Broker, config: WeightsConfig, model: Path | None = None)
     reader = open_reader(config.archive, broker, config.broadcast_timeout_s)
     if reader is not None:
         learner = ArchivePull(reader, learner, pace)
-    return learner if model is None else FilesPull(model, learner)
+    return files_first(model, learner)
 
 
 def _how(pulled: Pulled) -> str:

@@ -36,7 +36,7 @@ from weightsync.transports.threads import BoundedThreads
 from .deliveries import Arriving, Delivery
 from .groups import GroupFollower
 from .inbox import Inbox
-from .model_files import FilesPull
+from .model_files import files_first
 from .puller import Puller
 from .pulls import Pulls
 from .receiver import JoinedGroup
@@ -155,7 +155,7 @@ class Subscriber:
 
     async def _pull_base(self, manifest: WeightManifest, landing: tuple[torch.Tensor, ...]) -> Delivery:
         learner = HttpPull(self._config.broadcast_timeout_s, Pace(self._config.pull_bytes_per_s))
-        pull = learner if self._model is None else FilesPull(self._model, learner)
+        pull = files_first(self._model, learner)
         cancelled = threading.Event()
         pulled = await self._threads.run(
             "pull-base",
