@@ -155,15 +155,16 @@ async def test_a_fenced_segment_stops_its_sample_before_any_heartbeat(
     learner = await Learner.start(three_brokers[0], groups=2)
     deliveries = Deliveries()
     await learner.publish(0, deliveries)
-    engine = make_engine(tmp_path)
-    worker = make_worker(three_brokers[1], engine, deliveries, max_new_tokens=LONG, heartbeat_s=3600)
+    engine = make_engine(tmp_path, max_model_len=1024)
+    worker = make_worker(three_brokers[1], engine, deliveries, max_new_tokens=LONGER, heartbeat_s=3600)
     finishing = asyncio.create_task(finish(learner, worker))
-    await until(lambda: worker.info().generated_tokens > CAPACITY * 30)
+    # A busy server may store a segment long after its tokens were sampled, and no worker goes on with what it lacks.
+    await until(lambda: [len(held.segments._cuts) > 1 for held in worker._held._held.values()] == [True] * CAPACITY)
     await three_brokers[0].leases.release([held.lease for held in worker._held._held.values()])
     groups = await finishing
     assert worker._held.lost == CAPACITY
     assert worker.resumed_tokens > 0
     for group in groups:
         for trajectory in group.trajectories:
-            assert len(trajectory.response_tokens) == LONG
+            assert len(trajectory.response_tokens) == LONGER
             check_logprobs(learner, trajectory)
