@@ -298,6 +298,28 @@ def test_others_go_on_while_one_is_being_ended(tmp_path: Path, monkeypatch: pyte
     assert seen.exists()  # it went on until the second one ran
 
 
+@pytest.mark.parametrize("limit", [60, 1])
+def test_gpus_of_what_could_not_be_ended_stay_taken_and_it_is_told(
+    limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end, said = processes.Group.end, list[str]()
+
+    def fails_afterwards(group: processes.Group) -> None:
+        end(group)
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(processes.Group, "end", fails_afterwards)
+    nap = python("time.sleep(2)")
+    schedule = Schedule(
+        [Measurement("first", nap, limit), Measurement("second", nap, 60)], machine(tmp_path, 1), said.append
+    )
+    schedule.run(100.0)
+    assert schedule.ended == {"first": limit == 60}
+    (told,) = [words for words in said if "could not be ended" in words]
+    assert "first" in told
+    assert "not yours" in told
+
+
 def test_whatever_is_running_ends_with_the_schedule(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     started = f"open('{pid}', 'w').write(str(os.getpid())); time.sleep(600)"

@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,8 +69,9 @@ class Schedule:
             if not self._is_over(one):
                 continue
             self._running.remove(one)
-            for gpu in one.gpus:
-                self._free[gpu] += one.of.quarters
+            if not self._has_left(one):
+                for gpu in one.gpus:
+                    self._free[gpu] += one.of.quarters
             self.ended[one.of.name] = one.code == 0 and self._has_kept(one.of)
             how = {None: "was ended at its limit", 0: "ended"}.get(one.code, f"failed with exit code {one.code}")
             if one.code == 0 and not self.ended[one.of.name]:
@@ -152,13 +153,24 @@ class Schedule:
             one.ending = self._enders.submit(one.group.end)
         return one.ending.done()
 
+    def _has_left(self, one: Running) -> bool:
+        """Whether processes of it may be left, since to end them failed: they would be measured with whatever had its
+        GPUs next."""
+        error = one.ending.exception() if one.ending is not None else None
+        if error is not None:
+            self._say(f"{one.of.name} may go on: its processes could not be ended ({error!r}); its GPUs stay taken")
+        return error is not None
+
     def _has_kept(self, one: Measurement) -> bool:
         return keep_result(self._machine.output, one.name)
 
     def _end(self) -> None:
-        groups = [one.group for one in self._running if one.group and not one.ending]
-        wait([self._enders.submit(group.end) for group in groups])
-        self._enders.shutdown()
+        for one in self._running:
+            if one.group is not None and one.ending is None:
+                one.ending = self._enders.submit(one.group.end)
+        self._enders.shutdown()  # waits for all of them
+        for one in self._running:
+            self._has_left(one)
 
 
 def result_of(output: Path, name: str) -> Path:
