@@ -11,10 +11,10 @@ not come so far when it ends, or after `--timeout-s`, is the last, and the exit 
 which the command makes a new one, for all that vLLM, Triton, torch and Headway keep: its first run finds nothing, later
 ones what earlier ones left.
 
-For each run, `processes` has the seconds at which its processes began, `workers` those of the marks in each worker's
-log, and `parts` the seconds from mark to mark in the worker whose engine was up last, of which the first step's time is
-the sum. With `has_bytecode` false, Python compiles vLLM's sources in each process that imports it. The last line is one
-JSON object.
+For each run, `processes` has the seconds at which its processes began, `workers` and `learner` those of the marks in
+their logs, and `parts` the seconds from mark to mark in the worker whose engine was up last, of which the first step's
+time is the sum. With `has_bytecode` false, Python compiles vLLM's sources in each process that imports it. The last
+line is one JSON object.
 """
 
 import argparse
@@ -56,6 +56,8 @@ MARKS = {
 }
 """The words of a line in a worker's log, the first of which is the mark's time. Those of vLLM are of 0.26 to 0.32. Only
 runs that train an adapter have a base."""
+OF_LEARNER = {"base_served": "serves the base of adapters", "announced": "is the first that is announced"}
+"""The words of lines in the learner's log."""
 FORK_SERVER, CORE, WORKER = "fork_server", "core", "worker"
 PROCESSES = {
     FORK_SERVER: r"multiprocessing\.forkserver",
@@ -145,6 +147,7 @@ class _Seen:
     run: Path
     command: psutil.Process
     workers: dict[str, dict[str, float]] = field(default_factory=dict)
+    learner: dict[str, float] = field(default_factory=dict)
     steps: list[float] = field(default_factory=list)
     first: dict[str, float] = field(default_factory=dict)
     _names: dict[int, tuple[str, float]] = field(default_factory=dict)
@@ -161,17 +164,23 @@ class _Seen:
 
     def look(self) -> None:
         """Note the time of all that is there for the first time."""
-        for log in (self.run / "logs").glob("worker-*.log"):
-            marks, text = self.workers.setdefault(log.stem, {}), log.read_text(errors="replace")
-            for name, words in MARKS.items():
-                if name not in marks and re.search(words, text):
-                    marks[name] = self.now_s()
+        logs = self.run / "logs"
+        for log in logs.glob("worker-*.log"):
+            self._mark(self.workers.setdefault(log.stem, {}), MARKS, log)
+        for log in logs.glob("learner.log"):
+            self._mark(self.learner, OF_LEARNER, log)
         metrics = self.run / "metrics.jsonl"
         lines = metrics.read_text().splitlines() if metrics.exists() else []
         self.steps += [self.now_s()] * (len(lines) - len(self.steps))
         if lines and not self.first:
             self.first = {name: round(value, 2) for name, value in json.loads(lines[0]).items() if name in FIRST}
         self._look_at_processes()
+
+    def _mark(self, marks: dict[str, float], of_words: dict[str, str], log: Path) -> None:
+        text = log.read_text(errors="replace")
+        for name, words in of_words.items():
+            if name not in marks and re.search(words, text):
+                marks[name] = self.now_s()
 
     def _look_at_processes(self) -> None:
         for process in self.command.children(recursive=True):
@@ -204,6 +213,7 @@ class _Seen:
             "of_first_step": self.first,
             "processes": processes,
             "workers": self.workers,
+            "learner": self.learner,
         }
 
 

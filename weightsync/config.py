@@ -117,10 +117,11 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     pull_files: Annotated[
         bool,
         Meta(
-            description="a worker that pulls the first version, or the base of adapters, reads it from the files in"
-            " model.path, if it finds them and they have the published fingerprints (it may choose for itself)"
+            description="a worker that pulls the first version, or the base of adapters, takes it from the files in"
+            " model.path, if it finds them and they have the published fingerprints; false: all of it comes from the"
+            " learner (a worker may choose for itself)"
         ),
-    ] = False
+    ] = True
 
     def __post_init__(self) -> None:
         """Read `http`, the former name of `none`, in older recipes and in the configurations of older runs."""

@@ -181,14 +181,14 @@ def test_a_worker_chooses_its_engine_and_how_it_is_connected() -> None:
         "weights.follow=pull",
         "weights.archive=file:///mnt",
         "weights.pull_bytes_per_s=100000",
-        "weights.pull_files=true",
+        "weights.pull_files=false",
         "engine.threads=3",
         "workers.metrics_port=9500",
     ]
     assert _own_of(own).engine.threads == 3
     recipe = with_overrides(load_recipe("arithmetic.yaml"), own)
     assert (recipe.weights.follow, recipe.weights.pull_bytes_per_s) == ("pull", 100_000)
-    assert recipe.weights.pull_files
+    assert not recipe.weights.pull_files
     assert recipe.weights.archive == "file:///mnt"
     assert recipe.workers.metrics_port == 9500
 

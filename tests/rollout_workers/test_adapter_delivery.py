@@ -73,12 +73,19 @@ async def run(
     directory = save_config(make_model("dense", 0), tmp_path / "model")
     own = EngineConfig(kind=request.param, max_concurrent=CAPACITY, max_model_len=256)
     engine: Any = open_engine(own, directory, seed=0, adapter_rank=RANK)
-    subscriber = Subscriber(brokers[1], "worker-1", config)
+    subscriber = Subscriber(brokers[1], "worker-1", config, model=directory)
     worker = make_worker(brokers[1], engine, subscriber, heartbeat_s=0.2)
     yield AdapterRun(learner, blocking, publisher, worker, engine)
     await engine.close()  # a worker that has run has closed it
     await asyncio.to_thread(publisher.close)
     await asyncio.to_thread(blocking.close)
+
+
+def served_paths(run: AdapterRun) -> list[str]:
+    """Return the list to which the publisher will append all that workers pull."""
+    served, find = list[str](), run.publisher._pulls.find
+    run.publisher._pulls.find = lambda path: served.append(path) or find(path)  # type: ignore[func-returns-value, method-assign]
+    return served
 
 
 @pytest.mark.parametrize("run", ["embedded", pytest.param("sglang", marks=SGLANG)], indirect=True)
@@ -108,6 +115,39 @@ async def test_published_adapters_reach_an_engine_that_pulls_their_base_once(run
         torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize(
+    "run",
+    ["embedded", pytest.param("vllm", marks=VLLM), pytest.param("sglang", marks=SGLANG)],
+    indirect=True,
+)
+async def test_an_engine_loads_the_base_from_the_models_files_and_the_learner_sends_none(
+    run: AdapterRun, tmp_path: Path
+) -> None:
+    save_file(dict(base_tensors("dense")), tmp_path / "model" / "model.safetensors")
+    served = served_paths(run)
+    mapped = list[bool]()
+
+    async def noted(tensors: NamedTensors, **options: Any) -> None:
+        mapped.extend(shared_memory.handle_of(tensor) is not None for _, tensor in tensors)
+        await type(run.engine).load_base(run.engine, tensors, **options)
+
+    run.engine.load_base = noted
+    async with running(run.worker):
+        await run.publish(0)
+        groups = await run.take(0)
+    assert mapped
+    assert all(mapped)
+    assert not [path for path in served if path.startswith("/0/0/")]
+    for trajectory in (t for group in groups for t in group.trajectories):
+        expected = forward_logprobs(
+            run.learner.models[run.learner.version(0)],
+            trajectory.prompt_tokens.tolist(),
+            trajectory.response_tokens.tolist(),
+        )
+        got = torch.tensor(trajectory.behavior_logprobs)
+        torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("run", ["embedded"], indirect=True)
 @pytest.mark.parametrize("is_whole", [True, False])
 async def test_the_base_is_read_from_the_models_files_if_they_hold_it(
@@ -118,8 +158,7 @@ async def test_the_base_is_read_from_the_models_files_if_they_hold_it(
         next(iter(tensors.values())).add_(1)
     (tmp_path / "files").mkdir()
     save_file(tensors, tmp_path / "files" / "model.safetensors")
-    served, find = list[str](), run.publisher._pulls.find
-    run.publisher._pulls.find = lambda path: served.append(path) or find(path)  # type: ignore[func-returns-value, method-assign]
+    served = served_paths(run)
     await run.publish(0)
     subscriber = Subscriber(brokers[1], "worker-2", WeightsConfig(), model=tmp_path / "files")
     found = await subscriber.base(())

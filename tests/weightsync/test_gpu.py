@@ -53,6 +53,13 @@ def test_buckets_on_a_gpu_hold_the_same_bits() -> None:
     assert fingerprints(back.tensors, dict(enumerate(back.buckets))) == dict(enumerate(on_cpu.fingerprints))
 
 
+def test_tensors_of_a_gpu_in_buckets_of_host_memory_have_the_same_fingerprints() -> None:
+    there = ((name, tensor.cuda()) for name, tensor in awkward_tensors())
+    from_gpu, on_cpu = stage(there, 4096), stage(awkward_tensors(), 4096)
+    assert (from_gpu.tensors, from_gpu.fingerprints) == (on_cpu.tensors, on_cpu.fingerprints)
+    assert all(map(torch.equal, from_gpu.buckets, on_cpu.buckets))
+
+
 def test_what_is_read_of_a_version_on_a_gpu_outlives_its_memory() -> None:
     buckets = tuple(torch.full((1 << 20,), number, dtype=torch.uint8, device="cuda") for number in range(3))
     served = ServedVersion(buckets, memory_is_reused=True)

@@ -15,7 +15,14 @@ from tests.weightsync.learner_process import hold_buffer
 from tests.weightsync.processes import ForkedProcess
 from weightsync.tensors.buckets import allocate
 from weightsync.tensors.landing import attachable_buckets
-from weightsync.tensors.shared_memory import _decode, attach, attachable_memory, handle_of, host_buffer
+from weightsync.tensors.shared_memory import (
+    _decode,
+    attach,
+    attachable_file,
+    attachable_memory,
+    handle_of,
+    host_buffer,
+)
 
 NBYTES = 12_345_678
 
@@ -88,7 +95,7 @@ def test_a_handle_that_promises_other_memory_is_refused(nbytes: int) -> None:
 
 def test_a_path_that_cannot_be_one_is_refused() -> None:
     with pytest.raises(WeightSyncError, match="cannot be mapped here"):
-        attach(encode(path="/proc/self/fd/\0", nbytes=1, device=1, inode=1))
+        attach(encode(path="/proc/self/fd/\0", nbytes=1, device=1, inode=1, is_private=False))
 
 
 def test_no_room_for_a_buffer_is_told_and_passes() -> None:
@@ -121,6 +128,31 @@ def test_memory_can_be_attached_as_long_as_a_tensor_of_it_lives() -> None:
     empty = attachable_memory(0)
     assert handle_of(empty) is not None
     assert handle_of(torch.zeros(0)) is handle_of(torch.zeros(3)) is None
+
+
+def test_a_file_is_attached_and_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(200)))
+    path.chmod(0o400)
+    content = attachable_file(path)
+    handle = handle_of(content[100:])
+    assert handle is not None
+    there = attach(handle)
+    assert there.tolist() == list(range(200))
+    there.fill_(1)
+    assert content.tolist() == list(range(200))
+    content.fill_(2)
+    assert path.read_bytes() == bytes(range(200))
+    path.unlink()
+    assert attach(handle).tolist() == list(range(200))
+    del content
+    with pytest.raises(WeightSyncError, match="cannot be mapped here"):
+        attach(handle)
+    path.write_bytes(b"")
+    with pytest.raises(NoRoomError, match="cannot be mapped"):
+        attachable_file(path)
+    with pytest.raises(OSError, match="No such file"):
+        attachable_file(tmp_path / "other")
 
 
 def test_buckets_are_in_ordinary_memory_where_there_is_no_room(caplog: pytest.LogCaptureFixture) -> None:

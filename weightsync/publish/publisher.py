@@ -5,6 +5,7 @@ else. Only errors that the learner must know are raised: FencedError, VersionReg
 """
 
 import concurrent.futures
+import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -38,6 +39,8 @@ from weightsync.transports.threads import DaemonPool
 
 from .membership import follows_by_pull
 from .sender import Sender
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -132,8 +135,12 @@ class Publisher:
         """Keep the frozen weights in host memory, for workers to pull once: every version from now on is an adapter,
         which adds `adapter_scale` * B A to them. Raises NoRoomError, and WeightSyncError for tensors that cannot be
         sent."""
+        started = time.monotonic()
         staged = stage(tensors, self._config.bucket_bytes)
         self._pulls.serve_always(BASE, staged.buckets)
+        logger.info(
+            "serves the base of adapters: %.1f GB, copied in %.1f s", staged.nbytes / 1e9, time.monotonic() - started
+        )
         self._base, self._adapter_scale = described(staged), adapter_scale
 
     def gather(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Gathering:
@@ -213,6 +220,8 @@ class Publisher:
             archived=archived,
         )
         self._blocking.call(self._versions.announce(self._owner, announced))
+        if self._announced is None:
+            logger.info("version %s is the first that is announced", version)
         self._announced = announced
         self._pulls.keep_only(version, _by_version(deltas))
         self._chain.advance(version, base, deltas)

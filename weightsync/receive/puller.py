@@ -7,7 +7,6 @@ buckets. Either way the result is compared with the manifest's fingerprints.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,7 +20,7 @@ from weightsync.tensors.buckets import allocate, check_manifest, verify
 from weightsync.tensors.chain import chain_from
 from weightsync.tensors.deltas import patch
 from weightsync.transports.base import PullTransport, SupersededError, UnreachableError
-from weightsync.transports.threads import DaemonPool
+from weightsync.transports.threads import all_of
 
 AT_ONCE = 4
 """Connections of one pull. A single one does not fill the line: each bucket is copied, sent, copied and verified."""
@@ -94,20 +93,10 @@ class Puller:
                 self._transport.pull_bucket(manifest, index, bucket, deadline)
                 yield index
             return
-        threads = DaemonPool("pull", AT_ONCE)
         fetching = [
-            threads.submit(partial(self._transport.pull_bucket, manifest, index, bucket, deadline))
-            for index, bucket in missing.items()
+            partial(self._transport.pull_bucket, manifest, index, bucket, deadline) for index, bucket in missing.items()
         ]
-        threads.close()
-        done, rest = wait(fetching, return_when=FIRST_EXCEPTION)
-        failures = [error for fetched in done if (error := fetched.exception()) is not None]
-        if failures:
-            deadline.cancel()  # the bytes of the other buckets are of no more use
-            for fetched in rest:
-                fetched.cancel()
-            wait(rest)  # no thread may still write to buckets that are used next
-            raise failures[0]
+        all_of("pull", AT_ONCE, fetching, deadline)  # no thread may still write to buckets that are used next
         yield from missing
 
     def _chain_to(self, manifest: WeightManifest) -> tuple[DeltaSpec, ...]:

@@ -34,6 +34,7 @@ from weightsync.transports.http.pull import HttpPull
 from weightsync.transports.threads import BoundedThreads
 
 from .deliveries import Arriving, Delivery
+from .files_in_place import base_in_files
 from .groups import GroupFollower
 from .inbox import Inbox
 from .model_files import files_first
@@ -126,11 +127,13 @@ class Subscriber:
         return self._inbox.take_instead()
 
     async def base(self, known: tuple[int, ...], *, attachable: bool = False) -> Delivery | None:
-        """Pull the frozen weights that announced adapters change; None if their fingerprints are the `known` ones.
-        `attachable`: into memory that processes of this machine can attach, if there is room.
+        """Return the frozen weights that announced adapters change: as they lie in the model's files, if they do, or
+        pulled; None if their fingerprints are the `known` ones. `attachable`: they are pulled into memory that
+        processes of this machine can attach, if there is room.
 
         Raises the broker's errors; failed pulls are tried again, into the same memory, and never raise."""
         landing: tuple[torch.Tensor, ...] = ()
+        model = self._model
         while True:
             announced = await self._broker.versions.announced()
             if announced is not None and announced.base is not None:
@@ -139,6 +142,9 @@ class Subscriber:
                 manifest = manifest_of_base(announced)
                 try:
                     check_manifest(manifest)
+                    if model is not None and (found := await self._in_files(model, manifest)) is not None:
+                        return found
+                    model = None
                     if [len(bucket) for bucket in landing] != list(manifest.buckets):
                         landing = ()  # freed before more is taken
                         landing = await self._reserved(manifest.buckets, attachable)
@@ -147,6 +153,13 @@ class Subscriber:
                     self._note_failure("pull", BASE, error)
                     traceback.clear_frames(error.__traceback__)  # they would hold the memory until garbage is collected
             await asyncio.sleep(self._config.poll_s)
+
+    async def _in_files(self, model: Path, manifest: WeightManifest) -> Delivery | None:
+        cancelled = threading.Event()
+        deadline = Deadline(math.inf, cancelled)
+        return await self._threads.run(
+            "read-base", lambda: base_in_files(model, manifest, deadline), cancelled, overdue_s=None
+        )
 
     async def _reserved(self, sizes: tuple[int, ...], attachable: bool) -> tuple[torch.Tensor, ...]:
         return await self._threads.run(

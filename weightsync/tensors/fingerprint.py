@@ -52,16 +52,26 @@ class MatrixParts:
 
 def fingerprint(tensor: torch.Tensor) -> int:
     """Return the fingerprint of a whole tensor of any number format."""
+    return int(fingerprint_sum(tensor)) % MODULUS
+
+
+def fingerprint_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the fingerprint of a whole tensor on its device, to be taken mod 2^64: int64 []. Does not wait for a
+    GPU."""
     rows = tensor.detach().contiguous().view(1, -1) if tensor.dim() < 2 else tensor.detach().contiguous()
     rows_RC = rows.view(-1, rows.shape[-1]) if rows.numel() else rows.reshape(0, 1)
-    return fingerprint_part(rows_RC, 0, rows_RC.shape[1], 1)
+    return _sum_of_part(rows_RC, 0, rows_RC.shape[1], 1)
 
 
 def fingerprint_part(rows_RC: torch.Tensor, offset: int, row_step: int, column_step: int) -> int:
     """Return what these elements add to a fingerprint. Element (r, c) stands at
     offset + r * row_step + c * column_step of the flat tensor."""
+    return int(_sum_of_part(rows_RC, offset, row_step, column_step)) % MODULUS
+
+
+def _sum_of_part(rows_RC: torch.Tensor, offset: int, row_step: int, column_step: int) -> torch.Tensor:
     parts = MatrixParts.of([(0, len(rows_RC), offset, row_step, column_step)], rows_RC.device)
-    return int(fingerprint_parts([rows_RC], parts)) % MODULUS
+    return fingerprint_parts([rows_RC], parts)[0]
 
 
 def fingerprint_parts(matrices: Sequence[torch.Tensor], parts: MatrixParts) -> torch.Tensor:

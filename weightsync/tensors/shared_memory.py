@@ -1,8 +1,10 @@
-"""Memory that several processes of one machine map: host memory as a file in RAM, GPU memory by CUDA IPC.
+"""Memory that several processes of one machine map: host memory as a file in RAM, the bytes of a file that is there
+already, GPU memory by CUDA IPC.
 
 The process that makes a buffer sends its handle, a few bytes. A process that attaches it has the same memory, and must
-be told when it may read. GPU memory lasts until both processes have let go of it. The file never has a name, so it is
-gone with the last process that maps it, however that process ends; others reach it through its maker's /proc/PID/fd.
+be told when it may read. GPU memory lasts until both processes have let go of it. The file in RAM never has a name, so
+it is gone with the last process that maps it, however that process ends; others reach it through its maker's
+/proc/PID/fd.
 """
 
 import mmap
@@ -27,6 +29,8 @@ class _HostHandle(msgspec.Struct, frozen=True, array_like=True, tag="host"):
     device: int
     inode: int
     """The file's inode: in another container the same path may lead to another file."""
+    is_private: bool
+    """Whether a process only reads it: what it writes there reaches neither the file nor another process."""
 
 
 class _GpuHandle(msgspec.Struct, frozen=True, array_like=True, tag="gpu"):
@@ -47,7 +51,7 @@ _decode = msgspec.msgpack.Decoder(_HostHandle | _GpuHandle).decode
 
 
 _attachable: dict[int, bytes] = {}
-"""The handles of memory that `attachable_memory` has returned, by its address here."""
+"""The handles of memory that `attachable_memory` and `attachable_file` have returned, by its address here."""
 
 
 @contextmanager
@@ -67,17 +71,34 @@ def attachable_memory(nbytes: int) -> torch.Tensor:
         raise NoRoomError(f"there is no {IN_RAM}")
     with ExitStack() as until_forgotten:
         file = until_forgotten.enter_context(_file(nbytes))
-        memory, handle = _mapped(file.fileno(), nbytes), _handle(file, nbytes)
-        buffer = _bytes_of(memory, nbytes)
-        address = buffer.untyped_storage().data_ptr()
-        _attachable[address] = handle
-        weakref.finalize(memory, _forget, address, handle, until_forgotten.pop_all())
-        return buffer
+        return _remembered(_mapped(file.fileno(), nbytes), _handle(file, nbytes), nbytes, until_forgotten)
+
+
+def attachable_file(path: str | os.PathLike[str]) -> torch.Tensor:
+    """Return a file's bytes, as uint8, which processes of this machine can attach like `attachable_memory`. Nothing is
+    read until it is used, and writes reach neither the file nor another process. If the file is cut off later, a
+    process that reads beyond its end dies. Raises OSError, and NoRoomError where it cannot be mapped, as an empty
+    one."""
+    with ExitStack() as until_forgotten:
+        file = until_forgotten.enter_context(open(path, "rb"))
+        nbytes = os.fstat(file.fileno()).st_size
+        memory = _mapped(file.fileno(), nbytes, is_private=True)
+        return _remembered(memory, _handle(file, nbytes, is_private=True), nbytes, until_forgotten)
+
+
+def _remembered(memory: mmap.mmap, handle: bytes, nbytes: int, opened: ExitStack) -> torch.Tensor:
+    """Return the mapped bytes, whose handle is known and whose file stays open until the last tensor of them is
+    gone."""
+    buffer = _bytes_of(memory, nbytes)
+    address = buffer.untyped_storage().data_ptr()
+    _attachable[address] = handle
+    weakref.finalize(memory, _forget, address, handle, opened.pop_all())
+    return buffer
 
 
 def handle_of(tensor: torch.Tensor) -> bytes | None:
     """Return the handle of the memory in which a tensor lies, from the beginning of its storage; None unless that is
-    of `attachable_memory`."""
+    of `attachable_memory` or `attachable_file`."""
     return None if tensor.is_cuda else _attachable.get(tensor.untyped_storage().data_ptr())
 
 
@@ -109,7 +130,7 @@ def attach(handle: bytes) -> torch.Tensor:
 
 def _attach_host(handle: _HostHandle) -> torch.Tensor:
     try:
-        descriptor = os.open(handle.path, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(handle.path, (os.O_RDONLY if handle.is_private else os.O_RDWR) | os.O_CLOEXEC)
     except (OSError, ValueError) as error:  # ValueError: a path with a zero in it
         raise WeightSyncError(_unreachable(handle, str(error))) from error
     try:
@@ -118,7 +139,7 @@ def _attach_host(handle: _HostHandle) -> torch.Tensor:
             raise WeightSyncError(_unreachable(handle, "it leads to another file"))
         if not 0 <= handle.nbytes <= status.st_size:
             raise WeightSyncError(_unreachable(handle, f"it has {status.st_size} bytes, promised were {handle.nbytes}"))
-        return _bytes_of(_mapped(descriptor, handle.nbytes), handle.nbytes)
+        return _bytes_of(_mapped(descriptor, handle.nbytes, handle.is_private), handle.nbytes)
     finally:
         os.close(descriptor)
 
@@ -177,10 +198,10 @@ def _file(nbytes: int) -> Iterator[IO[bytes]]:
         yield file
 
 
-def _handle(file: IO[bytes], nbytes: int) -> bytes:
+def _handle(file: IO[bytes], nbytes: int, is_private: bool = False) -> bytes:
     status = os.fstat(file.fileno())
     path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-    return msgspec.msgpack.encode(_HostHandle(path, nbytes, status.st_dev, status.st_ino))
+    return msgspec.msgpack.encode(_HostHandle(path, nbytes, status.st_dev, status.st_ino, is_private))
 
 
 def _reserve(descriptor: int, nbytes: int, directory: str) -> None:
@@ -193,10 +214,10 @@ def _reserve(descriptor: int, nbytes: int, directory: str) -> None:
         ) from error
 
 
-def _mapped(descriptor: int, nbytes: int) -> mmap.mmap:
+def _mapped(descriptor: int, nbytes: int, is_private: bool = False) -> mmap.mmap:
     """Map a file, at least its first byte, as nothing can be mapped of none."""
     try:
-        return mmap.mmap(descriptor, max(1, nbytes))
+        return mmap.mmap(descriptor, max(1, nbytes), access=mmap.ACCESS_COPY if is_private else mmap.ACCESS_WRITE)
     except (OSError, ValueError) as error:  # ValueError: the file is shorter
         raise NoRoomError(f"{nbytes} bytes of weights cannot be mapped ({error})") from error
 

@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import queue
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -155,3 +155,20 @@ def _complete(
     finally:
         del future, work  # as in `run`
         ended.set_result(None)
+
+
+def all_of(name: str, count: int, calls: Iterable[Callable[[], T]], deadline: Deadline) -> list[T]:
+    """Return the results of `calls`, which run in `count` threads, in order. The first error cancels the deadline and
+    is raised once no call runs any more."""
+    threads = DaemonPool(name, count)
+    running = [threads.submit(call) for call in calls]
+    threads.close()
+    done, rest = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_EXCEPTION)
+    failures = [error for ended in done if (error := ended.exception()) is not None]
+    if failures:
+        deadline.cancel()  # for what the other calls would do there is no more use
+        for call in rest:
+            call.cancel()
+        concurrent.futures.wait(rest)
+        raise failures[0]
+    return [ended.result() for ended in running]

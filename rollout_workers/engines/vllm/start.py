@@ -117,7 +117,7 @@ def open_vllm(
         shapes = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir, trust_remote_code=False))
     check_head_dim(shapes.config)
     arguments = engine_arguments(config, kept_configuration(model_dir), type(shapes).__name__, seed, sleeps=sleeps)
-    arguments |= arguments_for_adapters(adapter_rank, adapters_held, shapes, arguments["dtype"])
+    arguments |= arguments_for_adapters(adapter_rank, adapters_held, shapes, arguments["dtype"], config.options)
     routed = None
     if tells_experts:
         routed = routed_layers(shapes)
