@@ -45,6 +45,7 @@ def test_a_run_trains_an_adapter_on_megatron_and_goes_on_with_it_split_over_two_
     assert {line["incarnation"] for line in lines(run / "trained.jsonl")} == {1, 2}
     for log in (run / "logs").glob("worker-*.log"):  # of two processes each, one for each start of the run
         assert 1 <= log.read_text().count("holds the base of adapters") <= 2
+        assert f"mapped from the files in {base.path}" in log.read_text()
     first, last = run / "checkpoints" / "1" / "step_4", run / "checkpoints" / "2" / "step_6"
     assert not list(last.glob("*.safetensors"))
     before, after, untrained = (open_weights(str(path)) for path in (first, last, base.path))

@@ -58,6 +58,7 @@ def base_in_files(directory: Path, manifest: WeightManifest, deadline: Deadline)
     except (OSError, RuntimeError, ValueError, msgspec.MsgspecError, WeightSyncError) as error:
         logger.info("the base of adapters is not in %s as it was published: %s", directory, error)
         return None
+    logger.info("the base of adapters is mapped from the files in %s", directory)
     return Delivery(there, landed, may_be_reused=False)
 
 
