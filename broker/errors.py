@@ -26,6 +26,10 @@ class ConfigError(HeadwayError):
     """A recipe or an override is wrong; the message names the path."""
 
 
+class UnknownKeysError(ConfigError):
+    """A recipe has several unknown keys; below the first line, the message has a line for each, or for some alike."""
+
+
 class UntrainableBatchError(HeadwayError):
     """A step failed on a batch that had passed all checks. The message says how to go on without it; the cause has the
     traceback."""

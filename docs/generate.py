@@ -62,6 +62,7 @@ def pages() -> dict[str, str]:
         "reference/configuration.md": configuration,
         "reference/commands.md": commands,
         "reference/algorithms.md": algorithms,
+        "reference/other-names.md": other_names,
         "reference/metrics.md": metrics,
         "reference/python.md": python,
         "reference/wire.md": wire,
@@ -241,6 +242,18 @@ def algorithms() -> str:
                 ]
                 below = "".join(f"\n\n    {' '.join(fact.split())}" for fact in told if fact)
                 text += f"\n`{one.name}`\n:   `{one.equation}`{below}\n"
+    return text
+
+
+def other_names() -> str:
+    """Every name of verl and TRL that an error answers, in their order."""
+    from deploy.recipe.other_names import OF_TRL, OF_VERL
+
+    text = "# Names in verl and TRL\n\nThe error for an unknown key answers these names of other trainers.\n"
+    for trainer, names in (("verl", OF_VERL), ("TRL", OF_TRL)):
+        text += f"\n## {trainer}\n\n| {trainer} | Headway | what differs |\n|---|---|---|\n"
+        for name, (key, remark) in names.items():
+            text += f"| `{name}` | {f'`{key}`' if key else ''} | {remark} |\n"
     return text
 
 

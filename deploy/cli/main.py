@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import click
 
-from broker.errors import HeadwayError, UntrainableBatchError
+from broker.errors import HeadwayError, UnknownKeysError, UntrainableBatchError
 from broker.installation import shared_temporary_directory
 from deploy.launch.preloading import preload_engine
 from deploy.printing import complain, log_to_stderr, paragraph
@@ -48,6 +48,8 @@ def answer(arguments: Sequence[str]) -> int:
         code = INTERRUPT_EXIT
     except UntrainableBatchError as error:
         code = _complain(f"{error} {_traceback_of(error, debug)}", debug, error.exit_code)
+    except UnknownKeysError as error:
+        code = _complain(str(error), debug, error.exit_code, is_list=True)
     except HeadwayError as error:
         code = _complain(str(error), debug, error.exit_code)
     except OSError as error:
@@ -77,10 +79,11 @@ def _takes_keys(context: click.Context | None) -> bool:
     return context is not None and any(one.name == "overrides" for one in context.command.params)
 
 
-def _complain(message: str, debug: bool, exit_code: int = 1) -> int:
+def _complain(message: str, debug: bool, exit_code: int = 1, *, is_list: bool = False) -> int:
     if debug:
         complain(traceback.format_exc().rstrip())
-    complain(paragraph(f"Error: {message}"))
+    first, *items = message.splitlines() if is_list else [message]
+    complain("\n".join((paragraph(f"Error: {first}"), *(f"  {paragraph(item)}" for item in items))))
     return exit_code
 
 

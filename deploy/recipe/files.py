@@ -50,6 +50,8 @@ def find_recipe(name: str) -> Path:
     if os.path.isfile(f"{name}.yaml"):
         raise ConfigError(f"There is no recipe {name[:200]!r}; did you mean {f'{name}.yaml'!r}?")
     what = "is a directory" if os.path.isdir(name) else "is no plain file" if os.path.exists(name) else ""
+    if not what and "=" in name:
+        what = "stands where the recipe is to be named; overrides follow it"
     raise ConfigError(
         (f"{name[:200]!r} {what}." if what else f"There is no recipe {name[:200]!r}.")
         + " Give the path of a YAML file of your own, or one of those that ship:"

@@ -10,12 +10,16 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import msgspec
 from msgspec import Meta
 
-from broker.errors import ConfigError
+from broker.errors import ConfigError, UnknownKeysError
 
-from .other_names import OTHER_NAMES
+from .other_names import OTHER_NAMES, VERL_SECTIONS, Ours
 
 OF_THEIR_OWN = ("sft", "stages", "optimizer", "algorithm.objective", "algorithm.critic")
 """Sections whose keys may have the name of another section's key in TRL or verl."""
+
+UNANSWERED = Ours(remark="No counterpart is known.")
+MOST_LISTED = 20
+"""Keys that one line of an error lists."""
 
 KIND = re.compile(r"\w+|[\w.]+:\w+")
 
@@ -30,11 +34,15 @@ WORDS = {
 
 
 def check_shape(raw: dict[str, Any], struct: type[msgspec.Struct], source: str) -> None:
-    """Raise ConfigError for the first unknown key, with the nearest valid one."""
+    """Raise ConfigError for all unknown keys, each with Headway's name for one of TRL or verl, or the nearest one."""
+    answers: dict[str, list[str]] = {}
     for path, fields in _unknown(raw, struct, ""):
-        nearest = _nearest(path, fields, struct)
-        hint = f"; did you mean {nearest}?" if nearest else f". Valid here: {', '.join(fields)}."
-        raise ConfigError(f"{source}: unknown key {path}{hint}")
+        answers.setdefault(_answer(path, fields, struct), []).append(path)
+    lines = [f"{_listed(paths)}{answer}" for answer, paths in answers.items()]
+    if (count := sum(map(len, answers.values()))) > 1:
+        raise UnknownKeysError("\n".join((f"{source} has {count} unknown keys:", *lines)))
+    for line in lines:
+        raise ConfigError(f"{source}: unknown key {line}")
     if not isinstance(raw.get("algorithm", {}), dict):
         raise ConfigError(f"{source}: algorithm is {raw['algorithm']!r}; expected a section of keys.")
 
@@ -65,22 +73,63 @@ def _unknown(raw: Any, annotation: Any, path: str) -> Iterator[tuple[str, list[s
         if key in fields:
             yield from _unknown(value, fields[key], below)
         else:
-            yield below, list(fields)
+            yield from ((each, list(fields)) for each in (_leaves(value, below) if _is_verls(below) else [below]))
 
 
-def _nearest(path: str, fields: list[str], struct: type[msgspec.Struct]) -> str:
+def _leaves(raw: Any, path: str) -> Iterator[str]:
+    """Yield the paths of all values of a section; its own if it has none."""
+    if not isinstance(raw, dict) or not raw:
+        yield path
+    else:
+        for key, value in raw.items():
+            yield from _leaves(value, f"{path}.{key}")
+
+
+def _is_verls(path: str) -> bool:
+    """Whether the path is a key of verl's own sections. Its command lines write `+` before keys that they add."""
+    return path.lstrip("+").partition(".")[0] in VERL_SECTIONS
+
+
+def _listed(paths: list[str]) -> str:
+    more = len(paths) - MOST_LISTED
+    return ", ".join(paths[:MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _answer(path: str, fields: list[str], struct: type[msgspec.Struct]) -> str:
+    """Return what to say of an unknown key: the key that was meant, how it differs, or the valid keys beside it."""
+    ours = _ours(path)
+    nearest = _nearest(path, ours, fields, struct)
+    if nearest:
+        return f"; did you mean {nearest}?" + (f" {ours.remark}" if ours.remark and nearest == ours.key else "")
+    return f". {ours.remark}" if ours.remark and not ours.key else f". Valid here: {', '.join(fields)}."
+
+
+def _ours(path: str) -> Ours:
+    """Return the answer to a name of TRL or verl: of a path in verl's sections the longest part that has an answer, and
+    of equally long ones the first; of others the last name."""
+    names = path.lstrip("+").split(".")
+    if not _is_verls(path):
+        return OTHER_NAMES.get(names[-1], Ours())
+    starts = ((start, start + length) for length in range(len(names), 0, -1) for start in range(len(names)))
+    parts = (".".join(names[start:end]) for start, end in starts if end <= len(names))
+    return next((OTHER_NAMES[part] for part in parts if part in OTHER_NAMES), UNANSWERED)
+
+
+def _nearest(path: str, ours: Ours, fields: list[str], struct: type[msgspec.Struct]) -> str:
     """Return the nearest key: the one that TRL or verl call so, beside it if there is one, else a very similar sibling
     or an option of the objective, else one of just that name elsewhere, else a similar sibling, else a similar key
-    elsewhere, else ''."""
+    elsewhere, else ''. A key of verl's own sections, or one that is known to have no counterpart, is near no other."""
     parent, _, leaf = path.rpartition(".")
     prefix = f"{parent}." if parent else ""
     paths = list(_all_paths(struct, ""))
-    other = OTHER_NAMES.get(leaf, "")
-    if (name := other.rpartition(".")[2]) in fields:
+    is_there = ours.key.partition(".options.")[0] in paths
+    if _is_verls(path):
+        return ours.key if is_there else ""
+    if (name := ours.key.rpartition(".")[2]) in fields:
         return prefix + name
-    is_ours = parent.startswith(OF_THEIR_OWN) and not other.startswith(prefix)
-    if not is_ours and other.partition(".options.")[0] in paths and not _is_in(path, other):
-        return other
+    is_our_own = parent.startswith(OF_THEIR_OWN) and not ours.key.startswith(prefix)
+    if not is_our_own and is_there and not _is_in(path, ours.key):
+        return ours.key
     if close := difflib.get_close_matches(leaf, fields, n=1, cutoff=0.85):
         return prefix + close[0]
     if parent == "algorithm.objective":
@@ -88,6 +137,8 @@ def _nearest(path: str, fields: list[str], struct: type[msgspec.Struct]) -> str:
     everywhere = {path.rpartition(".")[2]: path for path in paths}
     if leaf in everywhere:
         return everywhere[leaf]
+    if ours.remark and not ours.key:
+        return ""
     if close := difflib.get_close_matches(leaf, fields, n=1, cutoff=0.6):
         return prefix + close[0]
     close = difflib.get_close_matches(leaf, everywhere, n=1, cutoff=0.75)

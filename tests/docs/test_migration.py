@@ -1,17 +1,27 @@
 """The page for users of verl and TRL names keys that there are, and its recipe is what it says."""
 
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+from broker.errors import UnknownKeysError
+from deploy.cli.main import answer
 from deploy.recipe.loading import load_recipe
 from deploy.recipe.other_names import OTHER_NAMES
 from deploy.recipe.recipe import Recipe
 from deploy.run.resuming import keys_of
+from learner.data.prompts.files import FileOptions
+from learner.objective.catalog import functions
+from rollout_workers.engines.vllm.options import SIZES_AND_SWITCHES
 
 from .pages import ROOT, whole_recipe
 
 PAGE = (ROOT / "docs" / "guides" / "from-verl-and-trl.md").read_text()
+VERLS = PAGE.partition("## A command of verl, translated")[2]
+REWARD = "reward.custom_reward_function"
 
 
 def named_keys() -> Iterator[str]:
@@ -33,14 +43,33 @@ def test_every_key_of_the_page_is_a_key_of_a_recipe() -> None:
 
 
 def test_an_error_names_the_key_that_the_page_names() -> None:
-    lines = [line for line in PAGE.splitlines() if line.startswith("|")]
-    # the page names the parts of one setting, such as `algorithm.kl.coefficient`, `kind=k3`, in one line
-    wrong = {
-        name: key
-        for name, key in OTHER_NAMES.items()
-        if not any(key.rpartition(".")[2] in line and re.search(rf"[`._]{name}\b", line) for line in lines)
-    }
-    assert wrong == {}
+    rows = [line.split("|")[1:4] for line in PAGE.partition("## Keys")[2].splitlines() if line.startswith("| `")]
+    pairs = [(row[0].strip(" `"), name) for row in rows for name in re.findall(r"`([\w.]+)[^`]*`", row[1] + row[2])]
+    known = [(ours, name) for ours, name in pairs if name in OTHER_NAMES or name.rpartition(".")[2] in OTHER_NAMES]
+    assert len(known) > 100
+    wrong = []
+    for ours, name in known:
+        key, remark = OTHER_NAMES.get(name) or OTHER_NAMES[name.rpartition(".")[2]]
+        if key.rpartition(".")[2] not in ours and ours not in remark:
+            wrong.append((ours, name))
+    assert wrong == []
+
+
+def test_every_answer_is_a_key_of_a_recipe_or_a_sentence() -> None:
+    sections = {key.rpartition(".")[0] for key in keys_of(Recipe)}
+    keys = {*keys_of(Recipe), *sections}
+    for name, ours in OTHER_NAMES.items():
+        assert ours.key or ours.remark, name
+        assert not ours.remark or ours.remark.endswith("."), name
+        section, options, option = ours.key.rpartition(".options.")
+        if section == "engine":
+            assert option in SIZES_AND_SWITCHES, name
+        elif section == "prompts":
+            assert option in FileOptions.__struct_fields__, name
+        elif options:
+            assert any(option in one.defaults for one in functions()), name
+        else:
+            assert not ours.key or ours.key in keys or ours.key.startswith("model.adapter."), name
 
 
 def recipe_below(heading: str, tmp_path: Path) -> Recipe:
@@ -69,9 +98,36 @@ def test_the_recipe_is_the_translation_of_the_script(tmp_path: Path) -> None:
     assert recipe.checkpoint.every_steps == int(trl["save_steps"])
 
 
-def test_the_recipe_is_the_translation_of_the_configuration(tmp_path: Path) -> None:
-    recipe = recipe_below("A configuration of verl, translated", tmp_path)
-    given = dict(re.findall(r"([\w.]+)=(\S+)", PAGE.split("```text")[1].split("```")[0]))
+def verls_overrides() -> list[str]:
+    """Return the overrides of the page's command of verl."""
+    return [word for word in shlex.split(VERLS.split("```sh")[1].split("```")[0]) if "=" in word]
+
+
+def test_every_key_of_the_command_is_answered(tmp_path: Path) -> None:
+    overrides = verls_overrides()
+    (tmp_path / "own.yaml").write_text(whole_recipe(""))
+    with pytest.raises(UnknownKeysError) as caught:
+        load_recipe(tmp_path / "own.yaml", overrides)
+    first, *lines = str(caught.value).splitlines()
+    assert first == f"own.yaml has {len(overrides)} unknown keys:"
+    told = [path for line in lines for path in re.split(r"; did you mean|\. [A-Z]", line)[0].split(", ")]
+    assert sorted(told) == sorted(word.partition("=")[0] for word in overrides)
+    assert not [line for line in lines if "Valid here" in line or "No counterpart is known" in line]
+
+
+def test_the_page_shows_what_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.yaml").write_text(whole_recipe(""))
+    command, _, shown = VERLS.split("```text\n$ headway ")[1].split("```")[0].replace("\\\n", "").partition("\n")
+    assert answer(shlex.split(command)) == 1
+    assert capsys.readouterr().err == shown
+
+
+def test_the_recipe_is_the_translation_of_the_command(tmp_path: Path) -> None:
+    recipe = recipe_below("A command of verl, translated", tmp_path)
+    given = dict(override.split("=", 1) for override in verls_overrides())
     verl = {key.rpartition(".")[2]: value for key, value in given.items()}
     learner, engine, options = recipe.learner, recipe.engine, recipe.algorithm.objective.options
     assert learner.groups_per_step == int(verl["train_batch_size"])
@@ -88,3 +144,11 @@ def test_the_recipe_is_the_translation_of_the_configuration(tmp_path: Path) -> N
     )
     assert recipe.algorithm.kl.coefficient == float(verl["kl_loss_coef"])
     assert recipe.optimizer.learning_rate == float(verl["lr"])
+    assert learner.steps == int(verl["total_epochs"]) * (7473 // int(verl["train_batch_size"]))
+    assert recipe.sampling.temperature == float(verl["temperature"])
+    assert recipe.checkpoint.every_steps == int(verl["save_freq"])
+    assert recipe.evaluation.every_steps == int(verl["test_freq"])
+    assert [sink.options.get("project") for sink in recipe.metrics] == [None, verl["project_name"]]
+    assert recipe.prompts.path == verl["train_files"]
+    assert recipe.prompts.options == {"held_out_path": verl["val_files"]}
+    assert [reward.kind for reward in recipe.rewards] == [f"my_rewards:{given[f'{REWARD}.name']}"]
