@@ -59,6 +59,9 @@ OF_VERL = {
     "tokenizer_path": Ours(remark="The tokenizer is the one in model.path."),
     "trust_remote_code": Ours(remark=OWN_CODE),
     "external_lib": Ours(remark=OWN_CODE),
+    "override_config": Ours(remark="The model's configuration is the one in model.path."),
+    "hf_config_path": Ours(remark="The model's configuration is the one in model.path."),
+    "lora_adapter_path": Ours(remark="An adapter starts anew: merge an old one into the model first."),
     "custom_chat_template": Ours("model.chat_template", "It names a file, where verl's is the template itself."),
     "use_remove_padding": Ours(remark=PACKED),
     "enable_gradient_checkpointing": Ours("learner.compute.recompute", "True is `full`; the default is `none`."),
@@ -113,6 +116,8 @@ OF_VERL = {
         " seq-mean-token-sum-norm fixed_denominator.",
     ),
     "loss_scale_factor": Ours("algorithm.aggregation.options.length", "Of kind fixed_denominator."),
+    "entropy_from_logits_with_chunking": Ours(remark="The output head always works in chunks of tokens."),
+    "entropy_from_logits_chunk_size": Ours(remark="The output head always works in chunks of tokens."),
     "entropy_coeff": Ours("algorithm.entropy_coefficient"),
     "use_kl_loss": Ours("algorithm.kl.coefficient", "0 is False; above 0 the penalty is in the loss."),
     "kl_loss_coef": Ours("algorithm.kl.coefficient", "It alone switches the penalty on: 0 where use_kl_loss is False."),
@@ -166,6 +171,11 @@ OF_VERL = {
     "max_num_seqs": Ours("engine.max_concurrent"),
     "max_model_len": Ours("engine.max_model_len"),
     "max_num_batched_tokens": Ours("engine.options.max_num_batched_tokens"),
+    "expert_parallel_size": Ours("engine.options.enable_expert_parallel", "A switch of vLLM's; verl's is a size."),
+    "rollout.quantization": Ours("engine.options.quantization"),
+    "scheduling_policy": Ours("engine.options.scheduling_policy"),
+    "cudagraph_capture_sizes": Ours("engine.options.cudagraph_capture_sizes"),
+    "disable_log_stats": Ours("engine.options.disable_log_stats"),
     "enforce_eager": Ours("engine.options.enforce_eager"),
     "enable_chunked_prefill": Ours("engine.options.enable_chunked_prefill"),
     "enable_prefix_caching": Ours("engine.options.enable_prefix_caching"),
@@ -192,8 +202,7 @@ OF_VERL = {
     "kl_penalty": Ours("algorithm.kl.kind", "kl is k1, mse k2 and low_var_kl k3; others have none."),
     "kl_ctrl": Ours("algorithm.kl.coefficient", "It is fixed: there is no adaptive one."),
     "filter_groups": Ours(
-        "algorithm.dynamic_sampling",
-        "It is the largest number of rounds; 0 is off, where 0 of max_num_gen_batches sets no bound.",
+        "algorithm.dynamic_sampling", "It is the largest number of rounds in a step: enable=False is 0, True 1 or more."
     ),
     "rollout_correction": Ours(
         "algorithm.corrections",
@@ -247,6 +256,12 @@ OF_VERL = {
     "resume_from_path": Ours("run.name", "`headway run RECIPE --resume` goes on with the run of this name."),
     "balance_batch": Ours(remark="Batches are always balanced over the learner's GPUs."),
     "trainer_mode": Ours("staleness.max_lag", "0 is sync; run.placement is separated or colocated."),
+    "num_warmup_batches": Ours(
+        "staleness.ahead", "Steps that are begun beyond the next one; at most staleness.max_lag."
+    ),
+    "rollout_data_dir": Ours(
+        remark="`headway report` shows samples of the run's experience log, checkpoint.log_bytes."
+    ),
     "parameter_sync_step": Ours("learner.updates_per_step", "A step's weights are published at its end."),
     "max_off_policy_threshold": Ours("staleness.max_lag", "One less: verl counts the current version, too."),
     "max_off_policy_strategy": Ours("staleness.on_over_bound", "wait is staleness.on_straggler=wait, the default."),
