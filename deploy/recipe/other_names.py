@@ -26,6 +26,8 @@ NEVER_CUT = "No prompt is cut: one that leaves no room for a response in engine.
 OWN_CODE = "Headway never runs code from a model's directory."
 PACKED = "Batches are always packed without padding."
 ONCE = "Each sample is trained once."
+KERNELS = "Headway chooses kernels itself; learner.compute.compile compiles layers."
+CHAT = "A file of your own, with these values written into it."
 EPOCHS = "learner.steps, 100 by default, still ends the run if it comes first."
 SINKS = "[{kind: jsonl}, {kind: wandb}]: jsonl is required; tensorboard, mlflow, trackio and prometheus are others."
 EPISODES = "A class plays episodes of several turns or with tools: environment.kind=package.module:Class."
@@ -45,10 +47,11 @@ OF_VERL = {
     "response_length": Ours("sampling.max_new_tokens"),
     "filter_overlong_prompts": Ours(remark=NEVER_CUT),
     "truncation": Ours(remark=NEVER_CUT),
+    "seed": Ours("run.seed"),
     "data.shuffle": Ours("prompts.shuffle"),
     "data.tokenizer": Ours(remark="The tokenizer is the one in model.path."),
     "custom_cls": Ours("prompts.kind", "Your own source is package.module:Class."),
-    "apply_chat_template_kwargs": Ours("model.chat_template", "A file of your own, with these values written into it."),
+    "apply_chat_template_kwargs": Ours("model.chat_template", CHAT),
     "reward_fn_key": Ours(remark="A reward is given the row's data_source; rewards are chosen by `rewards` alone."),
     "return_raw_chat": Ours(remark="A reward is given the rendered text and the row's columns, always."),
     "train_max_samples": Ours(remark="All rows of the file are read: cut the file."),
@@ -66,8 +69,8 @@ OF_VERL = {
     "use_remove_padding": Ours(remark=PACKED),
     "enable_gradient_checkpointing": Ours("learner.compute.recompute", "True is `full`; the default is `none`."),
     "enable_activation_offload": Ours(remark="Activations stay on the GPU, or learner.compute.recompute drops them."),
-    "use_fused_kernels": Ours(remark="Headway chooses kernels itself; learner.compute.compile compiles layers."),
-    "use_liger": Ours(remark="Headway chooses kernels itself; learner.compute.compile compiles layers."),
+    "use_fused_kernels": Ours(remark=KERNELS),
+    "use_liger": Ours(remark=KERNELS),
     "lora_rank": Ours("model.adapter.rank", "0, for none, is model.adapter=null here."),
     "lora_alpha": Ours("model.adapter.alpha"),
     "target_modules": Ours("model.adapter.targets", "Leave it out for all linear layers and experts."),
@@ -272,15 +275,20 @@ OF_TRL = {
     "adam_beta1": Ours("optimizer.beta1"),
     "adam_beta2": Ours("optimizer.beta2", "It is 0.95 by default; TRL's is 0.999."),
     "adam_epsilon": Ours("optimizer.epsilon"),
+    "attn_implementation": Ours(remark=KERNELS),
     "beta": Ours("algorithm.kl.coefficient"),
     "bf16": Ours("model.dtype", "bfloat16; the engine's own is engine.dtype."),
+    "chat_template_kwargs": Ours("model.chat_template", CHAT),
+    "dataset_name": Ours("prompts.path", "With prompts.kind=datasets."),
     "delta": Ours("algorithm.objective.options.dual_clip"),
+    "dtype": Ours("model.dtype", "The engine's own is engine.dtype."),
     "entropy_coef": Ours("algorithm.entropy_coefficient"),
     "epsilon": Ours("algorithm.objective.options.clip_low"),
     "epsilon_high": Ours(
         "algorithm.objective.options.clip_high", 'Of loss_type="cispo" TRL\'s is the largest ratio: 1 + clip_high.'
     ),
     "eval_dataset": Ours("prompts.options.held_out_path"),
+    "eval_strategy": Ours("evaluation.every_steps", "0 is only before and after training."),
     "eval_steps": Ours("evaluation.every_steps", UPDATES),
     "generation_batch_size": Ours(
         "learner.groups_per_step", "It counts prompts: generation_batch_size / num_generations."
@@ -290,7 +298,13 @@ OF_TRL = {
     ),
     "gradient_checkpointing": Ours("learner.compute.recompute", "True is `full`; the default is `none`."),
     "importance_sampling_level": Ours("algorithm.preset", '"sequence" is gspo.'),
+    "load_in_4bit": Ours("model.adapter.quantize_base", "True is nf4."),
+    "load_in_8bit": Ours("model.adapter.quantize_base", "True is int8."),
+    "log_completions": Ours(remark="`headway report` shows samples of the run."),
     "logging_steps": Ours(remark="Every step is a line of the run's metrics.jsonl."),
+    "lora_r": Ours("model.adapter.rank"),
+    "lora_dropout": Ours("model.adapter.dropout", "Of supervised stages: it is 0 in reinforcement learning."),
+    "lora_target_modules": Ours("model.adapter.targets", "Leave it out for all linear layers and experts."),
     "loss_type": Ours(
         "algorithm.aggregation.kind",
         '"dapo" is token_mean, "grpo" sequence_mean and "dr_grpo" fixed_denominator. "cispo" and "sapo" are'
@@ -301,10 +315,12 @@ OF_TRL = {
     "max_staleness": Ours("staleness.max_lag"),
     "max_steps": Ours("learner.steps", UPDATES),
     "min_p": Ours(remark="Responses are sampled by sampling.temperature, top_p and top_k."),
+    "model_name_or_path": Ours("model.path"),
     "num_generations": Ours("learner.group_size"),
     "num_generations_eval": Ours("evaluation.samples"),
     "num_iterations": Ours(remark=ONCE),
     "num_train_epochs": Ours("prompts.epochs", EPOCHS),
+    "off_policy_mask_threshold": Ours("algorithm.corrections", "[{kind: opsm, options: {delta: THRESHOLD}}]."),
     "output_dir": Ours("run.directory", "The parent: the run writes into run.directory/run.name."),
     "peft_config": Ours("model.adapter"),
     "per_device_train_batch_size": Ours(
@@ -325,22 +341,27 @@ OF_TRL = {
         '"group" is group_mean_std, "none" group_mean; "batch" is near group_mean_global_std, which takes the deviation'
         " of the centred rewards.",
     ),
-    "seed": Ours("run.seed"),
+    "sapo_temperature_neg": Ours("algorithm.objective.options.tau_negative"),
+    "sapo_temperature_pos": Ours("algorithm.objective.options.tau_positive"),
     "shuffle_dataset": Ours("prompts.shuffle"),
     "steps_per_generation": Ours(
         "learner.updates_per_step", "It is steps_per_generation / gradient_accumulation_steps."
     ),
     "sync_ref_model": Ours("algorithm.kl.ema_decay", "Below 1 the reference follows the policy."),
     "train_dataset": Ours("prompts.path"),
+    "use_peft": Ours("model.adapter", "{} is one with the defaults, null none."),
     "use_vllm": Ours("engine.kind", "True is `vllm`."),
     "vllm_enable_sleep_mode": Ours("run.placement", "With `colocated`, engines sleep while the learner trains."),
     "vllm_gpu_memory_utilization": Ours("engine.options.gpu_memory_utilization"),
+    "vllm_importance_sampling_clip_max": Ours("algorithm.corrections", "[{kind: truncated_is, options: {cap: 2.0}}]."),
+    "vllm_importance_sampling_correction": Ours("algorithm.corrections", "False is the default, an empty list."),
     "vllm_importance_sampling_mode": Ours(
         "algorithm.corrections", "token_truncate is [{kind: truncated_is}], sequence_truncate sequence_truncated_is."
     ),
     "vllm_max_model_length": Ours("engine.max_model_len"),
     "vllm_mode": Ours("run.placement", '"colocate" is `colocated`, "server" is `separated`, the default.'),
     "vllm_tensor_parallel_size": Ours("engine.options.tensor_parallel_size"),
+    "vllm_server_host": Ours(remark="`headway run` starts the engines; `headway workers` does on other machines."),
     "warmup_ratio": Ours("optimizer.warmup_steps", "It counts steps: the ratio times learner.steps."),
 }
 

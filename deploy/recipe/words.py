@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from broker.errors import ConfigError, UnknownKeysError
 
-from .other_names import OTHER_NAMES, VERL_SECTIONS, Ours
+from .other_names import OF_VERL, OTHER_NAMES, VERL_SECTIONS, Ours
 
 OF_THEIR_OWN = ("sft", "stages", "optimizer", "algorithm.objective", "algorithm.critic")
 """Sections whose keys may have the name of another section's key in TRL or verl."""
@@ -112,7 +112,7 @@ def _ours(path: str) -> Ours:
         return OTHER_NAMES.get(names[-1], Ours())
     starts = ((start, start + length) for length in range(len(names), 0, -1) for start in range(len(names)))
     parts = (".".join(names[start:end]) for start, end in starts if end <= len(names))
-    return next((OTHER_NAMES[part] for part in parts if part in OTHER_NAMES), UNANSWERED)
+    return next((OF_VERL[part] for part in parts if part in OF_VERL), UNANSWERED)
 
 
 def _nearest(path: str, ours: Ours, fields: list[str], struct: type[msgspec.Struct]) -> str:

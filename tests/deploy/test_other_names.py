@@ -59,6 +59,8 @@ def refusal(directory: Path, *overrides: str, more: str = "") -> str:
         ("reward_weights", "; did you mean rewards? Each has its own weight:"),
         ("scale_rewards", '; did you mean algorithm.advantage.kind? "group" is group_mean_std, "none" group_mean;'),
         ("loss_type", '; did you mean algorithm.aggregation.kind? "dapo" is token_mean, "grpo" sequence_mean and'),
+        ("dtype", "; did you mean model.dtype? The engine's own is engine.dtype."),
+        ("data.seed", "; did you mean run.seed?"),
         ("num_iterations", ". Each sample is trained once."),
         ("evaluation.min_p", ". Responses are sampled by sampling.temperature, top_p and top_k."),
     ],
