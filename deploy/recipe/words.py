@@ -125,7 +125,7 @@ def _nearest(path: str, ours: Ours, fields: list[str], struct: type[msgspec.Stru
     is_there = ours.key.partition(".options.")[0] in paths
     if _is_verls(path):
         return ours.key if is_there else ""
-    if (name := ours.key.rpartition(".")[2]) in fields:
+    if (name := ours.key.rpartition(".")[2]) in fields and name != "kind":  # which nearly every section has
         return prefix + name
     is_our_own = parent.startswith(OF_THEIR_OWN) and not ours.key.startswith(prefix)
     if not is_our_own and is_there and not _is_in(path, ours.key):

@@ -96,6 +96,8 @@ def test_a_whole_configuration_of_unknown_settings_is_told_in_short(tmp_path: Pa
 def test_keys_of_headway_s_own_sections_are_answered_by_their_last_name(tmp_path: Path) -> None:
     assert "algorithm.critic.learning_rate?" in refusal(tmp_path, "algorithm.critic.lr=1")
     assert "algorithm.objective.options.beta?" in refusal(tmp_path, "algorithm.objective.beta=1")
+    assert "algorithm.aggregation.kind?" in refusal(tmp_path, "prompts.loss_agg_mode=token-mean")
+    assert "stages[0].loss_type. Valid here: kind," in refusal(tmp_path, "stages=[{kind: dpo, loss_type: ipo}]")
 
 
 def test_a_command_without_a_recipe_asks_for_one(capsys: pytest.CaptureFixture[str]) -> None:
