@@ -23,7 +23,7 @@ from deploy.recipe.data_checks import check_data
 from deploy.recipe.engine_memory import memory_overrides
 from deploy.recipe.operators import passed_on, passed_on_to_scorers
 from deploy.recipe.packages import check_packages
-from deploy.recipe.placement import check_placement
+from deploy.recipe.placement import check_gpus, check_placement
 from deploy.recipe.pools import MAIN, pools_of
 from deploy.recipe.recipe import Recipe
 from deploy.recipe.scorers import POOL, Scorer, check_scorers, scorers_of
@@ -107,6 +107,8 @@ class Local:
             check_placement(self.recipe, _visible(), self.shares())
         if not self.launcher.starts_processes:
             return self._show()
+        if self.recipe.launcher.kind == "local":
+            check_gpus(self.recipe, self._numbers)
         with held(self.recipe.run_directory), ExitStack() as stack:
             directory = self._prepare()
             self.console.print(styled("Run ", (self.recipe.run.name, "bold"), f": {self.recipe.run_directory}"))

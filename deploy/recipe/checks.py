@@ -32,6 +32,7 @@ from .sinks import check_sinks
 from .stage_graph import impossible_names, impossible_references, impossible_starts
 
 SCHEMES = ("redis://", "rediss://", "redis+cluster://", "rediss+cluster://", "unix://")
+DEVICES = ("cpu", "cuda")
 GROUP_ADVANTAGES = ("group_mean_std", "group_mean", "leave_one_out", "best_against_worst")
 
 
@@ -311,6 +312,8 @@ def _impossible_layouts(learner: LearnerConfig) -> Iterator[str]:
 def _missing_abilities(recipe: Recipe) -> Iterator[str]:
     """Yield what the backend would have to refuse once processes and devices are there."""
     learner, compute = recipe.learner, recipe.learner.compute
+    if learner.device not in DEVICES and ":" not in learner.backend:
+        yield f"learner.device is {learner.device!r}; expected {' or '.join(DEVICES)}."
     if compute.compile and learner.device == "cpu":
         yield "learner.compute.compile=true needs learner.device=cuda: on a CPU it gains nothing."
     abilities = backend_abilities(learner.backend)

@@ -19,10 +19,11 @@ from learner.data.examples import open_examples
 from learner.data.prompts import open_source
 from learner.data.prompts.base import PromptSource
 from learner.models.chat_template import read_chat_template
-from learner.models.directory import check_files, lacks_chat_template
+from learner.models.directory import check_files, check_path, lacks_chat_template
 from learner.stages.kinds import check_records
 
 from .recipe import Recipe
+from .stage_graph import REFERENCE
 
 LOCAL = ("arithmetic", "jsonl", "parquet", "reasoning_gym")
 """Kinds of data on this machine. Other kinds come from a hub or from the user's own code, which runs where it is
@@ -34,8 +35,11 @@ before its data is checked."""
 
 def check_data(recipe: Recipe, *, is_new: bool = False) -> None:
     """Raise ConfigError, with file and row, if prompts, the warm-up's examples, other records or a chat template cannot
-    be read, and for the model's directory of a run that begins (`is_new`) here."""
-    is_here = is_new and recipe.launcher.kind == "local" and bool(recipe.model.path)
+    be read, and for a directory of a run that begins (`is_new`) here: its model's, or its critic's."""
+    begins_here = is_new and recipe.launcher.kind == "local"
+    is_here, critic = begins_here and bool(recipe.model.path), recipe.algorithm.critic.path
+    if begins_here and critic and not critic.startswith(REFERENCE):
+        check_path(critic, "algorithm.critic.path")
     if is_here:  # loading a model takes up to minutes; its directory tells now what it lacks
         check_files(recipe.model.path)
     if recipe.model.chat_template:

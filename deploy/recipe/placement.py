@@ -1,4 +1,5 @@
-"""Finds GPUs that one `headway run` would give to several roles, each of which needs most of a GPU's memory.
+"""Finds GPUs that one `headway run` would give to several roles, each of which needs most of a GPU's memory, and roles
+that it would start on a GPU where there is none.
 
     learner    the first learner.processes of the GPUs that `headway run` sees
     workers    workers.devices, and those of workers.pools
@@ -8,9 +9,12 @@
 Only what one command starts on one machine counts. Roles that are started one by one may be on other machines.
 """
 
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from broker.errors import ConfigError
 from rollout_workers.engines import abilities_of
@@ -25,6 +29,10 @@ from .scorers import scorers_of
 MOST_SHARED = 0.5
 """The most of a GPU's memory that engines may take together where a learner or a scorer is on it, too."""
 LEARNER, WORKERS, SCORERS = "learner", "workers", "scorers"
+DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+"""Files of the drivers with which torch finds CUDA devices: NVIDIA's, that of Windows' Linux, and AMD's."""
+NO_GPU, ASK_TORCH_S = 3, 60.0
+ASK_TORCH = f"import sys, torch; sys.exit(0 if torch.cuda.is_available() else {NO_GPU})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +58,50 @@ def check_placement(recipe: Recipe, visible: str, shares: Mapping[str, float] | 
     crowded = {gpu: here for gpu, here in by_gpu.items() if _is_crowded(here, recipe)}
     if crowded:
         raise ConfigError(_complaint(crowded))
+
+
+def check_gpus(recipe: Recipe, stages: Sequence[int]) -> None:
+    """Raise ConfigError, with the keys, if `headway run` would start something of these stages on a GPU and surely
+    could not: without a driver, torch is asked, which takes a second or two."""
+    keys = list(dict.fromkeys(_on_gpus(recipe, stages)))
+    if keys and not has_gpu():
+        raise ConfigError(
+            f"{' and '.join(keys)}, but torch finds no CUDA device on this machine. Set cpu, or start that role on a"
+            " machine with a GPU (`headway learner`, `headway workers`, `headway scorers`). If this machine has one,"
+            " `headway doctor` shows what is missing."
+        )
+
+
+def has_gpu() -> bool:
+    """Return whether this machine has a CUDA device, or may have one."""
+    if any(Path(driver).exists() for driver in DRIVERS):
+        return True
+    try:
+        asked = subprocess.run([sys.executable, "-c", ASK_TORCH], capture_output=True, timeout=ASK_TORCH_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return True
+    return asked.returncode != NO_GPU
+
+
+def _on_gpus(recipe: Recipe, stages: Sequence[int]) -> Iterator[str]:
+    """Yield each key that puts a part of these stages on a GPU, as far as it is known without the user's own code."""
+    engine, plan = recipe.engine, [recipe.plan[number] for number in stages]
+    of_headway = [stage for stage in plan if ":" not in stage.kind]
+    if recipe.learner.device == "cuda" and ":" not in recipe.learner.backend and of_headway:
+        yield "learner.device is cuda"
+    has_workers = any(stage.has_workers for stage in of_headway)
+    is_measured = any(phase.until_pass_rate for stage in of_headway for phase in stage.phases)
+    is_generating = has_workers and recipe.workers.count and abilities_of(engine).follows_device
+    if (is_measured or is_generating) and engine.device.startswith("cuda"):
+        yield f"engine.device is {engine.device}"
+    for index, pool in enumerate(pools_of(recipe) if has_workers else ()):
+        own = pool.recipe.engine
+        if pool.count and abilities_of(own).follows_device and own.device.startswith("cuda"):
+            yield f"workers.pools[{index}].engine.device is {own.device}"
+    scorers = recipe.scorers
+    is_scored = has_workers and scorers.count and ":" not in scorers.engine.kind and scorers_of(recipe)
+    if is_scored and scorers.device.startswith("cuda"):
+        yield f"scorers.device is {scorers.device}"
 
 
 def placed(recipe: Recipe, visible: str, shares: Mapping[str, float] | None = None) -> Iterator[PlacedProcess]:

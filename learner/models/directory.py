@@ -9,13 +9,13 @@ PARTS = "A model's directory has config.json, its weights (*.safetensors) and it
 TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "tekken*")
 
 
-def check_path(path: str) -> None:
-    """Raises ConfigError for a path that is neither a directory nor a hub id."""
+def check_path(path: str, key: str = "model.path") -> None:
+    """Raises ConfigError, with the recipe's `key`, for a path that is neither a directory nor a hub id."""
     if Path(path).is_file():
-        raise ConfigError(f"model.path: {path} is a file. Give the directory of a model, or a hub id.")
+        raise ConfigError(f"{key}: {path} is a file. Give the directory of a model, or a hub id.")
     if path.startswith(("/", ".", "~")) and not Path(path).is_dir():
         hint = " `~` stands for itself here." if path.startswith("~") else ""
-        raise ConfigError(f"model.path: there is no directory {path}.{hint} Give a Hugging Face directory or a hub id.")
+        raise ConfigError(f"{key}: there is no directory {path}.{hint} Give a Hugging Face directory or a hub id.")
 
 
 def check_files(path: str) -> None:

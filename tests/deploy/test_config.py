@@ -304,6 +304,7 @@ def test_a_wrong_key_or_value_is_named(recipe_path: Path, override: str, message
             "learner.layout: learner.processes = 1 (all ranks, of all machines) cannot be divided by"
             " tensor * pipeline * context = 2, the ranks that hold one replica of the model.",
         ),
+        (["learner.device=gpu"], "learner.device is 'gpu'; expected cpu or cuda."),
         (
             ["learner.compute.compile=true"],
             "learner.compute.compile=true needs learner.device=cuda: on a CPU it gains nothing.",

@@ -1,12 +1,16 @@
-"""`headway run` starts learner, workers and scorers on GPUs of their own, or says which GPU has several."""
+"""`headway run` starts learner, workers and scorers on GPUs of their own, or says which GPU has several, or that there
+is none."""
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from broker.errors import ConfigError
+from deploy.recipe import placement
 from deploy.recipe.loading import load_recipe
-from deploy.recipe.placement import check_placement
+from deploy.recipe.placement import check_gpus, check_placement, has_gpu
 
 from .test_cli import headway
 
@@ -80,3 +84,62 @@ def test_a_run_is_refused_before_anything_is_written(option: tuple[str, ...], tm
 def test_a_part_of_a_run_without_workers_is_not_refused(tmp_path: Path) -> None:
     answer = headway("run", "arithmetic.yaml", *ON_GPUS, "--until", "sft", "--dry-run", cwd=tmp_path)
     assert answer.returncode == 0, answer.stderr
+
+
+RL = "stages=[{kind: rl}]"
+GATED = "stages=[{kind: sft, phases: [{kind: arithmetic, until_pass_rate: 0.5}]}, {kind: rl}]"
+OTHER = "workers.pools=[{name: other, engine: {kind: embedded, device: cuda}}]"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "stages", "told"),
+    [
+        (["learner.device=cuda", "engine.device=cuda"], [0, 1], "learner.device is cuda and engine.device is cuda, bu"),
+        (["learner.device=cuda"], [0], "learner.device is cuda, but"),
+        ([RL, "engine.device=cuda:1"], [0], "engine.device is cuda:1, but"),
+        ([GATED, "engine.kind=vllm", "engine.device=cuda"], [0], "engine.device is cuda, but"),
+        ([RL, OTHER], [0], r"workers.pools\[0\].engine.device is cuda, but"),
+        ([RL, *SCORED], [0], "scorers.device is cuda, but"),
+        ([], [0, 1], ""),
+        ([RL, "engine.device=cuda", "engine.kind=vllm"], [0], ""),  # it takes what its process sees, a CPU too
+        ([GATED.replace(", until_pass_rate: 0.5", ""), "engine.device=cuda"], [0], ""),
+        ([RL, "engine.device=cuda", "workers.count=0", OTHER.replace("cuda", "cpu")], [0], ""),
+        ([RL, *SCORED, "scorers.count=0"], [0], ""),
+        ([RL, "scorers.device=cuda"], [0], ""),
+        ([RL, *SCORED, "scorers.engine.kind=mine:Own"], [0], ""),
+        (["learner.device=cuda", "learner.backend=mine:Own"], [0], ""),
+        (["learner.device=cuda", "stages=[{kind: 'mine:Own'}, {kind: rl}]"], [0], ""),
+    ],
+)
+def test_only_what_needs_a_gpu_here_is_refused_without_one(
+    overrides: list[str], stages: list[int], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe("arithmetic.yaml", overrides)
+    monkeypatch.setattr(placement, "has_gpu", lambda: True)
+    check_gpus(recipe, stages)
+    monkeypatch.setattr(placement, "has_gpu", lambda: False)
+    if not told:
+        check_gpus(recipe, stages)
+        return
+    with pytest.raises(ConfigError, match=told):
+        check_gpus(recipe, stages)
+
+
+def test_a_machine_without_a_driver_has_a_gpu_if_torch_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "DRIVERS", ())
+    assert has_gpu() == torch.cuda.is_available()
+    monkeypatch.setattr(placement, "ASK_TORCH", "import sys; sys.exit(1)")  # who cannot be asked does not say no
+    assert has_gpu()
+    monkeypatch.setattr(placement, "DRIVERS", (str(tmp_path),))
+    monkeypatch.setattr(placement, "ASK_TORCH", f"import sys; sys.exit({placement.NO_GPU})")
+    assert has_gpu()
+
+
+@pytest.mark.skipif(torch.cuda.is_available() or any(map(os.path.exists, placement.DRIVERS)), reason="there is a GPU")
+def test_a_run_that_lacks_a_gpu_starts_nothing_here_and_is_not_refused_elsewhere(tmp_path: Path) -> None:
+    lacking = ("run", "arithmetic.yaml", "engine.device=cuda")
+    answer = headway(*lacking, cwd=tmp_path)
+    assert (answer.returncode, answer.stdout, list(tmp_path.iterdir())) == (1, "", [])
+    assert answer.stderr.startswith("Error: engine.device is cuda, but torch finds no CUDA device on this machine. ")
+    assert headway(*lacking, "--dry-run", cwd=tmp_path).returncode == 0  # its commands may be for another machine
+    assert headway("prepare", *lacking[1:], cwd=tmp_path).returncode == 0

@@ -68,5 +68,17 @@ def test_what_may_be_whole_is_left_to_the_learner(
     check(tmp_path, files, prompt, *overrides)
 
 
+def test_a_critics_directory_is_looked_for(tmp_path: Path) -> None:
+    def critic(path: str, *overrides: str) -> None:
+        ppo = ("algorithm.preset=ppo", f"algorithm.critic.path={path}", "evaluation.prompts=0")
+        check_data(load_recipe("arithmetic.yaml", (*ppo, *overrides)), is_new=True)
+
+    with pytest.raises(ConfigError, match=r"algorithm\.critic\.path: there is no directory /nowhere/critic\. Give"):
+        critic("/nowhere/critic")
+    critic(str(tmp_path))
+    check_data(load_recipe("sft-rm-ppo.yaml"), is_new=True)  # an earlier stage leaves its critic
+    critic("/nowhere/critic", "launcher.kind=ray")  # the learner has the disk of another machine
+
+
 def test_a_hub_id_is_no_directory() -> None:
     check_files("nobody/nothing")

@@ -36,6 +36,13 @@ async def test_weights_beside_the_config_are_loaded(tmp_path: Path) -> None:
     await engine.close()
 
 
+@pytest.mark.parametrize("device", ["gpu", "cuda:999"])
+def test_a_device_that_torch_cannot_use_is_told_with_its_key(device: str) -> None:
+    config = EngineConfig(max_concurrent=4, max_model_len=128, device=device)
+    with pytest.raises(ConfigError, match=f"engine.device is {device}, which torch cannot use here: .*engine.device=c"):
+        EmbeddedEngine(make_model("dense", 0), config, seed=0)
+
+
 async def test_an_error_while_decoding_reaches_everyone_who_waits() -> None:
     model = make_model("dense", 0)
     model.set_attn_implementation(ATTENTION)

@@ -37,6 +37,7 @@ from rollout_workers.engines.placing.loading import Filling, fill, held_tensors
 from .adapters import Adapter
 from .all_experts import EXPERTS
 from .decoder import Decoder, Sample
+from .device import device_named
 from .sampling import Sampler
 from .slot_cache import ATTENTION
 
@@ -89,7 +90,7 @@ class EmbeddedEngine:
         self.max_model_len = config.max_model_len
         self._threads = config.threads
         self._vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-        device = torch.device(config.device)
+        device = device_named(config.device, "engine.device")
         model = model.to(device).eval().requires_grad_(False)
         self._decoder = Decoder(model, self.capacity, self.max_model_len, Sampler(seed, device), device, version)
         self._adapter = Adapter(model)

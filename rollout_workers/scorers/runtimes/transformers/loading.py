@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from rollout_workers.config import ScorersConfig
+from rollout_workers.engines.embedded.device import device_named
 from rollout_workers.scorers.base import ScoringModel
 from rollout_workers.scorers.runtimes.files import no_weights, reading
 
@@ -15,8 +16,10 @@ from rollout_workers.scorers.runtimes.files import no_weights, reading
 def load(model_class: Any, asked: ScoringModel, config: ScorersConfig, **options: Any) -> Any:
     """Return the model on the scorers' device, in evaluation mode. No file of it can run code.
 
-    Raises UnfitModelError, which names its key, where it cannot be loaded or lacks weights.
+    Raises UnfitModelError, which names its key, where it cannot be loaded or lacks weights, and ConfigError for a
+    device that torch cannot use.
     """
+    device = device_named(config.device, "scorers.device")
     with reading(asked.path, asked.key):
         model, found = model_class.from_pretrained(
             asked.path,
@@ -29,7 +32,7 @@ def load(model_class: Any, asked: ScoringModel, config: ScorersConfig, **options
     if missing := sorted(found["missing_keys"]):
         raise no_weights(asked, missing)
     torch.set_num_threads(config.threads)
-    return model.to(config.device).eval().requires_grad_(requires_grad=False)
+    return model.to(device).eval().requires_grad_(requires_grad=False)
 
 
 def padded(
