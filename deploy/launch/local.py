@@ -107,8 +107,7 @@ class Local:
             check_placement(self.recipe, _visible(), self.shares())
         if not self.launcher.starts_processes:
             return self._show()
-        if self.recipe.launcher.kind == "local":
-            check_gpus(self.recipe, self._numbers)
+        check_gpus(self.recipe, self._numbers)
         with held(self.recipe.run_directory), ExitStack() as stack:
             directory = self._prepare()
             self.console.print(styled("Run ", (self.recipe.run.name, "bold"), f": {self.recipe.run_directory}"))
@@ -282,13 +281,14 @@ class Local:
 
     def _hints(self, code: int, directory: Path) -> Iterator[tuple[str, str]]:
         resolved = shlex.quote(os.path.relpath(directory / CONFIG))
+        checkpoints = sorted((directory / CHECKPOINTS).glob("*/step_*"), key=lambda path: path.stat().st_mtime)
         if code:
-            yield f"{program()} run {resolved} --resume", "go on from the last checkpoint"
+            without = "begin with the first step, since there is no checkpoint yet; finished stages stay"
+            yield f"{program()} run {resolved} --resume", "go on from the last checkpoint" if checkpoints else without
             return
         run = shlex.quote(os.path.relpath(directory))
         yield f"{program()} report {run}", "see the run as a page: reward, lag, time, events"
         yield f"{program()} run {self._with_a_looser_bound()}", "the same with a looser bound on lag"
-        checkpoints = sorted((directory / CHECKPOINTS).glob("*/step_*"), key=lambda path: path.stat().st_mtime)
         if checkpoints:
             yield (
                 f"{program()} eval {resolved} --checkpoint {shlex.quote(os.path.relpath(checkpoints[-1]))}",

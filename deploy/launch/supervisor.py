@@ -43,7 +43,7 @@ class Supervisor:
     learner: Command | None = None
     max_restarts: int = 5
     backoff_s: float = 0.5
-    drain_notice: str = DRAIN_NOTICE
+    drain_notice: str = f"{DRAIN_NOTICE}, if it trains already"
     fails_when_stopped: bool = False
     """True for a stage without workers: a signal makes its process end with an error, which it prints itself."""
     say: Callable[[str], None] = say

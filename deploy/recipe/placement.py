@@ -61,9 +61,9 @@ def check_placement(recipe: Recipe, visible: str, shares: Mapping[str, float] | 
 
 
 def check_gpus(recipe: Recipe, stages: Sequence[int]) -> None:
-    """Raise ConfigError, with the keys, if `headway run` would start something of these stages on a GPU and surely
-    could not: without a driver, torch is asked, which takes a second or two."""
-    keys = list(dict.fromkeys(_on_gpus(recipe, stages)))
+    """Raise ConfigError, with the keys, if `headway run` would start something of these stages on a GPU of this
+    machine, which has none. Where there is no driver it asks torch, which takes a second or two."""
+    keys = list(dict.fromkeys(_on_gpus(recipe, stages))) if recipe.launcher.kind == "local" else []
     if keys and not has_gpu():
         raise ConfigError(
             f"{' and '.join(keys)}, but torch finds no CUDA device on this machine. Set cpu, or start that role on a"

@@ -32,11 +32,18 @@ def test_hints_name_the_runs_own_recipe(tmp_path: Path, monkeypatch: pytest.Monk
     overrides = ("run.name=stale", "learner.steps=3", "sampling.max_new_tokens=9")
     directory = tmp_path / "runs" / "stale"
     (directory / "checkpoints" / "1" / "step_3").mkdir(parents=True)
-    assert " run runs/stale/config.yaml --resume\n" in hints(directory, 130, *overrides)
+    assert "go on from the last checkpoint:\n" in (text := hints(directory, 130, *overrides))
+    assert " run runs/stale/config.yaml --resume\n" in text
     text = hints(directory, 0, *overrides)
     assert " report runs/stale\n" in text
     assert " eval runs/stale/config.yaml --checkpoint runs/stale/checkpoints/1/step_3\n" in text
     assert f" run arithmetic.yaml learner.steps=3 {overrides[2]} staleness.max_lag=8 run.name=stale-8\n" in text
+
+
+def test_a_run_that_ended_without_a_checkpoint_is_not_told_of_one(tmp_path: Path) -> None:
+    text = hints(tmp_path, 130)
+    assert "begin with the first step, since there is no checkpoint yet; finished stages stay:\n" in text
+    assert " --resume\n" in text
 
 
 @pytest.mark.parametrize("called", ["somewhere/deploy/__main__.py", "venv/bin/headway"])

@@ -108,6 +108,7 @@ OTHER = "workers.pools=[{name: other, engine: {kind: embedded, device: cuda}}]"
         ([RL, "scorers.device=cuda"], [0], ""),
         ([RL, *SCORED, "scorers.engine.kind=mine:Own"], [0], ""),
         (["learner.device=cuda", "learner.backend=mine:Own"], [0], ""),
+        (["learner.device=cuda", "launcher.kind=mine:Own"], [0], ""),  # it starts roles where it likes
         (["learner.device=cuda", "stages=[{kind: 'mine:Own'}, {kind: rl}]"], [0], ""),
     ],
 )

@@ -14,6 +14,7 @@ import pytest
 
 from broker.errors import LASTING_EXIT, SICK_EXIT, VERSION_EXIT, HeadwayError
 from deploy.launch.base import Command
+from deploy.launch.farewell import DRAIN_NOTICE
 from deploy.launch.pool import Pool
 from deploy.launch.processes import Child, guarded
 from deploy.launch.supervisor import RoleFailedError, Supervisor
@@ -302,7 +303,7 @@ def test_the_first_signal_drains_the_learner_then_the_workers(
     ended = {name: float((tmp_path / f"{name}.ended").read_text()) for name in ("learner", "w0", "w1")}
     assert ended["learner"] < min(ended["w0"], ended["w1"])
     assert said == [
-        "Stopping: the learner finishes its step and writes a checkpoint. Ctrl-C again stops at once.",
+        f"Stopping: {DRAIN_NOTICE}, if it trains already. Ctrl-C again stops at once.",
         "Stopping 2 workers: leases go back to the broker.",
     ]
 
