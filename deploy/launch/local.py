@@ -127,7 +127,7 @@ class Local:
     def _prepare(self) -> Path:
         self.launcher.check(self.recipe)
         check_packages(self.recipe, has_workers=True)
-        check_data(self.recipe, is_new=not self.resume)
+        check_data(self.recipe, is_new=not self.resume, say=self._say)
         check_scorers(self.recipe)
         if self.recipe.launcher.kind == "local":
             check_code(self.recipe)

@@ -19,7 +19,7 @@ from learner.data.examples import open_examples
 from learner.data.prompts import open_source
 from learner.data.prompts.base import PromptSource
 from learner.models.chat_template import read_chat_template
-from learner.models.directory import check_files, check_path, lacks_chat_template
+from learner.models.directory import check_files, check_path, lacks_chat_template, positions_of, read_config
 from learner.stages.kinds import check_records
 
 from .recipe import Recipe
@@ -33,15 +33,18 @@ SLOW = {"reasoning_gym": "reasoning-gym"}
 before its data is checked."""
 
 
-def check_data(recipe: Recipe, *, is_new: bool = False) -> None:
+def check_data(recipe: Recipe, *, is_new: bool = False, say: Callable[[str], object] | None = None) -> None:
     """Raise ConfigError, with file and row, if prompts, the warm-up's examples, other records or a chat template cannot
-    be read, and for a directory of a run that begins (`is_new`) here: its model's, or its critic's."""
+    be read, and for a directory of a run that begins (`is_new`) here: its model's, or its critic's. `say` gets the
+    warning of `beyond_positions`."""
     begins_here = is_new and recipe.launcher.kind == "local"
     is_here, critic = begins_here and bool(recipe.model.path), recipe.algorithm.critic.path
     if begins_here and critic and not critic.startswith(REFERENCE):
         check_path(critic, "algorithm.critic.path")
     if is_here:  # loading a model takes up to minutes; its directory tells now what it lacks
         check_files(recipe.model.path)
+    if say is not None and (warning := beyond_positions(recipe)):
+        say(warning)
     if recipe.model.chat_template:
         read_chat_template(recipe.model.chat_template)
     prompts, seed = recipe.prompts, recipe.run.seed
@@ -54,6 +57,24 @@ def check_data(recipe: Recipe, *, is_new: bool = False) -> None:
             _check(phase.kind, (phase, seed), partial(open_examples, phase, seed))
     for number, stage in enumerate(recipe.stages):
         check_records(stage, seed, f"stages[{number}]")
+
+
+def beyond_positions(recipe: Recipe) -> str:
+    """Return a warning if samples may be longer than the texts for which the model was made; "" if not, or if this
+    machine does not have the model's configuration yet.
+
+    It is no error: rotary positions go on beyond that, and the run's prompts and responses may all be shorter."""
+    model, longest = recipe.model, recipe.engine.max_model_len
+    most = positions_of(model.random.config if model.random is not None else read_config(model.path) or {})
+    if most is None or longest <= most:
+        return ""
+    new = recipe.sampling.max_new_tokens
+    both = f" and sampling.max_new_tokens (it is {new}) below that" if new >= most else ""
+    return (
+        f"engine.max_model_len is {longest}, but the model was made for texts of {most} tokens (max_position_embeddings"
+        " of its configuration, and rope_scaling). What it writes beyond them is hardly sense, and some engines and"
+        f" models fail there. Set engine.max_model_len={most}{both}, or take a model for longer texts."
+    )
 
 
 def _check(kind: str, told: object, check: Callable[[], object]) -> None:

@@ -81,7 +81,7 @@ def run_learner(
         if not prepared and os.environ.get("RANK", "0") == "0":
             stack.enter_context(held(recipe.run_directory))
             check_packages(recipe, has_workers=False)
-            check_data(recipe, is_new=not resume)
+            check_data(recipe, is_new=not resume, say=complain)
             ping(url, recipe.run.name, complain)  # first: a run that cannot start leaves nothing and removes nothing
             check_rewind(recipe, rewind)
             if resume:

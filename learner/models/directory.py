@@ -1,7 +1,9 @@
 """Tells what a model's directory lacks, from its files alone, before torch or transformers is imported."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from broker.errors import ConfigError
 
@@ -45,3 +47,36 @@ def lacks_chat_template(path: str) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(settings, dict) and not settings.get("chat_template") and not any(directory.glob("*chat_templ*"))
+
+
+def read_config(path: str) -> Mapping[str, Any] | None:
+    """Returns config.json of a directory, or of a hub id that was downloaded before; None where there is none here, or
+    it cannot be read."""
+    directory: str | None = path
+    if not Path(path).is_dir():
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            found = try_to_load_from_cache(path, "config.json")
+        except HFValidationError:
+            return None
+        directory = str(Path(found).parent) if isinstance(found, str) else None
+    try:
+        config = json.loads((Path(directory) / "config.json").read_bytes()) if directory else None
+    except (OSError, ValueError):
+        return None
+    return config if isinstance(config, dict) else None
+
+
+def positions_of(config: Mapping[str, Any]) -> int | None:
+    """Returns the tokens of the longest text for which the model with this configuration was made, those that its
+    rotary positions are stretched to included; None where it does not say."""
+    text = config.get("text_config") or config
+    most = text.get("max_position_embeddings") or text.get("n_positions")
+    if not isinstance(most, int):
+        return None
+    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    scaling = scaling.get("full_attention", scaling)  # of a model whose layers differ in it
+    original, factor = scaling.get("original_max_position_embeddings") or most, scaling.get("factor") or 1
+    return max(most, int(original * factor))
