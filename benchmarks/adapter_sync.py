@@ -36,7 +36,7 @@ from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import GenerationRequest, NamedTensors
 from rollout_workers.swaps.probes import refuse_other_logprobs
-from rollout_workers.swaps.weights import refuse_other_tensors
+from rollout_workers.swaps.tensors import refuse_other_tensors
 from weightsync.tensors.fingerprint import fingerprint
 
 KINDS = ("adapter", "finish", "whole")
@@ -170,7 +170,7 @@ class Study:
 
     async def _swap(self, engine: Any, number: int, has_adapters: bool) -> dict[str, float]:
         version, tensors = WeightVersion(1, number), self.adapter(number) if has_adapters else self.whole(number)
-        given = _on_host(tensors)
+        given = on_host(tensors)
         check = functools.partial(refuse_other_tensors, manifest(version, tensors)) if has_adapters else None
         started = time.monotonic()
         if has_adapters:
@@ -190,7 +190,7 @@ class Study:
         for index in range(options.requests):
             prompt = [2 + (7 * index + 13 * place) % (options.vocabulary - 2) for place in range(PROMPT_TOKENS)]
             streams.append(
-                asyncio.create_task(_sampled(engine, f"{has_adapters}-{number}-{index}", prompt, options.tokens))
+                asyncio.create_task(generated(engine, f"{has_adapters}-{number}-{index}", prompt, options.tokens))
             )
         await asyncio.sleep(options.pause_s)
         cost = await self._swap(engine, number, has_adapters)
@@ -217,10 +217,10 @@ class Study:
         check = functools.partial(refuse_other_tensors, manifest(version, tensors))
         refused = {}
         try:
-            await engine.swap_adapter(version, _on_host(tensors[2:]), SCALE, check=check)
+            await engine.swap_adapter(version, on_host(tensors[2:]), SCALE, check=check)
         except WeightSyncError:
             refused["undelivered"] = True
-        await engine.swap_adapter(version, _on_host(tensors), SCALE, check=check)
+        await engine.swap_adapter(version, on_host(tensors), SCALE, check=check)
         if self._options.engine in NAMES:
             probe = self.probe(last)
             with patch(NAMES[self._options.engine], lambda place: None):
@@ -232,7 +232,7 @@ class Study:
         return refused
 
 
-async def _sampled(
+async def generated(
     engine: Any, name: str, prompt: list[int], count: int
 ) -> tuple[list[int], list[float], list[WeightVersion]]:
     """Return prompt and response, the response's logprobs, and the version of each of its tokens."""
@@ -262,7 +262,7 @@ def manifest(version: WeightVersion, tensors: NamedTensors) -> WeightManifest:
     )
 
 
-def _on_host(tensors: NamedTensors) -> NamedTensors:
+def on_host(tensors: NamedTensors) -> NamedTensors:
     """Return the tensors in host memory, as `weights.staging=host` has them."""
     return [(name, tensor.cpu()) for name, tensor in tensors]
 

@@ -151,7 +151,7 @@ class Checks:
         """Swap a model's weights in; the check of its fingerprints must pass."""
         from broker.schema import WeightVersion
         from broker.schema.weights import Probe, TensorSpec, WeightManifest
-        from rollout_workers.swaps.weights import refuse_other_tensors
+        from rollout_workers.swaps.tensors import refuse_other_tensors
         from weightsync.tensors.fingerprint import fingerprint
 
         tensors = [(name, one.detach()) for name, one in self.models[which].named_parameters()]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import distillation
+from tests.rollout_workers.marks import needs_vllm
 
 ROOT = Path(__file__).parents[1]
 
@@ -128,3 +129,11 @@ def test_adapters_are_swapped_in_flight_beside_whole_weights() -> None:
         assert swap["tokens_before"] + swap["tokens_after"] == 4 * 256
         assert max(swap["before"], swap["after"]) < 1e-4 < swap["other"]
     assert result["adapter"]["swaps"][0]["bytes"] < result["whole"]["swaps"][0]["bytes"]
+
+
+@needs_vllm
+def test_an_engine_with_an_adapter_is_timed_by_its_graphs() -> None:
+    small = ("--width", "128", "--layers", "1", "--vocabulary", "500", "--tokens", "8", "--repeats", "1")
+    few = ("--concurrent", "4", "--prompts", "6", "--settings", "ours")
+    found = last_line("benchmarks.adapter_graphs", "--device", "cpu", *small, *few)["ours"]
+    assert found["start_s"] > 0 < found["tokens_per_s"][0]

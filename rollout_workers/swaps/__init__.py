@@ -2,6 +2,7 @@
 
     subscriber ─► weights.py ─► turns.py: the broker gives turns ─► engine.swap_weights ─► verify, probe ─► held
                      ▲
+    adapter_base.py ─┤   the weights below adapters: from the model's files, or pulled
     colocation.py ───┘   wakes the engine in the phase `generate`, puts it to sleep in the phase `train`
 
 The folder knows engines by their seam, and weight versions by `weightsync/receive/`; it knows no samples.

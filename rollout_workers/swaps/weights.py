@@ -3,26 +3,22 @@
 import asyncio
 import functools
 import logging
-import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from broker.errors import NoRoomError, VersionRegressionError, WeightSyncError
 from broker.schema import WeightVersion
-from broker.schema.weights import TensorSpec, WeightManifest
-from rollout_workers.engines.base import AdaptedEngine, Engine, attaches_memory, rounding_of, takes_adapters
-from rollout_workers.engines.held import Held
-from rollout_workers.engines.placing.loading import is_fused
+from broker.schema.weights import WeightManifest
+from rollout_workers.engines.base import Engine, rounding_of, takes_adapters
 from rollout_workers.outages import Outages
 from weightsync.receive.deliveries import Arriving, Delivery
 from weightsync.receive.subscriber import Subscriber
 
+from .adapter_base import AdapterBase
 from .probes import refuse_other_logprobs, refuse_unused_adapter
+from .tensors import refuse_other_tensors
 from .turns import SwapTurns
 
 RETRY_S = 0.5
@@ -68,8 +64,7 @@ class HeldWeights:
         self._changed = asyncio.Condition()
         self._engine_is_ours = asyncio.Lock()
         self._contents: Contents = "nothing"
-        self._base: tuple[int, ...] = ()
-        """Fingerprints of the frozen weights that the engine holds, where versions are adapters; () without any."""
+        self._base = AdapterBase(engine, subscriber, outages, verify=verify)
         self.version: WeightVersion | None = None
         """The newest version that was verified, even if the engine has lost it since."""
         self.swaps = 0
@@ -125,7 +120,8 @@ class HeldWeights:
         """Swap no version in while the engine sleeps and loses its weights. Afterwards the newest version is swapped
         in, or the same one again if none has come."""
         async with self._engine_is_ours:
-            self._contents, self._base = "away", ()
+            self._contents = "away"
+            self._base.forget()
             yield
             async with self._changed:
                 self._contents = "nothing"
@@ -261,7 +257,7 @@ class HeldWeights:
             "check": functools.partial(refuse_other_tensors, manifest) if self._verify else None,
         }
         if manifest.adapter_scale:
-            engine = await self._over_base(manifest.version.incarnation)
+            engine = await self._base.held(manifest.version.incarnation)
             swap = functools.partial(
                 engine.swap_adapter, manifest.version, delivery.tensors, manifest.adapter_scale, **how
             )
@@ -279,28 +275,6 @@ class HeldWeights:
             except NoRoomError as again:  # the first attempt may have changed anything
                 raise WeightSyncError(str(again)) from again
 
-    async def _over_base(self, incarnation: int) -> AdaptedEngine:
-        """Return the engine once it holds the frozen weights, which are fetched once; another learner is asked whether
-        its own are the same."""
-        if not takes_adapters(self._engine):
-            raise WeightSyncError(
-                "the run's versions are adapters, and this engine takes whole weights alone. Set weights.adapter=merged"
-                " for the run, or start the worker with an engine that takes adapters (engine.kind=embedded)"
-            )
-        if self._base and self.version is not None and self.version.incarnation == incarnation:
-            return self._engine
-        base = await self._outages.ride_out(
-            functools.partial(self._subscriber.base, self._base, attachable=attaches_memory(self._engine))
-        )
-        if base is not None:
-            nbytes = sum(base.manifest.buckets)
-            log.info("the base of adapters has come, %.1f GB; the engine loads it", nbytes / 1e9)
-            check = functools.partial(refuse_other_tensors, base.manifest) if self._verify else None
-            await self._engine.load_base(base.tensors, check=check)
-            self._base = base.manifest.fingerprints
-            log.info("holds the base of adapters: %d tensors", len(self._base))
-        return self._engine
-
     async def _probe(self, manifest: WeightManifest) -> None:
         """Check that the engine computes as the learner does. The engine generates meanwhile, so wrong weights end the
         worker: if they were replaced under the same version, their samples would pass as that version's."""
@@ -316,35 +290,3 @@ class HeldWeights:
             ) from error
         refuse_other_logprobs(manifest.probe, scores, manifest.version, rounding_of(self._engine))
         refuse_unused_adapter(manifest.probe, scores, base, manifest.version)
-
-
-def refuse_other_tensors(manifest: WeightManifest, held: Held | None) -> None:
-    """Raise WeightSyncError for the first tensor that the engine holds otherwise than it was published."""
-    if held is None or not manifest.fingerprints:
-        return
-    places_P, sizes_P, is_checked_P = _where(manifest.tensors, held.names)
-    elements_P = np.append(held.elements_N, 0)[places_P]
-    copies_P, rest_P = np.divmod(elements_P, sizes_P)
-    # Both sides wrap at 2^64, as their type does.
-    expected_P = copies_P.astype(np.uint64) * np.array(manifest.fingerprints, np.uint64)
-    differs_P = np.append(held.fingerprints_N, np.uint64(0))[places_P] != expected_P
-    if (wrong_P := is_checked_P & (differs_P | (rest_P != 0) | (copies_P == 0))).any():
-        first = int(wrong_P.argmax())
-        name = manifest.tensors[first].name
-        raise WeightSyncError(
-            f"after the swap to version {manifest.version} the engine holds another {name} than was published "
-            f"({elements_P[first]} elements of {sizes_P[first]}): tensors of several versions, or misplaced"
-        )
-
-
-@functools.lru_cache(maxsize=2)
-def _where(
-    published: tuple[TensorSpec, ...], names: tuple[str, ...]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-    """Return three arrays [P] over the published tensors: the place in `names` (past the end if it has none), the
-    number of elements, and whether the engine must hold it under this name: experts that an engine took apart have
-    other names. All versions have the same."""
-    place = {name: number for number, name in enumerate(names)}
-    places = [place.get(spec.name, len(names)) for spec in published]
-    is_checked = [spec.name in place or not is_fused(spec.name) for spec in published]
-    return np.array(places, np.int64), np.array([math.prod(spec.shape) for spec in published]), np.array(is_checked)

@@ -20,6 +20,7 @@ from broker.server.embedded import EmbeddedServer
 from learner.stages.probe import TOLERANCE as ROUNDING
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine
+from rollout_workers.engines.base import Check
 from rollout_workers.worker import Worker
 from weightsync.config import WeightsConfig
 from weightsync.publish.publisher import Publisher, PublishReport
@@ -81,13 +82,6 @@ async def run(
     await asyncio.to_thread(blocking.close)
 
 
-def served_paths(run: AdapterRun) -> list[str]:
-    """Return the list to which the publisher will append all that workers pull."""
-    served, find = list[str](), run.publisher._pulls.find
-    run.publisher._pulls.find = lambda path: served.append(path) or find(path)  # type: ignore[func-returns-value, method-assign]
-    return served
-
-
 @pytest.mark.parametrize("run", ["embedded", pytest.param("sglang", marks=SGLANG)], indirect=True)
 async def test_published_adapters_reach_an_engine_that_pulls_their_base_once(run: AdapterRun) -> None:
     pulls = 0
@@ -115,59 +109,41 @@ async def test_published_adapters_reach_an_engine_that_pulls_their_base_once(run
         torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("is_told", [True, False], ids=["the engine says what it holds", "it does not"])
+@pytest.mark.parametrize("is_right", [True, False], ids=["the run's base", "another one"])
 @pytest.mark.parametrize(
     "run",
     ["embedded", pytest.param("vllm", marks=VLLM), pytest.param("sglang", marks=SGLANG)],
     indirect=True,
 )
-async def test_an_engine_loads_the_base_from_the_models_files_and_the_learner_sends_none(
-    run: AdapterRun, tmp_path: Path
+async def test_an_engine_loads_the_base_from_the_models_files_if_they_hold_it(
+    run: AdapterRun, tmp_path: Path, is_right: bool, is_told: bool
 ) -> None:
-    save_file(dict(base_tensors("dense")), tmp_path / "model" / "model.safetensors")
-    served = served_paths(run)
-    mapped = list[bool]()
+    tensors = dict(base_tensors("dense"))
+    if not is_right:
+        tensors["model.layers.0.self_attn.q_proj.weight"].add_(1)
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    served, find = list[str](), run.publisher._pulls.find
+    run.publisher._pulls.find = lambda path: served.append(path) or find(path)  # type: ignore[func-returns-value, method-assign]
+    are_mapped = list[bool]()
 
-    async def noted(tensors: NamedTensors, **options: Any) -> None:
-        mapped.extend(shared_memory.handle_of(tensor) is not None for _, tensor in tensors)
-        await type(run.engine).load_base(run.engine, tensors, **options)
+    async def noted(tensors: NamedTensors, *, check: Check | None) -> None:
+        assert check is not None
+        are_mapped.append(all(shared_memory.handle_of(tensor) for _, tensor in tensors))
+        await type(run.engine).load_base(run.engine, tensors, check=check if is_told else lambda held: check(None))
 
     run.engine.load_base = noted
     async with running(run.worker):
         await run.publish(0)
         groups = await run.take(0)
-    assert mapped
-    assert all(mapped)
-    assert not [path for path in served if path.startswith("/0/0/")]
+    assert are_mapped[0]
+    assert len(are_mapped) == (1 if is_right else 2)
+    assert any(path.startswith("/0/0/") for path in served) is not is_right
     for trajectory in (t for group in groups for t in group.trajectories):
-        expected = forward_logprobs(
-            run.learner.models[run.learner.version(0)],
-            trajectory.prompt_tokens.tolist(),
-            trajectory.response_tokens.tolist(),
-        )
+        tokens = trajectory.prompt_tokens.tolist(), trajectory.response_tokens.tolist()
+        expected = forward_logprobs(run.learner.models[run.learner.version(0)], *tokens)
         got = torch.tensor(trajectory.behavior_logprobs)
         torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE)
-
-
-@pytest.mark.parametrize("run", ["embedded"], indirect=True)
-@pytest.mark.parametrize("is_whole", [True, False])
-async def test_the_base_is_read_from_the_models_files_if_they_hold_it(
-    run: AdapterRun, brokers: tuple[Broker, Broker], tmp_path: Path, is_whole: bool
-) -> None:
-    tensors = dict(base_tensors("dense"))
-    if not is_whole:
-        next(iter(tensors.values())).add_(1)
-    (tmp_path / "files").mkdir()
-    save_file(tensors, tmp_path / "files" / "model.safetensors")
-    served = served_paths(run)
-    await run.publish(0)
-    subscriber = Subscriber(brokers[1], "worker-2", WeightsConfig(), model=tmp_path / "files")
-    found = await subscriber.base(())
-    assert found is not None
-    assert {name: torch.equal(tensor, dict(base_tensors("dense"))[name]) for name, tensor in found.tensors} == (
-        dict.fromkeys(tensors, True)
-    )
-    assert bool(served) is not is_whole
-    await subscriber.close()
 
 
 @pytest.mark.parametrize("run", ["embedded"], indirect=True)

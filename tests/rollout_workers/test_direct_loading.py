@@ -18,7 +18,7 @@ from rollout_workers.engines.base import Engine
 from rollout_workers.engines.held import Held
 from rollout_workers.engines.placing import held_rows
 from rollout_workers.engines.placing.direct_loading import DirectLoading
-from rollout_workers.swaps.weights import refuse_other_tensors
+from rollout_workers.swaps.tensors import refuse_other_tensors
 from weightsync.deadline import Deadline
 from weightsync.tensors.buckets import views
 from weightsync.tensors.deltas import encode, patch

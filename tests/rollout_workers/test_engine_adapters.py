@@ -18,7 +18,7 @@ from rollout_workers.engines.base import AdaptedEngine
 from rollout_workers.engines.embedded.adapters import Adapter
 from rollout_workers.engines.held import Held
 from rollout_workers.swaps.probes import refuse_other_logprobs, refuse_unused_adapter
-from rollout_workers.swaps.weights import refuse_other_tensors
+from rollout_workers.swaps.tensors import refuse_other_tensors
 
 from .adapters import RANK, SCALE, NamedTensors, adapter_delivery, base_tensors, make_adapter, merged, of_attention
 from .generation import PROMPTS, begin, difference, hold, run_all

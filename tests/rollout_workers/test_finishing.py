@@ -17,7 +17,7 @@ from rollout_workers.engines import open_engine
 from rollout_workers.engines.base import AdaptedEngine
 from rollout_workers.engines.placing.adapter_places import AdapterPlaces
 from rollout_workers.swaps.probes import refuse_other_logprobs
-from rollout_workers.swaps.weights import refuse_other_tensors
+from rollout_workers.swaps.tensors import refuse_other_tensors
 
 from .adapters import RANK, SCALE, NamedTensors, adapter_delivery, base_tensors, make_adapter, merged, of_attention
 from .generation import PROMPTS, Response, begin, difference

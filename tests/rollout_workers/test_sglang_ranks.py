@@ -10,7 +10,7 @@ import torch
 from broker.errors import WeightSyncError
 from rollout_workers.engines import open_engine
 from rollout_workers.engines.held import Held
-from rollout_workers.swaps.weights import refuse_other_tensors
+from rollout_workers.swaps.tensors import refuse_other_tensors
 
 from .generation import PROMPTS, begin, difference, hold
 from .marks import SGLANG

@@ -65,3 +65,26 @@ def test_vllm_has_graphs_for_as_many_requests_as_it_gets(
     config = EngineConfig(kind="vllm", max_concurrent=requests, options=options)
     arguments = engine_arguments(config, tmp_path, "Qwen3ForCausalLM", 0)
     assert arguments.get("max_cudagraph_capture_size") == largest
+
+
+@pytest.mark.parametrize(
+    ("requests", "options", "sizes"),
+    [
+        (256, {}, [1, 2, 4, 8, 16, 24, 32, 40, 56, 72, 96, 120, 152, 192, 240, 256, 304, 384, 480, 512]),
+        (6, {}, [1, 2, 4, 6, 8, 16]),
+        (
+            4096,
+            {},
+            [1, 2, 4, 8, 16, 24, 32, 40, 56, 72, 96, 120, 152, 192, 240, 304, 384, 480, 600, 752, 944, 1024],
+        ),
+        (256, {"max_cudagraph_capture_size": 64}, None),
+    ],
+)
+def test_vllm_records_fewer_graphs_of_a_model_with_adapters(
+    requests: int, options: dict[str, Any], sizes: list[int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = EngineConfig(kind="vllm", max_concurrent=requests, options=options)
+    arguments = engine_arguments(config, tmp_path, "Qwen3ForCausalLM", 0, has_adapters=True)
+    assert arguments.get("cudagraph_capture_sizes") == sizes
+    assert arguments.get("max_cudagraph_capture_size") == options.get("max_cudagraph_capture_size")

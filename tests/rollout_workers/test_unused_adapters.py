@@ -17,7 +17,7 @@ from learner.stages.probe import TOLERANCE
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine
 from rollout_workers.swaps.probes import refuse_other_logprobs, refuse_unused_adapter
-from rollout_workers.swaps.weights import refuse_other_tensors
+from rollout_workers.swaps.tensors import refuse_other_tensors
 
 from .adapters import RANK, SCALE, NamedTensors, base_tensors, make_adapter, merged
 from .loop import manifest

@@ -21,7 +21,7 @@ from rollout_workers.engines.vllm.engine import VllmEngine
 from rollout_workers.engines.vllm.environment import METHOD
 from rollout_workers.engines.vllm.start import STREAM_INTERVAL
 from rollout_workers.swaps.probes import refuse_other_logprobs
-from rollout_workers.swaps.weights import refuse_other_tensors
+from rollout_workers.swaps.tensors import refuse_other_tensors
 
 from .adapters import RANK, SCALE, NamedTensors, adapter_delivery, base_tensors, make_adapter, merged
 from .generation import PROMPTS, begin, difference, hold, run_all

@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from broker.errors import WeightSyncError
 from weightsync.deadline import Deadline
-from weightsync.receive.files_in_place import base_in_files
+from weightsync.receive.files_in_place import base_in_files, verify_base
 from weightsync.tensors.shared_memory import handle_of
 
 from .test_model_files import Tensors, Told, trained
@@ -38,19 +39,25 @@ def directory(tmp_path: Path) -> Path:
 
 def test_the_base_lies_in_the_files(directory: Path) -> None:
     published = Told(trained()).manifest
-    found = base_in_files(directory, published, FOREVER)
+    found = base_in_files(directory, published)
     assert found is not None
     assert [name for name, _ in found.tensors] == [spec.name for spec in published.tensors]
     assert all(torch.equal(tensor, trained()[name]) for name, tensor in found.tensors)
     assert len({handle_of(tensor) for _, tensor in found.tensors} - {None}) == 2
     assert found.manifest.fingerprints == published.fingerprints
+    assert not found.is_verified
+    verify_base(found, FOREVER)
 
 
-def _other_bits(directory: Path) -> None:
+def test_other_bits_in_the_files_are_found(directory: Path) -> None:
     path = directory / "1.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
+    found = base_in_files(directory, Told(trained()).manifest)
+    assert found is not None
+    with pytest.raises(WeightSyncError, match="its fingerprint is"):
+        verify_base(found, FOREVER)
 
 
 def _written(content: bytes) -> Callable[[Path], None]:
@@ -89,7 +96,6 @@ def _pipe(directory: Path) -> None:
 
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
-    "other bits": _other_bits,
     "another shape": _saved(lambda published: published.update(norm=published["norm"].view(4, 4))),
     "another number format": _saved(lambda published: published.update(norm=published["norm"].half())),
     "a tensor less": lambda directory: (directory / "2.safetensors").unlink(),
@@ -109,20 +115,23 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_files_that_hold_anything_else_are_of_no_use(
+def test_files_that_hold_no_such_tensors_are_of_no_use(
     directory: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     DAMAGES[damage](directory)
     with caplog.at_level("INFO"):
-        assert base_in_files(directory, Told(trained()).manifest, FOREVER) is None
-    assert f"the base of adapters is not in {directory} as it was published" in caplog.text
+        assert base_in_files(directory, Told(trained()).manifest) is None
+    assert f"the base of adapters is not in {directory}: " in caplog.text
 
 
 def test_a_directory_that_is_gone_is_of_no_use(tmp_path: Path) -> None:
-    assert base_in_files(tmp_path / "gone", Told(trained()).manifest, FOREVER) is None
+    assert base_in_files(tmp_path / "gone", Told(trained()).manifest) is None
 
 
-def test_reading_ends_when_it_is_cancelled(directory: Path) -> None:
+def test_comparing_ends_when_it_is_cancelled(directory: Path) -> None:
     cancelled = threading.Event()
     cancelled.set()
-    assert base_in_files(directory, Told(trained()).manifest, Deadline(math.inf, cancelled)) is None
+    found = base_in_files(directory, Told(trained()).manifest)
+    assert found is not None
+    with pytest.raises(WeightSyncError, match="cancelled"):
+        verify_base(found, Deadline(math.inf, cancelled))

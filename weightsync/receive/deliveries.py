@@ -27,13 +27,15 @@ Part = Sequence[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Delivery:
-    """One complete version, every byte verified."""
+    """One complete version, or the base of adapters."""
 
     manifest: WeightManifest
     landed: Landed
     """Its memory may be overwritten once the caller waits for the next version."""
     may_be_reused: bool
     """Whether a later version may use this memory; otherwise the puller keeps it as its base for deltas."""
+    is_verified: bool = True
+    """Whether every byte was compared with the fingerprints. All is, except a base in the model's files."""
 
     @property
     def tensors(self) -> list[tuple[str, torch.Tensor]]:

@@ -34,7 +34,7 @@ from weightsync.transports.http.pull import HttpPull
 from weightsync.transports.threads import BoundedThreads
 
 from .deliveries import Arriving, Delivery
-from .files_in_place import base_in_files
+from .files_in_place import base_in_files, verify_base
 from .groups import GroupFollower
 from .inbox import Inbox
 from .model_files import files_first
@@ -126,14 +126,15 @@ class Subscriber:
         """Return a newer version that has arrived since the last one was handed over, in exchange for it, or None."""
         return self._inbox.take_instead()
 
-    async def base(self, known: tuple[int, ...], *, attachable: bool = False) -> Delivery | None:
-        """Return the frozen weights that announced adapters change: as they lie in the model's files, if they do, or
-        pulled; None if their fingerprints are the `known` ones. `attachable`: they are pulled into memory that
-        processes of this machine can attach, if there is room.
+    async def base(
+        self, known: tuple[int, ...], *, attachable: bool = False, from_files: bool = True
+    ) -> Delivery | None:
+        """Return the frozen weights that announced adapters change; None if their fingerprints are the `known` ones.
+        `from_files`: as they lie in the model's files, unverified, if those have such tensors; otherwise they are
+        pulled. `attachable`: into memory that processes of this machine can attach, if there is room.
 
         Raises the broker's errors; failed pulls are tried again, into the same memory, and never raise."""
         landing: tuple[torch.Tensor, ...] = ()
-        model = self._model
         while True:
             announced = await self._broker.versions.announced()
             if announced is not None and announced.base is not None:
@@ -142,9 +143,10 @@ class Subscriber:
                 manifest = manifest_of_base(announced)
                 try:
                     check_manifest(manifest)
-                    if model is not None and (found := await self._in_files(model, manifest)) is not None:
-                        return found
-                    model = None
+                    if from_files and self._model is not None:
+                        from_files = False
+                        if (found := await self._in_files(self._model, manifest)) is not None:
+                            return found
                     if [len(bucket) for bucket in landing] != list(manifest.buckets):
                         landing = ()  # freed before more is taken
                         landing = await self._reserved(manifest.buckets, attachable)
@@ -154,11 +156,15 @@ class Subscriber:
                     traceback.clear_frames(error.__traceback__)  # they would hold the memory until garbage is collected
             await asyncio.sleep(self._config.poll_s)
 
-    async def _in_files(self, model: Path, manifest: WeightManifest) -> Delivery | None:
+    async def verify(self, base: Delivery) -> None:
+        """Raise WeightSyncError unless a base in the model's files is what was published."""
         cancelled = threading.Event()
         deadline = Deadline(math.inf, cancelled)
+        await self._threads.run("verify-base", lambda: verify_base(base, deadline), cancelled, overdue_s=None)
+
+    async def _in_files(self, model: Path, manifest: WeightManifest) -> Delivery | None:
         return await self._threads.run(
-            "read-base", lambda: base_in_files(model, manifest, deadline), cancelled, overdue_s=None
+            "find-base", lambda: base_in_files(model, manifest), threading.Event(), overdue_s=None
         )
 
     async def _reserved(self, sizes: tuple[int, ...], attachable: bool) -> tuple[torch.Tensor, ...]:

@@ -44,7 +44,13 @@ takes memory and a part of a second at the start."""
 
 
 def engine_arguments(
-    config: EngineConfig, model_dir: Path, architecture: str, seed: int, *, sleeps: bool = False
+    config: EngineConfig,
+    model_dir: Path,
+    architecture: str,
+    seed: int,
+    *,
+    sleeps: bool = False,
+    has_adapters: bool = False,
 ) -> dict[str, Any]:
     """Return the arguments of AsyncEngineArgs. `engine.options` override these."""
     most = config.max_concurrent or (GRAPHED if torch.cuda.is_available() else REQUESTS)
@@ -72,7 +78,7 @@ def engine_arguments(
         arguments |= {
             "enable_sleep_mode": sleeps,
             "max_num_batched_tokens": tokens,
-            **graphs_of(sequences, config.options),
+            **graphs_of(sequences, config.options, has_adapters=has_adapters),
         }
     else:  # on a CPU vLLM's sleep frees nothing and cannot be enabled
         executor = "uni" if gpus_of(config, VLLM.abilities) == 1 else "mp"
@@ -86,12 +92,28 @@ SIZING = {"cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_
 """Options of vLLM that say something of its CUDA graphs' sizes."""
 
 
-def graphs_of(sequences: int, options: Mapping[str, Any]) -> dict[str, int]:
+def graphs_of(sequences: int, options: Mapping[str, Any], *, has_adapters: bool = False) -> dict[str, Any]:
     """Return the argument with which so many requests are decoded by CUDA graphs; none where they are anyway, or where
-    the user's options say something of the sizes, with which it could disagree."""
-    if sequences <= GRAPHED or SIZING & options.keys():
+    the user's options say something of the sizes, with which it could disagree.
+
+    Each graph of a model with adapters takes several times as long to record, and a start records all of them. So there
+    are fewer, and a batch is padded by up to a quarter, but not where the engine is full.
+    """
+    if SIZING & options.keys():
         return {}
-    return {"max_cudagraph_capture_size": min(MOST_GRAPHED, -(-sequences // BETWEEN_GRAPHS) * BETWEEN_GRAPHS)}
+    rounded = min(MOST_GRAPHED, -(-sequences // BETWEEN_GRAPHS) * BETWEEN_GRAPHS)
+    if has_adapters:
+        return {"cudagraph_capture_sizes": spaced_sizes(max(rounded, min(GRAPHED, 2 * sequences)), sequences - 1)}
+    return {} if sequences <= GRAPHED else {"max_cudagraph_capture_size": rounded}
+
+
+def spaced_sizes(most: int, full: int) -> list[int]:
+    """Return sizes of batches up to `most`, each a quarter larger than the one before, rounded up to eights, and the
+    size `full`, if it is no larger."""
+    sizes = [1, 2, 4, 8]
+    while sizes[-1] < most:
+        sizes.append(min(most, -(-sizes[-1] * 5 // 32) * 8))
+    return sorted(size for size in {*sizes, full} if 0 < size <= most)
 
 
 def open_vllm(
@@ -116,7 +138,14 @@ def open_vllm(
     with torch.device("meta"):
         shapes = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir, trust_remote_code=False))
     check_head_dim(shapes.config)
-    arguments = engine_arguments(config, kept_configuration(model_dir), type(shapes).__name__, seed, sleeps=sleeps)
+    arguments = engine_arguments(
+        config,
+        kept_configuration(model_dir),
+        type(shapes).__name__,
+        seed,
+        sleeps=sleeps,
+        has_adapters=adapter_rank > 0,
+    )
     arguments |= arguments_for_adapters(adapter_rank, adapters_held, shapes, arguments["dtype"], config.options)
     routed = None
     if tells_experts:
