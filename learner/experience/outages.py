@@ -1,4 +1,5 @@
-"""The learner repeats its calls while the broker does not answer, as it has nothing else to do meanwhile."""
+"""The learner repeats its calls while the broker does not answer, as it has nothing else to do meanwhile. A server that
+answers, and goes on refusing the learner's user, ends it."""
 
 import logging
 import math
@@ -8,7 +9,8 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from broker import BlockingBroker
-from broker.errors import BrokerUnavailableError, ServerRestartedError
+from broker.connection.refusals import Refusals
+from broker.errors import BrokerUnavailableError, NotAllowedError, ServerRestartedError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -37,6 +39,7 @@ class RepeatedCalls:
         self._should_stop = should_stop
         self._on_restart = on_restart
         self._is_down = False
+        self._refusals = Refusals()
         self._patient_until = math.inf
 
     def insist(self, verb: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -50,9 +53,11 @@ class RepeatedCalls:
                 result = act()
             except ServerRestartedError:
                 self._on_restart()
-            except BrokerUnavailableError as error:
+            except (BrokerUnavailableError, NotAllowedError) as error:
                 if self._should_stop():
                     raise Interrupted from error
+                if self._refusals.lasts(error):
+                    raise
                 if not self._is_down:
                     log.warning("%s Training waits for it.", error)
                 self._is_down = True
