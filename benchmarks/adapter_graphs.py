@@ -1,12 +1,11 @@
 """vLLM with an adapter: seconds to start, and tokens/s, by the CUDA graphs that it records.
 
-    python -m benchmarks.adapter_graphs [--settings ours,fine,twice] [--width 2048] [--layers 28] [--rank 16]
+    python -m benchmarks.adapter_graphs [--settings ours,fine] [--width 2048] [--layers 28] [--rank 16]
         [--concurrent 256] [--prompts 1024] [--tokens 256] [--repeats 2] [--device cuda|cpu] [--limit-s 500]
 
 A random dense Qwen3 in bfloat16, whose adapter all requests use. `--concurrent` of them run at once, each with a prompt
 of 32 tokens and a response of 16 to twice `--tokens` tokens, until `--prompts` have ended. `ours`: as the engine is
-started for a run; `fine`: with all the sizes that vLLM records by itself; `twice`: these, and once more for requests
-without an adapter, as vLLM does by itself. The last line is one JSON object.
+started for a run; `fine`: with all the sizes that vLLM records by itself. The last line is one JSON object.
 """
 
 import argparse
@@ -27,12 +26,7 @@ from rollout_workers.engines import open_engine
 
 from .adapter_sync import PROMPT_TOKENS, SCALE, Study, generated, on_host
 
-FINE = {"max_cudagraph_capture_size": 512}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "ours": {},
-    "fine": FINE,
-    "twice": {"compilation_config": {"cudagraph_specialize_lora": True, **FINE}},
-}
+SETTINGS: dict[str, dict[str, Any]] = {"ours": {}, "fine": {"max_cudagraph_capture_size": 512}}
 SHORTEST = 16
 
 

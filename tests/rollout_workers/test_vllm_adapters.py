@@ -47,24 +47,9 @@ def test_a_gpu_takes_no_adapters_of_a_model_in_float32(monkeypatch: pytest.Monke
     from rollout_workers.engines.vllm.adapters import engine_arguments
 
     shapes = make_model("dense", 0)
-    assert engine_arguments(16, 1, shapes, "float32", {})["max_lora_rank"] == 16
+    assert engine_arguments(16, 1, shapes, "float32")["max_lora_rank"] == 16
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda platform: False)
-    assert engine_arguments(17, 2, shapes, "bfloat16", {})["max_lora_rank"] == 32
-    assert engine_arguments(0, 1, shapes, "float32", {}) == {}
+    assert engine_arguments(17, 2, shapes, "bfloat16")["max_lora_rank"] == 32
+    assert engine_arguments(0, 1, shapes, "float32") == {}
     with pytest.raises(HeadwayError, match=r"engine\.dtype=bfloat16, or weights\.adapter=merged"):
-        engine_arguments(16, 1, shapes, "float32", {})
-
-
-def test_graphs_are_recorded_once_unless_the_user_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.config import CompilationConfig
-    from vllm.platforms import current_platform
-
-    from rollout_workers.engines.vllm.adapters import engine_arguments
-
-    shapes, own = make_model("dense", 0), {"compilation_config": {"cudagraph_mode": "NONE"}}
-    assert "compilation_config" not in engine_arguments(16, 1, shapes, "bfloat16", {})  # a CPU has no graphs
-    monkeypatch.setattr(type(current_platform), "is_cpu", lambda platform: False)
-    said = engine_arguments(16, 1, shapes, "bfloat16", {})["compilation_config"]
-    assert CompilationConfig().cudagraph_specialize_lora
-    assert not CompilationConfig(**said).cudagraph_specialize_lora
-    assert "compilation_config" not in engine_arguments(16, 1, shapes, "bfloat16", own)
+        engine_arguments(16, 1, shapes, "float32")

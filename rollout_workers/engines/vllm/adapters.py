@@ -22,14 +22,10 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 Tensors = Mapping[str, torch.Tensor]
 
 
-def engine_arguments(
-    rank: int, places: int, shapes: nn.Module, dtype: object, options: Mapping[str, object]
-) -> dict[str, Any]:
+def engine_arguments(rank: int, places: int, shapes: nn.Module, dtype: object) -> dict[str, Any]:
     """Return what vLLM is started with, to hold so many adapters of this rank for the decoder's linear layers; nothing
-    for rank 0. `options`: the user's own.
+    for rank 0.
 
-    All samples are computed with an adapter, so a second set of CUDA graphs, for requests without one, would only take
-    time at the start: these are probes of the base, and are launched kernel by kernel.
     An adapter of the head, even an empty one, cannot be computed for the tokens of a prompt, which `score` wants.
     Raises HeadwayError for a number format of the model that vLLM's kernels for adapters do not take.
     """
@@ -52,10 +48,8 @@ def engine_arguments(
     # vLLM's operations for CPUs index the slot of a request without an adapter by -1, where it computes beside others:
     # that is the last one, which stays empty.
     slots = places + 1 if current_platform.is_cpu() else places
-    graphs = {"compilation_config": {"cudagraph_specialize_lora": False}}
     return {
         **names,
-        **({} if current_platform.is_cpu() or graphs.keys() & options.keys() else graphs),
         "enable_lora": True,
         "max_loras": slots,
         "max_cpu_loras": slots,

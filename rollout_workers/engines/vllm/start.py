@@ -42,6 +42,9 @@ GRAPHED, MOST_GRAPHED, BETWEEN_GRAPHS = 512, 1024, 16
 distance of their numbers. A larger batch is launched kernel by kernel, which keeps a small model waiting. Each graph
 takes memory and a part of a second at the start."""
 
+BETWEEN_MIXED = 32
+"""The distance of the numbers of tokens for which graphs with adapters are recorded, above a full engine's."""
+
 
 def engine_arguments(
     config: EngineConfig,
@@ -97,23 +100,30 @@ def graphs_of(sequences: int, options: Mapping[str, Any], *, has_adapters: bool 
     the user's options say something of the sizes, with which it could disagree.
 
     Each graph of a model with adapters takes several times as long to record, and a start records all of them. So there
-    are fewer, and a batch is padded by up to a quarter, but not where the engine is full.
+    are fewer.
     """
     if SIZING & options.keys():
         return {}
     rounded = min(MOST_GRAPHED, -(-sequences // BETWEEN_GRAPHS) * BETWEEN_GRAPHS)
     if has_adapters:
-        return {"cudagraph_capture_sizes": spaced_sizes(max(rounded, min(GRAPHED, 2 * sequences)), sequences - 1)}
+        return {"cudagraph_capture_sizes": spaced_sizes(sequences - 1, max(rounded, min(GRAPHED, 2 * sequences)))}
     return {} if sequences <= GRAPHED else {"max_cudagraph_capture_size": rounded}
 
 
-def spaced_sizes(most: int, full: int) -> list[int]:
-    """Return sizes of batches up to `most`, each a quarter larger than the one before, rounded up to eights, and the
-    size `full`, if it is no larger."""
-    sizes = [1, 2, 4, 8]
-    while sizes[-1] < most:
-        sizes.append(min(most, -(-sizes[-1] * 5 // 32) * 8))
-    return sorted(size for size in {*sizes, full} if 0 < size <= most)
+def spaced_sizes(full: int, most: int) -> list[int]:
+    """Return sizes of batches up to `most` tokens. An engine that runs `full` requests pads no batch of these, and one
+    that holds prompts, too, by less than `BETWEEN_MIXED`. A smaller batch, as at the end of a step, is padded by up to
+    a quarter: there an engine waits for its memory, and not for its arithmetic."""
+    sizes = {1, 2, 4, size := 8}
+    while size < full:
+        sizes.add(size := _in_eights(size * 5 // 4))
+    mixed = range(full + BETWEEN_MIXED, most, BETWEEN_MIXED)
+    smaller = {size for size in sizes if size < full}
+    return sorted(size for size in {*smaller, full, *map(_in_eights, mixed), most} if size <= most)
+
+
+def _in_eights(number: int) -> int:
+    return -(-number // 8) * 8
 
 
 def open_vllm(
@@ -146,7 +156,7 @@ def open_vllm(
         sleeps=sleeps,
         has_adapters=adapter_rank > 0,
     )
-    arguments |= arguments_for_adapters(adapter_rank, adapters_held, shapes, arguments["dtype"], config.options)
+    arguments |= arguments_for_adapters(adapter_rank, adapters_held, shapes, arguments["dtype"])
     routed = None
     if tells_experts:
         routed = routed_layers(shapes)
