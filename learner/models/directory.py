@@ -1,6 +1,7 @@
 """Tells what a model's directory lacks, from its files alone, before torch or transformers is imported."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -71,12 +72,17 @@ def read_config(path: str) -> Mapping[str, Any] | None:
 
 def positions_of(config: Mapping[str, Any]) -> int | None:
     """Returns the tokens of the longest text for which the model with this configuration was made, those that its
-    rotary positions are stretched to included; None where it does not say."""
+    rotary positions are stretched to included; None where it does not say, or is malformed."""
     text = config.get("text_config") or config
-    most = text.get("max_position_embeddings") or text.get("n_positions")
-    if not isinstance(most, int):
+    if not isinstance(text, Mapping):
         return None
+    most = text.get("max_position_embeddings") or text.get("n_positions")
     scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
-    scaling = scaling.get("full_attention", scaling)  # of a model whose layers differ in it
+    if isinstance(scaling, Mapping):
+        scaling = scaling.get("full_attention", scaling)  # of a model whose layers differ in it
+    if not isinstance(most, int) or not isinstance(scaling, Mapping):
+        return None
     original, factor = scaling.get("original_max_position_embeddings") or most, scaling.get("factor") or 1
+    if not isinstance(original, int) or not isinstance(factor, int | float) or not math.isfinite(factor):
+        return None
     return max(most, int(original * factor))
