@@ -18,22 +18,29 @@ class Ours(NamedTuple):
 
 VERL_SECTIONS = ("actor_rollout_ref", "async_training", "critic", "data", "reward", "reward_model", "trainer")
 """verl's sections of which Headway has none; `algorithm` is a section of both."""
+GROUPS = ("fsdp_config", "megatron", "policy_loss")
+"""Sections of verl whose sentence answers only those of their keys whose names have no answer of their own. The keys of
+other sections mean something else than those of the same names elsewhere: `val_kwargs.top_p` is not `top_p`."""
 
 UPDATES = "TRL counts updates, Headway steps of learner.updates_per_step updates each."
 DEVICES = "The learner's GPUs on all machines; those of the engines are workers.devices."
 MICRO_BATCH = "It counts the packed tokens of one pass, where verl's micro-batch counts samples."
 NEVER_CUT = "No prompt is cut: one that leaves no room for a response in engine.max_model_len is passed over."
+IN_TURNS = "Parameters leave the GPUs only in turns, with run.placement=colocated."
 OWN_CODE = "Headway never runs code from a model's directory."
 PACKED = "Batches are always packed without padding."
 ONCE = "Each sample is trained once."
 KERNELS = "Headway chooses kernels itself; learner.compute.compile compiles layers."
 CHAT = "A file of your own, with these values written into it."
+FIXED_ENTROPY = "algorithm.entropy_coefficient is fixed: there is no adaptive one."
+STARTS_ENGINES = "`headway run` starts the engines; `headway workers` does on other machines."
 EPOCHS = "learner.steps, 100 by default, still ends the run if it comes first."
 SINKS = "[{kind: jsonl}, {kind: wandb}]: jsonl is required; tensorboard, mlflow, trackio and prometheus are others."
 EPISODES = "A class plays episodes of several turns or with tools: environment.kind=package.module:Class."
 REWARD_MODEL = "A reward model is one of the rewards: {kind: reward_model, path: DIRECTORY}."
 
 OF_VERL = {
+    "_target_": Ours(remark="It names a class of verl's configuration; a recipe has no such key."),
     # data
     "train_files": Ours("prompts.path", "One file, with prompts.kind=parquet."),
     "val_files": Ours("prompts.options.held_out_path", "evaluation.prompts says how many of its prompts are asked."),
@@ -137,8 +144,13 @@ OF_VERL = {
     "fsdp_config.model_dtype": Ours(remark="Masters and moments are float32; model.dtype is the passes' format."),
     "optimizer_offload": Ours("learner.compute.offload_optimizer"),
     "fsdp_config.optimizer_offload": Ours("learner.compute.offload_optimizer"),
-    "fsdp_config.param_offload": Ours(remark="Parameters leave the GPUs only in turns, with run.placement=colocated."),
+    "fsdp_config.param_offload": Ours(remark=IN_TURNS),
     "megatron": Ours(remark="Megatron's settings are those of learner.layout and learner.compute."),
+    "megatron.dtype": Ours("model.dtype"),
+    "megatron.optimizer_offload": Ours(
+        remark="Megatron shards the optimizer's state over replicas and context ranks: raise learner.processes."
+    ),
+    "megatron.param_offload": Ours(remark=IN_TURNS),
     "megatron.tensor_model_parallel_size": Ours("learner.layout.tensor"),
     "megatron.pipeline_model_parallel_size": Ours("learner.layout.pipeline"),
     "megatron.virtual_pipeline_model_parallel_size": Ours("learner.layout.virtual_pipeline"),
@@ -283,6 +295,10 @@ OF_TRL = {
     "delta": Ours("algorithm.objective.options.dual_clip"),
     "dtype": Ours("model.dtype", "The engine's own is engine.dtype."),
     "entropy_coef": Ours("algorithm.entropy_coefficient"),
+    "entropy_coef_delta": Ours(remark=FIXED_ENTROPY),
+    "entropy_coef_max": Ours(remark=FIXED_ENTROPY),
+    "entropy_coef_min": Ours(remark=FIXED_ENTROPY),
+    "entropy_target": Ours(remark=FIXED_ENTROPY),
     "epsilon": Ours("algorithm.objective.options.clip_low"),
     "epsilon_high": Ours(
         "algorithm.objective.options.clip_high", 'Of loss_type="cispo" TRL\'s is the largest ratio: 1 + clip_high.'
@@ -328,6 +344,7 @@ OF_TRL = {
         "It counts packed tokens, where TRL's counts completions; learner.groups_per_step is the batch in prompts.",
     ),
     "ref_model_mixup_alpha": Ours("algorithm.kl.ema_decay", "It is 1 - alpha, at every step."),
+    "ref_model_sync_steps": Ours(remark="With algorithm.kl.ema_decay the reference follows the policy at every step."),
     "repetition_penalty": Ours(remark="Responses are sampled by sampling.temperature, top_p and top_k."),
     "report_to": Ours("metrics", SINKS),
     "resume_from_checkpoint": Ours(remark="`headway run RECIPE --resume` goes on with a run."),
@@ -349,6 +366,8 @@ OF_TRL = {
     ),
     "sync_ref_model": Ours("algorithm.kl.ema_decay", "Below 1 the reference follows the policy."),
     "train_dataset": Ours("prompts.path"),
+    "use_adaptive_entropy": Ours(remark=FIXED_ENTROPY),
+    "use_liger_kernel": Ours(remark=KERNELS),
     "use_peft": Ours("model.adapter", "{} is one with the defaults, null none."),
     "use_vllm": Ours("engine.kind", "True is `vllm`."),
     "vllm_enable_sleep_mode": Ours("run.placement", "With `colocated`, engines sleep while the learner trains."),
@@ -361,7 +380,11 @@ OF_TRL = {
     "vllm_max_model_length": Ours("engine.max_model_len"),
     "vllm_mode": Ours("run.placement", '"colocate" is `colocated`, "server" is `separated`, the default.'),
     "vllm_tensor_parallel_size": Ours("engine.options.tensor_parallel_size"),
-    "vllm_server_host": Ours(remark="`headway run` starts the engines; `headway workers` does on other machines."),
+    "vllm_group_port": Ours(remark=STARTS_ENGINES),
+    "vllm_server_base_url": Ours(remark=STARTS_ENGINES),
+    "vllm_server_host": Ours(remark=STARTS_ENGINES),
+    "vllm_server_port": Ours(remark=STARTS_ENGINES),
+    "vllm_server_timeout": Ours(remark=STARTS_ENGINES),
     "warmup_ratio": Ours("optimizer.warmup_steps", "It counts steps: the ratio times learner.steps."),
 }
 

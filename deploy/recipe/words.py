@@ -12,12 +12,11 @@ from msgspec import Meta
 
 from broker.errors import ConfigError, UnknownKeysError
 
-from .other_names import OF_VERL, OTHER_NAMES, VERL_SECTIONS, Ours
+from .other_names import GROUPS, OF_VERL, OTHER_NAMES, VERL_SECTIONS, Ours
 
 OF_THEIR_OWN = ("sft", "stages", "optimizer", "algorithm.objective", "algorithm.critic")
 """Sections whose keys may have the name of another section's key in TRL or verl."""
 
-UNANSWERED = Ours(remark="No counterpart is known.")
 MOST_LISTED = 20
 """Keys that one line of an error lists."""
 
@@ -105,26 +104,33 @@ def _answer(path: str, fields: list[str], struct: type[msgspec.Struct]) -> str:
 
 
 def _ours(path: str) -> Ours:
-    """Return the answer to a name of TRL or verl: of a path in verl's sections the longest part that has an answer, and
-    of equally long ones the first; of others the last name."""
+    """Return the answer to a name of TRL or verl: of a path in verl's sections the longest part that has an answer, of
+    equally long ones the first, but a group last; of others the last name."""
     names = path.lstrip("+").split(".")
     if not _is_verls(path):
         return OTHER_NAMES.get(names[-1], Ours())
     starts = ((start, start + length) for length in range(len(names), 0, -1) for start in range(len(names)))
     parts = (".".join(names[start:end]) for start, end in starts if end <= len(names))
-    return next((OF_VERL[part] for part in parts if part in OF_VERL), UNANSWERED)
+    known = [part for part in parts if part in OF_VERL]
+    return OF_VERL[min(known, key=lambda part: part in GROUPS)] if known else Ours()
 
 
 def _nearest(path: str, ours: Ours, fields: list[str], struct: type[msgspec.Struct]) -> str:
     """Return the nearest key: the one that TRL or verl call so, beside it if there is one, else a very similar sibling
     or an option of the objective, else one of just that name elsewhere, else a similar sibling, else a similar key
-    elsewhere, else ''. A key of verl's own sections, or one that is known to have no counterpart, is near no other."""
+    elsewhere, else ''. A key that is known to have no counterpart is near no other. One in a section of verl's name is
+    the key of `algorithm` that has this path, else the one that verl calls so, else what is nearest to the section."""
     parent, _, leaf = path.rpartition(".")
     prefix = f"{parent}." if parent else ""
     paths = list(_all_paths(struct, ""))
     is_there = ours.key.partition(".options.")[0] in paths
-    if _is_verls(path):
-        return ours.key if is_there else ""
+    if parent and _is_verls(path):
+        names = path.lstrip("+")
+        if (own := f"algorithm.{names}") in paths:
+            return own
+        if ours != Ours():
+            return ours.key if is_there else ""
+        return _nearest(names.partition(".")[0], ours, fields, struct)
     if (name := ours.key.rpartition(".")[2]) in fields and name != "kind":  # which nearly every section has
         return prefix + name
     is_our_own = parent.startswith(OF_THEIR_OWN) and not ours.key.startswith(prefix)

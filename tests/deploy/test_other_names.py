@@ -53,7 +53,16 @@ def refusal(directory: Path, *overrides: str, more: str = "") -> str:
         ("custom_reward_function.path", "; did you mean rewards? path=my_rewards.py and name=compute_score are"),
         ("trainer.nnodes", "; did you mean learner.processes? The learner's GPUs on all machines; those of the"),
         ("trainer.save_freq", "; did you mean checkpoint.every_steps? At least 1"),
-        ("trainer.esi_redundant_time", ". No counterpart is known."),
+        (f"{ACTOR}.megatron.optimizer_offload", ". Megatron shards the optimizer's state over replicas and"),
+        (f"{ACTOR}.megatron.param_offload", ". Parameters leave the GPUs only in turns, with run.placement=colocated."),
+        (f"{ACTOR}.megatron.use_remove_padding", ". Batches are always packed without padding."),
+        (f"{ACTOR}.megatron.seed", "; did you mean run.seed?"),
+        (f"{ACTOR}.megatron.dtype", "; did you mean model.dtype?"),
+        (f"{ACTOR}.megatron.sequence_parallel", ". Megatron's settings are those of learner.layout and"),
+        (f"{ACTOR}.policy_loss.clip_cov_ratio", ". Settings of a loss are algorithm.objective.options; clip_cov,"),
+        ("trainer.esi_redundant_time", ". Valid here: run, prompts, rewards,"),
+        ("algorithm._target_", ". It names a class of verl's configuration; a recipe has no such key."),
+        (f"{ACTOR}._target_", ". It names a class of verl's configuration; a recipe has no such key."),
         ("temperature", "; did you mean sampling.temperature?"),
         ("top_k", "; did you mean sampling.top_k? 0, not -1, is all tokens."),
         ("reward_weights", "; did you mean rewards? Each has its own weight:"),
@@ -61,6 +70,16 @@ def refusal(directory: Path, *overrides: str, more: str = "") -> str:
         ("loss_type", '; did you mean algorithm.aggregation.kind? "dapo" is token_mean, "grpo" sequence_mean and'),
         ("dtype", "; did you mean model.dtype? The engine's own is engine.dtype."),
         ("data.seed", "; did you mean run.seed?"),
+        ("entropy_coef", "; did you mean algorithm.entropy_coefficient?"),
+        ("entropy_coef_min", ". algorithm.entropy_coefficient is fixed: there is no adaptive one."),
+        ("entropy_coef_max", ". algorithm.entropy_coefficient is fixed: there is no adaptive one."),
+        ("entropy_coef_delta", ". algorithm.entropy_coefficient is fixed: there is no adaptive one."),
+        ("entropy_target", ". algorithm.entropy_coefficient is fixed: there is no adaptive one."),
+        ("use_adaptive_entropy", ". algorithm.entropy_coefficient is fixed: there is no adaptive one."),
+        ("use_liger_kernel", ". Headway chooses kernels itself;"),
+        ("vllm_server_base_url", ". `headway run` starts the engines;"),
+        ("vllm_server_port", ". `headway run` starts the engines;"),
+        ("ref_model_sync_steps", ". With algorithm.kl.ema_decay the reference follows the policy at every step."),
         ("num_iterations", ". Each sample is trained once."),
         ("evaluation.min_p", ". Responses are sampled by sampling.temperature, top_p and top_k."),
     ],
@@ -68,6 +87,32 @@ def refusal(directory: Path, *overrides: str, more: str = "") -> str:
 def test_another_trainer_s_key_is_answered(tmp_path: Path, key: str, told: str) -> None:
     path = "algorithm.kl_ctrl" if "kl_ctrl" in key else key.partition(".")[0] if key.startswith("custom") else key
     assert refusal(tmp_path, f"{key}=1").startswith(f"own.yaml: unknown key {path}{told}")
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ("reward.weight", "; did you mean rewards?"),
+        ("reward.overlong_buffer", "; did you mean algorithm.reward.overlong_buffer?"),
+        ("critic", "; did you mean algorithm.critic?"),
+        ("critic.learning_rate", "; did you mean algorithm.critic.learning_rate?"),
+        ("+critic.path", "; did you mean algorithm.critic.path?"),
+        ("critic.clip", "; did you mean algorithm.critic.clip?"),
+        ("trainer.steps", ". Valid here: run, prompts, rewards,"),
+        ("data.path", ". Valid here: run, prompts, rewards,"),
+        ("data", ". Valid here: run, prompts, rewards,"),
+    ],
+)
+def test_a_slip_in_a_section_of_verl_s_name_is_answered_with_a_key_of_headway_s(
+    tmp_path: Path, key: str, told: str
+) -> None:
+    assert refusal(tmp_path, f"{key}=1").startswith(f"own.yaml: unknown key {key}{told}")
+
+
+def test_rewards_written_without_their_last_letter_are_told_so(tmp_path: Path) -> None:
+    assert refusal(tmp_path, more="reward: [{kind: arithmetic}]\n") == (
+        "own.yaml: unknown key reward; did you mean rewards?"
+    )
 
 
 def test_all_unknown_keys_are_told_at_once_those_with_one_answer_in_one_line(
@@ -90,7 +135,7 @@ def test_a_whole_configuration_of_unknown_settings_is_told_in_short(tmp_path: Pa
     names = ", ".join(f"x{number}: 1" for number in range(300))
     told = refusal(tmp_path, more=f"trainer: {{{names}}}\n")
     assert told.startswith("own.yaml has 300 unknown keys:\ntrainer.x0, trainer.x1,")
-    assert told.endswith("trainer.x19 and 280 more. No counterpart is known.")
+    assert "trainer.x19 and 280 more. Valid here: run, prompts, rewards," in told
 
 
 def test_keys_of_headway_s_own_sections_are_answered_by_their_last_name(tmp_path: Path) -> None:
