@@ -64,6 +64,7 @@ class AdapterBase:
             refuse_other_tensors(base.manifest, held)
 
         log.info("the base of adapters has come, %.1f GB; the engine loads it", sum(base.manifest.buckets) / 1e9)
+        self.forget()  # a load that fails may leave anything
         try:
             await engine.load_base(base.tensors, check=check if self._verify or not base.is_verified else None)
             if not base.is_verified and not tells_all(base.manifest, told):
