@@ -49,12 +49,6 @@ class RefusedByServerError(BrokerUnavailableError):
     exit_code = LASTING_EXIT  # but 1 where the password is a file's, which another start would read anew
 
 
-class NotAllowedError(BrokerError):
-    """The server does not let our user do this. Trying again cannot help before the user gets its rights."""
-
-    exit_code = LASTING_EXIT
-
-
 class RunNotFoundError(BrokerError):
     """There is no such run on this server; the message lists its runs."""
 

@@ -1,5 +1,4 @@
-"""Rides out a broker that does not answer: the worker keeps generating, repeats its calls, and logs the outage once. A
-server that answers, and goes on refusing the worker's user, ends it."""
+"""Rides out a broker that does not answer: the worker keeps generating, repeats its calls, and logs the outage once."""
 
 import asyncio
 import logging
@@ -7,7 +6,6 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from broker.connection.connection import without_password
-from broker.connection.refusals import Refusals
 from broker.errors import BrokerError, FencedError, QuarantinedError
 
 T = TypeVar("T")
@@ -22,12 +20,10 @@ class Outages:
         self._shortest_s = shortest_s
         self._longest_s = longest_s
         self._is_down = False
-        self._refusals = Refusals()
         self.last_error = ""
 
     async def ride_out(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Repeat the call until the broker answers, and return its result. Cancelling ends the wait, and a server that
-        goes on refusing our user."""
+        """Repeat the call until the broker answers, and return its result. Only cancelling ends the wait."""
         wait_s = self._shortest_s
         while True:
             with self:
@@ -37,11 +33,10 @@ class Outages:
 
     def __enter__(self) -> None:
         """Inside `with outages:` an error of an absent broker is swallowed, and the log says when an outage begins and
-        ends. An error that no waiting can cure is raised, and ends the worker; so is a refusal that lasts."""
+        ends. An error that no waiting can cure is raised, and ends the worker."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         is_outage = isinstance(error, BrokerError) and not isinstance(error, (FencedError, QuarantinedError))
-        is_outage = is_outage and not self._refusals.lasts(error)
         if is_outage:
             self._begin(error)
         elif error is None:

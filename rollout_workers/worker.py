@@ -1,8 +1,8 @@
 """The rollout worker: refresh weights -> lease -> generate, score and answer turns -> submit, for many samples at once.
 
 Its tasks share one event loop: the lease loop, one task for every sample, heartbeat, confirmations and weights.
-The first task that fails ends the worker with its error. A broker that is away never ends a worker; one that goes on
-refusing its user does. A worker that ends hands its leases back.
+The first task that fails ends the worker with its error. A broker that is away never ends a worker.
+A worker that ends hands its leases back.
 """
 
 import asyncio

@@ -1,7 +1,6 @@
-"""Translates the refusals of scripts and servers into Headway's errors, and tells which of them last."""
+"""Translates the refusals of scripts and servers into Headway's errors."""
 
 import ssl
-import time
 
 from redis.exceptions import (
     AskError,
@@ -20,7 +19,6 @@ from broker.errors import (
     FencedError,
     ForeignRunError,
     HeadwayError,
-    NotAllowedError,
     RefusedByServerError,
     ServerRestartedError,
     VersionRegressionError,
@@ -28,9 +26,6 @@ from broker.errors import (
 
 from .address import PASSWORD_FILE, PASSWORD_FILE_OPTION
 
-REFUSED_S = 60.0
-"""Seconds for which a process at work goes on asking a server that refuses its user, as an administrator may change
-passwords or rights in several steps. They are more than twice the longest time between two calls of a worker."""
 _PASSING = ("MISCONF", "READONLY", "CLUSTERDOWN", "TRYAGAIN", "MASTERDOWN", "NOREPLICAS", "MOVED", "ASK", "BUSY")
 """Refusals that end once the server is repaired: a full disk, a failover."""
 
@@ -105,7 +100,7 @@ def _refused_by_server(error: ResponseError, url: str) -> BrokerError:
             "Learner and workers go on by themselves then."
         )
     if isinstance(error, NoPermissionError) or any(words in str(error) for words in _NOT_ALLOWED_INSIDE):
-        return NotAllowedError(
+        return BrokerError(
             f"Our user at {url} may not do this ({error}). If it is another role's, take the URL that `headway broker`"
             " prints for this command's role; what changes a run needs the learner's. If it is the right one: each"
             " version of Headway needs rights of its own. Run `headway acl` of this version (with --redis-7.0 for Redis"
@@ -142,25 +137,6 @@ def unavailable(error: Exception, *, url: str, timeout_s: float, has_password_fi
 def is_lasting(error: BaseException) -> bool:
     """Returns whether trying again cannot help: a password or the server's certificate is refused."""
     return _is_caused_by(error, (AuthenticationError, ssl.SSLCertVerificationError))
-
-
-class Refusals:
-    """The refusals that a process at work has had, because of its user, its password or a certificate."""
-
-    def __init__(self) -> None:
-        self._heard: dict[str, tuple[float, float]] = {}
-        """By the words of a refusal, when they were first and last heard."""
-
-    def lasts(self, error: BaseException | None) -> bool:
-        """Notes the error. Returns whether it is such a refusal, and the same words have been heard for REFUSED_S, with
-        no pause of half that time. Other calls may succeed meanwhile."""
-        if not isinstance(error, (RefusedByServerError, NotAllowedError)):
-            return False
-        now, words = time.monotonic(), str(error)
-        first, before = self._heard.get(words, (now, now))
-        first = first if now - before <= REFUSED_S / 2 else now
-        self._heard[words] = first, now
-        return now - first >= REFUSED_S
 
 
 def ends_by_itself(error: ResponseError) -> bool:

@@ -1,5 +1,4 @@
-"""The learner repeats its calls while the broker does not answer, as it has nothing else to do meanwhile. A server that
-answers, and goes on refusing the learner's user, ends it."""
+"""The learner repeats its calls while the broker does not answer, as it has nothing else to do meanwhile."""
 
 import logging
 import math
@@ -9,8 +8,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from broker import BlockingBroker
-from broker.connection.refusals import Refusals
-from broker.errors import BrokerUnavailableError, NotAllowedError, ServerRestartedError
+from broker.errors import BrokerUnavailableError, ServerRestartedError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -39,7 +37,6 @@ class RepeatedCalls:
         self._should_stop = should_stop
         self._on_restart = on_restart
         self._is_down = False
-        self._refusals = Refusals()
         self._patient_until = math.inf
 
     def insist(self, verb: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -53,11 +50,9 @@ class RepeatedCalls:
                 result = act()
             except ServerRestartedError:
                 self._on_restart()
-            except (BrokerUnavailableError, NotAllowedError) as error:
+            except BrokerUnavailableError as error:
                 if self._should_stop():
                     raise Interrupted from error
-                if self._refusals.lasts(error):
-                    raise
                 if not self._is_down:
                     log.warning("%s Training waits for it.", error)
                 self._is_down = True

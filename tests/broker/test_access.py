@@ -38,15 +38,6 @@ def admit(server: EmbeddedServer, run: str | None) -> dict[Role, User]:
     return made
 
 
-def refuse(server: EmbeddedServer, user: User, how: str) -> None:
-    """Have the server refuse a user that it has let in: by another `password`, or by a rule of its ACL."""
-    if how == "password":
-        ask(server, "ACL", "SETUSER", user.name, "resetpass", ">another")
-        ask(server, "CLIENT", "KILL", "USER", user.name)
-    else:
-        ask(server, "ACL", "SETUSER", user.name, how)
-
-
 def url_of(server: EmbeddedServer, user: User) -> str:
     return server.url.replace("unix://", f"unix://{user.name}:{user.password}@")
 

@@ -16,19 +16,10 @@ from msgspec.structs import replace
 from broker import BlockingBroker
 from broker.client.batches import CheckpointMark, TakenBatch
 from broker.client.leases import SubmitOutcome
-from broker.connection import refusals
-from broker.errors import (
-    LASTING_EXIT,
-    BrokerUnavailableError,
-    FencedError,
-    NotAllowedError,
-    RefusedByServerError,
-    ServerRestartedError,
-)
+from broker.errors import BrokerUnavailableError, FencedError, ServerRestartedError
 from broker.schema import Group, Lease, Prompt, RunRules, Trajectory, WeightVersion
 from broker.schema.status import Tallies
 from broker.schema.weights import Probe, WeightManifest
-from broker.server.access import Role
 from broker.server.embedded import EmbeddedServer
 from broker.wire.codec import encode_trajectory
 from learner.config import ModelConfig, PromptsConfig, RandomModelConfig
@@ -38,12 +29,11 @@ from learner.experience import feed, stream
 from learner.experience.drift import DriftWatch, length_drift
 from learner.experience.log import ExperienceLog
 from learner.experience.logged_batch import tids_of
-from learner.experience.outages import Interrupted, RepeatedCalls
+from learner.experience.outages import Interrupted
 from learner.experience.stream import Experience
 from learner.experience.waits import Wait
 from learner.models.model import load_tokenizer
 from tests.broker.scenario import trajectory
-from tests.broker.test_access import admit, refuse, url_of
 from tests.deploy.runs import run_status
 from tests.processes import kill
 from weightsync.config import WeightsConfig
@@ -517,31 +507,6 @@ def test_prompts_that_an_outage_swallowed_are_fed_once_it_is_over(server: Embedd
         )
         assert blocking.call(blocking.broker.prompts.waiting())[0] == wanted
         assert first == [b"0000-00000000"]
-
-
-@pytest.mark.parametrize("how", ["-@all", "password"])
-def test_a_learner_that_is_refused_waits_a_while_and_then_ends_for_good(
-    how: str, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    user = admit(server, None)[Role.LEARNER]
-    blocking = BlockingBroker(url_of(server, user), "run", timeout_s=2.0)
-    calls = RepeatedCalls(blocking, lambda: False, lambda: None)
-    try:
-        assert calls.insist(blocking.broker.status.state) == "absent"
-        refuse(server, user, how)
-        undone = threading.Timer(1.0, admit, (server, None))  # which gives the user a new password, and all its rights
-        if how == "-@all":
-            undone.start()
-            assert calls.insist(blocking.broker.status.state) == "absent"
-            undone.join()
-            assert "Training waits for it." in caplog.text
-            refuse(server, user, how)
-        monkeypatch.setattr(refusals, "REFUSED_S", 2.0)
-        with pytest.raises((NotAllowedError, RefusedByServerError)) as caught:
-            calls.insist(blocking.broker.status.state)
-        assert caught.value.exit_code == LASTING_EXIT
-    finally:
-        blocking.close()
 
 
 def test_a_slow_source_holds_up_no_other_call(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
