@@ -320,6 +320,24 @@ def test_gpus_of_what_could_not_be_ended_stay_taken_and_it_is_told(
     assert "not yours" in told
 
 
+def test_what_waits_for_a_lost_gpu_keeps_no_other_from_those_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end, failures = processes.Group.end, [PermissionError("not yours")]
+
+    def fails_once(group: processes.Group) -> None:
+        end(group)
+        if failures:
+            raise failures.pop()
+
+    monkeypatch.setattr(processes.Group, "end", fails_once)
+    measurements = [Measurement("first", python("pass"), 60), Measurement("both", python("pass"), 60, gpus=2)]
+    last = Measurement("last", python("pass"), 60, after=("first",))
+    schedule = Schedule([*measurements, last], machine(tmp_path, 2), lambda words: None)
+    schedule.run(100.0)
+    assert schedule.ended == {"first": True, "last": True}
+
+
 def test_whatever_is_running_ends_with_the_schedule(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     started = f"open('{pid}', 'w').write(str(os.getpid())); time.sleep(600)"

@@ -1,6 +1,7 @@
 """Gives GPUs to measurements, in their order, as they become free."""
 
 import json
+import math
 import os
 import sys
 import time
@@ -44,6 +45,8 @@ class Schedule:
         self._machine = machine
         self._say = say
         self._free = dict.fromkeys(machine.gpus, WHOLE)
+        self._lost: set[str] = set()
+        """GPUs on which processes of a measurement may be left."""
         self._running: list[Running] = []
         self._enders = ThreadPoolExecutor(thread_name_prefix="ends")
         self.ended: dict[str, bool] = {}
@@ -61,6 +64,8 @@ class Schedule:
                 self._collect()
                 self._start(deadline)
                 if not self._running:
+                    for one in self._waiting:
+                        self._say(f"{one.name} was not begun: too little time or too few GPUs are left")
                     return
                 self._pause()
 
@@ -69,7 +74,9 @@ class Schedule:
             if not self._is_over(one):
                 continue
             self._running.remove(one)
-            if not self._has_left(one):
+            if self._has_left(one):
+                self._lost |= {*one.gpus}
+            else:
                 for gpu in one.gpus:
                     self._free[gpu] += one.of.quarters
             self.ended[one.of.name] = one.code == 0 and self._has_kept(one.of)
@@ -120,7 +127,7 @@ class Schedule:
 
     def _next_free(self, one: Measurement, kept: Collection[str], deadline: float) -> list[str]:
         """Return the GPUs that are likely to have room for it first; [] if it is likely to have them too late."""
-        busy = dict.fromkeys((gpu for gpu in self._free if gpu not in kept), 0.0)
+        busy = {gpu: math.inf if gpu in self._lost else 0.0 for gpu in self._free if gpu not in kept}
         for other in self._running:
             for gpu in busy.keys() & other.gpus:
                 if self._free[gpu] < one.quarters:

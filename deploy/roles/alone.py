@@ -36,7 +36,7 @@ from deploy.recipe.data_checks import check_data
 from deploy.recipe.packages import check_packages
 from deploy.recipe.recipe import Recipe
 from deploy.recipe.sections import SOURCE, overridden
-from deploy.run.directory import endpoint, held, prepare
+from deploy.run.directory import CHECKPOINTS, endpoint, held, prepare
 from deploy.run.in_use import refuse_if_in_use
 from deploy.run.resuming import check_resumable
 from deploy.run.stage_output import after_stages, check_made, is_complete, is_of, mark_complete, planned
@@ -115,8 +115,10 @@ def _say_how_it_ended(recipe: Recipe, is_finished: bool) -> None:
     if is_finished:
         say(f"Finished. See how it went: {report}")
     else:
+        has_any = any((recipe.run_directory / CHECKPOINTS).glob("*/step_*"))
         go_on = "To go on from the last checkpoint, add --resume."
-        say(f"Stopped. {go_on} See how it went: {report}")
+        anew = "There is no checkpoint yet: with --resume it begins with the first step, and finished stages stay."
+        say(f"Stopped. {go_on if has_any else anew} See how it went: {report}")
 
 
 def _check_stages_are_done(recipe: Recipe, *, resume: bool, overwrite: bool) -> None:

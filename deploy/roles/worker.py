@@ -247,10 +247,12 @@ async def _open_reward(broker: Broker, recipe: Recipe, worker: str, roots: Impor
 
 
 def _model_here(recipe: Recipe) -> Path | None:
-    """Return the directory of the recipe's model, if there is one on this machine and the worker may read it. A
-    relative path is below the directory in which the user started `headway`."""
-    here = import_directory() / recipe.model.path
-    return here if recipe.weights.pull_files and recipe.model.path and os.path.isdir(here) else None
+    """Return the directory of the recipe's model, if there is one on this machine, the worker may read it, and the
+    learner publishes what it holds: not so a quantized base. A relative path is below the directory in which the user
+    started `headway`."""
+    model, here = recipe.model, import_directory() / recipe.model.path
+    is_as_published = model.adapter is None or model.adapter.quantize_base == "none"
+    return here if recipe.weights.pull_files and model.path and is_as_published and os.path.isdir(here) else None
 
 
 async def _roll_out(

@@ -170,7 +170,9 @@ class AdaptedEngine(Engine, Protocol):
     """
 
     async def load_base(self, tensors: NamedTensors, *, check: Check | None = None) -> None:
-        """Load the weights W. The engine samples nothing from then on until `swap_adapter` has succeeded."""
+        """Load the weights W. The engine samples nothing from then on until `swap_adapter` has succeeded.
+
+        It must copy the tensors: they may lie in the model's files, and what is in these may change later."""
         ...
 
     async def swap_adapter(

@@ -1,9 +1,8 @@
 """The frozen weights below a run's adapters: fetched once, and proved before an adapter comes over them."""
 
-import functools
 import logging
 
-from broker.errors import WeightSyncError
+from broker.errors import NoRoomError, WeightSyncError
 from rollout_workers.engines.base import AdaptedEngine, Engine, attaches_memory, takes_adapters
 from rollout_workers.engines.held import Held
 from rollout_workers.outages import Outages
@@ -27,6 +26,8 @@ class AdapterBase:
         """The fingerprints of the base that the engine holds; () without any."""
         self._incarnation = 0
         """The learner whose base that is."""
+        self._looks_at_files = True
+        """False once the model's files held another base."""
 
     def forget(self) -> None:
         """Note that the engine has lost it."""
@@ -42,16 +43,16 @@ class AdapterBase:
             )
         if self._fingerprints and self._incarnation == incarnation:
             return self._engine
-        for from_files in (True, False):
-            base = await self._outages.ride_out(functools.partial(self._fetched, from_files))
-            if base is None or await self._is_loaded(self._engine, base):
+        while (base := await self._outages.ride_out(self._fetched)) is not None:
+            if await self._is_loaded(self._engine, base):
                 break
+            self._looks_at_files = False
         self._incarnation = incarnation
         return self._engine
 
-    async def _fetched(self, from_files: bool) -> Delivery | None:
+    async def _fetched(self) -> Delivery | None:
         return await self._subscriber.base(
-            self._fingerprints, attachable=attaches_memory(self._engine), from_files=from_files
+            self._fingerprints, attachable=attaches_memory(self._engine), from_files=self._looks_at_files
         )
 
     async def _is_loaded(self, engine: AdaptedEngine, base: Delivery) -> bool:
@@ -63,16 +64,17 @@ class AdapterBase:
             told = held
             refuse_other_tensors(base.manifest, held)
 
-        log.info("the base of adapters has come, %.1f GB; the engine loads it", sum(base.manifest.buckets) / 1e9)
+        nbytes = sum(spec.nbytes for spec in base.manifest.tensors)
+        log.info("the base of adapters has come, %.1f GB; the engine loads it", nbytes / 1e9)
         self.forget()  # a load that fails may leave anything
         try:
             await engine.load_base(base.tensors, check=check if self._verify or not base.is_verified else None)
             if not base.is_verified and not tells_all(base.manifest, told):
                 await self._subscriber.verify(base)
         except WeightSyncError as error:
-            if base.is_verified:
+            if base.is_verified or isinstance(error, NoRoomError):
                 raise
-            log.info("the model's files hold another base of adapters, which comes from the learner: %s", error)
+            log.warning("the base of adapters comes from the learner, not from the model's files: %s", error)
             return False
         self._fingerprints = base.manifest.fingerprints
         log.info("holds the base of adapters: %d tensors", len(self._fingerprints))

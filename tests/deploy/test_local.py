@@ -11,6 +11,7 @@ import torch
 from deploy.launch.commands import WorkerCommand, connection
 from deploy.launch.local import Local, program, run_stages
 from deploy.recipe.loading import load_recipe
+from deploy.roles.alone import _say_how_it_ended
 from deploy.run.directory import prepare
 from deploy.run.stage_output import after_stages
 from deploy.terminal import Terminal
@@ -38,6 +39,17 @@ def test_hints_name_the_runs_own_recipe(tmp_path: Path, monkeypatch: pytest.Monk
     assert " report runs/stale\n" in text
     assert " eval runs/stale/config.yaml --checkpoint runs/stale/checkpoints/1/step_3\n" in text
     assert f" run arithmetic.yaml learner.steps=3 {overrides[2]} staleness.max_lag=8 run.name=stale-8\n" in text
+
+
+def test_a_learner_that_was_stopped_is_told_to_go_on_from_a_checkpoint_that_there_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = load_recipe("arithmetic.yaml", [f"run.directory={tmp_path}", "run.name=stopped"])
+    _say_how_it_ended(recipe, is_finished=False)
+    assert "There is no checkpoint yet: with --resume it begins with the first step" in capsys.readouterr().out
+    (tmp_path / "stopped" / "checkpoints" / "1" / "step_1").mkdir(parents=True)
+    _say_how_it_ended(recipe, is_finished=False)
+    assert "To go on from the last checkpoint, add --resume." in capsys.readouterr().out
 
 
 def test_a_run_that_ended_without_a_checkpoint_is_not_told_of_one(tmp_path: Path) -> None:

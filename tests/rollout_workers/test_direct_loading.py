@@ -18,7 +18,7 @@ from rollout_workers.engines.base import Engine
 from rollout_workers.engines.held import Held
 from rollout_workers.engines.placing import held_rows
 from rollout_workers.engines.placing.direct_loading import DirectLoading
-from rollout_workers.swaps.tensors import refuse_other_tensors
+from rollout_workers.swaps.tensors import refuse_other_tensors, tells_all
 from weightsync.deadline import Deadline
 from weightsync.tensors.buckets import views
 from weightsync.tensors.deltas import encode, patch
@@ -183,6 +183,14 @@ def test_a_tensor_that_the_engine_does_not_hold_is_missed() -> None:
     refuse_other_tensors(manifest, Held.of({"a": (fingerprint(torch.ones(8)), 8)}))
     with pytest.raises(WeightSyncError, match="holds another a"):
         refuse_other_tensors(manifest, Held.of({}))
+
+
+def test_an_engine_tells_all_only_under_the_names_that_were_published() -> None:
+    experts = "layers.0.mlp.experts.down_proj"
+    manifest = published([("a", torch.ones(8)), (experts, torch.ones(2, 3, 4))])
+    assert tells_all(manifest, Held.of({"a": (1, 8), experts: (1, 24)}))
+    assert not tells_all(manifest, Held.of({"a": (1, 8), "layers.0.mlp.experts.0.down_proj.weight": (1, 12)}))
+    assert not tells_all(manifest, None)
 
 
 def whole(loadings: Iterable[DirectLoading]) -> Held:

@@ -7,7 +7,8 @@ another form than the learner publishes (experts one by one, another number form
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,10 +16,10 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
-from broker.errors import NoRoomError
+from broker.errors import WeightSyncError
 from broker.schema.weights import TensorSpec, WeightManifest
 from weightsync.deadline import Deadline
-from weightsync.tensors.buckets import DTYPES, as_bytes, compare
+from weightsync.tensors.buckets import DTYPES, as_bytes
 from weightsync.tensors.fingerprint import fingerprint
 from weightsync.tensors.landing import Landed
 from weightsync.tensors.shared_memory import attachable_file
@@ -28,6 +29,8 @@ from .deliveries import Delivery
 
 AT_ONCE = 8
 """Threads that read and compare: one alone adds up some 2 GB a second."""
+_PIECE = 1 << 26
+"""Bytes that are read before a thread looks at its deadline again."""
 _HEADER_AT = 8
 """Bytes of the number that a file begins with: the size of its header in JSON, after which the tensors lie."""
 _FORMATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -45,56 +48,79 @@ class _Entry(msgspec.Struct):
     """Bytes after the header: from, and up to."""
 
 
-def base_in_files(directory: Path, manifest: WeightManifest) -> Delivery | None:
+def base_in_files(directory: Path, manifest: WeightManifest, deadline: Deadline) -> Delivery | None:
     """Return the base that `manifest` describes, as it lies in the safetensors files in `directory`, unverified; None
-    if they hold no tensors of these names, shapes and formats."""
+    if they hold no tensors of these names, shapes and formats, if one of them is another, or if the deadline is over.
+    Blocks while the files are read once, so that an engine that loads them does not wait for a disk."""
     try:
         paths = sorted(path for path in directory.glob("*.safetensors") if path.is_file())
         files = tuple(attachable_file(path) for path in paths)
-        lying = {spec.name: spec for number, file in enumerate(files) for spec in _lying(file, number)}
+        lying = {spec.name: spec for number, file in enumerate(files) for spec in _lying(file, number, paths[number])}
         specs = tuple(_same(lying, spec) for spec in manifest.tensors)
-        landed = Landed(files)
-        landed.tensors(specs)  # raises RuntimeError for a file that is no whole number of numbers
-    except (OSError, RuntimeError, ValueError, msgspec.MsgspecError, NoRoomError) as error:
+        there = replace(manifest, tensors=specs, buckets=tuple(file.numel() for file in files))
+        base = Delivery(there, Landed(files), may_be_reused=False, is_verified=False)
+        by_size = sorted(range(len(specs)), key=lambda place: specs[place].nbytes)
+        _compare(base, by_size[len(specs) // 2 :][:1])  # one matrix tells most other models apart
+        used = {spec.bucket for spec in specs}
+        all_of("files", AT_ONCE, [partial(_read, files[number], deadline) for number in used], deadline)
+    except (OSError, RuntimeError, ValueError, WeightSyncError) as error:
         logger.info("the base of adapters is not in %s: %s", directory, error)
         return None
     logger.info("the base of adapters is mapped from the files in %s", directory)
-    there = replace(manifest, tensors=specs, buckets=tuple(file.numel() for file in files))
-    return Delivery(there, landed, may_be_reused=False, is_verified=False)
+    return base
 
 
 def verify_base(base: Delivery, deadline: Deadline) -> None:
     """Raise WeightSyncError unless every tensor has its published fingerprint, or if the deadline is over. Blocks while
     all of it is read."""
-    tensors = base.tensors
 
     def compared(place: int) -> None:
         deadline.check("comparing the model's files with the base of adapters")
-        compare(base.manifest, {place: fingerprint(tensors[place][1])})
+        _compare(base, [place])
 
-    all_of("files", AT_ONCE, [partial(compared, place) for place in range(len(tensors))], deadline)
+    all_of("files", AT_ONCE, [partial(compared, place) for place in range(len(base.manifest.tensors))], deadline)
 
 
-def _lying(file: torch.Tensor, number: int) -> Iterator[TensorSpec]:
-    """Yield the place of every tensor of a file. Raises MsgspecError, and ValueError for a place outside of it."""
+def _compare(base: Delivery, places: Sequence[int]) -> None:
+    """Raise WeightSyncError if one of these tensors is another than was published."""
+    for place in places:
+        name, tensor = base.tensors[place]
+        if fingerprint(tensor) != base.manifest.fingerprints[place]:
+            raise WeightSyncError(f"{name} is another tensor than was published")
+
+
+def _read(file: torch.Tensor, deadline: Deadline) -> None:
+    """Have the system read a file into its memory, a piece at a time."""
+    for piece in torch.split(file, _PIECE):
+        deadline.check("reading the model's files")
+        piece[:: mmap.PAGESIZE].sum()
+
+
+def _lying(file: torch.Tensor, number: int, path: Path) -> Iterator[TensorSpec]:
+    """Yield the place of every tensor of a file. Raises ValueError where its header does not say it."""
     content = as_bytes(file)
     first = _HEADER_AT + int.from_bytes(content[:_HEADER_AT], "little")
-    for name, entry in msgspec.json.decode(content[_HEADER_AT:first], type=dict[str, msgspec.Raw]).items():
-        if name != "__metadata__":
-            place = msgspec.json.decode(entry, type=_Entry)
-            start, end = (first + offset for offset in place.data_offsets)
-            if not first <= start <= end <= len(content):
-                raise ValueError(f"{name} lies outside of its file")
-            yield TensorSpec(name, _FORMATS.get(place.dtype, place.dtype), place.shape, number, start, end - start)
+    try:
+        header = msgspec.json.decode(content[_HEADER_AT:first], type=dict[str, msgspec.Raw])
+        entries = {name: msgspec.json.decode(at, type=_Entry) for name, at in header.items() if name != "__metadata__"}
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{path.name} is no file of safetensors ({error})") from error
+    for name, entry in entries.items():
+        start, end = (first + offset for offset in entry.data_offsets)
+        if not first <= start <= end <= len(content):
+            raise ValueError(f"{name} lies outside of {path.name}")
+        yield TensorSpec(name, _FORMATS.get(entry.dtype, entry.dtype), entry.shape, number, start, end - start)
 
 
 def _same(lying: Mapping[str, TensorSpec], published: TensorSpec) -> TensorSpec:
     """Return the place of a published tensor in the files. Raises ValueError where they have another one, or none, or
     where no tensor of this format can lie."""
     found = lying.get(published.name)
-    wanted = published.dtype, published.shape, published.nbytes
-    if found is None or (found.dtype, found.shape, found.nbytes) != wanted:
-        raise ValueError(f"{published.name} is there as {found}")
+    if found is None:
+        raise ValueError(f"it has no {published.name}")
+    there, wanted = ((one.dtype, one.shape, one.nbytes) for one in (found, published))
+    if there != wanted:
+        raise ValueError(f"{found.name} is there as {there}, published was {wanted}")
     if found.offset % DTYPES[found.dtype].itemsize:
         raise ValueError(f"{found.name} lies at {found.offset}, between two numbers")
     return found

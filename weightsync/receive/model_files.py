@@ -45,7 +45,7 @@ class FilesPull:
         """See PullTransport."""
         if manifest.version.step or self._is_over:
             self._is_over = True
-        elif self._read(manifest, index, bucket):
+        elif self._read(manifest, index, bucket, deadline):
             return
         self._learner.pull_bucket(manifest, index, bucket, deadline)
 
@@ -58,17 +58,20 @@ class FilesPull:
         self._opened.clear()
         self._learner.forget()
 
-    def _read(self, manifest: WeightManifest, index: int, bucket: torch.Tensor) -> bool:
-        """Fill the bucket and verify it. Returns False if it is to come from the learner."""
+    def _read(self, manifest: WeightManifest, index: int, bucket: torch.Tensor, deadline: Deadline) -> bool:
+        """Fill the bucket and verify it. Returns False if it is to come from the learner. Raises WeightSyncError once
+        the deadline is over."""
         specs = [spec for spec in manifest.tensors if spec.bucket == index]
         try:
             if self._files is None:
                 self._files = dict(_named_files(self._directory))
             for spec in specs:
+                deadline.check("pull")
                 self._fill(view(bucket, spec), spec)
                 bucket[spec.offset + spec.nbytes : spec.offset + aligned(spec.nbytes)].zero_()
             verify(manifest, {index: bucket})
         except (OSError, KeyError, RuntimeError, ValueError, SafetensorError, WeightSyncError) as error:
+            deadline.check("pull")  # of a pull that was stopped nothing is known
             if not self._is_over:
                 self._is_over = True
                 told = "the base of adapters" if manifest.version == BASE else f"version {manifest.version}"

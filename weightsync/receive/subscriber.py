@@ -163,8 +163,10 @@ class Subscriber:
         await self._threads.run("verify-base", lambda: verify_base(base, deadline), cancelled, overdue_s=None)
 
     async def _in_files(self, model: Path, manifest: WeightManifest) -> Delivery | None:
+        cancelled = threading.Event()
+        deadline = Deadline(math.inf, cancelled)
         return await self._threads.run(
-            "find-base", lambda: base_in_files(model, manifest), threading.Event(), overdue_s=None
+            "read-base", lambda: base_in_files(model, manifest, deadline), cancelled, overdue_s=None
         )
 
     async def _reserved(self, sizes: tuple[int, ...], attachable: bool) -> tuple[torch.Tensor, ...]:

@@ -111,9 +111,9 @@ def graphs_of(sequences: int, options: Mapping[str, Any], *, has_adapters: bool 
 
 
 def spaced_sizes(full: int, most: int) -> list[int]:
-    """Return sizes of batches up to `most` tokens. An engine that runs `full` requests pads no batch of these, and one
-    that holds prompts, too, by less than `BETWEEN_MIXED`. A smaller batch, as at the end of a step, is padded by up to
-    a quarter: there an engine waits for its memory, and not for its arithmetic."""
+    """Return sizes of batches up to `most` tokens. A batch of `full` requests is not padded, if it is no larger, and
+    one that holds prompts, too, is padded by less than `BETWEEN_MIXED`. A smaller one, as at the end of a step, is
+    padded by less than 8 tokens or by about a quarter: there an engine waits for its memory, not for its arithmetic."""
     sizes = {1, 2, 4, size := 8}
     while size < full:
         sizes.add(size := _in_eights(size * 5 // 4))
