@@ -65,7 +65,9 @@ class Schedule:
                 self._start(deadline)
                 if not self._running:
                     for one in self._waiting:
-                        self._say(f"{one.name} was not begun: too little time or too few GPUs are left")
+                        self._say(
+                            f"{one.name} was not begun: too few GPUs or seconds are left, or one before it was not"
+                        )
                     return
                 self._pause()
 
@@ -121,7 +123,8 @@ class Schedule:
 
     def _gpus_for(self, one: Measurement, kept: Collection[str]) -> tuple[str, ...] | None:
         """Return GPUs with room for it, those with the least first; None if they are too few."""
-        room = [gpu for gpu, free in self._free.items() if free >= one.quarters and gpu not in kept]
+        away = self._lost.union(kept)
+        room = [gpu for gpu, free in self._free.items() if free >= one.quarters and gpu not in away]
         least = sorted(room, key=lambda gpu: self._free[gpu])[: one.gpus]
         return tuple(gpu for gpu in self._free if gpu in least) if len(least) == one.gpus else None
 

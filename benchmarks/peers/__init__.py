@@ -37,13 +37,14 @@ or four GPUs and measures their models.
 The vLLM of every contestant, Headway's too, samples by FlashInfer only with `VLLM_USE_FLASHINFER_SAMPLER=1`: it is not
 installed everywhere.
 
-verl's synchronous trainer has run once, on two H200 with padded rows: `benchmarks/RESULTS.md` has what came out. Most
-of its update went into logprobs, which verl computes token by token without flash-attn; `verl_stand_ins.py` has them
-for whole rows since, which no GPU has run yet. By verl's own classes on a CPU they are the same, for padded rows and
-for packed ones, with their gradients. A CPU takes 6 ms for a sample in verl's agent loop, of which there are eight,
-and 1 to 2 for its reward, without any engine. verl computes packed rows by default, and only those are bounded by
-`learner.micro_batch_tokens`: a row of a long-tailed batch is padded to the longest. So all settings race, and the best
-one counts. Its asynchronous trainer, its packed rows and its long-tailed race have not run.
+verl's synchronous trainer has run twice, on two H200 with padded rows and on two others with packed ones:
+`benchmarks/RESULTS.md` has what came out. Most of the update of padded rows went into logprobs, which verl computes
+token by token without flash-attn; the run of packed rows had those of `verl_stand_ins.py`, for whole rows. By verl's
+own classes on a CPU they are the same, for padded rows and for packed ones, with their gradients. A CPU takes 6 ms for
+a sample in verl's agent loop, of which there are eight, and 1 to 2 for its reward, without any engine. verl computes
+packed rows by default, and only those are bounded by `learner.micro_batch_tokens`: a row of a long-tailed batch is
+padded to the longest. So all settings race, and the best one counts. Its asynchronous trainer and its long-tailed race
+have not run.
 
 Without a GPU TRL's asynchronous trainer, its rollouts and a vLLM server for CPUs run together, but for the weights,
 which are not sent.

@@ -1,7 +1,6 @@
 """Tells what a model's directory lacks, from its files alone, before torch or transformers is imported."""
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,8 @@ from broker.errors import ConfigError
 
 PARTS = "A model's directory has config.json, its weights (*.safetensors) and its tokenizer's files."
 TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "tekken*")
+_LARGEST = 1 << 40
+"""More positions than a model has, and more than they are stretched by."""
 
 
 def check_path(path: str, key: str = "model.path") -> None:
@@ -83,6 +84,8 @@ def positions_of(config: Mapping[str, Any]) -> int | None:
     if not isinstance(most, int) or not isinstance(scaling, Mapping):
         return None
     original, factor = scaling.get("original_max_position_embeddings") or most, scaling.get("factor") or 1
-    if not isinstance(original, int) or not isinstance(factor, int | float) or not math.isfinite(factor):
+    if not isinstance(original, int) or not isinstance(factor, int | float):
+        return None
+    if not (0 < original < _LARGEST and 0 < factor < _LARGEST):
         return None
     return max(most, int(original * factor))

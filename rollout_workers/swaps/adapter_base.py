@@ -27,7 +27,7 @@ class AdapterBase:
         self._incarnation = 0
         """The learner whose base that is."""
         self._looks_at_files = True
-        """False once the model's files held another base."""
+        """False once the engine has not taken a base from the model's files."""
 
     def forget(self) -> None:
         """Note that the engine has lost it."""
@@ -74,7 +74,7 @@ class AdapterBase:
         except WeightSyncError as error:
             if base.is_verified or isinstance(error, NoRoomError):
                 raise
-            log.warning("the base of adapters comes from the learner, not from the model's files: %s", error)
+            log.warning("the engine does not take the base of adapters as it lies in the model's files: %s", error)
             return False
         self._fingerprints = base.manifest.fingerprints
         log.info("holds the base of adapters: %d tensors", len(self._fingerprints))

@@ -90,6 +90,8 @@ LLAMA = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings
         ({"max_position_embeddings": 512, "rope_parameters": {"full_attention": None}}, None),
         ({"max_position_embeddings": 512, "rope_scaling": {"factor": "4"}}, None),
         ({"max_position_embeddings": 512, "rope_scaling": {"factor": float("inf")}}, None),
+        ({"max_position_embeddings": 512, "rope_scaling": {"factor": 1e308}}, None),
+        ({"max_position_embeddings": 10**400, "rope_scaling": {"factor": 2.0}}, None),
         ({"max_position_embeddings": 512, "rope_scaling": {**YARN, "original_max_position_embeddings": "512"}}, None),
     ],
 )

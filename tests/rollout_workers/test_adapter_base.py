@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from broker.errors import WeightSyncError
+from broker.errors import NoRoomError, WeightSyncError
 from broker.schema import WeightVersion
 from broker.schema.weights import Probe, WeightManifest
 from rollout_workers.engines.base import Check, Engine, NamedTensors
@@ -57,10 +57,13 @@ class Holding:
         self.weight = torch.zeros(4, 4)
         self.loads = 0
         self.fails = False
+        self.has_room = True
 
     async def load_base(self, tensors: NamedTensors, *, check: Check | None = None) -> None:
         self.loads += 1
         self.weight = tensors[0][1].clone()
+        if not self.has_room:
+            raise NoRoomError("no memory")
         if self.fails:
             raise WeightSyncError("the engine lost its way")
 
@@ -112,6 +115,29 @@ async def test_after_a_load_that_failed_the_base_before_counts_as_lost(
     subscriber.base_now, engine.fails = base_of(1.0), False
     await base.held(3)
     assert engine.weight.tolist() == base_of(1.0).tensors[0][1].tolist()
+
+
+async def test_files_that_the_engine_did_not_take_are_not_given_to_it_again(
+    base: AdapterBase, engine: Holding, subscriber: Announced
+) -> None:
+    subscriber.in_files, engine.fails = replace(base_of(2.0), is_verified=False), True
+    with pytest.raises(WeightSyncError, match="lost its way"):
+        await base.held(1)
+    assert engine.weight.tolist() == base_of(1.0).tensors[0][1].tolist()
+    engine.fails = False
+    await base.held(1)
+    assert engine.loads == 3
+
+
+async def test_a_lack_of_memory_is_no_fault_of_the_files(
+    base: AdapterBase, engine: Holding, subscriber: Announced
+) -> None:
+    subscriber.in_files, engine.has_room = replace(base_of(1.0), is_verified=False), False
+    with pytest.raises(NoRoomError):
+        await base.held(1)
+    engine.has_room = True
+    await base.held(1)
+    assert (engine.loads, subscriber.verified) == (2, 1)
 
 
 async def test_files_are_verified_where_the_engine_says_nothing(

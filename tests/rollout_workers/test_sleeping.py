@@ -8,7 +8,7 @@ import torch
 
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines.placing.sleeping import Kept, gaps
-from rollout_workers.engines.vllm.start import engine_arguments
+from rollout_workers.engines.vllm.start import BETWEEN_MIXED, engine_arguments, spaced_sizes
 
 
 def test_gaps_are_the_rows_between_runs() -> None:
@@ -65,6 +65,16 @@ def test_vllm_has_graphs_for_as_many_requests_as_it_gets(
     config = EngineConfig(kind="vllm", max_concurrent=requests, options=options)
     arguments = engine_arguments(config, tmp_path, "Qwen3ForCausalLM", 0)
     assert arguments.get("max_cudagraph_capture_size") == largest
+
+
+@pytest.mark.parametrize("full", [1, 5, 8, 9, 33, 41, 100, 256, 511])
+def test_batches_are_padded_by_little(full: int) -> None:
+    most = min(512, 2 * (full + 1))
+    sizes = spaced_sizes(full, most)
+    assert full in sizes
+    for tokens in range(1, most + 1):
+        padded = next(size for size in sizes if size >= tokens) - tokens
+        assert padded < (max(8, 3 * tokens / 8) if tokens < full else BETWEEN_MIXED)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import os
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import save_file
 
+from broker.errors import WeightSyncError
 from broker.schema import WeightVersion
 from broker.schema.weights import DeltaSpec, Probe, WeightManifest
 from weightsync.deadline import Deadline
@@ -161,6 +163,16 @@ def test_files_with_anything_else_are_not_used(tmp_path: Path, damage: str) -> N
     first = len(learner.asked)
     learner.pulled(pull)  # the files are not looked at again
     assert len(learner.asked) == first + len(learner.manifest.buckets)
+
+
+def test_files_are_used_after_a_pull_that_was_stopped(tmp_path: Path) -> None:
+    learner, cancelled = Told(trained()), threading.Event()
+    pull = FilesPull(write(tmp_path / "model", files_of(trained())), learner)
+    cancelled.set()
+    with pytest.raises(WeightSyncError, match="cancelled"):
+        pull.pull_bucket(learner.manifest, 0, allocate(learner.manifest.buckets)[0], Deadline(math.inf, cancelled))
+    learner.pulled(pull)
+    assert learner.asked == []
 
 
 @pytest.mark.parametrize("seed", [0, 1], ids=["the run's model", "another model of these shapes"])

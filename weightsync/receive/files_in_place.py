@@ -7,7 +7,6 @@ another form than the learner publishes (experts one by one, another number form
 """
 
 import logging
-import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,7 @@ from .deliveries import Delivery
 
 AT_ONCE = 8
 """Threads that read and compare: one alone adds up some 2 GB a second."""
-_PIECE = 1 << 26
+_PIECE = 1 << 24
 """Bytes that are read before a thread looks at its deadline again."""
 _HEADER_AT = 8
 """Bytes of the number that a file begins with: the size of its header in JSON, after which the tensors lie."""
@@ -62,7 +61,7 @@ def base_in_files(directory: Path, manifest: WeightManifest, deadline: Deadline)
         by_size = sorted(range(len(specs)), key=lambda place: specs[place].nbytes)
         _compare(base, by_size[len(specs) // 2 :][:1])  # one matrix tells most other models apart
         used = {spec.bucket for spec in specs}
-        all_of("files", AT_ONCE, [partial(_read, files[number], deadline) for number in used], deadline)
+        all_of("files", AT_ONCE, [partial(_read, paths[number], deadline) for number in used], deadline)
     except (OSError, RuntimeError, ValueError, WeightSyncError) as error:
         logger.info("the base of adapters is not in %s: %s", directory, error)
         return None
@@ -89,11 +88,13 @@ def _compare(base: Delivery, places: Sequence[int]) -> None:
             raise WeightSyncError(f"{name} is another tensor than was published")
 
 
-def _read(file: torch.Tensor, deadline: Deadline) -> None:
-    """Have the system read a file into its memory, a piece at a time."""
-    for piece in torch.split(file, _PIECE):
-        deadline.check("reading the model's files")
-        piece[:: mmap.PAGESIZE].sum()
+def _read(path: Path, deadline: Deadline) -> None:
+    """Have the system keep a file in its memory. It is not read where it is mapped: a process that maps a file dies
+    where another one cuts it off."""
+    piece = bytearray(_PIECE)
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(piece):
+            deadline.check("reading the model's files")
 
 
 def _lying(file: torch.Tensor, number: int, path: Path) -> Iterator[TensorSpec]:

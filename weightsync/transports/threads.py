@@ -170,5 +170,8 @@ def all_of(name: str, count: int, calls: Iterable[Callable[[], T]], deadline: De
         for call in rest:
             call.cancel()
         concurrent.futures.wait(rest)
-        raise failures[0]
+        try:
+            raise failures[0]
+        finally:
+            del failures, done, rest, running  # an error's traceback holds this frame, and all that the calls have used
     return [ended.result() for ended in running]

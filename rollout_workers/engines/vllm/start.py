@@ -111,19 +111,16 @@ def graphs_of(sequences: int, options: Mapping[str, Any], *, has_adapters: bool 
 
 
 def spaced_sizes(full: int, most: int) -> list[int]:
-    """Return sizes of batches up to `most` tokens. A batch of `full` requests is not padded, if it is no larger, and
-    one that holds prompts, too, is padded by less than `BETWEEN_MIXED`. A smaller one, as at the end of a step, is
-    padded by less than 8 tokens or by about a quarter: there an engine waits for its memory, not for its arithmetic."""
-    sizes = {1, 2, 4, size := 8}
-    while size < full:
-        sizes.add(size := _in_eights(size * 5 // 4))
-    mixed = range(full + BETWEEN_MIXED, most, BETWEEN_MIXED)
-    smaller = {size for size in sizes if size < full}
-    return sorted(size for size in {*smaller, full, *map(_in_eights, mixed), most} if size <= most)
-
-
-def _in_eights(number: int) -> int:
-    return -(-number // 8) * 8
+    """Return sizes of batches up to `most` tokens. A batch of `full` requests is not padded, where that is at most
+    `most`, and one that holds prompts, too, is padded by less than `BETWEEN_MIXED`. A smaller one, as at the end of a
+    step, is padded by less than 8 tokens or three eighths: there an engine waits for its memory, not for its
+    arithmetic."""
+    sizes = [1, 2, 4, 8]
+    while sizes[-1] < full:
+        sizes.append(-(-sizes[-1] * 5 // 32) * 8)
+    mixed = (tokens // 8 * 8 for tokens in range(full + BETWEEN_MIXED, most, BETWEEN_MIXED))
+    smaller = (size for size in sizes if size < full)
+    return sorted(size for size in {*smaller, full, *mixed, most} if size <= most)
 
 
 def open_vllm(
