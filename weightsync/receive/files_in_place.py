@@ -7,7 +7,7 @@ another form than the learner publishes (experts one by one, another number form
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -59,7 +59,8 @@ def base_in_files(directory: Path, manifest: WeightManifest, deadline: Deadline)
         there = replace(manifest, tensors=specs, buckets=tuple(file.numel() for file in files))
         base = Delivery(there, Landed(files), may_be_reused=False, is_verified=False)
         by_size = sorted(range(len(specs)), key=lambda place: specs[place].nbytes)
-        _compare(base, by_size[len(specs) // 2 :][:1])  # one matrix tells most other models apart
+        for place in by_size[len(specs) // 2 :][:1]:  # one matrix tells most other models apart
+            _compare(base, place, deadline)
         used = {spec.bucket for spec in specs}
         all_of("files", AT_ONCE, [partial(_read, paths[number], deadline) for number in used], deadline)
     except (OSError, RuntimeError, ValueError, WeightSyncError) as error:
@@ -72,20 +73,16 @@ def base_in_files(directory: Path, manifest: WeightManifest, deadline: Deadline)
 def verify_base(base: Delivery, deadline: Deadline) -> None:
     """Raise WeightSyncError unless every tensor has its published fingerprint, or if the deadline is over. Blocks while
     all of it is read."""
-
-    def compared(place: int) -> None:
-        deadline.check("comparing the model's files with the base of adapters")
-        _compare(base, [place])
-
-    all_of("files", AT_ONCE, [partial(compared, place) for place in range(len(base.manifest.tensors))], deadline)
+    places = range(len(base.manifest.tensors))
+    all_of("files", AT_ONCE, [partial(_compare, base, place, deadline) for place in places], deadline)
 
 
-def _compare(base: Delivery, places: Sequence[int]) -> None:
-    """Raise WeightSyncError if one of these tensors is another than was published."""
-    for place in places:
-        name, tensor = base.tensors[place]
-        if fingerprint(tensor) != base.manifest.fingerprints[place]:
-            raise WeightSyncError(f"{name} is another tensor than was published")
+def _compare(base: Delivery, place: int, deadline: Deadline) -> None:
+    """Raise WeightSyncError if this tensor is another than was published, or if the deadline is over."""
+    deadline.check("comparing the model's files with the base of adapters")
+    name, tensor = base.tensors[place]
+    if fingerprint(tensor) != base.manifest.fingerprints[place]:
+        raise WeightSyncError(f"{name} is another tensor than was published")
 
 
 def _read(path: Path, deadline: Deadline) -> None:

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from msgspec.structs import replace
@@ -42,6 +43,7 @@ from .puller import Puller
 from .pulls import Pulls
 from .receiver import JoinedGroup
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _AFTER_OUTAGE_S = 0.05
 """Seconds until the broker is asked again; a call that fails has been repeated for seconds."""
@@ -158,33 +160,25 @@ class Subscriber:
 
     async def verify(self, base: Delivery) -> None:
         """Raise WeightSyncError unless a base in the model's files is what was published."""
-        cancelled = threading.Event()
-        deadline = Deadline(math.inf, cancelled)
-        await self._threads.run("verify-base", lambda: verify_base(base, deadline), cancelled, overdue_s=None)
+        await self._in_thread("verify-base", lambda deadline: verify_base(base, deadline))
 
     async def _in_files(self, model: Path, manifest: WeightManifest) -> Delivery | None:
-        cancelled = threading.Event()
-        deadline = Deadline(math.inf, cancelled)
-        return await self._threads.run(
-            "read-base", lambda: base_in_files(model, manifest, deadline), cancelled, overdue_s=None
-        )
+        return await self._in_thread("read-base", lambda deadline: base_in_files(model, manifest, deadline))
 
     async def _reserved(self, sizes: tuple[int, ...], attachable: bool) -> tuple[torch.Tensor, ...]:
-        return await self._threads.run(
-            "reserve", lambda: (attachable_buckets if attachable else allocate)(sizes), threading.Event(), None
-        )
+        return await self._in_thread("reserve", lambda _: (attachable_buckets if attachable else allocate)(sizes))
 
     async def _pull_base(self, manifest: WeightManifest, landing: tuple[torch.Tensor, ...]) -> Delivery:
         learner = HttpPull(self._config.broadcast_timeout_s, Pace(self._config.pull_bytes_per_s))
-        pull = files_first(self._model, learner)
-        cancelled = threading.Event()
-        pulled = await self._threads.run(
-            "pull-base",
-            lambda: Puller(pull, keeps_base=False).pull(manifest, Deadline(math.inf, cancelled), landing),
-            cancelled,
-            overdue_s=None,
-        )
+        puller = Puller(files_first(self._model, learner), keeps_base=False)
+        pulled = await self._in_thread("pull-base", lambda deadline: puller.pull(manifest, deadline, landing))
         return Delivery(manifest, Landed(pulled.buckets), may_be_reused=False)
+
+    async def _in_thread(self, name: str, work: Callable[[Deadline], T]) -> T:
+        """Return the result of `work`, whose deadline is over once the caller stops waiting."""
+        cancelled = threading.Event()
+        deadline = Deadline(math.inf, cancelled)
+        return await self._threads.run(name, lambda: work(deadline), cancelled, overdue_s=None)
 
     async def close(self) -> None:
         """Leave the group and stop. A transfer under way ends by its deadline at the latest. Idempotent."""

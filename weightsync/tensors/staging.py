@@ -76,7 +76,7 @@ class BucketFiller:
     buckets: list[torch.Tensor] = field(default_factory=list)
     used: list[int] = field(default_factory=list)
     sums: list[torch.Tensor] = field(default_factory=list)
-    """The fingerprints of tensors that come from a GPU into host memory. A GPU adds them up a hundred times as fast."""
+    """The fingerprints of tensors that come from a GPU into host memory: the GPU has added them up."""
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Copy `tensor` in; one larger than `bucket_bytes` gets a bucket of its own."""
