@@ -2,8 +2,10 @@
 
 import json
 import re
+import sys
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -122,6 +124,30 @@ def test_jsonl_and_parquet_give_the_same_items(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.Table.from_pylist([rows[0]]), path)
     of_parquet = msgspec.structs.replace(items[0], place=f"{path}: row 1")
     assert open_source(PromptsConfig(kind="parquet", path=str(path)), 0).train(0, 0) == of_parquet
+
+
+EXTRAS: list[dict[str, Any]] = [
+    {"extra_info": {"index": 0, "tools_kwargs": {"add": {"a": 1}}}, "unit": None},
+    {"extra_info": {"index": 1, "tools_kwargs": {"look": {"deep": {"b": [None, 2]}}}}, "unit": "m"},
+]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "datasets"])
+def test_nested_mappings_have_the_keys_that_their_row_has(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table's type gives each mapping the keys of all rows; a column without a value says null in each kind."""
+    rows = [{"prompt": "a", "ground_truth": "b", **extra} for extra in EXTRAS]
+    table, path = pyarrow.Table.from_pylist(rows), tmp_path / f"data.{kind}"
+    if kind == "jsonl":
+        jsonl(tmp_path, rows)
+    parquet.write_table(table, tmp_path / "data.parquet")
+    hub = SimpleNamespace(load_dataset=lambda *_, **__: table.to_pylist())
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    source = open_source(PromptsConfig(kind=kind, path=str(path)), 0)
+    assert [source.train(0, number).extra_info for number in range(2)] == [
+        {"unit": extra["unit"], **extra["extra_info"]} for extra in EXTRAS
+    ]
 
 
 def test_verl_rows_and_renamed_fields(tmp_path: Path) -> None:

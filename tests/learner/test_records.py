@@ -248,6 +248,45 @@ def test_columns_that_a_table_has_for_other_rows_do_not_count(tmp_path: Path) ->
     assert second.prompt == [SYSTEM, USER]
 
 
+CALLS: list[dict[str, Any]] = [
+    {
+        "messages": [
+            USER,
+            {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": name, "arguments": arguments}}]},
+        ],
+        "tools": [{"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}],
+    }
+    for name, arguments, properties in (
+        ("weather", {"city": "Oslo"}, {"city": {"type": "string"}}),
+        ("add", {"a": 2, "terms": [None, {"b": 3}]}, {"a": {"type": "integer", "enum": [2, None]}}),
+    )
+]
+
+
+@pytest.mark.parametrize(
+    "write", [_table(parquet.write_table, "a.parquet"), _table(feather.write_feather, "a.feather"), _saved]
+)
+def test_nulls_that_a_tables_type_puts_into_mappings_are_left_out(
+    write: Callable[[Path], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "ROWS", CALLS)
+    read = list(open_records(Conversation, write(tmp_path / "data"), {}, "sft"))
+    plain = list(open_records(Conversation, jsonl(tmp_path / "a.jsonl", *CALLS), {}, "sft"))
+    assert [_told(one) for one in read] == [_told(one) for one in plain]
+    assert '"terms": [null, {"b": 3}]' in json.dumps(read[1].completion)  # an item of a list was written by someone
+
+
+def test_nulls_that_are_written_in_json_stay(tmp_path: Path) -> None:
+    row = json.loads(json.dumps(CALLS[0]))
+    row["messages"][1]["tool_calls"][0]["function"]["arguments"]["unit"] = None
+    (record,) = open_records(Conversation, jsonl(tmp_path / "a.jsonl", row), {}, "sft")
+    assert record.completion[0]["tool_calls"][0]["function"]["arguments"]["unit"] is None  # type: ignore[index]
+
+
+def _told(record: Conversation) -> list[Any]:
+    return [record.prompt, record.completion, record.tools]
+
+
 def test_a_text_file_has_one_record_a_line(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\n\ntwo\n")
     assert [each.completion for each in open_records(Conversation, str(tmp_path / "a.txt"), {}, "sft")] == [

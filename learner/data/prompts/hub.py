@@ -5,6 +5,7 @@ from typing import Any
 
 from broker.errors import ConfigError
 from broker.user_code.options import typed_options
+from learner.data.arrow_rows import as_written
 
 from .files import ListedPrompts
 from .rows import Row, RowFields, to_items
@@ -46,4 +47,4 @@ def _rows(path: str, name: str | None, split: str) -> Iterable[tuple[str, Row]]:
             f"{error}. Is the hub reachable from here? If not, export the data to a file and use "
             "prompts.kind=jsonl or parquet."
         ) from error
-    return ((f"{path}[{split}]: row {number}", row) for number, row in enumerate(rows, start=1))
+    return ((f"{path}[{split}]: row {number}", as_written(row)) for number, row in enumerate(rows, start=1))

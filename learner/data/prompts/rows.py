@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from broker.errors import ConfigError
+from learner.data.arrow_rows import parquet_rows
 
 from .base import Item
 from .sendable import check_sendable
@@ -38,7 +39,7 @@ def read_rows(kind: str, path: str, where: str) -> Iterator[tuple[str, Row]]:
     file = Path(path)
     if not os.path.isfile(path):
         raise ConfigError(f"{where}: {path[:200]!r} is no file; give the {kind} file's path.")
-    return _parquet(file, where) if kind == "parquet" else _jsonl(file)
+    return parquet_rows(file, where) if kind == "parquet" else _jsonl(file)
 
 
 def to_items(rows: Iterable[tuple[str, Row]], fields: RowFields, default_source: str) -> list[Item]:
@@ -133,20 +134,3 @@ def _short(value: Any, characters: int = 80) -> str:
     """Returns a value's text, cut short, since a row may hold a book."""
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= characters else f"{text[:characters]}..."
-
-
-def _parquet(file: Path, where: str) -> Iterator[tuple[str, Row]]:
-    import pyarrow
-    from pyarrow import parquet
-
-    number = 0
-    try:
-        with parquet.ParquetFile(file) as opened:
-            for batch in opened.iter_batches():
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{file}: row {number}", row
-    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
-        raise ConfigError(
-            f"{where}: {str(file)!r} is no Parquet file, or damaged after row {number}: {error}."
-        ) from error

@@ -6,11 +6,12 @@ line, and directories that `datasets` saved with `save_to_disk`.
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from broker.errors import ConfigError
+from learner.data.arrow_rows import parquet_rows, placed_rows
 from learner.data.records.base import Row, RowError
 
 PlacedRow = tuple[str, Row | RowError]
@@ -43,7 +44,7 @@ def read_file(path: Path, longest_row_bytes: int, where: str) -> Iterator[Placed
         if start.startswith(magic):
             raise ConfigError(f"{where}: {path} is {what}. {remedy}.")
     if start.startswith(b"PAR1"):
-        return _parquet(path, where)
+        return parquet_rows(path, where)
     if start.startswith((b"ARROW1", b"\xff\xff\xff\xff")):
         return _arrow(path, where)
     if path.suffix in (".parquet", ".arrow", ".feather"):
@@ -188,16 +189,6 @@ def _next(text: str, position: int) -> int:
     return position
 
 
-def _parquet(path: Path, where: str) -> Iterator[PlacedRow]:
-    from pyarrow import parquet
-
-    def batches() -> Iterator[Any]:
-        with parquet.ParquetFile(path) as opened:
-            yield from opened.iter_batches()
-
-    return _numbered(batches(), path, "Parquet", where)
-
-
 def _arrow(path: Path, where: str) -> Iterator[PlacedRow]:
     import pyarrow
 
@@ -210,21 +201,4 @@ def _arrow(path: Path, where: str) -> Iterator[PlacedRow]:
                 source.seek(0)
                 yield from pyarrow.ipc.open_stream(source)
 
-    return _numbered(batches(), path, "Arrow", where)
-
-
-def _numbered(batches: Iterable[Any], path: Path, what: str, where: str) -> Iterator[PlacedRow]:
-    """Yields the rows of record batches; columns without a value are left out."""
-    import pyarrow
-
-    number = 0
-    try:
-        for batch in batches:
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{path}: row {number}", row
-    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
-        raise ConfigError(
-            f"{where}: {path} is no {what} file, or damaged after row {number}: {' '.join(str(error).split())[:300]}."
-            " Write or download it again."
-        ) from error
+    return placed_rows(batches(), path, "Arrow", where)

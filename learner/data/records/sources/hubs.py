@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from broker.errors import ConfigError
+from learner.data.arrow_rows import as_written
 
 from .files import PlacedRow
 
@@ -50,4 +51,4 @@ def _unreachable(name: str, subset: str | None, split: str, error: Exception, wh
 
 
 def _placed(rows: Iterable[Mapping[str, Any]], name: str, split: str) -> Iterator[PlacedRow]:
-    return ((f"{name}[{split}]: row {number}", dict(row)) for number, row in enumerate(rows, start=1))
+    return ((f"{name}[{split}]: row {number}", as_written(row)) for number, row in enumerate(rows, start=1))
