@@ -23,13 +23,20 @@ from .words import check_shape, explain
 
 log = logging.getLogger(__name__)
 
+RESOLVED = {
+    *("run", "prompts", "rewards", "model", "broker", "staleness", "sampling", "engine", "workers", "evaluation"),
+    *("algorithm", "optimizer", "learner", "sft", "checkpoint", "weights", "metrics"),
+}
+"""The sections of a resolved configuration of any version. A recipe that people write names fewer."""
+HELD_OUT_COUNTS = ("held_out_rows", "held_out_records")
+
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe by path or shipped name, with `a.b=c` overrides. Raises ConfigError, which names the key."""
     found = find_recipe(str(path))
     raw = read_recipe(found, overrides)
     _name_the_run(raw, found.stem)
-    return _to_recipe(raw, found.name)
+    return _to_recipe(raw, found.name, held_out_seed=None if raw.keys() >= RESOLVED else 0)
 
 
 def hint_of(path: str | Path) -> str:
@@ -77,6 +84,25 @@ def recipe_from_bytes(stored: bytes) -> Recipe:
         ) from error
 
 
+def with_held_out_seed(raw: dict[str, Any], seed: int | None) -> dict[str, Any]:
+    """Return the recipe in which whatever holds rows of a file out says by which seed they are drawn: `seed`, where it
+    does not say it. A configuration that was resolved before there was a seed means the last rows (None)."""
+    stages = raw.get("stages")
+    return {
+        **raw,
+        **({"prompts": _seeded(raw["prompts"], seed)} if "prompts" in raw else {}),
+        **({"stages": [_seeded(stage, seed) for stage in stages]} if isinstance(stages, list | tuple) else {}),
+    }
+
+
+def _seeded(section: Any, seed: int | None) -> Any:
+    options = section.get("options") if isinstance(section, dict) else None
+    is_own = isinstance(section, dict) and ":" in str(section.get("kind"))
+    if is_own or not isinstance(options, dict) or not any(map(options.get, HELD_OUT_COUNTS)):
+        return section
+    return {**section, "options": {"held_out_seed": seed, **options}}
+
+
 def _without_secrets(recipe: Recipe) -> Recipe:
     return replace(recipe, broker=replace(recipe.broker, url=without_secrets(recipe.broker.url)))
 
@@ -88,9 +114,10 @@ def _name_the_run(raw: dict[str, Any], stem: str) -> None:
         run.setdefault("name", stem)
 
 
-def _to_recipe(raw: dict[str, Any], source: str) -> Recipe:
+def _to_recipe(raw: dict[str, Any], source: str, held_out_seed: int | None = 0) -> Recipe:
     check_plain(raw, source)
     check_shape(raw, Recipe, source)
+    raw = with_held_out_seed(raw, held_out_seed)
     raw = _merge(colocated_defaults(raw), raw)
     raw = {**raw, "algorithm": _with_preset(raw.get("algorithm", {}), source)}
     check_shape(raw, Recipe, source)

@@ -16,7 +16,7 @@ import msgspec
 
 from broker.errors import ConfigError
 from deploy.recipe.files import read_yaml
-from deploy.recipe.loading import recipe_to_bytes
+from deploy.recipe.loading import recipe_to_bytes, with_held_out_seed
 from deploy.recipe.recipe import Recipe, plan_of
 from learner.config import SftConfig, StageConfig
 from learner.experience.rewind import Rewind
@@ -173,7 +173,7 @@ class _Stages(msgspec.Struct):
 def _alike(before: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Express `sft` as `stages` where a recipe has these, and fill in what older versions did not write: the same run
     may be written in either way."""
-    before, now = _filled(before, Recipe), _filled(now, Recipe)
+    before, now = with_held_out_seed(_filled(before, Recipe), None), _filled(now, Recipe)
     if not (before.get("stages") or now.get("stages")):
         return before, now
     return _with_stages(before), _with_stages(now)

@@ -7,7 +7,7 @@ from typing import Any
 ROW: Mapping[str, Any] = {"prompt": "1+1=", "ground_truth": "2"}
 RECIPE = {
     "model": {"random": {"architecture": "qwen3", "alphabet": "0123456789+="}},
-    "prompts": {"kind": "jsonl", "path": "rows.jsonl", "options": {"held_out_rows": 1}},
+    "prompts": {"kind": "jsonl", "path": "rows.jsonl", "options": {"held_out_rows": 1, "held_out_seed": None}},
     "rewards": [{"kind": "arithmetic"}],
 }
 HUGE = "9" * 30
@@ -134,7 +134,7 @@ VALUES = [
     ("prompts.options.held_out_path=none.jsonl", "prompts.options.held_out_path: 'none.jsonl' is no file"),
     ("prompts.options.held_out_rows=1000", "has no prompts to train on: all are held out (3); hold fewer out"),
     ("prompts.options.held_out_rows=0", "held-out prompts are wanted, to measure pass rates, and rows.jsonl has none"),
-    ("prompts={kind: arithmetic, options: {min_operations: 9}}", "prompts.options.held_out_rows: no such option"),
+    ("prompts={kind: arithmetic, options: {min_operations: 9}}", "min_operations 9 exceeds max_operations 6"),
     ("prompts={kind: reasoning_gym, path: chain_summ}", "has no task 'chain_summ'"),
     ("prompts={kind: reasoning_gym, path: ''}", "has no task ''"),
     ("prompts={kind: reasoning_gym, path: chain_sum, options: {min_terms: -3}}", "refuses them"),
@@ -327,7 +327,7 @@ DATA = [
     (b"", "has no prompts to train on"),
     (b"\n\n  \n", "has no prompts to train on"),
     (json.dumps(ROW).encode(), "has no prompts to train on: all are held out (1); hold fewer out"),
-    (rows(ROW, {**ROW, "prompt": "9+9="}, b"").replace(b"1+1=", b"9+9="), "or have the prompt of one that is (3)"),
+    (rows(ROW, b"").replace(b"1+1=", b"9+9=").replace(b'"2"', b'"18"'), "or equal one that is (2)"),
     (rows(b'{"prompt": '), "rows.jsonl:2: this is no JSON"),
     (rows(b"\xff\xfe"), "rows.jsonl:2: this is no JSON"),
     (rows(b"\x00" * 40), "rows.jsonl:2: this is no JSON"),

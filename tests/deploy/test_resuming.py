@@ -127,6 +127,30 @@ def test_settings_that_do_not_say_how_an_adapters_base_is_held_are_of_the_same_r
         )
 
 
+def test_a_run_of_before_there_was_a_seed_keeps_its_last_rows_held_out(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        f"base: arithmetic\nrun: {{directory: {tmp_path}}}\n"
+        "prompts: {kind: jsonl, path: rows.jsonl, options: {held_out_rows: 2}}\n"
+        "stages: [{kind: dpo, options: {data: {path: pairs.jsonl}, held_out_records: 3}}]\n"
+    )
+    new = load_recipe(recipe)
+    assert (new.prompts.options["held_out_seed"], new.stages[0].options["held_out_seed"]) == (0, 0)
+    prepare(new, resume=False, overwrite=False)
+    directory = tmp_path / "mine"
+    for path in (directory / "config.yaml", directory / "settings.json"):  # as the version before wrote them
+        older = "".join(line for line in path.read_text().splitlines(True) if "held_out_seed:" not in line)
+        path.write_text(older.replace('"held_out_seed":0,', ""))
+    resumed = load_recipe(directory / "config.yaml")
+    assert (resumed.prompts.options["held_out_seed"], resumed.stages[0].options["held_out_seed"]) == (None, None)
+    check_resumable(resumed, None)
+    with pytest.raises(ConfigError, match=r"prompts\.options\.held_out_seed was null and is 0 now"):
+        check_resumable(new, None)
+    kept = ["prompts.options.held_out_seed=null", "stages.dpo.options.held_out_seed=null"]
+    check_resumable(load_recipe(recipe, kept), None)
+    assert load_recipe(recipe, kept) == resumed
+
+
 def test_an_edited_config_is_compared_with_what_the_run_was_started_with(directory: Path) -> None:
     path = directory / "arithmetic" / "config.yaml"
     edited = load_recipe(path, ["learner.groups_per_step=8"])

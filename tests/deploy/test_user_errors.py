@@ -159,7 +159,7 @@ def test_under_a_torchrun_of_ones_own_the_warm_up_comes_first(tmp_path: Path) ->
         (
             (),
             ROW + ROW.replace("what", "who"),
-            "rows.jsonl:1: the prompt has the character 'w', which is not in model.random.alphabet: 'what?'. Add it",
+            "rows.jsonl:2: the prompt has the character 'w', which is not in model.random.alphabet: 'who?'. Add it",
         ),
         (("model.path=/nowhere/model",), ROW, "model.path: there is no directory /nowhere/model."),
         (("model.path=nobody/nothing",), ROW, "model.path: nobody/nothing cannot be loaded: "),

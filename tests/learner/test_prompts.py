@@ -20,7 +20,7 @@ from learner.config import PromptsConfig, SftPhaseConfig
 from learner.data.examples import Example, open_examples
 from learner.data.prompts import open_prompts, open_source
 from learner.data.prompts.arithmetic import apply
-from learner.data.prompts.base import Item, is_held_out
+from learner.data.prompts.base import Item, PromptSource, is_held_out
 from learner.data.prompts.cursor import PromptCursor
 from learner.data.prompts.rendering import Prompts, Renderer
 from learner.stages.sft import tokenize
@@ -181,9 +181,10 @@ def test_the_column_of_the_truth_is_one_of_the_others_only_for_rewards(
 
 
 def test_held_out_rows_are_left_out_of_training(tmp_path: Path) -> None:
-    rows = [{"prompt": f"q{i % 5}", "ground_truth": str(i)} for i in range(8)]
+    rows = [{"prompt": f"q{i % 5}", "ground_truth": str(i % 5)} for i in range(8)]
     path = str(jsonl(tmp_path, rows))
-    source = open_source(PromptsConfig(kind="jsonl", path=path, options={"held_out_rows": 2}), 0)
+    last = {"held_out_rows": 2, "held_out_seed": None}
+    source = open_source(PromptsConfig(kind="jsonl", path=path, options=last), 0)
     assert [item.content for item in source.held_out(9)] == ["q1", "q2"]
     assert source.size == 4
     assert [source.train(0, i).content for i in range(4)] == ["q0", "q3", "q4", "q0"]
@@ -191,6 +192,51 @@ def test_held_out_rows_are_left_out_of_training(tmp_path: Path) -> None:
     source = open_source(PromptsConfig(kind="jsonl", path=path, options={"held_out_path": other}), 0)
     assert [item.content for item in source.held_out(1)] == ["q0"]
     assert source.size == 6
+
+
+def test_held_out_rows_are_drawn_the_same_in_every_run_and_evenly_of_a_sorted_file(tmp_path: Path) -> None:
+    rows = [{"prompt": f"q{i}", "ground_truth": "1", "data_source": "easy" if i < 500 else "hard"} for i in range(1000)]
+    path = str(jsonl(tmp_path, rows))
+
+    def opened(seed: int, **options: Any) -> PromptSource:
+        return open_source(PromptsConfig(kind="jsonl", path=path, options={"held_out_rows": 200, **options}), seed)
+
+    source = opened(0)
+    held_out = [item.content for item in source.held_out(200)]
+    assert len(set(held_out)) == 200 == 1000 - (source.size or 0)
+    assert not {source.train(0, place).content for place in range(800)} & set(held_out)
+    assert held_out == [item.content for item in opened(7).held_out(200)]
+    assert set(held_out) != {item.content for item in opened(0, held_out_seed=1).held_out(200)}
+    for count in (40, 200):  # also the first ones, which a smaller evaluation.prompts measures
+        easy = sum(item.data_source == "easy" for item in source.held_out(count))
+        assert count / 4 < easy < count * 3 / 4
+
+
+@pytest.mark.parametrize(
+    ("differing", "trained"),
+    [
+        ([{"start": 1}, {"start": 2}, {"start": 3}], 2),
+        ([{"extra_info": {"maze": [[1, 0]]}}, {"extra_info": {"maze": [[0, 1]]}}, {"extra_info": {}}], 2),
+        ([{"ground_truth": "1"}, {"ground_truth": "2"}, {"ground_truth": "3"}], 2),
+        ([{"data_source": "a"}, {"data_source": "b"}, {"data_source": "c"}], 2),
+        ([{"a": 1, "b": {"c": 2, "d": 3}}, {"a": 2}, {"b": {"d": 3, "c": 2}, "a": 1}], 1),  # the last equals the first
+    ],
+)
+def test_rows_of_one_prompt_that_differ_elsewhere_are_trained(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, differing: list[dict[str, Any]], trained: int
+) -> None:
+    rows = [{"prompt": "Find the way.", "ground_truth": "", **columns} for columns in differing]
+    options = {"held_out_rows": 1, "held_out_seed": None}
+    source = open_source(PromptsConfig(kind="jsonl", path=str(jsonl(tmp_path, rows)), options=options), 0)
+    assert source.size == trained
+    assert f"{trained} of {trained} rows" in caplog.text
+
+
+def test_a_row_of_another_file_is_held_out_by_its_columns_alone(tmp_path: Path) -> None:
+    rows = [{"prompt": "p", "ground_truth": "", "at": at} for at in range(3)]
+    path, other = str(jsonl(tmp_path, rows)), str(jsonl(tmp_path, rows[1:2], "other.jsonl"))
+    source = open_source(PromptsConfig(kind="jsonl", path=path, options={"held_out_path": other}), 0)
+    assert [source.train(0, place).extra_info["at"] for place in range(source.size or 0)] == [0, 2]
 
 
 @pytest.mark.parametrize(

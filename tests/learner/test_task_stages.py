@@ -18,6 +18,7 @@ from learner.backends import open_backend
 from learner.backends.base import Backend, Teacher
 from learner.config import ModelConfig, RandomModelConfig, RecordsConfig, StageConfig
 from learner.data.own_examples import Example
+from learner.data.sources import open_conversations
 from learner.models.model import load_tokenizer
 from learner.rows.batch import PackedBatch
 from learner.rows.clusters import PrefixSharing
@@ -27,9 +28,10 @@ from learner.stages import check_stages, open_stage
 from learner.stages.base import Progress, StageError
 from learner.stages.sft import tokenize
 from learner.stages.supervised.distillation import as_teacher
-from learner.stages.supervised.options import BestOptions, PreferenceOptions
+from learner.stages.supervised.options import BestOptions, ImitationOptions, PreferenceOptions
 from learner.stages.supervised.order import Order
 from learner.stages.supervised.preferences import PreferenceStage
+from learner.stages.supervised.reading import read_units
 from learner.stages.supervised.teacher import Teaching, ask, taught
 
 from . import distilling, preferences
@@ -219,6 +221,22 @@ def test_options_are_checked_before_any_stage_runs(stage: dict[str, Any], told: 
     check_stages([first])
     with pytest.raises(ConfigError, match=rf"stages\[1\]\.{told}"):
         check_stages([first, msgspec.convert(stage, StageConfig)])
+
+
+def test_held_out_records_are_drawn_evenly_of_a_sorted_file(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": "1" * (1 + number), "completion": "2"}) for number in range(40)))
+    options = ImitationOptions(data=RecordsConfig(path=str(file)), held_out_records=20)
+
+    def held_out(options: ImitationOptions) -> list[int]:
+        _, measured = read_units(parts_of(tmp_path), options, open_conversations, lambda record: [record], "here")
+        return [len(str(record.prompt)) for record, _ in measured]
+
+    drawn = held_out(options)
+    assert len(drawn) == 20
+    assert 5 <= sum(length <= 20 for length in drawn) <= 15
+    assert drawn == held_out(options)
+    assert held_out(msgspec.structs.replace(options, held_out_seed=None)) == list(range(21, 41))
 
 
 def test_a_stage_whose_files_have_changed_does_not_go_on(tmp_path: Path) -> None:

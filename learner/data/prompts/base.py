@@ -1,5 +1,6 @@
 """The seam between the learner and the sources of tasks."""
 
+import random
 import zlib
 from typing import Any, Protocol
 
@@ -41,6 +42,14 @@ class PromptSource(Protocol):
     def held_out(self, count: int) -> list[Item]:
         """Returns `count` items to evaluate on, the same for every seed, or fewer if there are fewer."""
         ...
+
+
+def held_out_places(rows: int, count: int, seed: int | None) -> list[int]:
+    """Returns the places of `count` rows to hold out of so many, in a drawn order, or all of fewer; with `seed` None
+    those of the last rows. Every process gives the same answer."""
+    if seed is None:
+        return list(range(max(rows - count, 0), rows))
+    return random.Random(f"held-out:{seed}").sample(range(rows), min(count, rows))
 
 
 def is_held_out(text: str) -> bool:

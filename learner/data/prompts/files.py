@@ -1,16 +1,20 @@
 """Prompts from JSONL and Parquet files, held in memory."""
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 from msgspec import Meta
 
 from broker.errors import ConfigError
 from broker.user_code.options import typed_options
 
-from .base import Item
+from .base import Item, held_out_places
 from .rows import RowFields, read_rows, to_items
+
+log = logging.getLogger(__name__)
 
 
 class FileOptions(RowFields, frozen=True, kw_only=True):
@@ -19,16 +23,28 @@ class FileOptions(RowFields, frozen=True, kw_only=True):
     held_out_path: str = ""
     """A second file of the same kind, to evaluate on."""
     held_out_rows: Annotated[int, Meta(ge=0, le=2**53)] = 0
-    """The number of last rows of the first file to evaluate on instead."""
+    """The number of rows of the first file to evaluate on instead."""
+    held_out_seed: Annotated[int, Meta(ge=0, le=2**53)] | None = 0
+    """The seed that draws these rows, the same ones in every run; null: the last rows of the file."""
 
 
 class ListedPrompts:
-    """A source over lists of items. Training items that equal a held-out one are left out."""
+    """A source over lists of items. Training items that equal a held-out one in all that their rows say are left
+    out; `named_after` are the data sources of rows that say none."""
 
-    def __init__(self, items: Sequence[Item], held_out: Sequence[Item], *, origin: str, remedy: str) -> None:
-        kept_out = {str(item.content) for item in held_out}
-        self._items = [item for item in items if str(item.content) not in kept_out]
+    def __init__(
+        self,
+        items: Sequence[Item],
+        held_out: Sequence[Item],
+        *,
+        origin: str,
+        remedy: str,
+        named_after: Collection[str] = (),
+    ) -> None:
+        kept_out = {_row_of(item, named_after) for item in held_out}
+        self._items = [item for item in items if _row_of(item, named_after) not in kept_out]
         self._held_out = list(held_out)
+        _tell_of_prompts_in_both(self._items, held_out, origin)
         self._origin = origin
         self._remedy = remedy
         if not self._items:
@@ -51,20 +67,22 @@ class ListedPrompts:
 
 
 class FilePrompts(ListedPrompts):
-    """A source over a file, with its last rows or another file held out."""
+    """A source over a file, with some of its rows or another file held out."""
 
     def __init__(self, kind: str, path: str, options: Mapping[str, Any]) -> None:
         chosen = typed_options(options, FileOptions, "prompts.options")
         items = _read(kind, path, chosen, "prompts.path")
-        split = max(len(items) - chosen.held_out_rows, 0)
-        held_out = items[split:]
+        places = held_out_places(len(items), chosen.held_out_rows, chosen.held_out_seed)
+        held_out = [items[place] for place in places]
+        trained = set(range(len(items))).difference(places)
         if chosen.held_out_path:
             held_out += _read(kind, chosen.held_out_path, chosen, "prompts.options.held_out_path")
         super().__init__(
-            items[:split],
+            [items[place] for place in sorted(trained)],
             held_out,
             origin=path,
             remedy="set prompts.options.held_out_path=FILE or prompts.options.held_out_rows=N",
+            named_after={Path(path).stem, Path(chosen.held_out_path).stem},
         )
 
 
@@ -72,8 +90,26 @@ def _where_they_went(items: Sequence[Item], held_out: Sequence[Item]) -> str:
     """Returns what the error for a source without prompts says of its rows."""
     if not held_out:
         return ""
-    repeated = f", or have the prompt of one that is ({len(items)})" if items else ""
-    return f": all are held out ({len(held_out)}){repeated}; hold fewer out, or give more different prompts"
+    repeated = f", or equal one that is ({len(items)})" if items else ""
+    return f": all are held out ({len(held_out)}){repeated}; hold fewer out, or give more different rows"
+
+
+def _row_of(item: Item, named_after: Collection[str]) -> bytes:
+    """Returns all that a row says, wherever it stands and in whatever order its columns are."""
+    said = "" if item.data_source in named_after else item.data_source
+    return msgspec.msgpack.encode((item.content, item.ground_truth, said, item.extra_info), order="sorted")
+
+
+def _tell_of_prompts_in_both(items: Sequence[Item], held_out: Sequence[Item], origin: str) -> None:
+    """Logs how many trained rows have the prompt of a held-out one, which may differ in what the prompt asks for."""
+    prompts = {str(item.content) for item in held_out}
+    if count := sum(str(item.content) in prompts for item in items):
+        log.warning(
+            "%s: %d of %d trained rows have the prompt of a held-out row, and differ from it in other columns.",
+            origin,
+            count,
+            len(items),
+        )
 
 
 def _read(kind: str, path: str, fields: RowFields, where: str) -> list[Item]:

@@ -27,7 +27,9 @@ def open_dataset(path: str, options: Mapping[str, Any]) -> ListedPrompts:
         raise ConfigError("prompts.path: give the dataset's hub id or directory.")
     train = to_items(_rows(path, chosen.name, chosen.split), chosen, path)
     held_out = to_items(_rows(path, chosen.name, chosen.held_out_split), chosen, path) if chosen.held_out_split else []
-    return ListedPrompts(train, held_out, origin=path, remedy="set prompts.options.held_out_split=test")
+    return ListedPrompts(
+        train, held_out, origin=path, remedy="set prompts.options.held_out_split=test", named_after={path}
+    )
 
 
 def _rows(path: str, name: str | None, split: str) -> Iterable[tuple[str, Row]]:

@@ -38,7 +38,9 @@ class TrainingOptions(msgspec.Struct, frozen=True, kw_only=True):
     held_out: RecordsConfig | None = None
     """Records that are measured and never trained."""
     held_out_records: Annotated[int, Meta(ge=0, le=MOST_COUNT)] = 0
-    """The number of last records of `data` to measure instead."""
+    """The number of records of `data` to measure instead."""
+    held_out_seed: Annotated[int, Meta(ge=0, le=MOST_COUNT)] | None = 0
+    """The seed that draws these records, the same ones in every run; null: the last records."""
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
     """The longest sequence; 0: no limit."""
     too_long: Literal["refuse", "drop", "cut_end", "cut_prompt"] = "refuse"

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from broker.errors import ConfigError
 from learner.config import RecordsConfig
+from learner.data.prompts.base import held_out_places
 from learner.data.records import Conversation
 from learner.data.records.rendering import ConversationRenderer, LengthLimit
 from learner.rows.packing import labelled
@@ -42,8 +43,9 @@ def read_units(
         key = f"{where}.held_out"
         held_out = _rendered(parts, options, read(options.held_out, parts.seed, key), sequences_of, key)
     else:
-        split = max(len(units) - options.held_out_records, 0)
-        units, held_out = units[:split], units[split:]
+        places = set(held_out_places(len(units), options.held_out_records, options.held_out_seed))
+        held_out = [unit for place, unit in enumerate(units) if place in places]
+        units = [unit for place, unit in enumerate(units) if place not in places]
     if not units:
         raise ConfigError(f"{where}.data: no record is left to train. Give more records, or hold out fewer.")
     return units, held_out
