@@ -67,9 +67,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def read_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Return a recipe's mapping over those of its `base`, with references resolved and overrides applied.
 
-    `base` is a recipe or a list of them, each over the one before; a list in a recipe replaces its base's, and an
-    engine of another kind leaves its base's options out. The override `base=NAME` takes the place of the file's own.
-    Raises ConfigError.
+    `base` is a recipe or a list of them, each over the one before; a list in a recipe replaces its base's, as `{}`
+    does, and an engine of another kind leaves its base's options out. The override `base=NAME` takes the place of the
+    file's own. Raises ConfigError.
     """
     chosen = [one for one in overrides if one.partition("=")[0].strip() == BASE]
     file = _with_its_bases(path, [_value_of(one) for one in chosen[-1:]])
@@ -108,13 +108,21 @@ def _merged(file: _File, whole: Any = None) -> DictConfig:
     try:
         merged = OmegaConf.create()
         for part in (*parts, file.own):
-            own = merged if whole is None else _without_others(_plain(merged), _plain(part), whole, path.name)
-            merged = cast(DictConfig, OmegaConf.merge(own, part))
+            below, above = _plain(merged), _plain(part)
+            own = below if whole is None else _without_others(below, above, whole, path.name)
+            merged = cast(DictConfig, OmegaConf.merge(_without_emptied(own, above), part))
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         raise ConfigError(
             f"{path} has a list where its base has a mapping, or the reverse: {_first_line(error)}."
         ) from error
     return merged
+
+
+def _without_emptied(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Return the mapping `below` without the keys that `above` says to be `{}`: merged, that would change nothing."""
+    kept = {key: value for key, value in below.items() if above.get(key) != {}}
+    both = (key for key, value in kept.items() if isinstance(value, dict) and isinstance(above.get(key), dict))
+    return {**kept, **{key: _without_emptied(kept[key], above[key]) for key in both}}
 
 
 def _plain(config: DictConfig) -> Any:
@@ -162,7 +170,8 @@ def _parse(text: str, source: str) -> Any:
 
 
 def apply_overrides(raw: dict[str, Any], overrides: Sequence[str], source: str) -> dict[str, Any]:
-    """Apply `a.b=c` and `rewards[0].weight=2` to the file's mapping, in order."""
+    """Apply `a.b=c` and `rewards[0].weight=2` to the file's mapping, in order. The value takes the place of the key's
+    own, be it a word, a list or a mapping."""
     config = OmegaConf.create(raw)
     for override in overrides:
         key, equals, _ = override.partition("=")
@@ -251,7 +260,7 @@ def _list_of(key: str) -> str:
 
 def _apply(config: DictConfig, key: str, value: Any) -> None:
     try:
-        OmegaConf.update(config, by_index(config, key), value, merge=True)
+        OmegaConf.update(config, by_index(config, key), value, merge=False)
     except IndexError as error:
         raise ConfigError(
             f"The override of {key[:200]!r} does not fit the recipe: the list has no item of this number. Items count"

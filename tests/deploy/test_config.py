@@ -1,6 +1,8 @@
 """A recipe may set these keys, and a wrong one is refused in exactly these words."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,6 +57,34 @@ def test_overrides_apply_in_order_and_reach_into_lists(recipe_path: Path) -> Non
     assert recipe.sft.phases[0].max_steps == 3
     assert recipe.engine.options == {"seed": 1}
     assert recipe.optimizer.learning_rate == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("prompts.options={}", "prompts.options", {}),
+        ("prompts.options={max_operations: 3}", "prompts.options", {"max_operations": 3}),
+        ("prompts.options.max_operations=3", "prompts.options", {"min_operations": 2, "max_operations": 3}),
+        ("prompts={kind: arithmetic}", "prompts.options", {}),
+        ("stages[0].phases[0].options={max_operations: 4}", "stages[0].phases[0].options", {"max_operations": 4}),
+        ("algorithm={preset: dppo}", "algorithm.preset", "dppo"),
+        ("rewards=[{kind: math_verify}]", "rewards[0].kind", "math_verify"),
+        ("learner.layout={context: 1}", "learner.layout.context", 1),
+    ],
+)
+def test_the_value_of_an_override_takes_the_place_of_a_whole_mapping(
+    override: str, path: str, value: object, tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(
+        "base: arithmetic\nprompts: {options: {min_operations: 2, max_operations: 6}}\n"
+        "stages: [{kind: sft, phases: [{kind: arithmetic, options: {min_operations: 2}}]}, {kind: rl}]\n"
+    )
+    found: Any = load_recipe(mine, [override])
+    for name, index in re.findall(r"(\w+)(?:\[(\d+)\])?", path):
+        found = found[name] if isinstance(found, dict) else getattr(found, name)
+        found = found[int(index)] if index else found
+    assert found == value
 
 
 def test_no_archive_is_still_read_by_its_former_name(recipe_path: Path, caplog: pytest.LogCaptureFixture) -> None:

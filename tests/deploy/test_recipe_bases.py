@@ -26,6 +26,19 @@ def test_a_recipe_lies_over_its_base_and_is_named_after_its_own_file(tmp_path: P
     assert hint_of(mine) == ""
 
 
+@pytest.mark.parametrize(
+    ("own", "options"),
+    [
+        ("prompts: {options: {max_operations: 3}}", {"min_operations": 1, "max_operations": 3}),
+        ("prompts: {options: {}}", {}),
+    ],
+)
+def test_an_empty_mapping_takes_the_bases_away(own: str, options: dict[str, int], tmp_path: Path) -> None:
+    write(tmp_path, "below.yaml", "base: arithmetic\nprompts: {options: {min_operations: 1, max_operations: 2}}\n")
+    write(tmp_path, "middle.yaml", f"base: below.yaml\n{own}\n")
+    assert load_recipe(write(tmp_path, "mine.yaml", "base: middle.yaml\n")).prompts.options == options
+
+
 def test_the_last_of_several_bases_counts_and_lies_beside_the_recipe(tmp_path: Path) -> None:
     write(tmp_path, "below/fewer.yaml", "base: most.yaml\nlearner: {steps: 5}\n")
     write(tmp_path, "below/most.yaml", "learner: {steps: 9, group_size: 2}\n")

@@ -175,7 +175,7 @@ def test_overrides_name_a_stage(key: str) -> None:
     recipe = load_recipe("arithmetic.yaml", [f"{key}.phases[0].max_steps=3", f"{key}.phases.1.max_steps=4"])
     assert [phase.max_steps for phase in recipe.warm_up] == [3, 4]
     assert not load_recipe("arithmetic.yaml", [f"{key}.phases=[]"]).warm_up
-    changed = with_overrides(recipe, [f"{key}={{phases: [{{kind: arithmetic}}]}}"])
+    changed = with_overrides(recipe, [f"{key}={{kind: sft, phases: [{{kind: arithmetic}}]}}"])
     assert [len(changed.warm_up), changed.plan[0].kind] == [1, "sft"]
 
 
