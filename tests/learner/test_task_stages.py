@@ -1,6 +1,8 @@
 """Stages over records: packing and ranks change no loss, and the reference is the model that the stage started from."""
 
+import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,6 +34,7 @@ from learner.stages.supervised.options import BestOptions, ImitationOptions, Pre
 from learner.stages.supervised.order import Order
 from learner.stages.supervised.preferences import PreferenceStage
 from learner.stages.supervised.reading import read_units
+from learner.stages.supervised.reference import reference_logprobs
 from learner.stages.supervised.teacher import Teaching, ask, taught
 
 from . import distilling, preferences
@@ -256,22 +259,78 @@ def test_a_stage_whose_files_have_changed_does_not_go_on(tmp_path: Path) -> None
     assert [progress.step for progress in seen] == [1, 2, 3, 4]
 
 
-def test_a_reference_that_is_gone_is_told(tmp_path: Path) -> None:
-    class Killed(BaseException):
-        pass
+class Killed(BaseException):
+    """The end of a stage's process."""
+
+
+def kill_at(step: int) -> Callable[[Progress], None]:
+    """Return a `report` that kills the stage after so many steps."""
 
     def kill(progress: Progress) -> None:
-        if progress.step == 2:
+        if progress.step == step:
             raise Killed
 
-    stage, _ = opened(tmp_path, every_s=0.0, report=kill)
+    return kill
+
+
+def test_a_reference_that_is_gone_is_told(tmp_path: Path) -> None:
+    stage, _ = opened(tmp_path, every_s=0.0, report=kill_at(2))
     with pytest.raises(Killed):
         stage.run()
-    (reference,) = tmp_path.glob(".stage.checkpoints/reference.npy")
+    (reference,) = tmp_path.glob(".stage.checkpoints/reference.npz")
     reference.unlink()
     again, _ = opened(tmp_path)
     with pytest.raises(StageError, match="reference logprobs"):
         again.run()
+
+
+def test_a_reference_of_other_sequences_is_refused(tmp_path: Path) -> None:
+    """As many sequences, of the same lengths, in the same places."""
+    parts, before = parts_of(tmp_path), pairs(3)
+    changed = [[replaced(sequence, 0) for sequence in before[0]], *before[1:]]
+    reference_logprobs(parts, before, path=tmp_path / "reference.npz", is_new=True)
+    with pytest.raises(StageError, match="lacks 2 of the 6 responses"):
+        reference_logprobs(parts, changed, path=tmp_path / "reference.npz", is_new=False)
+
+
+def replaced(sequence: PackableSequence, place: int) -> PackableSequence:
+    """Return the sequence with another token in this place."""
+    token_ids = sequence.token_ids.copy()
+    token_ids[place] = (token_ids[place] + 1) % VOCABULARY
+    return dataclasses.replace(sequence, token_ids=token_ids)
+
+
+def test_each_sequence_finds_its_values_in_any_order(tmp_path: Path) -> None:
+    parts, units = parts_of(tmp_path), pairs(4)
+    found = reference_logprobs(parts, units, path=tmp_path / "reference.npz", is_new=True)
+    again = reference_logprobs(parts, units[::-1], path=tmp_path / "reference.npz", is_new=False)
+    for one, other in zip(found, again[::-1], strict=True):
+        assert [values.tolist() for values in one] == [values.tolist() for values in other]
+
+
+@pytest.mark.parametrize("teachers_files", ["stay", "are of an older version", "are gone", "are cut"])
+def test_a_resumed_student_hears_its_teacher_whatever_the_packing(
+    teachers_files: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The losses are those of a stage that was not disturbed and packed in the one way all along."""
+    expected: list[Progress] = []
+    stage, _ = distilling.opened(tmp_path / "undisturbed", report=expected.append)
+    assert stage.run()
+    stage, _ = distilling.opened(tmp_path, every_s=0.0, report=kill_at(2), micro_batch_tokens=1)
+    with pytest.raises(Killed):
+        stage.run()
+    beside = tmp_path / ".stage.checkpoints"
+    for file in beside.glob("teacher-*"):
+        if teachers_files == "are gone" or (teachers_files == "are of an older version" and file.suffix == ".index"):
+            file.unlink()
+        elif teachers_files == "are cut":
+            file.write_bytes(file.read_bytes()[:-4])
+    seen: list[Progress] = []
+    stage, _ = distilling.opened(tmp_path, report=seen.append, micro_batch_tokens=1000)
+    assert stage.run()
+    assert [one.loss for one in seen] == pytest.approx([one.loss for one in expected[-len(seen) :]], abs=1e-5)
+    assert [one.step for one in seen] == [2, 3]
+    assert ("the teacher is asked again" in caplog.text) == (teachers_files != "stay")
 
 
 @pytest.mark.parametrize("top_k", [3, VOCABULARY])
@@ -323,7 +382,9 @@ def test_a_token_that_only_the_teacher_has_is_no_candidate(tmp_path: Path) -> No
     teaching = Teaching.of(units, tmp_path, replicas=1, micro_batch_tokens=64)
     parts = parts_of(tmp_path)
     ask(cast(Teacher, parts.backend), teaching, parts.ranks, top_k=VOCABULARY, vocabulary=VOCABULARY - 2)
-    for unit in taught(teaching):
+    units = taught(teaching) or []
+    assert len(units) == 3
+    for unit in units:
         assert unit[0].candidates is not None
         absent = unit[0].candidates.logprobs == -np.inf
         assert (absent.sum(1) == 2).all()

@@ -6,6 +6,7 @@ vocabulary, on the learner's own backend; it is in memory only before the first 
 """
 
 import gc
+import logging
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -22,7 +23,7 @@ from learner.data.sources import open_conversations
 from learner.models.model import load_tokenizer
 from learner.rows.batch import PackedBatch
 from learner.rows.units import Row, Unit
-from learner.stages.base import StageParts
+from learner.stages.base import StageError, StageParts
 
 from .options import DistillationOptions
 from .reading import read_units
@@ -30,6 +31,8 @@ from .stage import EMPTY, TaskStage, names_of
 from .teacher import Teaching, ask, taught
 
 WHERE = "stages.distill.options"
+
+log = logging.getLogger(__name__)
 
 
 class DistillationTask:
@@ -44,18 +47,24 @@ class DistillationTask:
         self._options = options
 
     def prepare(self, is_new: bool) -> None:
-        """Compute the teacher's candidates of all conversations, or find them again. Collective."""
-        parts = self._parts
+        """Compute the teacher's candidates of all conversations, or find them again. Collective. Raises StageError
+        where this rank cannot read what others wrote."""
+        parts, told = self._parts, self._parts.checkpoints.beside
         teaching = Teaching.of(
             [*self.units, *self.held_out],
-            parts.checkpoints.beside,
+            told,
             replicas=parts.ranks.replicas,
             micro_batch_tokens=parts.micro_batch_tokens,
         )
-        if is_new:
+        units = None if is_new else taught(teaching)
+        if parts.ranks.any(units is None):
+            if not is_new and parts.ranks.is_first:
+                log.warning("%s lacks the teacher's logprobs of some records; the teacher is asked again", told)
             self._ask(teaching)
             gc.collect()  # the teacher's memory is free before the first step
-        units = taught(teaching)
+            units = taught(teaching)
+        if units is None:
+            raise StageError(f"The teacher's logprobs in {told} cannot be read, though they were just written.")
         self.units, self.held_out = units[: len(self.units)], units[len(self.units) :]
 
     def _ask(self, teaching: Teaching) -> None:

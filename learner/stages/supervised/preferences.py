@@ -44,7 +44,7 @@ class PreferenceTask:
             self._references = reference_logprobs(
                 self._parts,
                 [*self.units, *self.held_out],
-                path=self._parts.checkpoints.beside / "reference.npy",
+                path=self._parts.checkpoints.beside / "reference.npz",
                 is_new=is_new,
             )
 

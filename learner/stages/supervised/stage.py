@@ -23,8 +23,12 @@ from learner.rows.packing import concatenate
 from learner.rows.units import Row, Unit
 from learner.stages.base import Progress, StageMetrics, StageParts
 
+from .kept_values import digest_of_units
 from .options import HELD_OUT, BestOptions, TrainingOptions
 from .order import Order
+
+_CHANGED_FILES = "their files have another content"
+_CHANGED_TOKENS = "the model's tokenizer or chat template makes other tokens of them, or their data set is another"
 
 EMPTY = Row(batch=concatenate([]), units=())
 
@@ -56,7 +60,7 @@ class TaskProgress(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = {}
     """The metrics of the last step, and of the held-out records as they were measured last."""
     data: str = ""
-    """The digest of the files of records with which the stage began; empty: an older version did not note it."""
+    """The digests of the files of records, and of their tokens, with which the stage began."""
 
 
 class TaskStage:
@@ -127,15 +131,17 @@ class TaskStage:
         return self._parts.checkpoints.leave(self._progress.steps, self._place)
 
     def _begun(self) -> TaskProgress:
-        """Return the progress to go on from. Raises ConfigError if the files of records have changed since."""
+        """Return the progress to go on from. Raises ConfigError if the records, or their tokens, have changed since."""
         parts, sources = self._parts, (self._options.data, self._options.held_out)
-        digest = parts.ranks.share_bytes(digest_of(*sources) if parts.ranks.is_first else b"").hex()
+        files = parts.ranks.share_bytes(digest_of(*sources) if parts.ranks.is_first else b"").hex()
+        digest = f"{files}-{digest_of_units([*self._task.units, *self._task.held_out])}"
         progress = msgspec.convert(parts.checkpoints.load(), TaskProgress)
         if progress.steps and progress.data not in ("", digest):
+            cause = _CHANGED_FILES if progress.data.partition("-")[0] != files else _CHANGED_TOKENS
             raise ConfigError(
-                f"The files of records of stage {self._part} have changed since it began, {progress.steps} steps ago:"
-                " the records that are left to train would be others. Bring the files back, or let the stage begin"
-                f" anew: remove {parts.checkpoints.beside}."
+                f"The records of stage {self._part} have changed since it began, {progress.steps} steps ago: {cause}."
+                " What is left to train would be others. Bring them back, or let the stage begin anew: remove"
+                f" {parts.checkpoints.beside}."
             )
         return msgspec.structs.replace(progress, data=digest)
 

@@ -1,14 +1,18 @@
 """A teacher's likeliest tokens at each place of the responses, computed once and kept beside a stage's checkpoints.
 
-Each replica of the learner writes those of the units that it computes, into two files of its own: token ids and
-logprobs, together eight bytes for each candidate of a response token. They are mapped into memory, never read as a
-whole. A resumed stage maps them again, and loads no teacher.
+    teacher-R.ids  teacher-R.logprobs    of replica R: [tokens, C], response after response
+    teacher-R.index                      the sequences whose responses these are (`kept_values`); written last
+
+Each replica of the learner writes those of the units that it computes: together eight bytes for each candidate of a
+response token. They are mapped into memory, never read as a whole. A resumed stage maps them again, and loads no
+teacher, unless a sequence's are missing: then all are computed anew.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +22,13 @@ from learner.checkpoints.disk import sync
 from learner.ranks import Ranks
 from learner.rows.packing import Candidates, PackableSequence, concatenate, plan
 from learner.rows.units import Unit
-from learner.stages.base import StageError
+
+from .kept_values import Places, keys_of, response_lengths
 
 ROWS_AT_ONCE = 16
 """Micro-batches whose candidates are in memory at once."""
 
+INDEX = "index"
 PARTS: tuple[tuple[str, type[np.generic]], ...] = (("ids", np.int32), ("logprobs", np.float32))
 
 
@@ -47,18 +53,23 @@ class Teaching:
             yield [sequence for index in row for sequence in self.units[index]]
 
     def path(self, replica: int, part: str) -> Path:
-        """Returns the file of one of PARTS: [R, C], the responses of the replica's rows one after another."""
+        """Returns the file of one of PARTS, or the `index`."""
         return self.directory / f"teacher-{replica}.{part}"
 
 
 def ask(teacher: Teacher, teaching: Teaching, ranks: Ranks, *, top_k: int, vocabulary: int) -> None:
-    """Computes the teacher's `top_k` likeliest tokens at each place of each response, and keeps them. Collective.
+    """Computes the teacher's `top_k` likeliest tokens at each place of each response, and keeps them in place of any
+    that are there. Collective.
 
     Tokens from `vocabulary` on, which the student may lack, become places without a token.
     """
+    if ranks.is_first:
+        teaching.directory.mkdir(parents=True, exist_ok=True)
+        for old in teaching.directory.glob("teacher-*"):
+            old.unlink()
+    ranks.any(False)  # no rank writes before the old files are gone
     rows = list(teaching.rows(ranks.replica))
     paths = [teaching.path(ranks.replica, part) for part, _ in PARTS] if teacher.is_lead else []
-    teaching.directory.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         files = [stack.enter_context(_partial(path).open("wb")) for path in paths]
         for start in range(0, len(rows), ROWS_AT_ONCE):
@@ -69,34 +80,53 @@ def ask(teacher: Teacher, teaching: Teaching, ranks: Ranks, *, top_k: int, vocab
     for path in paths:
         _partial(path).replace(path)
         sync(path)
+    if teacher.is_lead:
+        _write_index(teaching.path(ranks.replica, INDEX), [sequence for row in rows for sequence in row])
     ranks.any(False)  # no rank reads before all files are there
 
 
-def taught(teaching: Teaching) -> list[Unit]:
-    """Returns the units with the candidates that `ask` has kept. Raises StageError where these are gone."""
+def _write_index(path: Path, sequences: Sequence[PackableSequence]) -> None:
+    with _partial(path).open("wb") as file:
+        np.savez(file, keys=keys_of(sequences), lengths=response_lengths(sequences))
+    _partial(path).replace(path)
+    sync(path)
+    sync(path.parent)
+
+
+def taught(teaching: Teaching) -> list[Unit] | None:
+    """Returns the units with the candidates that `ask` has kept for their sequences, as views of its files; None where
+    some are missing, or cannot be read."""
     try:
-        return _read(teaching)
-    except (OSError, ValueError) as error:
-        raise StageError(
-            f"The teacher's logprobs of this stage cannot be read ({error}). Restore the files teacher-* in"
-            f" {teaching.directory}, or remove it and train the stage from its beginning."
-        ) from error
+        kept = [_Kept(index) for index in sorted(teaching.directory.glob(f"teacher-*.{INDEX}"))]
+        return [[_with_candidates(sequence, kept) for sequence in unit] for unit in teaching.units]
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile):
+        return None
 
 
-def _read(teaching: Teaching) -> list[Unit]:
-    """Returns the units in their order, with views of the files."""
-    found: dict[int, Unit] = {}
-    for replica, share in enumerate(teaching.shares):
-        places = [index for row in share for index in row]
-        lengths = [_length(sequence) for index in places for sequence in teaching.units[index]]
-        if not lengths:
-            continue
-        mapped = [np.memmap(teaching.path(replica, part), dtype, "r") for part, dtype in PARTS]
-        ids, logprobs = (np.split(values.reshape(sum(lengths), -1), np.cumsum(lengths)[:-1]) for values in mapped)
-        candidates = map(Candidates, ids, logprobs)
-        for index in places:
-            found[index] = [replace(sequence, candidates=next(candidates)) for sequence in teaching.units[index]]
-    return [found[index] for index in range(len(teaching.units))]
+class _Kept:
+    """The files of one replica of the learner that asked."""
+
+    def __init__(self, index: Path) -> None:
+        with index.open("rb") as file, np.load(file) as read:
+            self._places = Places(read["keys"], read["lengths"])
+        self._ids, self._logprobs = (
+            np.memmap(index.with_suffix(f".{part}"), dtype, "r").reshape(self._places.total, -1)
+            if self._places.total
+            else np.zeros((0, 1), dtype)
+            for part, dtype in PARTS
+        )
+
+    def candidates(self, sequence: PackableSequence) -> Candidates | None:
+        """Returns those of the response, if they are here."""
+        place = self._places.of(sequence)
+        return None if place is None else Candidates(self._ids[place], self._logprobs[place])
+
+
+def _with_candidates(sequence: PackableSequence, kept: Sequence[_Kept]) -> PackableSequence:
+    for one in kept:
+        if (candidates := one.candidates(sequence)) is not None:
+            return replace(sequence, candidates=candidates)
+    raise KeyError("no file has this sequence")
 
 
 def _candidates(
@@ -119,7 +149,3 @@ def _is_response(row: Sequence[PackableSequence]) -> NDArray[np.bool_]:
 
 def _partial(path: Path) -> Path:
     return path.with_name(f"{path.name}.partial")
-
-
-def _length(sequence: PackableSequence) -> int:
-    return len(sequence.token_ids) - sequence.prompt_length
