@@ -51,7 +51,7 @@ def _measure(order: Order, directory: Path) -> dict[str, Any]:
         ranks=ranks,
         tokenizer=tokenizer,
         renderer=Renderer(tokenizer, ""),
-        checkpoints=StageCheckpoints(backend, ranks, directory / "model", "measured", every_s=60.0),
+        checkpoints=StageCheckpoints(backend, ranks, directory / "model", {"made": "to be measured"}, every_s=60.0),
         seed=0,
         micro_batch_tokens=order.micro_batch_tokens,
         prefix_sharing="auto",

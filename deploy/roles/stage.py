@@ -21,7 +21,8 @@ from deploy.observe.sinks.delivery import Sinks
 from deploy.recipe.recipe import Recipe
 from deploy.recipe.stage_graph import references
 from deploy.run.events import StageEvent
-from deploy.run.stage_output import origin, starting_at
+from deploy.run.resuming import stage_binding
+from deploy.run.stage_output import starting_at
 from deploy.run.stage_record import record_of, tracker_identity
 from deploy.terminal import Terminal
 from learner.backends.base import Backend
@@ -35,7 +36,7 @@ from learner.ranks import Ranks
 from learner.stages import base, check_stages, open_stage
 from learner.stages.base import Gate, Stage, StageError, StageParts
 from learner.stages.kinds import leaves_policy
-from learner.stages.stage_checkpoints import StageCheckpoints
+from learner.stages.stage_checkpoints import Binding, StageCheckpoints, check_binding
 
 from .backend import beside_policy, recipe_backend, recipe_cost, recipe_scores
 from .evaluation import Evaluator
@@ -61,7 +62,8 @@ def fine_tune(recipe: Recipe, output: Path, *, console: Terminal, number: int = 
     """
     check_algorithm(recipe.algorithm)  # a later role must not fail for a misspelt option when this one is done
     check_stages(recipe.plan)
-    identity = stage_identity(recipe, number)
+    binding = stage_binding(recipe, number)
+    check_binding(output, binding)  # before a model is loaded
     recipe = starting_at(recipe, number)
     config = recipe.plan[number]
     # A stage takes the kind of model that it names, whatever the type of `parts.backend`.
@@ -69,14 +71,14 @@ def fine_tune(recipe: Recipe, output: Path, *, console: Terminal, number: int = 
     ranks = Ranks.of(backend)
     tokenizer = load_tokenizer(recipe.model)
     held_out = _held_out(recipe, config, tokenizer)
-    run = _sink_run(recipe, config, output, identity) if ranks.is_first else None
+    run = _sink_run(recipe, config, output, binding) if ranks.is_first else None
     with _gate(recipe, held_out, ranks) as gate, _reported(recipe, run, console) as report:
         parts = StageParts(
             backend=backend,
             ranks=ranks,
             tokenizer=tokenizer,
             renderer=Renderer(tokenizer, recipe.prompts.system_prompt),
-            checkpoints=StageCheckpoints(backend, ranks, output, identity, every_s=recipe.checkpoint.stage_every_s),
+            checkpoints=StageCheckpoints(backend, ranks, output, binding, every_s=recipe.checkpoint.stage_every_s),
             seed=recipe.run.seed,
             micro_batch_tokens=recipe.learner.micro_batch_tokens,
             prefix_sharing=prefix_sharing_of(recipe.learner),
@@ -95,13 +97,6 @@ def fine_tune(recipe: Recipe, output: Path, *, console: Terminal, number: int = 
     return StageOutcome(steps=stage.metrics.steps, loss=stage.metrics.loss, pass_rate=pass_rate)
 
 
-def stage_identity(recipe: Recipe, number: int) -> str:
-    """Return an identity of all that decides what the stage makes, and of the form of its checkpoints."""
-    learner = recipe.learner
-    parts = (origin(recipe, number), recipe.optimizer, learner.backend, learner.layout, learner.processes)
-    return hashlib.blake2b(msgspec.json.encode(parts), digest_size=8).hexdigest()
-
-
 def _held_out(recipe: Recipe, stage: StageConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     """Return the most held-out prompts that a gate or the final measurement asks for; none of a recipe without
     prompts, for a model that generates nothing, or while rewards wait for the model of a later stage."""
@@ -114,11 +109,12 @@ def _held_out(recipe: Recipe, stage: StageConfig, tokenizer: PreTrainedTokenizer
     return prompts.held_out(max([recipe.evaluation.prompts, *gates]))
 
 
-def _sink_run(recipe: Recipe, stage: StageConfig, output: Path, identity: str) -> SinkRun:
+def _sink_run(recipe: Recipe, stage: StageConfig, output: Path, binding: Binding) -> SinkRun:
     """Return the stage as a run of its own, whose steps count for themselves."""
+    made_from = hashlib.blake2b(msgspec.json.encode(binding, order="deterministic"), digest_size=8).hexdigest()
     return SinkRun(
         name=f"{recipe.run.name}-{stage.name}",
-        identity=tracker_identity(output, identity),
+        identity=tracker_identity(output, made_from),
         directory=recipe.run_directory,
         stage=output.name,
         record=record_of(output),

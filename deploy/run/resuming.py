@@ -18,10 +18,12 @@ from broker.errors import ConfigError
 from deploy.recipe.files import read_yaml
 from deploy.recipe.loading import recipe_to_bytes, with_held_out_seed
 from deploy.recipe.recipe import Recipe, plan_of
+from learner.checkpoints.differences import ABSENT, told
 from learner.config import SftConfig, StageConfig
 from learner.experience.rewind import Rewind
 
 from .directory import CONFIG, SETTINGS
+from .stage_output import origin
 
 _ORDER = "a run stands at a place in its prompts, which would be another prompt"
 _MODEL = "the checkpoint's weights are those of this model"
@@ -111,6 +113,23 @@ def check_resumable(recipe: Recipe, rewind: Rewind | None, say: Callable[[str], 
         )
 
 
+def stage_binding(recipe: Recipe, number: int) -> dict[str, Any]:
+    """Return what decides the model of a stage without workers, and the form of its checkpoints, as plain data: all
+    that its role reads but for FREE keys, which may change while it runs."""
+    return {**_without_free(origin(recipe, number)), "learner": {"backend": recipe.learner.backend}}
+
+
+def _without_free(made: dict[str, Any]) -> dict[str, Any]:
+    """Return an origin, and those of the stages that it names, without FREE keys."""
+    bound = dict(made)
+    for section in ("model", "prompts"):
+        bound[section] = {key: value for key, value in made[section].items() if f"{section}.{key}" not in FREE}
+    for stage in bound.get("stages", ()):
+        if "origins" in stage:
+            stage["origins"] = {name: _without_free(one) for name, one in stage["origins"].items()}
+    return bound
+
+
 def keys_of(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
     """Yield the paths of all keys below `struct`. A list, a mapping or a section that may be absent counts as one
     key."""
@@ -124,43 +143,23 @@ def keys_of(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
 def _refusals(before: Any, now: Any, *, is_anew: bool) -> Iterator[str]:
     for key in sorted({*FIXED, *ANEW, *RAISED}):
         old, new = _value(before, key), _value(now, key)
-        if old is _ABSENT or old == new:
+        if old is ABSENT or old == new:
             continue
-        told = ", ".join(f"{path} was {was} and is {is_} now" for path, was, is_ in _told(key, old, new))
+        said = ", ".join(f"{path} was {was} and is {is_} now" for path, was, is_ in told(key, old, new))
         if key in FIXED:
-            yield f"{told}: {FIXED[key]}. Keep it, or start a new run (run.name=...) from model.path=CHECKPOINT."
+            yield f"{said}: {FIXED[key]}. Keep it, or start a new run (run.name=...) from model.path=CHECKPOINT."
         elif key in RAISED and new < old:
-            yield f"{told}, and may only be raised: {RAISED[key]}. Keep it."
+            yield f"{said}, and may only be raised: {RAISED[key]}. Keep it."
         elif key in ANEW and not is_anew:
-            yield f"{told}: {ANEW[key]}. Keep it, or have them made anew (--rewind-to STEP --regenerate)."
+            yield f"{said}: {ANEW[key]}. Keep it, or have them made anew (--rewind-to STEP --regenerate)."
 
 
 def _changes(before: Any, now: Any) -> Iterator[str]:
     """Yield the keys that differ, but for where the run lies and is served from."""
     for key in sorted({*FREE, *RAISED, *ANEW} - {"run.directory", "broker.url"}):
         old, new = _value(before, key), _value(now, key)
-        if old is not _ABSENT:
-            yield from (f"{path} is {is_} ({was} before)" for path, was, is_ in _told(key, old, new))
-
-
-def _told(key: str, old: Any, new: Any) -> Iterator[tuple[str, str, str]]:
-    """Yield (path, old text, new text) of what differs within a key's value."""
-    for path, was, is_ in _differences(key, old, new):
-        before, now = _text(was), _text(is_)
-        start = max(_same(before, now) - 20, 0)
-        yield path, _cut(before, start), _cut(now, start)
-
-
-def _differences(path: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (path, old value, new value) of what differs within a value."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in sorted({*old, *new}):
-            yield from _differences(f"{path}.{key}", old.get(key, _ABSENT), new.get(key, _ABSENT))
-    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        for index, (was, is_) in enumerate(zip(old, new, strict=True)):
-            yield from _differences(f"{path}[{index}]", was, is_)
-    elif old != new:
-        yield path, old, new
+        if old is not ABSENT:
+            yield from (f"{path} is {is_} ({was} before)" for path, was, is_ in told(key, old, new))
 
 
 class _Stages(msgspec.Struct):
@@ -200,9 +199,6 @@ def _with_stages(settings: dict[str, Any]) -> dict[str, Any]:
     return {**settings, "sft": {}, "stages": msgspec.to_builtins(plan)}
 
 
-_ABSENT = object()
-
-
 def _last_settings(directory: Path) -> dict[str, Any] | None:
     """Return the settings of the last start; None if it left none. They come from settings.json, since a user may edit
     config.yaml; older versions wrote config.yaml only."""
@@ -217,23 +213,6 @@ def _value(settings: Any, key: str) -> Any:
     """Return a key's value; one that an older version did not have is absent."""
     for part in key.split("."):
         if not isinstance(settings, dict) or part not in settings:
-            return _ABSENT
+            return ABSENT
         settings = settings[part]
     return settings
-
-
-def _text(value: Any) -> str:
-    return "not set" if value is _ABSENT else msgspec.json.encode(value).decode()
-
-
-def _same(one: str, other: str) -> int:
-    """Return how many characters two texts begin with alike."""
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
-def _cut(text: str, start: int) -> str:
-    """Return a text of at most 60 characters; a longer one from `start` on, a little before it differs."""
-    if len(text) <= 60:
-        return text
-    rest = f"...{text[start:]}" if start else text
-    return rest if len(rest) <= 60 else f"{rest[:57]}..."

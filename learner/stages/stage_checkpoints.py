@@ -4,7 +4,6 @@ DIRECTORY/                the finished stage: a Hugging Face model, with all tha
 .DIRECTORY.checkpoints/   the running stage: one checkpoint now and then
 """
 
-import logging
 import shutil
 import time
 from collections.abc import Mapping
@@ -12,6 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
+from broker.errors import ConfigError
 from learner.backends.base import Backend, Snapshot, Stored
 from learner.backends.hugging_face_files import write_tensors
 from learner.backends.saving import NamedTensors, Saving, snapshot_gathered
@@ -24,12 +26,15 @@ from learner.checkpoints.checkpoint import (
     read_checkpoint,
     seal,
 )
+from learner.checkpoints.differences import told
 from learner.checkpoints.resumption import load_first
 from learner.ranks import Ranks
 
 from .checkpoint_writer import CheckpointWriter
 
-log = logging.getLogger(__name__)
+Binding = Mapping[str, Any]
+"""All that decides what a stage trains, as plain data: a stage goes on from checkpoints with the same, and no others.
+What may change while it runs is not in it."""
 
 
 def checkpoints_of(directory: Path) -> Path:
@@ -37,16 +42,22 @@ def checkpoints_of(directory: Path) -> Path:
     return directory.with_name(f".{directory.name}.checkpoints")
 
 
+def check_binding(directory: Path, binding: Binding) -> None:
+    """Raises ConfigError where the stage of this directory has checkpoints, or has left a model, and was bound to
+    something else; the error names what differs."""
+    for found in _found(directory, CheckpointStore(checkpoints_of(directory), keep=1)):
+        _check_bound(directory, found, binding)
+
+
 class StageCheckpoints:
     """One stage's checkpoints. All calls are collective; a write that fails raises CheckpointError on every rank."""
 
-    def __init__(self, backend: Backend, ranks: Ranks, directory: Path, identity: str, *, every_s: float) -> None:
-        """`identity` stands for all that decides the stage's model; checkpoints of another identity are removed.
-        `every_s`: the seconds between checkpoints; a shorter stage writes none."""
+    def __init__(self, backend: Backend, ranks: Ranks, directory: Path, binding: Binding, *, every_s: float) -> None:
+        """`every_s`: the seconds between checkpoints; a shorter stage writes none."""
         self._backend = backend
         self._ranks = ranks
         self._directory = directory
-        self._identity = identity
+        self._binding = binding
         self._every_s = every_s
         self._root = checkpoints_of(directory)
         self._best: Best | None = None
@@ -68,10 +79,18 @@ class StageCheckpoints:
         self._writer = CheckpointWriter(self._store, self._ranks, asynchronous=False)
 
     def load(self) -> dict[str, Any]:
-        """Returns the place last given to `keep` or `leave`, and loads the backend of that time; {} for a new stage."""
-        found = [each for each in self._found() if each.state.identity == self._identity]
-        if found:
+        """Returns the place last given to `keep` or `leave`, and loads the backend of that time; {} for a new stage.
+
+        Raises ConfigError where the checkpoints are bound to something else, or none of them is whole.
+        """
+        check_binding(self._directory, self._binding)
+        if found := _found(self._directory, self._store):
             return load_first(found, self._backend.load, self._ranks).state.cursor
+        if any(self._root.glob("*/step_*")):
+            raise ConfigError(
+                f"None of the checkpoints in {self._root} is whole, so the stage cannot go on from them. Restore their"
+                " files, or remove them to train the stage from its beginning."
+            )
         self._remove()
         return {}
 
@@ -112,13 +131,6 @@ class StageCheckpoints:
         self._remove()
         return self._directory
 
-    def _found(self) -> list[Checkpoint]:
-        """Returns the checkpoints, newest first."""
-        try:
-            return [read_checkpoint(self._directory)]
-        except CheckpointError:  # nothing is left yet
-            return self._store.lineage()[::-1]
-
     def _remove(self) -> None:
         """Removes the checkpoints; no rank goes on before they are gone."""
         if self._ranks.is_first:
@@ -126,7 +138,43 @@ class StageCheckpoints:
         self._ranks.any(False)
 
     def _state(self, step: int, place: dict[str, Any]) -> LearnerState:
-        return LearnerState(identity=self._identity, incarnation=0, step=step, cursor=place)
+        return LearnerState(identity=_text_of(self._binding), incarnation=0, step=step, cursor=place)
+
+
+def _found(directory: Path, store: CheckpointStore) -> list[Checkpoint]:
+    """Returns what the stage has left, or else its checkpoints, newest first."""
+    try:
+        return [read_checkpoint(directory)]
+    except CheckpointError:  # nothing is left yet
+        return store.lineage()[::-1]
+
+
+def _check_bound(directory: Path, found: Checkpoint, binding: Binding) -> None:
+    text = _text_of(binding)
+    if found.state.identity == text:
+        return
+    before = _read_binding(found.state.identity)
+    removed = found.path if found.path == directory else checkpoints_of(directory)
+    differs = (
+        "an older version of Headway wrote it, and does not say by which settings"
+        if before is None
+        else ", ".join(f"{path} was {was} and is {is_} now" for path, was, is_ in told("", before, _read_binding(text)))
+    )
+    raise ConfigError(
+        f"{found.path} has {found.state.step} trained steps of this stage, made by other settings: {differs}. To go on,"
+        f" bring these back. To train the stage from its beginning, remove {removed}."
+    )
+
+
+def _text_of(binding: Binding) -> str:
+    return msgspec.json.encode(binding, order="deterministic").decode()
+
+
+def _read_binding(identity: str) -> dict[str, Any] | None:
+    try:
+        return msgspec.json.decode(identity, type=dict[str, Any])
+    except msgspec.DecodeError:
+        return None
 
 
 class _WholeWeights:

@@ -123,7 +123,7 @@ def parts_of(
         ranks=ranks,
         tokenizer=tokenizer,
         renderer=Renderer(tokenizer),
-        checkpoints=StageCheckpoints(backend, ranks, directory / "stage", "this recipe", every_s=every_s),
+        checkpoints=StageCheckpoints(backend, ranks, directory / "stage", {"made": "of this recipe"}, every_s=every_s),
         seed=1,
         micro_batch_tokens=micro_batch_tokens,
         prefix_sharing=prefix_sharing,

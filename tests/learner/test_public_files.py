@@ -87,7 +87,7 @@ def trained(kind: str, source: dict[str, Any], model: ModelConfig, directory: Pa
         ranks=ranks,
         tokenizer=tokenizer,
         renderer=Renderer(tokenizer),
-        checkpoints=StageCheckpoints(backend, ranks, directory / kind, "these files", every_s=60.0),
+        checkpoints=StageCheckpoints(backend, ranks, directory / kind, {"made": "of these files"}, every_s=60.0),
         seed=1,
         micro_batch_tokens=8192,
         gate=lambda tensors, prompts: 0.0,

@@ -1,6 +1,7 @@
 """Every stage promises the same, whatever it trains: it leaves a model, and goes on where it was stopped or killed."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -8,8 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import tests.learner.stage_rank as stage_rank
+from broker.errors import ConfigError
 from learner.backends import open_backend
 from learner.backends.score_head import has_score_head
+from learner.checkpoints.checkpoint import FILES_FILE, STATE_FILE, LearnerState, seal
 from learner.checkpoints.weights_digest import saved_tensors, weights_digest
 from learner.config import ModelConfig
 from learner.ranks import Ranks
@@ -85,11 +88,35 @@ def test_it_goes_on_where_it_was(name: str, backend_kind: str, request: pytest.F
     assert [name for name in expected.files if "reference" in name or "critic" in name] or name not in BESIDE
 
 
-def test_checkpoints_of_other_settings_are_not_gone_on_with(tmp_path: Path) -> None:
+def test_checkpoints_of_other_settings_are_refused_by_name_and_stay(tmp_path: Path) -> None:
     backend = open_backend("fsdp", MODEL, OPTIMIZER, seed=3)
-    StageCheckpoints(backend, Ranks.of(backend), tmp_path / "sft", "before", every_s=60.0).keep(5, {"steps": 5})
-    assert StageCheckpoints(backend, Ranks.of(backend), tmp_path / "sft", "before", every_s=60.0).load() == {"steps": 5}
-    changed = StageCheckpoints(backend, Ranks.of(backend), tmp_path / "sft", "now", every_s=60.0)
-    assert changed.load() == {}
-    changed.keep(1, {"steps": 1})
-    assert changed.load() == {"steps": 1}
+
+    def opened(**binding: Any) -> StageCheckpoints:
+        return StageCheckpoints(backend, Ranks.of(backend), tmp_path / "sft", binding, every_s=60.0)
+
+    opened(model={"path": "a"}, epochs=1).keep(5, {"steps": 5})
+    assert opened(epochs=1, model={"path": "a"}).load() == {"steps": 5}
+    with pytest.raises(
+        ConfigError, match=r"5 trained steps.*epochs was 1 and is 2 now, model\.path was \"a\" and is \"b\""
+    ):
+        opened(model={"path": "b"}, epochs=2).load()
+    assert opened(model={"path": "a"}, epochs=1).load() == {"steps": 5}
+    opened(model={"path": "a"}, epochs=1).leave(6, {"steps": 6})
+    with pytest.raises(ConfigError, match=r"sft has 6 trained steps.*remove .*/sft\."):
+        opened(model={"path": "a"}, epochs=2).load()
+
+
+@pytest.mark.parametrize("damage", ["a binding of an older version", "no whole checkpoint"])
+def test_checkpoints_that_cannot_be_gone_on_with_are_not_removed(damage: str, tmp_path: Path) -> None:
+    backend = open_backend("fsdp", MODEL, OPTIMIZER, seed=3)
+    checkpoints = StageCheckpoints(backend, Ranks.of(backend), tmp_path / "sft", {"epochs": 1}, every_s=60.0)
+    checkpoints.keep(5, {"steps": 5})
+    (written,) = checkpoints.beside.glob("*/step_5")
+    if damage == "no whole checkpoint":
+        (written / STATE_FILE).unlink()
+    else:
+        (written / FILES_FILE).unlink()
+        seal(written, LearnerState(identity="7777777777777777", incarnation=0, step=5))
+    with pytest.raises(ConfigError, match="older version" if "older" in damage else "whole"):
+        checkpoints.load()
+    assert (written / "model.safetensors").exists()
