@@ -312,7 +312,9 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     processes: Annotated[
         int, Meta(ge=1, description="number of ranks, which `headway run` starts on this machine with torchrun")
     ] = 1
-    threads: Annotated[int, Meta(ge=1, description="CPU threads of one rank")] = 1
+    threads: Annotated[
+        int, Meta(ge=1, description="CPU threads of one rank, in every stage, and of what it evaluates itself")
+    ] = 1
     steps: Annotated[int, Meta(ge=1, description="number of steps in the run")] = 100
     groups_per_step: Annotated[
         int, Meta(ge=1, description="prompts trained in one step, each with its group of samples")

@@ -107,3 +107,13 @@ async def broker(url: str, run_name: str) -> AsyncIterator[Broker]:
     opened = await open_broker(url, run_name)
     yield opened
     await opened.close()
+
+
+@pytest.fixture
+def torch_threads() -> Iterator[None]:
+    """Give torch its number of threads back after the test."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, Literal
 
 import msgspec
+import torch
 
 from broker.errors import ConfigError
 from deploy.recipe.recipe import Recipe
 from learner.backends import abilities_of, open_backend
-from learner.backends.base import Backend, ScoreBackend
+from learner.backends.base import Backend, ScoreBackend, ValueBackend
 from learner.backends.score_head import check_critic
 from learner.config import ModelConfig
 from learner.models.model import load_config
@@ -30,7 +32,22 @@ def recipe_backend(recipe: Recipe) -> Backend:
 
 def beside_policy(recipe: Recipe, model: ModelConfig) -> Backend:
     """Open a model on the backend and layout of the policy, such as a teacher. Collective over the ranks."""
-    return open_backend(
+    backend: Backend = _opened(recipe, model, "policy")
+    return backend
+
+
+def recipe_scores(recipe: Recipe) -> ScoreBackend:
+    """Open the backend of a reward model. Collective over the ranks. Equal recipes give equal weights."""
+    backend: ScoreBackend = _opened(recipe, recipe.model, "score")
+    return backend
+
+
+def _opened(recipe: Recipe, model: ModelConfig, head: Literal["policy", "value", "score"]) -> Any:
+    """Open a model in this process, which from now on computes with `learner.threads`: every stage and role of the
+    learner comes here, however it was started."""
+    torch.set_num_threads(recipe.learner.threads)
+    opened: Any = open_backend  # what it returns is the head's
+    return opened(
         recipe.learner.backend,
         model,
         recipe.optimizer,
@@ -38,20 +55,7 @@ def beside_policy(recipe: Recipe, model: ModelConfig) -> Backend:
         seed=recipe.run.seed,
         layout=recipe.learner.layout,
         compute=recipe.learner.compute,
-    )
-
-
-def recipe_scores(recipe: Recipe) -> ScoreBackend:
-    """Open the backend of a reward model. Collective over the ranks. Equal recipes give equal weights."""
-    return open_backend(
-        recipe.learner.backend,
-        recipe.model,
-        recipe.optimizer,
-        device=recipe.learner.device,
-        seed=recipe.run.seed,
-        layout=recipe.learner.layout,
-        compute=recipe.learner.compute,
-        head="score",
+        head=head,
     )
 
 
@@ -89,16 +93,7 @@ def recipe_critic(recipe: Recipe, ranks: Ranks) -> Critic:
     algorithm = recipe.algorithm
     model = _critic_model(recipe)
     with _fitting(algorithm.critic.path):
-        backend = open_backend(
-            recipe.learner.backend,
-            model,
-            recipe.optimizer,
-            device=recipe.learner.device,
-            seed=recipe.run.seed,
-            layout=recipe.learner.layout,
-            compute=recipe.learner.compute,
-            head="value",
-        )
+        backend: ValueBackend = _opened(recipe, model, "value")
     return Critic(
         backend,
         ranks,

@@ -44,7 +44,7 @@ class Evaluator:
         from rollout_workers.rewards import open_reward
 
         disable_progress_bar()
-        self._recipe = recipe
+        self._recipe = recipe = _in_one_process(recipe)
         self._prompts = prompts
         self._swaps = 0
         self._directory = tempfile.TemporaryDirectory(prefix="headway-eval-")
@@ -114,6 +114,17 @@ class Evaluator:
             await self._broker.close()
 
 
+def _in_one_process(recipe: Recipe) -> Recipe:
+    """Return the recipe with the learner's threads for engine and reward models: torch has one number for all threads
+    of a process, and the last that is set counts."""
+    threads = recipe.learner.threads
+    return msgspec.structs.replace(
+        recipe,
+        engine=msgspec.structs.replace(recipe.engine, threads=threads),
+        scorers=msgspec.structs.replace(recipe.scorers, threads=threads),
+    )
+
+
 def evaluate_checkpoint(recipe: Recipe, checkpoint: Path, prompts: int | None) -> "EvalResult":
     """Return the pass rate of the model in `checkpoint` on the recipe's held-out prompts. Raises HeadwayError."""
     from learner.data.prompts import open_prompts
@@ -121,5 +132,8 @@ def evaluate_checkpoint(recipe: Recipe, checkpoint: Path, prompts: int | None) -
 
     model = msgspec.structs.replace(recipe.model, path=str(checkpoint), random=None)
     source = open_prompts(recipe.prompts, load_tokenizer(model), recipe.run.seed)
+    recipe = msgspec.structs.replace(  # no learner works in this process
+        recipe, learner=msgspec.structs.replace(recipe.learner, threads=recipe.engine.threads)
+    )
     with Evaluator(recipe, checkpoint, source.held_out(prompts or recipe.evaluation.prompts)) as evaluator:
         return evaluator.measure()

@@ -127,7 +127,6 @@ def train(recipe: Recipe, url: str, *, resume: bool, rewind: Rewind | None = Non
 
 
 def _build(recipe: Recipe, resume: bool, rewind: Rewind | None) -> Parts:
-    torch.set_num_threads(recipe.learner.threads)
     seed_generators(recipe.run.seed)
     backend = recipe_backend(recipe)
     ranks = Ranks.of(backend)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import torch
 
 from broker.schema.metrics import StepMetrics
 from deploy.observe.sinks.base import SinkRun
@@ -70,7 +69,6 @@ class Replay:
     def run(self) -> Comparison:
         """Train, write a run's files, and compare. Raises ReplayError if the log or a checkpoint is missing."""
         start, steps = self._start(), self._range()
-        torch.set_num_threads(self.recipe.learner.threads)
         seed_generators(self.recipe.run.seed)
         recipe = after_stages(self.recipe)
         backend = recipe_backend(recipe)

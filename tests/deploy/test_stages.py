@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 import yaml
 from msgspec.structs import replace as replace_struct
 
@@ -18,9 +19,10 @@ from deploy.recipe.files import shipped_recipes
 from deploy.recipe.loading import dump_recipe, hint_of, load_recipe, with_overrides
 from deploy.recipe.recipe import Recipe
 from deploy.recipe.stage_graph import chain_of, impossible_starts, number_of, start_of
+from deploy.roles.stage import ProgressBars, fine_tune
 from deploy.run.directory import SETTINGS, prepare
 from deploy.run.record import read_record
-from deploy.run.resuming import check_resumable
+from deploy.run.resuming import check_resumable, stage_binding
 from deploy.run.stage_output import after_stages, check_made, is_of, mark_complete, origin, planned, starting_at
 from deploy.run.stage_record import StageRecord, record_of, tracker_identity
 from deploy.terminal import Terminal
@@ -29,6 +31,7 @@ from learner.data.prompts.base import Message
 from learner.data.prompts.rendering import Renderer
 from learner.data.sources import open_pairs
 from learner.models.model import load_model, load_tokenizer
+from learner.stages.base import Progress
 from learner.stages.kinds import KNOWN
 from tests.deploy.runs import stage_event
 from tests.end_to_end.recipes import TINY
@@ -262,6 +265,84 @@ def test_neither_a_name_nor_a_stage_beside_the_chain_makes_a_model_another_one(t
     students = ([SFT, one, {**OWN, "options": {"teacher": "stage:c"}, "starts_from": "sft"}] for one in named)
     first, second = (origin(load(tmp_path, stages=stages), 2) for stages in students)
     assert first != second
+
+
+IMITATION = {"kind": "sft", "options": {"data": {"kind": "arithmetic", "options": {"records": 40}}, "batch_size": 8}}
+MAY_CHANGE = (
+    "optimizer.learning_rate=1e-5",
+    "optimizer.weight_decay=0.5",
+    "optimizer.schedule=cosine",
+    "learner.processes=2",
+    "learner.processes=2 learner.layout.context=2",
+    "learner.micro_batch_tokens=99",
+    "learner.threads=2",
+    "model.dtype=bfloat16",
+    "prompts.epochs=7",
+    "prompts.deadline_s=7",
+    "checkpoint.stage_every_s=1",
+    "evaluation.prompts=3",
+)
+BINDS = (
+    "run.seed=3",
+    "model.random.config.hidden_size=16",
+    "prompts.system_prompt=Hi",
+    "stages[0].options.batch_size=4",
+    "stages[0].options.data.options.records=41",
+    "learner.backend=megatron",
+    "prompts.options.max_operations=7",
+)
+
+
+@pytest.mark.parametrize("override", [*MAY_CHANGE, *BINDS])
+def test_a_stage_is_bound_by_what_it_trains(override: str, tmp_path: Path) -> None:
+    """By nothing that a resumed run may change; a stage that another one names binds in the same way."""
+    taught = {**OWN, "options": {"text": "1+1=2#2", "teacher": "stage:sft"}, "starts_from": "model"}
+    recipe = load(tmp_path, stages=[IMITATION, taught])
+    changed = with_overrides(recipe, override.split())
+    for number in (0, 1):
+        assert (stage_binding(changed, number) == stage_binding(recipe, number)) == (override in MAY_CHANGE)
+
+
+def test_a_stage_that_was_killed_goes_on_with_another_optimizer_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load(tmp_path, stages=[IMITATION], checkpoint={"stage_every_s": 0})
+    (stage,) = planned(recipe)
+    seen: list[int] = []
+
+    class Killed(BaseException):
+        pass
+
+    def killed(self: Any, progress: Progress) -> None:
+        seen.append(progress.step)
+        if len(seen) == 3:
+            raise Killed
+
+    monkeypatch.setattr(ProgressBars, "show", killed)
+    with pytest.raises(Killed):
+        fine_tune(recipe, stage.directory, console=Terminal())
+    with pytest.raises(ConfigError, match=r"2 trained steps of this stage.*batch_size was 8 and is 4 now"):
+        fine_tune(with_overrides(recipe, ["stages[0].options.batch_size=4"]), stage.directory, console=Terminal())
+    fine_tune(with_overrides(recipe, ["optimizer.weight_decay=0.5"]), stage.directory, console=Terminal())
+    assert seen == [1, 2, 3, 3, 4, 5]
+
+
+def test_a_stage_computes_with_the_learners_threads_beside_its_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch_threads: None
+) -> None:
+    """However it was started. The process also holds the engine that measures its pass rate, which would take others'
+    number for all of the process's threads."""
+    recipe = load(
+        tmp_path,
+        stages=[SFT],
+        learner={**TINY["learner"], "threads": 3},
+        engine={**TINY["engine"], "threads": 2},
+        evaluation={"prompts": 2},
+    )
+    seen: list[int] = []
+    monkeypatch.setattr(ProgressBars, "show", lambda self, progress: seen.append(torch.get_num_threads()))
+    assert fine_tune(recipe, planned(recipe)[0].directory, console=Terminal()).pass_rate is not None
+    assert seen == [3, 3]
 
 
 @pytest.mark.slow

@@ -1,12 +1,27 @@
 """The learner's role gives the broker its rules from the recipe."""
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
+import torch
 
 from broker.errors import ConfigError
 from deploy.recipe.loading import load_recipe
-from deploy.roles.backend import recipe_backend
+from deploy.recipe.recipe import Recipe
+from deploy.roles.backend import beside_policy, recipe_backend, recipe_critic, recipe_scores
 from deploy.roles.learner import rules_of
+from learner.ranks import Ranks
+
+
+def open_critic(recipe: Recipe) -> object:
+    """Open the critic as a learner of one rank does."""
+    return recipe_critic(recipe, Ranks(rank=0, world_size=1, replica=0, replicas=1, is_lead=True))
+
+
+def open_teacher(recipe: Recipe) -> object:
+    """Open another model beside the policy."""
+    return beside_policy(recipe, recipe.model)
 
 
 def test_every_rule_but_the_scorers_is_the_setting_of_the_same_name() -> None:
@@ -33,3 +48,12 @@ def test_replay_for_a_model_without_experts_is_refused_before_it_is_loaded() -> 
     recipe = load_recipe("arithmetic-dense.yaml", ["algorithm.router_replay=true"])
     with pytest.raises(ConfigError, match="replays the choice of experts, and this qwen3 has none"):
         recipe_backend(recipe)
+
+
+@pytest.mark.parametrize("open_one", [recipe_backend, recipe_scores, open_critic, open_teacher])
+def test_every_model_of_the_learner_comes_with_its_threads(
+    open_one: Callable[[Recipe], object], torch_threads: None
+) -> None:
+    torch.set_num_threads(1)
+    open_one(load_recipe("arithmetic-dense.yaml", ["learner.threads=3", "algorithm.preset=ppo"]))
+    assert torch.get_num_threads() == 3
