@@ -100,6 +100,21 @@ def test_corrections_are_compared_at_exact_lags(tmp_path: Path) -> None:
     assert (tmp_path / "runs.jsonl").read_text() == runs
 
 
+@pytest.mark.slow
+def test_places_and_anchors_of_a_teachers_term_are_compared_at_exact_lags(tmp_path: Path) -> None:
+    quick = ("--quick", "--seeds", "1", "--lags", "2")
+    result = last_line("benchmarks.stale_distillation", *quick, "--output", str(tmp_path))
+
+    assert set(result) == {"advantage/behavior", "advantage/proximal", "loss/behavior", "loss/proximal"}
+    for cell in (cells["2"] for cells in result.values()):
+        assert 0 <= cell["pass_rate"] <= 1
+        assert len(cell["pass_rates"]) == len(cell["reverse_kl"]) == 1
+    runs = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+    assert [run["curves"]["lag"] for run in runs] == [[0, 1, 2]] * 4
+    # With one update a step, and where no weight is capped, both places have the same gradient.
+    assert result["advantage/proximal"]["2"] == pytest.approx(result["loss/proximal"]["2"])
+
+
 @pytest.mark.parametrize(("student", "shows"), [([0.3, 0.86, 0.9], True), ([0.3, 0.84, 0.86], False)])
 def test_distillation_is_ahead_of_rl_only_if_it_is_with_each_seed(student: list[float], shows: bool) -> None:
     def of_seed(teacher: float, **runs: list[float]) -> distillation.Figures:

@@ -104,7 +104,7 @@ class Run:
         self._cursor = PromptCursor(prompts, num_samples=settings.group_size, seed=trial.seed)
         self._held_out_prompts = prompts.held_out(settings.held_out)
         self._pass_reward = recipe.evaluation.pass_reward
-        self._rollouts = Rollouts(recipe, start)
+        self.rollouts = Rollouts(recipe, start)
         self._versions = deque([weights(self._backend, 0)], maxlen=trial.lag + 1)
         """The newest lag + 1 versions, oldest first."""
         self._held_out: list[tuple[int, float]] = []
@@ -115,9 +115,9 @@ class Run:
         """Sample with old weights, train the newest."""
         settings = self._trial.settings
         with self._timed("sample"):
-            self._rollouts.load(*self._versions[0])
+            self.rollouts.load(*self._versions[0])
             prompts = self._cursor.next(settings.groups_per_step)
-            groups = self._rollouts.sample(prompts, seed=(self._trial.seed + 1) * SEEDS_APART + step)
+            groups = self.rollouts.sample(prompts, seed=(self._trial.seed + 1) * SEEDS_APART + step)
         with self._timed("train"):
             judged = self._updater.judge(groups, step)
             update = self._updater.update(self._updater.pack(judged.sequences), step)
@@ -145,8 +145,8 @@ class Run:
 
     def _evaluate(self, steps: int, prompts: list[Prompt]) -> float:
         with self._timed("evaluate"):
-            self._rollouts.load(*self._versions[-1])
-            groups = self._rollouts.sample(prompts, seed=HELD_OUT_SEED)
+            self.rollouts.load(*self._versions[-1])
+            groups = self.rollouts.sample(prompts, seed=HELD_OUT_SEED)
         passed = fmean(one.reward >= self._pass_reward for group in groups for one in group.trajectories)
         self._held_out.append((steps, round(passed, 4)))
         return round(passed, 4)
