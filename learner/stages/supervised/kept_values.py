@@ -32,7 +32,7 @@ def digest_of_units(units: Iterable[Unit]) -> str:
     return digest.hexdigest()
 
 
-class Places:
+class ValuePlaces:
     """The places of the responses of sequences in a file, by key."""
 
     def __init__(self, keys: NDArray[np.uint8], lengths: NDArray[np.int64]) -> None:

@@ -15,7 +15,7 @@ from learner.checkpoints.disk import sync
 from learner.rows.units import Unit, response_values
 from learner.stages.base import StageError, StageParts
 
-from .kept_values import Places, keys_of, response_length, response_lengths
+from .kept_values import ValuePlaces, keys_of, response_length, response_lengths
 
 UNITS_AT_ONCE = 1024
 """Units between two sums over the ranks."""
@@ -72,7 +72,7 @@ def _of_units(parts: StageParts, units: Sequence[Unit]) -> NDArray[np.float32]:
 
 def _read(path: Path, units: Sequence[Unit]) -> list[Values]:
     with path.open("rb") as file, np.load(file) as kept:
-        places, values = Places(kept["keys"], kept["lengths"]), kept["values"]
+        places, values = ValuePlaces(kept["keys"], kept["lengths"]), kept["values"]
     if len(values) != places.total:
         raise ValueError(f"it has {len(values)} values, and {places.total} tokens")
     found = [[places.of(sequence) for sequence in unit] for unit in units]

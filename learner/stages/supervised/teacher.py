@@ -23,7 +23,7 @@ from learner.ranks import Ranks
 from learner.rows.packing import Candidates, PackableSequence, concatenate, plan
 from learner.rows.units import Unit
 
-from .kept_values import Places, keys_of, response_lengths
+from .kept_values import ValuePlaces, keys_of, response_lengths
 
 ROWS_AT_ONCE = 16
 """Micro-batches whose candidates are in memory at once."""
@@ -108,7 +108,7 @@ class _Kept:
 
     def __init__(self, index: Path) -> None:
         with index.open("rb") as file, np.load(file) as read:
-            self._places = Places(read["keys"], read["lengths"])
+            self._places = ValuePlaces(read["keys"], read["lengths"])
         self._ids, self._logprobs = (
             np.memmap(index.with_suffix(f".{part}"), dtype, "r").reshape(self._places.total, -1)
             if self._places.total
