@@ -1,4 +1,4 @@
-"""How well a student learns from its teacher by samples of old weights: by place and anchor of the teacher's term.
+"""A student learns from its teacher by samples of old weights: by each place and anchor of the teacher's term.
 
     python -m benchmarks.stale_distillation --output DIR [--seeds 3] [--lags 4 16] [--steps 48] [--quick]
 
@@ -119,14 +119,14 @@ def made(seed: int, settings: Settings, directory: Path) -> Recipe:
 def taught(trial: Trial, recipe: Recipe) -> Outcome:
     """Train the student by the trial's composition."""
     run = Run(trial, directory_of(recipe, 1))
-    run.rollouts = Taught(recipe, run.rollouts, directory_of(recipe, 0))
+    run.rollouts = TaughtRollouts(recipe, run.rollouts, directory_of(recipe, 0))
     for step in range(trial.settings.steps):
         run.evaluate_now_and_then(step)
         run.step(step)
     return run.outcome()
 
 
-class Taught(Rollouts):
+class TaughtRollouts(Rollouts):
     """Samples that come with a teacher's logprobs."""
 
     def __init__(self, recipe: Recipe, rollouts: Rollouts, teacher: Path) -> None:

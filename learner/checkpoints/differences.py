@@ -1,6 +1,6 @@
-"""What differs between two settings, told as their keys with the old and the new value, each cut to a readable length.
+"""Settings are compared, and their keys told with the old and the new value, each cut to a readable length.
 
-Settings are plain data: mappings, lists, texts, numbers, truth values and None.
+They are plain data: mappings, lists, texts, numbers, truth values and None.
 """
 
 from collections.abc import Iterator
