@@ -64,6 +64,13 @@ class SamplingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             " worker samples it, on engines that honour seeds; null: engines draw freely"
         ),
     ] = None
+    keep_special_tokens: Annotated[
+        tuple[str, ...] | None,
+        Meta(
+            description="special tokens that stay in the text that rewards and environments read, such as '<think>';"
+            " []: none, as in verl and TRL; null: all but those that end or pad a text"
+        ),
+    ] = None
 
 
 class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -3,9 +3,12 @@
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from broker.errors import ConfigError, HeadwayError
+
+ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+"""Special tokens of a tokenizer that are no part of a text: its borders, padding, and what stands for others."""
 
 
 def _no_tokenizer(text: str) -> Sequence[int]:
@@ -22,14 +25,17 @@ class Decoding(NamedTuple):
     no tokens."""
 
 
-def load_decoding(model: Path) -> Decoding:
-    """Read the tokenizer and the stop tokens from a model directory. It needs no weights."""
+def load_decoding(model: Path, keeps: Sequence[str] | None = None) -> Decoding:
+    """Read the tokenizer and the stop tokens from a model directory. It needs no weights. `keeps`: the special tokens
+    that stay in texts; None: all that mark neither a text's borders nor what is missing. Raises ConfigError."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    stops = stop_token_ids(model, tokenizer.eos_token_id)
+    dropped = _dropped(tokenizer, stops, keeps)
 
     def decode(token_ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        return str(tokenizer.decode([one for one in token_ids if one not in dropped], skip_special_tokens=False))
 
     def encode(text: str) -> Sequence[int]:
         try:
@@ -37,7 +43,21 @@ def load_decoding(model: Path) -> Decoding:
         except Exception as error:  # a character-level tokenizer raises a bare exception for a character that it lacks
             raise HeadwayError(f"The model's tokenizer cannot encode {text[:80]!r}: {error}.") from error
 
-    return Decoding(decode, stop_token_ids(model, tokenizer.eos_token_id), encode)
+    return Decoding(decode, stops, encode)
+
+
+def _dropped(tokenizer: Any, stops: Sequence[int], keeps: Sequence[str] | None) -> set[int]:
+    """Return the special tokens that texts go without. Raises ConfigError where a token to keep is none."""
+    special = {one: str(token) for one, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+    if keeps is None:
+        return set(special) & {*stops, *(getattr(tokenizer, f"{role}_token_id") for role in ROLES)}
+    if unknown := [name for name in keeps if name not in special.values()]:
+        known = ", ".join(sorted(special.values())[:20])
+        raise ConfigError(
+            f"sampling.keep_special_tokens: the model's tokenizer has no special token {unknown[0]!r}; it has {known}."
+        )
+    return {one for one, name in special.items() if name not in keeps}
 
 
 def stop_token_ids(model: Path, tokenizer_eos: int | None) -> tuple[int, ...]:

@@ -50,7 +50,7 @@ class Chat:
                 "There is a system message, but the model's tokenizer has no chat template. Leave it out."
             )
         self._renderer = Renderer(tokenizer)
-        self._decoding = load_decoding(model.path)
+        self._decoding = load_decoding(model.path, settings.sampling.keep_special_tokens)
         self._system: list[Message] = [{"role": "system", "content": system}] if system else []
         self._messages: list[Message] = []
         self._runner = asyncio.Runner()

@@ -52,7 +52,7 @@ class Evaluator:
         self._has_weights = not isinstance(model, ModelFiles)
         if isinstance(model, ModelFiles):
             model = write_model(model, Path(self._directory.name) / "model")
-        self._decoding = load_decoding(model)
+        self._decoding = load_decoding(model, recipe.sampling.keep_special_tokens)
         config = msgspec.structs.replace(recipe.engine, kind="embedded", options={})
         self._engine = open_engine(config, model, seed=recipe.run.seed)
         if not self._has_weights:

@@ -173,7 +173,7 @@ class OwnEngine:
         asyncio.run(self._sample(prompts, add))
 
     async def _sample(self, prompts: Mapping[int, Prompt], add: Add) -> None:
-        decoding = load_decoding(self.model.path)
+        decoding = load_decoding(self.model.path, self.settings.sampling.keep_special_tokens)
         engine = await open_trained(self.model, self.settings, self.seed)
         places, queue = asyncio.Semaphore(engine.capacity), iter(prompts.items())
 

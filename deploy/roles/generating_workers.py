@@ -129,7 +129,7 @@ class _Job:
             vocabulary=getattr(load_config(recipe.model).get_text_config(), "vocab_size", None),
             max_new_tokens=recipe.sampling.max_new_tokens,
         )
-        self._decoding = load_decoding(Path(recipe.model.path))
+        self._decoding = load_decoding(Path(recipe.model.path), recipe.sampling.keep_special_tokens)
         self._owner = self._claim(identity)
         self._version = WeightVersion(self._owner.incarnation, 0)
 

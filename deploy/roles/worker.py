@@ -217,7 +217,7 @@ async def _work(
                 reward=closed_by(opened, await _open_reward(broker, recipe, worker, roots)),
                 environment=closed_by(opened, await open_environment(recipe.environment, roots)),
                 teacher=closed_by(opened, open_teacher(broker, recipe, worker)),
-                decoding=load_decoding(model),
+                decoding=load_decoding(model, recipe.sampling.keep_special_tokens),
                 sampling=recipe.sampling,
                 config=recipe.workers,
                 weights=recipe.weights,

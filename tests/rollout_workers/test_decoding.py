@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from broker.errors import ConfigError
-from rollout_workers.decoding import Decoding, response_text, stop_token_ids
+from rollout_workers.decoding import Decoding, load_decoding, response_text, stop_token_ids
 from rollout_workers.samples.throughput import Throughput
 
 
@@ -63,3 +65,38 @@ def test_an_engine_is_silent_since_its_last_token_or_its_first_request() -> None
     assert throughput.silent_s() == 12
     throughput.add(1)
     assert throughput.silent_s() == 0
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model directory with a tokenizer of bytes and special tokens, one of which ends a response."""
+    alphabet = {character: place for place, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    made = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(one, special=True) for one in ("<pad>", "<end>", "<think>", "</think>", "<x>")])
+    made.add_tokens([AddedToken("<plain>", special=False)])
+    directory = tmp_path_factory.mktemp("thinker")
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", pad_token="<pad>")
+    wrapped.save_pretrained(directory)
+    return model_dir(directory, config=wrapped.eos_token_id)
+
+
+@pytest.mark.parametrize(
+    ("keeps", "text"),
+    [
+        (None, "<think>5</think> a<plain><x>"),
+        ((), "5 a<plain>"),
+        (("<x>",), "5 a<plain><x>"),
+        (("<think>", "</think>", "<end>"), "<end><think>5</think> a<plain>"),
+    ],
+)
+def test_special_tokens_that_stay_in_a_responses_text(thinker: Path, keeps: tuple[str, ...] | None, text: str) -> None:
+    tokens = AutoTokenizer.from_pretrained(thinker)("<end><pad><think>5</think> a<plain><x><end>").input_ids
+    assert response_text(load_decoding(thinker, keeps), tokens) == text
+
+
+@pytest.mark.parametrize("keeps", [("<thikn>",), ("<plain>",), ("<x>", "a")])
+def test_a_token_to_keep_that_is_no_special_one_is_refused(thinker: Path, keeps: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"sampling\.keep_special_tokens"):
+        load_decoding(thinker, keeps)
