@@ -46,6 +46,7 @@ class HostProcess:
             *(sys.executable, "-m", "broker.user_code.host"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            cwd=_directory_of(program),
             env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"},
             start_new_session=True,
         )
@@ -146,3 +147,9 @@ class HostProcess:
         if length > MAX_FRAME_BYTES:
             raise ConnectionError(f"an answer of {length} bytes")
         return msgspec.msgpack.decode(await self._process.stdout.readexactly(length), type=CallAnswer)
+
+
+def _directory_of(program: Program) -> str | None:
+    """Return the directory of the operator's command, in which user code finds its relative paths; None if it is
+    gone."""
+    return program.import_path if os.path.isdir(program.import_path) else None
