@@ -1,7 +1,7 @@
 """The seam between a worker and the functions that judge responses."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -44,12 +44,21 @@ class Reward(Protocol):
         ...
 
 
+@runtime_checkable
+class ReadsTruths(Protocol):
+    """A reward that can say, before a response is there, which prompts it will not be able to judge."""
+
+    async def complaints(self, prompts: Sequence[Prompt]) -> list[str]:
+        """Return for each prompt what its row lacks or has that the reward cannot read; "" where it can judge it."""
+        ...
+
+
 class RewardFunction(Protocol):
     """A user's own reward by an import path, in verl's signature; it may be a coroutine function. The names of the
     parameters are part of it."""
 
     def __call__(
-        self, data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]
+        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
     ) -> float | dict[str, float]:
         """Return the score of the response `solution_str`: a finite number, or a mapping with `score` and further
         measures, for people to read. The other arguments are the fields of the prompt's row."""

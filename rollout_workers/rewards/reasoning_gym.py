@@ -47,6 +47,11 @@ class ReasoningGymReward:
             raise RewardError(str(error)) from error
         return Score(total=total, components={"tagged": tagged, "timed_out": 0.0})
 
+    async def complaints(self, prompts: Sequence[Prompt]) -> list[str]:
+        """See ReadsTruths. An entry is unfit that has no task, or whose task cannot judge its right answer."""
+        asked = [(prompt.group, prompt.extra_info) for prompt in prompts]
+        return [await self._pool.call("complaint", *one, deadline_s=self._deadline_s) for one in asked]
+
     async def close(self) -> None:
         """Kill its processes; the next score starts others."""
         await self._pool.close()
@@ -71,6 +76,15 @@ class Verifiers:
         tagged: str | None = extract_answer(response)
         answer = response.strip() if tagged is None else tagged
         return _score_answer(task, answer, entry), float(tagged is not None)
+
+    def complaint(self, group: str, extra_info: dict[str, Any]) -> str:
+        """Return why the entry is invalid; "" where it is not."""
+        try:
+            task, entry = _task_and_entry(group, extra_info)
+            _refuse_bad_entry(task, _verifier(task), entry)
+        except RewardError as error:
+            return str(error)
+        return ""
 
 
 def _score_answer(task: str, answer: str, entry: dict[str, Any]) -> float:
