@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from broker.errors import UserCodeError
 from broker.user_code.own import make_own
@@ -18,7 +19,8 @@ from broker.user_code.pool import HostPool
 from broker.user_code.roots import ImportRoots
 from broker.user_code.wire import Program
 from rollout_workers.config import EnvironmentConfig
-from rollout_workers.rewards.failures import Failures
+from rollout_workers.rewards.failures import Failures, LeftOut
+from rollout_workers.rewards.function_calls import measures, number
 
 from .base import Environment, Episode, Step
 
@@ -58,6 +60,7 @@ class OwnEnvironment:
         self.max_turns = max_turns
         self._pool = pool
         self._deadline_s = config.deadline_s
+        self._left_out = LeftOut(f"environment {config.kind}")
         self._failures = Failures(
             f"environment {config.kind}",
             "Return a Step for every episode, within environment.deadline_s.",
@@ -72,7 +75,8 @@ class OwnEnvironment:
         except UserCodeError as error:
             raise self._failures.note(episode.prompt, error) from error
         self._failures.note_success()
-        return msgspec.convert(answered, Step)
+        step, left_out = msgspec.convert(answered, tuple[Step, list[str]])
+        return replace(step, components=self._left_out.note(dict(step.components), left_out))
 
     async def close(self) -> None:
         """Kill its processes."""
@@ -113,8 +117,10 @@ async def _later(answered: Awaitable[Any]) -> Any:
 def _plain(step: Any) -> Any:
     if not isinstance(step, Step):
         raise TypeError(f"step returned {step!r:.200}, which is no rollout_workers.environments.Step")
-    if not all(math.isfinite(number) for number in (step.reward, *step.components.values())):
-        raise ValueError(f"step returned {step!r:.200}, with a number that is not finite")
-    plain = msgspec.to_builtins(step)
-    msgspec.convert(plain, Step)  # raises for a result that is no Step
+    reward = number(step.reward)
+    if reward is None or not math.isfinite(reward):
+        raise ValueError(f"step returned a reward of {step.reward!r:.200}, which is no finite number")
+    components, left_out = measures(step.components)
+    plain = msgspec.to_builtins((replace(step, reward=reward, components=components), left_out))
+    msgspec.convert(plain, tuple[Step, list[str]])  # raises for a result that is no Step
     return plain

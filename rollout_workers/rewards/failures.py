@@ -1,14 +1,40 @@
-"""Decides about a call of user code that failed for good: the worker gives the sample up, or ends."""
+"""Judges what user code does wrong: after a call that failed for good the worker gives the sample up, or ends."""
 
+import logging
+import math
 import time
+from collections.abc import Sequence
 
 from broker.errors import HeadwayError, UserCodeError
 from broker.schema import Prompt
 
 from .base import RewardError, UnscoredError
 
+log = logging.getLogger(__name__)
 UNSCORED_IN_A_ROW = 3
 """Samples in a row that a function may fail to score before the function counts as broken."""
+
+
+class LeftOut:
+    """Tells and counts measures of one function that are not finite, such as that of a judge that did not answer."""
+
+    def __init__(self, of: str) -> None:
+        self._of = of
+        self._samples = 0
+
+    def note(self, parts: dict[str, float], names: Sequence[str]) -> dict[str, float]:
+        """Return a sample's measures, with the number of those that were left out of them, if any."""
+        if not names:
+            return parts
+        self._samples += 1
+        if math.log10(self._samples).is_integer():
+            log.warning(
+                "%s: its measure %s is NaN or infinite, and left out of the metrics; so it was for %d samples so far",
+                self._of,
+                ", ".join(names)[:200],
+                self._samples,
+            )
+        return {**parts, "left_out": float(len(names))}
 
 
 class Failures:

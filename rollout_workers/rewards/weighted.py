@@ -1,12 +1,13 @@
 """The sum that training optimizes: several rewards, each with a weight and a name."""
 
 import asyncio
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from broker.schema import Prompt
 
-from .base import Reward, Score
+from .base import Reward, RewardError, Score
 
 
 class WeightedReward(NamedTuple):
@@ -40,10 +41,10 @@ class WeightedSum:
         for term, score in zip(self._terms, scores, strict=True):
             components[term.name] = score.total
             components |= {f"{term.name}/{part}": value for part, value in score.components.items()}
-        return Score(
-            total=sum(t.share(s.total) for t, s in zip(self._terms, scores, strict=True)),
-            components=components,
-        )
+        total = sum(term.share(score.total) for term, score in zip(self._terms, scores, strict=True))
+        if not math.isfinite(total):
+            raise RewardError(f"the rewards {components}, each times its weight, add up to {total}: lower the weights.")
+        return Score(total=total, components=components)
 
     async def close(self) -> None:
         """Close every term."""

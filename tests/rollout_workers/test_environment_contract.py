@@ -19,6 +19,8 @@ OWN = '''
 import os
 import time
 
+import numpy as np
+
 from rollout_workers.environments import Step
 
 
@@ -47,6 +49,12 @@ class Fails(Countdown):
         return {"hang": lambda: time.sleep(600), "nan": lambda: Step(reward=float("nan")), "none": lambda: None}[
             episode.answers[-1]
         ]()
+
+
+class Measured(Countdown):
+    def step(self, episode):
+        components = {"ok": np.bool_(True), "half": np.array(0.5), "judge": float("nan"), "note": "x", "far": 10**400}
+        return Step(reward=np.float32(0.5), components=components)
 
 
 class Endless(Countdown):
@@ -142,11 +150,23 @@ async def test_what_there_is_not_is_named(roots: ImportRoots, config: dict[str, 
         await open_environment(msgspec.convert(config, EnvironmentConfig), roots)
 
 
+async def test_numbers_of_numpy_are_numbers_and_a_measure_that_is_not_finite_is_left_out(
+    roots: ImportRoots, caplog: pytest.LogCaptureFixture
+) -> None:
+    environment = await open_environment(EnvironmentConfig(kind="countdown:Measured"), roots)
+    step = await environment.step(episode("7"))
+    await environment.close()
+    assert (step.reward, step.components) == (0.5, {"ok": 1.0, "half": 0.5, "left_out": 2.0})
+    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "environment countdown:Measured" in told
+    assert "judge, far" in told
+
+
 async def test_ones_own_that_fails_costs_its_sample_and_then_the_worker(roots: ImportRoots) -> None:
     config = EnvironmentConfig(kind="countdown:Fails", deadline_s=2.0)
     fails = await open_environment(config, roots)
     try:
-        for answer, told in (("exit", "ended its process"), ("nan", "not finite")):
+        for answer, told in (("exit", "ended its process"), ("nan", "no finite number")):
             with pytest.raises(UnscoredError, match=f"environment countdown:Fails failed twice .*{told}"):
                 await fails.step(episode(answer))
         with pytest.raises(RewardError, match=r"(?s)ran past its deadline.*3 samples in a row.*Return a Step"):
