@@ -21,7 +21,7 @@ import uvloop
 from broker.schema import Prompt
 from rollout_workers.config import RewardConfig
 from rollout_workers.rewards import open_reward
-from rollout_workers.rewards.function_calls import Calls
+from rollout_workers.rewards.function_calls import Asked, Calls
 
 AT_ONCE = (1, 64)
 REPETITIONS = 5
@@ -68,8 +68,8 @@ async def compare(calls: int, characters: int, processes: int) -> dict[str, Any]
     own, response = Calls(trivial, "verl"), "y" * characters
 
     async def in_thread(prompt: Prompt, response: str) -> Any:
-        arguments = (prompt.text, response, prompt.ground_truth, prompt.data_source, prompt.extra_info)
-        return await asyncio.to_thread(own.score, *arguments)
+        asked = Asked(prompt.text, None, response, [], prompt.ground_truth, prompt.data_source, prompt.extra_info)
+        return await asyncio.to_thread(own.score, asked)
 
     pool = await open_reward([RewardConfig(kind="benchmarks.reward_calls:trivial", processes=processes)])
 

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-SCHEMA_VERSION = 11
+SCHEMA_VERSION = 12
 
 # Every struct that is part of one run carries its `identity`: 16 random hexadecimal digits, made when the run begins.
 # Names, incarnations and steps of two runs may be equal; their identities never are. The broker's client writes it.
@@ -75,8 +75,10 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """The tokens that the engine continues."""
     text: str
     """The same as text, for reward functions and people."""
-    ground_truth: str
-    """The right answer, as reward functions read it."""
+    messages: list[dict[str, Any]] | None = None
+    """The conversation that `text` renders; None for a prompt that is text in its row."""
+    ground_truth: Any
+    """The right answer, with the type that its row has: text, a number, a list or a mapping."""
     data_source: str
     """The data set that it comes from."""
     extra_info: dict[str, Any] = {}

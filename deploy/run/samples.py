@@ -120,7 +120,7 @@ def _sample(group: Group, trajectory: Trajectory, step: int, decode: Decode) -> 
         tid=str(trajectory.tid),
         worker=trajectory.worker,
         prompt=group.prompt.text,
-        truth=group.prompt.ground_truth,
+        truth=str(group.prompt.ground_truth),
         pieces=list(_pieces(trajectory, step, decode)),
         tokens=len(trajectory.response_tokens),
         reward=trajectory.reward,

@@ -3,6 +3,8 @@
 import json
 import re
 import sys
+from datetime import date
+from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,6 +152,21 @@ def test_nested_mappings_have_the_keys_that_their_row_has(
     ]
 
 
+@pytest.mark.parametrize("truth", [["Paris, France", 0], 4, 2.5, True, {"a": [1]}, "4", []], ids=repr)
+def test_a_ground_truth_has_the_type_of_its_row(tmp_path: Path, truth: Any) -> None:
+    row = {"prompt": "a", "ground_truth": truth}
+    item = open_source(PromptsConfig(kind="jsonl", path=str(jsonl(tmp_path, [row]))), 0).train(0, 0)
+    assert (type(item.ground_truth), item.ground_truth) == (type(truth), truth)
+
+
+@pytest.mark.parametrize("truth", [Decimal("1.5"), date(2026, 1, 1), [Decimal("1")]], ids=repr)
+def test_a_ground_truth_that_would_arrive_as_another_value_is_refused(tmp_path: Path, truth: Any) -> None:
+    path = tmp_path / "data.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "a", "ground_truth": truth}]), path)
+    with pytest.raises(ConfigError, match=r"data\.parquet: row 1: the ground truth is .* would not reach rewards"):
+        open_source(PromptsConfig(kind="parquet", path=str(path)), 0)
+
+
 def test_verl_rows_and_renamed_fields(tmp_path: Path) -> None:
     verl = {"prompt": "a", "reward_model": {"style": "rule", "ground_truth": "4"}, "data_source": "d"}
     item = open_source(PromptsConfig(kind="jsonl", path=str(jsonl(tmp_path, [verl]))), 0).train(0, 0)
@@ -158,7 +175,7 @@ def test_verl_rows_and_renamed_fields(tmp_path: Path) -> None:
     path = jsonl(tmp_path, [{"question": "b", "answer": 5}], "gsm.jsonl")
     options = {"prompt_field": "question", "ground_truth_field": "answer"}
     item = open_source(PromptsConfig(kind="jsonl", path=str(path), options=options), 0).train(0, 0)
-    assert (item.content, item.ground_truth, item.data_source) == ("b", "5", "gsm")
+    assert (item.content, item.ground_truth, item.data_source) == ("b", 5, "gsm")
     assert item.extra_info == {"answer": 5}  # by which rewards made for TRL ask for it
 
 

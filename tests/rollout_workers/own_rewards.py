@@ -32,8 +32,81 @@ async def verl_async(data_source: str, solution_str: str, ground_truth: str, ext
 
 def trl_list(prompts: list[str], completions: list[str], ground_truth: list[str], **kwargs: Any) -> list[float]:
     assert prompts == ["^3+4="]
-    assert kwargs == {"level": [3], "data_source": ["sums"]}
+    assert kwargs == {"level": [3], "data_source": ["sums"], "completion_ids": [[5, 6]]}
     return [float(c == g) for c, g in zip(completions, ground_truth, strict=True)]
+
+
+def verl_types(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+    """Return 1 where every value has the type of its row."""
+    wanted = extra_info["wanted"]
+    return float(ground_truth == wanted and type(ground_truth) is type(wanted))
+
+
+def trl_types(completions: list[str], ground_truth: list[Any], wanted: list[Any]) -> list[float]:
+    return [float(ground_truth == wanted and type(ground_truth[0]) is type(wanted[0]))]
+
+
+def trl_conversation(completions: list[Any], completion_ids: list[Any], log_metric: Any, **kwargs: Any) -> list[float]:
+    """Read a conversation as TRL's functions do."""
+    assert completions == [[{"role": "assistant", "content": "I say 7"}]]
+    assert completion_ids == [[5, 6]]
+    assert not {"trainer_state", "log_extra", "log_metric", "extra_info"} & set(kwargs)
+    for value in (1, 0.0):
+        log_metric("half", value)
+    return [1.0 if isinstance(kwargs["prompts"][0], str) else float(kwargs["prompts"][0][-1]["content"] == "3+4?")]
+
+
+def trl_all(prompts: Any, completions: Any, trainer_state: Any, log_extra: Any, extra_info: Any) -> Any:
+    import numpy as np
+
+    log_extra("seen", completions)
+    assert extra_info == [{"level": 3}]
+    return np.array([0.5], np.float32)
+
+
+def trl_reads_state(completions: list[str], trainer_state: Any) -> list[float]:
+    return [1.0 if trainer_state.global_step else 0.0]
+
+
+def measured(solution_str: str, extra_info: dict[str, Any]) -> dict[str, Any]:
+    """Return measures as libraries make them, some of them no finite numbers."""
+    import decimal
+    import fractions
+
+    import numpy as np
+
+    class Scalar:  # as torch's, which takes seconds to import
+        ndim = 0
+
+        def __float__(self) -> float:
+            return 0.25
+
+    odd: dict[Any, Any] = {3: 4}
+    return {
+        "score": np.array(0.5),
+        "ok": np.bool_(True),
+        "int": np.int64(3),
+        "zero_d": np.array(2, np.int8),
+        "decimal": decimal.Decimal("0.5"),
+        "fraction": fractions.Fraction(1, 4),
+        "scalar": Scalar(),
+        "judge": float("nan"),
+        "far": np.float32("inf"),
+        "vast": 10**400,
+        "text": "7",
+        "text_0d": np.array("7"),
+        "several": np.array([1.0]),
+        "nothing": None,
+        **odd,
+    }
+
+
+def many_measures(solution_str: str) -> dict[str, float]:
+    return {"score": 1.0, **{f"m{number}": 1.0 for number in range(101)}}
+
+
+def reads_a_file(solution_str: str) -> float:
+    return float(Path("answers/key.txt").read_text())
 
 
 def trl_short(completions: list[str]) -> list[float]:

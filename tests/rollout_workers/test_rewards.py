@@ -6,7 +6,8 @@ import os
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -19,16 +20,21 @@ from broker.errors import ConfigError
 from broker.schema import Prompt
 from broker.user_code.host_process import HostProcess
 from broker.user_code.pool import Host
+from broker.user_code.roots import ImportRoots
+from broker.wire.codec import decode, encode
 from rollout_workers.config import RewardConfig
 from rollout_workers.rewards import open_reward
+from rollout_workers.rewards.arithmetic import ArithmeticReward
 from rollout_workers.rewards.base import Reward, RewardError, Score, UnscoredError
 from rollout_workers.rewards.math_verify import MathVerifyReward
+from rollout_workers.rewards.reasoning_gym import ReasoningGymReward
 from rollout_workers.scorers import ScoringError
 
 OWN = "tests.rollout_workers.own_rewards"
+PLENTY_S = 120.0
 
 
-def prompt(ground_truth: str = "7", **extra_info: Any) -> Prompt:
+def prompt(ground_truth: Any = "7", **extra_info: Any) -> Prompt:
     return Prompt(
         group="0000-00000042",
         token_ids=[1],
@@ -51,7 +57,7 @@ async def opened(*configs: RewardConfig | str) -> AsyncIterator[Reward]:
 
 async def score(kind: RewardConfig | str, response: str, task: Prompt, finish_reason: str = "stop") -> Score:
     async with opened(kind) as reward:
-        return await reward.score(task, response, finish_reason)
+        return await reward.score(task, response, finish_reason, [5, 6])
 
 
 @pytest.mark.parametrize(
@@ -84,10 +90,51 @@ async def test_arithmetic_wants_the_exact_answer_and_an_end(response: str, finis
         ("7", r"\boxed{", 0.0),
         ("7", "", 0.0),
         ("x=3", r"\boxed{3}", 1.0),
+        ("5", r"\boxed{5}. So the final answer is $7$.", 1.0),
+        ("7", r"\boxed{5}. So the final answer is $7$.", 0.0),
+        ("7", r"\boxed{7}. Therefore, the answer is 5. I hope it is correct.", 1.0),
+        ("7", r"\boxed{} final answer is $7$", 0.0),
+        ("7", r"\boxed{ }, hence the final answer is $7$", 0.0),
+        ("7", r"\boxed{7}, no: \boxed{}", 0.0),
+        ("7", r"\boxed{7}, no: \boxed{8", 0.0),
+        ("7", r"final answer is $7$, \boxed{8} ... $$7$$ 7", 0.0),
+        ("7", r"\boxed {7} $3$", 1.0),
+        (r"\{1,2\}", r"\boxed{\{2, 1\}} and $3$", 1.0),
+        (r"\boxed{7} final answer is $5$", r"\boxed{7}", 1.0),
+        (r"\$18", r"\boxed{18}", 1.0),
+        ("$18$", r"\boxed{18}", 1.0),
+        (7, r"\boxed{7}", 1.0),
+        (0.5, r"\boxed{\frac{1}{2}}", 1.0),
     ],
 )
-async def test_math_verify_compares_boxed_answers(ground_truth: str, response: str, total: float) -> None:
-    assert (await score("math_verify", response, prompt(ground_truth))).total == total
+async def test_math_verify_compares_boxed_answers(
+    verifier: Reward, ground_truth: Any, response: str, total: float
+) -> None:
+    assert (await verifier.score(prompt(ground_truth), response, "stop")).total == total
+
+
+async def test_truths_that_a_built_in_reward_cannot_read_are_known_before_a_response_is_there() -> None:
+    unreadable = ["", r"\boxed{}", ["7", "8"], True, {"answer": 7}, r"\boxed{7"]
+    readable = ["7", r"\frac{1}{2}", 4, -0.5, r"\$18", "(1, 2)"]
+    told = await MathVerifyReward(deadline_s=PLENTY_S).complaints([prompt(one) for one in (*unreadable, *readable)])
+    assert [bool(complaint) for complaint in told] == [True] * len(unreadable) + [False] * len(readable)
+    told = await ArithmeticReward().complaints([prompt(one) for one in ("7", 7, [7], 7.5, None)])
+    assert [bool(complaint) for complaint in told] == [False, False, True, True, True]
+    entry = reasoning_gym.create_dataset("chain_sum", size=1, seed=1)[0]
+    rows = [
+        {"task": "chain_sum", "entry": entry},
+        {},
+        {"task": "chain_sun", "entry": entry},
+        {"task": "chain_sum", "entry": {}},
+    ]
+    told = await ReasoningGymReward(deadline_s=PLENTY_S).complaints([prompt(**row) for row in rows])
+    assert [bool(complaint) for complaint in told] == [False, True, True, True]
+
+
+@pytest.fixture
+async def verifier() -> AsyncIterator[Reward]:
+    async with opened("math_verify") as reward:
+        yield reward
 
 
 async def test_math_verify_survives_an_answer_that_never_ends() -> None:
@@ -205,6 +252,21 @@ async def test_a_verifier_of_reasoning_gym_that_never_ends_is_worth_0() -> None:
         ("trl_list", 1.0, {}),
         ("trl_short", 1.0, {}),
         ("trl_wrapped", 1.0, {}),
+        ("trl_all", 0.5, {}),
+        (
+            "measured",
+            0.5,
+            {
+                "measured/ok": 1.0,
+                "measured/int": 3.0,
+                "measured/zero_d": 2.0,
+                "measured/decimal": 0.5,
+                "measured/fraction": 0.25,
+                "measured/scalar": 0.25,
+                "measured/3": 4.0,
+                "measured/left_out": 3.0,
+            },
+        ),
     ],
 )
 async def test_users_functions_are_called_in_their_own_signature(
@@ -226,6 +288,8 @@ async def test_users_functions_are_called_in_their_own_signature(
         ("trl_number", "a list of one number, not 1.0"),
         ("trl_two", "a list of one number"),
         ("trl_needs_column", "it asks for answer, and is called with "),
+        ("trl_reads_state", "trainer_state.global_step is not known"),
+        ("many_measures", "returned 101 measures"),
     ],
 )
 async def test_a_function_that_fails_is_named_with_its_prompt(name: str, message: str) -> None:
@@ -233,6 +297,52 @@ async def test_a_function_that_fails_is_named_with_its_prompt(name: str, message
         await score(f"{OWN}:{name}", "7", prompt())
     for part in (message, f"{OWN}:{name}", "0000-00000042", "^3+4=", "The sample is handed back"):
         assert part in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "truth", [["Paris, France", 0], 4, 2.5, True, {"a": [1, None]}, "4", [], -(2**60)], ids=lambda truth: repr(truth)
+)
+async def test_a_function_gets_the_ground_truth_and_columns_with_the_types_of_the_row(truth: Any) -> None:
+    task = decode(encode(prompt(truth, wanted=truth)), Prompt)
+    for name in ("verl_types", "trl_types"):
+        assert (await score(f"{OWN}:{name}", "7", task)).total == 1.0
+
+
+@pytest.mark.parametrize("signature", ["auto", "trl"])
+async def test_a_conversations_completion_is_messages_for_trl_and_so_is_its_prompt_where_that_is_said(
+    signature: Literal["auto", "trl"],
+) -> None:
+    messages = [{"role": "user", "content": "3+4?"}, {"role": "assistant", "content": "I say "}]
+    task = msgspec.structs.replace(prompt(), messages=messages)
+    scored = await score(RewardConfig(kind=f"{OWN}:trl_conversation", signature=signature), "7", task)
+    assert scored.components == {"trl_conversation": 1.0, "trl_conversation/half": 0.5}
+
+
+async def test_a_measure_that_is_not_finite_is_told_once_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    async with opened(f"{OWN}:measured") as reward:
+        for _ in range(3):
+            await reward.score(prompt(level=3), "7", "stop")
+    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"{OWN}:measured" in told
+    assert "judge, far, vast" in told
+
+
+async def test_a_function_runs_in_the_directory_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "answers").mkdir()
+    (tmp_path / "answers" / "key.txt").write_text("0.75")
+    monkeypatch.setenv("HEADWAY_IMPORT_PATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    roots = ImportRoots((OWN,), tmp_path)
+    reward = await open_reward([RewardConfig(kind=f"{OWN}:reads_a_file")], roots)
+    assert (await reward.score(prompt(), "7", "stop")).total == 0.75
+    await reward.close()
+
+
+async def test_weights_that_make_the_sum_infinite_are_told_as_such() -> None:
+    rewards = [RewardConfig(kind=f"{OWN}:verl_short", weight=1e308)] * 2
+    with pytest.raises(RewardError, match="lower the weights"):
+        async with opened(*rewards) as reward:
+            await reward.score(prompt(), "7", "stop")
 
 
 async def test_a_slow_function_does_not_block_the_loop() -> None:

@@ -17,8 +17,8 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
 
     content: str | list[Message]
     """A text that the model continues, or a conversation that it answers."""
-    ground_truth: str
-    """The right answer, as reward functions read it."""
+    ground_truth: Any
+    """The right answer, as reward functions read it: text, a number, a truth value, a list or a mapping."""
     data_source: str
     """The data set that it comes from, for reward functions that judge several."""
     extra_info: dict[str, Any] = {}

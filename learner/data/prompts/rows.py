@@ -7,6 +7,7 @@ Fields: `prompt` (text or messages), `ground_truth` (or verl's nested `reward_mo
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def _item(row: Row, place: str, fields: RowFields, default_source: str) -> Item:
     return Item(
         place=place,
         content=_content(content, place, fields.prompt_field),
-        ground_truth=truth if isinstance(truth, str) else _as_text(truth, place),
+        ground_truth=_plain(truth, place),
         data_source=data_source,
         extra_info={**rest, **extra_info},
     )
@@ -88,11 +89,16 @@ def is_null(place: str, name: str) -> ConfigError:
     return ConfigError(f"{place}: {name!r} is null. Give it a value, or leave the row out of the file.")
 
 
-def _as_text(truth: Any, place: str) -> str:
-    try:
-        return json.dumps(truth)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{place}: the ground truth cannot be written as JSON: {error}. Give it as text.") from error
+def _plain(truth: Any, place: str) -> Any:
+    """Returns the ground truth, which rewards get with the type that it has. Raises ConfigError for one that would
+    reach them as another value: a date, a decimal number, NaN."""
+    with suppress(OverflowError, TypeError, ValueError, RecursionError):  # check_sendable says what cannot be sent
+        if msgspec.msgpack.decode(msgspec.msgpack.encode(truth)) != truth:
+            raise ConfigError(
+                f"{place}: the ground truth is {_short(truth)}, a {type(truth).__name__} that would not reach"
+                " rewards as it is. Give it as text, a number, a truth value, a list or a mapping."
+            )
+    return truth
 
 
 def _content(content: Any, place: str, name: str) -> Any:
