@@ -142,8 +142,13 @@ $(VENV)/.installed-browser: $(VENV)/.installed-tools
 	@$(PIP) install -q -c constraints.txt -e '.[browser,docs]'
 	@touch $@
 
-docs: install-dev  ## the documentation as a site, in build/site
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+# The reference is made from the code, so the site needs Headway itself, but no engine and no tools.
+$(VENV)/.installed-docs: $(VENV)/.installed
+	@$(PIP) install -q -c constraints.txt -e '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.installed-docs  ## the documentation as a site, in build/site
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "Open build/site/index.html"
 
 test: install-dev  ## the whole test suite
