@@ -4,6 +4,8 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
+
 from broker.schema import Prompt
 from broker.user_code.roots import ImportRoots
 from deploy.recipe.loading import load_recipe, recipe_to_bytes
@@ -70,11 +72,6 @@ def test_the_overrides_of_a_stage_are_taken(tmp_path: Path) -> None:
     names = [[stage.name for stage in other.plan] for other in others]
     assert names == [
         ["sft"],
-        ["dpo"],
-        ["kto"],
-        ["reward_model"],
-        ["reward_model", "rl"],
-        ["distill"],
         ["warm-up", "teacher", "student"],
     ]
     assert [stage.kind for stage in recipe.plan] == ["sft", "rl"]
@@ -88,6 +85,17 @@ def test_the_overrides_of_a_stage_are_taken(tmp_path: Path) -> None:
     assert [phase.max_steps for phase in by_name.warm_up] == [200]
     assert by_number == by_name
     assert not without.warm_up
+
+
+@pytest.mark.parametrize(
+    ("guide", "stages"),
+    [
+        ("preferences.md", [["dpo"], ["kto"]]),
+        ("reward-models.md", [["sft", "rl"], ["sft", "rl"], ["reward_model"], ["reward_model", "rl"], ["distill"]]),
+    ],
+)
+def test_the_recipes_of_other_stages_are_taken(guide: str, stages: list[list[str]], tmp_path: Path) -> None:
+    assert [[stage.name for stage in recipe.plan] for recipe in recipes(guide, tmp_path)] == stages
 
 
 async def test_the_rewards_of_the_guide_score_a_response(tmp_path: Path) -> None:
