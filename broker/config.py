@@ -72,7 +72,7 @@ class StalenessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             "with the samples that are there (at least min_group_size, else requeue), or start it anew"
         ),
     ] = "wait"
-    min_group_size: Annotated[int, Meta(ge=1, description="trim leaves a group no fewer samples than this")] = 1
+    min_group_size: Annotated[int, Meta(ge=1, description="the fewest samples that trim leaves a group")] = 1
     on_over_bound: Annotated[
         Literal["requeue", "drop", "mask"],
         Meta(description="a finished group over the bound: generate it anew, drop it, or mask its old tokens"),

@@ -7,6 +7,7 @@ import ast
 import functools
 import inspect
 import re
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,9 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "RESULTS.md"
 LINKED_TEST = re.compile(r"\]\(reference/tests\.md#([\w-]+)\)")
 UNITS = {"_bytes_per_s": "bytes a second", "_s": "seconds", "_bytes": "bytes", "_tokens": "tokens", "_steps": "steps"}
+LISTED = re.compile(r"(?:^|(?<=[,;:.] ))([a-z]\w*)(?=,| \(|: )")
+"""A word by itself in a list, or before its explanation."""
+NAMES_KINDS = re.compile(r"(?:kind|preset|backend|\.url)$")
 BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 GUIDES = {
@@ -68,7 +72,7 @@ def pages() -> dict[str, str]:
         "reference/wire.md": wire,
         "reference/keys.md": keys,
         "reference/tests.md": tests,
-        "notes/results.md": RESULTS.read_text,
+        "notes/results.md": results,
     }
     return {path: page() for path, page in made.items()}
 
@@ -112,9 +116,17 @@ def _keys_of(config: type[msgspec.Struct], above: str) -> Iterator[Key]:
         kind, meaning = _unwrapped(field.type)
         below, is_list = _config_below(kind)
         if below is None:
-            yield Key(path, _kind(kind), _bounds(path, kind), _default(field), meaning)
+            yield Key(path, _kind(kind), _bounds(path, kind), _default(field), _copyable(path, kind, meaning))
         else:
             yield from _keys_of(below, f"{path}[]." if is_list else f"{path}.")
+
+
+def _copyable(path: str, kind: msgspec.inspect.Type, meaning: str) -> str:
+    """Mark as code the values that a meaning lists or explains, so that a reader copies them as they are written."""
+    values = kind.values if isinstance(kind, msgspec.inspect.LiteralType) else ()
+    kinds, own, rest = meaning.partition("or your own") if NAMES_KINDS.search(path) else ("", "", meaning)
+    kinds = LISTED.sub(r"`\1`", kinds)
+    return kinds + own + LISTED.sub(lambda word: f"`{word[1]}`" if word[1] in values else word[1], rest)
 
 
 def _unwrapped(annotation: Any) -> tuple[msgspec.inspect.Type, str]:
@@ -224,14 +236,16 @@ def algorithms() -> str:
 
     text = "# Algorithms\n\n`algorithm.preset` names a published composition; each part can be set by itself.\n"
     text += "\n## Presets\n"
+    names = [preset.name for preset in compositions()]
     for preset in compositions():
         parts = "\n".join(
             f"    - `{name}`: `{msgspec.json.encode(value).decode()}`" for name, value in preset.algorithm.items()
         )
-        facts = " ".join(filter(None, (_sentence(preset.note), f"Source: {preset.source}." if preset.source else "")))
+        note = re.sub(rf"^(?:{'|'.join(names)})\b", lambda name: f"`{name[0]}`", preset.note)
+        facts = " ".join(filter(None, (_sentence(note), f"Source: {preset.source}." if preset.source else "")))
         text += f"\n`{preset.name}`\n:   {facts}\n\n{parts}\n"
     for part in PARTS:
-        text += f"\n## {part.capitalize()}\n"
+        text += f"\n## {part}\n"
         for one in functions():
             if one.part == part:
                 defaults = ", ".join(f"`{name}={value}`" for name, value in one.defaults.items())
@@ -352,7 +366,8 @@ def _name_page(name: "Name") -> str:
 
     one = described(name)
     module, _, short = name.path.partition(":")
-    signature = "" if one.signature == short else f"```python\n{one.signature}\n```\n\n"
+    shown = textwrap.fill(one.signature, 120, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    signature = "" if one.signature == short else f"```python\n{shown}\n```\n\n"
     text = f"\n### {short}\n\n`from {module} import {short}`\n\n{signature}{one.doc}\n"
     return text + "".join(f"\n`{member.signature}`\n:   {_indented(member.doc)}\n" for member in one.members)
 
@@ -409,6 +424,11 @@ def tests() -> str:
         about = (ast.get_docstring(module) or "").split("\n\n")[0]
         text += f"\n## {path.relative_to(ROOT)} {{ #{anchor} }}\n\n{about}\n\n{listed}"
     return text
+
+
+def results() -> str:
+    """The results of the benchmarks, whose links to notes lead to their neighbours on the site."""
+    return RESULTS.read_text().replace("](../docs/notes/", "](")
 
 
 def linked_tests() -> list[str]:

@@ -2,6 +2,7 @@
 """The reference describes every key, command and field that it lists."""
 
 import importlib.util
+import re
 import sys
 from types import ModuleType
 
@@ -37,6 +38,23 @@ def test_a_key_is_listed_with_type_bounds_and_default(generate: ModuleType) -> N
 def test_keys_of_a_list_s_items_are_listed(generate: ModuleType) -> None:
     paths = {key.path for key in generate.config_keys()}
     assert {"rewards[].kind", "sft.phases[].path", "algorithm.corrections[].kind", "model.random.architecture"} <= paths
+
+
+def test_values_are_written_as_a_recipe_takes_them(generate: ModuleType) -> None:
+    from learner.objective.catalog import compositions
+
+    meanings = {key.path: key.meaning for key in generate.config_keys()}
+    assert meanings["prompts.kind"].startswith("`arithmetic`, `jsonl`, `parquet`, `datasets`, `reasoning_gym`, or your")
+    assert meanings["engine.kind"].startswith("`embedded` (CPU or one GPU), `vllm`, `sglang`, or your own")
+    assert "`grpo`, `gspo`, `dapo`, `tis`" in meanings["algorithm.preset"]
+    assert meanings["run.placement"].startswith("`separated`: ")
+    assert "`workers`: the rollout workers" in meanings["evaluation.where"]
+    text = re.sub("`[^`]*`", "", generate.configuration() + generate.algorithms())
+    values = {name for key in generate.config_keys() for name in re.findall(r"`(\w+)`", key.kind)}
+    values |= {name for meaning in meanings.values() for name in re.findall(r"^`(\w+)`", meaning)}
+    values |= {preset.name for preset in compositions()} - {"none"}
+    first = re.findall(r"^(?::   |## )([A-Z]\w*)(?=[,:]| \(| with\b|$)", text, re.MULTILINE)
+    assert [word for word in first if word.lower() in values] == []
 
 
 def test_every_command_and_option_has_its_sentence(generate: ModuleType) -> None:
