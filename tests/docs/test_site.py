@@ -12,6 +12,8 @@ import pytest
 from .pages import ROOT
 
 FETCHED = re.compile(r"<(?:link|script|img|iframe|source)\b[^>]*?\b(?:href|src)=[\"']?((?:https?:)?//[^\"' >]+)")
+BUILD = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+"""Without `--quiet`: what MkDocs does not print, it does not count as a warning either."""
 TITLED = {
     "multi-turn": "guides/environments.html",
     "custom reward": "guides/own-task.html#custom-reward-function",
@@ -28,8 +30,7 @@ TITLED = {
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("site")
-    build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(directory)]
-    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run([*BUILD, "--site-dir", str(directory)], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, f"make install-dev installs what this needs\n{done.stderr}{done.stdout}"
     return directory
 
@@ -56,6 +57,44 @@ def test_a_title_holds_what_readers_search_for(search: dict[str, Any], query: st
 def test_a_key_is_found_without_its_section(search: dict[str, Any]) -> None:
     found = {doc["location"] for doc in search["docs"] if "lease_ttl_s" in words(search, doc["text"])}
     assert found >= {"guides/server.html#when-a-lease-expires", "reference/configuration.html#broker"}
+
+
+def test_pages_that_open_from_a_disk_can_be_searched(site: Path, search: dict[str, Any]) -> None:
+    script = (site / "search" / "search_index.js").read_text()
+    assert json.loads(script.partition("=")[2]) == search
+    (worker,) = re.findall(r'<script src="?([^">]*iframe-worker[^">]*)', (site / "guides" / "data.html").read_text())
+    assert "IFrameWorker" in (site / "guides" / worker).read_text()
+
+
+@pytest.mark.parametrize("method", ["SFT", "DPO", "IPO", "KTO", "ORPO", "SimPO", "Reward models", "distillation", "RL"])
+def test_the_menu_of_each_page_names_every_way_to_train(site: Path, method: str) -> None:
+    for path in ("index.html", "reference/keys.html"):
+        menu = re.findall(
+            r'class="?md-nav__link"?[^>]*>\s*<span class="?md-ellipsis"?>\s*([^<]+)', (site / path).read_text()
+        )
+        assert [entry for entry in menu if re.search(rf"\b{method}\b", entry)]
+
+
+def test_the_site_needs_no_engine() -> None:
+    made = subprocess.run(
+        ["make", "--dry-run", "--always-make", "docs"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert made.returncode == 0, made.stderr
+    assert "mkdocs build" in made.stdout
+    assert "[docs]" in made.stdout
+    assert "vllm" not in made.stdout
+
+
+def test_a_dead_link_ends_the_build(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text("# Page\n\n[gone](gone.md)\n")
+    (tmp_path / "mkdocs.yml").write_text("site_name: Page\nstrict: true\n")
+    target = (ROOT / "Makefile").read_text().split("\ndocs:")[1].split("\n\n")[0]
+    assert "--quiet" not in target
+    done = subprocess.run(
+        [*BUILD, "--site-dir", str(tmp_path / "site")], cwd=tmp_path, capture_output=True, timeout=240
+    )
+    assert done.returncode == 1
 
 
 def test_no_page_fetches_anything_from_another_host(site: Path) -> None:

@@ -1,4 +1,5 @@
-"""Every page of the site fits a phone in headless Chromium, has a dark form, and loads nothing from other hosts."""
+"""Every page of the site fits a phone and a small screen in headless Chromium, has a dark form and loads nothing from
+other hosts; on pages of a disk the search works, too."""
 
 import functools
 import threading
@@ -23,6 +24,19 @@ LOOK = """() => {
   const isCovered = [...document.querySelectorAll("pre button")].some((button) => button.checkVisibility());
   return {tooWide: document.documentElement.scrollWidth - innerWidth, isDark, isCovered};
 }"""
+
+SMALL_SCREEN = {"width": 1280, "height": 800}
+CUT = """() => [...document.querySelectorAll("article code")].filter((code) => code.scrollWidth > code.clientWidth
+  && getComputedStyle(code).display !== "inline").map((code) => code.textContent.slice(0, 60))"""
+"""Code whose lines are longer than its box."""
+SPILT = """() => {
+  const article = document.querySelector("article"), edge = article.getBoundingClientRect().right + 1;
+  const isCut = (one) => one !== article && (getComputedStyle(one).overflowX !== "visible" || isCut(one.parentElement));
+  return [...article.querySelectorAll("*")]
+    .filter((one) => one.getBoundingClientRect().right > edge && !isCut(one))
+    .map((one) => one.textContent.slice(0, 60));
+}"""
+"""What ends outside of the page's column."""
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -59,3 +73,34 @@ def test_every_page_fits_a_phone_in_the_dark_and_stays_on_its_host(site: Path, u
             complaints += [f"{path} is not dark"] * (not look["isDark"])
             complaints += [f"a button covers code on {path}"] * look["isCovered"]
     assert complaints == []
+
+
+def test_code_fits_a_small_screen_on_pages_of_a_disk(site: Path) -> None:  # noqa: F811
+    complaints: list[tuple[str, str]] = []
+    with chromium() as browser:
+        page = browser.new_context(viewport=SMALL_SCREEN).new_page()
+        for path in sorted(site.rglob("*.html")):
+            page.goto(path.as_uri())
+            complaints += [(path.name, text) for text in page.evaluate(CUT) + page.evaluate(SPILT)]
+            if page.evaluate(LOOK)["tooWide"] > 0:
+                complaints.append((path.name, "is too wide"))
+    assert complaints == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("simpo", "guides/preferences.html"),
+        ("lease_ttl_s", "guides/server.html"),
+        ("two machines", "guides/roles.html#two-or-more-machines"),
+        ("reward model", "guides/reward-models.html"),
+    ],
+)
+def test_the_search_works_on_pages_of_a_disk(site: Path, asked: str, found: str) -> None:  # noqa: F811
+    with chromium() as browser:
+        page = browser.new_page()
+        page.goto((site / "guides" / "data.html").as_uri())
+        page.fill(".md-search__input", asked)
+        page.wait_for_selector(".md-search-result__item a")
+        links = page.eval_on_selector_all(".md-search-result__item a", "(links) => links.map((link) => link.href)")
+    assert [link for link in links if link.startswith((site / found).as_uri().replace("%23", "#"))]
