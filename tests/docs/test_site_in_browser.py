@@ -28,7 +28,7 @@ LOOK = """() => {
 SMALL_SCREEN = {"width": 1280, "height": 800}
 CUT = """() => [...document.querySelectorAll("article code")].filter((code) => code.scrollWidth > code.clientWidth
   && getComputedStyle(code).display !== "inline").map((code) => code.textContent.slice(0, 60))"""
-"""Code whose lines are longer than its box."""
+"""It returns the code whose lines are longer than its box."""
 SPILT = """() => {
   const article = document.querySelector("article"), edge = article.getBoundingClientRect().right + 1;
   const isCut = (one) => one !== article && (getComputedStyle(one).overflowX !== "visible" || isCut(one.parentElement));
@@ -36,7 +36,7 @@ SPILT = """() => {
     .filter((one) => one.getBoundingClientRect().right > edge && !isCut(one))
     .map((one) => one.textContent.slice(0, 60));
 }"""
-"""What ends outside of the page's column."""
+"""It returns the texts that end outside of the page's column."""
 
 
 class Quiet(SimpleHTTPRequestHandler):
