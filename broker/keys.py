@@ -38,7 +38,8 @@ manifest:offered      string  the weights being sent (frame)                    
 manifest:announced    string  the newest complete weights (frame)                the run         announce
 broadcast             string  the broadcast group (frame)                        the run         put_group
 meeting:NAME          hash    the learner's words to a group's members           an hour         say (HSET)
-joining:NAME          hash    the members' words to the learner and each other   an hour         say (HSET)
+joining:NAME:W*       hash    member W's words to the learner and to the others  an hour         say
+joining:NAME*         hash    numbers that its members and the learner add to    an hour         say
 fault:N               string  why a worker was set aside (JSON); N: 0 to f       an hour         report (SET)
 durable               string  empty; a client waits until its write is on disk   1 s             make_durable
 bell                  stream  one entry, new with every version and group         the run         version, put
@@ -122,7 +123,7 @@ them over its nodes. Their names then begin with `N/`, scripts put names of blob
 the learner frees these.
 
 A worker's user can store more than this table says: hidden keys without the secret, blobs that no script records, or
-with no time to live, words of no meeting. The learner frees these once a minute (`strays`).
+with no time to live. The learner frees these once a minute (`strays`).
 """
 
 import re

@@ -58,7 +58,7 @@ class Broker:
         self.usage = Usage(self._connection)
         self.waits = Waits(self._connection)
         self.holding = Holding(self._connection)
-        self.strays = Strays(self._connection, self.versions)
+        self.strays = Strays(self._connection)
         self.meetings = Meetings(self._connection, timeout_s)
 
     @property

@@ -1,6 +1,6 @@
 """The learner sweeps keys that no process needs: otherwise a hostile worker could keep the server's memory full.
 
-A worker's user may store blobs, say words in meetings, and write keys whose names should contain a secret that it does
+A worker's user may store blobs, and write keys whose names should contain a secret that it does
 not know: access control checks names, not sizes. So the learner looks through the server, once a minute and whenever
 memory runs short, and frees
 
@@ -8,7 +8,6 @@ memory runs short, and frees
     payloads and segments   that no group holds, after a minute (at once where memory is short: a worker that has just
                             stored one stores it again), or with no time to live, or too long a one; and those that are
                             larger than recorded, which are then generated anew
-    words of a meeting      that is over, or more of them than any group says
     markers of durability   that are not empty
     faults of workers       that are longer than a worker of Headway writes them, or have no time to live
     all of these            under a name that no run has
@@ -35,7 +34,6 @@ from broker.keys import PREFIX, Keys, is_name
 from broker.owner import Owner
 
 from .blobs import Storage
-from .versions import Versions
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +54,7 @@ _KEY = re.compile(rb"headway:\{([^}]*)\}:(.*)", re.DOTALL)
 _BLOB_ON_A_SHARD = re.compile(rb"headway:\{[^}/]*/(\d+)\}:((?:payload|segment):[^}]+:\d+:\d+:[\w.-]+)", re.DOTALL)
 _SIGNS_OF_A_RUN = ("identity", "verbs", "config", "secret")
 _GONE, _NOT_RECORDED = -2, -1
-_OF_WORKERS = re.compile(rb"(hidden|payload|segment|joining):|fault:[0-9a-f]$|durable$|.*\}", re.DOTALL)
+_OF_WORKERS = re.compile(rb"(hidden|payload|segment):|fault:[0-9a-f]$|durable$|.*\}", re.DOTALL)
 """The keys that a worker's user may write, by the patterns of its rights."""
 
 
@@ -76,9 +74,8 @@ class Swept:
 class Strays:
     """The learner's sweeps through the server."""
 
-    def __init__(self, connection: Connection, versions: Versions) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._versions = versions
         self._own, self._shard = (f"{PREFIX}{{{connection.run}{end}".encode() for end in ("}:", "/"))
         self._sweeping: asyncio.Task[None] | None = None
         self._said = ""
@@ -102,8 +99,7 @@ class Strays:
     async def sweep(self, owner: Owner, *, is_short: bool = False) -> Swept:
         """Looks through the server once. With `is_short`, as memory is short, it does not wait until workers have
         recorded their blobs. Raises FencedError, and BrokerError where this user may not look."""
-        group, swept = await self._versions.group(), Swept()
-        request = _Sweep(owner, group.meeting if group else "", is_short)
+        request, swept = _Sweep(owner, is_short), Swept()
         own = list[bytes]()
         async for page in self._connection.pages(f"{PREFIX}{{*"):
             swept += await self._sweep_page(request, page, own)
@@ -196,7 +192,7 @@ class Strays:
 
     async def _sweep_own(self, request: "_Sweep", names: Sequence[bytes]) -> Swept:
         patience_ms = 0 if request.is_short else int(1000 * _PATIENCE_S)
-        settings, swept = (self._ttl_ms, patience_ms, request.meeting), Swept()
+        settings, swept = (self._ttl_ms, patience_ms), Swept()
         while names:
             keys, freed_bytes, foreign, judged = await self._ask(request, "strays", *settings, *names)
             swept, names = swept + Swept(keys, freed_bytes, foreign), names[judged:]
@@ -268,8 +264,6 @@ class _Sweep:
     """The terms of one sweep."""
 
     owner: Owner
-    meeting: str
-    """The meeting of the present broadcast group; empty where there is none."""
     is_short: bool
     """True where memory is short."""
 

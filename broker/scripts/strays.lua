@@ -1,15 +1,14 @@
 -- include: lib_base lib_samples lib_groups
 -- flags: allow-oom
--- strays(incarnation, owner, server | '', payload TTL in ms, patience in ms, current meeting | '', name...)
+-- strays(incarnation, owner, server | '', payload TTL in ms, patience in ms, name...)
 --   -> {keys freed, bytes freed, keys among them that no Headway worker leaves, how many names were judged}
 -- Frees those of the named keys that the run does not need: hidden keys without the run's secret; blobs that were not
--- recorded within `patience`, or are larger than recorded; words of meetings that are over. Recorded blobs of the
--- right size stay. Fewer names than given may be judged, so that one call does not hold up other clients.
--- Touches: hidden:*, payload:*, segment:*, joining:*, durable, fault:*.
+-- recorded within `patience`, or are larger than recorded. Recorded blobs of the right size stay.
+-- Fewer names than given may be judged, so that one call does not hold up other clients.
+-- Touches: hidden:*, payload:*, segment:*, durable, fault:*.
 local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
 if fenced then return fenced end
 local ttl, patience = tonumber(ARGV[4]), tonumber(ARGV[5])
-local MOST_WORDS, MOST_BYTES = 100000, 2 ^ 24 -- in one meeting
 local MOST_FAULT_BYTES = 8000 -- see broker/client/faults.py
 local LEFT_OVER, FOREIGN = 1, 2 -- left by a worker that died or came too late; written by another program
 
@@ -24,15 +23,6 @@ local function judge_blob(name)
   if left >= 0 then call('PERSIST', PUBLIC .. name) end -- a worker stored it once more and died before it submitted
 end
 
-local function judge_words(name)
-  local key = PUBLIC .. name
-  if call('HLEN', key) > MOST_WORDS or (call('MEMORY', 'USAGE', key, 'SAMPLES', 0) or 0) > MOST_BYTES then
-    return FOREIGN
-  end
-  local meeting = string.sub(name, #'joining:' + 1)
-  if meeting ~= ARGV[6] and call('EXISTS', PUBLIC .. 'meeting:' .. meeting) == 0 then return LEFT_OVER end
-end
-
 local function judge_fault(name)
   if call('STRLEN', PUBLIC .. name) > MOST_FAULT_BYTES or call('PTTL', PUBLIC .. name) < 0 then return FOREIGN end
 end
@@ -42,13 +32,12 @@ local function judge(name)
   if is_ours or call('EXISTS', PUBLIC .. name) == 0 then return end
   if string.find(name, '}', 1, true) or string.find(name, '^hidden:') then return FOREIGN end
   if string.find(name, '^payload:') or string.find(name, '^segment:') then return judge_blob(name) end
-  if string.find(name, '^joining:') then return judge_words(name) end
   if string.find(name, '^fault:') then return judge_fault(name) end
   if name == 'durable' and call('STRLEN', PUBLIC .. name) > 0 then return FOREIGN end
 end
 
 local freed, bytes, foreign, judged = 0, 0, 0, 0
-for a = 7, #ARGV do
+for a = 6, #ARGV do
   local verdict = judge(ARGV[a])
   if verdict then
     freed, bytes = freed + 1, bytes + (call('MEMORY', 'USAGE', PUBLIC .. ARGV[a]) or 0)

@@ -57,8 +57,8 @@ _RIGHTS = {
         writes="*",
     ),
     Role.WORKER: _Rights(
-        commands=f"{_CONNECTION} {_LOOKING} expire fcall fcall_ro hdel hget hincrby hset lindex persist rpush sadd set"
-        " scard sismember srandmember srem unlink xadd zadd zpopmin zrem",
+        commands=f"{_CONNECTION} {_LOOKING} expire fcall fcall_ro hdel hget hincrby hlen hset lindex persist rpush sadd"
+        " set scard sismember srandmember srem unlink xadd zadd zpopmin zrem",
         writes="hidden:*",
         selectors=(
             _Rights("exists get persist set strlen unlink", writes="payload:* segment:*"),
@@ -66,7 +66,6 @@ _RIGHTS = {
                 "get getrange mget", reads="archive:* broadcast config fault:* holder identity manifest:* model verbs"
             ),
             _Rights("exists get unlink", writes="prompt:*"),
-            _Rights("expire hdel hget hincrby hmget hset hsetnx", writes="joining:*"),
             _Rights("hmget xread", reads="bell meeting:*"),
             _Rights("set", writes="durable fault:[0-9a-f]"),
         ),

@@ -14,6 +14,7 @@ from broker import Broker, open_broker
 from broker.client.evaluations import EvaluationResult
 from broker.client.holding import Holder
 from broker.client.leases import AppendOutcome, SubmitOutcome
+from broker.client.meetings import LEARNER
 from broker.connection.verbs import SHARED, script_names, script_source
 from broker.errors import BrokerError, BrokerUnavailableError, RunNotFoundError
 from broker.owner import Owner
@@ -24,7 +25,8 @@ from broker.server.embedded import EmbeddedServer
 
 from .renewal import renew
 from .scenario import Scenario, begin, broadcast_group, group_id, groups, manifest, of_no_run, prompt, rules, trajectory
-from .test_codec import STEP, WORKER
+from .test_codec import STEP
+from .test_meetings import WORKER
 from .topologies import ask, is_redis_7_0
 
 HOLDER = Holder(host="h", pid=1, user="ali", since=0.0)
@@ -85,13 +87,13 @@ async def work(worker: Broker, shards: int) -> None:
     evaluated, *rest = (await worker.evaluations.lease("w", WeightVersion(1, 0), 2, 30)).leases
     await worker.evaluations.release(rest)
     assert await worker.evaluations.submit(evaluated, EvaluationResult(True, 1.0, 3), [evaluated.version]) == "accepted"
-    assert await worker.meetings.say_once("m", "in/w", b"1") == b"1"
-    await worker.meetings.say("m", "ack", b"", leads=False)
-    assert await worker.meetings.count("m", "n", 2) == 2
-    assert await worker.meetings.hear("m", ["in/w", "verdict"]) == [b"1", b"go"]
-    assert await worker.meetings.forget("m", ["ack"], leads=False) == 1
+    assert await worker.meetings.say_once("m", "w", "in/w", b"1") == b"1"
+    assert await worker.meetings.say("m", "w", "ack", b"")
+    assert await worker.meetings.count("m", "w", "n", 2) == 2
+    assert await worker.meetings.hear("m", [("w", "in/w"), (LEARNER, "verdict")]) == [b"1", b"go"]
+    assert await worker.meetings.forget("m", "w", [("w", "ack")]) == 1
     with pytest.raises(BrokerError):
-        await worker.meetings.say("m", "verdict", b"void", leads=True)
+        await worker.meetings.say("m", LEARNER, "verdict", b"void")
     assert await worker.meetings.wait_for_bell(b"0") != b"0"
     with pytest.raises(BrokerError):
         await worker._connection.execute("XADD", worker._connection.keys("bell"), "*", "rung", "")
@@ -131,7 +133,8 @@ async def test_a_whole_run_with_a_user_for_each_role(brokers: dict[Role, Broker]
     run = await begin(learner, rules(1), fed=8)
     await learner.versions.put_model(run.owner, ModelFiles(files={"config.json": b"{}"}))
     await learner.versions.put_group(run.owner, broadcast_group())
-    await learner.meetings.say("m", "verdict", b"go", leads=True)
+    await learner.meetings.begin("m", ["w"], {"verdict": b"open"})
+    await learner.meetings.say("m", LEARNER, "verdict", b"go")
     await learner.phases.generate(run.owner, 30)
     await learner.evaluations.ask(run.owner, WeightVersion(1, 0), [prompt(100)], 2)
     assert await learner.archive.keep(run.owner, {"blob": 6}) == set()

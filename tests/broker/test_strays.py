@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import redis
-from msgspec.structs import replace
 from redis.exceptions import AuthenticationError, OutOfMemoryError
 
 from broker import Broker, open_broker
@@ -27,6 +26,7 @@ from broker.server.embedded import EmbeddedServer
 
 from .scenario import FRESH, Scenario, begin, broadcast_group, groups, rules
 from .test_access import admit, segment, url_of
+from .test_meetings import WORKER
 from .topologies import Cluster, ask
 
 MAX_BYTES = 24 << 20
@@ -83,7 +83,6 @@ def everywhere(kind: str) -> Callable[[Pair, int], tuple[Any, ...]]:
         "no text": lambda pair, n: ("SET", pair.keys("payload:").encode() + b"\xff\x00" + b"%d" % n, PIECE),
         "durable": lambda pair, n: ("SET", pair.keys("durable"), PIECE * (256 * (n + 1))),
         "fault": lambda pair, n: ("SET", pair.keys("fault:0"), PIECE * (256 * (n + 1)), "EX", 60),
-        "joining": lambda pair, n: ("HSET", pair.keys(f"joining:{n}"), "x", PIECE),
         "fresh on a shard": lambda pair, n: ("SET", pair.keys.blob(f"1/payload:{BLOB}:{n}"), PIECE, "EX", 600),
         "kept on a shard": lambda pair, n: ("SET", pair.keys.blob(f"1/segment:{BLOB}:{n}"), PIECE),
         "hidden on a shard": lambda pair, n: ("HSET", pair.keys.blob(f"1/hidden:{n}"), "x", PIECE),
@@ -95,7 +94,7 @@ def everywhere(kind: str) -> Callable[[Pair, int], tuple[Any, ...]]:
 
 
 KINDS = """hidden/hidden hash/kept payload/lasting payload/fresh payload/fresh segment/nameless payload/no text/durable
-fault/joining/fresh on a shard/kept on a shard/hidden on a shard/durable on a shard/no run/no name/two braces"""
+fault/fresh on a shard/kept on a shard/hidden on a shard/durable on a shard/no run/no name/two braces"""
 
 
 async def fill(pair: Pair, kind: str) -> None:
@@ -300,19 +299,13 @@ async def test_many_segments_of_one_sample_hold_up_nobody(pair: Pair, server: Em
     assert (await pair.sweep()).foreign == 0
 
 
-async def test_words_of_a_meeting_stay_while_it_lasts(server: EmbeddedServer, pair: Pair) -> None:
-    owner, learner, worker = pair.run.owner, pair.learner, pair.worker.broker
-    await learner.versions.put_group(owner, replace(broadcast_group(), meeting="now"))
-    await learner.meetings.say("next", "verdict", b"open", leads=True)
-    for meeting in ("now", "next", "over"):
-        await worker.meetings.say(meeting, "in/w", b"1", leads=False)
-    swept = await pair.sweep(is_short=True)
-    assert (swept.keys, swept.foreign) == (1, 0)
-    assert await worker.meetings.hear("now", ["in/w"]) == [b"1"]
-    assert await worker.meetings.hear("next", ["in/w"]) == [b"1"]
-    for n in range(300):
-        pair.hostile.hset(pair.keys("joining:now"), str(n), PIECE)
-    assert (await pair.sweep()).foreign == 1
+async def test_words_of_a_meeting_stay(pair: Pair) -> None:
+    worker = pair.worker.broker
+    await pair.learner.meetings.begin("now", ["w"], {})
+    await worker.status.heartbeat(WORKER, 30)
+    assert await worker.meetings.say("now", "w", "in/w", b"1")
+    assert await pair.sweep(is_short=True) == Swept()
+    assert await worker.meetings.hear("now", [("w", "in/w")]) == [b"1"]
 
 
 async def test_another_run_is_left_alone(server: EmbeddedServer, pair: Pair) -> None:

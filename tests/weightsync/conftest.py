@@ -48,21 +48,21 @@ def weights(seed: int) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
+def claim(blocking: BlockingBroker, resume: bool = False) -> Owner:
+    rules = RunRules(max_lag=2, groups_per_step=1)
+    mark = CheckpointMark(1, 1) if resume else CheckpointMark(0, 0)
+    return blocking.call(blocking.broker.batches.claim(checkpoint=mark, rules=rules, config=b"", resume=resume)).owner
+
+
 class Learner:
     """A learner that claims the run and publishes version after version."""
 
     def __init__(self, url: str, run: str, config: WeightsConfig = CONFIG, resume: bool = False) -> None:
         self.blocking = BlockingBroker(url, run)
-        self.owner = self._claim(resume)
+        self.owner = claim(self.blocking, resume)
         self.publisher = Publisher(self.blocking, self.owner, config)
         self.step = -1
         self.weights = weights
-
-    def _claim(self, resume: bool) -> Owner:
-        rules = RunRules(max_lag=2, groups_per_step=1)
-        mark = CheckpointMark(1, 1) if resume else CheckpointMark(0, 0)
-        claim = self.blocking.broker.batches.claim(checkpoint=mark, rules=rules, config=b"", resume=resume)
-        return self.blocking.call(claim).owner
 
     @property
     def version(self) -> WeightVersion:
@@ -207,7 +207,10 @@ async def announced(broker: Broker) -> WeightManifest:
 
 @pytest.fixture
 def board(blocking: BlockingBroker) -> Board:
-    """Return a board for both ends of a group, in threads of the test."""
+    """Return a board for both ends of a group, in threads of the test: the learner's, and that of the living worker
+    `w`."""
+    claim(blocking)
+    blocking.call(blocking.broker.status.heartbeat(worker_info("w", None, 0), HEARTBEAT_TTL_S))
     return Board(blocking.call, blocking.broker.meetings)
 
 

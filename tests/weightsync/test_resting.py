@@ -4,10 +4,11 @@ import types
 
 import pytest
 
+from broker import BlockingBroker
 from broker.errors import WeightSyncError
 from broker.schema import WeightVersion
 from broker.schema.weights import BroadcastGroup
-from tests.weightsync.worker_process import worker_info
+from tests.weightsync.worker_process import HEARTBEAT_TTL_S, worker_info
 from weightsync import deadline
 from weightsync.config import WeightsConfig
 from weightsync.publish import sender
@@ -18,14 +19,16 @@ LOCAL = "127.0.0.1"
 V0, V1 = WeightVersion(1, 0), WeightVersion(1, 1)
 
 
-def test_members_that_do_not_connect_are_left_alone_ever_longer(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_members_that_do_not_connect_are_left_alone_ever_longer(
+    board: Board, blocking: BlockingBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """This happens between hosts that the broker's network connects, and NCCL's does not."""
     now, attempts = [0], list[int]()
     monkeypatch.setattr(deadline, "time", types.SimpleNamespace(monotonic=lambda: float(now[0])))
 
     def put_group(put: BroadcastGroup) -> None:
         for worker in put.members:
-            assert Rendezvous(board, put, leads=False).check_in(worker)
+            assert Rendezvous(board, put, worker).check_in()
 
     def no_way(*_: object) -> None:
         attempts.append(now[0])
@@ -40,6 +43,7 @@ def test_members_that_do_not_connect_are_left_alone_ever_longer(board: Board, mo
     assert attempts == [0, 0, 100, 300, 700, 1300, 1900]
     assert why == "no way there; workers pull, and it is tried again in 510 s"
     workers.append(worker_info("another", V0, 0))
+    blocking.call(blocking.broker.status.heartbeat(workers[-1], HEARTBEAT_TTL_S))
     assert sending.prepare(lambda: workers, V1)[1].startswith("no way there; no way there")
     assert attempts[-2:] == [1990, 1990]
     sending.close()

@@ -72,6 +72,11 @@ def group(epoch: int = 1) -> BroadcastGroup:
     )
 
 
+WHO = ("", "w")
+"""The ranks of that group: the learner and a member."""
+OWN = replace(group(), transport=plugged.TRANSPORT)
+
+
 def manifest(version: WeightVersion, url: str = "") -> WeightManifest:
     return WeightManifest(
         version=version,
@@ -168,39 +173,45 @@ def test_the_fingerprints_of_another_version_are_refused(board: Board) -> None:
 @pytest.mark.usefixtures("outside")
 def test_a_member_that_never_comes_ends_with_the_deadline(board: Board, transport: str) -> None:
     for rank in range(2):
-        store = Rendezvous(board, group(rank), leads=rank == 0).store_of(0)
+        of_kind = replace(group(rank), transport=transport)
+        Rendezvous(board, of_kind).open()
+        store = Rendezvous(board, of_kind, WHO[rank]).store_of(0)
         with pytest.raises(WeightSyncError, match=r"0\.3 s"):
             form_group(transport, store, rank, 2, LOCAL, Deadline(0.3))
 
 
 def test_an_epoch_admits_each_name_once_and_nobody_after_its_end(board: Board) -> None:
     assert join(board, "w", group(), threading.Event()) is None  # no sender has opened it
-    host = Rendezvous(board, group(), leads=True)
+    host = Rendezvous(board, group())
     host.open()
     assert host.await_members(["w"], Deadline(0.05)) == ("w",)
     host.decide(stands=False)
     assert join(board, "w", group(), threading.Event()) is None  # late: the answer is that the epoch is void
-    Rendezvous(board, group(2), leads=True).open()
-    guest = Rendezvous(board, group(2), leads=False)
-    assert guest.check_in("w")
-    assert not guest.check_in("w")
+    Rendezvous(board, group(2)).open()
+    guest = Rendezvous(board, group(2), "w")
+    assert not Rendezvous(board, group(2), "another").check_in()
+    assert guest.check_in()
+    assert not guest.check_in()
     assert join(board, "w", group(2), threading.Event()) is None
-    Rendezvous(board, group(2), leads=True).end()
-    assert not guest.check_in("another")
+    Rendezvous(board, group(2)).end()
+    assert not guest.check_in()
 
 
 def test_what_the_learner_has_said_no_member_says_otherwise(board: Board) -> None:
-    host, guest = (Rendezvous(board, group(), leads=leads) for leads in (True, False))
+    host, guest = (Rendezvous(board, group(), who) for who in WHO)
     host.open()
     guest.decide(stands=True)
-    assert guest._hear(["verdict"]) == [b"open"]
-    host.store_of(0).set("0", "the learner")
-    guest.store_of(0).set("0", "somebody else")
-    assert guest.store_of(0).get("0") == b"the learner"
+    assert guest._hear([("", "verdict")]) == [b"open"]
+    stores = [Rendezvous(board, replace(group(), transport="ipc"), who).store_of(0) for who in WHO]
+    stores[1].set("socket", "/proc/1/fd/1/s")
+    assert not stores[1].check(["socket"])
+    stores[0].set("socket", "/proc/2/fd/2/s")
+    assert stores[1].get("socket") == b"/proc/2/fd/2/s"
 
 
 def test_a_store_in_the_broker_does_what_torch_wants_of_one(board: Board) -> None:
-    host, guest = (Rendezvous(board, group(), leads=leads).store_of(3) for leads in (True, False))
+    Rendezvous(board, OWN).open()
+    host, guest = (Rendezvous(board, OWN, who).store_of(0) for who in WHO)
     assert (host.add("n", 2), guest.add("n", 3)) == (2, 5)
     assert host.get("n") == b"5"
     guest.set("key", b"\x00\xff")
@@ -212,6 +223,8 @@ def test_a_store_in_the_broker_does_what_torch_wants_of_one(board: Board) -> Non
     assert not host.delete_key("key")
     with pytest.raises(RuntimeError, match=r"nothing was said under key within 0\.1 s"):
         host.wait(["key"], timedelta(seconds=0.1))
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        guest.set("key", b"x" * 100_000)
     host.set("key", b"x" * 100_000)
     with pytest.raises(RuntimeError, match="nothing was said"):
         host.wait(["key"], timedelta(seconds=0.1))  # torch never sends so much
@@ -219,7 +232,7 @@ def test_a_store_in_the_broker_does_what_torch_wants_of_one(board: Board) -> Non
 
 def test_a_member_waiting_for_the_verdict_can_be_cancelled(board: Board) -> None:
     cancelled = threading.Event()
-    host = Rendezvous(board, group(), leads=True)
+    host = Rendezvous(board, group())
     host.open()
     with ThreadPoolExecutor(1) as threads:
         joining = threads.submit(join, board, "w", group(), cancelled)
@@ -230,7 +243,8 @@ def test_a_member_waiting_for_the_verdict_can_be_cancelled(board: Board) -> None
 
 
 def test_nobody_connects_to_a_gloo_group_that_is_formed(board: Board) -> None:
-    stores = [Rendezvous(board, group(), leads=not rank).store_of(0) for rank in range(2)]
+    Rendezvous(board, group()).open()
+    stores = [Rendezvous(board, group(), who).store_of(0) for who in WHO]
     before = listening()
     with ThreadPoolExecutor(2) as threads:  # of ports that are opened at once, all are left alone
         forming = [
@@ -266,10 +280,13 @@ def listening() -> set[int]:
 @pytest.mark.parametrize("transport", ["gloo", "ipc", plugged.TRANSPORT])
 @pytest.mark.usefixtures("outside")
 def test_one_that_notices_deaths_does_so_before_the_deadline(board: Board, transport: str) -> None:
+    of_kind = replace(group(), transport=transport)
     assert abilities_of(transport, ImportRoots()).notices_deaths
 
+    Rendezvous(board, of_kind).open()
+
     def form(rank: int) -> BroadcastGroupTransport:
-        store = Rendezvous(board, group(), leads=not rank).store_of(0)
+        store = Rendezvous(board, of_kind, WHO[rank]).store_of(0)
         return form_group(transport, store, rank, 2, LOCAL, Deadline(30))
 
     with ThreadPoolExecutor(2) as threads:
@@ -283,7 +300,7 @@ def test_one_that_notices_deaths_does_so_before_the_deadline(board: Board, trans
 
 
 def test_a_group_of_a_transport_that_a_worker_does_not_import_is_not_joined(board: Board) -> None:
-    store = Rendezvous(board, group(), leads=False).store_of(0)
+    store = Rendezvous(board, group(), "w").store_of(0)
     with pytest.raises(WeightSyncError, match=r"weights\.transport: 'subprocess:Popen' is not imported"):
         form_group("subprocess:Popen", store, 1, 2, LOCAL, Deadline(1))
     with pytest.raises(WeightSyncError, match=r"weights\.transport: there is no 'glo'; did you mean 'gloo'\?"):
@@ -291,8 +308,11 @@ def test_a_group_of_a_transport_that_a_worker_does_not_import_is_not_joined(boar
 
 
 def test_an_ipc_group_is_told_at_once_that_its_learner_is_gone(board: Board) -> None:
+    ipc = replace(group(), transport="ipc")
+    Rendezvous(board, ipc).open()
+
     def member() -> str:
-        transport = form_group("ipc", Rendezvous(board, group(), leads=False).store_of(0), 1, 2, LOCAL, Deadline(1e6))
+        transport = form_group("ipc", Rendezvous(board, ipc, "w").store_of(0), 1, 2, LOCAL, Deadline(1e6))
         with pytest.raises(WeightSyncError, match="closed by another member") as told:
             transport.start(DATA[0].clone(), Deadline(1e6))()
         transport.close()
@@ -300,7 +320,7 @@ def test_an_ipc_group_is_told_at_once_that_its_learner_is_gone(board: Board) -> 
 
     with ThreadPoolExecutor(1) as threads:
         joining = threads.submit(member)
-        form_group("ipc", Rendezvous(board, group(), leads=True).store_of(0), 0, 2, LOCAL, Deadline(30)).close()
+        form_group("ipc", Rendezvous(board, ipc).store_of(0), 0, 2, LOCAL, Deadline(30)).close()
         assert "ipc broadcast of 5000192 bytes" in joining.result(30)
 
 

@@ -70,9 +70,12 @@ def test_the_broker_keeps_nothing_that_members_said_of_the_versions_before(
         until_all_receive(learner, "one", "two")
         group = learner.blocking.call(learner.blocking.broker.versions.group())
         assert group is not None
-        said = [f"headway:{{{run_name}}}:{part}:{group.meeting}" for part in ("meeting", "joining")]
-        counts.append([ask(server, "HLEN", key) for key in said])
+        said = ask(server, "KEYS", f"headway:{{{run_name}}}:*:{group.meeting}*")
+        counts.append(
+            {key: ask(server, "HLEN", key) for key in (f"headway:{{{run_name}}}:meeting:{group.meeting}", *said)}
+        )
     assert counts[0] == counts[1] == counts[2]
+    assert len(counts[0]) == 3  # of the learner, and of each member
 
 
 def test_parts_of_the_group_receive_one_after_the_other(

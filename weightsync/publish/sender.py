@@ -81,6 +81,8 @@ class Sender:
         self._group: _Group | None = None
         self._missed: dict[str, WeightVersion] = {}
         """The version that each worker was last seen to miss: the worker is in no group until it has caught up."""
+        self._barred = set[str]()
+        """The workers whose words were refused while a group formed: they are in no group any more, and pull."""
         self._resting = Resting(config.broadcast_timeout_s)
 
     def prepare(self, workers: Callable[[], Sequence[WorkerInfo]], version: WeightVersion) -> tuple[int, str]:
@@ -90,7 +92,7 @@ class Sender:
         for _ in range(_FORM_ATTEMPTS):
             alive = workers()
             self._missed = still_missed(alive, self._missed)
-            wanted = eligible(alive, self._missed)
+            wanted = eligible((info for info in alive if info.worker not in self._barred), self._missed)
             if self._group is not None and self._group.members == wanted:  # a group that failed is None
                 return self._epoch, "; ".join(failures)
             self._leave()
@@ -158,7 +160,7 @@ class Sender:
         deadline = Deadline(self._config.broadcast_timeout_s)
         self._epoch += 1
         group = self._record(wanted)
-        rendezvous = Rendezvous(self._board, group, leads=True)
+        rendezvous = Rendezvous(self._board, group)
         rendezvous.open()
         self._put_group(group)
         absent = rendezvous.await_members(group.members, deadline)
@@ -167,16 +169,18 @@ class Sender:
             self._missed.update(dict.fromkeys(absent, version))
             return f"group {self._epoch} not formed, absent after {deadline.seconds:g} s: {', '.join(absent)}"
         waves: list[_Wave] = []
-        try:
-            for number, workers in enumerate(_batched(group.members, group.at_once)):
-                store, size = rendezvous.store_of(number), len(workers) + 1
+        for number, workers in enumerate(_batched(group.members, group.at_once)):
+            store, size = rendezvous.store_of(number), len(workers) + 1
+            try:
                 transport = form_group(self._config.transport, store, 0, size, self._address, deadline, self._roots)
-                waves.append(_Wave(workers, transport))
-        except WeightSyncError as error:
-            # It is unknown which member failed. All are asked again: one that is gone will then not check in.
-            _close(waves)
-            self._resting.failed(wanted, str(error))
-            return str(error)
+            except WeightSyncError as error:
+                # It is unknown which member failed, unless one has said a word that no worker of ours says. All others
+                # are asked again: one that is gone will then not check in.
+                _close(waves)
+                self._barred |= {store.refused} - {""}
+                self._resting.failed(wanted, str(error))
+                return str(error)
+            waves.append(_Wave(workers, transport))
         self._group = _Group(wanted, rendezvous, tuple(waves))
         return ""
 

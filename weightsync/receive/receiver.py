@@ -38,7 +38,6 @@ class JoinedGroup:
         self, group: BroadcastGroup, worker: str, rendezvous: Rendezvous, transport: BroadcastGroupTransport
     ) -> None:
         self.group = group
-        self._worker = worker
         self._rendezvous = rendezvous
         self._transport = transport
         self._checked: tuple[TensorSpec, ...] | None = None
@@ -151,7 +150,7 @@ class JoinedGroup:
         # Without an answer, as the broker is away, the learner counts this worker as lost; the bytes are good all the
         # same.
         with contextlib.suppress(BrokerError):
-            self._rendezvous.acknowledge(version, self._worker, failure)
+            self._rendezvous.acknowledge(version, failure)
 
 
 def _leave_it(index: int, bucket: torch.Tensor) -> None:
@@ -170,9 +169,9 @@ def join(
     Raises WeightSyncError where the learner or another member does not come, or the broker does not answer.
     """
     deadline = Deadline(group.timeout_s, cancelled)
-    rendezvous = Rendezvous(board, group, leads=False)
+    rendezvous = Rendezvous(board, group, worker)
     with translated(f"joining broadcast group {group.epoch}"):
-        if not rendezvous.check_in(worker) or not rendezvous.await_verdict(deadline):
+        if not rendezvous.check_in() or not rendezvous.await_verdict(deadline):
             return None
     wave, place = divmod(group.members.index(worker), group.at_once)
     size = len(group.members[wave * group.at_once :][: group.at_once]) + 1

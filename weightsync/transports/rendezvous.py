@@ -7,7 +7,8 @@ turn/{version}/{wave}      set once it is this wave's turn to receive the versio
 ack/{version}/{worker}     empty, or what went wrong
 wave/{wave}/...            torch's own keys of that wave's process group
 
-The learner writes `verdict`, `turn` and its own part of torch's keys where no worker's user may write.
+Each word is heard as that of the one who says it: the learner `verdict` and `turn`, a worker its own `in` and `ack`,
+and each rank its own part of torch's keys (`words`).
 """
 
 import secrets
@@ -16,12 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from broker.client.meetings import Meetings
+from broker.client.meetings import LEARNER, Meetings
 from broker.errors import BrokerError, WeightSyncError
 from broker.schema import WeightVersion
 from broker.schema.weights import BroadcastGroup
 from weightsync.deadline import Deadline
 from weightsync.transports.store import BrokerStore
+from weightsync.transports.words import words_of
 
 T = TypeVar("T")
 _OPEN, _GO, _VOID = b"open", b"go", b"void"
@@ -46,27 +48,29 @@ class Board:
 class Rendezvous:
     """The meeting of one epoch. Every call raises the broker's errors."""
 
-    def __init__(self, board: Board, group: BroadcastGroup, *, leads: bool) -> None:
+    def __init__(self, board: Board, group: BroadcastGroup, who: str = LEARNER) -> None:
+        """`who` is the worker that takes part in it, or the learner."""
         self._board = board
+        self._group = group
         self._name = group.meeting
-        self._leads = leads
+        self._who = who
         self._what = f"broadcast group {group.epoch}"
 
     def open(self) -> None:
         """Open the epoch. The learner does so before it tells members: one that finds no open epoch comes too late."""
-        self._say("verdict", _OPEN)
+        meetings = self._board.meetings
+        self._board.call(meetings.begin(self._name, self._group.members, {"verdict": _OPEN}))
 
-    def check_in(self, worker: str) -> bool:
-        """Check `worker` in. Returns False if a process of this name has already done so, as a restarted worker must
+    def check_in(self) -> bool:
+        """Check this worker in. Returns False if a process of its name has already done so, as a restarted worker must
         not pose as its predecessor, or if the epoch is over."""
         own = secrets.token_bytes(8)
-        if self._hear(["verdict"]) == [None]:
-            return False
-        return self._board.call(self._board.meetings.say_once(self._name, f"in/{worker}", own)) == own
+        said = self._board.call(self._board.meetings.say_once(self._name, self._who, _in_key(self._who), own))
+        return said == own
 
     def await_members(self, members: Iterable[str], deadline: Deadline) -> tuple[str, ...]:
         """Return the members that did not check in by the deadline."""
-        keys = {worker: f"in/{worker}" for worker in members}
+        keys = {worker: _in_key(worker) for worker in members}
         return tuple(worker for worker in keys if worker not in self._await_all(keys, deadline))
 
     def decide(self, stands: bool) -> None:
@@ -76,7 +80,7 @@ class Rendezvous:
     def await_verdict(self, deadline: Deadline) -> bool:
         """Wait for the verdict. Returns whether the group is to be formed now."""
         for pause_s in _pauses():
-            (verdict,) = self._hear(["verdict"])
+            (verdict,) = self._hear([(LEARNER, "verdict")])
             if verdict != _OPEN:
                 return verdict == _GO
             deadline.check(f"{self._what}: the learner's word whether it stands")
@@ -90,19 +94,28 @@ class Rendezvous:
     def await_wave(self, version: WeightVersion, wave: int, deadline: Deadline) -> None:
         """Wait until `version` is sent to this wave."""
         for pause_s in _pauses():
-            if self._hear([_turn_key(version, wave)]) != [None]:
+            if self._hear([(LEARNER, _turn_key(version, wave))]) != [None]:
                 return
             deadline.check(f"{self._what}: this worker's turn to receive version {version}")
             deadline.pause(pause_s)
 
     def store_of(self, wave: int) -> BrokerStore:
         """Return the store for the process group of one wave."""
-        board = self._board
-        return BrokerStore(board.call, board.meetings, self._name, f"wave/{wave}/", leads=self._leads)
+        board, group = self._board, self._group
+        ranks = (LEARNER, *group.members[wave * group.at_once :][: group.at_once])
+        return BrokerStore(
+            board.call,
+            board.meetings,
+            self._name,
+            f"wave/{wave}/",
+            who=self._who,
+            ranks=ranks,
+            words=words_of(group.transport),
+        )
 
-    def acknowledge(self, version: WeightVersion, worker: str, failure: str) -> None:
-        """Tell the learner that `worker` holds `version`, or (failure not empty) why it does not."""
-        self._say(_ack_key(version, worker), failure.encode()[:_LONGEST_WORD])
+    def acknowledge(self, version: WeightVersion, failure: str) -> None:
+        """Tell the learner that this worker holds `version`, or (failure not empty) why it does not."""
+        self._say(_ack_key(version, self._who), failure.encode()[:_LONGEST_WORD])
 
     def await_acknowledgements(
         self, version: WeightVersion, members: Iterable[str], deadline: Deadline
@@ -113,28 +126,28 @@ class Rendezvous:
 
     def forget(self, version: WeightVersion, members: Iterable[str], waves: int) -> None:
         """Forget the words about `version`, which all members have acknowledged."""
-        said = [_ack_key(version, worker) for worker in members]
-        said += [_turn_key(version, wave) for wave in range(1, waves)]
-        self._board.call(self._board.meetings.forget(self._name, said, leads=True))
+        said = [(worker, _ack_key(version, worker)) for worker in members]
+        said += [(LEARNER, _turn_key(version, wave)) for wave in range(1, waves)]
+        self._board.call(self._board.meetings.forget(self._name, LEARNER, said))
 
     def end(self) -> None:
         """End the epoch: a member that comes later finds nothing."""
-        self._board.call(self._board.meetings.end(self._name))
+        self._board.call(self._board.meetings.end(self._name, self._group.members))
 
     def _await_all(self, keys: dict[str, str], deadline: Deadline) -> dict[str, bytes]:
-        """Return the words that were said under `keys` by the deadline."""
+        """Return the words that each of these members has said by the deadline under its key."""
         for pause_s in _pauses():
-            said = dict(zip(keys, self._hear(list(keys.values())), strict=True))
+            said = dict(zip(keys, self._hear(list(keys.items())), strict=True))
             if None not in said.values() or deadline.is_over():
                 break
             deadline.pause(pause_s)
         return {who: word for who, word in said.items() if word is not None}
 
     def _say(self, key: str, value: bytes) -> None:
-        self._board.call(self._board.meetings.say(self._name, key, value, leads=self._leads))
+        self._board.call(self._board.meetings.say(self._name, self._who, key, value))
 
-    def _hear(self, keys: Sequence[str]) -> list[bytes | None]:
-        return self._board.call(self._board.meetings.hear(self._name, keys)) if keys else []
+    def _hear(self, words: Sequence[tuple[str, str]]) -> list[bytes | None]:
+        return self._board.call(self._board.meetings.hear(self._name, words)) if words else []
 
 
 def _pauses() -> Iterator[float]:
@@ -153,6 +166,10 @@ def translated(what: str) -> Iterator[None]:
         yield
     except BrokerError as error:
         raise WeightSyncError(f"{what}: {error}") from error
+
+
+def _in_key(worker: str) -> str:
+    return f"in/{worker}"
 
 
 def _turn_key(version: WeightVersion, wave: int) -> str:
