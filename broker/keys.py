@@ -1,5 +1,7 @@
 """The table of Redis keys. A run lies under `headway:{RUN}:`; the braces make it one slot of a cluster.
 
+The set `headway:runs` names all runs of the server; a learner adds its run, and `runs delete` takes it away.
+
 Keys marked * lie under `headway:{RUN}:hidden:SECRET:`, prompts under `headway:{RUN}:prompt:SECRET:`. Workers may write
 the former and read the latter, yet do not know their names: only the functions that they call do (`verbs`). SECRET is
 128 random bits, made when a run is claimed for the first time, and deleted with the run.
@@ -132,6 +134,7 @@ from zlib import crc32
 from .errors import BrokerError
 
 PREFIX = "headway:"
+RUNS = f"{PREFIX}runs"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -202,8 +205,3 @@ def blob_name(kind: str, tid: object, nonce: str, shards: int) -> str:
     """Returns a name for a new payload or segment; over several shards it begins with `N/`."""
     name = f"{kind}:{tid}:{nonce}"
     return name if shards == 1 else f"{crc32(name.encode()) % shards}/{name}"
-
-
-def run_of(verbs_key: str) -> str:
-    """Returns the run to which a key `verbs` belongs."""
-    return verbs_key.removeprefix(PREFIX).removesuffix(":verbs").strip("{}")

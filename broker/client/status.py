@@ -13,7 +13,7 @@ from redis.exceptions import NoPermissionError
 from broker.connection.connection import Connection, pairs, text
 from broker.connection.verbs import Verbs
 from broker.errors import BrokerError, FrameError, RunNotFoundError
-from broker.keys import PREFIX, check_worker_name, is_name, run_of
+from broker.keys import RUNS, check_worker_name, is_name
 from broker.owner import Owner
 from broker.schema import Lease, WeightVersion
 from broker.schema.metrics import StepMetrics
@@ -224,7 +224,7 @@ class StatusBoard:
 
     async def runs(self) -> tuple[str, ...]:
         """Returns the names of all runs on this server."""
-        names = map(run_of, await self._connection.scan(f"{PREFIX}{{*}}:verbs"))
+        names = map(text, await self._connection.execute("SMEMBERS", RUNS))
         return tuple(sorted(filter(is_name, names)))
 
     async def runs_for_people(self) -> str:
@@ -248,6 +248,7 @@ class StatusBoard:
             await self._connection.unload_verbs(verbs.decode().partition(" ")[2])
         for start in range(0, len(names), 1000):
             await self._connection.pipeline([("UNLINK", name) for name in names[start : start + 1000]])
+        await self._connection.execute("SREM", RUNS, self._connection.run)
         return len(names)
 
 

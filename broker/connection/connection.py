@@ -22,7 +22,7 @@ from redis.exceptions import ConnectionError as LostConnectionError
 from redis.exceptions import TimeoutError as SlowServerError
 
 from broker.errors import BrokerError, BrokerUnavailableError, ForeignRunError
-from broker.keys import Keys
+from broker.keys import RUNS, Keys
 from broker.owner import Owner
 
 from .address import Address, without_password
@@ -163,8 +163,8 @@ class Connection:
             raise foreign(self.run, self.url, identity)
 
     async def load_verbs(self) -> str:
-        """Loads the run's functions into the server before a claim, and makes the run's secret where it has none.
-        Returns the library that clients of the run have called until now, or ""."""
+        """Loads the run's functions into the server before a claim, makes the run's secret where it has none, and lists
+        the run. Returns the library that clients of the run have called until now, or ""."""
         secret, held = await self.pipeline([("GET", self.keys("secret")), ("GET", self.keys.verbs)])
         if secret is None:
             made = self.keys.secret or new_secret()
@@ -175,6 +175,7 @@ class Connection:
         previous = held.decode().partition(" ")[2] if held else ""
         try:
             await self._attempt(self._load)
+            await self.execute("SADD", RUNS, self.run)
         except BrokerUnavailableError as error:
             if not isinstance(error.__cause__, OutOfMemoryError) or previous != current.library:
                 raise

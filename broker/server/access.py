@@ -3,13 +3,14 @@
     learner    everything of its runs, and nothing of other runs
     worker     the run's functions, except those of its owner; payloads and segments whose names it knows; it may read
                weights and the recipe
-    observer   may look, but at no weights, payloads or prompts
+    observer   may look, but at no weights, payloads or prompts, and may list no keys
     scorer     the run's functions for scorers, and their keys; it may read the recipe and the model's files
 
 The server checks the commands inside a function against the rights of its caller. So a worker's user may write all that
-its functions write. The names of those keys contain a secret that it cannot read, and none of its commands lists them,
-so it can do to these keys only what the functions do. It may not even read `owner`, so every function of the owner is
-refused to it. Nor may it read `scoring`, so every function of scorers is refused to it.
+its functions write. The names of those keys contain a secret that it cannot read, so it can do to these keys only what
+the functions do. The server lists the names of keys, and so the secrets of its runs, to learners alone. A worker may
+not even read `owner`, so every function of the owner is refused to it. Nor may it read `scoring`, so every function of
+scorers is refused to it.
 """
 
 import secrets
@@ -40,7 +41,7 @@ class _Rights:
 
     commands: str
     writes: str = ""
-    """Keys below a run's prefix that may be written and read."""
+    """Keys below a run's prefix, or with a slash before them below that of all runs, that may be written and read."""
     reads: str = ""
     selectors: "tuple[_Rights, ...]" = ()
 
@@ -54,7 +55,7 @@ _RIGHTS = {
         " hincrby hlen hset hsetnx lindex lrem ltrim memory|usage mget persist pttl rename rpush sadd scan scard set"
         " sismember srem strlen unlink xadd xrevrange zadd zpopmin zrem zremrangebylex"
         " zremrangebyscore",
-        writes="*",
+        writes="* /runs",
     ),
     Role.WORKER: _Rights(
         commands=f"{_CONNECTION} {_LOOKING} expire fcall fcall_ro hdel hget hincrby hlen hset lindex persist rpush sadd"
@@ -71,9 +72,8 @@ _RIGHTS = {
         ),
     ),
     Role.OBSERVER: _Rights(
-        commands=f"ping client|setinfo client|no-touch cluster|slots {_LOOKING} fcall_ro getrange mget scan time"
-        " xrevrange",
-        reads="hidden:* config fault:* holder identity verbs",
+        commands=f"ping client|setinfo client|no-touch cluster|slots {_LOOKING} fcall_ro getrange mget time xrevrange",
+        reads="hidden:* config fault:* holder identity verbs /runs",
     ),
     Role.SCORER: _Rights(
         commands=f"{_CONNECTION} exists expire fcall fcall_ro get hdel hget hincrby hmget hset mget scard set sadd"
@@ -117,7 +117,10 @@ class User:
 
     def _keys(self, kind: str, names: Sequence[str]) -> list[str]:
         tags = ("*",) if self.run is None else (self.run, f"{self.run}/*")
-        return [f"{kind}{PREFIX}{{{tag}}}:{name}" for name in names for tag in tags]
+        of_all = [f"{kind}{PREFIX}{name[1:]}" for name in names if name.startswith("/")]
+        return of_all + [
+            f"{kind}{PREFIX}{{{tag}}}:{name}" for name in names if not name.startswith("/") for tag in tags
+        ]
 
 
 def users(run: str | None, passwords: Mapping[str, str]) -> list[User]:
