@@ -66,6 +66,15 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             " Broadcasts are never encrypted"
         ),
     ] = None
+    trust: Annotated[
+        Literal["members", "none"],
+        Meta(
+            description="members: workers that receive broadcasts can alter each other's weights, and end each other"
+            " and the learner; none: for workers that you do not trust: they receive no broadcasts but follow by pull,"
+            " over TLS, and take only buckets with the SHA-256 digest that the learner has stored in the broker, where"
+            " its user alone may write"
+        ),
+    ] = "members"
     poll_s: Annotated[
         float,
         Meta(gt=0, description="seconds between two looks of a worker for a version or group that it was not told of"),
@@ -122,6 +131,11 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             " learner (a worker may choose for itself)"
         ),
     ] = True
+
+    @property
+    def joins_groups(self) -> bool:
+        """Whether a worker with these settings receives broadcasts; otherwise it follows by pull."""
+        return self.follow == "broadcast" and self.trust == "members"
 
     def __post_init__(self) -> None:
         """Read `http`, the former name of `none`, in older recipes and in the configurations of older runs."""

@@ -53,7 +53,8 @@ class BaseWeights(msgspec.Struct, frozen=True, kw_only=True):
     tensors: tuple[TensorSpec, ...]
     buckets: tuple[int, ...]
     fingerprints: tuple[int, ...]
-    """As of a WeightManifest."""
+    digests: tuple[str, ...] = ()
+    """Both as of a WeightManifest."""
 
 
 class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +78,9 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     fingerprints: tuple[int, ...] = ()
     """The fingerprint of each tensor (`weightsync.tensors.fingerprint`), both of the bytes that must arrive and of an
     engine that holds the version. An offer has none yet: they follow the last bucket."""
+    digests: tuple[str, ...] = ()
+    """The SHA-256 digest of each bucket, in hexadecimal, where workers are not trusted (`weights.trust`); else empty:
+    fingerprints are sums, and no defence against forgery."""
     like: WeightVersion | None = None
     """In an offer: the announced version that has the same `tensors` and `buckets`, which are left out here."""
     deltas: tuple[DeltaSpec, ...] = ()

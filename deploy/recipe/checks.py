@@ -208,11 +208,14 @@ def _impossible_transfers(recipe: Recipe) -> Iterator[str]:
             "weights.staging=device keeps versions on the GPUs of learner and engines, and one of them runs on a CPU."
             " Set weights.staging=host."
         )
-    if weights.staging == "none" and weights.follow == "pull":
+    if weights.staging == "none" and not weights.joins_groups:
         yield (
-            "weights.staging=none keeps no version beside the engine, and weights.follow=pull keeps one in host memory."
-            " Set weights.staging=host, or weights.follow=broadcast."
+            "weights.staging=none keeps no version beside the engine, and weights.follow=pull keeps one in host memory,"
+            " as weights.trust=none does. Set weights.staging=host, or weights.follow=broadcast and"
+            " weights.trust=members."
         )
+    if weights.trust == "none" and weights.tls is False:
+        yield "weights.trust=none has workers pull over TLS. Leave weights.tls out, or set weights.trust=members."
 
 
 def _device_of(engine: EngineConfig) -> str:

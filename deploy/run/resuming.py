@@ -89,8 +89,8 @@ FREE = frozenset(
         "learner.compute": "recompute offload_optimizer compile cuda_graphs",
         "launcher": "kind options",
         "checkpoint": "every_steps keep best asynchronous log_bytes stage_every_s",
-        "weights": "adapter transport staging broadcast_timeout_s bucket_bytes host ports tls poll_s swaps_at_once"
-        " kv_policy follow delta_chain archive pull_bytes_per_s pull_files",
+        "weights": "adapter transport staging broadcast_timeout_s bucket_bytes host ports tls trust poll_s"
+        " swaps_at_once kv_policy follow delta_chain archive pull_bytes_per_s pull_files",
     }.items()
     for key in keys.split()
 ) | {"rewards", "metrics"}

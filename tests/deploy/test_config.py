@@ -287,8 +287,19 @@ def test_a_wrong_key_or_value_is_named(recipe_path: Path, override: str, message
         ),
         (
             ["weights.staging=none", "weights.follow=pull"],
-            "weights.staging=none keeps no version beside the engine, and weights.follow=pull keeps one in host memory."
-            " Set weights.staging=host, or weights.follow=broadcast.",
+            "weights.staging=none keeps no version beside the engine, and weights.follow=pull keeps one in host memory,"
+            " as weights.trust=none does. Set weights.staging=host, or weights.follow=broadcast and"
+            " weights.trust=members.",
+        ),
+        (
+            ["weights.staging=none", "weights.trust=none"],
+            "weights.staging=none keeps no version beside the engine, and weights.follow=pull keeps one in host memory,"
+            " as weights.trust=none does. Set weights.staging=host, or weights.follow=broadcast and"
+            " weights.trust=members.",
+        ),
+        (
+            ["weights.trust=none", "weights.tls=false"],
+            "weights.trust=none has workers pull over TLS. Leave weights.tls out, or set weights.trust=members.",
         ),
         (
             ["weights.staging=device", "weights.transport=ipc", "learner.device=cuda"],

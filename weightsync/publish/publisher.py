@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -27,6 +27,7 @@ from weightsync.archives.archiver import Archiver
 from weightsync.config import WeightsConfig
 from weightsync.deadline import Deadline
 from weightsync.tensors.base_weights import BASE, described
+from weightsync.tensors.buckets import sha256_of
 from weightsync.tensors.chain import Delta, DeltaChain
 from weightsync.tensors.gathering import Gathering, Staging
 from weightsync.tensors.staging import StagedWeights, stage
@@ -41,6 +42,7 @@ from .membership import follows_by_pull
 from .sender import Sender
 
 logger = logging.getLogger(__name__)
+_DIGESTS_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class Publisher:
             self._token,
             config.broadcast_timeout_s,
             ports=config.ports,
-            tls=config.tls,
+            tls=config.tls if config.trust == "members" else True,
             memory_is_reused=self._memory_is_reused,
         )
         self._chain = DeltaChain(config.delta_chain)
@@ -141,7 +143,7 @@ class Publisher:
         logger.info(
             "serves the base of adapters: %.1f GB, copied in %.1f s", staged.nbytes / 1e9, time.monotonic() - started
         )
-        self._base, self._adapter_scale = described(staged), adapter_scale
+        self._base, self._adapter_scale = described(staged, self._digests(staged)), adapter_scale
 
     def gather(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Gathering:
         """Prepare memory for the next version, which is to have these tensors. None of them is read before `begin`,
@@ -199,7 +201,9 @@ class Publisher:
         # Members refuse a version that they took already, so a repeated publication is only announced.
         is_repeated = self._offered == version
         places = gathering.places()
-        epoch, failed = (0, "repeated") if is_repeated else self._sender.prepare(self._workers, version)
+        epoch, failed = (0, "repeated" if is_repeated else "")
+        if not is_repeated and self._config.trust == "members":
+            epoch, failed = self._sender.prepare(self._workers, version)
         offer = self._manifest(version, places.tensors, places.sizes, probe, epoch)
         if self._announced is not None and self._announced.tensors is places.tensors:
             offer = msgspec.structs.replace(offer, tensors=(), buckets=(), like=self._announced.version)
@@ -215,6 +219,7 @@ class Publisher:
         announced = msgspec.structs.replace(
             self._manifest(version, staged.tensors, staged.sizes, probe, epoch),
             fingerprints=staged.fingerprints,
+            digests=self._digests(staged),
             base=self._base,
             deltas=tuple(delta.spec for delta in deltas),
             archived=archived,
@@ -266,6 +271,13 @@ class Publisher:
             pull_token=self._token,
             pull_certificate=self._pulls.certificate,
         )
+
+    def _digests(self, staged: StagedWeights) -> tuple[str, ...]:
+        """Return the digests of a version's buckets; none where workers are trusted."""
+        if self._config.trust == "members":
+            return ()
+        with ThreadPoolExecutor(_DIGESTS_AT_ONCE) as threads:  # hashlib lets other threads run
+            return tuple(threads.map(sha256_of, staged.buckets))
 
     def _workers(self) -> tuple[WorkerInfo, ...]:
         return self._blocking.call(self._blocking.broker.status.workers())

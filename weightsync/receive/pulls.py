@@ -53,7 +53,7 @@ class Pulls:
         self._landing = landing
         self._on_pulled = on_pulled
         self._on_failure = on_failure
-        self._puller = Puller(_open_pull(broker, config, model), keeps_base=config.follow == "pull")
+        self._puller = Puller(_open_pull(broker, config, model), keeps_base=not config.joins_groups)
         self._threads = BoundedThreads()
         self._pulling: asyncio.Task[None] | None = None
         self._failures = 0

@@ -73,7 +73,7 @@ class Subscriber:
         self._model = model
         self._threads = BoundedThreads()
         self._groups = GroupFollower(broker, worker, self._threads, roots)
-        self.joins_groups = config.follow == "broadcast"
+        self.joins_groups = config.joins_groups
         """False: the worker follows by pull, and keeps the pulled version as the base for deltas."""
         self._worker = worker
         self._following: asyncio.Task[None] | None = None
@@ -145,7 +145,7 @@ class Subscriber:
                 manifest = manifest_of_base(announced)
                 try:
                     check_manifest(manifest)
-                    if from_files and self._model is not None:
+                    if from_files and self._model is not None and not manifest.digests:
                         from_files = False
                         if (found := await self._in_files(self._model, manifest)) is not None:
                             return found

@@ -11,9 +11,9 @@ BASE = WeightVersion(0, 0)
 """Under which the learner serves them; a run's own versions have incarnations above 0."""
 
 
-def described(staged: StagedWeights) -> BaseWeights:
+def described(staged: StagedWeights, digests: tuple[str, ...] = ()) -> BaseWeights:
     """Return what an announcement says of them."""
-    return BaseWeights(tensors=staged.tensors, buckets=staged.sizes, fingerprints=staged.fingerprints)
+    return BaseWeights(tensors=staged.tensors, buckets=staged.sizes, fingerprints=staged.fingerprints, digests=digests)
 
 
 def manifest_of_base(announced: WeightManifest) -> WeightManifest:
@@ -26,6 +26,7 @@ def manifest_of_base(announced: WeightManifest) -> WeightManifest:
         tensors=base.tensors,
         buckets=base.buckets,
         fingerprints=base.fingerprints,
+        digests=base.digests,
         deltas=(),
         archived=None,
         adapter_scale=0.0,

@@ -44,6 +44,11 @@ def digest_bytes(data: bytes | memoryview) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
+def sha256_of(bucket: torch.Tensor) -> str:
+    """Return the SHA-256 digest of a flat uint8 tensor on any device, in hexadecimal."""
+    return hashlib.sha256(as_bytes(bucket.cpu())).hexdigest()
+
+
 def as_bytes(bucket: torch.Tensor) -> memoryview:
     """Return the memory of a flat uint8 CPU tensor."""
     return bucket.numpy().data
@@ -61,13 +66,22 @@ def allocate(sizes: Sequence[int], device: torch.device | str = "cpu") -> tuple[
 
 
 def verify(manifest: WeightManifest, buckets: Mapping[int, torch.Tensor]) -> None:
-    """Raise WeightSyncError unless `buckets`, by index, hold the tensors that the learner staged."""
+    """Raise WeightSyncError unless `buckets`, by index, hold the tensors that the learner staged: by their digests
+    where the manifest has any, else by their fingerprints."""
     for index, bucket in buckets.items():
         if bucket.numel() != manifest.buckets[index]:
             raise WeightSyncError(
                 f"bucket {index} arrived with {bucket.numel()} bytes, published were {manifest.buckets[index]}"
             )
-    compare(manifest, fingerprints(manifest.tensors, buckets))
+    if not manifest.digests:
+        compare(manifest, fingerprints(manifest.tensors, buckets))
+        return
+    for index, bucket in buckets.items():
+        if (found := sha256_of(bucket)) != manifest.digests[index]:
+            raise WeightSyncError(
+                f"bucket {index} of version {manifest.version} was altered on its way: its digest is {found}, published"
+                f" was {manifest.digests[index]}; it is fetched again"
+            )
 
 
 def compare(manifest: WeightManifest, fingerprints: Mapping[int, int]) -> None:
@@ -154,8 +168,10 @@ def views(
 
 
 def check_manifest(manifest: WeightManifest) -> None:
-    """Raise WeightSyncError unless every tensor has a fingerprint and lies inside its bucket."""
-    if len(manifest.fingerprints) != len(manifest.tensors):
+    """Raise WeightSyncError unless every tensor has a fingerprint and lies inside its bucket, and all buckets or none
+    have a digest."""
+    are_signed = len(manifest.digests) in (0, len(manifest.buckets))
+    if len(manifest.fingerprints) != len(manifest.tensors) or not are_signed:
         raise WeightSyncError(f"the manifest of version {manifest.version} contradicts itself")
     check_offer(manifest)
 

@@ -219,3 +219,20 @@ def test_a_device_that_is_full_keeps_nothing(tmp_path: Path) -> None:
     assert not files(tmp_path / "run")
     archive.put(NAME, memoryview(b"x"), FOREVER)
     assert archive.keep_only({NAME}) == {NAME}
+
+
+@in_directory
+async def test_an_archive_altered_by_one_bit_is_refused(
+    learner: Learner, config: WeightsConfig, broker: Broker, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker compares each file with its digest in the manifest."""
+    await publish(learner, 3)
+    for path in files(folder):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.chmod(0o600)
+        path.write_bytes(data)
+    with pytest.raises(UnreachableError, match="the learner was asked"):
+        await Follower(broker, config.archive).pull()
+    assert "is damaged in the archive" in caplog.text
+    await Follower(broker, config.archive, only_archive=False).pull()
