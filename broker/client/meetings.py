@@ -18,9 +18,9 @@ LIFETIME_S = 3600
 """A meeting is forgotten so long after its last word: many times what forming a group may take. A learner ends its
 meetings itself."""
 LEARNER = ""
-"""Who the learner is, where members have their names."""
+"""This name is the learner's; no worker can have it."""
 NUMBERS = "+"
-"""Who is asked for the numbers that all members add to."""
+"""Under this name stand the numbers that all members add to."""
 _LONGEST_WAIT_S = 2.0
 
 

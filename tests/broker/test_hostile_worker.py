@@ -31,7 +31,7 @@ OWNERS = (
 """Functions of the run's owner."""
 ALLOWED = """
 auth client|no-touch client|setinfo cluster|slots exists expire fcall fcall_ro get getrange hdel hello hget hgetall
-hincrby hmget hset hsetnx info lindex llen lrange mget object|idletime persist ping pttl quit reset rpush sadd scard set
+hincrby hlen hmget hset info lindex llen lrange mget object|idletime persist ping pttl quit reset rpush sadd scard set
 sismember smembers srandmember srem strlen time unlink wait waitaof xadd xread zadd zcard zcount zpopmin zrange
 zrangebyscore zrem zscore
 """
@@ -246,6 +246,8 @@ class Fuzz:
             "heartbeat": ["evil", "s", 1000, b"junk", 1, 30, member, token],
             "score_ask": ["quality", "evil", "s", 30, 1, "abc", b"junk"],
             "score_collect": ["quality", 30, 1, "abc", "abd"],
+            "say": ["m", "evil", "s", "set", "key", b"word"],
+            "hear": ["m", "", "key", "evil", "key", "+", "key"],
         }
         arguments = usual.get(verb, [1, "x", "", 0, 5, "x", 1, 1, "", 0])
         for place in range(len(arguments)):
