@@ -130,7 +130,7 @@ async def test_commit_frees_everything(broker: Broker) -> None:
     assert (queues.payload_bytes, queues.pinned, queues.open) == (0, 0, 0)
     left = {name.rpartition(":")[2] for name in await broker._connection.scan("*")}
     about_the_run = {"meta", "owner", "config", "settled", "tally", "secret", "verbs", "identity", "standing"}
-    kept = about_the_run | {"announced", "bell"}
+    kept = about_the_run | {"announced", "bell", "runs"}
     assert left == kept
     await broker.batches.commit(run.owner, 1, watermark=group_id(2))
     assert await broker._connection.execute("EXISTS", broker._connection.keys.hidden("settled")) == 0
