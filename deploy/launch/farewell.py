@@ -11,6 +11,7 @@ DRAIN_NOTICE = "the learner finishes its step and writes a checkpoint"
 
 def say_farewell() -> None:
     """Write the file. The role itself calls this last, when a worker has handed its work back or a learner has
-    concluded."""
+    concluded. Its directory may be gone: the last other process of the run on this node removes it."""
     if path := os.environ.get(ENVIRONMENT):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).touch()

@@ -39,13 +39,16 @@ class RoleHost:
         here = tuple(sys.executable if word == python else word for word in command.argv)
         self._command = replace(command, argv=here, cwd=command.cwd or Path(home))
         self._temporary = command.cwd if command.cwd is not None and not command.cwd.exists() else None
+        self._made: Path | None = None
+        """The directory of farewell files that this host made. On the driver's node the driver made it, for itself."""
         self._child: Child | None = None
         self._failure = ""
         try:
             if command.cwd is None and not Path(home).is_dir():
                 raise FileNotFoundError(f"this node has no {home}: let it and the nodes share a file system")
-            if command.farewell is not None:
-                command.farewell.parent.mkdir(parents=True, exist_ok=True)
+            if command.farewell is not None and not command.farewell.parent.exists():
+                self._made = command.farewell.parent
+                self._made.mkdir(parents=True, exist_ok=True)
             self._child = Child(self._command)
         except OSError as error:
             self._failure = f"{ERROR_PREFIX}{command.name} cannot start on {socket.gethostname()}: {error}\n"
@@ -86,7 +89,8 @@ class RoleHost:
         """Remove the directory that was made for the command, as far as no other command on this node uses it."""
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
-        if self._command.farewell is not None and self._temporary is not None:
+        if self._command.farewell is not None:
             self._command.farewell.unlink(missing_ok=True)
-            with suppress(OSError):  # other workers of the run are there
-                self._command.farewell.parent.rmdir()
+        if self._made is not None:
+            with suppress(OSError):  # other processes of the run are there
+                self._made.rmdir()
