@@ -1,5 +1,6 @@
 """The resources that Ray sets aside for each command, and the placement group of its pool."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,10 @@ from .commands import engine_gpus, learner_resources, scorer_gpus
 if TYPE_CHECKING:
     from deploy.recipe.recipe import Recipe
 
+log = logging.getLogger(__name__)
+
+GROUP_S = 30.0
+"""Seconds to wait until Ray has placed a group beside which a process is to lie."""
 LEAST_CPU = 0.001
 """CPUs that a group sets aside for a process that takes nothing else: Ray makes no empty groups."""
 
@@ -77,8 +82,13 @@ class RayPlaces:
             return PlacementGroupSchedulingStrategy(group)
         if role.placement != "strict_pack":
             return beside
-        node = placement_group_table(group)["bundles_to_node_id"].get(0)
-        return NodeAffinitySchedulingStrategy(node, soft=False) if node else PlacementGroupSchedulingStrategy(group)
+        if not group.wait(GROUP_S):  # its own places are all taken by then, so a process more would wait there for ever
+            log.warning(
+                "%s has no place on one node yet, and its process %d goes to any.", command.pool, command.number
+            )
+            return beside
+        node = placement_group_table(group)["bundles_to_node_id"][0]
+        return NodeAffinitySchedulingStrategy(node, soft=False)
 
 
 def _wanted(recipe: "Recipe") -> Iterator[_Wanted]:
