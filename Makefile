@@ -30,7 +30,7 @@ EXTERN_TESTS := tests/deploy/test_dashboards.py tests/deploy/test_slurm.py tests
 	tests/end_to_end/test_browser.py tests/docs/test_site_in_browser.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev install-megatron demo demo-vllm demo-megatron chaos parity peer-losses race bench-broker study-staleness docs test test-quick test-ray test-trackers test-peft test-sglang test-browser test-extern extern-tools check shape format clean
+.PHONY: help install install-dev install-megatron demo demo-vllm demo-megatron chaos parity peer-losses race bench-broker study-staleness docs test test-quick test-ray test-trackers test-peft test-sglang test-environments test-browser test-extern extern-tools check shape format clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -96,43 +96,35 @@ bench-broker: $(BENCH)/.installed  ## the broker against Streams, ZeroMQ, Ray qu
 study-staleness: install  ## what lag costs and what each correction gives back, over SEEDS=3 (hours on 2 cores)
 	@$(BIN)/python -m benchmarks.staleness --seeds $(or $(SEEDS),3)
 
-# In an environment of its own on top of ours: what we are measured against must not change what we run on.
+# An environment on top of ours, which does not change what we run on. Its python sees our packages behind its own.
+define on_top
+@$(BIN)/python -m venv $(1)
+@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	"$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/headway.pth"
+@$(1)/bin/python -m pip --disable-pip-version-check install -q
+endef
+
 $(BENCH)/.installed: $(VENV)/.installed
-	@$(BIN)/python -m venv $(BENCH)
-	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
-		"$$($(BENCH)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/headway.pth"
-	@$(BENCH)/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt -e '.[bench]'
+	$(call on_top,$(BENCH)) -c constraints.txt -e '.[bench]'
 	@touch $@
 
 $(PEERS)/.installed: $(VENV)/.installed-dev benchmarks/peer_losses/requirements.txt
-	@$(BIN)/python -m venv $(PEERS)
-	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
-		"$$($(PEERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/headway.pth"
-	@$(PEERS)/bin/python -m pip --disable-pip-version-check install -q --no-deps -r benchmarks/peer_losses/requirements.txt
+	$(call on_top,$(PEERS)) --no-deps -r benchmarks/peer_losses/requirements.txt
 	@touch $@
 
-# In an environment of its own, too: Ray is large, and only who has a Ray cluster needs it.
+# Ray is large, and only who has a Ray cluster needs it.
 $(RAY)/.installed: $(VENV)/.installed-tools
-	@$(BIN)/python -m venv $(RAY)
-	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
-		"$$($(RAY)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/headway.pth"
-	@$(RAY)/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt -e '.[ray]'
+	$(call on_top,$(RAY)) -c constraints.txt -e '.[ray]'
 	@touch $@
 
-# In an environment of its own, too: MLflow and trackio want other versions of packages that Headway runs on.
+# MLflow and trackio want other versions of packages that Headway runs on.
 $(TRACKERS)/.installed: $(VENV)/.installed-tools tests/deploy/sinks/requirements.txt
-	@$(BIN)/python -m venv $(TRACKERS)
-	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
-		"$$($(TRACKERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/headway.pth"
-	@$(TRACKERS)/bin/python -m pip --disable-pip-version-check install -q --no-deps -r tests/deploy/sinks/requirements.txt
+	$(call on_top,$(TRACKERS)) --no-deps -r tests/deploy/sinks/requirements.txt
 	@touch $@
 
 # No kernels of SGLang exist for CPUs, and it pins another torch: it comes without what it needs, stubs stand for kernels.
 $(SGLANG)/.installed: $(VENV)/.installed-dev tests/rollout_workers/sglang-requirements.txt tests/rollout_workers/sglang_stubs.py
-	@$(BIN)/python -m venv $(SGLANG)
-	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
-		"$$($(SGLANG)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/headway.pth"
-	@$(SGLANG)/bin/python -m pip --disable-pip-version-check install -q --no-deps sglang==$(SGLANG_VERSION) \
+	$(call on_top,$(SGLANG)) --no-deps sglang==$(SGLANG_VERSION) \
 		$(SGLANG_$(SGLANG_VERSION)) -r tests/rollout_workers/sglang-requirements.txt
 	@$(SGLANG)/bin/python tests/rollout_workers/sglang_stubs.py
 	@$(SGLANG)/bin/python -m pip --disable-pip-version-check install -q --no-deps -e .
@@ -157,27 +149,26 @@ test: install-dev  ## the whole test suite
 test-quick: $(VENV)/.installed-tools  ## some tests of every room, without vLLM (less than 3 minutes on 2 cores)
 	@$(BIN)/python -m pytest $(PYTEST_OPTIONS) -m 'not gpu and not slow and not vllm' @tests/quick.txt
 
-test-ray: $(RAY)/.installed  ## the tests that need Ray, in an environment of their own (about three minutes on 2 cores)
-	@$(RAY)/bin/python -m pytest -m ray tests/deploy tests/end_to_end/test_ray.py
+test-ray: $(RAY)/.installed  ## the tests that need Ray (three minutes on 2 cores)
+	@$(RAY)/bin/python -m pytest --no-skips $(RERUN) -m ray tests/deploy tests/end_to_end/test_ray.py
 
-test-trackers: $(TRACKERS)/.installed  ## the tests that need wandb, MLflow and trackio, in an environment of their own (a minute)
-	@$(TRACKERS)/bin/python -m pytest tests/deploy/sinks/test_trackers.py
+test-trackers: $(TRACKERS)/.installed  ## the tests that need wandb, MLflow and trackio (a minute)
+	@$(TRACKERS)/bin/python -m pytest --no-skips $(RERUN) tests/deploy/sinks/test_trackers.py
 
-test-peft: $(PEERS)/.installed  ## adapters beside the library PEFT and bitsandbytes, in an environment of its own (a minute)
-	@$(PEERS)/bin/python -m pytest tests/learner/test_peft.py tests/learner/test_quantized.py
+test-peft: $(PEERS)/.installed  ## adapters beside the library PEFT and bitsandbytes (a minute)
+	@$(PEERS)/bin/python -m pytest --no-skips $(RERUN) tests/learner/test_peft.py tests/learner/test_quantized.py
 
-test-sglang: $(SGLANG)/.installed  ## the tests that need SGLang, on a CPU, in an environment of their own (twenty minutes; SGLANG_VERSION=0.5.17)
-	@HEADWAY_TEST_MAIN=$(CURDIR)/$(BIN)/headway \
-		$(SGLANG)/bin/python -m pytest -m sglang tests/rollout_workers tests/end_to_end/test_sglang.py tests/end_to_end/test_sglang_adapter.py
+test-sglang: $(SGLANG)/.installed  ## the tests that need SGLang, on a CPU (SGLANG_VERSION=0.5.17)
+	@HEADWAY_TEST_MAIN=$(CURDIR)/$(BIN)/headway $(SGLANG)/bin/python -m pytest -n 2 --dist loadfile $(RERUN) -m sglang \
+		tests/rollout_workers tests/end_to_end/test_sglang.py tests/end_to_end/test_sglang_adapter.py
+
+test-environments: test-ray test-trackers test-peft test-sglang  ## these four, each in an environment of its own
 
 test-browser: $(VENV)/.installed-browser  ## the dashboard of a real run, and these pages, in headless Chromium, which you install
 	@$(BIN)/python -m pytest tests/end_to_end/test_browser.py tests/docs/test_site_in_browser.py
 
-test-extern: extern-tools $(VENV)/.installed-browser $(RAY)/.installed $(TRACKERS)/.installed $(PEERS)/.installed  ## all that CI skips for want of a tool; fails where one is missing
+test-extern: extern-tools $(VENV)/.installed-browser test-environments  ## and what needs programs of Debian's, such as Slurm and Chromium; fails where one is missing
 	@PATH="$$PATH:/usr/sbin" HEADWAY_TEST_SLURM=1 $(BIN)/python -m pytest --no-skips $(EXTERN_TESTS)
-	@$(TRACKERS)/bin/python -m pytest --no-skips tests/deploy/sinks/test_trackers.py
-	@$(PEERS)/bin/python -m pytest --no-skips tests/learner/test_peft.py tests/learner/test_quantized.py
-	@$(RAY)/bin/python -m pytest --no-skips -m ray tests/deploy tests/end_to_end/test_ray.py
 
 extern-tools:
 	@missing=; for tool in $(EXTERN_TOOLS); do \

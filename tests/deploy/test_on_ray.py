@@ -209,26 +209,25 @@ def test_a_pool_lies_as_its_placement_says_and_grows_beside_its_group(cluster: A
     roles = {"workers": {"placement": "strict_pack"}, "wide": {"placement": "spread"}}
     overrides = [
         "workers.count=2",
-        "workers.pools=[{name: wide, count: 3}]",
+        "workers.pools=[{name: wide, count: 2}]",
         f"launcher={json.dumps({'kind': 'ray', 'options': {'address': cluster.address, 'roles': roles}})}",
     ]
     recipe = load_recipe("arithmetic.yaml", overrides)
     launcher = open_launcher(recipe.launcher)
     launcher.check(recipe)
     added = cluster.add_node(num_cpus=5)
+    # Ray spreads over the nodes that it knows to have room: the new one, and the one that tests before have left.
     until(lambda: ray.available_resources().get("CPU") == 7)
-    command = replace(waiting(tmp_path), resources=Resources(threads=1), role="worker")
+    one = Resources(threads=1)
     at = [("wide", 0), ("wide", 1), ("workers", 0), ("workers", 1), ("workers", 2)]
     handles = [
-        launcher.start(replace(command, cwd=tmp_path / f"{pool}-{number}", pool=pool, number=number))
+        launcher.start(replace(waiting(tmp_path / f"{pool}-{number}", one), role="worker", pool=pool, number=number))
         for pool, number in at
     ]
     try:
         nodes = [raylet_of(int(words_of(handle)[0])) for handle in handles]
-        assert len(set(nodes[2:])) == 1, ray.util.placement_group_table()
-        # Ray spreads as far as it can: at load it has put both on one node of two with room. So this asks for the wish.
-        groups = {len(group["bundles"]): group["strategy"] for group in ray.util.placement_group_table().values()}
-        assert groups == {2: "STRICT_PACK", 3: "SPREAD"}
+        assert nodes[0] != nodes[1]
+        assert len(set(nodes[2:])) == 1
     finally:
         for handle in handles:
             handle.kill()
