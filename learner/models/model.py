@@ -36,11 +36,33 @@ def load_model(model: ModelConfig, seed: int = 0) -> "PreTrainedModel":
     config = load_config(model)
     with torch.random.fork_rng(devices=[]):
         if model.random is None:
-            with _reading(model.path):
+            with _reading(model.path), _without_padding(config):
                 return AutoModelForCausalLM.from_pretrained(model.path, config=config, dtype=torch.float32)
         torch.manual_seed(seed)
-        with building(config):
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return built(config)
+
+
+def built(config: "PretrainedConfig") -> "PreTrainedModel":
+    """Returns the model with random fp32 weights, in which the embedding of every token is trained."""
+    from transformers import AutoModelForCausalLM
+
+    with building(config), _without_padding(config):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model
+
+
+@contextmanager
+def _without_padding(config: "PretrainedConfig") -> Iterator[None]:
+    """A context in which the configuration names no padding token. transformers lets the embedding of that token begin
+    at 0 and have no gradient, and it often ends a turn, too. The padding of rows predicts nothing anyway."""
+    named = {id(one): (one, getattr(one, "pad_token_id", None)) for one in (config, config.get_text_config())}
+    for one, _ in named.values():
+        one.pad_token_id = None
+    try:
+        yield
+    finally:
+        for one, token in named.values():
+            one.pad_token_id = token
 
 
 @contextmanager

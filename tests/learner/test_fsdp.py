@@ -18,11 +18,11 @@ from learner.backends.base import Backend
 from learner.backends.fsdp.backend import FsdpBackend
 from learner.backends.fsdp.policy import FEW_EXPERTS, Policy
 from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
-from learner.models.model import load_model
+from learner.models.model import load_model, load_tokenizer
 from learner.rows.batch import PackedBatch
 from learner.rows.packing import PackableSequence, concatenate, pack
 from tests.learner.fsdp_rank import Case, Result
-from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences, share
+from tests.learner.tiny import OPTIMIZER, VOCABULARY, model_config, ratio_loss, sequences, share
 from tests.learner.torchrun import run_ranks
 
 ARCHITECTURES = ["qwen3", "qwen3_moe"]
@@ -80,6 +80,32 @@ def test_packed_loss_and_gradients_equal_unpacked_ones(config: ModelConfig) -> N
     for name, parameter in policy.model.named_parameters():
         assert expected[name].grad.abs().max() > 0
         torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_streamed", [True, False], ids=["from files", "random"])
+@pytest.mark.parametrize("pad", ["eos", "ordinary", "last", "tokenizer"])
+def test_no_tokens_embedding_loses_its_gradient(pad: str, is_streamed: bool, tmp_path: Path) -> None:
+    """Whatever the model's files call padding: a loop over float64 tokens knows none."""
+    config = model_config("qwen3", tied=False)
+    given, pads = sequences(LENGTHS), {"eos": VOCABULARY - 1, "ordinary": 3, "last": -1, "tokenizer": None}
+    if is_streamed:
+        model, tokenizer = load_model(config, 1), load_tokenizer(config)
+        model.config.pad_token_id = pads[pad]
+        tokenizer.pad_token = "<eos>" if pad == "eos" else None
+        model.save_pretrained(tmp_path)
+        tokenizer.save_pretrained(tmp_path)
+        config = ModelConfig(path=str(tmp_path))
+    backend = open_backend("fsdp", config, OPTIMIZER, seed=1)
+    assert isinstance(backend, FsdpBackend)
+    reference = load_model(config, 1).double()
+    reference.get_input_embeddings().padding_idx = None
+    ordinary_loss(reference, given, 1.0).backward()
+    batch, policy = concatenate(given), backend._module
+    share(batch, policy(batch, 1.0), trained_tokens(given)).backward()
+    expected = reference.get_input_embeddings().weight.grad
+    assert expected[given[3].token_ids].abs().amax(1).min() > 0
+    got = policy.model.get_input_embeddings().weight.grad.double()
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -20,7 +20,7 @@ from broker.errors import ConfigError
 from learner.backends.adapter_files import Weights, open_weights
 from learner.config import ModelConfig
 from learner.models.adapters import is_factor
-from learner.models.model import load_config
+from learner.models.model import built, load_config
 
 from .quantized_base import QuantizedBase
 
@@ -37,11 +37,8 @@ def can_stream(model: ModelConfig) -> bool:
 
 def meta_model(model: ModelConfig) -> "PreTrainedModel":
     """Return the model with parameters on the meta device and buffers (rotary frequencies) computed."""
-    from transformers import AutoModelForCausalLM
-
-    config = load_config(model)
     with _meta_parameters():
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return built(load_config(model))
 
 
 @contextmanager

@@ -31,8 +31,6 @@ class Architecture:
     has_normalized_gates: bool
     """True if the chosen experts' probabilities are scaled to sum to 1."""
     vocabulary: int
-    padding_token: int | None
-    """The token whose embedding gets no gradient, as in transformers."""
     has_tied_head: bool
     has_qk_norm: bool
     has_qkv_bias: bool
@@ -56,7 +54,6 @@ def architecture_of(config: "PretrainedConfig", head: Head = "policy") -> Archit
         experts_per_token=config.num_experts_per_tok if is_moe else 0,
         has_normalized_gates=bool(is_moe and config.norm_topk_prob),
         vocabulary=config.vocab_size,
-        padding_token=config.pad_token_id,
         has_tied_head=bool(config.tie_word_embeddings) and head == "policy",
         has_qk_norm=config.model_type in ("qwen3", "qwen3_moe"),
         has_qkv_bias=config.model_type == "qwen2",

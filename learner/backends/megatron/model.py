@@ -52,14 +52,8 @@ class PackedGpt(GPTModel):
     architecture: Architecture
 
     def _preprocess(self, input_ids: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor | None, ...]:
-        """Embed tokens; the padding token's embedding gets no gradient, as in transformers."""
+        """Embed tokens, with a gradient even where none is to be trained."""
         embedded, *rest = super()._preprocess(input_ids, *args, **options)
-        if embedded is not None and self.architecture.padding_token is not None:
-            is_padding_p = input_ids[0] == self.architecture.padding_token
-            if self.config.sequence_parallel:
-                group = groups.tensor()
-                is_padding_p = is_padding_p.chunk(group.size())[group.rank()]
-            embedded = embedded.detach().where(is_padding_p[:, None, None], embedded)
         if embedded is not None and torch.is_grad_enabled() and not embedded.requires_grad:
             # The embedding is frozen. Recomputed layers, and stages without an adapter, pass on gradients all the same.
             embedded = embedded.detach().requires_grad_()

@@ -19,6 +19,7 @@ from .outcome import Outcome
 def reference(directory: Path, shape: Shape) -> Outcome:
     """Return the outcome that a backend must reach from this Hugging Face directory."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model.get_input_embeddings().padding_idx = None  # the data hold the padding token, which is trained like others
     logits, logprobs = _forward_all(model, step_sequences(shape, 0))
     optimizer = torch.optim.AdamW(
         model.parameters(),
