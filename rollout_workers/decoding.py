@@ -1,7 +1,6 @@
 """Tokens to text and back: the part of a tokenizer that a worker uses, and the tokens that end a response."""
 
-import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,14 +24,16 @@ class Decoding(NamedTuple):
     no tokens."""
 
 
-def load_decoding(model: Path, keeps: Sequence[str] | None = None) -> Decoding:
-    """Read the tokenizer and the stop tokens from a model directory. It needs no weights. `keeps`: the special tokens
-    that stay in texts; None: all that mark neither a text's borders nor what is missing. Raises ConfigError."""
+def load_decoding(model: Path, end_tokens: Sequence[int], keeps: Sequence[str] | None = None) -> Decoding:
+    """Read the tokenizer from a model directory, which needs no weights. `end_tokens`: at least one; the learner tells
+    them (`learner/models/end_tokens.py`). `keeps`: the special tokens that stay in texts; None: all that mark neither a
+    text's borders nor what is missing. Raises ConfigError."""
     from transformers import AutoTokenizer
 
+    if not end_tokens:
+        raise HeadwayError("The run names no token at which a response ends: its learner is of another version.")
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-    stops = stop_token_ids(model, tokenizer.eos_token_id)
-    dropped = _dropped(tokenizer, stops, keeps)
+    dropped = _dropped(tokenizer, end_tokens, keeps)
 
     def decode(token_ids: Sequence[int]) -> str:
         return str(tokenizer.decode([one for one in token_ids if one not in dropped], skip_special_tokens=False))
@@ -43,7 +44,7 @@ def load_decoding(model: Path, keeps: Sequence[str] | None = None) -> Decoding:
         except Exception as error:  # a character-level tokenizer raises a bare exception for a character that it lacks
             raise HeadwayError(f"The model's tokenizer cannot encode {text[:80]!r}: {error}.") from error
 
-    return Decoding(decode, stops, encode)
+    return Decoding(decode, tuple(end_tokens), encode)
 
 
 def _dropped(tokenizer: Any, stops: Sequence[int], keeps: Sequence[str] | None) -> set[int]:
@@ -60,31 +61,7 @@ def _dropped(tokenizer: Any, stops: Sequence[int], keeps: Sequence[str] | None) 
     return {one for one, name in special.items() if name not in keeps}
 
 
-def stop_token_ids(model: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
-    """Return the tokenizer's end token and those of the generation config, or else those of the model's config.
-
-    A chat model ends a turn with another token than the one that ends a document. Both must stop the engine.
-    """
-    configured = _eos_in(model / "generation_config.json") or _eos_in(model / "config.json")
-    stops = sorted({*configured, *([] if tokenizer_eos is None else [tokenizer_eos])})
-    if not stops:
-        raise ConfigError(
-            f"{model}: neither tokenizer nor generation_config.json nor config.json names an eos_token_id; "
-            "no response could ever end. Add it to generation_config.json"
-        )
-    return tuple(stops)
-
-
 def response_text(decoding: Decoding, response_tokens: Sequence[int]) -> str:
     """Return the text that reward functions read: the response without the token that ended it."""
     ended = bool(response_tokens) and response_tokens[-1] in decoding.stop_token_ids
     return decoding.decode(response_tokens[:-1] if ended else response_tokens)
-
-
-def _eos_in(path: Path) -> Iterable[int]:
-    if not path.exists():
-        return ()
-    eos = json.loads(path.read_text()).get("eos_token_id")
-    if eos is None:
-        return ()
-    return eos if isinstance(eos, list) else (eos,)

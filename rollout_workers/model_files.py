@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from pathlib import Path
+from typing import NamedTuple
 
 from broker.client.broker import Broker
 from broker.errors import HeadwayError
@@ -11,8 +12,10 @@ from broker.schema.weights import ModelFiles
 from .outages import Outages
 
 POLL_S = 0.2
-SUFFIXES = frozenset({".bpe", ".jinja", ".json", ".model", ".tiktoken", ".txt", ".vocab"})
+SUFFIXES = frozenset({".bpe", ".jinja", ".json", ".md", ".model", ".tiktoken", ".txt", ".vocab"})
 """The suffixes of files that tokenizers and configs consist of. They are data: nothing executes them."""
+TEMPLATES = "additional_chat_templates"
+"""The only folder that a tokenizer has."""
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +24,15 @@ class ModelFilesError(HeadwayError):
     """The learner stored a file that a worker refuses to write."""
 
 
-async def fetch_model(broker: Broker, directory: Path) -> Path:
+class FetchedModel(NamedTuple):
+    """The model without its weights, as a worker has it."""
+
+    directory: Path
+    end_tokens: tuple[int, ...]
+    """The tokens at which a response ends."""
+
+
+async def fetch_model(broker: Broker, directory: Path) -> FetchedModel:
     """Wait for the run's model files and write them to a new `directory/model` that only this user can read. From then
     on the broker's client refuses segments that cannot be of this model."""
     outages = Outages(broker.url)
@@ -32,14 +43,15 @@ async def fetch_model(broker: Broker, directory: Path) -> Path:
         await asyncio.sleep(POLL_S)
         files = await outages.ride_out(broker.versions.model)
     broker.leases.limits = files.limits
-    return await asyncio.to_thread(write_model, files, directory / "model")
+    return FetchedModel(await asyncio.to_thread(write_model, files, directory / "model"), files.end_tokens)
 
 
 def write_model(files: ModelFiles, directory: Path) -> Path:
     """Write the files. They come over the network, so it raises ModelFilesError for a name that could leave `directory`
     and for a file that could be executed."""
     for name in files.files:
-        if Path(name).name != name or name in ("", ".", "..") or "\\" in name or "\0" in name:
+        plain = name.removeprefix(f"{TEMPLATES}/")
+        if Path(plain).name != plain or plain in ("", ".", "..") or "\\" in plain or "\0" in plain:
             raise ModelFilesError(
                 f"the run's model has a file named {name!r}; only plain names without folders are written"
             )
@@ -50,5 +62,6 @@ def write_model(files: ModelFiles, directory: Path) -> Path:
             )
     directory.mkdir(mode=0o700, parents=True)
     for name, content in files.files.items():
+        (directory / name).parent.mkdir(mode=0o700, exist_ok=True)
         (directory / name).write_bytes(content)
     return directory

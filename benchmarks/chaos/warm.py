@@ -5,7 +5,7 @@ from pathlib import Path
 import rollout_workers.decoding
 import rollout_workers.scorers.serving
 import rollout_workers.worker
-from learner.models.model import load_config, load_tokenizer, model_files
+from learner.models.files import model_files
 
 from . import learner, scorer, worker
 from .trial import Trial
@@ -13,4 +13,4 @@ from .trial import Trial
 __all__ = ["learner", "rollout_workers", "scorer", "worker"]
 
 _model = Trial(seed=0, minutes=0, directory=Path()).recipe.model
-model_files(load_config(_model), load_tokenizer(_model))
+model_files(_model)

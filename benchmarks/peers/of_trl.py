@@ -184,11 +184,12 @@ class Verifier:
     """The race's rewards as TRL calls them, which also tell the clock what was sampled."""
 
     def __init__(self, recipe: Recipe, model: Path, clock: Clock) -> None:
-        from rollout_workers.decoding import load_decoding
+        from deploy.roles.engine import own_decoding
+        from learner.config import ModelConfig
 
         self._recipe = recipe
         self._clock = clock
-        self._decoding = load_decoding(model)
+        self._decoding = own_decoding(ModelConfig(path=str(model)), recipe.sampling)
         self._reward: Any = None
 
     async def score(

@@ -11,7 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from broker.schema import Group, Prompt, Trajectory, TrajectoryId, VersionSpan, WeightVersion
 from deploy.recipe.recipe import Recipe
-from rollout_workers.decoding import load_decoding, response_text
+from deploy.roles.engine import own_decoding
+from learner.config import ModelConfig
+from rollout_workers.decoding import response_text
 from rollout_workers.engines.base import FinishReason, GenerationRequest, NamedTensors
 from rollout_workers.engines.embedded.decoder import Decoder, Sample
 from rollout_workers.engines.embedded.sampling import Sampler
@@ -29,7 +31,7 @@ class Rollouts:
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation=ATTENTION)
         self._model = model.eval().requires_grad_(False)
         self._version = WeightVersion(0, 0)
-        self._decoding = load_decoding(model_dir)
+        self._decoding = own_decoding(ModelConfig(path=str(model_dir)), recipe.sampling)
         self._scorer = asyncio.run(open_reward(recipe.rewards))
         self._sampling = recipe.sampling
         self._max_model_len = recipe.engine.max_model_len

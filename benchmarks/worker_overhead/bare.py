@@ -13,7 +13,9 @@ import uvloop
 from msgspec.structs import replace
 
 from broker.schema import WeightVersion
-from rollout_workers.decoding import stop_token_ids
+from learner.config import ModelConfig
+from learner.models.end_tokens import end_tokens
+from learner.models.model import load_tokenizer
 from rollout_workers.engines import open_engine
 from rollout_workers.engines.abilities import REQUESTS
 from rollout_workers.engines.base import GenerationRequest
@@ -53,7 +55,7 @@ async def _measure(workload: Workload) -> dict[str, Any]:
 async def _lap(llm: Any, workload: Workload, *, is_default: bool) -> dict[str, Any]:
     total, numbers = 0, count()
     waiting = (prompt for prompt in prompts() for _ in range(workload.group_size))
-    stops = list(stop_token_ids(Path(workload.model_dir), None))
+    stops = list(end_tokens(load_tokenizer(ModelConfig(path=workload.model_dir))).any)
 
     async def read() -> None:
         nonlocal total

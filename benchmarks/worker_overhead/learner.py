@@ -12,7 +12,7 @@ from broker.schema.processes import WorkerInfo
 from broker.schema.weights import Probe
 from deploy.recipe.loading import recipe_to_bytes
 from deploy.recipe.recipe import Recipe
-from learner.models.model import load_config, load_tokenizer, model_files
+from learner.models.files import model_files
 from weightsync.publish.publisher import Publisher, PublishReport
 
 from .workload import prompts, read_weights
@@ -36,7 +36,7 @@ class StandInLearner:
             checkpoint=CheckpointMark(0, 0), rules=rules, config=recipe_to_bytes(recipe), resume=False
         )
         self._owner = self._blocking.call(claim).owner
-        files = model_files(load_config(recipe.model), load_tokenizer(recipe.model))
+        files = model_files(recipe.model)
         self._blocking.call(self._broker.versions.put_model(self._owner, files))
         self._publisher = Publisher(self._blocking, self._owner, recipe.weights)
         self._group_size = recipe.learner.group_size

@@ -121,5 +121,7 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
     """A model without its weights: config.json, the tokenizer's files. No shared file system is needed."""
 
     files: dict[str, bytes]
+    end_tokens: tuple[int, ...] = ()
+    """The tokens at which a response ends, as the learner tells them."""
     limits: SampleLimits = SampleLimits()
     """The bounds of its samples."""

@@ -114,14 +114,14 @@ class EngineAhead:
     def _prepared(self, path: str) -> tuple[Recipe, ImportRoots, int] | None:
         """Return the recipe, and the rank of the adapters that the engine takes, with the model's files written; None
         if that cannot be. Whatever is wrong with the recipe, the learner will tell."""
-        from learner.models.model import load_config, load_tokenizer, model_files
+        from learner.models.files import model_files
         from rollout_workers.model_files import write_model
 
         with suppress(HeadwayError, OSError):
             of_run = after_stages(load_recipe(path, (f"run.name='{self._run}'",)))
             recipe = with_overrides(of_run, self._overrides)
             roots = check_stored(recipe, self._overrides, self._allowed)
-            write_model(model_files(load_config(recipe.model), load_tokenizer(recipe.model)), self._directory)
+            write_model(model_files(recipe.model), self._directory)
             return recipe, roots, sent_rank(of_run, recipe, self._directory, roots)
         return None
 

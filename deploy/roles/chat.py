@@ -14,12 +14,12 @@ from learner.config import ModelConfig
 from learner.data.prompts.base import Message
 from learner.data.prompts.rendering import Renderer
 from learner.models.model import load_tokenizer
-from rollout_workers.decoding import load_decoding, response_text
+from rollout_workers.decoding import response_text
 from rollout_workers.engines.base import GenerationRequest
 from rollout_workers.samples.generation import generate
 from rollout_workers.samples.recorder import Recorder
 
-from .engine import OwnSettings, open_trained
+from .engine import OwnSettings, open_trained, own_decoding
 
 INCOMPLETE = "\ufffd"
 """The sign that a decoder writes for a character whose last bytes are still to come."""
@@ -50,7 +50,7 @@ class Chat:
                 "There is a system message, but the model's tokenizer has no chat template. Leave it out."
             )
         self._renderer = Renderer(tokenizer)
-        self._decoding = load_decoding(model.path, settings.sampling.keep_special_tokens)
+        self._decoding = own_decoding(ModelConfig(path=str(model.path)), settings.sampling)
         self._system: list[Message] = [{"role": "system", "content": system}] if system else []
         self._messages: list[Message] = []
         self._runner = asyncio.Runner()

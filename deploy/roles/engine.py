@@ -1,6 +1,7 @@
 """An engine with the weights of a trained model, for commands that generate with it."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -14,7 +15,10 @@ from deploy.run.trained import TrainedModel
 from learner.backends.adapter_files import open_weights
 from learner.backends.score_head import has_score_head
 from learner.config import ModelConfig
+from learner.models.end_tokens import end_tokens
+from learner.models.model import load_tokenizer
 from rollout_workers.config import EngineConfig, EvalConfig, SamplingConfig, WorkersConfig
+from rollout_workers.decoding import Decoding, load_decoding
 from rollout_workers.engines import open_engine
 from rollout_workers.samples.held_out import evaluation_sampling
 from weightsync.config import WeightsConfig
@@ -63,6 +67,11 @@ def settings_of(model: TrainedModel, overrides: Sequence[str], temperature: floa
     check_engine(own.engine, f"{SOURCE}: engine")
     sampling = evaluation_sampling(own.sampling, EvalConfig(temperature=temperature))
     return msgspec.structs.replace(own, sampling=sampling)
+
+
+def own_decoding(model: ModelConfig, sampling: SamplingConfig) -> Decoding:
+    """Return what turns tokens of the model in `model.path` into text, with its end tokens."""
+    return load_decoding(Path(model.path), end_tokens(load_tokenizer(model)).any, sampling.keep_special_tokens)
 
 
 async def open_trained(model: TrainedModel, settings: OwnSettings, seed: int) -> "Engine":

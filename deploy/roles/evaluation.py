@@ -43,6 +43,8 @@ class Evaluator:
         from rollout_workers.model_files import write_model
         from rollout_workers.rewards import open_reward
 
+        from .engine import own_decoding
+
         disable_progress_bar()
         self._recipe = recipe = _in_one_process(recipe)
         self._prompts = prompts
@@ -51,10 +53,14 @@ class Evaluator:
         self._runner = asyncio.Runner()
         self._has_weights = not isinstance(model, ModelFiles)
         if isinstance(model, ModelFiles):
-            model = write_model(model, Path(self._directory.name) / "model")
-        self._decoding = load_decoding(model, recipe.sampling.keep_special_tokens)
+            model_dir = write_model(model, Path(self._directory.name) / "model")
+            self._decoding = load_decoding(model_dir, model.end_tokens, recipe.sampling.keep_special_tokens)
+        else:
+            model_dir = model
+            own = msgspec.structs.replace(recipe.model, path=str(model), random=None)
+            self._decoding = own_decoding(own, recipe.sampling)
         config = msgspec.structs.replace(recipe.engine, kind="embedded", options={})
-        self._engine = open_engine(config, model, seed=recipe.run.seed)
+        self._engine = open_engine(config, model_dir, seed=recipe.run.seed)
         if not self._has_weights:
             self._runner.run(self._engine.sleep())
         self._broker = self._runner.run(open_broker(url, recipe.run.name)) if url and scorers_of(recipe) else None

@@ -1,6 +1,6 @@
 """`headway export`: a trained model as the files that vLLM and transformers load, compared with the learner's backend.
 
-DIRECTORY/    model*.safetensors  config.json  generation_config.json  the tokenizer with its chat template
+DIRECTORY/    model*.safetensors  config.json and all other files of the checkpoint's model
 
 The directory is written under another name beside its place, checked there, and renamed once it is durable.
 """
@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
 import torch
@@ -25,17 +25,13 @@ from learner.backends.score_head import has_score_head
 from learner.checkpoints.checkpoint import FILES_FILE, partial_path, put_in_place
 from learner.checkpoints.disk import free_mib
 from learner.config import ModelConfig
-from learner.models.classifier import write_classifier_files
-from learner.models.model import load_config, load_tokenizer
+from learner.models.classifier import classifier_files
+from learner.models.files import kept_files, write_files
 
 from .adapter_export import check_has_adapter, compare_adapter, write_adapter
 from .export_check import Agreement, compare
 
-if TYPE_CHECKING:
-    from transformers import GenerationConfig, PretrainedConfig
-
 Dtype = Literal["bfloat16", "float32"]
-GENERATION_CONFIG = "generation_config.json"
 
 
 class ExportError(HeadwayError):
@@ -152,28 +148,14 @@ def write_model(source: Path, target: Path, dtype: Dtype | None = None) -> tuple
 
 def _write_configuration(source: Path, target: Path, dtype: Dtype | None) -> None:
     model = ModelConfig(path=str(source))
-    config, kept = load_config(model), _own_config(source)
-    if has_score_head(model):
-        write_classifier_files(model, target, dtype or kept)
-        return
-    config.dtype = dtype or kept
-    config.save_pretrained(target)
-    load_tokenizer(model).save_pretrained(target)
-    _generation_config(source, config).save_pretrained(target)
+    kept = _own_config(source)
+    write_files((classifier_files if has_score_head(model) else kept_files)(model, dtype=dtype or kept), target)
 
 
 def _own_config(source: Path) -> str:
     """Return the number format that the model's own config.json names."""
     content = msgspec.json.decode((source / "config.json").read_bytes())
     return str(content.get("dtype") or content.get("torch_dtype") or "float32")
-
-
-def _generation_config(source: Path, config: "PretrainedConfig") -> "GenerationConfig":
-    from transformers import GenerationConfig
-
-    if (source / GENERATION_CONFIG).exists():
-        return GenerationConfig.from_pretrained(source)
-    return GenerationConfig.from_model_config(config)
 
 
 @contextmanager

@@ -133,6 +133,9 @@ def _by_transformers(directory: Path, device: str) -> tuple[torch.Tensor, torch.
 
 def _sampled(model: "PreTrainedModel") -> torch.Tensor:
     """Return sequences [B, L] that continue random tokens: the model finds them likely, whatever its language."""
+    from transformers import GenerationConfig
+
+    model.generation_config = GenerationConfig()  # the model's own may ask for beams, or for no sampling
     with torch.random.fork_rng():
         torch.manual_seed(0)
         prompts = torch.randint(0, model.config.vocab_size, (SEQUENCES, PROMPT_TOKENS)).to(model.device)

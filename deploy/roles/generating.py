@@ -27,13 +27,13 @@ from learner.data.prompts.cursor import group_at
 from learner.data.prompts.rendering import Renderer
 from learner.data.prompts.rows import Row, RowFields, is_null, named_fields, names_of, read_rows, to_items
 from learner.models.model import load_tokenizer
-from rollout_workers.decoding import Decoding, load_decoding, response_text
+from rollout_workers.decoding import Decoding, response_text
 from rollout_workers.evaluate import all_of
 from rollout_workers.samples.generation import generate, sample_seed
 from rollout_workers.samples.held_out import held_out_request
 from rollout_workers.samples.recorder import Recorder
 
-from .engine import OwnSettings, open_trained
+from .engine import OwnSettings, open_trained, own_decoding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,7 @@ class OwnEngine:
         asyncio.run(self._sample(prompts, add))
 
     async def _sample(self, prompts: Mapping[int, Prompt], add: Add) -> None:
-        decoding = load_decoding(self.model.path, self.settings.sampling.keep_special_tokens)
+        decoding = own_decoding(ModelConfig(path=str(self.model.path)), self.settings.sampling)
         engine = await open_trained(self.model, self.settings, self.seed)
         places, queue = asyncio.Semaphore(engine.capacity), iter(prompts.items())
 

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
 import msgspec
 
@@ -35,12 +34,12 @@ from learner.backends.adapter_files import open_weights
 from learner.config import LearnerConfig, ModelConfig
 from learner.data.prompts.cursor import group_at, place_of
 from learner.experience.outages import RepeatedCalls
-from learner.models.model import load_config, load_tokenizer, model_files
+from learner.models.files import model_files
+from learner.models.model import load_config
 from rollout_workers.config import EvalConfig
-from rollout_workers.decoding import load_decoding
 from weightsync.publish.publisher import Publisher
 
-from .engine import PoolSettings
+from .engine import PoolSettings, own_decoding
 from .generating import Add, response_of
 from .learner import rules_of
 
@@ -129,14 +128,14 @@ class _Job:
             vocabulary=getattr(load_config(recipe.model).get_text_config(), "vocab_size", None),
             max_new_tokens=recipe.sampling.max_new_tokens,
         )
-        self._decoding = load_decoding(Path(recipe.model.path), recipe.sampling.keep_special_tokens)
+        self._decoding = own_decoding(recipe.model, recipe.sampling)
         self._owner = self._claim(identity)
         self._version = WeightVersion(self._owner.incarnation, 0)
 
     def publish(self) -> Publisher:
         """Give workers the model, and return what serves it to them until it is closed."""
         model = self._recipe.model
-        files = msgspec.structs.replace(model_files(load_config(model), load_tokenizer(model)), limits=self._limits)
+        files = msgspec.structs.replace(model_files(model), limits=self._limits)
         self._outages.insist(lambda: self._verbs.versions.put_model(self._owner, files))
         self._feed()  # before any worker asks, so that they begin with the first prompts
         publisher = Publisher(self._blocking, self._owner, self._recipe.weights)

@@ -51,7 +51,8 @@ from learner.data.prompts.cursor import PromptCursor
 from learner.experience.log import ExperienceLog
 from learner.experience.rewind import Rewind
 from learner.experience.stream import Experience
-from learner.models.model import load_config, load_tokenizer, model_files
+from learner.models.files import model_files
+from learner.models.model import load_config, load_tokenizer
 from learner.objective.composition import needs_critic, needs_reference, needs_teacher
 from learner.objective.objective import Objective
 from learner.objective.update import Updater
@@ -158,7 +159,7 @@ def _build(recipe: Recipe, resume: bool, rewind: Rewind | None) -> Parts:
         ),
         held_out=[p for p in prompts.held_out(recipe.evaluation.prompts) if len(p.token_ids) <= max_prompt_tokens],
         probe_tokens=[*probe, *probe][:PROBE_TOKENS],  # twice, because a prompt of one token predicts none
-        files=replace(model_files(load_config(recipe.model), tokenizer), limits=_limits(recipe)),
+        files=replace(model_files(recipe.model), limits=_limits(recipe)),
     )
 
 

@@ -84,7 +84,7 @@ async def _serve(
             _located(scorer.path),
             recipe.scorers,
             key=scorer.key,
-            policy=policy,
+            policy=policy.directory,
             most_tokens=recipe.engine.max_model_len,
             roots=roots,
         )

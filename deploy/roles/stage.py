@@ -29,7 +29,8 @@ from learner.backends.base import Backend
 from learner.config import StageConfig
 from learner.data.prompts import open_prompts
 from learner.data.prompts.rendering import Renderer
-from learner.models.model import load_config, load_tokenizer, model_files
+from learner.models.files import model_files
+from learner.models.model import load_tokenizer
 from learner.objective.composition import check_algorithm
 from learner.objective.update import prefix_sharing_of
 from learner.ranks import Ranks
@@ -166,7 +167,7 @@ def _gate(recipe: Recipe, held_out: Sequence[Prompt], ranks: Ranks) -> Iterator[
     if not held_out:
         yield _no_pass_rate
         return
-    files = model_files(load_config(recipe.model), load_tokenizer(recipe.model))
+    files = model_files(recipe.model)
     with Evaluator(recipe, files, held_out) as evaluator:
 
         def gate(tensors: Iterable[tuple[str, torch.Tensor]], count: int) -> float:

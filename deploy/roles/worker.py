@@ -195,9 +195,10 @@ async def _work(
 
     from .asked import open_teacher
 
-    model = await or_drained(fetch_model(broker, private), drain)
-    if model is None:
+    fetched = await or_drained(fetch_model(broker, private), drain)
+    if fetched is None:
         return
+    model = fetched.directory
     is_colocated, records_experts = recipe.run.is_colocated, recipe.algorithm.router_replay
     if is_colocated and not await or_drained(_may_open(broker, recipe, worker), drain):
         return
@@ -217,7 +218,7 @@ async def _work(
                 reward=closed_by(opened, await _open_reward(broker, recipe, worker, roots)),
                 environment=closed_by(opened, await open_environment(recipe.environment, roots)),
                 teacher=closed_by(opened, open_teacher(broker, recipe, worker)),
-                decoding=load_decoding(model, recipe.sampling.keep_special_tokens),
+                decoding=load_decoding(model, fetched.end_tokens, recipe.sampling.keep_special_tokens),
                 sampling=recipe.sampling,
                 config=recipe.workers,
                 weights=recipe.weights,

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -72,7 +73,7 @@ class SampleReader:
         return [sample for stamp in batches for sample in self._read[stamp]]
 
     def _find_tokenizer(self, checkpoints: Path) -> None:
-        stamps = filter(None, map(_stamp, checkpoints.glob("*/step_*/tokenizer.json")))
+        stamps = filter(None, map(_stamp, checkpoints.glob("*/step_*/tokenizer*")))
         newest = max(stamps, key=lambda stamp: stamp[2], default=None)
         if newest != self._tokenizer:
             self._tokenizer, self._decode, self._read = newest, _decoder(newest), {}
@@ -144,13 +145,20 @@ def _pieces(trajectory: Trajectory, step: int, decode: Decode) -> Iterator[Piece
 
 
 def _decoder(stamp: Stamp | None) -> Decode:
-    """Return the decoder of this tokenizer; where there is none that can be read, one that writes token ids."""
+    """Return the decoder of the tokenizer of this file; where none can be read, one that writes token ids."""
     from tokenizers import Tokenizer
 
     if stamp is None:
         return _as_numbers
+    directory = stamp[0].parent
+    tokenizer: Any
     try:
-        tokenizer = Tokenizer.from_file(str(stamp[0]))
+        if (directory / "tokenizer.json").is_file():
+            tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        else:
+            from transformers import AutoTokenizer  # makes one of other files, more slowly
+
+            tokenizer = AutoTokenizer.from_pretrained(directory)
     except Exception:  # noqa: BLE001 - the library raises nothing narrower; retention may remove the checkpoint
         return _as_numbers
     return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=False))

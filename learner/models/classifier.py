@@ -11,11 +11,11 @@ import torch
 from broker.errors import ConfigError
 from learner.config import ModelConfig
 
+from .end_tokens import end_tokens
+from .files import CONFIG, TOKENIZER_CONFIG, Files, change, kept_files
 from .model import load_config, load_tokenizer
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
@@ -35,14 +35,19 @@ def check_classifier(model: ModelConfig) -> None:
         )
 
 
-def write_classifier_files(model: ModelConfig, directory: "Path", dtype: str = "") -> None:
-    """Write config.json and the tokenizer's files, with the padding token that scores need. `dtype`: the number format
-    of the weights beside them; by default `model.dtype`."""
+def classifier_files(model: ModelConfig, *, dtype: str = "") -> Files:
+    """Return the files that go along with the weights, with the padding token that scores need. `dtype`: the number
+    format of the weights; by default `model.dtype`."""
     tokenizer = load_tokenizer(model)
     config = _config(model, tokenizer)
-    config.dtype = dtype or model.dtype
-    config.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    files = kept_files(model, dtype=dtype)
+    label = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    named = {"architectures": config.architectures, "pad_token_id": config.pad_token_id}
+    change(files, CONFIG, label | named)
+    for name in (TOKENIZER_CONFIG, "special_tokens_map.json"):
+        if name in files:
+            change(files, name, {"pad_token": tokenizer.pad_token})
+    return files
 
 
 def _config(model: ModelConfig, tokenizer: "PreTrainedTokenizerBase") -> "PretrainedConfig":
@@ -63,12 +68,15 @@ def _config(model: ModelConfig, tokenizer: "PreTrainedTokenizerBase") -> "Pretra
 
 
 def _padding(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return a special token that ends no response: the tokenizer's own, or another one where that is the stop
-    token."""
-    others = [token for token in (tokenizer.pad_token, *tokenizer.all_special_tokens) if token != tokenizer.eos_token]
+    """Return a special token that ends no response: the tokenizer's own, or another one where that is an end token."""
+    ends = end_tokens(tokenizer)
+    ending = tokenizer.convert_ids_to_tokens([ends.text, ends.turn])
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    known = (tokenizer.pad_token, *tokenizer.all_special_tokens, *added)
+    others = [token for token in known if token not in ending]
     if not others:
         raise ConfigError(
-            "model: the tokenizer's only special token is its eos_token. Scores of several texts at once need another"
-            " one to pad with: set pad_token in the tokenizer's files."
+            f"model: the tokenizer's only special tokens end responses ({', '.join(sorted({*ending}))}). Scores of"
+            " several texts at once need another one to pad with: set pad_token in the tokenizer's files."
         )
     return str(others[0])

@@ -1,6 +1,7 @@
 """Tells what a model's directory lacks, from its files alone, before torch or transformers is imported."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,19 @@ from typing import Any
 from broker.errors import ConfigError
 
 PARTS = "A model's directory has config.json, its weights (*.safetensors) and its tokenizer's files."
+WEIGHTS = frozenset(
+    {
+        *(".bin", ".ckpt", ".distcp", ".gguf", ".ggml", ".h5", ".msgpack", ".npy", ".npz", ".onnx", ".onnx_data"),
+        *(".ot", ".pb", ".pickle", ".pkl", ".pt", ".pth", ".safetensors", ".tflite"),
+    }
+)
+"""The suffixes of files that hold weights, or a training's state, in any form."""
+_OWN = frozenset(["learner.json", "files.json", "digests.json", "optimizer.json", "sft.json", "stage.json"])
+_OF_WEIGHTS = frozenset(["adapter_config.json", "hf_quant_config.json", "quantize_config.json"])
+"""Files that say how the model's former weights are stored."""
+MOST_KEPT_BYTES = 128 << 20
+"""The most bytes of all files of a model besides its weights. They travel in one message."""
+
 TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "tekken*")
 _LARGEST = 1 << 40
 """More positions than a model has, and more than they are stretched by."""
@@ -33,6 +47,44 @@ def check_files(path: str) -> None:
         raise ConfigError(no_tokenizer(path))
 
 
+def kept_paths(directory: Path) -> dict[str, Path]:
+    """Returns the files that go along with the model, by their names below its directory: all but weights, hidden
+    files, folders that have weights of their own (those of other models), and the state of a training.
+
+    Raises ConfigError for more than `MOST_KEPT_BYTES`.
+    """
+    found: dict[str, Path] = {}
+    for folder, folders, names in os.walk(directory, followlinks=False):
+        is_own = Path(folder) != directory and any(Path(name).suffix in WEIGHTS for name in names)
+        folders[:] = [] if is_own else sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(() if is_own else names):
+            path = Path(folder, name)
+            if not _stays(name) and path.is_file():
+                found[str(path.relative_to(directory))] = path
+    sizes = {name: path.stat().st_size for name, path in found.items()}
+    if sum(sizes.values()) > MOST_KEPT_BYTES:
+        largest = max(sizes, key=lambda name: sizes[name])
+        raise ConfigError(
+            f"model.path: {directory} has {sum(sizes.values()) >> 20} MiB besides its weights, {sizes[largest] >> 20}"
+            f" MiB of them in {largest}; at most {MOST_KEPT_BYTES >> 20} MiB go along with a model. Move what is none"
+            " of the model's out of its directory."
+        )
+    return found
+
+
+def _stays(name: str) -> bool:
+    is_of_weights = Path(name).suffix in WEIGHTS or name.endswith(".index.json") or name in _OF_WEIGHTS
+    return is_of_weights or name in _OWN or name.startswith(".")
+
+
+def read_bounded(path: Path) -> bytes:
+    """Returns the content of a file that goes along with a model. Raises ConfigError for one of more than
+    `MOST_KEPT_BYTES`."""
+    if (size := path.stat().st_size) > MOST_KEPT_BYTES:
+        raise ConfigError(f"model.path: {path} has {size >> 20} MiB; at most {MOST_KEPT_BYTES >> 20} MiB are read.")
+    return path.read_bytes()
+
+
 def no_tokenizer(path: str) -> str:
     """Returns the error for a directory without a tokenizer."""
     return (
@@ -52,23 +104,32 @@ def lacks_chat_template(path: str) -> bool:
 
 
 def read_config(path: str) -> Mapping[str, Any] | None:
-    """Returns config.json of a directory, or of a hub id that was downloaded before; None where there is none here, or
+    """Returns config.json; see `read_json`."""
+    return read_json(path, "config.json")
+
+
+def read_json(path: str, name: str) -> Mapping[str, Any] | None:
+    """Returns a JSON file of a directory, or of a hub id that was downloaded before; None where there is none here, or
     it cannot be read."""
-    directory: str | None = path
+    if not path:
+        return None
+    file: str | Path = Path(path, name)
     if not Path(path).is_dir():
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError
 
         try:
-            found = try_to_load_from_cache(path, "config.json")
+            found = try_to_load_from_cache(path, name)
         except HFValidationError:
             return None
-        directory = str(Path(found).parent) if isinstance(found, str) else None
+        if not isinstance(found, str):
+            return None
+        file = found
     try:
-        config = json.loads((Path(directory) / "config.json").read_bytes()) if directory else None
+        content = json.loads(read_bounded(Path(file)))
     except (OSError, ValueError):
         return None
-    return config if isinstance(config, dict) else None
+    return content if isinstance(content, dict) else None
 
 
 def positions_of(config: Mapping[str, Any]) -> int | None:

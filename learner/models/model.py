@@ -1,11 +1,10 @@
-"""The model that is trained, its tokenizer, and the files from which workers build the same model."""
+"""The model that is trained, and its tokenizer."""
 
 import difflib
 import inspect
 import re
 import socket
 import sys
-import tempfile
 import urllib.parse
 import urllib.request
 from collections.abc import Iterable, Iterator
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from broker.errors import ConfigError
-from broker.schema.weights import ModelFiles
 from learner.config import ModelConfig, RandomModelConfig
 
 from .chat_template import read_chat_template
@@ -36,7 +34,7 @@ def load_model(model: ModelConfig, seed: int = 0) -> "PreTrainedModel":
     config = load_config(model)
     with torch.random.fork_rng(devices=[]):
         if model.random is None:
-            with _reading(model.path), _without_padding(config):
+            with reading(model.path), _without_padding(config):
                 return AutoModelForCausalLM.from_pretrained(model.path, config=config, dtype=torch.float32)
         torch.manual_seed(seed)
         return built(config)
@@ -87,7 +85,7 @@ def unfilled(config: "PretrainedConfig") -> "PreTrainedModel":
 
 
 def load_config(model: ModelConfig) -> "PretrainedConfig":
-    """Returns transformers' configuration with what engines read: class, number format, pad and end ids."""
+    """Returns transformers' configuration, with the class and the number format of what is trained."""
     from transformers import AutoModelForCausalLM
 
     _check_choice(model)
@@ -112,7 +110,7 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
 def _saved_tokenizer(path: str) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
-    with _reading(path):
+    with reading(path):
         tokenizer = AutoTokenizer.from_pretrained(path)
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes up an empty one
         raise ConfigError(no_tokenizer(path))
@@ -140,18 +138,6 @@ def encoding(
     return tokenizer(text, add_special_tokens=add_special_tokens)
 
 
-def model_files(config: "PretrainedConfig", tokenizer: "PreTrainedTokenizerBase") -> ModelFiles:
-    """Returns config.json, generation_config.json and the tokenizer's files, for workers on other file systems."""
-    from transformers import GenerationConfig
-
-    with tempfile.TemporaryDirectory() as directory:
-        config.save_pretrained(directory)
-        GenerationConfig.from_model_config(config).save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
-        paths = sorted(path for path in Path(directory).rglob("*") if path.is_file())
-        return ModelFiles(files={str(path.relative_to(directory)): path.read_bytes() for path in paths})
-
-
 def _check_choice(model: ModelConfig) -> None:
     if bool(model.path) == (model.random is not None):
         given = "both" if model.path else "neither"
@@ -177,17 +163,13 @@ def _do_without_hub_if_away() -> None:
 def _path_config(model: ModelConfig) -> "PretrainedConfig":
     from transformers import AutoConfig
 
-    with _reading(model.path):
-        config = AutoConfig.from_pretrained(model.path)
-    tokenizer = load_tokenizer(model)
-    for name in ("eos_token_id", "pad_token_id"):
-        if getattr(config, name, None) is None:
-            setattr(config, name, getattr(tokenizer, name))
+    with reading(model.path):
+        config: PretrainedConfig = AutoConfig.from_pretrained(model.path)
     return config
 
 
 @contextmanager
-def _reading(path: str) -> Iterator[None]:
+def reading(path: str) -> Iterator[None]:
     """Turns transformers' errors about a path into a ConfigError with the path and the remedy."""
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError

@@ -141,7 +141,7 @@ def tokenize(example: Example, tokenizer: PreTrainedTokenizerBase, renderer: Ren
     _, query = renderer.render(example.query, "an SFT query")
     response = [
         *encode(tokenizer, example.response, "an SFT response", add_special_tokens=False),
-        tokenizer.eos_token_id,
+        renderer.end_of_text,
     ]
     loss_mask = np.repeat(np.array([0, 1], np.uint8), [len(query), len(response)])
     return labelled(np.asarray(query + response, np.int32), loss_mask)

@@ -14,7 +14,7 @@ from deploy.recipe.recipe import Recipe
 from deploy.roles.ahead import EngineAhead
 from deploy.roles.joining import telling_what_lasts
 from deploy.roles.worker import _private_directory
-from learner.models.model import load_config, load_tokenizer, model_files
+from learner.models.files import model_files
 from rollout_workers.model_files import write_model
 
 SIZED = "engine.options={kv_cache_memory_bytes: 1000000000}"
@@ -32,7 +32,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
 
 def stored(recipe: Recipe, directory: Path) -> Path:
     """Write the files that the recipe's learner stores in the broker, as a worker does that fetches them."""
-    files = model_files(load_config(recipe.model), load_tokenizer(recipe.model))
+    files = model_files(recipe.model)
     return write_model(ModelFiles(files=dict(files.files)), directory)
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from transformers import AutoConfig, AutoTokenizer
 
 from broker.client.broker import Broker
 from broker.client.holding import Holder
@@ -31,7 +30,8 @@ from deploy.roles.scorer import score
 from deploy.roles.worker import work
 from deploy.terminal import Terminal
 from learner.algorithm_config import AlgorithmConfig, DistillationConfig
-from learner.models.model import model_files
+from learner.config import ModelConfig
+from learner.models.files import model_files
 from rollout_workers.config import (
     RewardConfig,
     SamplingConfig,
@@ -99,8 +99,8 @@ async def begin(
         checkpoint=FRESH, rules=rules_of(recipe), config=recipe_to_bytes(recipe), resume=False
     )
     save_model(directory / "policy", scores=False)
-    policy = AutoConfig.from_pretrained(directory / "policy"), AutoTokenizer.from_pretrained(directory / "policy")
-    await broker.versions.put_model(claim.owner, model_files(*policy))
+    policy = ModelConfig(path=str(directory / "policy"))
+    await broker.versions.put_model(claim.owner, model_files(policy))
     await broker.status.set_state(claim.owner, "training")
     await broker.holding.begin(Holder(host="node", pid=7, user="ali", since=0.0))
 

@@ -15,6 +15,7 @@ from broker.user_code.roots import ImportRoots
 from deploy.recipe.loading import load_recipe
 from deploy.roles.ahead import EngineAhead
 from deploy.roles.worker import _work, work
+from rollout_workers.model_files import FetchedModel
 
 from .test_scorers import begin
 from .tiny_model import make_model
@@ -46,8 +47,8 @@ async def test_a_worker_that_cannot_open_a_part_closes_the_others(
     monkeypatch.setenv("HEADWAY_IMPORT_PATH", str(tmp_path))
     model = make_model(tmp_path / "model")
 
-    async def fetched(broker: object, private: Path) -> Path:
-        return model
+    async def fetched(broker: object, private: Path) -> FetchedModel:
+        return FetchedModel(model, (18,))
 
     monkeypatch.setattr("rollout_workers.model_files.fetch_model", fetched)
     with socket.socket() as taken:
@@ -102,8 +103,8 @@ async def test_an_engine_is_closed_first_and_its_error_does_not_hide_the_refusal
     monkeypatch.setenv("HEADWAY_IMPORT_PATH", str(tmp_path))
     model, closed = make_model(tmp_path / "model"), list[str]()
 
-    async def fetched(broker: object, private: Path) -> Path:
-        return model
+    async def fetched(broker: object, private: Path) -> FetchedModel:
+        return FetchedModel(model, (18,))
 
     async def close(subscriber: object) -> None:
         closed.append("subscriber")

@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoTokenizer, CLIPConfig
 
 from broker.errors import ConfigError
 from learner.config import ModelConfig, RandomModelConfig
-from learner.models.model import encode, load_config, load_model, load_tokenizer, model_files
+from learner.models.files import model_files
+from learner.models.model import encode, load_config, load_model, load_tokenizer
 from tests.learner.tiny import ALPHABET, model_config
 
 
@@ -63,7 +64,7 @@ def test_config_knows_the_tokenizer() -> None:
 
 def test_files_build_the_same_model_elsewhere(tmp_path: Path) -> None:
     given = model_config("qwen3_moe")
-    files = model_files(load_config(given), load_tokenizer(given)).files
+    files = model_files(given).files
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     config = AutoConfig.from_pretrained(tmp_path)

@@ -1,35 +1,26 @@
 """These tokens end a response, and the response's text leaves out the one that ended it."""
 
-import json
 from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from broker.errors import ConfigError
-from rollout_workers.decoding import Decoding, load_decoding, response_text, stop_token_ids
+from broker.errors import ConfigError, HeadwayError
+from learner.models.model import load_tokenizer
+from rollout_workers.decoding import Decoding, load_decoding, response_text
 from rollout_workers.samples.throughput import Throughput
+from tests.learner.tiny import model_config
+
+END = 257
+"""The end token of `thinker`."""
 
 
-def model_dir(directory: Path, **configs: object) -> Path:
-    for name, eos in configs.items():
-        (directory / f"{name}.json").write_text(json.dumps({"eos_token_id": eos}))
-    return directory
-
-
-def test_a_chat_models_turn_end_and_its_document_end_both_stop(tmp_path: Path) -> None:
-    assert stop_token_ids(model_dir(tmp_path, generation_config=[7, 3]), 5) == (3, 5, 7)
-
-
-def test_the_generation_config_comes_before_the_models(tmp_path: Path) -> None:
-    assert stop_token_ids(model_dir(tmp_path, generation_config=0, config=9), None) == (0,)
-    assert stop_token_ids(model_dir(tmp_path, generation_config=None, config=9), None) == (9,)
-
-
-def test_a_model_without_any_stop_token_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no response could ever end"):
-        stop_token_ids(model_dir(tmp_path, config=None), None)
+def test_a_worker_that_is_told_no_end_token_refuses_to_work(tmp_path: Path) -> None:
+    load_tokenizer(model_config("qwen3")).save_pretrained(tmp_path)
+    assert load_decoding(tmp_path, (3, 5)).stop_token_ids == (3, 5)
+    with pytest.raises(HeadwayError):
+        load_decoding(tmp_path, ())
 
 
 def test_the_token_that_ended_a_response_is_not_in_its_text() -> None:
@@ -79,7 +70,8 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("thinker")
     wrapped = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", pad_token="<pad>")
     wrapped.save_pretrained(directory)
-    return model_dir(directory, config=wrapped.eos_token_id)
+    assert wrapped.eos_token_id == END
+    return directory
 
 
 @pytest.mark.parametrize(
@@ -93,10 +85,10 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_special_tokens_that_stay_in_a_responses_text(thinker: Path, keeps: tuple[str, ...] | None, text: str) -> None:
     tokens = AutoTokenizer.from_pretrained(thinker)("<end><pad><think>5</think> a<plain><x><end>").input_ids
-    assert response_text(load_decoding(thinker, keeps), tokens) == text
+    assert response_text(load_decoding(thinker, (END,), keeps), tokens) == text
 
 
 @pytest.mark.parametrize("keeps", [("<thikn>",), ("<plain>",), ("<x>", "a")])
 def test_a_token_to_keep_that_is_no_special_one_is_refused(thinker: Path, keeps: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=r"sampling\.keep_special_tokens"):
-        load_decoding(thinker, keeps)
+        load_decoding(thinker, (END,), keeps)

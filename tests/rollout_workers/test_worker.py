@@ -451,14 +451,18 @@ async def test_model_files_are_fetched_once_the_learner_has_stored_them(
     fetching = asyncio.create_task(fetch_model(brokers[1], tmp_path / "worker"))
     await asyncio.sleep(0.05)
     assert not fetching.done()
-    files = {"config.json": b"{}", "tokenizer.json": b"[]"}
-    await brokers[0].versions.put_model(learner.owner, ModelFiles(files=files))
-    directory = await fetching
-    assert {path.name: path.read_bytes() for path in directory.iterdir()} == files
+    files = {"config.json": b"{}", "tokenizer.json": b"[]", "additional_chat_templates/tool_use.jinja": b"x"}
+    await brokers[0].versions.put_model(learner.owner, ModelFiles(files=files, end_tokens=(3, 5)))
+    directory, end_tokens = await fetching
+    written = [path for path in directory.rglob("*") if path.is_file()]
+    assert {str(path.relative_to(directory)): path.read_bytes() for path in written} == files
+    assert end_tokens == (3, 5)
     assert directory.stat().st_mode & 0o077 == 0
 
 
-@pytest.mark.parametrize("name", ["../evil", "/etc/passwd", "a/b", "..", "", "a\\b", "a\0b"])
+@pytest.mark.parametrize(
+    "name", ["../evil", "/etc/passwd", "a/b", "..", "", "a\\b", "a\0b", "additional_chat_templates/../../a.json"]
+)
 async def test_model_files_cannot_leave_their_directory(
     brokers: tuple[Broker, Broker], tmp_path: Path, name: str
 ) -> None:

@@ -59,9 +59,9 @@ def export(
     """Write a model that `vllm serve` and transformers load.
 
     MODEL is a checkpoint's directory, or a run's directory or name: then its newest whole checkpoint. The files are
-    safetensors, config, generation config, and the tokenizer with its chat template. They are kept only if transformers
-    computes the same logprobs from them as the learner's backend from the checkpoint; that takes memory for the model
-    and its optimizer in one process. The directory appears whole or not at all.
+    safetensors, and the model's other files as they were. They are kept only if transformers computes the same logprobs
+    from them as the learner's backend from the checkpoint; that takes memory for the model and its optimizer in one
+    process. The directory appears whole or not at all.
     """
     chosen = _step(step, best)
     from deploy.cli.models import write_export

@@ -17,8 +17,8 @@ from learner.backends.saving import NamedTensors, snapshot_gathered
 from learner.backends.score_head import SCORE_WEIGHT, first_head
 from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from learner.models.adapters import zeroed
-from learner.models.classifier import check_classifier, write_classifier_files
-from learner.models.model import load_tokenizer
+from learner.models.classifier import check_classifier, classifier_files
+from learner.models.files import kept_files, write_files
 from learner.rows.batch import PackedBatch
 
 from .export import HuggingFaceExport
@@ -44,7 +44,7 @@ class FsdpBackend(ShardedModel):
         super().__init__(Policy, model, optimizer, device=device, seed=seed, layout=layout, compute=compute)
         self._policy = self._module
         self._export = HuggingFaceExport(self._policy.model, self._dtype, self._adapters)
-        self._tokenizer = load_tokenizer(model)
+        self._files = kept_files(model) if self.rank == 0 else {}
         self._base = os.path.realpath(model.path) if os.path.isdir(model.path) else model.path
 
     def logprobs(self, batches: Sequence[PackedBatch], temperature: float) -> list[torch.Tensor]:
@@ -128,16 +128,7 @@ class FsdpBackend(ShardedModel):
         else:
             config = self._adapters.peft_config(self._base)
             write_adapter(tensors, config, directory, self._adapters.config.quantize_base)
-        self._write_configuration(directory)
-
-    def _write_configuration(self, directory: Path) -> None:
-        model = self._policy.model
-        model.config.dtype = self._dtype
-        model.config.architectures = [type(model).__name__]
-        model.config.save_pretrained(directory)
-        if model.can_generate():
-            model.generation_config.save_pretrained(directory)
-        self._tokenizer.save_pretrained(directory)
+        write_files(self._files, directory)
 
 
 class FsdpValueBackend(ShardedModel):
@@ -183,7 +174,7 @@ class FsdpScoreBackend(FsdpValueBackend):
         """Raises ConfigError for a model that transformers could not load as a classifier."""
         check_classifier(model)
         super().__init__(model, optimizer, **options)
-        self._model = model
+        self._files = classifier_files(model) if self.rank == 0 else {}
         self._body = self._module.model
         self._export = HuggingFaceExport(self._body, self._dtype, self._adapters)
 
@@ -203,4 +194,4 @@ class FsdpScoreBackend(FsdpValueBackend):
 
     def _write_classifier(self, directory: Path, tensors: NamedTensors) -> None:
         write_tensors(tensors, directory)
-        write_classifier_files(self._model, directory)
+        write_files(self._files, directory)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 
 from learner.backends.adapter_files import write_adapter
 from learner.backends.base import Backend, Likeliest, TokenLoss
@@ -23,7 +22,8 @@ from learner.backends.saving import NamedTensors, snapshot_gathered
 from learner.backends.score_head import first_head
 from learner.config import ModelConfig, OptimizerConfig
 from learner.models.adapters import zeroed
-from learner.models.classifier import check_classifier, write_classifier_files
+from learner.models.classifier import check_classifier, classifier_files
+from learner.models.files import kept_files, write_files
 from learner.rows.batch import PackedBatch
 
 from .architecture import Head
@@ -36,6 +36,7 @@ class MegatronBackend(TrainedParts):
 
     def __init__(self, model: ModelConfig, optimizer: OptimizerConfig, **options: Any) -> None:
         super().__init__(model, optimizer, **options)
+        self._files = kept_files(model) if self.rank == 0 else {}
         self._base = os.path.realpath(model.path) if os.path.isdir(model.path) else model.path
 
     def logprobs(self, batches: Sequence[PackedBatch], temperature: float) -> list[torch.Tensor]:
@@ -119,9 +120,7 @@ class MegatronBackend(TrainedParts):
             write_tensors(tensors, directory)
         else:
             write_adapter(tensors, self._adapters.peft_config(self._base), directory)
-        self._hugging_face.save_pretrained(directory)
-        GenerationConfig.from_model_config(self._hugging_face).save_pretrained(directory)
-        self._tokenizer.save_pretrained(directory)
+        write_files(self._files, directory)
 
 
 class MegatronValueBackend(TrainedParts):
@@ -155,7 +154,7 @@ class MegatronScoreBackend(MegatronValueBackend):
         """Raises ConfigError for a model that transformers could not load as a classifier."""
         check_classifier(model)
         super().__init__(model, optimizer, **options)
-        self._model = model
+        self._files = classifier_files(model) if self.rank == 0 else {}
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the classifier's tensors, in `model.dtype`."""
@@ -168,7 +167,7 @@ class MegatronScoreBackend(MegatronValueBackend):
 
     def _write_classifier(self, directory: Path, tensors: NamedTensors) -> None:
         write_tensors(tensors, directory)
-        write_classifier_files(self._model, directory)
+        write_files(self._files, directory)
 
 
 def _plain(batches: Sequence[PackedBatch]) -> list[PackedBatch]:

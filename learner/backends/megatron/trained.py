@@ -18,7 +18,7 @@ from learner.backends.saving import save
 from learner.config import AdapterConfig, ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from learner.models.adapters import check_recomputation
 from learner.models.layout import check_layout
-from learner.models.model import load_config, load_tokenizer
+from learner.models.model import load_config
 from learner.rows.batch import PackedBatch
 
 from .architecture import Head, architecture_of
@@ -48,7 +48,6 @@ class TrainedParts:
         """Open the model. The process's generators of random numbers stay as they are."""
         _import_megatron()
         self._hugging_face = load_config(model)
-        self._tokenizer = load_tokenizer(model)
         self._architecture = architecture_of(self._hugging_face, self.head)
         self._dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
         check_layout(layout, count_ranks(), self._architecture, self._dtype.itemsize)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from broker.errors import ConfigError
 from broker.schema import Prompt
+from learner.models.end_tokens import end_tokens
 
 from .base import Item, Message, PromptSource
 from .files import ListedPrompts
@@ -57,6 +58,12 @@ class Renderer:
         text = self.conversation(self._messages(content), what)
         # The template has written the special tokens already.
         return text, encode(self._tokenizer, text, what, add_special_tokens=False)
+
+    @property
+    def end_of_text(self) -> int:
+        """The token that ends an answer to a prompt that is text, and thus of a turn if it is made a conversation."""
+        ends = end_tokens(self._tokenizer)
+        return ends.turn if self._system_prompt else ends.text
 
     def _messages(self, content: str | list[Message]) -> list[Message]:
         if isinstance(content, list):

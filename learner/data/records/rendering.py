@@ -10,7 +10,6 @@ of the next, which is checked. A trained turn ends with the stop token, since a 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 
 from broker.errors import ConfigError
 from learner.data.prompts.rendering import Renderer
+from learner.models.end_tokens import end_tokens
 
 from .base import Conversation, Message, Skipped
 
@@ -108,16 +108,8 @@ class ConversationRenderer:
         completion = encode(
             self._tokenizer, str(conversation.completion), f"{what}: the completion", add_special_tokens=not prompt
         )
-        completion = [*completion, self._stop]
+        completion = [*completion, self._renderer.end_of_text]
         return prompt + completion, [int(conversation.trained == "all")] * len(prompt) + [1] * len(completion)
-
-    @cached_property
-    def _stop(self) -> int:
-        if self._tokenizer.eos_token_id is None:
-            raise ConfigError(
-                "The model's tokenizer has no eos_token, so no response can end; set it in its directory."
-            )
-        return int(self._tokenizer.eos_token_id)
 
     # --- messages
 
@@ -216,8 +208,8 @@ class ConversationRenderer:
         """Returns 1 for each token of a trained turn up to its stop token, and 0 for what the template writes after."""
         if not is_trained:
             return [0] * len(piece)
-        stop = self._tokenizer.eos_token_id
-        length = len(piece) - piece[::-1].index(stop) if stop in piece else len(piece)
+        stops = end_tokens(self._tokenizer).any
+        length = max((place + 1 for place, token in enumerate(piece) if token in stops), default=len(piece))
         return [1] * length + [0] * (len(piece) - length)
 
     # --- length

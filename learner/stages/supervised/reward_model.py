@@ -3,8 +3,8 @@
 A score is the head's output at the stop token that ends a response, so it judges the response as a whole. The same
 token is at the end in three places, and scores mean the same in all of them:
 
-training    a conversation ends with its last trained token, and a stage whose records end with another token than the
-            tokenizer's stop token is refused. What a chat template writes after that token is left out
+training    a conversation ends with its last trained token, and a stage whose records end with another token than an
+            end token of the model is refused. What a chat template writes after that token is left out
 scoring     a sampled response ends with the stop token, which engines return as its last token. A response that was
             cut at its length limit has none; its score is that of a text without an end, which training never saw
 the critic  V(s_t) is the head's output at the token before t. A critic that starts from a reward model gives a state
@@ -26,6 +26,7 @@ from broker.errors import ConfigError
 from learner.backends.base import ScoreBackend, TokenLoss
 from learner.data.records import Conversation, Preference
 from learner.data.sources import open_pairs
+from learner.models.end_tokens import end_tokens
 from learner.rows.batch import PackedBatch
 from learner.rows.packing import PackableSequence, labelled
 from learner.rows.units import Row, Unit
@@ -109,11 +110,11 @@ def completed(unit: Unit, place: str, tokenizer: "PreTrainedTokenizerBase") -> U
     for sequence in unit:
         end = sequence.prompt_length + int(np.flatnonzero(sequence.loss_mask)[-1])
         last = int(sequence.token_ids[end])
-        if last != tokenizer.eos_token_id:
+        if last not in (ends := end_tokens(tokenizer).any):
             raise ConfigError(
-                f"{place or WHERE}: a response ends with the token {tokenizer.decode([last])!r} instead of the"
-                f" tokenizer's eos_token {tokenizer.eos_token!r}, at which a score is read. Set eos_token in the"
-                " tokenizer's files to what ends an answer in the chat template, or leave out records that are cut."
+                f"{place or WHERE}: a response ends with the token {tokenizer.decode([last])!r} instead of an end token"
+                f" of the model ({', '.join(map(repr, tokenizer.convert_ids_to_tokens(list(ends))))}), at which a score"
+                " is read. Leave out records that are cut, or let the chat template end answers with one of these."
             )
         sequences.append(with_state_behind(sequence.token_ids[: end + 1]))
     return sequences
