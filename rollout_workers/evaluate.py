@@ -36,6 +36,9 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
     """The samples of each prompt: k."""
     pass_at_k: float = 0.0
     """The share of prompts of which at least one sample passed (pass@k)."""
+    reward: dict[str, float] = {}
+    """The mean of each reward function's own score, of its measures and of the environment's, by name; each over the
+    samples that have it."""
 
 
 async def evaluate(
@@ -80,6 +83,7 @@ def summarize(results: Sequence[EvaluationResult], samples: int) -> EvalResult:
     if not results:
         return EvalResult(pass_rate=0.0, reward_mean=0.0, response_tokens_mean=0.0, prompts=0, samples=samples)
     by_prompt = [results[first : first + samples] for first in range(0, len(results), samples)]
+    names = {name for result in results for name in result.components}
     return EvalResult(
         pass_rate=fmean(result.passed for result in results),
         reward_mean=fmean(result.reward for result in results),
@@ -87,6 +91,7 @@ def summarize(results: Sequence[EvaluationResult], samples: int) -> EvalResult:
         prompts=len(by_prompt),
         samples=samples,
         pass_at_k=fmean(any(result.passed for result in of_prompt) for of_prompt in by_prompt),
+        reward={n: fmean(r.components[n] for r in results if n in r.components) for n in sorted(names)},
     )
 
 

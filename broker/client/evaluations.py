@@ -18,10 +18,12 @@ no worker was at work, and ends what cannot be completed.
 """
 
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+
+import msgspec
 
 from broker.connection.connection import Argument, Connection
 from broker.owner import Owner
@@ -30,6 +32,8 @@ from broker.wire.codec import decode, encode
 
 _PROMPTS_AT_A_TIME = 100
 _NO_EVALUATION = -1
+MOST_COMPONENT_BYTES = 20_000
+"""The same bound stands in evaluation_submit.lua."""
 
 
 class EvaluationOutcome(StrEnum):
@@ -75,6 +79,8 @@ class EvaluationResult:
     passed: bool
     reward: float
     response_tokens: int
+    components: Mapping[str, float] = field(default_factory=dict)
+    """The score of each reward function, its further measures and the environment's, by name."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +167,7 @@ class Evaluations:
             repr(float(result.reward)),
             result.response_tokens,
             self._holder(lease.worker),
+            _components(result),
         )
         return EvaluationOutcome(outcome.decode())
 
@@ -179,5 +186,15 @@ def _samples(leases: Sequence[EvaluationLease]) -> list[Argument]:
 
 
 def _result(said: Any) -> EvaluationResult:
-    passed, reward, tokens = said.decode().split(" ")
-    return EvaluationResult(passed == "1", float(reward), int(tokens))
+    passed, reward, tokens, *rest = said.split(b" ", 3)
+    try:  # a worker's own words
+        components = msgspec.json.decode(rest[0], type=dict[str, float]) if rest else {}
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        components = {}
+    return EvaluationResult(passed == b"1", float(reward), int(tokens), components)
+
+
+def _components(result: EvaluationResult) -> bytes:
+    """Return the components as JSON; none of them where they are beyond the most bytes that the server takes."""
+    encoded = msgspec.json.encode(result.components)
+    return encoded if len(encoded) <= MOST_COMPONENT_BYTES else b"{}"

@@ -39,12 +39,21 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """The mean reward of all trajectories of the step's groups."""
     reward_std: float
     """The standard deviation of the same rewards."""
+    reward: dict[str, float] = {}
+    """The mean of each reward function's own score, by its name, of its further measures, as `name/part`, and of an
+    environment's, as `environment/part`; each over the samples of the step's groups that have it."""
+    reward_samples: dict[str, int] = {}
+    """The samples over which each of these means is taken."""
     flat_groups: float | None = None
     """The share of the step's groups whose samples all got the same reward; None: an earlier version of Headway wrote
     the line."""
     truncated: float | None = None
     """The share of all samples of the step's groups that ended at their longest length, and not by themselves; None: an
     earlier version of Headway wrote the line."""
+    truncated_samples: int | None = None
+    """Their number."""
+    truncated_reward_mean: float | None = None
+    """Their mean reward; None: there are none."""
     response_tokens_mean: float
     """The mean length of a trained response."""
     lag_mean: float

@@ -1,13 +1,14 @@
 -- include: lib_base lib_arguments lib_samples lib_groups lib_evaluations
 -- flags: allow-oom
--- evaluation_submit(version, sample, token, oldest version, newest version, passed, reward, response tokens, holder)
---   -> outcome
+-- evaluation_submit(version, sample, token, oldest version, newest version, passed, reward, response tokens, holder,
+--   its components as JSON) -> outcome
 -- Hands in the result of an evaluation's sample. The first one under the sample's newest lease, or a copy, counts. A
 -- sample that other weights sampled too does not: any worker with the version may have it next.
 -- Touches: evaluating:*, evaluation:*, begun:*; reads session:*.
 local version, i, token = text(1, 'version', 50), whole(2, 'sample', 0, 2147483647), text(3, 'token', 64)
 local oldest, newest, passed = text(4, 'version', 50), text(5, 'version', 50), whole(6, 'passed', 0, 1)
-local reward, tokens = text(7, 'reward', 32), whole(8, 'tokens', 0, 2147483647)
+local reward, tokens, components = text(7, 'reward', 32), whole(8, 'tokens', 0, 2147483647), ARGV[10] or '{}'
+if #components > 20000 then refuse('components') end
 if not string.match(reward, '^%-?%d+%.?%d*e?[+-]?%d*$') or not tonumber(reward) or math.abs(reward) == math.huge then
   refuse('reward')
 end
@@ -29,6 +30,6 @@ if oldest ~= version or newest ~= version then
 end
 call('ZREM', queue, i)
 call('ZREM', begun_key(version), i)
-call('HSET', key, 'seen', now(), 'token:' .. i, token, 'result:' .. i, table.concat({ passed, reward, tokens }, ' '))
+call('HSET', key, 'seen', now(), 'token:' .. i, token, 'result:' .. i, table.concat({ passed, reward, tokens, components }, ' '))
 call('HINCRBY', key, 'done', 1)
 return 'accepted'

@@ -114,6 +114,7 @@ class RunObserver:
             prompts=result.prompts,
             reward_mean=result.reward_mean,
             response_tokens_mean=result.response_tokens_mean,
+            reward=result.reward,
             known_at_step=self._step,
         )
         self._sinks.write(event)
@@ -191,6 +192,7 @@ def step_event(step: TrainedStep, total_steps: int, time_s: float) -> StepEvent:
 
 def _metrics(step: TrainedStep, trajectories: Sequence[Trajectory], total_steps: int, time_s: float) -> StepMetrics:
     sequences, taken = step.judged.sequences, trajectories_of(step.groups)
+    truncated = sum(map(is_truncated, taken))
     lags = [lag_of_sequence(sequence) for sequence in sequences]
     packed_tokens = sum(len(sequence.token_ids) for sequence in sequences)
     responses = [len(t.response_tokens) for t in trajectories]
@@ -204,8 +206,12 @@ def _metrics(step: TrainedStep, trajectories: Sequence[Trajectory], total_steps:
         time_s=time_s,
         reward_mean=step.judged.rewards.mean,
         reward_std=step.judged.rewards.std,
+        reward=step.judged.rewards.components,
+        reward_samples=step.judged.rewards.counts,
         flat_groups=step.judged.rewards.flat_groups,
-        truncated=fmean([is_truncated(one) for one in taken] or (0,)),
+        truncated=truncated / len(taken) if taken else 0.0,
+        truncated_samples=truncated,
+        truncated_reward_mean=step.judged.rewards.truncated,
         response_tokens_mean=fmean(responses or (0,)),
         lag_mean=fmean(lags or (0,)),
         lag_max=max(lags, default=0),

@@ -4,6 +4,7 @@ rewards ─ length, overlong penalty, KL ─► shaped rewards ─ advantage fun
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,9 @@ from learner.algorithm_config import RewardShapingConfig
 
 from .composition import Advantage
 
+MOST_NAMES = 500
+"""The most scores and measures of one batch, those of most samples: a function may name a measure for each prompt."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RewardStats:
@@ -27,7 +31,11 @@ class RewardStats:
     flat_groups: float
     """The share of groups whose samples all got the same reward, so that comparing them teaches nothing."""
     components: dict[str, float]
-    """The mean score of each reward function."""
+    """The mean of each reward function's score and of every further measure, over the samples that have it."""
+    counts: dict[str, int]
+    """These samples' number."""
+    truncated: float | None
+    """The mean of truncated samples; None: there are none."""
 
 
 def trajectories_of(groups: Sequence[Group]) -> list[Trajectory]:
@@ -73,13 +81,17 @@ def reward_stats(groups: Sequence[Group]) -> RewardStats:
     """Returns statistics of the rewards before any shaping."""
     trajectories = trajectories_of(groups)
     rewards_S = torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float64)
-    names = sorted({name for trajectory in trajectories for name in trajectory.rewards})
+    counts = Counter(name for trajectory in trajectories for name in trajectory.rewards)
+    kept = dict(sorted(counts.most_common(MOST_NAMES)))
+    cut = [trajectory.reward for trajectory in trajectories if is_truncated(trajectory)]
     flat = [not teaches(group, masks_truncated=False) for group in groups]
     return RewardStats(
         mean=float(rewards_S.mean()) if trajectories else 0.0,
         std=float(rewards_S.std(correction=0)) if trajectories else 0.0,
         flat_groups=sum(flat) / len(flat) if flat else 0.0,
-        components={name: sum(t.rewards.get(name, 0.0) for t in trajectories) / len(trajectories) for name in names},
+        components={n: sum(t.rewards.get(n, 0.0) for t in trajectories) / count for n, count in kept.items()},
+        counts=kept,
+        truncated=sum(cut) / len(cut) if cut else None,
     )
 
 

@@ -27,6 +27,8 @@ THREADS = 32
 COROUTINES = 1024
 MOST_MEASURES = 100
 """The most measures beside a score: each becomes a curve of the run."""
+MOST_CHARACTERS = 100
+"""The most characters of a measure's name, which is cut behind them."""
 BY_NAME = frozenset({"trainer_state", "log_extra", "log_metric", "extra_info"})
 """Arguments that a function of TRL's signature gets where it names them, and not in its **kwargs, which then holds
 lists alone."""
@@ -167,10 +169,11 @@ def signature_of(path: str, names: Collection[str]) -> Signature:
 def measures(named: Mapping[Any, Any]) -> tuple[dict[str, float], list[str]]:
     """Return the finite numbers among the values, by name, and the names of those that are not finite, which have no
     mean. Raises ValueError for too many."""
-    numbers = {str(name): found for name, value in named.items() if (found := number(value)) is not None}
+    found = ((str(name)[:MOST_CHARACTERS], number(value)) for name, value in named.items())
+    numbers = {name: value for name, value in found if value is not None}
     if len(numbers) > MOST_MEASURES:
         raise ValueError(f"returned {len(numbers)} measures; at most {MOST_MEASURES} are kept")
-    finite = {name: found for name, found in numbers.items() if math.isfinite(found)}
+    finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
     return finite, [name for name in numbers if name not in finite]
 
 

@@ -21,7 +21,7 @@ class JudgedTurn(NamedTuple):
     reward: float
     """The reward of this turn alone."""
     components: dict[str, float]
-    """Each reward function's own score of the answer, and the environment's measures."""
+    """Each reward function's own score of the answer, and the environment's measures as `environment/part`."""
     said: Sequence[int]
     """Token ids that the model reads next; empty if the episode has ended."""
 
@@ -77,7 +77,8 @@ class Episodes:
         said = self._tokens(step.says)
         if said and len(said) >= room:  # the model needs room to answer
             said, step = [], await self._environment.step(replace(episode, finish_reason="length", room=0))
-        return JudgedTurn(step.reward, {**score.components, **step.components}, said)
+        measured = {f"environment/{name}": value for name, value in step.components.items()}
+        return JudgedTurn(step.reward, {**score.components, **measured}, said)
 
     async def close(self) -> None:
         """Close environment and reward."""

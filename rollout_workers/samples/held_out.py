@@ -56,4 +56,4 @@ async def play_held_out(
     judged = await episodes.play(prompt, recorder, generate, lambda: room(request, recorder, max_model_len))
     judged = judged or await episodes.judge(prompt, recorder, 0)
     reward = recorder.earned + judged.reward
-    return EvaluationResult(reward >= pass_reward, reward, len(recorder.tokens))
+    return EvaluationResult(reward >= pass_reward, reward, len(recorder.tokens), judged.components)

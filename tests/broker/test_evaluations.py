@@ -19,7 +19,7 @@ from .test_codec import WORKER
 LONG_S, A_MOMENT_S = 1000.0, 0.05
 V0, V1 = WeightVersion(1, 0), WeightVersion(1, 1)
 HELD_OUT = [prompt(900 + n) for n in range(3)]
-PASSED = EvaluationResult(passed=True, reward=1.25, response_tokens=7)
+PASSED = EvaluationResult(True, 1.25, 7, {"exact": 1.25, "a b/\u00e9": -0.5})
 
 
 @pytest.fixture
@@ -218,6 +218,18 @@ async def test_a_quarantined_worker_gets_none(broker: Broker, run: Scenario) -> 
         await broker.leases.lease(WORKER.worker, V0, 1, LONG_S)
     await broker.evaluations.ask(run.owner, V0, HELD_OUT, 1)
     assert (await broker.evaluations.lease(WORKER.worker, V0, 9, LONG_S)).left is None
+
+
+async def test_measures_that_are_too_many_or_no_numbers_cost_no_result(broker: Broker, run: Scenario) -> None:
+    await broker.evaluations.ask(run.owner, V0, HELD_OUT, 1)
+    first, second, third = await leased(broker, 9)
+    many = EvaluationResult(True, 1.0, 7, {f"measure {n}": 1.0 for n in range(5000)})
+    await submit_all(broker, (first,), many)
+    await submit_all(broker, (second,))
+    said = (str(V0), third.sample, third.token, str(V0), str(V0), 1, "1.0", 7)
+    holder = broker.evaluations._holder("w")
+    assert await broker._connection.script("evaluation_submit", *said, holder, b'{"x": "evil"}') == b"accepted"
+    assert [result.components for result in (await look(run)).results] == [{}, PASSED.components, {}]
 
 
 async def test_there_is_none_before_a_learner_has_claimed_the_run(broker: Broker) -> None:

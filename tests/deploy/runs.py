@@ -54,6 +54,8 @@ def step_metrics(step: int, *, incarnation: int = 1, reward: float = 0.5, total_
         grad_norm=0.5,
         learning_rate=5e-4,
         algorithm={"ess": 0.9},
+        reward={"score": reward, "score/exact": 0.25},
+        reward_samples={"score": 24, "score/exact": 20},
         waited_mean_s=1.5,
         waited_max_s=4.5,
         broker_calls=40,

@@ -39,5 +39,5 @@ def test_a_model_is_asked_again_where_its_answer_is_wrong(terminals: Terminals) 
             for trajectory in group.trajectories:
                 said = trajectory.response_tokens[trajectory.loss_mask == 0].tolist()
                 assert said == (group.prompt.token_ids if trajectory.turns else [])
-                assert trajectory.rewards.keys() >= {"arithmetic", "first_try", "second_try"}
+                assert trajectory.rewards.keys() >= {"arithmetic", "environment/first_try", "environment/second_try"}
         assert line["trained_tokens"] == sum(int(trajectory.loss_mask.sum()) for trajectory in trajectories)

@@ -18,7 +18,7 @@ from learner.algorithm_config import AdvantageConfig, AlgorithmConfig, RewardSha
 from learner.objective import composition
 from learner.objective.composition import open_advantage, open_corrections
 from learner.objective.objective import Objective, supervised_loss, whole_report
-from learner.objective.shaping import compared, reward_stats, shaped_rewards
+from learner.objective.shaping import MOST_NAMES, compared, reward_stats, shaped_rewards
 from learner.rows.batch import PackedBatch
 
 LENGTHS = (5, 1, 12, 3, 7, 4)
@@ -514,6 +514,30 @@ def test_group_advantages_come_in_order_with_statistics() -> None:
     assert stats.std == pytest.approx(np.std([1, 0, 0, 1, 1]))
     assert stats.flat_groups == 0.5
     assert stats.components == pytest.approx({"exact": 0.6})
+    assert (stats.counts, stats.truncated) == ({"exact": 5}, None)
+
+
+def test_a_measures_mean_is_over_the_samples_that_have_it() -> None:
+    group = _group("a", [1.0, 0.0, 4.0])
+    first, second, third = group.trajectories
+    trajectories = (
+        msgspec.structs.replace(first, rewards={"exact": 1.0, "exact/judge": 0.5}),
+        msgspec.structs.replace(second, rewards={"exact": 0.0, "environment/turns": 2.0}, finish_reason="length"),
+        msgspec.structs.replace(third, rewards={"exact": 4.0, "exact/judge": 1.0}, finish_reason="length"),
+    )
+    stats = reward_stats([msgspec.structs.replace(group, trajectories=trajectories)])
+    assert stats.components == pytest.approx({"environment/turns": 2.0, "exact": 5 / 3, "exact/judge": 0.75})
+    assert stats.counts == {"environment/turns": 1, "exact": 3, "exact/judge": 2}
+    assert stats.truncated == 2.0
+
+
+def test_names_beyond_a_bound_are_those_of_fewest_samples() -> None:
+    group = _group("a", [1.0, 1.0])
+    rewards = [{"exact": 1.0, **{f"{number}/{n}": 1.0 for n in range(400)}} for number in range(2)]
+    trajectories = [msgspec.structs.replace(t, rewards=r) for t, r in zip(group.trajectories, rewards, strict=True)]
+    stats = reward_stats([msgspec.structs.replace(group, trajectories=tuple(trajectories))])
+    assert len(stats.components) == MOST_NAMES
+    assert stats.counts["exact"] == 2
 
 
 def test_own_advantages_by_import_path() -> None:

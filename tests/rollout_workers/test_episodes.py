@@ -82,7 +82,7 @@ def check(learner: Learner, trajectory: Trajectory) -> None:
         assert not np.isin(response[turn.start : turn.end - 1], STOPS).any()
         assert turn.reward == 0.25
     assert trajectory.reward == 0.25 * len(trajectory.turns)
-    assert trajectory.rewards == {"one": 1.0, "turns": len(trajectory.turns)}
+    assert trajectory.rewards == {"one": 1.0, "environment/turns": len(trajectory.turns)}
     assert not trajectory.behavior_logprobs[~mask].any()
     for span in trajectory.spans:
         model, where = learner.models[span.version], slice(span.start, span.end)

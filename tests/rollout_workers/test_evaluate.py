@@ -130,6 +130,12 @@ def test_pass_at_k_asks_for_one_sample_of_a_prompt_and_pass_at_1_is_the_mean() -
     )
 
 
+def test_measures_are_means_over_the_samples_that_have_them() -> None:
+    components = [{"exact": 1.0, "environment/turns": 2.0}, {"exact": 0.0}, {"exact": 0.5, "exact/judge": 0.25}]
+    results = [EvaluationResult(False, 0.0, 1, one) for one in components]
+    assert summarize(results, samples=1).reward == {"environment/turns": 2.0, "exact": 0.5, "exact/judge": 0.25}
+
+
 async def test_samples_of_one_prompt_differ_unless_they_are_greedy(engine: CountingEngine) -> None:
     for temperature, differ in ((1.0, True), (0.0, False)):
         reward = LengthReward()

@@ -29,6 +29,8 @@ LAST_STEP = (
     Family("headway_learner_reward_stddev", "Standard deviation of the same rewards.", "reward_std"),
     Family("headway_learner_flat_groups_ratio", "Share of its groups whose rewards were all equal.", "flat_groups"),
     Family("headway_learner_truncated_ratio", "Share of its samples that ended at their longest length.", "truncated"),
+    Family("headway_learner_truncated_samples", "Their number.", "truncated_samples"),
+    Family("headway_learner_truncated_reward_mean", "Their mean reward.", "truncated_reward_mean"),
     Family("headway_learner_response_mean_tokens", "Mean length of a trained response.", "response_tokens_mean"),
     Family("headway_learner_lag_mean_steps", "Mean lag of the last step's trajectories.", "lag_mean"),
     Family("headway_learner_lag_max_steps", "Largest lag of a token that the last step trained.", "lag_max"),
@@ -266,6 +268,7 @@ class RunCollector(Collector):
                 values = {str(lag): getattr(figures, field) for lag, figures in metrics.by_lag.items()}
                 yield metric(name, f"{text}, by the largest lag of a bucket.", values, "lag")
             yield metric("headway_learner_algorithm", "Figures of the loss, by name.", metrics.algorithm, "figure")
+            yield metric("headway_learner_reward", "Means of rewards and their measures.", metrics.reward, "figure")
             yield metric(
                 "headway_learner_last_step_timestamp_seconds", "When the last step ended.", {"": self._step_at}
             )

@@ -10,7 +10,7 @@ from deploy.run.events import EvaluationEvent, Event, HeartbeatEvent, StageEvent
 from deploy.run.figures import generated_per_s, trained_per_s, wait_fraction
 
 HISTOGRAMS = {"lag_histogram", "token_lag_histogram", "response_length_histogram"}
-NO_CURVES = {"incarnation", "step", "total_steps", *HISTOGRAMS, "by_lag", "algorithm"}
+NO_CURVES = {"incarnation", "step", "total_steps", *HISTOGRAMS, "by_lag", "algorithm", "reward", "reward_samples"}
 """Fields of StepMetrics without a curve: they name the step, or consist of parts."""
 
 
@@ -35,6 +35,8 @@ def points(event: Event) -> Iterator[tuple[str, float]]:
             for name, value in zip(("pass_at_k", "reward_mean", "response_tokens_mean"), further, strict=True):
                 if value is not None:
                     yield f"evaluation/{name}", value
+            for name, value in event.reward.items():
+                yield f"evaluation/reward/{name}", value
         case StageEvent():
             for name, figure in {"loss": event.loss, "pass_rate": event.pass_rate, **event.metrics}.items():
                 if figure is not None:
@@ -56,8 +58,9 @@ def _of_step(metrics: StepMetrics) -> Iterator[tuple[str, float]]:
             yield f"step/{name}", value
     yield "step/trained_tokens_per_s", trained_per_s([metrics])
     yield "step/wait_fraction", wait_fraction([metrics])
-    for name, value in metrics.algorithm.items():
-        yield f"algorithm/{name}", value
+    for part in ("algorithm", "reward", "reward_samples"):
+        for name, value in getattr(metrics, part).items():
+            yield f"{part}/{name}", value
     for lag, figures in metrics.by_lag.items():
         for name, value in msgspec.structs.asdict(figures).items():
             if value is not None:

@@ -250,6 +250,7 @@ def test_curves_are_of_every_figure_that_is_one(tmp_path: Path) -> None:
     }
     values = {tag: found.Scalars(tag)[0].value for tag in tags}
     assert values["algorithm/ess"] == pytest.approx(0.9)
+    assert (values["reward/score"], values["reward/score/exact"], values["reward_samples/score"]) == (0.5, 0.25, 24)
     assert (values["by_lag/ess_1"], values["by_lag/tokens_2"]) == (pytest.approx(0.9), 500)
     assert "by_lag/mask_fraction_1" not in values
     assert (values["step/trained_tokens_per_s"], values["step/wait_fraction"]) == (2000.0, 0.25)

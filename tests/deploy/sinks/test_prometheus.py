@@ -88,6 +88,8 @@ def test_every_figure_of_the_record_is_at_the_endpoint(tmp_path: Path) -> None:
             assert figure(found, family.name, **labels) == told, family.name
     for name, value in lines[-1]["algorithm"].items():
         assert figure(found, "headway_learner_algorithm", figure=name) == value
+    for name, value in lines[-1]["reward"].items():
+        assert figure(found, "headway_learner_reward", figure=name) == value
     for name, _, field in BY_LAG:
         for lag, figures in lines[-1]["by_lag"].items():
             assert figure(found, name, lag=lag) == figures.get(field), name
@@ -115,6 +117,8 @@ def test_no_figure_of_a_step_or_of_the_queues_is_left_out() -> None:
         "response_length_histogram",
         "by_lag",
         "algorithm",
+        "reward",
+        "reward_samples",
     }
     assert {field for _, _, field in BY_LAG} == set(LagFigures.__struct_fields__) - {"trajectories", "tokens"}
     assert of_loss.LAG_BUCKETS == LAG_BUCKETS
