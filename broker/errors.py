@@ -14,6 +14,10 @@ other processes may be of the right version."""
 SICK_EXIT = 80
 """Exit code of a worker that has found itself unfit to generate. Another process in its place may be fit."""
 
+SIGNALLED_EXIT = 81
+"""Exit code of a worker that has handed its work back since a signal asked it to. Who sent the signal knows whether
+another process is to take its place."""
+
 
 class HeadwayError(Exception):
     """Base of all errors that a user can correct. `str(error)` is one clear paragraph with the remedy."""

@@ -58,6 +58,7 @@ pool:NAME*            string  the report of pool NAME's supervisor (frame)      
 pools*                set     names of pools                                     a day           pool
 supervisors*          hash    pool -> the session of its supervisor              a day           pool
 wanted*               hash    pool -> workers wanted                             a day           pool, scale
+restarted*            hash    pool -> restarts of its supervisor so far          a day           pool
 evaluations*          set     versions whose weights are evaluated               until ended     evaluate
 evaluation:V*         hash    the evaluation of version V (below)                until ended     evaluate...
 evaluating:V*         zset    its samples not done, by lease's deadline (0: none)  until done      evaluation_*
@@ -94,10 +95,11 @@ Fields of `meta`: incarnation; announced_* and offered_* (incarnation, step, by:
 text whenever a broadcast group is stored); the rules (`schema.RunRules`); the counters admitted, dropped, uninformative
 (of these), trained, requeued, expired_leases, copied_leases, fenced, rejected, highest_step (of all versions ever
 offered or announced), payload_bytes, generated_tokens, wasted_tokens, resumed_tokens, discarded_tokens,
-trimmed_samples, skipped_evaluations; skipped_evaluation (the last version that it counts); archive_bytes; feed_closed,
-watermark, committed_step, newest_step (highest of the weights that have sampled), is_rewound, state, started, adopted
-(the server's id when a learner last told it all that it knows); recipe (a digest of `config`); claimed_at,
-announced_at, pinned_at, waiting_since (when the learner first asked for a batch that is not ready; the server's clock).
+trimmed_samples, skipped_evaluations, worker_restarts; skipped_evaluation (the last version that it counts);
+archive_bytes; feed_closed, watermark, committed_step, newest_step (highest of the weights that have sampled),
+is_rewound, state, started, adopted (the server's id when a learner last told it all that it knows); recipe (a digest of
+`config`); claimed_at, announced_at, pinned_at, waiting_since (when the learner first asked for a batch that is not
+ready; the server's clock).
 
 Fields of `group:G`: size, length (of the prompt, up to a power of two), prompt (a digest of its frame), round, state
 (pool, open, ready, pinned; lost: without its prompt), index (admission number), queued_at (when its round's samples

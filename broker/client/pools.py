@@ -31,8 +31,8 @@ class Pools:
         `count`: the number that the pool begins with. None: no learner has claimed the run yet, so nothing was
         reported. Raises BrokerError where another supervisor has the name, ForeignRunError as every verb does.
         """
-        said = (check_pool_name(info.pool), self._connection.session, int(1000 * ttl_s), encode(info), count)
-        reply = await self._connection.script("pool", *said, absent=None)
+        said = (check_pool_name(info.pool), self._connection.session, int(1000 * ttl_s), encode(info))
+        reply = await self._connection.script("pool", *said, count, info.restarts, absent=None)
         if reply is None:
             return None
         if reply[0] == 0:

@@ -336,6 +336,7 @@ def _queues(meta: dict[str, str], sizes: Sequence[int]) -> QueueDepths:
         trimmed_samples=number["trimmed_samples"],
         uninformative=number["uninformative"],
         skipped_evaluations=number["skipped_evaluations"],
+        worker_restarts=number["worker_restarts"],
     )
 
 
@@ -356,4 +357,5 @@ _COUNTERS = (
     "trimmed_samples",
     "uninformative",
     "skipped_evaluations",
+    "worker_restarts",
 )

@@ -82,12 +82,16 @@ class PoolInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The supervisor's process id."""
     running: int
     """Worker processes that run and were not asked to leave."""
+    working: int = 0
+    """Those of them that have reported a lease, or a version with which they take one."""
     leaving: int = 0
     """Worker processes that were asked to hand their work back and leave."""
     restarting: int = 0
     """Workers that failed and are started again after a pause."""
     given_up: int = 0
     """Workers that are not started again, because their version of Headway is not the learner's."""
+    restarts: int = 0
+    """Processes that this supervisor has started in the place of others that ended."""
     ended_s: dict[str, float] = {}
     """The processes that ended last, and the seconds since; each by the tag at the end of its worker's name."""
     wanted: int = 0

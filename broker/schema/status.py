@@ -50,6 +50,8 @@ class QueueDepths(msgspec.Struct, frozen=True, kw_only=True):
     """Leases of samples beside another worker's, which did not get on with them."""
     skipped_evaluations: int = 0
     """Evaluations by workers that gave no result, as no worker kept their version until all samples were done."""
+    worker_restarts: int = 0
+    """Processes that the supervisors of all pools have started in the place of others that ended."""
 
 
 class QueueAges(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,13 +1,15 @@
 -- include: lib_base lib_arguments
 -- flags: allow-oom
--- pool(pool, session, ttl in ms, frame, count) -> {1, workers wanted}, or {0} where another supervisor has the name
+-- pool(pool, session, ttl in ms, frame, count, restarts) -> {1, workers wanted}, or {0} where another supervisor has
+-- the name
 -- Stores the report of a pool's supervisor, and returns how many workers are wanted: at first `count`, then the
 -- number of the last `scale`. The supervisor keeps the name until it has been silent for `ttl`, a minute at most.
--- Touches: pool:*, pools, supervisors, wanted.
+-- `restarts` are all of this supervisor's so far: those that are new are added to the run's.
+-- Touches: meta, pool:*, pools, supervisors, wanted, restarted.
 local pool, session, LONGEST_MS, MOST = worker_name(1), text(2, 'session', 64), 60000, 256
 local ttl_ms = math.min(whole(3, 'ttl', 1, 1000000000), LONGEST_MS)
-local frame, count = text(4, 'frame', 4096), whole(5, 'count', 0, 4096)
-local POOLS, SUPERVISORS, WANTED = P .. 'pools', P .. 'supervisors', P .. 'wanted'
+local frame, first, restarts = text(4, 'frame', 4096), whole(5, 'count', 0, 4096), whole(6, 'restarts', 0, 1000000000)
+local POOLS, SUPERVISORS, WANTED, RESTARTED = P .. 'pools', P .. 'supervisors', P .. 'wanted', P .. 'restarted'
 local key, before = P .. 'pool:' .. pool, call('HGET', SUPERVISORS, pool)
 
 -- Forgets pools whose supervisor has been silent too long, to make room for others.
@@ -15,7 +17,7 @@ local function forget_dead()
   for _, name in ipairs(call('SMEMBERS', POOLS)) do
     if call('EXISTS', P .. 'pool:' .. name) == 0 then
       call('SREM', POOLS, name)
-      for _, names in ipairs({ SUPERVISORS, WANTED }) do call('HDEL', names, name) end
+      for _, names in ipairs({ SUPERVISORS, WANTED, RESTARTED }) do call('HDEL', names, name) end
     end
   end
 end
@@ -27,9 +29,15 @@ if before ~= session then
     if call('SCARD', POOLS) >= MOST then refuse('pool: ' .. MOST .. ' are alive') end
   end
   call('HSET', SUPERVISORS, pool, session)
-  call('HSET', WANTED, pool, count)
+  call('HSET', WANTED, pool, first)
+  call('HDEL', RESTARTED, pool)
+end
+local told = tonumber(call('HGET', RESTARTED, pool) or '') or 0
+if restarts > told then
+  count('worker_restarts', restarts - told)
+  call('HSET', RESTARTED, pool, restarts)
 end
 call('SET', key, frame, 'PX', ttl_ms)
 call('SADD', POOLS, pool)
-for _, names in ipairs({ POOLS, SUPERVISORS, WANTED }) do call('EXPIRE', names, 86400) end
-return { 1, tonumber(call('HGET', WANTED, pool)) or count }
+for _, names in ipairs({ POOLS, SUPERVISORS, WANTED, RESTARTED }) do call('EXPIRE', names, 86400) end
+return { 1, tonumber(call('HGET', WANTED, pool)) or first }

@@ -41,7 +41,7 @@ def ask_for_workers(
         running = {} if found is None else {"pool_now": msgspec.to_builtins(found)}
         say_json({"run": run, "pool": name, "before": before, "wanted": wanted, **running})
     elif found is not None:
-        say(f"{found.running} worker{'s run' if found.running != 1 else ' runs'}.")
+        say(f"{found.working} worker{'s run' if found.working != 1 else ' runs'}.")
 
 
 def _parsed(change: str) -> tuple[Literal["to", "by"], int]:
@@ -51,8 +51,9 @@ def _parsed(change: str) -> tuple[Literal["to", "by"], int]:
 
 
 def _await(client: BlockingBroker, name: str, wanted: int) -> PoolInfo:
-    """Wait until the pool has the wanted workers, and return it. Raises BrokerError if its supervisor is gone, or if
-    another `headway scale` asked for another number meanwhile."""
+    """Wait until the wanted workers work and all others have left, and return the pool. Raises BrokerError if its
+    supervisor is gone, if another `headway scale` asked for another number meanwhile, or if a worker never will work.
+    """
     while True:
         status = client.call(client.broker.status.snapshot())
         found = next((pool for pool in status.pools if pool.pool == name), None)
@@ -60,7 +61,9 @@ def _await(client: BlockingBroker, name: str, wanted: int) -> PoolInfo:
             raise BrokerError(GONE.format(name))
         if found.wanted != wanted:
             raise BrokerError(f"Pool {name} was asked for {found.wanted} workers meanwhile, not {wanted}.")
-        if (found.running, found.leaving, found.restarting) == (wanted, 0, 0):
+        if found.given_up:
+            raise BrokerError(f"Pool {name} gave {found.given_up} workers up: their Headway is of another version.")
+        if (found.working, found.running, found.leaving, found.restarting) == (wanted, wanted, 0, 0):
             return found
         time.sleep(LOOK_S)
 

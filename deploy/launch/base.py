@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from broker.connection.address import without_secrets
+from broker.errors import SIGNALLED_EXIT
 from learner.checkpoints.disk import is_full
 
 from .farewell import ENVIRONMENT
@@ -33,6 +34,7 @@ AHEAD = "HEADWAY_AHEAD"
 """The variable with the run's recipe on this machine, for workers that may open an engine before the learner is there.
 One that shares a GPU with the learner has none, unless its engine is told how much memory it gets: otherwise it
 measures, while it opens, the memory that is free."""
+DONE_EXITS = (0, SIGNALLED_EXIT)
 TAIL_LINES = 12
 ERROR_PREFIX = "Error: "
 """The start of the command line's one-paragraph errors. No other line of a log starts with it."""
@@ -156,13 +158,15 @@ class Handle(ABC):
     def is_done(self) -> bool:
         """Whether it has ended as it should, with its work done or handed back."""
         farewell = self.command.farewell
-        return self.exit_code() == 0 and (farewell is None or farewell.exists())
+        return self.exit_code() in DONE_EXITS and (farewell is None or farewell.exists())
 
     def describe_exit(self) -> str:
         """Return words such as `exited with code 1` or `was killed by SIGKILL`."""
         code = self.exit_code()
         if code is not None and code < 0:
             return f"was killed by {signal.Signals(-code).name}"
+        if code == SIGNALLED_EXIT and self.is_done():
+            return "was asked to leave by a signal that its supervisor did not send"
         if code == 0 and not self.is_done():
             return "exited with code 0 in the midst of its work (does code of yours call sys.exit or os._exit?)"
         return f"exited with code {code}"

@@ -9,10 +9,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from broker.client.broker import BlockingBroker
-from broker.errors import BrokerError, BrokerUnavailableError, ForeignRunError, HeadwayError
+from broker.errors import BrokerError, BrokerUnavailableError, ForeignRunError, HeadwayError, RunNotFoundError
+from deploy.recipe.ray_roles import SCORER
 from rollout_workers.run_end import RunEnd
 
-from .judging import Judge
+from .judging import Judge, name_of
 from .pool import Pool
 
 REPORT_S = 0.5
@@ -22,6 +23,9 @@ TTL_S = 5.0
 """Seconds after which the broker forgets the pools of a silent supervisor, and another one may take their names."""
 LAST_PATIENCE_S = 1.0
 """Seconds that the end of a supervisor waits for a server that is away: then leases expire by themselves."""
+
+WORKING = ("generating", "idle", "asleep", "ready")
+"""States of workers and scorers that hold a lease, or take one once there is one for them."""
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +107,7 @@ def _follow(url: str, run: str, pools: list[Pool], over: threading.Event) -> Non
                     client.broker.end_when(over.is_set, LAST_PATIENCE_S)
                 for pool in pools:
                     _bury(client, pool)
+                    _note_working(client, pool)
                     _report(client, pool, refused)
                 is_over = end.is_over(client.call(client.broker.status.state()))
                 for pool in pools:
@@ -131,6 +136,23 @@ def _bury(client: BlockingBroker, pool: Pool) -> None:
         dead = pool.dead[0]
         client.call((client.broker.scoring if dead.is_scorer else client.broker.leases).bury(dead.session))
         pool.dead.popleft()
+
+
+def _note_working(client: BlockingBroker, pool: Pool) -> None:
+    """Note which processes work, by their own reports. The broker is asked only while some of them begin."""
+    beginning = [slot for slot in list(pool.slots.values()) if slot.is_running and not slot.is_working]
+    if not beginning:
+        return
+    if any(slot.command.role == SCORER for slot in beginning):
+        try:
+            scorers = client.call(client.broker.status.snapshot()).scorers
+        except RunNotFoundError:
+            return
+        states: dict[str, str] = {info.process: info.state for info in scorers}
+    else:
+        states = {info.worker: info.state for info in client.call(client.broker.status.workers())}
+    for slot in beginning:
+        slot.is_working = states.get(name_of(slot, states), "") in WORKING
 
 
 def _report(client: BlockingBroker, pool: Pool, refused: dict[str, Refusal]) -> None:

@@ -7,7 +7,7 @@ processes, whose senders may lie, count for nothing.
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from broker.client.broker import BlockingBroker
@@ -69,7 +69,7 @@ class Judge:
         self, slots: Sequence[Slot], reports: dict[str, WorkerInfo], every_s: float, config: WorkersConfig
     ) -> list[tuple[str, Verdict]]:
         for slot in slots:
-            slot.worker = slot.worker or _name_of(slot, reports)
+            slot.worker = slot.worker or name_of(slot, reports)
         verdicts = []
         for name in (slot.worker for slot in slots if slot.worker):
             self._unheard[name] = 0.0 if name in reports else self._unheard.get(name, 0.0) + every_s
@@ -122,6 +122,6 @@ class _Paces:
         )
 
 
-def _name_of(slot: Slot, reports: dict[str, WorkerInfo]) -> str:
-    """Return the name of the slot's process; "" until it has reported."""
+def name_of(slot: Slot, reports: Iterable[str]) -> str:
+    """Return the name of the slot's process, by which it reports; "" until it has."""
     return next((name for name in reports if name.endswith(f"-{slot.command.name}-{slot.tag}")), "")

@@ -207,9 +207,9 @@ class Local:
             supervisor = self._supervisor(directory, server, Path(private), monitor.say)
             with following(self._url_of(Role.WORKER, server), name, supervisor.pools):
                 code = supervisor.run()
-        if (directory / "summary.json").exists():
-            restarts = {
-                "worker_restarts": supervisor.restarts,
+        if summary := read_summary(directory):
+            restarts = {  # the summary has those of other supervisors, too, but may lack the last ones
+                "worker_restarts": max(supervisor.restarts, summary.get("worker_restarts", 0)),
                 "server_restarts": server.restarts if server is not None else 0,
             }
             amend_summary(directory, restarts)

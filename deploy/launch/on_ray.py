@@ -25,7 +25,7 @@ from ray.exceptions import ActorUnavailableError, RayError
 from broker.config import BrokerConfig
 from broker.errors import ConfigError
 
-from .base import Command, Handle, Launcher
+from .base import DONE_EXITS, Command, Handle, Launcher
 from .ray_host import Outcome, RoleHost
 from .ray_places import RayPlaces
 
@@ -147,7 +147,7 @@ class Hosted(Handle):
         return self._is_placed()
 
     def is_done(self) -> bool:
-        return self.exit_code() == 0 and self._outcome is not None and self._outcome.is_done
+        return self.exit_code() in DONE_EXITS and self._outcome is not None and self._outcome.is_done
 
     def describe_exit(self) -> str:
         return "was lost with its node or its actor" if self._loss else super().describe_exit()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
+from broker.errors import SIGNALLED_EXIT
 from broker.schema.processes import PoolInfo
 from deploy.recipe.pools import MAIN
 from deploy.recipe.ray_roles import SCORER
@@ -57,14 +58,19 @@ class Slot:
     """Its process's name among all workers of the run, once that has reported."""
     verdict: Verdict | None = None
     """Why its process is to be replaced. Any thread may set it."""
+    is_working: bool = False
+    """Whether its process has reported that it works. Any thread may set it."""
     is_set_aside: bool = False
     """Whether its process was asked to hand its work back, so that another one can take its place."""
+    was_signalled: bool = False
+    """Whether its process has handed its work back at another's signal, and no process runs in its place yet."""
     verdicts: int = 0
     """Processes in a row that were set aside here."""
 
     def start(self, launcher: Launcher) -> None:
         """Start the process, or start it again."""
         self.worker, self.verdict, self.is_set_aside, self.killed_at = "", None, False, 0.0
+        self.is_working = self.was_signalled = False
         self.tag, self.session = secrets.token_hex(4), secrets.token_hex(16)
         self.child = launcher.start(replace(self.command, tag=self.tag, session=self.session))
         self.started = time.monotonic()
@@ -112,6 +118,8 @@ class Pool:
     """Workers that left by themselves since `wanted` changed, with their work handed back. They are not replaced."""
     is_run_over: bool = field(default=False, init=False)
     """Whether the run has ended, by the broker's record. Any thread may set it."""
+    restarts: int = field(default=0, init=False)
+    """Processes that were started in the place of others that ended."""
     dead: deque[Dead] = field(default_factory=lambda: deque(maxlen=MOST_DEAD), init=False)
     """Processes that ended without handing their work back; another thread tells the broker of them."""
     _ended: deque[tuple[str, float]] = field(default_factory=lambda: deque(maxlen=NAMED_AS_ENDED), init=False)
@@ -138,6 +146,13 @@ class Pool:
             self.slots[number] = Slot(self.command(number))
             self.slots[number].start(launcher)
 
+    def restart(self, launcher: Launcher) -> None:
+        """Start a process in each place whose own has ended, once its pause is over."""
+        for slot in self.slots.values():
+            if slot.child is None and not slot.is_given_up and time.monotonic() >= slot.restart_at:
+                slot.start(launcher)
+                self.restarts += 1
+
     def _dismiss(self, number: int) -> None:
         slot = self.slots[number]
         if slot.child is None:  # it waits for its restart
@@ -158,9 +173,9 @@ class Pool:
                 continue
             self._ended.append((slot.tag, time.monotonic()))
             self.note_dead([slot])
-            has_left = slot.child.is_done() and not slot.is_set_aside and not slot.is_leaving
+            has_left = slot.child.is_done() and not (slot.is_set_aside or slot.is_leaving or _is_signalled(slot.child))
             if has_left or slot.is_leaving:
-                self.departed += has_left  # on purpose: the run is over, or a user drained it
+                self.departed += has_left  # on purpose: the run is over, or `headway drain` asked it
                 slot.child.kill()  # kills what it may have left in its session
                 del self.slots[number]
             else:
@@ -185,8 +200,14 @@ class Pool:
             host=socket.gethostname(),
             pid=os.getpid(),
             running=sum(slot.has_place and not slot.killed_at for slot in slots),
+            working=sum(slot.has_place and slot.is_working and not slot.killed_at for slot in slots),
             leaving=sum(slot.child is not None and slot.killed_at > 0 for slot in slots),
             restarting=sum(slot.child is None and not slot.is_given_up for slot in slots),
             given_up=sum(slot.is_given_up for slot in slots),
+            restarts=self.restarts,
             ended_s={tag: time.monotonic() - at for tag, at in list(self._ended)},
         )
+
+
+def _is_signalled(child: Handle) -> bool:
+    return child.exit_code() == SIGNALLED_EXIT

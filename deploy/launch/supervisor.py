@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
-from broker.errors import LASTING_EXIT, SICK_EXIT, VERSION_EXIT, HeadwayError
+from broker.errors import LASTING_EXIT, SICK_EXIT, SIGNALLED_EXIT, VERSION_EXIT, HeadwayError
 from deploy.printing import say
 
 from .base import Command, Handle, Launcher
@@ -51,12 +51,15 @@ class Supervisor:
     """Called now and then while all is well, to keep other processes alive. An error that it raises ends the run; while
     the learner stops, the error is said instead, and it is not called again."""
     launcher: Launcher = field(default_factory=LocalLauncher)
-    restarts: int = field(default=0, init=False)
-    """Restarts of all workers, for the summary."""
 
     def __post_init__(self) -> None:
         self._learner = Slot(self.learner) if self.learner is not None else None
         self._stops: list[signal.Signals] = []
+
+    @property
+    def restarts(self) -> int:
+        """Restarts of all workers, for the summary."""
+        return sum(pool.restarts for pool in self.pools)
 
     def run(self) -> int:
         """Supervise to the end: return 0 when all is done, 128 + signal when stopped. Raises RoleFailedError.
@@ -110,8 +113,7 @@ class Supervisor:
             for slot in pool.slots.values():
                 if slot.verdict is not None and slot.is_running and not slot.killed_at:
                     slot.set_aside(pool.drain_s)
-                if slot.child is None and not slot.is_given_up and time.monotonic() >= slot.restart_at:
-                    slot.start(self.launcher)
+            pool.restart(self.launcher)
             pool.resize(self.launcher, self.say)
 
     def _died(self, slot: Slot, child: Handle) -> None:
@@ -134,7 +136,7 @@ class Supervisor:
     def _restart(self, slot: Slot, child: Handle, pause: float) -> None:
         child.kill()  # kills what it may have left in its session
         slot.child, slot.restart_at = None, time.monotonic() + pause
-        self.restarts += 1
+        slot.was_signalled = child.exit_code() == SIGNALLED_EXIT
 
     def _replace(self, slot: Slot, child: Handle) -> None:
         """Start another process in its place, after longer and longer pauses where those fall sick too. The run goes on
@@ -205,7 +207,7 @@ class Supervisor:
 
     def _workers_left(self) -> bool:
         """Whether there was no learner to stop and every worker ended as it was asked to."""
-        ends = [slot.child is not None and slot.child.is_done() for slot in self._workers()]
+        ends = [slot.was_signalled if slot.child is None else slot.child.is_done() for slot in self._workers()]
         return self._learner is None and all(ends)
 
     def _kill_all(self) -> None:

@@ -18,7 +18,7 @@ from typing import NoReturn
 import msgspec
 
 from broker.connection.address import without_password
-from broker.errors import ConfigError, ForeignRunError, HeadwayError
+from broker.errors import SIGNALLED_EXIT, ConfigError, ForeignRunError, HeadwayError
 from broker.keys import check_pool_name, check_run_name, check_worker_name
 from deploy.launch.base import WORKER_SESSION, WORKER_TAG, Launcher
 from deploy.launch.commands import ScorerCommand, WorkerCommand, learner_command, sft_command
@@ -206,8 +206,9 @@ def run_worker(
     overrides: Sequence[str],
     allowed: Sequence[str] = (),
     grace_s: float = DRAIN_WORKER_S,
-) -> None:
-    """Run one worker. Its id is new for every process, so that a restarted worker is not taken for the dead one.
+) -> int:
+    """Run one worker, and return its exit code. Its id is new for every process, so that a restarted worker is not
+    taken for the dead one.
 
     If another run takes the name over, or the run's configuration changes, the process executes itself anew with the
     same arguments and joins that run: it keeps no weights, caches or leases.
@@ -217,23 +218,28 @@ def run_worker(
     tag = os.environ.get(WORKER_TAG) or secrets.token_hex(2)
     try:
         session = os.environ.get(WORKER_SESSION, "")
-        work(url, run, check_worker_name(f"{_host()}-{name}-{tag}"), overrides, allowed, grace_s, session)
+        is_signalled = work(
+            url, run, check_worker_name(f"{_host()}-{name}-{tag}"), overrides, allowed, grace_s, session
+        )
     except (ForeignRunError, ConfigChangedError) as error:
         _start_anew(error)
     say_farewell()
+    return SIGNALLED_EXIT if is_signalled else 0
 
 
-def run_scorer(url: str, run: str, scorer: str, name: str, overrides: Sequence[str]) -> None:
-    """Run one process of a scorer; an empty `scorer` is the run's only one. It starts anew as a worker does."""
+def run_scorer(url: str, run: str, scorer: str, name: str, overrides: Sequence[str]) -> int:
+    """Run one process of a scorer, and return its exit code; an empty `scorer` is the run's only one. It starts anew as
+    a worker does."""
     from .scorer import score
 
     tag = os.environ.get(WORKER_TAG) or secrets.token_hex(2)
     try:
         session = os.environ.get(WORKER_SESSION, "")
-        score(url, run, check_worker_name(f"{_host()}-{name}-{tag}"), scorer, overrides, session)
+        is_signalled = score(url, run, check_worker_name(f"{_host()}-{name}-{tag}"), scorer, overrides, session)
     except (ForeignRunError, ConfigChangedError) as error:
         _start_anew(error)
     say_farewell()
+    return SIGNALLED_EXIT if is_signalled else 0
 
 
 def _start_anew(error: HeadwayError) -> NoReturn:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar
@@ -19,6 +20,23 @@ log = logging.getLogger(__name__)
 
 class ConfigChangedError(HeadwayError):
     """A learner took the run over with another configuration than the one that this process started with."""
+
+
+class Signals:
+    """Whether SIGTERM or SIGINT has asked this process to leave."""
+
+    def __init__(self) -> None:
+        self.came = False
+
+    def drain(self, event: asyncio.Event) -> None:
+        """Set the event at such a signal, from now on."""
+
+        def note() -> None:
+            self.came = True
+            event.set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, note)
 
 
 @contextmanager

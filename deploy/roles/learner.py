@@ -395,6 +395,7 @@ def _conclude(recipe: Recipe, status: RunStatus | None) -> None:
             "trimmed_samples": queues.trimmed_samples,
             "uninformative": queues.uninformative,
             "skipped_evaluations": queues.skipped_evaluations,
+            "worker_restarts": queues.worker_restarts,
         }
     summarize(recipe.run_directory, extras)
     plot(recipe.run_directory, recipe.staleness.max_lag)

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import signal
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from deploy.recipe.operators import check_stored_scorers
 from deploy.recipe.recipe import Recipe
 from deploy.recipe.scorers import Scorer, scorer_named
 
-from .joining import drained_when_changed, fetch_config, or_drained, telling_what_lasts
+from .joining import Signals, drained_when_changed, fetch_config, or_drained, telling_what_lasts
 
 LOADING_S = 600.0
 """Seconds for which a scorer that loads its model counts as alive without a word; the server keeps to two minutes."""
@@ -27,17 +26,20 @@ LOADING_S = 600.0
 log = logging.getLogger(__name__)
 
 
-def score(url: str, run: str, process: str, name: str, overrides: Sequence[str], session: str = "") -> None:
+def score(url: str, run: str, process: str, name: str, overrides: Sequence[str], session: str = "") -> bool:
     """Answer the requests for scorer `name` (empty: the run's only one) until the run is over, or until SIGTERM or
     SIGINT drains this process. `session`: the secret by which its supervisor can hand its requests back; empty: one of
-    its own. Raises HeadwayError."""
-    uvloop.run(_run(url, run, process, name, overrides, session))
+    its own. Returns whether such a signal came. Raises HeadwayError."""
+    signals = Signals()
+    uvloop.run(_run(url, run, process, name, overrides, session, signals))
+    return signals.came
 
 
-async def _run(url: str, run: str, process: str, name: str, overrides: Sequence[str], session: str) -> None:
+async def _run(
+    url: str, run: str, process: str, name: str, overrides: Sequence[str], session: str, signals: Signals
+) -> None:
     drain = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, drain.set)
+    signals.drain(drain)
     broker = await open_broker(url, run, session=session)
     broker.end_when(drain.is_set)
     try:

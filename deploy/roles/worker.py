@@ -6,7 +6,6 @@ import importlib
 import logging
 import math
 import os
-import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Sequence
@@ -34,7 +33,7 @@ from rollout_workers.engines import libraries_of
 
 from .ahead import EngineAhead, open_worker_engine, sent_rank
 from .closing import WorkerPart, closed_by, closing_parts
-from .joining import drained_when_changed, fetch_config, or_drained, telling_what_lasts
+from .joining import Signals, drained_when_changed, fetch_config, or_drained, telling_what_lasts
 
 if TYPE_CHECKING:
     from rollout_workers.config import EvalConfig
@@ -59,19 +58,27 @@ def work(
     allowed: Sequence[str] = (),
     grace_s: float = DRAIN_WORKER_S,
     session: str = "",
-) -> None:
-    """Work until the run is over, or until SIGTERM or SIGINT drains this worker within `grace_s`. `allowed`: modules
-    and import paths that the run's configuration may name. `session`: the secret by which its supervisor can hand its
-    leases back; empty: one of its own. Raises HeadwayError."""
-    uvloop.run(_run(url, run, worker, overrides, allowed, grace_s, session))
+) -> bool:
+    """Work until the run is over, or until SIGTERM or SIGINT drains this worker within `grace_s`. Returns whether such
+    a signal came. `allowed`: modules and import paths that the run's configuration may name. `session`: the secret by
+    which its supervisor can hand its leases back; empty: one of its own. Raises HeadwayError."""
+    signals = Signals()
+    uvloop.run(_run(url, run, worker, overrides, allowed, grace_s, session, signals))
+    return signals.came
 
 
 async def _run(
-    url: str, run: str, worker: str, overrides: Sequence[str], allowed: Sequence[str], grace_s: float, session: str
+    url: str,
+    run: str,
+    worker: str,
+    overrides: Sequence[str],
+    allowed: Sequence[str],
+    grace_s: float,
+    session: str,
+    signals: Signals,
 ) -> None:
     drain = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, drain.set)
+    signals.drain(drain)
     broker = await open_broker(url, run, session=session)
     broker.end_when(drain.is_set, PARTS_FOR_BROKER * grace_s / PARTS_OF_GRACE)
     try:

@@ -38,6 +38,19 @@ async def test_a_supervisor_begins_with_its_count_and_hears_of_every_change(brok
     assert (pool.pool, pool.running, pool.wanted) == ("big", 2, 3)
 
 
+async def test_the_run_counts_the_restarts_of_all_its_supervisors_once(broker: Broker, url: str, run_name: str) -> None:
+    for restarts in (0, 2, 2, 3):  # a report may come twice
+        await broker.pools.report(replace(INFO, restarts=restarts), 2, LONG_S)
+    await broker.pools.report(replace(INFO, pool="other", restarts=1), 2, 0.05)
+    other = await open_broker(url, run_name)
+    async with asyncio.timeout(60):
+        while len((await other.status.snapshot()).pools) > 1:  # noqa: ASYNC110 - nothing announces a silence
+            await asyncio.sleep(0.02)
+    await other.pools.report(replace(INFO, pool="other", restarts=4), 2, LONG_S)
+    assert (await other.status.snapshot()).queues.worker_restarts == 3 + 1 + 4
+    await other.close()
+
+
 @pytest.mark.parametrize(("manner", "workers", "wanted"), [("by", -4096, 0), ("to", 4096, 4096), ("by", 4096, 4096)])
 async def test_the_number_wanted_is_bounded(broker: Broker, manner: str, workers: int, wanted: int) -> None:
     await broker.pools.report(INFO, 2, LONG_S)

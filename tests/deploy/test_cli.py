@@ -1,5 +1,6 @@
 """The commands as a user meets them: real processes, their exit codes, and every error as one paragraph."""
 
+import asyncio
 import json
 import os
 import shlex
@@ -362,6 +363,32 @@ async def test_pools_and_workers_are_told_from_another_terminal(
     assert json.loads(by_part.stdout) == {"run": broker.run, "drain": ["w-1"], "unknown": []}
     for name in ("w-0", "w-1"):
         assert (await broker.status.heartbeat(worker(name, None), 60.0)).is_dismissed
+
+
+async def test_scale_waits_until_the_workers_work(broker: Broker, server: EmbeddedServer, tmp_path: Path) -> None:
+    await claimed(broker)
+
+    async def report(working: int, given_up: int = 0) -> int | None:
+        info = PoolInfo(pool="big", host="h", pid=7, running=2, working=working, given_up=given_up)
+        return await broker.pools.report(info, 1, 60.0)
+
+    async def scaling(number: str) -> "asyncio.Task[subprocess.CompletedProcess[str]]":
+        to_run = {"HEADWAY_BROKER": server.url, "HEADWAY_RUN": broker.run}
+        task = asyncio.create_task(
+            asyncio.to_thread(headway, "scale", number, "--wait", "--json", cwd=tmp_path, **to_run)
+        )
+        while await report(1) != int(number):  # noqa: ASYNC110 - nothing announces what is wanted
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(1.0)  # all run by now, and one does not work
+        return task
+
+    await report(1)
+    waits = await scaling("2")
+    await report(2)
+    assert json.loads((await waits).stdout)["pool_now"]["working"] == 2
+    waits = await scaling("3")
+    await report(2, given_up=1)
+    assert (await waits).returncode == 1
 
 
 def watching_status(url: str, run: str, cwd: Path) -> "subprocess.Popen[str]":

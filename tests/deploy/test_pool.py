@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
+import msgspec
 import pytest
 
 from broker import BlockingBroker, Broker
@@ -23,6 +25,7 @@ from deploy.launch.processes import Child, LocalLauncher
 from deploy.launch.supervisor import Supervisor
 from deploy.recipe.ray_roles import SCORER
 from tests.broker.scenario import FRESH, begin, rules
+from tests.broker.test_codec import WORKER
 from tests.broker.test_scoring import QUALITY, ask, lease
 from tests.processes import children_left
 
@@ -144,6 +147,32 @@ def test_a_pool_follows_what_is_asked_of_the_broker_and_reports(claimed: Blockin
         until(lambda: pool.wanted == 3)
         (info,) = claimed.call(claimed.broker.status.snapshot()).pools
         assert (info.pool, info.wanted, info.running) == ("big", 3, 0)
+
+
+def test_a_pool_tells_which_of_its_processes_work(claimed: BlockingBroker, tmp_path: Path) -> None:
+    pool = Pool("big", 2, workers(tmp_path))
+    pool.resize(LocalLauncher(), print)
+
+    def report(number: int, state: Literal["starting", "paused", "idle", "generating"]) -> None:
+        name = f"host-w{number}-{pool.slots[number].tag}"
+        claimed.call(claimed.broker.status.heartbeat(msgspec.structs.replace(WORKER, worker=name, state=state), 60.0))
+
+    def told() -> tuple[int, int]:
+        pools = claimed.call(claimed.broker.status.snapshot()).pools
+        return (pools[0].running, pools[0].working) if pools else (0, 0)
+
+    with following(claimed.broker.url, claimed.broker.run, [pool]):
+        report(0, "starting")
+        report(1, "paused")
+        until(lambda: told() == (2, 0))
+        report(1, "idle")
+        until(lambda: told() == (2, 1))
+        report(0, "generating")
+        until(lambda: told() == (2, 2))
+        report(0, "paused")  # it has worked, and does again
+        pool.slots[1].child.kill()  # type: ignore[union-attr]
+        until(lambda: told() == (1, 1))
+    pool.slots[0].child.kill()  # type: ignore[union-attr]
 
 
 def test_a_killed_worker_hands_its_leases_back_before_they_expire_and_one_that_left_does_not(

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from broker.errors import LASTING_EXIT, SICK_EXIT, VERSION_EXIT, HeadwayError
+from broker.errors import LASTING_EXIT, SICK_EXIT, SIGNALLED_EXIT, VERSION_EXIT, HeadwayError
 from deploy.launch.base import Command
 from deploy.launch.farewell import DRAIN_NOTICE
 from deploy.launch.pool import Pool
@@ -365,6 +365,65 @@ def test_without_a_learner_it_is_done_when_all_workers_have_left_as_asked(tmp_pa
     workers = [role("a", drains("a"), tmp_path), role("b", drains("b", then=then), tmp_path)]
     assert Supervisor([Pool.of(workers)], say=lambda _: None).run() == code
     thread.join()
+
+
+def leaves(name: str) -> str:
+    """Return the script of a worker that writes its process id down, and hands its work back at a signal."""
+    return (
+        "import os, pathlib, signal, sys, time\n"
+        f"def end(*_): sys.exit({SIGNALLED_EXIT})\n"
+        "for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, end)\n"
+        f"pathlib.Path('{name}.new').write_text(str(os.getpid()))\n"
+        f"os.replace('{name}.new', '{name}.up')\n" + FOREVER
+    )
+
+
+def pid_in(path: Path) -> int:
+    await_files(path)
+    return int(path.read_text())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL, signal.SIGHUP])
+def test_a_worker_that_another_process_ends_by_a_signal_is_replaced(tmp_path: Path, number: signal.Signals) -> None:
+    def kill_it_once() -> None:
+        os.kill(first := pid_in(tmp_path / "w.up"), number)
+        while pid_in(tmp_path / "w.up") == first:
+            time.sleep(0.02)
+        (tmp_path / "over").touch()
+
+    thread = threading.Thread(target=kill_it_once)
+    thread.start()
+    learner = "import pathlib, time\nwhile not pathlib.Path('over').exists(): time.sleep(0.05)"
+    pool, said = Pool.of([role("w", leaves("w"), tmp_path)]), list[str]()
+    supervisor = Supervisor([pool], role("learner", learner, tmp_path), backoff_s=0.05, say=said.append)
+    assert supervisor.run() == 0
+    thread.join()
+    assert (supervisor.restarts, pool.departed, pool.info().restarts) == (1, 0, 1)
+    assert "(1 of 5)" in said[0]
+    has_handed_back = number in (signal.SIGTERM, signal.SIGINT)
+    assert len(pool.dead) == (0 if has_handed_back else 1)
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_signal_to_the_whole_group_ends_workers_and_supervisor_cleanly(tmp_path: Path, is_before: bool) -> None:
+    """As systemd and Slurm send it: a worker gets it beside its supervisor, or before it."""
+    names, said = ["w0", "w1", "w2"], list[str]()
+
+    def send() -> None:
+        first, *others = [pid_in(tmp_path / f"{name}.up") for name in names]
+        os.kill(first, signal.SIGTERM)
+        while is_before and not said:
+            time.sleep(0.02)
+        for pid in (*others, os.getpid()):
+            os.kill(pid, signal.SIGTERM)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    pool = Pool.of([role(name, leaves(name), tmp_path) for name in names])
+    assert Supervisor([pool], backoff_s=1000.0, say=said.append).run() == 0
+    thread.join()
+    assert children_left() == []
+    assert not pool.dead
 
 
 def test_a_relayed_stop_reaches_the_children_and_not_the_launcher(tmp_path: Path) -> None:

@@ -51,11 +51,12 @@ def test_pools_of_two_engines_are_scaled_killed_and_drained_and_the_run_complete
 
             status = watch.until("one may leave", lambda status: bool(of_pool(status, main)))
             drained = of_pool(status, main)[-1]
-            os.kill(drained.pid, signal.SIGTERM)
+            terminals.open("draining", "drain", drained.worker, **learns).succeeds()
             watch.until("it has left", has(lambda pool: (pool.wanted, pool.running) == (4, 3)))
 
             watch.until("vLLM is there", lambda status: bool(of_pool(status, other)))
             scale(terminals, "0", "--pool", "main", **learns)
+            watch.until("all have left", has(lambda pool: (pool.running, pool.leaving) == (0, 0)))
         # vLLM's first tokens take half a minute: the other pool alone could end the run before. So could vLLM alone,
         # while the other pool imports torch.
         watch.until("vLLM generates", lambda status: bool(busy(status, other)))
@@ -79,8 +80,7 @@ def test_pools_of_two_engines_are_scaled_killed_and_drained_and_the_run_complete
 
 
 def scale(terminals: Terminals, *arguments: str, **environment: str) -> None:
-    terminal = terminals.open("scaling", "scale", *arguments, "--wait", **environment)
-    terminal.succeeds()
+    terminals.open("scaling", "scale", *arguments, **environment).succeeds()
 
 
 def of_pool(status: RunStatus, terminal: Terminal) -> list[WorkerInfo]:

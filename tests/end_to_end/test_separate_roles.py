@@ -86,6 +86,33 @@ def test_workers_come_and_go_and_the_run_completes(terminals: Terminals) -> None
         assert "Warning" not in terminal.said, terminal.said
 
 
+def test_a_pool_repairs_what_others_end_and_the_summary_counts_it(terminals: Terminals) -> None:
+    server = terminals.open("server", "broker", "--port", str(free_port()))
+    learns, works, looks = [exported(terminals, server, command) for command in ("learner", "workers", "status")]
+    with watching(looks["HEADWAY_BROKER"], RUN, terminals) as watch:
+        pool = terminals.open("pool", "workers", "--pool", "big", **works)
+        learner = terminals.open("learner", "learner", learners_recipe(terminals, steps=50_000), **learns)
+        status = watch.until("it generates", lambda status: any(one.submitted for one in status.workers))
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            (victim,) = [one for one in status.workers if psutil.pid_exists(one.pid)]
+            psutil.Process(victim.pid).send_signal(number)
+            status = watch.until(
+                "another generates in its place",
+                lambda status, pid=victim.pid: any(one.submitted for one in status.workers if one.pid != pid),  # type: ignore[misc]
+            )
+        scaled = terminals.open("scaling", "scale", "+1", "--pool", "big", "--wait", **learns)
+        scaled.succeeds()
+        status = watch.until("a look", lambda status: True)
+        (big,) = status.pools
+        assert (big.wanted, big.working, big.restarts) == (2, 2, 2)
+        assert status.queues.worker_restarts == 2
+        learner.send(signal.SIGINT)
+        learner.wait()
+        pool.send(signal.SIGTERM)
+        pool.succeeds()
+    assert summary(terminals.root / "learner" / "runs" / RUN)["worker_restarts"] == 2
+
+
 def take_away(watch: Watch, drained: Terminal) -> None:
     """Take a worker away as a spot machine, while its rewards are slow: other workers continue its samples."""
     tmp = drained.directory / "tmp"
@@ -118,11 +145,11 @@ def misuse_password(url: str) -> None:
     blocking.close()
 
 
-def learners_recipe(terminals: Terminals) -> Path:
+def learners_recipe(terminals: Terminals, steps: int = STEPS) -> Path:
     """Write the learner's recipe. Engines smaller than a batch are rarely idle, so a killed worker has leases."""
     return write_recipe(
         terminals.directory("learner"),
-        learner={"steps": STEPS, "groups_per_step": 4, "group_size": 4},
+        learner={"steps": steps, "groups_per_step": 4, "group_size": 4},
         engine={"max_concurrent": 4},
         checkpoint={"every_steps": 20},
     )

@@ -160,12 +160,12 @@ def scorers(
 @connection
 @click.option("--scorer", default="", help="The scorer's name.")
 @click.option("--name", default="scorer", help="Its name in logs and tables; made unique.")
-def scorer(overrides: tuple[str, ...], url: str, run: str, scorer: str, name: str) -> None:
+def scorer(overrides: tuple[str, ...], url: str, run: str, scorer: str, name: str) -> int:
     """Run one process of a scorer, as `run` and `scorers` start it."""
     _log_to_stderr()
     from deploy.roles.alone import run_scorer
 
-    run_scorer(url, run, scorer, name, overrides)
+    return run_scorer(url, run, scorer, name, overrides)
 
 
 @click.command(hidden=True)
@@ -174,12 +174,12 @@ def scorer(overrides: tuple[str, ...], url: str, run: str, scorer: str, name: st
 @allow_import_option
 @click.option("--name", default="worker", help="Its name in logs and tables; made unique.")
 @grace_option
-def worker(overrides: tuple[str, ...], url: str, run: str, allowed: tuple[str, ...], name: str, grace_s: float) -> None:
+def worker(overrides: tuple[str, ...], url: str, run: str, allowed: tuple[str, ...], name: str, grace_s: float) -> int:
     """Run one worker in this process, as `run` and `workers` start it."""
     _log_to_stderr()
     from deploy.roles.alone import run_worker
 
-    run_worker(url, run, name, overrides, allowed, grace_s)
+    return run_worker(url, run, name, overrides, allowed, grace_s)
 
 
 @click.command()

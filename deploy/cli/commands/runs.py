@@ -45,7 +45,7 @@ def top(url: str | None, run: str | None) -> None:
 @click.argument("workers", metavar="N|+N|-N")
 @click.option("--pool", default="", help="Default: the run's only pool.")
 @_run_options
-@click.option("--wait", is_flag=True, help="Return once so many workers run, and those that leave have left.")
+@click.option("--wait", is_flag=True, help="Return once so many workers work, and those that leave have left.")
 @json_option
 def scale(workers: str, pool: str, url: str | None, run: str | None, wait: bool, as_json: bool) -> None:
     """Change the number of workers of a running run.

@@ -115,6 +115,7 @@ QUEUES = (
     Family(
         "headway_broker_skipped_evaluations_total", "Evaluations by workers without a result.", "skipped_evaluations"
     ),
+    Family("headway_broker_worker_restarts_total", "Processes started in the place of others.", "worker_restarts"),
     Family("headway_broker_discarded_tokens_total", "Tokens of segments that were of no use.", "discarded_tokens"),
 )
 AGES = (
