@@ -13,6 +13,7 @@ Test = TypeVar("Test", bound=Callable[..., Any])
 RAY = [
     pytest.mark.ray,
     pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: make test-ray"),
+    pytest.mark.timeout(1200),  # a machine at load starts the processes of a node in minutes
     pytest.mark.filterwarnings("ignore"),  # Ray's own, of its sockets and of its next versions
 ]
 
