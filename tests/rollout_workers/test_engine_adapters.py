@@ -24,7 +24,7 @@ from .adapters import RANK, SCALE, NamedTensors, adapter_delivery, base_tensors,
 from .generation import PROMPTS, begin, difference, hold, run_all
 from .loop import PROBE, Delivery, delivery
 from .marks import SGLANG, VLLM
-from .models import Architecture, make_model, save_config
+from .models import Architecture, make_model, named_tensors, save_config
 from .unpinned_sglang import unpin
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -120,6 +120,25 @@ async def test_adapters_swapped_in_flight_are_exact_and_drop_nothing(case: Case)
         assert from_new[switch:].max() < TOLERANCE
         assert from_old[switch:].max() > 0.1
     assert difference(make_model(case.architecture, 0), responses[0]).max() > 0.1
+
+
+@pytest.mark.parametrize("base", ["stays", "comes again", "is another"])
+async def test_a_cache_that_is_kept_is_of_the_same_base(base: str, case: Case) -> None:
+    """Under `weights.kv_policy=keep` the keys of an older adapter stay, and those over an older base do not."""
+    if case.kind in NAMES:
+        pytest.skip("a base is loaded while nothing runs")
+    await case.swap(case.sent(1))
+    responses, tasks = await begin(case.engine, PROMPTS)
+    sent, seed = case.sent(2), 5 if base == "is another" else 0
+    if base != "stays":
+        await case.engine.load_base(named_tensors(make_model(case.architecture, seed)))
+    await case.engine.swap_adapter(sent.manifest.version, sent.tensors, SCALE, keep_cache=True)
+    await asyncio.gather(*tasks)
+    await case.engine.load_base(base_tensors(case.architecture))
+    new = merged(case.architecture, sent.tensors, seed)
+    for response in responses:
+        switch = response.versions.index(sent.manifest.version)
+        assert (difference(new, response)[switch:].max() < TOLERANCE) == (base != "stays")
 
 
 async def test_whole_weights_and_other_targets_take_an_adapters_place(case: Case) -> None:

@@ -94,6 +94,8 @@ class EmbeddedEngine:
         model = model.to(device).eval().requires_grad_(False)
         self._decoder = Decoder(model, self.capacity, self.max_model_len, Sampler(seed, device), device, version)
         self._adapter = Adapter(model)
+        self._base_is_new = False
+        """No adapter over these weights has been used yet: whatever is cached is of other ones."""
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._queued: deque[Stream] = deque()
         self._streams: dict[Sample, Stream] = {}
@@ -278,12 +280,14 @@ class EmbeddedEngine:
         filling.check_whole()  # before anything is changed
         self._overwrite(places)
         self._adapter.drop()
-        self._finish_swap(version, filling, keep_cache, check)
+        self._finish_swap(version, filling, keep_cache and not self._base_is_new, check)
+        self._base_is_new = False
 
     def _load_base(self, tensors: NamedTensors, check: Check | None) -> None:
         filling = Filling(self._decoder.model)
         places = filling.places(tensors)
         filling.check_whole()
+        self._base_is_new = True
         self._overwrite(places)
         if check is not None:
             check(held_tensors(self._decoder.model, filling.published))
@@ -294,7 +298,8 @@ class EmbeddedEngine:
         check_adapter(self._adapter.modules, tensors)  # before anything is changed
         self._overwrite(())
         self._adapter.fill(tensors, scale)
-        self._decoder.changed(version, keep_cache=keep_cache)
+        self._decoder.changed(version, keep_cache=keep_cache and not self._base_is_new)
+        self._base_is_new = False
         if check is not None:
             check(self._adapter.held(tensors))
         self._is_paused = False
