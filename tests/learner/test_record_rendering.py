@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -209,6 +210,24 @@ def test_what_is_too_long_is_cut(too_long: str, max_tokens: int, expected: str) 
     assert marked(rendered) == expected
     assert renderer.cut.counts == ({} if max_tokens == 9 else {"cut": 1})
     assert renderer.skipped.total == 0
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "max_tokens", "expected"),
+    [
+        ("a", "bcd", 9, ["12345[a~]", "12345[bcd~]"]),
+        ("a", "bcd", 7, ["345[a~]", "345[bcd~]"]),
+        ("bcd", "a", 7, ["345[bcd~]", "345[a~]"]),
+        ("a", "bc", 3, ["5[a~]", "5[bc]"]),
+        ("abcdef", "bcdefa", 8, ["5[abcdef~]", "5[bcdefa~]"]),
+    ],
+)
+def test_both_prompts_of_a_pair_lose_the_same_tokens(
+    chosen: str, rejected: str, max_tokens: int, expected: list[str]
+) -> None:
+    renderer = renderer_of(None, max_tokens=max_tokens, too_long="cut_prompt")
+    rendered = renderer.render_together([replace(SUM, completion=completion) for completion in (chosen, rejected)])
+    assert [marked(one) for one in rendered if one is not None] == expected
 
 
 @pytest.mark.parametrize(

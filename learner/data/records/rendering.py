@@ -83,6 +83,19 @@ class ConversationRenderer:
         Raises ConfigError, with the record's place, for one that is too long where the limit refuses it, and where the
         chat template does not tell which tokens are trained.
         """
+        (rendered,) = self.render_together([conversation])
+        return rendered
+
+    def render_together(self, conversations: Sequence[Conversation]) -> list[Rendered | None]:
+        """Returns what `render` does of conversations with one prompt, such as those of a pair: where one has to lose
+        tokens of its prompt, all lose the same ones."""
+        encoded = [self._encode(conversation) for conversation in conversations]
+        kept = [self._kept_prompt(token_ids, mask) for token_ids, mask, _ in encoded]
+        keep = min((length for length in kept if length is not None), default=None)
+        return [self._within_limit(*one, keep) for one in encoded]
+
+    def _encode(self, conversation: Conversation) -> tuple[list[int], list[int], str]:
+        """Returns tokens, what is trained of them, and the conversation's name in errors."""
         what = conversation.place or "a conversation"
         if isinstance(conversation.completion, str):
             token_ids, mask = self._text(conversation, what)
@@ -90,7 +103,7 @@ class ConversationRenderer:
             token_ids, mask = self._messages(conversation, what)
         if mask:
             mask[0] = 0
-        return self._within_limit(token_ids, mask, what)
+        return token_ids, mask, what
 
     # --- text
 
@@ -214,20 +227,29 @@ class ConversationRenderer:
 
     # --- length
 
-    def _within_limit(self, token_ids: list[int], mask: list[int], what: str) -> Rendered | None:
-        limit, too_many = self._limit, len(token_ids) - self._limit.max_tokens
-        if limit.max_tokens and too_many > 0:
+    def _kept_prompt(self, token_ids: list[int], mask: list[int]) -> int | None:
+        """Returns how many tokens of its prompt a conversation may keep, at least one; None: all."""
+        too_many = len(token_ids) - self._limit.max_tokens
+        if self._limit.too_long != "cut_prompt" or not self._limit.max_tokens or too_many <= 0 or 1 not in mask:
+            return None
+        return max(mask.index(1) - too_many, 1)
+
+    def _within_limit(self, token_ids: list[int], mask: list[int], what: str, keep: int | None) -> Rendered | None:
+        """Returns the conversation with the last `keep` tokens of its prompt, if it has more, cut at the limit."""
+        limit, length = self._limit, len(token_ids)
+        if limit.max_tokens and length > limit.max_tokens:
             if limit.too_long == "refuse":
                 raise ConfigError(
-                    f"{what} has {len(token_ids):,} tokens, and max_tokens is {limit.max_tokens:,}. Raise it, or set"
+                    f"{what} has {length:,} tokens, and max_tokens is {limit.max_tokens:,}. Raise it, or set"
                     " too_long to drop, cut_end or cut_prompt."
                 )
             if limit.too_long == "drop":
-                self.skipped.add("too long", f"{what} has {len(token_ids):,} tokens")
+                self.skipped.add("too long", f"{what} has {length:,} tokens")
                 return None
-            self.cut.add("cut", f"{what} has {len(token_ids):,} tokens")
-            begin = min(too_many, mask.index(1) - 1) if limit.too_long == "cut_prompt" and 1 in mask else 0
-            token_ids, mask = (each[begin : begin + limit.max_tokens] for each in (token_ids, mask))
+        begin = max(mask.index(1) - keep, 0) if keep is not None and 1 in mask else 0
+        token_ids, mask = (each[begin:][: limit.max_tokens or None] for each in (token_ids, mask))
+        if len(token_ids) < length:
+            self.cut.add("cut", f"{what} has {length:,} tokens")
         if not any(mask):
             self.skipped.add("without a trained token", f"{what} has none")
             return None

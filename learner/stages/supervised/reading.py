@@ -62,7 +62,7 @@ def _rendered(
     renderer = ConversationRenderer(parts.tokenizer, parts.renderer, limit)
     units: Units[R] = []
     for record in records:
-        rendered = [renderer.render(conversation) for conversation in sequences_of(record)]
+        rendered = renderer.render_together(sequences_of(record))
         unit = [labelled(one.token_ids, one.loss_mask) for one in rendered if one is not None]
         if len(unit) == len(rendered):
             units.append((record, unit))
