@@ -20,7 +20,8 @@ from learner.backends import open_backend
 from learner.backends.base import Backend, Teacher
 from learner.config import ModelConfig, RandomModelConfig, RecordsConfig, StageConfig
 from learner.data.own_examples import Example
-from learner.data.sources import open_conversations
+from learner.data.records import Conversation, Labelled, Preference
+from learner.data.sources import open_conversations, open_pairs
 from learner.models.model import load_tokenizer
 from learner.rows.batch import PackedBatch
 from learner.rows.clusters import PrefixSharing
@@ -36,6 +37,7 @@ from learner.stages.supervised.preferences import PreferenceStage
 from learner.stages.supervised.reading import read_units
 from learner.stages.supervised.reference import reference_logprobs
 from learner.stages.supervised.teacher import Teaching, ask, taught
+from learner.stages.supervised.unpaired import mismatches
 
 from . import distilling, preferences
 from .preferences import opened, pairs, parts_of
@@ -130,6 +132,8 @@ def of_one_prompt(kind: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(distilling, "conversations", answers)
         return {}
     rows = [{"prompt": "3+4=", "completion": f"{number}#{number * number}"} for number in range(10)]
+    if kind == "kto":  # whose mismatches answer another prompt
+        rows[-1]["prompt"] = "5+6="
     judged = [{"label": number % 2 == 0} for number in range(10)] if kind == "kto" else [{}] * 10
     lines = [json.dumps(row | judgement) for row, judgement in zip(rows, judged, strict=True)]
     (directory / "rows.jsonl").write_text("\n".join(lines))
@@ -257,6 +261,49 @@ def test_a_stage_whose_files_have_changed_does_not_go_on(tmp_path: Path) -> None
     file.write_text("\n".join(rows))
     assert open_stage(config, parts_of(tmp_path, report=seen.append), "stages[0]").run()
     assert [progress.step for progress in seen] == [1, 2, 3, 4]
+
+
+def judged(*rows: str) -> list[Labelled]:
+    """Return a record for each `prompt completion`."""
+    return [Labelled(prompt=row.split()[0], completion=row.split()[1], label=True) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (["a 1", "b 2", "c 3"], ["2", "3", "1"]),
+        (["a 1", "a 2", "b 3", "b 4"], ["3", "3", "1", "1"]),
+        (["a 1", "a 1", "b 2"], ["2", "2", "1"]),
+        (["a yes", "b no", "c yes", "d yes"], ["no", "yes", "no", "no"]),
+        (["a 1", "b 2", "a 3", "c 2"], ["2", "3", "2", "1"]),
+    ],
+)
+def test_no_mismatch_is_an_answer_to_its_prompt(rows: list[str], expected: list[str]) -> None:
+    assert mismatches(judged(*rows), "data") == expected
+
+
+@pytest.mark.parametrize("rows", [["a 1"], ["a 1", "a 2"], ["a yes", "a no", "b yes"]])
+def test_a_prompt_without_a_mismatch_is_refused(rows: list[str]) -> None:
+    with pytest.raises(ConfigError, match="is an answer to this prompt"):
+        mismatches(judged(*rows), "data")
+
+
+def test_both_sequences_of_a_record_keep_one_prompt_when_it_is_cut(tmp_path: Path) -> None:
+    parts, source = parts_of(tmp_path), RecordsConfig(**preferences.arithmetic(30, 5))
+    options = PreferenceOptions(data=source, max_tokens=30, too_long="cut_prompt")
+    trained, _ = read_units(parts, options, open_pairs, both, "data")
+    lengths = [[(len(one.token_ids), one.prompt_length) for one in unit] for _, unit in trained]
+    assert len({max(length for length, _ in unit) <= 30 for unit in lengths}) == 1
+    assert any(len(chosen.token_ids) != len(rejected.token_ids) for _, (chosen, rejected) in trained)
+    for _, (chosen, rejected) in trained:
+        assert (
+            chosen.token_ids[: chosen.prompt_length].tolist() == rejected.token_ids[: rejected.prompt_length].tolist()
+        )
+
+
+def both(pair: Preference) -> list[Conversation]:
+    """Return the sequences of a pair."""
+    return [pair.chosen_conversation, pair.rejected_conversation]
 
 
 class Killed(BaseException):

@@ -1,19 +1,23 @@
 """Training on single judgements: each response is desirable or not (KTO).
 
-A unit is one response. Its mismatch is the same prompt with the completion of the next record, from which each step
-estimates how far the policy is from its reference: the reference point of the loss. The reference is the model that the
-stage starts from.
+A unit is one response. Its mismatch is the same prompt with the completion of the next record that is no answer to it,
+from which each step estimates how far the policy is from its reference: the reference point of the loss. The reference
+is the model that the stage starts from.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 
+import msgspec
 import torch
 
 from algorithms.metrics import read
 from algorithms.supervised.unpaired import kto, reference_point_of, reference_point_sums
+from broker.errors import ConfigError
 from learner.backends.base import TokenLoss
 from learner.config import RecordsConfig
 from learner.data.records import Conversation, Labelled
+from learner.data.records.base import Content
 from learner.data.sources import open_labelled
 from learner.rows.units import Row, Unit, row_values
 from learner.stages.base import StageParts
@@ -116,10 +120,36 @@ def _judged(source: RecordsConfig, seed: int, where: str) -> list[Judged]:
     return [
         (
             record,
-            Conversation(prompt=record.prompt, completion=after.completion, tools=record.tools, place=record.place),
+            Conversation(prompt=record.prompt, completion=mismatch, tools=record.tools, place=record.place),
         )
-        for record, after in zip(records, [*records[1:], *records[:1]], strict=True)
+        for record, mismatch in zip(records, mismatches(records, where), strict=True)
     ]
+
+
+def mismatches(records: Sequence[Labelled], where: str) -> list[Content]:
+    """Returns, for each record, the completion of the next one that no record gives as an answer to the same prompt.
+
+    Raises ConfigError where there is none: the reference point would be measured on real answers.
+    """
+    prompts = [msgspec.json.encode((record.prompt, record.tools), order="deterministic") for record in records]
+    completions = [msgspec.json.encode(record.completion, order="deterministic") for record in records]
+    answers: dict[bytes, set[bytes]] = defaultdict(set)
+    for prompt, completion in zip(prompts, completions, strict=True):
+        answers[prompt].add(completion)
+    different = list(dict.fromkeys(completions))
+    numbers = {completion: number for number, completion in enumerate(different)}
+    contents = {completion: record.completion for completion, record in zip(completions, records, strict=True)}
+    found = []
+    for record, prompt, after in zip(records, prompts, [*completions[1:], *completions[:1]], strict=True):
+        if len(answers[prompt]) == len(different):
+            raise ConfigError(
+                f"{record.place or where}: every completion of {where} is an answer to this prompt, and KTO estimates"
+                " by others how far the model is from its reference. Add records of other prompts."
+            )
+        first = numbers[after]
+        others = (different[(first + number) % len(different)] for number in range(len(different)))
+        found.append(contents[next(other for other in others if other not in answers[prompt])])
+    return found
 
 
 def _with_mismatch(judged: Judged) -> tuple[Conversation, Conversation]:
