@@ -47,6 +47,14 @@ class Positions:
         and must not move frequencies that depend on the longest sequence."""
         return self.here(batch.position_ids_T)
 
+    def shares(self, batch: PackedBatch) -> torch.Tensor | None:
+        """[N] int64 the number of sequences for which each position is computed, 0 for padding; None without a tree:
+        then it is one."""
+        if self.tree is None:
+            return None
+        predictors = self.tree.predictor_T[batch.position_ids_T.cpu() > 0]
+        return torch.bincount(predictors, minlength=self.tree.num_positions)
+
     def layout(self, batch: PackedBatch, *, varlen: bool) -> PackedLayout:
         """Returns the bounds of sequences or paths, on the CPU. `varlen`: see `PackedLayout`."""
         tree = self.tree

@@ -33,12 +33,13 @@ from learner.ranks import Ranks
 from learner.rows.batch import PackedBatch
 from learner.rows.packing import concatenate, from_trajectory
 from learner.rows.routing import Routing, RoutingError, routing_of
+from learner.rows.units import pack_units
 from tests.learner import replay_rank
 from tests.learner.batches import group
 from tests.learner.replay_rank import DENOMINATOR, Case, Result, batches_of, samples
 from tests.learner.replayed import CHOSEN, LAYERS, LENGTHS, TEMPERATURE, forced, model, with_experts
 from tests.learner.test_fsdp import trained_tokens
-from tests.learner.tiny import OPTIMIZER, model_config, sequences, share
+from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences, share
 from tests.learner.torchrun import run_ranks
 
 MODELS = {
@@ -296,9 +297,7 @@ def test_every_layout_counts_each_choice_once(is_shared: bool, layouts: Told) ->
         told = [one[is_shared] for one in results]
         replicas = len({one.replica for one in told})
         batches = [batch for replica in range(replicas) for batch in batches_of(replica, replicas, is_shared=is_shared)]
-        computed = sum(
-            batch.num_positions if batch.tree else batch.num_tokens - len(batch.cu_seqlens) + 1 for batch in batches
-        )
+        computed = sum(batch.num_tokens - len(batch.cu_seqlens) + 1 for batch in batches)
         counted = [one.disagreement for one in told][:replicas]
         assert replicas == 2 or told[0].disagreement == told[1].disagreement
         different = sum(one["router_disagreement_sum"] for one in counted)
@@ -307,6 +306,24 @@ def test_every_layout_counts_each_choice_once(is_shared: bool, layouts: Told) ->
         shares.add(different / count)
     assert len(shares) == 1
     assert 0.5 < shares.pop() < 1
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [1, 40, 1000])
+@pytest.mark.parametrize("prefix_sharing", ["never", "always"])
+def test_disagreement_does_not_depend_on_packing(micro_batch_tokens: int, prefix_sharing: Any) -> None:
+    """A token that samples share is computed once, and counts for each of them."""
+    given = samples(is_shared=True)
+    backend = open_backend("fsdp", model(), OPTIMIZER, seed=1)
+    told = []
+    for how in ({}, {"micro_batch_tokens": micro_batch_tokens, "prefix_sharing": prefix_sharing}):
+        packing = {"micro_batch_tokens": 64, "prefix_sharing": "never", **how}
+        rows = pack_units([[one] for one in given], replica=0, replicas=1, **packing)
+        batches = [row.batch for row in rows]
+        _, _, reports = backend.step(batches, ratio_loss(batches, DENOMINATOR), TEMPERATURE, learning_rate=0.0)
+        told.append({name: value for report in reports for name, value in report.items() if "disagree" in name})
+    assert told[1] == pytest.approx(told[0], abs=2)  # rounding may turn a choice
+    tokens = sum(len(one.token_ids) - 1 for one in given)
+    assert [one["router_disagreement_count"] for one in told] == [tokens * LAYERS * CHOSEN] * 2
 
 
 class Reference:

@@ -79,7 +79,7 @@ class PackedModel(nn.Module):
 
     def hidden(self, row: FsdpRow) -> torch.Tensor:
         """[N, H] the last layer's output at this rank's tokens."""
-        replay(self._routers, None if row.experts_NLK is None else self._recorded(row.experts_NLK))
+        replay(self._routers, None if row.experts_NLK is None else self._recorded(row.experts_NLK, row.shares_N))
         hidden_NH: torch.Tensor = self.model.base_model(
             input_ids=row.token_ids_N[None],
             position_ids=row.position_ids_N[None],
@@ -88,13 +88,13 @@ class PackedModel(nn.Module):
         ).last_hidden_state[0]
         return hidden_NH
 
-    def _recorded(self, experts_NLK: torch.Tensor) -> Recorded:
+    def _recorded(self, experts_NLK: torch.Tensor, shares_N: torch.Tensor | None) -> Recorded:
         if not self._routers:
             raise ConfigError(
                 f"algorithm.router_replay=true knows no routers of {self.model.config.model_type}; set it to false."
             )
         self.tally_2 = self.tally_2.to(experts_NLK.device)
-        return Recorded(experts_NLK, self.tally_2)
+        return Recorded(experts_NLK, self.tally_2, shares_N)
 
     def whole_hidden(self, batch: PackedBatch) -> torch.Tensor:
         """[T, H] the last layer's output at the tokens of all ranks that share the row."""

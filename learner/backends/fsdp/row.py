@@ -31,6 +31,8 @@ class FsdpRow:
     """The layout of the whole row: every rank's attention sees all of its positions."""
     experts_NLK: torch.Tensor | None
     """[N, L, K] experts to replay; see `PackedBatch`."""
+    shares_N: torch.Tensor | None = None
+    """[N] for the count of experts that are replayed; see `Positions.shares`."""
     next_candidates_NC: torch.Tensor | None = None
     """[N, C] the candidates for the place after each token; see `PackedBatch`."""
     predictor_T: torch.Tensor | None = None
@@ -67,6 +69,7 @@ class FsdpRow:
             has_previous_T=_moved(batch.position_ids_T > 0, device),
             layout=layout.moved(lambda tensor: _moved(tensor, device), context if context.size > 1 else None),
             experts_NLK=own(None if batch.experts_TLK is None else positions.here(batch.experts_TLK, -1)),
+            shares_N=own(None if batch.experts_TLK is None else positions.shares(batch)),
             next_candidates_NC=own(None if batch.candidates_TC is None else positions.after(batch.candidates_TC)),
             predictor_T=None if positions.tree is None else _moved(positions.tree.predictor_T, device),
             picked_M=None if picked_M is None or context.size > 1 else _moved(picked_M, device),

@@ -80,6 +80,7 @@ def make_row(
     position_ids = moved(positions.position_ids(batch))
     cos, sin = rotary(torch.empty((), device=device), position_ids[None])
     experts, candidates = batch.experts_TLK, batch.candidates_TC
+    shares = None if experts is None else positions.shares(batch)
     return MegatronRow(
         qkv_format="thd",
         num_tokens=batch.num_tokens,
@@ -88,7 +89,9 @@ def make_row(
         cos_PD=cos[0],
         sin_PD=sin[0],
         layout=positions.layout(batch, varlen=varlen).moved(moved),
-        recorded=None if experts is None else Recorded(moved(positions.here(experts, -1)), tally_2),
+        recorded=None
+        if experts is None
+        else Recorded(moved(positions.here(experts, -1)), tally_2, None if shares is None else moved(shares)),
         next_candidates_PK=None if candidates is None else moved(positions.after(candidates)),
         wants_confidence=batch.wants_confidence,
         has_previous_T=moved(batch.position_ids_T > 0),
