@@ -25,6 +25,7 @@ from learner.backends.adapter_files import FOLDER
 from learner.backends.base import Backend
 from learner.checkpoints.checkpoint import Checkpoint, CheckpointStore
 from learner.checkpoints.weights_digest import saved_tensors, weights_digest
+from learner.config import LayoutConfig
 from learner.experience.log import ExperienceLog
 from learner.ranks import Ranks
 from learner.stages.loop import TrainedStep
@@ -70,7 +71,7 @@ class Replay:
         """Train, write a run's files, and compare. Raises ReplayError if the log or a checkpoint is missing."""
         start, steps = self._start(), self._range()
         seed_generators(self.recipe.run.seed)
-        recipe = after_stages(self.recipe)
+        recipe = _on_one_rank(after_stages(self.recipe))
         backend = recipe_backend(recipe)
         if start is not None:
             backend.load(start.path)
@@ -134,6 +135,12 @@ class Replay:
             original=self._before,
             weights=tuple(weights),
         )
+
+
+def _on_one_rank(recipe: Recipe) -> Recipe:
+    """Return the recipe for this process, whose one rank holds the whole model, over however many it was split."""
+    learner = msgspec.structs.replace(recipe.learner, processes=1, layout=LayoutConfig())
+    return msgspec.structs.replace(recipe, learner=learner)
 
 
 def _write(record: JsonlSink, step: TrainedStep, total_steps: int, time_s: float) -> StepMetrics:

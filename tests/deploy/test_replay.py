@@ -12,6 +12,7 @@ from deploy.run.comparison import ComparedWeights, Comparison, changed_settings,
 from deploy.run.directory import find_run
 from deploy.run.trained import original_recipe
 from learner.algorithm_config import AggregationConfig
+from learner.config import LayoutConfig
 from learner.experience.log import ExperienceLog
 from learner.stages.replay import ReplayError
 from tests.learner.batches import batch
@@ -88,6 +89,18 @@ def test_no_replay_overwrites_another(run: Path) -> None:
         path = planned(run)._output
         assert path == run / "replays" / name
         path.mkdir(parents=True)
+
+
+SPLIT = {"context": 2}, {"context": 3}, {"context": 6}
+
+
+@pytest.mark.parametrize("layout", SPLIT)
+def test_a_run_whose_model_was_split_is_replayed_whole(layout: dict[str, int], run: Path) -> None:
+    learner = msgspec.structs.replace(RECIPE.learner, processes=6, layout=LayoutConfig(**layout))
+    (run / "config.yaml").write_text(dump_recipe(msgspec.structs.replace(RECIPE, learner=learner)))
+    log_steps(run, 0, 1)
+    comparison = planned(run).run()
+    assert (comparison.ranks, comparison.changed, len(comparison.replayed)) == (6, (), 2)
 
 
 def compared(*losses: float | None, changed: tuple[str, ...] = (), digest: str = "same") -> Comparison:
