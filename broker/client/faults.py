@@ -20,6 +20,8 @@ from broker.schema.processes import Fault
 PLACES = "0123456789abcdef"
 KEPT_S = 3600
 _MOST_BYTES = 8000
+_LATEST_S = float(1 << 33)
+"""Beyond the year 2200; a display could not write much later times."""
 _HOST_CHARACTERS, _REASON_CHARACTERS = 100, 800
 
 log = logging.getLogger(__name__)
@@ -64,7 +66,7 @@ async def _held(connection: Connection) -> dict[str, Fault | None]:
 def _read(said: bytes) -> Fault | None:
     with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         fault = msgspec.json.decode(said, type=Fault)
-        if is_name(fault.worker):
+        if is_name(fault.worker) and 0 <= fault.at < _LATEST_S:
             return fault
     return None
 
