@@ -42,7 +42,7 @@ from .membership import follows_by_pull
 from .sender import Sender
 
 logger = logging.getLogger(__name__)
-_DIGESTS_AT_ONCE = 4
+_DIGESTS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
