@@ -10,7 +10,7 @@ ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 """Special tokens of a tokenizer that are no part of a text: its borders, padding, and what stands for others."""
 
 
-def _no_tokenizer(text: str) -> Sequence[int]:
+def _no_tokenizer(text: str, after: int | None) -> Sequence[int]:
     raise HeadwayError(f"No tokenizer was given that could encode {text[:80]!r}.")
 
 
@@ -19,9 +19,10 @@ class Decoding(NamedTuple):
 
     decode: Callable[[Sequence[int]], str]
     stop_token_ids: tuple[int, ...]
-    encode: Callable[[str], Sequence[int]] = _no_tokenizer
-    """Return an environment's text as tokens, with no special tokens around it. Raises HeadwayError for text that has
-    no tokens."""
+    encode: Callable[[str, int | None], Sequence[int]] = _no_tokenizer
+    """Return an environment's text as tokens: those that it has in the whole text, behind the token `after` if one is
+    given, with none that a tokenizer puts around a text. Where the text begins with `after`, that is left out. Raises
+    HeadwayError for text that the tokenizer cannot encode."""
 
 
 def load_decoding(model: Path, end_tokens: Sequence[int], keeps: Sequence[str] | None = None) -> Decoding:
@@ -38,7 +39,14 @@ def load_decoding(model: Path, end_tokens: Sequence[int], keeps: Sequence[str] |
     def decode(token_ids: Sequence[int]) -> str:
         return str(tokenizer.decode([one for one in token_ids if one not in dropped], skip_special_tokens=False))
 
-    def encode(text: str) -> Sequence[int]:
+    def encode(text: str, after: int | None) -> Sequence[int]:
+        if after is None:
+            return tokens(text)
+        before = str(tokenizer.convert_ids_to_tokens(after))
+        whole = tokens(before + text.removeprefix(before))
+        return whole[1:] if whole[:1] == [after] else tokens(text)
+
+    def tokens(text: str) -> list[int]:
         try:
             return list(tokenizer(text, add_special_tokens=False).input_ids)
         except Exception as error:  # a character-level tokenizer raises a bare exception for a character that it lacks

@@ -74,7 +74,7 @@ class Episodes:
             room=room,
         )
         step = await self._environment.step(episode)
-        said = self._tokens(step.says)
+        said = self._tokens(step.says, recorder.tokens[-1])
         if said and len(said) >= room:  # the model needs room to answer
             said, step = [], await self._environment.step(replace(episode, finish_reason="length", room=0))
         measured = {f"environment/{name}": value for name, value in step.components.items()}
@@ -85,9 +85,10 @@ class Episodes:
         await self._environment.close()
         await self._reward.close()
 
-    def _tokens(self, says: str | Sequence[int]) -> Sequence[int]:
+    def _tokens(self, says: str | Sequence[int], after: int) -> Sequence[int]:
+        """Return what the model reads behind its last token, `after`. Token ids are taken as they are."""
         if not isinstance(says, str) or not says:
             return list(says) if says else ()
-        if tokens := self._decoding.encode(says):
+        if tokens := self._decoding.encode(says, after):
             return tokens
         raise HeadwayError(f"The environment says {says[:80]!r}, of which the model's tokenizer makes no token.")

@@ -209,7 +209,7 @@ def decoding(stop_token_ids: Sequence[int]) -> Decoding:
     return Decoding(
         lambda tokens: " ".join(map(str, tokens)),
         tuple(stop_token_ids),
-        lambda text: [int(token) for token in text.split()],
+        lambda text, after: [int(token) for token in text.split()],
     )
 
 
