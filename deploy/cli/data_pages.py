@@ -96,7 +96,7 @@ def _example(example: RenderedRecord) -> Text:
         (f"⟦{_shortened(text)}⟧", "bold green") if is_trained else (_shortened(text), "dim")
         for text, is_trained in example.pieces
     ]
-    return styled((head, "bold"), *pieces)
+    return styled((head, "bold"), *pieces, f"\n({example.note})" if example.note else "")
 
 
 def _shortened(text: str) -> str:

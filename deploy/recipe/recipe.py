@@ -123,6 +123,11 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return bool(self.prompts.kind)
 
     @property
+    def most_prompt_tokens(self) -> int:
+        """The tokens of the longest prompt that leaves room for a response."""
+        return self.engine.max_model_len - self.sampling.max_new_tokens
+
+    @property
     def has_learner(self) -> bool:
         """Whether a stage is trained from what workers generate."""
         return any(stage.has_workers for stage in self.plan)

@@ -138,8 +138,9 @@ def evaluate_checkpoint(recipe: Recipe, checkpoint: Path, prompts: int | None) -
 
     model = msgspec.structs.replace(recipe.model, path=str(checkpoint), random=None)
     source = open_prompts(recipe.prompts, load_tokenizer(model), recipe.run.seed)
+    held_out = source.held_out(prompts or recipe.evaluation.prompts, recipe.most_prompt_tokens)
     recipe = msgspec.structs.replace(  # no learner works in this process
         recipe, learner=msgspec.structs.replace(recipe.learner, threads=recipe.engine.threads)
     )
-    with Evaluator(recipe, checkpoint, source.held_out(prompts or recipe.evaluation.prompts)) as evaluator:
+    with Evaluator(recipe, checkpoint, held_out) as evaluator:
         return evaluator.measure()

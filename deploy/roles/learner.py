@@ -129,16 +129,17 @@ def train(recipe: Recipe, url: str, *, resume: bool, rewind: Rewind | None = Non
 
 def _build(recipe: Recipe, resume: bool, rewind: Rewind | None) -> Parts:
     seed_generators(recipe.run.seed)
+    tokenizer = load_tokenizer(recipe.model)
+    prompts = open_prompts(recipe.prompts, tokenizer, recipe.run.seed)
+    max_prompt_tokens = recipe.most_prompt_tokens
+    prompts.check(max_prompt_tokens)  # before the model is loaded, which takes minutes
+    held_out = prompts.held_out(recipe.evaluation.prompts, max_prompt_tokens)
     backend = recipe_backend(recipe)
     ranks = Ranks.of(backend)
     best = _best(recipe)
     checkpoints = CheckpointStore(recipe.run_directory / CHECKPOINTS, recipe.checkpoint.keep, best)
     updater = recipe_updater(recipe, backend, ranks)
     origin = choose_origin(checkpoints, lambda path: _load(backend, updater, path), ranks, resume=resume, rewind=rewind)
-    tokenizer = load_tokenizer(recipe.model)
-    prompts = open_prompts(recipe.prompts, tokenizer, recipe.run.seed)
-    prompts.check()
-    max_prompt_tokens = recipe.engine.max_model_len - recipe.sampling.max_new_tokens
     probe = prompts.train(0, 0, group="probe", num_samples=1).token_ids
     return Parts(
         recipe=recipe,
@@ -157,7 +158,7 @@ def _build(recipe: Recipe, resume: bool, rewind: Rewind | None) -> Parts:
             max_prompt_tokens=max_prompt_tokens,
             state=origin.state.cursor if origin.state else None,
         ),
-        held_out=[p for p in prompts.held_out(recipe.evaluation.prompts) if len(p.token_ids) <= max_prompt_tokens],
+        held_out=held_out,
         probe_tokens=[*probe, *probe][:PROBE_TOKENS],  # twice, because a prompt of one token predicts none
         files=replace(model_files(recipe.model), limits=_limits(recipe)),
     )

@@ -105,9 +105,9 @@ def _held_out(recipe: Recipe, stage: StageConfig, tokenizer: PreTrainedTokenizer
     if not recipe.has_prompts or not leaves_policy(stage) or any(rewards):
         return []
     prompts = open_prompts(recipe.prompts, tokenizer, recipe.run.seed)
-    prompts.check()
+    prompts.check(recipe.most_prompt_tokens)
     gates = [phase.gate_prompts for phase in stage.phases if phase.until_pass_rate]
-    return prompts.held_out(max([recipe.evaluation.prompts, *gates]))
+    return prompts.held_out(max([recipe.evaluation.prompts, *gates]), recipe.most_prompt_tokens)
 
 
 def _sink_run(recipe: Recipe, stage: StageConfig, output: Path, binding: Binding) -> SinkRun:

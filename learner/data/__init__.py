@@ -1,6 +1,7 @@
 """Prompts for the workers, and the examples, preferences and labelled completions of the learner's other stages.
 
-    prompts/        prompt sources, the cursor over them, and how a chat template renders them
+    texts/          the one way from what a row says to the tokens that a model gets
+    prompts/        prompt sources, the cursor over them, and their rendering
     records/        conversations, pairs and labelled completions, read from the layouts that people have
     sources.py      the records that a recipe's stage asks for
     examples.py     {query, response} without end; from a user's function: own_examples.py

@@ -55,6 +55,8 @@ class RenderedRecord(msgspec.Struct, frozen=True, kw_only=True):
     trained_tokens: int
     pieces: list[tuple[str, bool]]
     """Texts end to end, each with whether it is trained."""
+    note: str = ""
+    """What to know of its tokens, if anything."""
 
 
 class Inspection:
@@ -70,11 +72,11 @@ class Inspection:
         self.findings = [self._finding(use, kind) for use, kind in USES.items()]
 
     def examples(self, tokenizer: "PreTrainedTokenizerBase", renderer: "Renderer", count: int) -> list[RenderedRecord]:
-        """Returns the first records of the first use that the file has, rendered. Raises ConfigError."""
-        for use in ("sft", "preferences", "kto"):
-            if found := self._found.get(use):
-                return [each for record in found[:count] for each in _rendered(record, tokenizer, renderer)]
-        return [_prompt(item, tokenizer, renderer) for item in self._found.get("rl", [])[:count]]
+        """Returns the first prompts, and the first records of the first use of records that the file has, rendered.
+        Raises ConfigError."""
+        prompts = [_prompt(item, tokenizer, renderer) for item in self._found.get("rl", [])[:count]]
+        records = next((found for use in ("sft", "preferences", "kto") if (found := self._found.get(use))), ())
+        return prompts + [each for record in records[:count] for each in _rendered(record, tokenizer, renderer)]
 
     def _finding(self, use: str, kind: type[Any] | None) -> FoundUse:
         try:
@@ -137,12 +139,14 @@ def _example(
 ) -> RenderedRecord:
     from .records.rendering import ConversationRenderer
 
-    rendered = ConversationRenderer(tokenizer, renderer).render(conversation)
+    conversations = ConversationRenderer(tokenizer, renderer)
+    rendered = conversations.render(conversation)
     if rendered is None:
         return RenderedRecord(place=conversation.place, what=what, tokens=0, trained_tokens=0, pieces=[])
     tokens = zip(rendered.loss_mask.tolist(), rendered.token_ids.tolist(), strict=True)
     pieces = [
-        (tokenizer.decode([token for _, token in run]), bool(bit)) for bit, run in groupby(tokens, lambda pair: pair[0])
+        (_decoded(tokenizer, [token for _, token in run]), bool(bit))
+        for bit, run in groupby(tokens, lambda pair: pair[0])
     ]
     return RenderedRecord(
         place=conversation.place,
@@ -150,12 +154,20 @@ def _example(
         tokens=len(rendered.token_ids),
         trained_tokens=int(rendered.loss_mask.sum()),
         pieces=pieces,
+        note=next(iter(conversations.split.first.values()), ""),
     )
 
 
 def _prompt(item: "Item", tokenizer: "PreTrainedTokenizerBase", renderer: "Renderer") -> RenderedRecord:
     prompt = renderer.prompt(item, group="example", num_samples=1)
-    text = tokenizer.decode(prompt.token_ids)
     return RenderedRecord(
-        place=item.place, what="prompt", tokens=len(prompt.token_ids), trained_tokens=0, pieces=[(text, False)]
+        place=item.place,
+        what="prompt",
+        tokens=len(prompt.token_ids),
+        trained_tokens=0,
+        pieces=[(_decoded(tokenizer, prompt.token_ids), False)],
     )
+
+
+def _decoded(tokenizer: "PreTrainedTokenizerBase", token_ids: list[int]) -> str:
+    return str(tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))

@@ -11,13 +11,13 @@ from itertools import islice
 from pathlib import Path
 
 import msgspec
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from learner.config import SftPhaseConfig
 from learner.data.examples import Example, open_examples
 from learner.data.prompts.rendering import Renderer
-from learner.models.model import encode
+from learner.data.records import Conversation
+from learner.data.records.rendering import ConversationRenderer
 from learner.objective.objective import supervised_loss
 from learner.rows.packing import PackableSequence, labelled, pack
 
@@ -138,10 +138,7 @@ def tokenize(example: Example, tokenizer: PreTrainedTokenizerBase, renderer: Ren
 
     The query has the same tokens as a prompt of that text, from which reinforcement learning will sample.
     """
-    _, query = renderer.render(example.query, "an SFT query")
-    response = [
-        *encode(tokenizer, example.response, "an SFT response", add_special_tokens=False),
-        renderer.end_of_text,
-    ]
-    loss_mask = np.repeat(np.array([0, 1], np.uint8), [len(query), len(response)])
-    return labelled(np.asarray(query + response, np.int32), loss_mask)
+    conversation = Conversation(prompt=example.query, completion=example.response, place="an SFT example")
+    rendered = ConversationRenderer(tokenizer, renderer).render(conversation)
+    assert rendered is not None  # the stop token is always trained
+    return labelled(rendered.token_ids, rendered.loss_mask)

@@ -341,9 +341,9 @@ DATA = [
     (rows(with_(prompt="")), "rows.jsonl:2: 'prompt' is neither text nor a list of messages"),
     (rows(with_(prompt=7)), "rows.jsonl:2: 'prompt' is neither text nor"),
     (rows(with_(prompt=[])), "rows.jsonl:2: 'prompt' is neither text nor"),
-    (rows(with_(prompt=[1])), "rows.jsonl:2: 'prompt' is neither text nor"),
-    (rows(with_(prompt=[{"content": "x"}])), "rows.jsonl:2: 'prompt' is neither text nor"),
-    (rows(with_(prompt={"role": "user"})), "rows.jsonl:2: 'prompt' is neither text nor"),
+    (rows(with_(prompt=[1])), "rows.jsonl:2: prompt[0] is 1. Expected `role` and `content`"),
+    (rows(with_(prompt=[{"content": "x"}])), "rows.jsonl:2: prompt[0] is {'content': 'x'}. Expected"),
+    (rows(with_(prompt={"role": "user"})), "rows.jsonl:2: prompt[0], of the user, is empty"),
     (rows(with_(prompt=None)), "rows.jsonl:2: 'prompt' is null"),
     (rows(with_(ground_truth=None)), "rows.jsonl:2: 'ground_truth' is null"),
     (

@@ -409,18 +409,6 @@ def test_messages_go_through_the_chat_template() -> None:
         Renderer(character_tokenizer()).prompt(item, group="g", num_samples=1)
 
 
-@pytest.mark.parametrize(
-    "message", [{"role": "user"}, {"role": "user", "content": None}, {"role": "user", "content": 7}]
-)
-def test_messages_that_the_template_refuses_are_told_with_their_row(message: dict[str, Any], tmp_path: Path) -> None:
-    tokenizer = character_tokenizer(chat=True)
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
-    path = jsonl(tmp_path, [{"prompt": [message], "ground_truth": "1"}])
-    prompts = open_prompts(PromptsConfig(kind="jsonl", path=str(path)), tokenizer, 0)
-    with pytest.raises(ConfigError, match=rf"{path}:1: the prompt is a list of messages that .* refuses"):
-        prompts.train(0, 0, group="g", num_samples=1)
-
-
 @pytest.mark.parametrize("held", ["\ud800", 2**64, {"deep": [2**70]}])
 def test_an_item_of_any_source_that_cannot_be_sent_is_told(held: Any) -> None:
     item = Item(content="1+1=", ground_truth="2", data_source="mine", extra_info={"note": held})
@@ -432,10 +420,32 @@ def test_a_row_that_the_tokenizer_refuses_is_found_before_it_is_wanted(tmp_path:
     rows = [{"prompt": f"q{number}", "ground_truth": ""} for number in range(9)]
     path = jsonl(tmp_path, [*rows, {"prompt": [{"role": "user", "content": "hi"}], "ground_truth": ""}])
     prompts = prompts_of(kind="jsonl", path=str(path))
-    prompts.check(rows=9)
     with pytest.raises(ConfigError, match=rf"{path}:10: the prompt is a list of messages"):
         prompts.check()
     prompts_of(kind="arithmetic").check()
+
+
+def lengths(tmp_path: Path, *counts: int) -> Prompts:
+    rows = [{"prompt": "q" * count, "ground_truth": ""} for count in counts]
+    options = {"held_out_rows": 2, "held_out_seed": None}
+    return prompts_of(kind="jsonl", path=str(jsonl(tmp_path, rows)), options=options)
+
+
+def test_the_longest_prompts_are_checked_before_a_step_meets_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The third row is beyond those that are rendered in order, and is rendered as one of the longest."""
+    prompts = lengths(tmp_path, 3, 4, 9, 5, 2, 8)
+    prompts.check(9, rows=1)
+    assert not caplog.records
+    prompts.check(4, rows=1)
+    (told,) = caplog.records
+    assert "2 of 4 prompts" in told.getMessage()
+    assert f"has 9: {tmp_path / 'data.jsonl'}:3" in told.getMessage()
+    assert [len(prompt.token_ids) for prompt in prompts.held_out(2, max_tokens=4)] == [2]
+    assert "1 of 2 held-out prompts are longer than 4 tokens" in caplog.records[1].getMessage()
+    with pytest.raises(ConfigError, match=r"All 4 prompts are longer than 2 tokens; the first is .*data\.jsonl:1"):
+        prompts.check(2)
 
 
 def test_a_system_prompt_makes_text_a_conversation() -> None:

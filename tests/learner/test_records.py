@@ -63,6 +63,8 @@ def labelled(**fields: Any) -> Labelled:
         ("prompt_completion", {"prompt": "q", "completion": "a"}, Conversation(prompt="q", completion="a")),
         ("prompt_completion", {"prompt": [USER], "response": "a"}, conversation(trained="completion")),
         ("query_response", {"query": "q", "response": "a"}, Conversation(prompt="q", completion="a")),
+        ("query_response", {"query": json.dumps([USER]), "response": "a"}, conversation(trained="completion")),
+        ("messages", {"messages": json.dumps([USER, ANSWER])}, conversation()),
         ("alpaca", ALPACA, conversation()),
         (
             "alpaca",

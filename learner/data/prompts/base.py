@@ -6,8 +6,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-Message = dict[str, Any]
-"""`{"role": ..., "content": ...}`, as chat templates take it."""
+from learner.data.texts.base import Content, Message
+
+__all__ = ["Content", "Item", "Message", "PromptSource", "is_held_out"]
 
 HELD_OUT_ONE_IN = 16
 
@@ -15,8 +16,11 @@ HELD_OUT_ONE_IN = 16
 class Item(msgspec.Struct, frozen=True, kw_only=True):
     """One task as its source states it, before tokenization."""
 
-    content: str | list[Message]
-    """A text that the model continues, or a conversation that it answers."""
+    content: Content
+    """A text that the model continues, or a conversation that it answers, in any dialect that records may have. Where
+    its last message is an assistant's, the model goes on with that."""
+    tools: list[dict[str, Any]] = []
+    """Descriptions of functions, as chat templates take them."""
     ground_truth: Any
     """The right answer, as reward functions read it: text, a number, a truth value, a list or a mapping."""
     data_source: str

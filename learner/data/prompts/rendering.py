@@ -1,13 +1,17 @@
 """Renders items to prompts that the broker carries, by chat templates and tokenization."""
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from broker.errors import ConfigError
 from broker.schema import Prompt
+from learner.data.texts.messages import Tags, read_prompt
+from learner.data.texts.template import ChatTemplate
+from learner.data.texts.tokens import Continued, TextTokens
 from learner.models.end_tokens import end_tokens
 
-from .base import Item, Message, PromptSource
+from .base import Content, Item, Message, PromptSource
 from .files import ListedPrompts
 from .sendable import check_sendable
 
@@ -16,6 +20,12 @@ if TYPE_CHECKING:
 
 CHECKED_ROWS = 10_000
 """The number of rows rendered by a check: half a second with 20 tokens in each, eight seconds with 1,000."""
+LONGEST_ROWS = 100
+"""The number of the longest rows that a check renders besides."""
+
+MAKE_ROOM = "Raise engine.max_model_len, lower sampling.max_new_tokens, or shorten them."
+
+log = logging.getLogger(__name__)
 
 
 class Renderer:
@@ -23,9 +33,9 @@ class Renderer:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", system_prompt: str = "") -> None:
         """With a `system_prompt`, text becomes a conversation, too: system, then user."""
-        self._tokenizer = tokenizer
-        self._system_prompt = system_prompt
-        if system_prompt and not tokenizer.chat_template:
+        self.template, self.texts = ChatTemplate(tokenizer), TextTokens(tokenizer)
+        self._tokenizer, self._system_prompt = tokenizer, system_prompt
+        if system_prompt and not self.template.is_there:
             raise ConfigError(
                 "prompts.system_prompt is set, but the model's tokenizer has no chat template; "
                 "put the instruction into the prompts, give a template (model.chat_template=FILE), or use a chat model."
@@ -35,7 +45,8 @@ class Renderer:
         """Returns the tokenized prompt, named `group`. Raises ConfigError where nothing is left to continue."""
         what = f"{item.place}: the prompt" if item.place else f"prompt {group} of {item.data_source!r}"
         check_sendable(item, what)
-        text, token_ids = self.render(item.content, what)
+        content = read_prompt(item.content, item.place or what, "prompt", Tags())
+        text, token_ids = self.render(content, what, item.tools)
         if not token_ids:
             raise ConfigError(f"{what} has no tokens: {text[:80]!r}.")
         return Prompt(
@@ -49,15 +60,22 @@ class Renderer:
             num_samples=num_samples,
         )
 
-    def render(self, content: str | list[Message], what: str) -> tuple[str, list[int]]:
+    def render(self, content: Content, what: str, tools: Sequence[Any] = ()) -> tuple[str, list[int]]:
         """Returns the text that the model gets, and its tokens. Errors name `what`."""
-        from learner.models.model import encode  # imports torch, which callers that only want items do not need
-
         if isinstance(content, str) and not self._system_prompt:
-            return content, encode(self._tokenizer, content, what)
-        text = self.conversation(self._messages(content), what)
-        # The template has written the special tokens already.
-        return text, encode(self._tokenizer, text, what, add_special_tokens=False)
+            if tools:
+                raise ConfigError(
+                    f"{what} is text, into which no chat template writes the 'tools' of its row. Give it as messages,"
+                    " or leave out the column, or give it another name."
+                )
+            return content, self.texts.beginning(content, what)
+        text = self.template.text(self._messages(content), what, opens_answer=True, tools=tools)
+        return text, self.texts.plain(text, what)  # the template has written the special tokens already
+
+    def completed(self, prompt: str, completion: str, what: str, tools: Sequence[Any] = ()) -> Continued:
+        """Returns the tokens of a prompt that is text, and of a completion of it."""
+        text, token_ids = self.render(prompt, f"{what}: the prompt", tools)
+        return self.texts.continued(token_ids, text, completion, f"{what}: the completion")
 
     @property
     def end_of_text(self) -> int:
@@ -65,36 +83,10 @@ class Renderer:
         ends = end_tokens(self._tokenizer)
         return ends.turn if self._system_prompt else ends.text
 
-    def _messages(self, content: str | list[Message]) -> list[Message]:
+    def _messages(self, content: Content) -> list[Message]:
         if isinstance(content, list):
             return content
         return [{"role": "system", "content": self._system_prompt}, {"role": "user", "content": content}]
-
-    def conversation(
-        self, messages: list[Message], what: str, *, is_answered: bool = False, tools: Sequence[Any] = ()
-    ) -> str:
-        """Returns the text of messages by the chat template, and the beginning of an answer to them if they have none.
-
-        Raises ConfigError, naming `what`, if there is no template or if it refuses the messages.
-        """
-        from jinja2 import TemplateError
-
-        if not self._tokenizer.chat_template:
-            raise ConfigError(
-                f"{what} is a list of messages, but the model's tokenizer has no chat template; "
-                "give prompts as text, a template (model.chat_template=FILE), or use a chat model."
-            )
-        try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    messages, tools=list(tools) or None, add_generation_prompt=not is_answered, tokenize=False
-                )
-            )
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            raise ConfigError(
-                f"{what} is a list of messages that the model's chat template refuses ({error}): {str(messages)[:200]}."
-                " Usual ones have a role (system, user, assistant in turns) and a content that is text."
-            ) from error
 
 
 class Prompts:
@@ -114,13 +106,56 @@ class Prompts:
         item = self._source.train(epoch, position)
         return self._renderer.prompt(item, group=group, num_samples=num_samples)
 
-    def check(self, rows: int = CHECKED_ROWS) -> None:
-        """Renders the first rows of a finite source. Raises ConfigError for a row that would later end the run."""
-        if isinstance(self._source, ListedPrompts):
-            for position in range(min(self._source.size, rows)):
-                self.train(0, position, group="check", num_samples=1)
+    def check(self, max_tokens: int | None = None, rows: int = CHECKED_ROWS) -> None:
+        """Renders the first rows of a finite source, and the longest ones. Raises ConfigError for a row that would
+        later end the run, and if all are longer than `max_tokens`; logs how many are, and the longest."""
+        if not isinstance(self._source, ListedPrompts):
+            return
+        items = [self._source.train(0, position) for position in range(self._source.size)]
+        others = sorted(items[rows:], key=lambda item: len(str(item.content)), reverse=True)[:LONGEST_ROWS]
+        checked = [(item, self._renderer.prompt(item, group="check", num_samples=1)) for item in items[:rows] + others]
+        fitting = _fitting(checked, max_tokens, "prompts that were rendered")
+        if begun := [item for item, _ in checked if not isinstance(item.content, str) and _ends_begun(item.content)]:
+            log.info(
+                "%d of %d prompts end with an assistant's message, with which the model goes on; the first is %s.",
+                len(begun),
+                len(checked),
+                begun[0].place,
+            )
+        if checked and not fitting:
+            raise ConfigError(
+                f"All {len(checked):,} prompts are longer than {max_tokens} tokens; the first is {checked[0][0].place}."
+                f" {MAKE_ROOM}"
+            )
 
-    def held_out(self, count: int) -> list[Prompt]:
-        """Returns prompts to evaluate on, with one sample each."""
+    def held_out(self, count: int, max_tokens: int | None = None) -> list[Prompt]:
+        """Returns prompts to evaluate on, with one sample each. Those over `max_tokens` are left out, which is
+        logged."""
         items = self._source.held_out(count) if count else []
-        return [self._renderer.prompt(item, group=f"held-out-{i:08d}", num_samples=1) for i, item in enumerate(items)]
+        rendered = [
+            (item, self._renderer.prompt(item, group=f"held-out-{number:08d}", num_samples=1))
+            for number, item in enumerate(items)
+        ]
+        return _fitting(rendered, max_tokens, "held-out prompts")
+
+
+def _ends_begun(messages: Sequence[Message]) -> bool:
+    return bool(messages) and messages[-1].get("role") == "assistant"
+
+
+def _fitting(prompts: Sequence[tuple[Item, Prompt]], max_tokens: int | None, what: str) -> list[Prompt]:
+    """Returns the prompts of at most `max_tokens`, and logs how many others there are, and which is the longest."""
+    fitting = [prompt for _, prompt in prompts if max_tokens is None or len(prompt.token_ids) <= max_tokens]
+    if len(fitting) < len(prompts):
+        item, longest = max(prompts, key=lambda pair: len(pair[1].token_ids))
+        log.warning(
+            "%d of %d %s are longer than %d tokens and are passed over. The longest has %d: %s. %s",
+            len(prompts) - len(fitting),
+            len(prompts),
+            what,
+            max_tokens,
+            len(longest.token_ids),
+            item.place or item.data_source,
+            MAKE_ROOM,
+        )
+    return fitting

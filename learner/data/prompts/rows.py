@@ -14,9 +14,11 @@ from typing import Any
 import msgspec
 
 from broker.errors import ConfigError
+from broker.user_code.options import typed_options
 from learner.data.arrow_rows import parquet_rows
+from learner.data.texts.messages import Tags, read_prompt, to_tools
 
-from .base import Item
+from .base import Content, Item
 from .sendable import check_sendable
 
 Row = Mapping[str, Any]
@@ -27,12 +29,14 @@ class RowFields(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt_field: str = "prompt"
     ground_truth_field: str = "ground_truth"
+    tags: Tags = Tags()
+    """The names of roles and parts of messages, if they are unusual."""
 
 
 def named_fields(options: Mapping[str, Any]) -> RowFields:
     """Returns the names of columns that a recipe's `prompts.options` give, whatever reads its prompts."""
-    given = {name: options.get(name) for name in RowFields.__struct_fields__}
-    return RowFields(**{name: value for name, value in given.items() if isinstance(value, str) and value})
+    given = {name: options[name] for name in RowFields.__struct_fields__ if options.get(name)}
+    return typed_options(given, RowFields, "prompts.options")
 
 
 def read_rows(kind: str, path: str, where: str) -> Iterator[tuple[str, Row]]:
@@ -77,7 +81,8 @@ def _item(row: Row, place: str, fields: RowFields, default_source: str) -> Item:
         rest[name] = row[name]  # rewards made for TRL ask for the column
     return Item(
         place=place,
-        content=_content(content, place, fields.prompt_field),
+        content=_content(content, place, fields),
+        tools=to_tools(row.get("tools"), place),
         ground_truth=_plain(truth, place),
         data_source=data_source,
         extra_info={**rest, **extra_info},
@@ -101,12 +106,12 @@ def _plain(truth: Any, place: str) -> Any:
     return truth
 
 
-def _content(content: Any, place: str, name: str) -> Any:
-    if isinstance(content, str) and content:
-        return content
-    if isinstance(content, list) and content and all(isinstance(m, Mapping) and "role" in m for m in content):
-        return [dict(message) for message in content]
-    raise ConfigError(f"{place}: {name!r} is neither text nor a list of messages with a role, but {_short(content)}.")
+def _content(content: Any, place: str, fields: RowFields) -> Content:
+    if (isinstance(content, str) and content) or (isinstance(content, list | Mapping) and content):
+        return read_prompt(content, place, fields.prompt_field, fields.tags)
+    raise ConfigError(
+        f"{place}: {fields.prompt_field!r} is neither text nor a list of messages with a role, but {_short(content)}."
+    )
 
 
 def _jsonl(file: Path) -> Iterator[tuple[str, Row]]:

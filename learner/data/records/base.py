@@ -4,16 +4,24 @@ from typing import Any, Literal
 
 import msgspec
 
-from broker.errors import ConfigError
-from learner.data.prompts.base import Message
+from learner.data.texts.base import Content, Message, RowError, shown
 
-__all__ = ["Content", "Conversation", "Labelled", "Message", "Preference", "Row", "RowError", "Skipped", "Trained"]
+__all__ = [
+    "Content",
+    "Conversation",
+    "Labelled",
+    "Message",
+    "Preference",
+    "Row",
+    "RowError",
+    "Skipped",
+    "Trained",
+    "columns_of",
+    "shown",
+]
 
 Row = dict[str, Any]
-Content = str | list[Message]
-"""A text that is tokenized as it is, or messages that the model's chat template renders."""
 Trained = Literal["completion", "assistant", "all"]
-SHOWN = 80
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,15 +77,6 @@ class Labelled(msgspec.Struct, frozen=True, kw_only=True):
         return Conversation(prompt=self.prompt, completion=self.completion, tools=self.tools, place=self.place)
 
 
-class RowError(ConfigError):
-    """A row is no record. The message names the place, the fault and the remedy."""
-
-    def __init__(self, place: str, reason: str, fault: str, remedy: str) -> None:
-        """`reason` is the fault without values of the row, by which skipped rows are counted."""
-        super().__init__(f"{place}: {fault}. {remedy}")
-        self.reason = reason
-
-
 class Skipped:
     """The number of rows or records that were left out, by reason, with the first error of each."""
 
@@ -100,12 +99,6 @@ class Skipped:
 
     def _by_count(self) -> list[tuple[str, int]]:
         return sorted(self.counts.items(), key=lambda item: -item[1])
-
-
-def shown(value: Any) -> str:
-    """Returns a value's text, cut short, since a row may hold a book."""
-    text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def columns_of(row: Row) -> str:

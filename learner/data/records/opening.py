@@ -14,10 +14,10 @@ from broker.errors import ConfigError
 from broker.user_code.kinds import did_you_mean
 from broker.user_code.options import typed_options
 from learner.data.prompts.sendable import check_sendable
+from learner.data.texts.messages import Tags
 
 from .base import Conversation, Row, RowError, Skipped, Trained, columns_of
 from .layouts import CALLED, LAYOUTS, Layout, Record, RowReader, is_layout_of, is_prompt_of_rl
-from .messages import Tags
 from .sources.descriptions import FILE_NAME, describe, described
 from .sources.files import PlacedRow, read_file, read_saved
 from .sources.hubs import read_hugging_face, read_modelscope

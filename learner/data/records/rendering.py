@@ -7,7 +7,6 @@ before it ends, and ends where the conversation up to it ends: this holds only i
 of the next, which is checked. A trained turn ends with the stop token, since a model samples nothing after it.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,20 +19,18 @@ from numpy.typing import NDArray
 
 from broker.errors import ConfigError
 from learner.data.prompts.rendering import Renderer
-from learner.models.end_tokens import end_tokens
+from learner.data.texts.template import Span
+from learner.data.texts.tokens import Ends
 
 from .base import Conversation, Message, Skipped
 
 if TYPE_CHECKING:
     from transformers import BatchEncoding, PreTrainedTokenizerBase
 
-Span = tuple[int, int]
-"""The first character of a trained turn, and the one after its last."""
 _MARK_IT = (
     "Put {% generation %} and {% endgeneration %} around what the assistant says in the template, as the templates do"
     " that TRL trains with."
 )
-_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class LengthLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,11 +68,15 @@ class ConversationRenderer:
         self, tokenizer: "PreTrainedTokenizerBase", renderer: Renderer, limit: LengthLimit | None = None
     ) -> None:
         self._tokenizer, self._renderer = tokenizer, renderer
+        self._template, self._texts, self._ends = renderer.template, renderer.texts, Ends(tokenizer)
         self._limit = limit or LengthLimit()
         self.skipped = Skipped()
         """The conversations of which nothing is trained."""
         self.cut = Skipped()
         """The conversations that lost tokens."""
+        self.split = Skipped()
+        """The conversations whose tokens are not those of the whole text, as one of these would lie across the border
+        of a prompt and what is trained."""
 
     def render(self, conversation: Conversation) -> Rendered | None:
         """Returns the tokens, with those of a prompt as `Renderer` has them; None for a conversation that is left out.
@@ -109,20 +110,22 @@ class ConversationRenderer:
 
     def _text(self, conversation: Conversation, what: str) -> tuple[list[int], list[int]]:
         """Returns prompt, completion and stop token. A completion without a prompt begins as a prompt does."""
-        from learner.models.model import encode  # imports torch, which callers that only read do not need
-
         if not isinstance(conversation.prompt, str):
             raise ConfigError(
                 f"{what}: the completion is text, and the prompt is messages. Give both as one or the other."
             )
-        prompt: list[int] = []
+        text, stop = self._ends.split(str(conversation.completion))
         if conversation.prompt:
-            _, prompt = self._renderer.render(conversation.prompt, f"{what}: the prompt")
-        completion = encode(
-            self._tokenizer, str(conversation.completion), f"{what}: the completion", add_special_tokens=not prompt
-        )
-        completion = [*completion, self._renderer.end_of_text]
-        return prompt + completion, [int(conversation.trained == "all")] * len(prompt) + [1] * len(completion)
+            prompt, ended, is_whole = self._renderer.completed(conversation.prompt, text, what, conversation.tools)
+            self._tell_split(is_whole, what)
+        else:
+            prompt, ended = [], self._texts.beginning(text, f"{what}: the completion")
+        ended = [*ended, self._renderer.end_of_text if stop is None else stop]
+        return prompt + ended, [int(conversation.trained == "all")] * len(prompt) + [1] * len(ended)
+
+    def _tell_split(self, is_whole: bool, what: str) -> None:
+        if not is_whole:
+            self.split.add("split", f"{what}: a token of prompt and completion as one text lies across their border")
 
     # --- messages
 
@@ -133,7 +136,7 @@ class ConversationRenderer:
                 f"{what}: the prompt is text, and the completion is messages. Give both as one or the other."
             )
         messages = [*prompt, *completion]
-        text = self._renderer.conversation(messages, what, is_answered=True, tools=conversation.tools)
+        text = self._template.text(messages, what, tools=conversation.tools)
         if conversation.trained == "all":
             return self._encoded(text, [(0, len(text))], what)
         first = 0 if conversation.trained == "assistant" else len(prompt)
@@ -147,25 +150,16 @@ class ConversationRenderer:
     def _spans(
         self, messages: list[Message], turns: Sequence[int], text: str, tools: list[Any], what: str
     ) -> list[Span]:
-        template = self._tokenizer.get_chat_template(tools=tools or None)
-        if turns and _MARKED.search(template):
-            return self._marked(messages, turns, template, tools, what)
+        if turns and (marked := self._template.marked(messages, what, tools=tools)):
+            return self._marked(messages, turns, marked, tools, what)
         return [self._between_prefixes(messages, turn, text, tools, what) for turn in turns]
 
     def _marked(
-        self, messages: list[Message], turns: Sequence[int], template: str, tools: list[Any], what: str
+        self, messages: list[Message], turns: Sequence[int], found: tuple[str, list[Span]], tools: list[Any], what: str
     ) -> list[Span]:
         """Returns the spans that the template marks: one for each assistant turn, or several for each of the last
         ones."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        (text,), (marked,) = render_jinja_template(
-            [messages],
-            tools=tools or None,
-            chat_template=template,
-            return_assistant_tokens_mask=True,
-            **self._tokenizer.special_tokens_map,
-        )
+        text, marked = found
         answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if len(marked) == len(answers):
             return [span for number, span in zip(answers, marked, strict=True) if number in turns]
@@ -174,12 +168,12 @@ class ConversationRenderer:
                 f"{what}: the chat template marks {len(marked)} parts by {{% generation %}}, and the conversation has"
                 f" {len(answers)} assistant turns, of which {len(turns)} are trained. Mark each turn once."
             )
-        before = self._renderer.conversation(messages[: turns[0]], what, is_answered=True, tools=tools)
+        before = self._template.text(messages[: turns[0]], what, tools=tools)
         return [span for span in marked if span[0] >= _common(before, text)]
 
     def _between_prefixes(self, messages: list[Message], turn: int, text: str, tools: list[Any], what: str) -> Span:
-        before = self._renderer.conversation(messages[:turn], what, tools=tools)
-        until = self._renderer.conversation(messages[: turn + 1], what, is_answered=True, tools=tools)
+        before = self._template.text(messages[:turn], what, opens_answer=True, tools=tools)
+        until = self._template.text(messages[: turn + 1], what, tools=tools)
         if not until.startswith(before):
             raise ConfigError(
                 f"{what}: the model's chat template ends a prompt with {before[-20:]!r}, and does not write the answer"
@@ -202,15 +196,18 @@ class ConversationRenderer:
         Where a token would lie across a span's border, both sides are encoded by themselves: a model that answers a
         prompt goes on after the prompt's own tokens.
         """
-        from learner.models.model import encode, encoding
+        from learner.models.model import encoding  # imports torch, which callers that only read do not need
 
         whole = encoding(self._tokenizer, text, what, add_special_tokens=False)
         token_ids = list(whole.input_ids)
         borders = sorted({0, len(text), *(border for span in spans for border in span)})
         cuts = [_token_at(whole, border) for border in borders[1:-1]]
+        if cuts and borders[1] and token_ids[: cuts[0]] != self._texts.plain(text[: borders[1]], what):
+            cuts[0] = None  # a prompt of reinforcement learning would have other tokens
         if None in cuts:
-            pieces = [text[begin:end] for begin, end in pairwise(borders)]
-            encoded = [encode(self._tokenizer, piece, what, add_special_tokens=False) for piece in pieces]
+            self._tell_split(False, what)
+            first, *rest = (text[begin:end] for begin, end in pairwise(borders))
+            encoded = [self._texts.plain(first, what), *(self._texts.inner(piece, what) for piece in rest)]
         else:
             encoded = [token_ids[begin:end] for begin, end in pairwise([0, *cuts, len(token_ids)])]
         trained = [(begin, end) in spans for begin, end in pairwise(borders)]
@@ -221,7 +218,7 @@ class ConversationRenderer:
         """Returns 1 for each token of a trained turn up to its stop token, and 0 for what the template writes after."""
         if not is_trained:
             return [0] * len(piece)
-        stops = end_tokens(self._tokenizer).any
+        stops = self._ends.token_ids
         length = max((place + 1 for place, token in enumerate(piece) if token in stops), default=len(piece))
         return [1] * length + [0] * (len(piece) - length)
 

@@ -78,3 +78,5 @@ def _tell(where: str, records: int, kept: int, renderer: ConversationRenderer) -
         log.warning("%s: %d of %d records are left out; of their sequences, %s", where, records - kept, records, told)
     if renderer.cut.total:
         log.warning("%s: cut: %s", where, renderer.cut)
+    if renderer.split.total:
+        log.warning("%s: prompt and completion are tokenized apart: %s", where, renderer.split)

@@ -1,7 +1,7 @@
 """Rows that hold one conversation, as supervised training takes it."""
 
 from learner.data.records.base import Conversation, Message
-from learner.data.records.messages import OPENING, check_turns
+from learner.data.texts.messages import OPENING, check_turns
 
 from .reader import RowReader, alike, alpaca_prompt, said, sharegpt_prompt, system_message
 
@@ -34,14 +34,16 @@ def alpaca(reader: RowReader) -> list[Conversation]:
 
 
 def prompt_completion(reader: RowReader) -> list[Conversation]:
-    prompt, completion = alike(reader, "prompt", "completion" if "completion" in reader.row else "response")
+    return _answered(reader, "prompt", "completion" if "completion" in reader.row else "response")
+
+
+def _answered(reader: RowReader, asked: str, answer: str) -> list[Conversation]:
+    prompt, completion = alike(reader, asked, answer)
     return [Conversation(prompt=prompt, completion=completion, tools=reader.tools(), place=reader.place)]
 
 
 def query_response(reader: RowReader) -> list[Conversation]:
-    return [
-        Conversation(prompt=reader.text("query"), completion=reader.text("response"), place=reader.place),
-    ]
+    return _answered(reader, "query", "response")
 
 
 def text(reader: RowReader) -> list[Conversation]:

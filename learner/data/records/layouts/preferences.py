@@ -3,7 +3,7 @@
 from itertools import combinations
 
 from learner.data.records.base import Content, Message, Preference, RowError, columns_of, shown
-from learner.data.records.messages import check_turns
+from learner.data.texts.messages import check_turns
 
 from .reader import RowReader, alike, alpaca_prompt, said, sharegpt_prompt
 
@@ -104,7 +104,13 @@ def ranked(reader: RowReader) -> list[Preference]:
     prompt = _prompt_of_list(reader)
     answers = _answers(reader, "responses")
     return [
-        Preference(prompt=prompt, chosen=_answer(prompt, better), rejected=_answer(prompt, worse), place=reader.place)
+        Preference(
+            prompt=prompt,
+            chosen=_answer(prompt, better),
+            rejected=_answer(prompt, worse),
+            tools=reader.tools(),
+            place=reader.place,
+        )
         for better, worse in combinations(answers, 2)
         if better != worse
     ] or _nothing_to_prefer(reader)
@@ -130,6 +136,7 @@ def scored(reader: RowReader) -> list[Preference]:
             chosen=_answer(prompt, better),
             rejected=_answer(prompt, worse),
             margin=high - low,
+            tools=reader.tools(),
             place=reader.place,
         )
         for (high, better), (low, worse) in combinations(ranked, 2)

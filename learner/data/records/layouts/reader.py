@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from learner.data.records.base import Content, Message, Row, RowError, shown
-from learner.data.records.messages import OPENING, Tags, check_turns, to_messages, to_tools
+from learner.data.texts.messages import OPENING, Tags, check_turns, read_content, to_messages, to_tools
 
 
 class RowReader:
@@ -27,11 +27,13 @@ class RowReader:
 
     def content(self, column: str) -> Content:
         """Returns a column that is a text or messages."""
-        return self.messages(column) if not isinstance(self.row.get(column), str) else self.text(column)
+        value = self.row.get(column)
+        return read_content(self.text(column) if isinstance(value, str) else value, self.place, column, self.tags)
 
     def messages(self, column: str) -> list[Message]:
         """Returns a column that is messages, or one of them."""
-        return to_messages(self.row.get(column), self.place, column, self.tags)
+        content = self.content(column)
+        return content if isinstance(content, list) else to_messages(content, self.place, column, self.tags)
 
     def number(self, value: Any, column: str) -> float:
         """Returns a value of a column as a finite number."""

@@ -9,7 +9,7 @@ import msgspec
 
 from broker.errors import ConfigError
 from broker.user_code.kinds import did_you_mean
-from learner.data.records.messages import Tags
+from learner.data.texts.messages import Tags
 
 FILE_NAME = "dataset_info.json"
 _COLUMNS = {

@@ -1,0 +1,138 @@
+"""The model's chat template makes a text of messages: a program in Jinja, in the model's files or the user's own."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from broker.errors import ConfigError
+from learner.models.chat_template import RenderThread
+
+from .base import Message
+from .tokens import Ends
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+Span = tuple[int, int]
+"""The first character of a part of a text, and the one after its last."""
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class ChatTemplate:
+    """Renders messages as the model's tokenizer does. All errors name what is rendered."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", thread: RenderThread | None = None) -> None:
+        self._tokenizer, self._ends = tokenizer, Ends(tokenizer)
+        self._thread = thread or RenderThread()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the tokenizer has a template."""
+        return bool(self._tokenizer.chat_template)
+
+    def text(
+        self, messages: Sequence[Message], what: str, *, opens_answer: bool = False, tools: Sequence[Any] = ()
+    ) -> str:
+        """Returns the text of messages; with `opens_answer` followed by the beginning of an answer, or without the end
+        of the last message if that is an assistant's.
+
+        Where an answer states the token that ends it, or the first message the one that begins a text, and the template
+        writes that token, too, it stands there once. Raises ConfigError if there is no template, if it refuses the
+        messages, or if it does not end.
+        """
+        self._check(what, tools)
+        goes_on = opens_answer and _is_answer(messages[-1])
+        if goes_on and self._ends.split(messages[-1]["content"])[1] is not None:
+            raise ConfigError(
+                f"{what}: its last message is an assistant's, and ends with the stop token, after which a model says"
+                " nothing. Leave the token out, so that the model goes on with the message, or add what it answers."
+            )
+
+        def render(given: Sequence[Message]) -> str:
+            return self._bounded(
+                lambda: str(
+                    self._tokenizer.apply_chat_template(
+                        list(given),
+                        tools=list(tools) or None,
+                        add_generation_prompt=opens_answer and not goes_on,
+                        continue_final_message=goes_on,
+                        tokenize=False,
+                    )
+                ),
+                what,
+                given,
+            )
+
+        return render(self._bare(messages, render))
+
+    def marked(
+        self, messages: Sequence[Message], what: str, *, tools: Sequence[Any] = ()
+    ) -> tuple[str, list[Span]] | None:
+        """Returns the text, and the parts that the template marks by {% generation %}; None for one without marks."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        template = self._tokenizer.get_chat_template(tools=list(tools) or None)
+        if not _MARKED.search(template):
+            return None
+
+        def render(given: Sequence[Message]) -> tuple[str, list[Span]]:
+            (text,), (spans,) = render_jinja_template(
+                [list(given)],
+                tools=list(tools) or None,
+                chat_template=template,
+                return_assistant_tokens_mask=True,
+                **self._tokenizer.special_tokens_map,
+            )
+            return text, spans
+
+        given = self._bare(messages, lambda some: self._bounded(lambda: render(some)[0], what, some))
+        return self._bounded(lambda: render(given), what, given)
+
+    def _bare(self, messages: Sequence[Message], render: Callable[[Sequence[Message]], str]) -> Sequence[Message]:
+        """Returns the messages without those tokens at their borders that the template writes, too: stop tokens at the
+        end of an answer, and the token that begins a text."""
+        bos = self._tokenizer.bos_token or ""
+        ended = [self._ends.split(each["content"])[0] for each in messages if _is_answer(each)]
+        count = sum(text != each["content"] for text, each in zip(ended, filter(_is_answer, messages), strict=True))
+        begins = bool(bos) and messages[0]["content"].startswith(bos)
+        if not count and not begins:
+            return messages
+        texts = iter(ended)
+        bare = [each | {"content": next(texts)} if _is_answer(each) else each for each in messages]
+        bare[0] = bare[0] | {"content": bare[0]["content"].removeprefix(bos)} if begins else bare[0]
+        text = render(bare)
+        return bare if self._ends.count(text) >= count and text.startswith(bos if begins else "") else messages
+
+    def _check(self, what: str, tools: Sequence[Any]) -> None:
+        if not self.is_there:
+            raise ConfigError(
+                f"{what} is a list of messages, but the model's tokenizer has no chat template; "
+                "give prompts as text, a template (model.chat_template=FILE), or use a chat model."
+            )
+        if tools and "tools" not in self._tokenizer.get_chat_template(tools=list(tools)):
+            raise ConfigError(
+                f"{what} has 'tools', and the model's chat template does not write them, so the model would know of"
+                " none. Give one that does (model.chat_template=FILE), or leave out the column, or give it another"
+                " name."
+            )
+
+    def _bounded(self, render: Callable[[], T], what: str, messages: Sequence[Message]) -> T:
+        """Returns what `render` returns, in time."""
+        path = self._tokenizer.name_or_path
+        origin = f" (that of model.chat_template, or else of {path})" if path else ""
+        try:
+            return self._thread.run(render, f"{what}: the model's chat template{origin}")
+        except ConfigError:
+            raise
+        except Exception as error:  # a template is a program, which may raise anything
+            raise ConfigError(
+                f"{what} is a list of messages that the model's chat template refuses{origin}:"
+                f" {type(error).__name__}: {' '.join(str(error).split())[:300]}. The messages are"
+                f" {str(messages)[:200]}. Usual ones have a role (system, user, assistant in turns) and a content that"
+                " is text."
+            ) from error
+
+
+def _is_answer(message: Message) -> bool:
+    return bool(message["role"] == "assistant")

@@ -1,0 +1,371 @@
+"""From what a row says to the tokens that a model gets: one way, right at the borders of texts."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from broker.errors import ConfigError
+from learner.config import PromptsConfig
+from learner.data.examples import Example
+from learner.data.inspection import Inspection
+from learner.data.prompts import open_prompts
+from learner.data.prompts.base import Item
+from learner.data.prompts.rendering import Renderer
+from learner.data.records import Conversation, Labelled, Preference, RecordOptions, open_records
+from learner.data.records.rendering import ConversationRenderer
+from learner.data.texts.template import ChatTemplate
+from learner.models import chat_template
+from learner.models.chat_template import RenderThread, read_chat_template
+from learner.stages.sft import tokenize
+from rollout_workers.decoding import load_decoding
+
+CHAT = (
+    "{% if tools %}<t>{% for t in tools %}{{ t.function | tojson }}{% endfor %}</s>{% endif %}"
+    "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}!{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}</s>"
+    "{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+CHARACTERS = [chr(code) for code in (10, *range(32, 127))]
+
+
+def tokenizer_of(
+    spaces: str = "", *, front: Sequence[str] = (), behind: Sequence[str] = (), template: str = CHAT
+) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with a token for each character, and for `4` and `b` with a space before it. `spaces`: how it
+    puts a space in front of a text; `front`, `behind`: the tokens that it adds to a text."""
+    space = {"bytes": "Ġ", "": " "}.get(spaces, "▁")
+    merges = [(space, "4"), (space, "b")]
+    known = [*(text if text != " " else space for text in CHARACTERS), space + "4", space + "b"]
+    if spaces == "bytes":
+        known[0] = "Ċ"
+    made = Tokenizer(models.BPE({text: number for number, text in enumerate(known)}, merges))
+    if spaces == "normalizer":
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    elif spaces == "bytes":
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    elif spaces:
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=spaces, split=False)
+    else:
+        made.pre_tokenizer = pre_tokenizers.Split("never there", "isolated")
+    made.decoder = decoders.Sequence([decoders.Replace(space, " "), decoders.Fuse()])
+    made.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in ("<s>", "</s>")])
+    added = [(text, made.token_to_id(text)) for text in {*front, *behind}]
+    made.post_processor = processors.TemplateProcessing(single=[*front, "$A", *behind], special_tokens=added)
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = template
+    return fast
+
+
+def tokens_of(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]) -> str:
+    """Return the tokens of ids, with a bar between two of them."""
+    return "|".join(tokenizer.convert_ids_to_tokens(list(token_ids))).replace("▁", "_").replace("Ġ", "_")
+
+
+def trained(
+    tokenizer: PreTrainedTokenizerFast, conversation: Conversation, renderer: ConversationRenderer | None = None
+) -> tuple[str, str]:
+    """Return the tokens of a conversation that are context, and those that are trained."""
+    made = (renderer or ConversationRenderer(tokenizer, Renderer(tokenizer))).render(conversation)
+    assert made is not None
+    begin, token_ids = made.prompt_length, made.token_ids.tolist()
+    assert all(made.loss_mask[begin:])
+    return tokens_of(tokenizer, token_ids[:begin]), tokens_of(tokenizer, token_ids[begin:])
+
+
+def prompt(tokenizer: PreTrainedTokenizerFast, content: Any, **fields: Any) -> Any:
+    item = Item(content=content, ground_truth="", data_source="x", **fields)
+    return Renderer(tokenizer).prompt(item, group="g", num_samples=1)
+
+
+# --- messages of any dialect
+
+USER = {"role": "user", "content": "q"}
+CALL = {"name": "add", "arguments": {"a": 1, "b": None}}
+WRAPPED = [{"type": "function", "function": CALL}]
+OPENAI = [{"id": "1", "type": "function", "function": CALL | {"arguments": json.dumps(CALL["arguments"])}}]
+TWICE = [{"function": CALL | {"arguments": json.dumps(json.dumps(CALL["arguments"]))}}]
+TOOL = {"role": "tool", "content": "2"}
+CALLING = '<u>q</s><a>!add {"a": 1, "b": null}</s><t>2</s><a>'
+ADD = {"name": "add", "parameters": {"type": "object"}}
+WITH_TOOL = f"<t>{json.dumps(ADD)}</s><u>q</s><a>"
+DIALECTS: list[tuple[Any, dict[str, Any], str]] = [
+    ([USER | {"content": [{"type": "text", "text": "q", "image": None}]}], {}, "<u>q</s><a>"),
+    ([{"role": "human", "content": "q"}], {}, "<u>q</s><a>"),
+    ([{"from": "human", "value": "q"}], {}, "<u>q</s><a>"),
+    ([{"from": "system", "value": ""}, {"from": "human", "value": "q"}], {}, "<s></s><u>q</s><a>"),
+    (USER, {}, "<u>q</s><a>"),
+    (json.dumps([USER]), {}, "<u>q</s><a>"),
+    (str([USER]), {}, "<u>q</s><a>"),
+    (json.dumps({"from": "human", "value": "q"}), {}, "<u>q</s><a>"),
+    ([USER, {"role": "model", "content": "b"}, USER], {}, "<u>q</s><a>b</s><u>q</s><a>"),
+    ([USER, {"role": "assistant", "content": None, "tool_calls": WRAPPED}, TOOL], {}, CALLING),
+    ([USER, {"role": "assistant", "tool_calls": OPENAI, "refusal": None}, TOOL], {}, CALLING),
+    ([USER, {"role": "assistant", "content": "", "tool_calls": TWICE}, TOOL], {}, CALLING),
+    ([USER, {"role": "assistant", "content": "", "tool_calls": json.dumps(CALL)}, TOOL], {}, CALLING),
+    ([USER, {"role": "assistant", "content": None, "function_call": OPENAI[0]["function"]}, TOOL], {}, CALLING),
+    ([USER, {"from": "function_call", "value": json.dumps(CALL)}, {"from": "observation", "value": "2"}], {}, CALLING),
+    ([USER], {"tools": [{"type": "function", "function": ADD}]}, WITH_TOOL),
+    ([USER], {"tools": json.dumps([ADD])}, WITH_TOOL),
+    ([USER], {"tools": [json.dumps(ADD)]}, WITH_TOOL),
+    ([USER], {"tools": [{"type": "function", **ADD}]}, WITH_TOOL),
+    ([USER], {"tools": [{"type": "function", "function": ADD | {"parameters": '{"type": "object"}'}}]}, WITH_TOOL),
+]
+
+
+@pytest.mark.parametrize(("content", "columns", "expected"), DIALECTS)
+def test_a_prompt_of_any_dialect_is_rendered_as_the_beginning_of_a_record(
+    content: Any, columns: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    tokenizer, path = tokenizer_of(), tmp_path / "data.jsonl"
+    answer = {"role": "assistant", "content": "b"}
+    path.write_text(json.dumps({"prompt": content, "completion": [answer], "ground_truth": "", **columns}) + "\n")
+    given = open_prompts(PromptsConfig(kind="jsonl", path=str(path)), tokenizer, 0).train(
+        0, 0, group="g", num_samples=1
+    )
+    assert given.text == expected
+    (record,) = open_records(Conversation, str(path), {}, "sft")
+    rendered = ConversationRenderer(tokenizer, Renderer(tokenizer)).render(record)
+    assert rendered is not None
+    assert given.token_ids == rendered.token_ids[: rendered.prompt_length].tolist()
+
+
+@pytest.mark.parametrize(
+    ("content", "columns", "expected"), [each for each in DIALECTS if not each[1] and isinstance(each[0], list)]
+)
+def test_an_item_of_a_users_own_source_may_have_any_dialect(content: Any, columns: Any, expected: str) -> None:
+    assert prompt(tokenizer_of(), content).text == expected
+
+
+def test_a_prompt_has_the_tags_that_the_recipe_names(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"prompt": [{"who": "pupil", "says": "q"}], "ground_truth": ""}))
+    options = {"tags": {"role_tag": "who", "content_tag": "says", "user_tag": "pupil"}}
+    prompts = open_prompts(PromptsConfig(kind="jsonl", path=str(path), options=options), tokenizer_of(), 0)
+    assert prompts.train(0, 0, group="g", num_samples=1).text == "<u>q</s><a>"
+
+
+@pytest.mark.parametrize(
+    ("content", "columns", "says"),
+    [
+        ([{"role": "critic", "content": "q"}], {}, "unknown role|the role 'critic'"),
+        ([USER, USER], {}, "'user' follows 'user'"),
+        ([{"role": "system", "content": "s"}], {}, "the last one must be"),
+        ([USER | {"content": None}], {}, r"prompt\[0\], of the user, is empty"),
+        ([USER | {"content": [{"type": "image"}]}], {}, "type 'image'"),
+        ([USER, {"role": "assistant", "content": "", "tool_calls": WRAPPED}], {}, "with a call of a function"),
+        (
+            [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": "a=1"}}]}, TOOL],
+            {},
+            "calls 'add' with the arguments 'a=1'",
+        ),
+        ([USER], {"tools": ["hammer"]}, "'tools' is"),
+        ("q", {"tools": [ADD]}, "into which no chat template writes the 'tools'"),
+    ],
+)
+def test_a_prompt_that_is_not_understood_is_refused_by_its_row(
+    content: Any, columns: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "data.jsonl"
+    rows = [{"prompt": "q", "ground_truth": ""}, {"prompt": content, "ground_truth": "", **columns}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ConfigError, match=f"data.jsonl:2: .*({says})"):
+        open_prompts(PromptsConfig(kind="jsonl", path=str(path)), tokenizer_of(), 0).check()
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", '{"a": 1}', '[{"role": 1}]', "[{'role': 'user'", '{"role": "a", "x": 1}'])
+def test_a_text_that_states_no_messages_stays_a_text(text: str) -> None:
+    assert prompt(tokenizer_of(), text).text == text
+
+
+def test_tools_that_the_template_does_not_write_are_refused() -> None:
+    tokenizer = tokenizer_of(template="{% for m in messages %}{{ m.content }}</s>{% endfor %}")
+    described = [{"type": "function", "function": ADD}]
+    with pytest.raises(ConfigError, match="'tools', and the model's chat template does not write them"):
+        prompt(tokenizer, [USER], tools=described)
+    record = Conversation(prompt=[USER], completion=[USER | {"role": "assistant"}], tools=described, place="a:1")
+    with pytest.raises(ConfigError, match="a:1 has 'tools'"):
+        trained(tokenizer, record)
+
+
+# --- a prompt whose last message is the assistant's
+
+
+@pytest.mark.parametrize(
+    ("template", "begun", "expected"),
+    [
+        (CHAT, "Let me ", "<u>q</s><a>Let me "),
+        (CHAT.replace("{{ m.content }}", "{{ m.content | trim }}"), "Let me ", "<u>q</s><a>Let me"),
+        (CHAT, [{"type": "text", "text": "Let"}], "<u>q</s><a>Let"),
+    ],
+)
+def test_the_model_goes_on_with_the_assistants_last_message(template: str, begun: Any, expected: str) -> None:
+    found = prompt(tokenizer_of(template=template), [USER, {"role": "assistant", "content": begun}])
+    assert found.text == expected
+    assert tokens_of(tokenizer_of(), found.token_ids).replace("|", "") == expected
+
+
+def test_a_begun_answer_with_the_stop_token_is_refused() -> None:
+    with pytest.raises(ConfigError, match="ends with the stop token"):
+        prompt(tokenizer_of(), [USER, {"role": "assistant", "content": "b</s>"}])
+
+
+# --- where a text begins and ends
+
+
+@pytest.mark.parametrize("text", ["1+", "<s>1+"])
+@pytest.mark.parametrize("behind", [(), ("</s>",)])
+def test_a_text_begins_with_the_front_tokens_once_and_nothing_is_put_behind_it(text: str, behind: Any) -> None:
+    tokenizer = tokenizer_of(front=("<s>",), behind=behind)
+    assert tokens_of(tokenizer, prompt(tokenizer, text).token_ids) == "<s>|1|+"
+    assert trained(tokenizer, Conversation(prompt=text, completion="2")) == ("<s>|1|+", "2|</s>")
+    whole = Conversation(prompt="", completion=f"{text}2", trained="all")
+    assert trained(tokenizer, whole) == ("<s>", "1|+|2|</s>")
+
+
+def test_several_front_tokens_are_there_once() -> None:
+    tokenizer = tokenizer_of(front=("</s>", "<s>"))
+    assert [tokens_of(tokenizer, prompt(tokenizer, text).token_ids) for text in ("1", "</s><s>1")] == ["</s>|<s>|1"] * 2
+
+
+def test_a_template_and_a_message_that_both_write_bos_make_one() -> None:
+    tokenizer = tokenizer_of(front=("<s>",), template="<s>{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert tokens_of(tokenizer, prompt(tokenizer, [USER | {"content": "<s>q"}]).token_ids) == "<s>|q"
+    assert tokens_of(tokenizer, prompt(tokenizer, [USER]).token_ids) == "<s>|q"
+
+
+@pytest.mark.parametrize("ended", ["4</s>", "4</s>\n", "4</s></s>", "4"])
+def test_what_is_trained_ends_with_one_stop_token(ended: str) -> None:
+    tokenizer = tokenizer_of()
+    pair = Preference(prompt="2+", chosen=ended, rejected="5")
+    judged = Labelled(prompt="2+", completion=ended, label=True)
+    records = [Conversation(prompt="2+", completion=ended), pair.chosen_conversation, judged.conversation]
+    assert [trained(tokenizer, record) for record in records] == [("2|+", "4|</s>")] * 3
+    assert trained(tokenizer, Conversation(prompt="", completion=f"1{ended}", trained="all")) == ("1", "4|</s>")
+    messages = Conversation(prompt=[USER], completion=[{"role": "assistant", "content": ended}])
+    assert trained(tokenizer, messages) == ("<|u|>|q|</s>|<|a|>", "4|</s>")
+    example = tokenize(Example(query="2+", response=ended), tokenizer, Renderer(tokenizer))
+    assert tokens_of(tokenizer, example.token_ids.tolist()) == "2|+|4|</s>"
+
+
+def test_an_end_token_that_the_template_does_not_write_stays() -> None:
+    tokenizer = tokenizer_of(template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    messages = Conversation(prompt=[USER], completion=[{"role": "assistant", "content": "4</s>"}])
+    assert trained(tokenizer, messages) == ("q", "4|</s>")
+
+
+# --- where a completion follows a prompt
+
+SPACES = ["always", "first", "never", "normalizer", "bytes"]
+
+
+@pytest.mark.parametrize("spaces", SPACES)
+def test_a_completion_has_the_tokens_of_the_whole_text(spaces: str) -> None:
+    tokenizer = tokenizer_of(spaces)
+    whole = tokenizer("2+4b", add_special_tokens=False).input_ids
+    pair = Preference(prompt="2+", chosen="4b", rejected="bb")
+    records = [
+        Conversation(prompt="2+", completion="4b"),
+        pair.chosen_conversation,
+        Labelled(prompt="2+", completion="4b", label=False).conversation,
+    ]
+    for record in records:
+        context, completion = trained(tokenizer, record)
+        assert f"{context}|{completion}" == tokens_of(tokenizer, [*whole, tokenizer.eos_token_id])
+        assert completion == "4|b|</s>"
+
+
+@pytest.mark.parametrize("spaces", ["", *SPACES])
+def test_a_token_across_the_border_is_told_and_both_sides_have_their_own(spaces: str) -> None:
+    tokenizer = tokenizer_of(spaces)
+    renderer = ConversationRenderer(tokenizer, Renderer(tokenizer))
+    _, completion = trained(tokenizer, Conversation(prompt="2+ ", completion="4b", place="a:1"), renderer)
+    assert completion == "4|b|</s>"
+    assert renderer.split.counts == {"split": 1}
+    assert renderer.split.first["split"].startswith("a:1")
+    _, completion = trained(tokenizer, Conversation(prompt="2+", completion=" 4b"), renderer)
+    assert completion == ("_4" if spaces else " 4") + "|b|</s>"
+    assert renderer.split.total == 1
+
+
+@pytest.mark.parametrize("spaces", ["", *SPACES])
+def test_turns_whose_border_lies_within_a_token_are_told_and_get_no_space(spaces: str) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
+    tokenizer = tokenizer_of(spaces, template=template)
+    renderer = ConversationRenderer(tokenizer, Renderer(tokenizer))
+    turns = Conversation(prompt=[USER | {"content": "q "}], completion=[{"role": "assistant", "content": "4b"}])
+    assert trained(tokenizer, turns, renderer)[1] == "4|b|</s>"
+    assert renderer.split.total == 1
+
+
+def test_an_inspection_shows_prompts_and_records_as_the_model_gets_them(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    rows = [{"prompt": "2+ ", "completion": "4</s>", "ground_truth": "4"}, {"prompt": "2+", "completion": " 4"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = tokenizer_of("first", front=("<s>",), behind=("</s>",))
+    shown = Inspection(str(path), RecordOptions()).examples(tokenizer, Renderer(tokenizer), 2)
+    assert [(each.what, each.pieces, each.tokens, bool(each.note)) for each in shown] == [
+        ("prompt", [("<s> 2+ ", False)], 5, False),
+        ("conversation", [("<s> 2+ ", False), ("4</s>", True)], 7, True),
+        ("conversation", [("<s> 2+", False), (" 4</s>", True)], 6, False),
+    ]
+
+
+# --- what an environment says
+
+
+@pytest.mark.parametrize("spaces", ["", *SPACES])
+@pytest.mark.parametrize("says", ["4 b", "</s>4 b", "\nb"])
+def test_an_environments_text_has_the_tokens_that_it_has_behind_the_answer(
+    spaces: str, says: str, tmp_path: Path
+) -> None:
+    tokenizer = tokenizer_of(spaces, front=("<s>",), behind=("</s>",))
+    tokenizer.save_pretrained(tmp_path)
+    stop = tokenizer.eos_token_id
+    found = load_decoding(tmp_path, [stop]).encode(says, stop)
+    whole = tokenizer("b</s>" + says.removeprefix("</s>"), add_special_tokens=False).input_ids
+    assert list(found) == whole[whole.index(stop) + 1 :]
+
+
+# --- templates that are wrong
+
+LOOPS = "{% for i in range(9999) %}{% for j in range(9999) %}{% for k in range(9999) %}" + 3 * "{% endfor %}"
+
+
+def test_a_template_that_does_not_end_is_ended_and_named() -> None:
+    tokenizer = tokenizer_of(template=LOOPS)
+    tokenizer.name_or_path = "/models/mine"
+    template = ChatTemplate(tokenizer, RenderThread(0.2))
+    with pytest.raises(ConfigError, match=r"a:1: the model's chat template \(.*/models/mine\) did not end"):
+        template.text([USER], "a:1", opens_answer=True)
+    tokenizer.chat_template = CHAT
+    assert ChatTemplate(tokenizer).text([USER], "a:1", opens_answer=True) == "<u>q</s><a>"
+
+
+def test_a_file_with_a_template_that_does_not_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "RenderThread", lambda: RenderThread(0.2))
+    (tmp_path / "loop.jinja").write_text(LOOPS)
+    with pytest.raises(ConfigError, match=r"model\.chat_template: the template in .*loop\.jinja did not end"):
+        read_chat_template(str(tmp_path / "loop.jinja"))
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ raise_exception('no users here') }}", "TemplateError: no users here"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
+        ("{{ messages[7].content }}", "UndefinedError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{% for i in range(999999) %}{% endfor %}", "OverflowError: Range too big"),
+    ],
+)
+def test_a_template_that_raises_is_told_with_the_row_and_its_message(template: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"prompt": [USER], "ground_truth": ""}))
+    prompts = open_prompts(PromptsConfig(kind="jsonl", path=str(path)), tokenizer_of(template=template), 0)
+    with pytest.raises(ConfigError, match=rf"data\.jsonl:1: the prompt is a list of messages that .* refuses.*{says}"):
+        prompts.check()
