@@ -186,7 +186,9 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
     elif field.default_factory is not msgspec.NODEFAULT:
         value = field.default_factory()
     else:
-        return "It must be given."
+        metas = getattr(field.type, "__metadata__", ())
+        said = next((meta.extra["default"] for meta in metas if isinstance(meta, msgspec.Meta) and meta.extra), "")
+        return f"Default: {said}." if said else "It must be given."
     return f"Default: `{msgspec.json.encode(value).decode()}`."
 
 

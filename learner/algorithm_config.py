@@ -6,6 +6,22 @@ import msgspec
 from msgspec import Meta
 
 from broker.errors import ConfigError
+from broker.user_code.kinds import did_you_mean
+
+ADVANTAGES = (
+    *("group_mean_std", "group_mean", "leave_one_out", "global_mean_std", "group_mean_global_std"),
+    *("best_against_worst", "none", "gae"),
+)
+OBJECTIVES = (
+    *("ppo_clip", "gspo", "gspo_token", "sequence_clip", "cispo", "topr", "aspo", "sapo", "dppo", "unclipped"),
+    *("policy_gradient", "dpo", "ipo", "hinge", "robust_dpo", "length_desensitized_dpo", "simpo", "orpo"),
+)
+CORRECTIONS = (
+    *("truncated_is", "sequence_truncated_is", "geometric_truncated_is", "self_normalized_is", "icepop", "decoupled"),
+    *("token_mask", "geometric_sequence_mask", "kl_rejection", "veto", "opsm", "m2po", "age_weight"),
+    "pair_truncated_is",
+)
+"""The names of the catalogue's parts, known here without torch, so that a slip is told before a process starts."""
 
 
 class AdvantageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -212,5 +228,6 @@ def preset_defaults(name: str) -> dict[str, Any]:
     from algorithms.presets import PRESETS
 
     if name not in PRESETS:
-        raise ConfigError(f"there is no preset {name!r}; expected one of {', '.join(sorted(PRESETS))}.")
+        nearest = did_you_mean(name, PRESETS) or "."
+        raise ConfigError(f"there is no preset {name!r}{nearest} Known: {', '.join(sorted(PRESETS))}.")
     return dict(PRESETS[name].algorithm)

@@ -22,8 +22,9 @@ def unknown_kind(kind: str, known: Iterable[str], where: str) -> ConfigError:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `; did you mean 'x'?`, or "" where no known word is near."""
-    nearest = get_close_matches(word, list(known), n=1)
-    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+    near = get_close_matches(word, list(known))
+    swapped = [one for one in near if sorted(one) == sorted(word)]  # two letters in the other order are a usual slip
+    return f"; did you mean {(swapped or near)[0]!r}?" if near else ""
 
 
 def check_offers(made: object, seam: type, path: str, where: str, *, not_asked: Collection[str] = ()) -> None:

@@ -1,8 +1,9 @@
 """The options of a kind that a recipe names: typed and closed; an error names the option nearest to a misspelt one."""
 
+import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 
@@ -32,4 +33,13 @@ def typed_options(options: Mapping[str, Any], into: type[T], where: str) -> T:
     try:
         return msgspec.convert(dict(options), into)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(f"{where}: {error}{_nearest_choice(str(error), into)}") from error
+
+
+def _nearest_choice(fault: str, into: type[Any]) -> str:
+    """Return the end of the sentence about a value that is none of those that an option takes."""
+    found = re.fullmatch(r"Invalid enum value '(.*)' - at `\$\.(\w+)`", fault)
+    if found is None:
+        return "."
+    choices = [str(one) for one in get_args(get_type_hints(into)[found[2]])]
+    return (did_you_mean(found[1], choices) or ".") + f" Known: {', '.join(choices)}."

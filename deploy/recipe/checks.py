@@ -1,13 +1,16 @@
 """Finds contradictions in a recipe whose values are all valid alone."""
 
+import re
 from collections.abc import Collection, Iterator
 from itertools import chain
 
 from broker.errors import ConfigError
 from broker.keys import is_name
-from broker.user_code.kinds import unknown_kind
+from broker.user_code.kinds import did_you_mean, unknown_kind
 from broker.user_code.options import unknown_option
+from learner.algorithm_config import ADVANTAGES, CORRECTIONS, OBJECTIVES, AlgorithmConfig
 from learner.backends import abilities_of as backend_abilities
+from learner.backends.abilities import BACKENDS
 from learner.config import EXAMPLES, PROMPTS, STAGES, LearnerConfig, StageConfig
 from learner.models.layout import check_ranks, check_splits
 from learner.stages.kinds import options_of
@@ -33,6 +36,7 @@ from .stage_graph import impossible_names, impossible_references, impossible_sta
 
 SCHEMES = ("redis://", "rediss://", "redis+cluster://", "rediss+cluster://", "unix://")
 DEVICES = ("cpu", "cuda")
+TORCH_DEVICE = re.compile(r"(cpu|cuda|mps|xpu)(:\d+)?")
 GROUP_ADVANTAGES = ("group_mean_std", "group_mean", "leave_one_out", "best_against_worst")
 
 
@@ -66,6 +70,8 @@ def _check_kinds(recipe: Recipe, source: str) -> None:
     if recipe.has_prompts:
         _check_kind(recipe.prompts.kind, PROMPTS, f"{source}: prompts.kind")
     _check_kind(recipe.launcher.kind, LAUNCHERS, f"{source}: launcher.kind")
+    _check_kind(recipe.learner.backend, BACKENDS, f"{source}: learner.backend")
+    _check_parts_of_loss(recipe.algorithm, f"{source}: algorithm")
     for phase in recipe.sft.phases:
         _check_kind(phase.kind, EXAMPLES, f"{source}: sft.phases.kind")
     for index, stage in enumerate(recipe.stages):
@@ -74,6 +80,13 @@ def _check_kinds(recipe: Recipe, source: str) -> None:
         _check_kind(reward.kind, REWARDS, f"{source}: rewards.kind")
     check_sinks(recipe.metrics, source)
     check_environment(recipe.environment, source)
+
+
+def _check_parts_of_loss(algorithm: AlgorithmConfig, where: str) -> None:
+    _check_kind(algorithm.advantage.kind, ADVANTAGES, f"{where}.advantage.kind")
+    _check_kind(algorithm.objective.kind, OBJECTIVES, f"{where}.objective.kind")
+    for index, correction in enumerate(algorithm.corrections):
+        _check_kind(correction.kind, CORRECTIONS, f"{where}.corrections[{index}].kind")
 
 
 def _check_stage(stage: StageConfig, where: str) -> None:
@@ -316,7 +329,13 @@ def _missing_abilities(recipe: Recipe) -> Iterator[str]:
     """Yield what the backend would have to refuse once processes and devices are there."""
     learner, compute = recipe.learner, recipe.learner.compute
     if learner.device not in DEVICES and ":" not in learner.backend:
-        yield f"learner.device is {learner.device!r}; expected {' or '.join(DEVICES)}."
+        nearest = did_you_mean(learner.device, ("cuda",)) or "."
+        yield f"learner.device is {learner.device!r}; expected {' or '.join(DEVICES)}{nearest}"
+    engines = [("engine.device", _device_of(recipe.engine)), ("scorers.device", recipe.scorers.device)]
+    for key, device in engines:
+        if device and not TORCH_DEVICE.fullmatch(device):
+            nearest = did_you_mean(device, ("cuda",)) or "."
+            yield f"{key} is {device!r}; expected a device of torch, such as cpu, cuda or cuda:0{nearest}"
     if compute.compile and learner.device == "cpu":
         yield "learner.compute.compile=true needs learner.device=cuda: on a CPU it gains nothing."
     abilities = backend_abilities(learner.backend)

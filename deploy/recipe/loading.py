@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -108,10 +109,11 @@ def _without_secrets(recipe: Recipe) -> Recipe:
 
 
 def _name_the_run(raw: dict[str, Any], stem: str) -> None:
-    """Name a run without a name after its recipe's file."""
+    """Name a run without a name after its recipe's file. Where that name has a run already, starting another is
+    refused."""
     run = raw.setdefault("run", {})
     if isinstance(run, dict):
-        run.setdefault("name", stem)
+        run.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")[:100] or "run")
 
 
 def _to_recipe(raw: dict[str, Any], source: str, held_out_seed: int | None = 0) -> Recipe:

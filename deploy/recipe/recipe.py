@@ -45,6 +45,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         Meta(
             pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z",
             description="names the run, its keys and directory: 1 to 100 letters, digits, dots, dashes, underscores",
+            extra={"default": "the name of the recipe's file without .yaml, with a dash for what no name has"},
         ),
     ]
     directory: Annotated[

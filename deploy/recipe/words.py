@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from broker.errors import ConfigError, UnknownKeysError
+from broker.user_code.kinds import did_you_mean
 
 from .other_names import GROUPS, OF_VERL, OTHER_NAMES, VERL_SECTIONS, Ours
 
@@ -55,7 +56,16 @@ def explain(error: msgspec.ValidationError, raw: Any, struct: type[msgspec.Struc
         return f"{source}: {path} is missing; expected {_expected(path, struct)}."
     value = _look_up(raw, path)
     quote = " (quote it to make it a text: '\"...\"')" if _wants_text(path, struct, value) else ""
-    return f"{source}: {path} is {value!r}; expected {_expected(path, struct)}{quote}.{_written(path, struct, value)}"
+    nearest = _nearest_choice(path, struct, value)
+    expected = f"{_expected(path, struct)}{quote}{nearest}{_written(path, struct, value)}"
+    return f"{source}: {path} is {value!r}; expected {expected}"
+
+
+def _nearest_choice(path: str, struct: type[msgspec.Struct], value: object) -> str:
+    """Return the end of a sentence, with the nearest of the values that the key takes, where it takes only some."""
+    kind = _plain(_annotation(path, struct))
+    choices = [str(one) for one in get_args(kind)] if get_origin(kind) is Literal else []
+    return did_you_mean(str(value), choices) or "."
 
 
 def _unknown(raw: Any, annotation: Any, path: str) -> Iterator[tuple[str, list[str]]]:

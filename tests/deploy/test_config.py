@@ -11,6 +11,7 @@ from deploy.recipe import files, loading
 from deploy.recipe.files import shipped_recipes
 from deploy.recipe.loading import dump_recipe, load_recipe, recipe_from_bytes, recipe_to_bytes, with_overrides
 from deploy.recipe.recipe import Recipe
+from learner.algorithm_config import ADVANTAGES, CORRECTIONS, OBJECTIVES
 
 MINIMAL = """
 model: {random: {architecture: qwen3, alphabet: "0123456789+"}}
@@ -192,7 +193,7 @@ def test_a_worker_may_change_its_engine(recipe_path: Path) -> None:
         ("algorithm=3", "mine.yaml: algorithm is 3; expected a section of keys."),
         (
             "algorithm.preset=gr",
-            "mine.yaml: algorithm.preset: there is no preset 'gr'; expected one of a_3po,",
+            "mine.yaml: algorithm.preset: there is no preset 'gr'",
         ),
         ("foo", "The override 'foo' has no '='; write it as key=value, such as staleness.max_lag=4."),
         ("=3", "The override '=3' has no '='; write it as key=value, such as staleness.max_lag=4."),
@@ -430,6 +431,54 @@ def test_a_file_that_is_no_recipe(tmp_path: Path, text: str, message: str) -> No
 def test_a_missing_recipe_lists_those_that_ship() -> None:
     with pytest.raises(ConfigError, match=r"There is no recipe 'arithmetics.yaml'.*that ship: .*arithmetic.yaml"):
         load_recipe("arithmetics.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("algorithm.preset=gpro", "grpo"),
+        ("algorithm.preset=dpop", "dppo"),
+        ("algorithm.objective.kind=ppo_clp", "ppo_clip"),
+        ("algorithm.objective.kind=dop", "dpo"),
+        ("algorithm.advantage.kind=group_mean_sd", "group_mean_std"),
+        ("algorithm.corrections=[{kind: truncate_is}]", "truncated_is"),
+        ("algorithm.aggregation.kind=token_men", "token_mean"),
+        ("engine.kind=vlm", "vllm"),
+        ("engine.dtype=bfloat61", "bfloat16"),
+        ("engine.device=cdua", "cuda"),
+        ("learner.backend=fdsp", "fsdp"),
+        ("learner.device=cdua:0", "cuda"),
+        ("scorers.device=gpu", ""),
+        ("model.dtype=bf16", "bfloat16"),
+        ("optimizer.schedule=cosin", "cosine"),
+        ("weights.transport=glo", "gloo"),
+        ("weights.staging=hots", "host"),
+        ("staleness.on_straggler=wiat", "wait"),
+        ("rewards=[{kind: math_verfy}]", "math_verify"),
+        ("stages=[{kind: dpo, options: {data: {path: x}, schedule: cosin}}]", "cosine"),
+        ("stages=[{kind: sft, options: {data: {path: x}, too_long: dorp}}]", "drop"),
+    ],
+)
+def test_a_name_that_is_chosen_from_a_list_is_told_the_nearest(recipe_path: Path, override: str, nearest: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(recipe_path, [override])
+    assert re.findall(r"did you mean '(\w+)'", str(caught.value)) == ([nearest] if nearest else [])
+    assert ("expected" in str(caught.value)) or ("Known" in str(caught.value))
+
+
+def test_the_parts_of_a_loss_have_the_names_of_the_catalogue() -> None:
+    from learner.objective.catalog import PARTS
+
+    for kind, names in {"advantage": ADVANTAGES, "objective": OBJECTIVES, "correction": CORRECTIONS}.items():
+        assert set(names) == {*PARTS[kind], *(PARTS["preference"] if kind == "objective" else ())}
+
+
+@pytest.mark.parametrize("name", ["my recipe.yaml", "mathe-\u00fcbung.yaml", ".yaml", "a.b_c-d.yaml"])
+def test_a_run_without_a_name_has_that_of_its_file(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(MINIMAL)
+    found = load_recipe(tmp_path / name).run.name
+    expected = {"my recipe.yaml": "my-recipe", ".yaml": "yaml", "a.b_c-d.yaml": "a.b_c-d"}
+    assert found == expected.get(name, "mathe--bung")
 
 
 def test_a_run_name_must_be_fit_for_a_directory(recipe_path: Path) -> None:

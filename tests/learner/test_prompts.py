@@ -246,7 +246,7 @@ def test_rows_of_one_prompt_that_differ_elsewhere_are_trained(
     options = {"held_out_rows": 1, "held_out_seed": None}
     source = open_source(PromptsConfig(kind="jsonl", path=str(jsonl(tmp_path, rows)), options=options), 0)
     assert source.size == trained
-    assert f"{trained} of {trained} rows" in caplog.text
+    assert f"{trained} of {trained} trained rows" in caplog.text
 
 
 def test_a_row_of_another_file_is_held_out_by_its_columns_alone(tmp_path: Path) -> None:
@@ -260,6 +260,9 @@ def test_a_row_of_another_file_is_held_out_by_its_columns_alone(tmp_path: Path) 
     ("text", "message"),
     [
         ('{"prompt": "a", "ground_truth": "b"}\n\n{bad\n', r"data\.jsonl:3: this is no JSON"),
+        ('\n{"prompt": "a", "gro\n', r"data\.jsonl:2: this is no JSON from column 21 on: (?!.*line)"),
+        ('{"prompt": "a",}\n', r"data\.jsonl:1: this is no JSON from column \d+ on: (?!.*line)"),
+        ("{} {}\n", r"data\.jsonl:1: this is no JSON from column 4 on: (?!.*line)"),
         ("[1]\n", r"data\.jsonl:1: a row must be an object, not list"),
         ('{"prompt": "a"}\n', r"no 'ground_truth'; the row has prompt\. .*options\.ground_truth_field=NAME"),
         ('{"ground_truth": "a"}\n', r"data\.jsonl:1: no 'prompt'; the row has ground_truth\. .*options\.prompt_field="),

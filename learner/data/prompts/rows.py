@@ -128,12 +128,20 @@ def _json_row(line: bytes, place: str) -> Row:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise ConfigError(f"{place}: this is no JSON: {error}.") from error
+        raise ConfigError(f"{place}: this is no JSON{fault_of(error)}.") from error
     except RecursionError:
         raise ConfigError(f"{place}: the row has too many brackets within each other to be read.") from None
     if not isinstance(row, dict):
         raise ConfigError(f"{place}: a row must be an object, not {type(row).__name__}.")
     return row
+
+
+def fault_of(error: ValueError) -> str:
+    """Returns what is wrong with a line that is no JSON. The place of the line is said before: `line 1 column 5` of the
+    library would contradict it."""
+    if isinstance(error, json.JSONDecodeError):
+        return f" from column {error.colno} on: {error.msg[:1].lower()}{error.msg[1:]}"
+    return f": {error}"
 
 
 def names_of(row: Row) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from broker.errors import ConfigError
 from learner.data.arrow_rows import parquet_rows, placed_rows
+from learner.data.prompts.rows import fault_of
 from learner.data.records.base import Row, RowError
 
 PlacedRow = tuple[str, Row | RowError]
@@ -121,7 +122,7 @@ def _object(text: str, place: str) -> Row:
         raise RowError(
             place,
             "no JSON",
-            f"this is no JSON: {error}",
+            f"this is no JSON{fault_of(error)}",
             'Write one object a line, such as {"prompt": "...", "completion": "..."}.',
         ) from None
     except RecursionError:
