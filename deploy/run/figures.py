@@ -1,14 +1,16 @@
 """Computes every figure from a run's events, as summary, plots, `headway status` and sinks show them."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, median
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from broker.schema.metrics import LagFigures, StepMetrics
 from broker.schema.processes import WorkerInfo
 
 from .events import EvaluationEvent
+
+Value = TypeVar("Value")
 
 EDGE_STEPS = 3
 """Steps of which `reward_first` and `reward_last` are means."""
@@ -105,10 +107,23 @@ def _by_step_of_weights(lags: Iterable[tuple[int, Mapping[int, int]]]) -> dict[i
     return dict(sorted(counts.items()))
 
 
-def moving_average(values: Sequence[float], window: int = WINDOW) -> list[float]:
-    """Return at every point the mean of the last `window` values, or of fewer at the start."""
-    spans = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
-    return [sum(span) / len(span) for span in spans]
+@overload
+def moving_average(values: Sequence[float], window: int = WINDOW) -> list[float]: ...
+@overload
+def moving_average(values: Sequence[float | None], window: int = WINDOW) -> list[float | None]: ...
+def moving_average(values: Sequence[float | None], window: int = WINDOW) -> Sequence[float | None]:
+    """Return at every point the mean of those of the last `window` values that are known; None where none is."""
+    known = ([value for value in span if value is not None] for span in _windows(values, window))
+    return [sum(span) / len(span) if span else None for span in known]
+
+
+def trained_per_s_on_average(steps: Sequence[StepMetrics], window: int = WINDOW) -> list[float]:
+    """Return at every step the tokens trained per second of the last `window` steps, waiting included."""
+    return [trained_per_s(span) for span in _windows(steps, window)]
+
+
+def _windows(values: Sequence[Value], window: int) -> Iterator[Sequence[Value]]:
+    return (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
 
 
 def learned(lineage: Sequence[StepMetrics]) -> dict[str, Any]:

@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from broker.schema.metrics import StepMetrics
-from deploy.run.figures import moving_average
+from deploy.run.figures import moving_average, trained_per_s_on_average
 from deploy.run.plots import plot
 from deploy.run.report import (
     METRICS,
@@ -121,6 +122,13 @@ def test_the_plot_is_a_picture(tmp_path: Path, is_empty: bool) -> None:
 
 def test_moving_average() -> None:
     assert moving_average([1.0, 3.0, 5.0, 7.0], window=2) == [1.0, 2.0, 4.0, 6.0]
+    assert moving_average([None, 3.0, None, None, 7.0], window=2) == [None, 3.0, 3.0, None, 7.0]
+
+
+def test_a_mean_pace_counts_the_tokens_and_seconds_of_its_steps_together() -> None:
+    fast = msgspec.structs.replace(step_metrics(0), step_s=1.0, trained_tokens=1000)
+    slow = msgspec.structs.replace(step_metrics(1), step_s=9.0, trained_tokens=1000)
+    assert trained_per_s_on_average([fast, slow, slow], window=2) == pytest.approx([1000, 200, 1000 / 9])
 
 
 def test_the_summary_is_what_a_fold_over_metrics_says(tmp_path: Path) -> None:

@@ -1,15 +1,20 @@
-"""The dashboard of a real run in headless Chromium: a worker that is killed, the keyboard, dark mode, a phone."""
+"""The dashboard of a real run in headless Chromium: a worker that is killed, the keyboard, dark mode, a phone; and the
+pages of runs that are over."""
 
 import json
 import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.broker.topologies import wait_until
 from tests.chromium import NEEDS_CHROMIUM, chromium
+from tests.deploy.page.pages import headway, write_run
 
 from .recipes import write_recipe
 from .terminals import Terminals
@@ -19,6 +24,11 @@ pytestmark = NEEDS_CHROMIUM
 
 PATIENCE_MS = 60_000
 DRAWN = ".grid.live table"
+DRAWN_REPORT = "p:last-child:has-text('Made by Headway')"
+FIRST = ["Reward", "Held-out pass rate", "Lag", "Loss"]
+"""The curves that a page begins with."""
+FOLLOWS = 4
+"""DOM's word for a node that comes later."""
 REACHABLE = "a[href], button:not(:disabled), input, select, summary, [tabindex='0']"
 FOCUSED = """() => {
   const all = [...document.querySelectorAll(`REACHABLE`)].filter((one) => one.checkVisibility());
@@ -49,6 +59,10 @@ def test_the_page_of_a_run_in_a_browser(terminals: Terminals) -> None:
             assert brightness(page, "backgroundColor") > brightness(page, "color")
 
             check_renewals(page)
+            assert titles(page)[:4] == FIRST
+            is_above = "document.querySelector('figure').compareDocumentPosition(document.querySelector('.live'))"
+            assert page.evaluate(is_above) == FOLLOWS
+            assert page.locator(".live details.zeros:not([open]) td").count() > 0
 
             status = watch.until("a worker is there", lambda status: bool(status.workers))
             victim = status.workers[0]
@@ -66,6 +80,34 @@ def test_the_page_of_a_run_in_a_browser(terminals: Terminals) -> None:
             assert phone.evaluate("document.documentElement.scrollWidth") <= 390
             browser.shoot(phone, "phone")
             assert browser.complaints == []
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_pages_of_runs_begin_with_what_was_learned(count: int, width: int, tmp_path: Path) -> None:
+    """However many runs there are and however long their names, each keeps its column, and the page its width."""
+    runs = [str(write_run(tmp_path / f"{'long-' * 40 * (number % 2)}{number}")) for number in range(count)]
+    page_of_runs = tmp_path / "page.html"
+    headway("report" if count == 1 else "compare", *runs, "--output", str(page_of_runs))
+    with browsing(tmp_path) as browser:
+        page = browser.open(page_of_runs.as_uri(), DRAWN_REPORT, viewport={"width": width, "height": 844})
+        assert titles(page)[:4] == (FIRST if count == 1 else ["Reward, mean of 5 steps", FIRST[1], "Mean lag", "Loss"])
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        columns = "(all) => all.map((one) => [...one.children].map((column) => column.getBoundingClientRect()))"
+        found = page.eval_on_selector_all(".columns", columns)
+        assert bool(found) == (count > 1)
+        for boxes in found:
+            assert len(boxes) == count
+            assert len({box["y"] for box in boxes}) == 1
+            assert all(after["x"] >= before["x"] + before["width"] for before, after in pairwise(boxes))
+        rows = page.eval_on_selector_all(".by-run tr", "(rows) => rows.map((row) => row.children.length)")
+        assert set(rows) == {1 + count}
+        assert browser.complaints == []
+
+
+def titles(page: Any) -> list[str]:
+    found: list[str] = page.locator("figure h3").all_inner_texts()
+    return found
 
 
 def check_keyboard(page: Any) -> None:
@@ -109,13 +151,13 @@ class Browser:
         self._chromium, self._root = chromium, root
         self.complaints: list[str] = []
 
-    def open(self, url: str, **options: Any) -> Any:
+    def open(self, url: str, drawn: str = DRAWN, **options: Any) -> Any:
         """Return the page, once it has drawn the run."""
         page = self._chromium.new_context(**options).new_page()
         page.on("console", self._note)
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
         page.goto(url)
-        page.wait_for_selector(DRAWN, timeout=PATIENCE_MS)
+        page.wait_for_selector(drawn, timeout=PATIENCE_MS)
         return page
 
     def _note(self, said: Any) -> None:

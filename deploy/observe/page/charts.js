@@ -174,8 +174,8 @@ function explored(root, area, xs, tell) {
   });
 }
 
-// series: {name, colour, xs, ys, low?, high?, faint?, dots?}; rules: {y, name}; marks: {x, text}
-function curves(title, series, { rules = [], marks = [], from = null, to = null, note = "" } = {}) {
+// series: {name, colour, xs, ys, low?, high?, faint?, dots?}; rules: {y, name}; marks: {x, text}; over: lists of further x
+function curves(title, series, { rules = [], marks = [], from = null, to = null, over = [], note = "" } = {}) {
   const { box, host, legend } = card(title, note), shown = series.filter((one) => one.ys.some((y) => y !== null));
   if (!shown.length) { host.append(make("p", { class: "quiet" }, "No values.")); return box; }
   const values = legendOf(legend, shown);
@@ -189,7 +189,7 @@ function curves(title, series, { rules = [], marks = [], from = null, to = null,
   });
   tell(null);
   responsive(host, (width) => {
-    const area = axes(width, 210, extent(shown.map((one) => one.xs)), ys, `${title}. ${shown.map(told).join(". ")}.`);
+    const area = axes(width, 210, extent([...shown.map((one) => one.xs), ...over]), ys, `${title}. ${shown.map(told).join(". ")}.`);
     for (const mark of marks) area.root.append(draw("line", { class: "mark", x1: area.x(mark.x), x2: area.x(mark.x), y1: MARGIN.top, y2: area.bottom }, draw("title", {}, mark.text)));
     for (const rule of rules) area.root.append(draw("line", { class: "rule", x1: MARGIN.left, x2: area.right, y1: area.y(rule.y), y2: area.y(rule.y) }, draw("title", {}, rule.name)));
     for (const one of shown) area.root.append(...strokes(one, area));
@@ -285,7 +285,18 @@ function sparkline(values, label) {
 // columns: [heading, is a number]; rows: lists of texts, numbers or elements
 function table(columns, rows, caption = "") {
   const cell = (tag, content, index) => make(tag, { ...(columns[index][1] ? { class: "number" } : {}), ...(tag === "th" ? { scope: "col" } : {}) }, content instanceof Node ? content : figure(content));
-  return make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption || columns.map(([heading]) => heading).join(", ") }, make("table", {},
+  const label = caption || columns.map(([heading]) => heading).join(", ");
+  const of = (rows) => make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, make("table", {},
     make("thead", {}, make("tr", {}, columns.map(([heading], index) => cell("th", heading, index)))),
     make("tbody", {}, rows.map((row) => make("tr", {}, row.map((content, index) => cell("td", content, index)))))));
+  const zeros = rows.filter(isOfZeros), others = rows.filter((row) => !isOfZeros(row));
+  if (!zeros.length) return of(rows);
+  const fold = make("details", { class: "zeros" }, make("summary", {}, `${zeros.length === 1 ? "1 row" : `${zeros.length} rows`} of zeros`), of(zeros));
+  return make("div", {}, others.length ? of(others) : null, fold);
+}
+
+// Whether all that a row says beside its name is zero: a bar of no width and an unknown value say nothing.
+function isOfZeros([, ...values]) {
+  const said = values.map((value) => (value instanceof Node ? value.textContent : figure(value))).filter((text) => text !== "" && text !== "-");
+  return said.length > 0 && said.every((text) => text === "0" || text === "0%");
 }

@@ -31,57 +31,77 @@ function marksOf(runs) {
   return runs.length > 1 ? [] : runs[0].events.filter((event) => event.kind !== "start").map((event) => ({ x: event.step, text: event.text }));
 }
 
-function rewards(runs) {
-  if (runs.length > 1) return each(runs, "reward_average");
-  const [run] = runs, rates = run.evaluations;
-  return [
-    drawn(run, "reward_mean", 0, "each step", { faint: true }),
-    drawn(run, "reward_average", 0, "mean of 5 steps", { low: [], high: [] }),
-    { name: "held-out pass rate", colour: 1, dots: true, xs: rates.map((rate) => rate.step), ys: rates.map((rate) => rate.pass_rate) },
-  ];
+// A value of each step, faint, with its mean over the last steps; of several runs the mean alone.
+function averaged(runs, name, average) {
+  if (runs.length > 1) return each(runs, average);
+  return [drawn(runs[0], name, 0, "each step", { faint: true }), drawn(runs[0], average, 0, "mean of 5 steps", { low: [], high: [] })];
 }
 
 function passRates(runs) {
   return runs.map((run, index) => ({
-    name: run.name, colour: index, dots: true, xs: run.evaluations.map((rate) => rate.step), ys: run.evaluations.map((rate) => rate.pass_rate),
+    name: runs.length > 1 ? run.name : "pass rate", colour: index, dots: true, xs: run.evaluations.map((rate) => rate.step), ys: run.evaluations.map((rate) => rate.pass_rate),
   }));
 }
 
+// What a researcher looks for first.
 function learning(runs) {
-  const marks = marksOf(runs), many = runs.length > 1;
-  const charts = [
-    curves(many ? "Reward, mean of 5 steps" : "Reward", rewards(runs), { marks, from: 0, to: 1, note: "over steps" }),
-    curves("Loss", each(runs, "loss", "loss"), { marks, note: "over steps" }),
-    curves("Gradient norm", each(runs, "grad_norm", "norm"), { marks, note: "over steps" }),
-    curves("Tokens per response", each(runs, "response_tokens_mean", "mean"), { marks, from: 0, note: "over steps" }),
-    curves("Trained tokens per second", each(runs, "trained_tokens_per_s", "tokens/s"), { marks, from: 0, note: "waiting included" }),
-  ];
-  if (many) charts.push(curves("Held-out pass rate", passRates(runs), { from: 0, to: 1 }), curves("Mean lag", each(runs, "lag_mean"), { from: 0, note: "in steps" }));
-  return make("section", {}, make("h2", {}, "Learning"), make("div", { class: "grid" }, charts));
+  const marks = marksOf(runs), note = "over steps", many = runs.length > 1;
+  if (!runs.some((run) => run.steps.length)) return make("section");
+  return make("section", {}, make("h2", {}, "Learning"), make("div", { class: "grid" },
+    curves(many ? "Reward, mean of 5 steps" : "Reward", averaged(runs, "reward_mean", "reward_average"), { marks, from: 0, to: 1, note }),
+    curves("Held-out pass rate", passRates(runs), { marks, from: 0, to: 1, over: runs.map((run) => run.steps), note }),
+    many ? curves("Mean lag", each(runs, "lag_mean"), { from: 0, note }) : lagMap(runs[0]),
+    curves("Loss", each(runs, "loss", "loss"), { marks, note }),
+    runs.flatMap((run) => partsOf(run, named(run, runs)))));
+}
+
+// The parts of a reward; one alone is the reward itself.
+function partsOf(run, prefix) {
+  const parts = Object.entries(run.reward_parts);
+  if (parts.length < 2) return [];
+  return [curves(`${prefix}Parts of the reward`, parts.map(([name, { mean, low, high }], colour) => ({ name, colour, xs: run.steps, ys: mean, low, high })), { note: "the own score of each function and its measures, mean of 5 steps" })];
+}
+
+function training(runs) {
+  const marks = marksOf(runs), note = "over steps";
+  if (!runs.some((run) => run.steps.length)) return make("section");
+  return make("section", {}, make("h2", {}, "Training"), make("div", { class: "grid" },
+    curves("Trained tokens per second", averaged(runs, "trained_tokens_per_s", "trained_tokens_per_s_average"), { marks, from: 0, note: "waiting included" }),
+    curves("Tokens per response", each(runs, "response_tokens_mean", "mean"), { marks, from: 0, note }),
+    curves("Gradient norm", each(runs, "grad_norm", "norm"), { marks, note }),
+    runs.length > 1 ? [] : [phasesOf(runs[0]), histogram(runs[0].lag)]),
+    runs.length > 1 ? columns(runs, (run) => [lagMap(run), histogram(run.lag), phasesOf(run)]) : null);
+}
+
+// A column for each run, however many there are and however long their names.
+function columns(runs, of) {
+  if (runs.length === 1) return make("div", { class: "grid" }, of(runs[0]));
+  return make("div", { class: "columns", tabindex: "0", role: "region", "aria-label": "A column for each run" }, runs.map((run, index) =>
+    make("div", { class: "column" }, make("h3", {}, make("span", { class: `swatch f${index % COLOURS}` }), run.name), of(run))));
 }
 
 // One chart for the loss of a stage without workers, and one for each figure of held-out records or prompts.
-function stagesOf(run, prefix) {
+function stagesOf(run) {
   return run.stages.flatMap((stage) => {
     const line = (name, text, colour) => ({ name: text, colour, xs: stage.steps, ys: stage.curves[name].mean, low: stage.curves[name].low, high: stage.curves[name].high });
     const losses = ["loss", "held_out/loss"].filter((name) => name in stage.curves);
     const others = Object.keys(stage.curves).filter((name) => !losses.includes(name));
     const note = "over steps of the stage";
     return [
-      curves(`${prefix}${stage.name}: loss`, losses.map((name, index) => line(name, name === "loss" ? "trained" : "held out", index)), { note }),
-      ...others.map((name) => curves(`${prefix}${stage.name}: ${name}`, [line(name, name, 1)], { note })),
+      curves(`${stage.name}: loss`, losses.map((name, index) => line(name, name === "loss" ? "trained" : "held out", index)), { note }),
+      ...others.map((name) => curves(`${stage.name}: ${name}`, [line(name, name, 1)], name === "pass_rate" ? { note, from: 0, to: 1 } : { note })),
     ];
   });
 }
 
-function lagOf(run, prefix) {
+function lagMap(run) {
   const lines = [drawn(run, "lag_mean", 2, "mean", { low: [], high: [] }), { ...drawn(run, "lag_max", 4, "largest"), ys: run.curves.lag_max.high.length ? run.curves.lag_max.high : run.curves.lag_max.mean, low: [], high: [] }];
   for (const line of lines) line.xs = line.xs.map((step) => step + 0.5);
   const note = "Shade: the share of a step's trajectories, by the lag of their oldest trained token. Dashes: the bound.";
-  return [heatMap(`${prefix}Lag over steps`, run.lag, lines, { bound: run.max_lag, note }), histogram(run.lag, `${prefix}Trained sequences by lag`)];
+  return heatMap("Lag", run.lag, lines, { bound: run.max_lag, note });
 }
 
-function histogram(map, title) {
+function histogram(map, title = "Trained sequences by lag") {
   const largest = Math.max(...map.totals, 1), rows = map.rows.map((row, index) => {
     const bar = make("div", { class: "bar" });
     bar.style.width = `${(100 * map.totals[index]) / largest}%`;
@@ -92,9 +112,9 @@ function histogram(map, title) {
   return make("div", { class: "card" }, make("h3", {}, title), shown);
 }
 
-function phasesOf(run, prefix) {
+function phasesOf(run) {
   const series = PHASES.map(([key, name, colour]) => ({ name, colour, ys: run.phases.seconds[key] }));
-  return stackedBars(`${prefix}Seconds of a step`, run.phases.first, run.phases.last, series);
+  return stackedBars("Seconds of a step", run.phases.first, run.phases.last, series);
 }
 
 function named(run, runs) {
@@ -106,9 +126,10 @@ function tiles(summary) {
   return make("dl", { class: "tiles" }, shown.map(([key, name, format = figure]) => make("div", {}, make("dt", {}, name), make("dd", {}, typeof summary[key] === "number" ? format(summary[key]) : figure(summary[key])))));
 }
 
-function heading(run) {
-  return make("header", {},
-    make(content.number === undefined ? "h1" : "h2", {}, run.name, " ", make("span", { class: `badge ${run.state === "running" ? "running" : ""}` }, run.state)),
+// A broker that answers says the name and the state above; a column has the name.
+function heading(run, isAlone) {
+  const badge = make("span", { class: `badge ${run.state === "running" ? "running" : ""}` }, run.state);
+  return make("header", {}, isAsked ? null : isAlone ? make("h1", {}, run.name, " ", badge) : badge,
     make("p", { class: "quiet" }, run.directory),
     notes(run.notes));
 }
@@ -117,26 +138,31 @@ function notes(sentences) {
   return sentences.length ? make("ul", { class: "notes", role: "status" }, sentences.map((sentence) => make("li", {}, sentence))) : null;
 }
 
-function summaries(runs) {
-  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.summary)))];
-  const columns = [["figure", false], ...runs.map((run) => [run.name, true])];
-  return table(columns, keys.map((key) => [key, ...runs.map((run) => run.summary[key])]), "Summary figures");
+// A table with a column for each run, in which long names and values are broken.
+function byRun(shown) {
+  shown.classList.add("by-run");
+  return shown;
 }
 
-function events(run, runs) {
+function summaries(runs) {
+  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.summary)))];
+  return byRun(table([["figure", false], ...runs.map((run) => [run.name, true])], keys.map((key) => [key, ...runs.map((run) => run.summary[key])]), "Summary figures"));
+}
+
+function events(run) {
   const rows = run.events.slice().reverse().map((event) => [event.step, event.kind, make("span", {}, event.text)]);
   const earlier = run.earlier_events ? make("p", { class: "quiet" }, `${figure(run.earlier_events)} earlier events are left out.`) : null;
   const rates = run.evaluations.map((rate) => [rate.step, rate.incarnation, rate.pass_rate, rate.pass_at_k ?? "-", rate.samples ?? "-"]);
   return [
-    make("div", { class: "card" }, make("h3", {}, `${named(run, runs)}Events`), table([["step", true], ["event", false], ["what happened", false]], rows, "Events"), earlier),
-    make("div", { class: "card" }, make("h3", {}, `${named(run, runs)}Evaluations`), rates.length ? table([["before step", true], ["incarnation", true], ["pass rate", true], ["pass@k", true], ["k", true]], rates, "Evaluations") : make("p", { class: "quiet" }, "None.")),
+    make("div", { class: "card" }, make("h3", {}, "Events"), table([["step", true], ["event", false], ["what happened", false]], rows, "Events"), earlier),
+    make("div", { class: "card" }, make("h3", {}, "Evaluations"), rates.length ? table([["before step", true], ["incarnation", true], ["pass rate", true], ["pass@k", true], ["k", true]], rates, "Evaluations") : make("p", { class: "quiet" }, "None.")),
   ];
 }
 
 function recipes(content) {
   const { runs } = content;
   const rows = content.differences.map((row) => [make("code", {}, row.key), ...row.values.map((value) => value ?? "-")]);
-  const differences = runs.length < 2 ? null : rows.length ? table([["setting", false], ...runs.map((run) => [run.name, false])], rows, "Differences of the recipes") : make("p", { class: "quiet" }, "All settings are the same.");
+  const differences = runs.length < 2 ? null : rows.length ? byRun(table([["setting", false], ...runs.map((run) => [run.name, false])], rows, "Differences of the recipes")) : make("p", { class: "quiet" }, "All settings are the same.");
   return make("section", {}, make("h2", {}, runs.length > 1 ? "Differences of the recipes" : "Recipe"),
     differences ? make("div", { class: "card" }, differences) : null,
     runs.map((run) => make("details", { class: "card" }, make("summary", {}, `${named(run, runs)}the whole recipe`), run.recipe ? make("pre", { tabindex: "0" }, run.recipe) : make("p", { class: "quiet" }, "Unknown."))));
@@ -171,18 +197,24 @@ function samples(run) {
     make("div", { class: "grid" }, run.samples.map(sampleOf)));
 }
 
-// The functions that make the parts of the page, as many for every run.
-function report(content) {
-  const { runs } = content, single = runs.length === 1, none = () => make("div");
-  const cards = (title, of) => make("section", {}, make("h2", {}, title), make("div", { class: "grid" }, runs.flatMap(of)));
+// The functions that make the parts of the page, as many for every run: what comes before the look at the run, and after.
+function leading({ runs }) {
+  const single = runs.length === 1;
   return [
-    () => (single ? heading(runs[0]) : make("div", { class: "grid" }, runs.map((run) => make("div", { class: "card" }, heading(run))))),
-    () => (single ? tiles(runs[0].summary) : none()),
-    () => (runs.some((run) => run.stages.length) ? cards("Stages without workers", (run) => stagesOf(run, named(run, runs))) : none()),
+    () => (single ? heading(runs[0], true) : columns(runs, (run) => [heading(run, false)])),
     () => learning(runs),
-    () => cards("Lag and time", (run) => [...lagOf(run, named(run, runs)), phasesOf(run, named(run, runs))]),
-    () => (!isAsked && runs.some((run) => run.last_look) ? cards("The last look at workers and queues", (run) => lastLook(run, named(run, runs))) : none()),
-    () => cards("Events and evaluations", (run) => events(run, runs)),
+    () => (single ? tiles(runs[0].summary) : make("div")),
+  ];
+}
+
+function following(content) {
+  const { runs } = content, single = runs.length === 1, none = () => make("div");
+  const part = (title, of) => make("section", {}, make("h2", {}, title), columns(runs, of));
+  return [
+    () => (runs.some((run) => run.stages.length) ? part("Stages without workers", stagesOf) : none()),
+    () => training(runs),
+    () => (!isAsked && runs.some((run) => run.last_look) ? part("The last look at workers and queues", lastLook) : none()),
+    () => part("Events and evaluations", events),
     () => (single && samples(runs[0])) || none(),
     () => make("section", {}, make("h2", {}, "Summary"), make("details", single ? { class: "card" } : { class: "card", open: "" }, make("summary", {}, "all figures"), summaries(runs))),
     () => recipes(content),
@@ -190,7 +222,7 @@ function report(content) {
   ];
 }
 
-const main = document.getElementById("page"), state = make("div"), cards = make("div", { class: "grid live" }), now = make("div", {}, state, cards), body = make("div");
+const main = document.getElementById("page"), state = make("div"), first = make("div"), cards = make("div", { class: "grid live" }), rest = make("div");
 let content = JSON.parse(document.getElementById("content").textContent);
 
 let isAsked = false; // whether a broker has said how the run is now
@@ -236,9 +268,10 @@ function replaceCharts() {
 }
 
 function show() {
-  const parts = content.runs.length ? report(content) : [() => make("p", { class: "quiet", role: "status" }, content.number === 0 ? "Reading the run's files." : "The run has no step yet.")];
-  if (isSelected(body)) return;
-  parts.forEach((part, index) => inTime(() => mergeChild(body, body.childNodes[index], part())));
+  const isEmpty = !content.runs.length, empty = () => make("p", { class: "quiet", role: "status" }, content.number === 0 ? "Reading the run's files." : "The run has no step yet.");
+  for (const [host, parts] of [[first, isEmpty ? [empty] : leading(content)], [rest, isEmpty ? [] : following(content)]]) {
+    if (!isSelected(host)) parts.forEach((part, index) => inTime(() => mergeChild(host, host.childNodes[index], part())));
+  }
   inTime(replaceCharts);
 }
 
@@ -251,16 +284,15 @@ const CARDS = [
 ];
 
 function showNow(live) {
-  if (isSelected(now)) return;
-  merge(state, make("div", {}, stateNow(live)));
-  if (live.status === null) return;
+  if (!isSelected(state)) merge(state, make("div", {}, stateNow(live)));
+  if (live.status === null || isSelected(cards)) return;
   CARDS.forEach((card, index) => inTime(() => mergeChild(cards, cards.childNodes[index], card(live) ?? make("div", { hidden: "" }))));
   inTime(replaceCharts);
 }
 
 function stateNow(live) {
   const { status } = live;
-  const parts = [make("p", { class: "quiet" }, `Looked at ${live.at}.`), make("div", {}, notes(live.problem ? [live.problem] : []))];
+  const parts = [make("div", {}, notes(live.problem ? [live.problem] : []))];
   if (status === null) return parts;
   const { waiting, last_step: step } = status, steps = step ? `${figure(step.step + 1)} of ${figure(step.total_steps)}` : "-";
   const tile = (name, value, ...more) => make("div", {}, make("dt", {}, name), make("dd", {}, figure(value)), ...more);
@@ -269,6 +301,7 @@ function stateNow(live) {
   parts.push(make("dl", { class: "tiles" },
     tile("step", steps), tile("version announced", status.announced), tile("workers", live.workers), tile("incarnation", status.incarnation),
     RATES.map(([key, name]) => tile(name, Math.round((live.rates[key] ?? [0]).at(-1)), make("dd", {}, sparkline(live.rates[key] ?? [0], name))))));
+  parts.push(make("p", { class: "quiet" }, `Looked at ${live.at}. Tokens per second are means of 15 looks.`));
   return parts;
 }
 
@@ -278,7 +311,7 @@ function box(title, ...inside) {
 
 function workers(live) {
   const columns = [["worker", false], ["state", false], ["version", true], ["leases", true], ["tokens/s", true], ["last 2 minutes", false], ["sent", true], ["engine", false], ["error", false]];
-  const count = live.workers, rows = live.status.workers.map((one) => [one.worker, stateOf(one), make("span", {}, one.version), make("span", {}, `${one.active}/${one.capacity}`), Math.round(one.tokens_per_s), sparkline(live.worker_rates[one.worker] ?? [0], `${one.worker}, tokens per second`), one.submitted, one.engine, make("span", {}, one.last_error)]);
+  const count = live.workers, rows = live.status.workers.map((one) => [one.worker, stateOf(one), make("span", {}, one.version), make("span", {}, `${one.active}/${one.capacity}`), Math.round((live.worker_rates[one.worker] ?? [0]).at(-1)), sparkline(live.worker_rates[one.worker] ?? [0], `${one.worker}, tokens per second`), one.submitted, one.engine, make("span", {}, one.last_error)]);
   const shown = box(`Workers (${figure(count)})`, rows.length ? table(columns, rows, "Workers") : make("p", { class: "quiet" }, "None."), make("div", {}, lost(live.missing)), turning(live.first, rows.length, count));
   shown.classList.add("wide");
   return shown;
@@ -304,10 +337,10 @@ function turning(first, shown, count) {
     make("span", { class: "quiet" }, `${figure(first + 1)} to ${figure(first + shown)} of ${figure(count)}, by name`));
 }
 
-function versions(all, prefix = "") {
-  const rows = all.slice(0, NEWEST_VERSIONS).map((one) => [make("span", {}, one.version + (one.is_announced ? " (announced)" : "")), one.workers, one.generating, one.groups_generating, one.groups_ready, one.tokens_ready, one.trained, one.trained_tokens, one.groups_dropped]);
-  const columns = [["version", false], ["workers", true], ["their samples", true], ["groups generating", true], ["ready", true], ["tokens ready", true], ["samples trained", true], ["tokens trained", true], ["groups dropped", true]];
-  const shown = box(`${prefix}Weight versions`, table(columns, rows, "Weight versions"), make("p", { class: "quiet" }, "Groups and trained samples count under the oldest version that sampled them, tokens under their own; trained: in the last 20 steps."));
+function versions(all) {
+  const rows = all.slice(0, NEWEST_VERSIONS).map((one) => [make("span", {}, one.version + (one.is_announced ? " (announced)" : "")), one.trained, one.trained_tokens, one.tokens_ready, one.groups_ready, one.groups_generating, one.generating, one.workers, one.groups_dropped]);
+  const columns = [["version", false], ["samples trained", true], ["tokens trained", true], ["tokens ready", true], ["groups ready", true], ["groups generating", true], ["samples generating", true], ["workers", true], ["groups dropped", true]];
+  const shown = box("Weight versions", table(columns, rows, "Weight versions"), make("p", { class: "quiet" }, "Groups and trained samples count under the oldest version that sampled them, tokens under their own; trained: in the last 20 steps."));
   shown.classList.add("wide");
   return shown;
 }
@@ -319,13 +352,13 @@ function queues(depths) {
 }
 
 // Load may drop long prompts: then their share of what is trained falls behind their share of what is begun.
-function lengths({ dispatched_by_prompt_length: begun, trained_by_prompt_length: trained }, prefix = "") {
-  return shares(`${prefix}Groups by length of the prompt`, [["begun", begun], ["trained", trained]]);
+function lengths({ dispatched_by_prompt_length: begun, trained_by_prompt_length: trained }) {
+  return shares("Groups by length of the prompt", [["begun", begun], ["trained", trained]]);
 }
 
 // Long responses may come too late: then their share of what is trained falls behind their share of what was finished.
-function responses({ finished_by_response_length: finished, cut_by_response_length: cut }, run, prefix = "") {
-  return shares(`${prefix}Responses by length`, [["finished", finished], ["trained", run?.trained_by_response_length ?? {}], ["cut", cut]]);
+function responses({ finished_by_response_length: finished, cut_by_response_length: cut }, run) {
+  return shares("Responses by length", [["finished", finished], ["trained", run?.trained_by_response_length ?? {}], ["cut", cut]]);
 }
 
 // Counts by length, each with its share of all, and the shares as bars one above the other; null without a count.
@@ -354,16 +387,16 @@ function barOf(colour, percent) {
 }
 
 // What a look at the run showed last: its workers, versions and lengths, for a page that has no broker to ask.
-function lastLook(run, prefix) {
+function lastLook(run) {
   const { last_look: look } = run;
   if (!look) return [];
   const columns = [["worker", false], ["host", false], ["state", false], ["version", true], ["leases", true], ["tokens/s", true], ["sent", true], ["swaps", true], ["error", false]];
   const rows = look.workers.map((one) => [one.worker, one.host, one.state, make("span", {}, one.version), make("span", {}, `${one.active}/${one.capacity}`), Math.round(one.tokens_per_s), one.submitted, one.swaps, make("span", {}, one.last_error)]);
   const left = look.worker_count - rows.length;
-  const shown = box(`${prefix}Workers (${figure(look.worker_count)})`, rows.length ? table(columns, rows, "Workers") : make("p", { class: "quiet" }, "None."),
+  const shown = box(`Workers (${figure(look.worker_count)})`, rows.length ? table(columns, rows, "Workers") : make("p", { class: "quiet" }, "None."),
     make("p", { class: "quiet" }, `As the learner saw them after step ${figure(look.step + 1)}.${left ? ` ${figure(left)} more are left out.` : ""}`));
   shown.classList.add("wide");
-  return [shown, versions(look.versions, prefix), lengths(look.tallies, prefix), responses(look.tallies, run, prefix)].filter((part) => part !== null);
+  return [shown, versions(look.versions), lengths(look.tallies), responses(look.tallies, run)].filter((part) => part !== null);
 }
 
 function pools(all) {
@@ -419,12 +452,12 @@ async function follow() {
   setTimeout(follow, 1000);
 }
 
-now.addEventListener("click", ({ target }) => {
+cards.addEventListener("click", ({ target }) => {
   if (target.dataset.first === undefined) return;
   firstWorker = Number(target.dataset.first);
   look();
 });
 show();
-main.replaceChildren(now, body);
+main.replaceChildren(state, first, cards, rest);
 document.addEventListener("visibilitychange", () => content.number !== undefined && look());
 if (content.number !== undefined) follow();

@@ -15,7 +15,7 @@ from deploy.printing import visible
 from deploy.recipe.files import to_yaml
 from deploy.run.comparison import leaves
 from deploy.run.events import EvaluationEvent, HeartbeatEvent, StageEvent
-from deploy.run.figures import moving_average, trained_by_response_length, trained_per_s
+from deploy.run.figures import moving_average, trained_by_response_length, trained_per_s, trained_per_s_on_average
 from deploy.run.history import Happening, happenings
 from deploy.run.record import Record
 from deploy.run.samples import ShownSample, samples_of
@@ -25,6 +25,8 @@ from .versions import HeldVersion, held_versions
 
 SHOWN_WORKERS = 50
 """The most workers of a page: a table of a thousand, drawn each second, would hold the browser up."""
+SHOWN_PARTS = 8
+"""The most parts of the reward that a page draws, those of most steps: so many colours it has."""
 SHOWN_EVENTS = 200
 """The newest events that the page lists."""
 CURVES: dict[str, Callable[[StepMetrics], float | None]] = {
@@ -86,6 +88,8 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     steps: list[int]
     """[points] The last step behind each point of the curves."""
     curves: dict[str, Curve]
+    reward_parts: dict[str, Curve] = {}
+    """The mean of each reward function's own score and of every further measure, over the last steps, by name."""
     phases: PhaseSeconds
     lag: LagMap
     evaluations: list[EvaluationEvent]
@@ -150,6 +154,7 @@ def picture_of(record: Record) -> Picture:
         max_lag=_max_lag(record),
         steps=[steps[span][-1].step for span in spans(len(steps), POINTS)],
         curves=_curves(steps),
+        reward_parts=_reward_parts(steps),
         phases=_phases(steps),
         lag=lag_map(steps),
         evaluations=record.evaluations,
@@ -194,7 +199,14 @@ def differences(settings: Sequence[dict[str, Any]]) -> list[Difference]:
 def _curves(steps: Sequence[StepMetrics]) -> dict[str, Curve]:
     drawn = {name: curve([value(step) for step in steps]) for name, value in CURVES.items()}
     drawn["reward_average"] = curve(moving_average([step.reward_mean for step in steps]))
+    drawn["trained_tokens_per_s_average"] = curve(trained_per_s_on_average(steps))
     return drawn
+
+
+def _reward_parts(steps: Sequence[StepMetrics]) -> dict[str, Curve]:
+    counts = Counter(name for step in steps for name in step.reward)
+    names = sorted(name for name, _ in counts.most_common(SHOWN_PARTS))
+    return {visible(name): curve(moving_average([step.reward.get(name) for step in steps])) for name in names}
 
 
 def _phases(steps: Sequence[StepMetrics]) -> PhaseSeconds:

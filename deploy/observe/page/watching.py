@@ -14,7 +14,7 @@ from broker.errors import HeadwayError
 from broker.schema.status import RunStatus
 from deploy.observe.status import recent, status_json
 from deploy.observe.waiting import Waiting
-from deploy.run.figures import generated_per_s, trained_per_s
+from deploy.run.figures import generated_per_s, moving_average, trained_per_s
 from deploy.run.record import Record
 from deploy.run.samples import SampleReader
 
@@ -27,6 +27,8 @@ REMEMBERED_S = 600
 """Seconds for which the page names a worker that was lost."""
 KEPT_POINTS = 120
 """Points of a sparkline: two minutes of looks."""
+RATE_LOOKS = 15
+"""Looks of which a shown rate is the mean: a worker counts tokens by short spells, between which its pace jumps."""
 SHARE = 10
 """A record that takes long to read is read anew after this many times as long."""
 
@@ -67,7 +69,7 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
     """Workers that are alive."""
     versions: list[HeldVersion] = []
     rates: dict[str, list[float]] = {}
-    """Tokens per second at the last looks, generated and trained."""
+    """Tokens per second at the last looks, generated and trained; each point is a mean over RATE_LOOKS looks."""
     worker_rates: dict[str, list[float]] = {}
 
 
@@ -119,8 +121,8 @@ class Watcher:
             workers=0 if status is None else len(status.workers),
             missing=list(self._missing.values())[:MOST_MISSING],
             versions=[] if status is None else held_versions(status, recent(status)),
-            rates={name: list(points) for name, points in list(self._rates.items())},
-            worker_rates={name: list(points) for name, points in list(self._worker_rates.items())},
+            rates=_averaged(self._rates),
+            worker_rates=_averaged(self._worker_rates),
         )
 
     def window(self, first: int) -> Live:
@@ -193,6 +195,10 @@ def missing(known: dict[str, Missing], now: RunStatus) -> dict[str, Missing]:
     ]
     lost = [msgspec.structs.replace(one, is_lost=True) for one in gone]
     return {one.worker: one for one in sorted([*late, *lost], key=lambda one: one.since, reverse=True)}
+
+
+def _averaged(rates: dict[str, deque[float]]) -> dict[str, list[float]]:
+    return {name: moving_average(list(points), RATE_LOOKS) for name, points in list(rates.items())}
 
 
 def _points() -> deque[float]:

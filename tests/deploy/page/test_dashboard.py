@@ -145,6 +145,21 @@ def test_each_look_brings_workers_rates_and_versions() -> None:
         assert (live["worker_rates"], live["status"]["dead_letters"][0]["reason"]) == ({}, "<b>impossible</b>")
 
 
+def test_a_shown_rate_is_a_mean_of_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "RATE_LOOKS", 10**6)
+    monkeypatch.setattr(watching, "KEPT_POINTS", 10**6)
+    busy = run_status()
+    idle = tuple(msgspec.structs.replace(worker, tokens_per_s=0.0) for worker in busy.workers)
+    run = Told(busy)
+    with Watcher(run.connect, run.read) as watcher:
+        eventually(lambda: watcher.live.rates)
+        run.status = msgspec.structs.replace(busy, workers=idle)
+        eventually(lambda: 0 < watcher.live.rates["generated"][-1] < 4000.0)
+        name = busy.workers[0].worker
+        assert 0 < watcher.live.worker_rates[name][-1] < 2500.0
+        assert watcher.live.rates["generated"][0] == 5000.0
+
+
 def test_a_broker_that_is_away_is_told_and_the_last_look_stays() -> None:
     run = Told(run_status())
     with Watcher(run.connect, run.read) as watcher:

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from broker.errors import ConfigError
 from deploy.cli.main import cli
+from deploy.observe.page.picture import SHOWN_PARTS
 from deploy.observe.page.thinning import COLUMNS, POINTS, ROWS, curve, lag_map, spans
 from deploy.recipe.loading import load_recipe
 from deploy.run.directory import held
@@ -38,6 +39,7 @@ def test_the_json_holds_what_the_files_say(tmp_path: Path) -> None:
     assert run["curves"]["reward_mean"] == {"mean": [0, 0.25, 0.5, 0.75, 1], "low": [], "high": []}
     assert run["curves"]["reward_average"]["mean"] == [0, 0.125, 0.25, 0.375, 0.5]
     assert run["curves"]["trained_tokens_per_s"]["mean"] == [2000] * 5
+    assert run["curves"]["trained_tokens_per_s_average"]["mean"] == [2000] * 5
     assert run["phases"]["seconds"]["take_s"] == [0.5] * 5
     assert run["lag"]["rows"] == [[0, 0], [1, 1], [2, 2]]
     assert run["lag"]["trajectories"] == [[20, 200, 36]] * 5
@@ -87,6 +89,23 @@ def test_stages_without_workers_have_curves(tmp_path: Path) -> None:
     assert (dpo["steps"], dpo["curves"]["loss"]["mean"]) == ([1, 2, 3], [1, 0.5, 1 / 3])
     assert dpo["curves"]["held_out/loss"]["mean"] == [None, 0.25, 0.25]
     assert [list(stage["curves"]) for stage in (sft, kto)] == [["loss", "pass_rate", "held_out/loss"], ["loss"]]
+
+
+def test_the_parts_of_a_reward_have_curves_and_are_no_markup(tmp_path: Path) -> None:
+    directory, markup = write_run(tmp_path / "run"), "<img src=x onerror=alert(1)>"
+    rewards: list[dict[str, float]] = [{"exact": 1.0, markup: 0.0}, {"exact": 0.0, "exact/judge": 0.5}]
+    rewards += [{"exact": 0.5} | {f"rare/{step}/{number}": 0.0 for number in range(9)} for step in range(2)]
+    for step, reward in enumerate(rewards, 5):
+        metrics = msgspec.structs.replace(step_event(step, incarnation=2).metrics, reward=reward)
+        open_record(directory).write(msgspec.structs.replace(step_event(step), metrics=metrics))
+    parts = pictured(directory)["reward_parts"]
+    assert len(parts) == SHOWN_PARTS
+    assert {"exact", "exact/judge", markup} < set(parts)
+    assert parts["exact"]["mean"] == [None] * 5 + [1.0, 0.5, 0.5, 0.5]
+    assert parts["exact/judge"]["mean"][5:] == [None, 0.5, 0.5, 0.5]
+    headway("report", str(directory), "--output", str(tmp_path / "page.html"))
+    elements = Elements((tmp_path / "page.html").read_text())
+    assert (elements.tags["script"], elements.tags["img"]) == (2, 0)
 
 
 def test_a_branch_and_a_skipped_update_are_events(tmp_path: Path) -> None:
