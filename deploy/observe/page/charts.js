@@ -184,7 +184,7 @@ function curves(title, series, { rules = [], marks = [], from = null, to = null,
   ys = [from === null ? ys[0] : Math.min(from, ys[0]), to === null ? ys[1] : Math.max(to, ys[1])];
   if (ys[0] === ys[1]) ys = [ys[0] - 0.5, ys[1] + 0.5];
   const tell = (at) => shown.forEach((one, index) => {
-    const place = at === null ? one.xs.length - 1 : nearest(one.xs, longest.xs[at]);
+    const place = at === null ? one.ys.findLastIndex((y) => y !== null) : nearest(one.xs, longest.xs[at]);
     values[index].textContent = figure(one.ys[place]) + (at === null || one !== longest ? "" : ` at step ${figure(longest.xs[at])}`);
   });
   tell(null);
