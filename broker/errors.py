@@ -4,6 +4,9 @@ Every error that Headway raises for faults of its surroundings (bad input, dead 
 the command line prints its message as one paragraph. Headway's own bugs are assertions.
 """
 
+BUG_EXIT = 70
+"""Exit code of a process that ends with an error that is none of Headway's: a bug of ours, or of a library."""
+
 LASTING_EXIT = 78
 """Exit code of a process whose error would come again if it were started again."""
 
@@ -101,6 +104,12 @@ class UserCodeError(HeadwayError):
 
 class WeightSyncError(HeadwayError):
     """A transfer failed, or an engine does not hold the weights that it should; the engine keeps its old version."""
+
+
+class ForeignWeightsError(WeightSyncError):
+    """The published weights are of another architecture than the engine's, or have names that it does not know."""
+
+    exit_code = LASTING_EXIT
 
 
 class NoRoomError(WeightSyncError):

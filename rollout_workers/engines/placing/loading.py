@@ -1,18 +1,34 @@
 """Loads named Hugging Face tensors into a live module, and checks all of them before it copies any."""
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from broker.errors import WeightSyncError
+from broker.errors import ForeignWeightsError, WeightSyncError
 from rollout_workers.engines.base import NamedTensors
 from rollout_workers.engines.held import Held
 from weightsync.tensors.fingerprint import fingerprint
 
-_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<index>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight")
+_TABLES: "WeakKeyDictionary[nn.Module, Mapping[str, _Place]]" = WeakKeyDictionary()
+"""The places in each model that lives, which are found once."""
+
+
+class _Place(NamedTuple):
+    """The place of a file's tensor within one of the model's."""
+
+    name: str
+    """The model's name for the tensor that holds it."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the place in this tensor of the model."""
+        return tensor.detach().as_strided(self.shape, self.strides, tensor.storage_offset() + self.offset)
 
 
 def load_tensors(model: nn.Module, tensors: NamedTensors) -> None:
@@ -43,7 +59,7 @@ class Filling:
     come."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._parameters = dict(model.named_parameters())
+        self._model, self._held = model, _held(model)
         self._tied = tied_names(model)
         self._filled: Counter[str] = Counter()
         self.published: list[tuple[str, torch.dtype]] = []
@@ -54,28 +70,30 @@ class Filling:
         places = []
         for name, tensor in tensors:
             self.published.append((name, tensor.dtype))
-            if name in self._tied:
+            holder, target = place(self._model, self._held, name)
+            if holder in self._tied:
                 continue
-            parameter, target = place(self._parameters, name)
             if target.shape != tensor.shape:
-                raise WeightSyncError(f"{name} has shape {list(tensor.shape)}, the engine wants {list(target.shape)}")
-            self._filled[parameter] += tensor.numel()
+                raise ForeignWeightsError(
+                    f"{name} has shape {list(tensor.shape)}, the engine wants {list(target.shape)}"
+                )
+            self._filled[holder] += tensor.numel()
             places.append((target, tensor))
         return places
 
     def check_whole(self) -> None:
         """Raise WeightSyncError unless there was a tensor for every place."""
-        for name, wanted in self._parameters.items():
-            if self._filled[name] != wanted.numel():
+        for name, wanted in self._held.items():
+            if name not in self._tied and self._filled[name] != wanted.numel():
                 raise WeightSyncError(f"{self._filled[name]} of the {wanted.numel()} numbers of {name} were sent")
 
 
 def held_tensors(model: nn.Module, published: Sequence[tuple[str, torch.dtype]]) -> Held | None:
     """Return what the model holds of these tensors; None if one was converted to another number format."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    tensors = _held(model)
     held = {}
     for name, dtype in published:
-        _, target = place(parameters, name)
+        _, target = place(model, tensors, name)
         if target.dtype != dtype:
             return None
         held[name] = fingerprint(target), target.numel()
@@ -111,15 +129,55 @@ def is_fused(name: str) -> bool:
     return prefix.endswith(".experts") and part in ("gate_up_proj", "down_proj")
 
 
-def place(parameters: Mapping[str, nn.Parameter], name: str) -> tuple[str, torch.Tensor]:
-    """Return the place of a tensor of this name: the parameter's name and the part of it to fill."""
-    if name in parameters:
-        return name, parameters[name].detach()
-    if match := _EXPERT.fullmatch(name):
-        part = match["part"]
-        fused = f"{match['experts']}.{'down_proj' if part == 'down_proj' else 'gate_up_proj'}"
-        index = int(match["index"])
-        if fused in parameters and index < len(parameters[fused]):
-            expert = parameters[fused].detach()[index]
-            return fused, expert if part == "down_proj" else expert.chunk(2)[part == "up_proj"]
-    raise WeightSyncError(f"this model has no parameter {name}; is it of the learner's architecture?")
+def place(model: nn.Module, held: Mapping[str, torch.Tensor], name: str) -> tuple[str, torch.Tensor]:
+    """Return the place of a tensor of this name, the model's own or its files': the name of what `held` of it, as
+    `state_dict` names it, and the part of that to fill. Raises ForeignWeightsError where the model has none."""
+    if name in held:
+        return name, held[name].detach()
+    if (found := _places(model).get(name)) is not None:
+        return found.name, found.of(held[found.name])
+    raise ForeignWeightsError(
+        f"this {type(model).__name__} has no parameter {name}; is it of the learner's architecture? If it is, use"
+        " engine.kind=vllm, which loads it by itself"
+    )
+
+
+def _held(model: nn.Module) -> dict[str, torch.Tensor]:
+    return model.state_dict(keep_vars=True)
+
+
+def _places(model: nn.Module) -> Mapping[str, _Place]:
+    """Return the place of each tensor of the model's files, by its name there, where that is another one than here.
+
+    transformers' own table says how the model is written to files: it renames tensors, takes experts apart, and more.
+    """
+    if model not in _TABLES:
+        _TABLES[model] = dict(_found(model)) if hasattr(model, "base_model_prefix") else {}
+    return _TABLES[model]
+
+
+@torch.no_grad()
+def _found(model: Any) -> Iterator[tuple[str, _Place]]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    for name, tensor in _held(model).items():
+        blank = tensor.detach().to("meta")
+        written = revert_weight_conversion(model, {name: blank})
+        if any(part is not blank for part in written.values()) and not tensor.is_meta:
+            numbers = torch.arange(tensor.numel()).view(tensor.shape)
+            written = revert_weight_conversion(model, {name: numbers})
+        for other, part in written.items():
+            lies = _Place(name, tuple(part.shape), *_lattice(part))
+            if other != name and (part.is_meta or torch.equal(lies.of(numbers), part)):
+                yield other, lies
+
+
+def _lattice(numbers: torch.Tensor) -> tuple[tuple[int, ...], int]:
+    """Return the strides and the offset of elements with these numbers, as far as their first neighbours tell."""
+    if numbers.is_meta or not numbers.numel():
+        return numbers.stride(), 0
+    first = int(numbers.flatten()[0])
+    strides = [
+        int(numbers.select(dim, 1).flatten()[0]) - first if size > 1 else 1 for dim, size in enumerate(numbers.shape)
+    ]
+    return tuple(strides), first
