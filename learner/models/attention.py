@@ -9,7 +9,7 @@ Shapes: T packed tokens, S sequences, L longest of a bucket, H query heads, K ke
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -88,6 +88,8 @@ class PackedLayout:
     share nothing, or `buckets` say it."""
     is_long: bool = False
     """Whether a sequence or path has LONG tokens on average, from which on flash-attn-4 is the faster kernel."""
+    asked: set[torch.nn.Module] | None = None
+    """Gets each module that asks `packed_attention`; None: nobody counts them."""
 
     @classmethod
     def of(cls, cu_seqlens: torch.Tensor, *, varlen: bool = False) -> "PackedLayout":
@@ -314,14 +316,23 @@ def packed_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    packed_layout: PackedLayout,
+    packed_layout: PackedLayout | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: [1, H, T, D] in, [1, T, H, D] out."""
-    _refuse_what_we_ignore(packed_layout, attention_mask, dropout, sliding_window, kwargs)
+    """transformers' attention interface: [1, H, T, D] in, [1, T, H, D] out. The layout of a module that hands no
+    further arguments on is its attribute `packed_layout`."""
+    packed_layout = packed_layout or getattr(module, "packed_layout", None)
+    if packed_layout is None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} is not told the bounds of packed sequences, without which it would mix them: its"
+            " model hands no arguments on to its layers. Take a model of another architecture."
+        )
+    if packed_layout.asked is not None:
+        packed_layout.asked.add(module)
+    _refuse_what_we_ignore(module, packed_layout, attention_mask, dropout, sliding_window, kwargs)
     q, k, v = (rows[0].transpose(0, 1) for rows in (query, key, value))
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
     exchange = packed_layout.exchange
@@ -341,7 +352,21 @@ def _attention(
     return attended
 
 
+def check_asked(layers: Sequence[torch.nn.Module], asked: set[torch.nn.Module], model_type: str) -> None:
+    """Raises UnsupportedModelError unless each layer of a model asked `packed_attention` in its forward pass: one that
+    did not has mixed the sequences of a row, or has no attention at all."""
+    silent = [number for number, layer in enumerate(layers) if asked.isdisjoint(layer.modules())]
+    if silent or not layers:
+        which = f"{len(silent)} of its {len(layers)} layers, the first of them layer {silent[0]}," if silent else "it"
+        raise UnsupportedModelError(
+            f"model: Headway cannot train {model_type} with learner.backend=fsdp: {which} did not ask the attention"
+            " function that keeps the sequences of a packed row apart, so that they would be trained with leaks. Take a"
+            " model whose every layer attends by transformers' attention interface, such as llama or qwen3."
+        )
+
+
 def _refuse_what_we_ignore(
+    module: torch.nn.Module,
     layout: PackedLayout,
     attention_mask: torch.Tensor | None,
     dropout: float,
@@ -351,6 +376,8 @@ def _refuse_what_we_ignore(
     """Raises UnsupportedModelError for an option that is not implemented and would silently give wrong logits."""
     window_matters = sliding_window is not None and sliding_window < layout.max_seqlen
     unknown = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
+        unknown.append("tokens that see later ones")
     if attention_mask is not None or dropout or window_matters or unknown:
         raise UnsupportedModelError(
             f"{ATTENTION_NAME} is plain causal attention, but the model wants a mask "

@@ -5,6 +5,7 @@ for its forward pass, and again for its recomputation.
 """
 
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -52,6 +53,36 @@ def prepare_layers(layers: Iterable[nn.Module], compute: ComputeConfig) -> None:
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
             forward = torch.compile(forward, dynamic=True)  # the number of tokens changes with every micro-batch
         layer.forward = forward
+
+
+def hand_on_layouts(layers: Iterable[nn.Module]) -> None:
+    """Give the bounds of packed sequences to attention to which its layer hands no further arguments on: as an
+    attribute, set in each forward pass and in each recomputation, in front of which this comes."""
+    for layer in layers:
+        attention = [part for part in layer.modules() if "ALL_ATTENTION_FUNCTIONS" in _source(part)]
+        if not all(_hands_on(part) for part in (layer, *attention)):
+            layer.forward = functools.partial(_with_attribute, layer.forward, attention)
+
+
+def _with_attribute(
+    forward: Forward, attention: list[nn.Module], *args: Any, packed_layout: Any = None, **kwargs: Any
+) -> Any:
+    for part in attention:
+        part.packed_layout = packed_layout
+    return forward(*args, **kwargs)
+
+
+def _hands_on(part: nn.Module) -> bool:
+    """Return whether the module takes further arguments and hands them on, by its source: `**kwargs` stands there at
+    least twice. A wrong answer costs nothing but words: attention without a layout raises."""
+    return _source(part).count("**kwargs") > 1
+
+
+def _source(part: nn.Module) -> str:
+    try:
+        return inspect.getsource(type(part).forward)
+    except (OSError, TypeError):
+        return ""
 
 
 def _recomputed(forward: Forward, recompute: str) -> Forward:

@@ -6,6 +6,7 @@ token's place.
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,13 +16,14 @@ from broker.errors import ConfigError
 from learner.backends.candidate_logprobs import candidate_logprobs, likeliest, own_first
 from learner.backends.replayed_choice import Recorded
 from learner.backends.token_logprobs import confident_logprobs, token_logprobs
-from learner.models.attention import ATTENTION_NAME, RowsAt, register_packed_attention
+from learner.models.architectures import SCALED_LOGITS
+from learner.models.attention import ATTENTION_NAME, RowsAt, check_asked, register_packed_attention
 from learner.rows.batch import PackedBatch
 from learner.rows.padding import PaddedShape
 
 from .context import ContextGroup
 from .experts import experts_implementation
-from .layers import fuse_norms
+from .layers import fuse_norms, hand_on_layouts
 from .replayed_router import replay, replayable_routers
 from .row import FsdpRow
 
@@ -30,9 +32,6 @@ if TYPE_CHECKING:
 
 FEW_EXPERTS = 4
 """The number of experts up to which a CPU runs them faster one by one than by one grouped multiplication."""
-
-SCALED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
-"""Options of models whose logits are more than the output embedding's product."""
 
 
 class PackedModel(nn.Module):
@@ -54,6 +53,10 @@ class PackedModel(nn.Module):
         self.context.check_heads(model.config)
         self.model = model.eval()  # dropout would make current logprobs differ from behaviour logprobs
         fuse_norms(self.model)
+        hand_on_layouts(self.layers)
+        self._kind = model.config.model_type
+        self._have_asked = False
+        """Whether a forward pass has shown that every layer attends by our function."""
         self._routers = replayable_routers(self.layers, model.config.model_type)
         self.tally_2 = torch.zeros(2, dtype=torch.int64)
         """Counts of replayed choices; see `Recorded`."""
@@ -70,7 +73,14 @@ class PackedModel(nn.Module):
     def layers(self) -> list[nn.Module]:
         """The decoder layers, first to last."""
         kinds = set(self.model._no_split_modules or ())
-        return [part for part in self.model.modules() if type(part).__name__ in kinds]
+        found = [part for part in self.model.modules() if type(part).__name__ in kinds]
+        return found or [layer for stack in self._stacks() for layer in stack]
+
+    def _stacks(self) -> Iterator[nn.ModuleList]:
+        """Yield what holds as many parts as the model has layers, of a model that does not name them."""
+        for part in self.model.modules():
+            if isinstance(part, nn.ModuleList) and len(part) == self.model.config.num_hidden_layers:
+                yield part
 
     def row(self, batch: PackedBatch) -> FsdpRow:
         """This rank's part of the batch, on the parameters' device."""
@@ -80,12 +90,17 @@ class PackedModel(nn.Module):
     def hidden(self, row: FsdpRow) -> torch.Tensor:
         """[N, H] the last layer's output at this rank's tokens."""
         replay(self._routers, None if row.experts_NLK is None else self._recorded(row.experts_NLK, row.shares_N))
-        hidden_NH: torch.Tensor = self.model.base_model(
+        asked: set[nn.Module] = set()
+        output = self.model.base_model(
             input_ids=row.token_ids_N[None],
             position_ids=row.position_ids_N[None],
-            packed_layout=row.layout,
+            packed_layout=row.layout if self._have_asked else dataclasses.replace(row.layout, asked=asked),
             use_cache=False,
-        ).last_hidden_state[0]
+        )
+        if not self._have_asked:
+            check_asked(self.layers if hasattr(output, "last_hidden_state") else (), asked, self._kind)
+            self._have_asked = True
+        hidden_NH: torch.Tensor = output.last_hidden_state[0]
         return hidden_NH
 
     def _recorded(self, experts_NLK: torch.Tensor, shares_N: torch.Tensor | None) -> Recorded:

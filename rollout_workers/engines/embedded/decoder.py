@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from broker.schema import Experts, WeightVersion
-from rollout_workers.engines.base import GenerationRequest
+from rollout_workers.engines.base import EngineOptionsError, GenerationRequest
 
 from .router_tap import RouterTap
 from .sampling import Sampler
@@ -79,6 +79,7 @@ class Decoder:
     def __post_init__(self) -> None:
         self._cache = SlotCache(self.capacity, self.max_len)
         self.router_tap = RouterTap(self.model)
+        self._attention = [part for part in self.model.modules() if hasattr(part, "layer_idx")]
         self._asleep: dict[str, torch.Size] = {}
         """Shapes of the parameters whose memory was freed, by name."""
 
@@ -141,12 +142,25 @@ class Decoder:
         self._free(ended)
         return finished
 
+    def check_attention(self) -> None:
+        """Raise EngineOptionsError unless every layer attends by `slot_attention`, as two tokens show: another layer
+        would mix sequences, and keep what it remembers of them where no swap finds it."""
+        asked: set[nn.Module] = set()
+        self.score([0, 1], asked)
+        layers: int = self.model.config.get_text_config().num_hidden_layers  # type: ignore[operator, union-attr]
+        if len(asked) < layers:
+            raise EngineOptionsError(
+                f"the embedded engine does not support {self.model.config.model_type}: {layers - len(asked)} of its"  # type: ignore[union-attr]
+                f" {layers} layers do not attend by transformers' attention interface. Set engine.kind=vllm."
+            )
+
     @torch.inference_mode()
-    def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Return the logprobs of `token_ids[1:]` at temperature 1. The cache is not touched."""
+    def score(self, token_ids: Sequence[int], asked: set[nn.Module] | None = None) -> list[float]:
+        """Return the logprobs of `token_ids[1:]` at temperature 1. The cache is not touched. `asked` gets the modules
+        that attend."""
         tokens_T = torch.tensor(token_ids, device=self.device)
         position_T = torch.arange(len(token_ids), device=self.device)
-        layout = SlotLayout(None, position_T, position_T, None, whole([len(token_ids)], position_T), None)
+        layout = SlotLayout(None, position_T, position_T, None, whole([len(token_ids)], position_T), None, asked)
         logits_TV = self._call(tokens_T, position_T, layout, keep=len(token_ids))[:-1]
         logprobs_TV = torch.log_softmax(logits_TV.float(), dim=-1)
         scores: list[float] = logprobs_TV.gather(1, tokens_T[1:, None])[:, 0].tolist()
@@ -236,12 +250,13 @@ class Decoder:
 
     def _call(self, tokens_T: torch.Tensor, position_T: torch.Tensor, layout: SlotLayout, keep: int) -> torch.Tensor:
         """Call the model's own forward; it returns logits of the last `keep` tokens only."""
+        for part in self._attention:
+            part.headway_layout = layout  # type: ignore[assignment]
         output = self.model(
             input_ids=tokens_T[None],
             position_ids=position_T[None],
             use_cache=False,
             logits_to_keep=keep,
-            headway_layout=layout,
         )
         logits: torch.Tensor = output.logits[0]
         return logits

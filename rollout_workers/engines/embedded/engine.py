@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +30,7 @@ from broker.errors import HeadwayError, WeightSyncError
 from broker.schema import WeightVersion
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines.abilities import REQUESTS
-from rollout_workers.engines.base import Check, Chunk, GenerationRequest, NamedTensors, Parts
+from rollout_workers.engines.base import Check, Chunk, EngineOptionsError, GenerationRequest, NamedTensors, Parts
 from rollout_workers.engines.placing.adapters import check_adapter
 from rollout_workers.engines.placing.loading import Filling, fill, held_tensors
 
@@ -107,6 +107,11 @@ class EmbeddedEngine:
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="headway-engine", daemon=True)
         self._thread.start()
+
+    def check_attention(self) -> None:
+        """Raise EngineOptionsError for a model that this engine would compute wrongly. To be called before anything is
+        asked of it: its thread waits."""
+        self._decoder.check_attention()
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         """See Engine."""
@@ -367,13 +372,29 @@ def open_embedded(config: EngineConfig, model_dir: Path, *, seed: int) -> Embedd
     }
     architecture = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
     if set(getattr(architecture, "layer_types", None) or ()) - {"full_attention"}:
-        raise HeadwayError(
+        raise EngineOptionsError(
             f"the embedded engine runs full attention only, {architecture.model_type} has other layers; "
             "use engine.kind=vllm"
         )
-    with torch.random.fork_rng(devices=[]):  # an evaluation must not disturb a learner that resumes bit for bit
+    with torch.random.fork_rng(devices=[]), _fitting(architecture.model_type):
+        # Forked, since an evaluation must not disturb a learner that resumes bit for bit.
         if any(Path(model_dir).glob("*.safetensors")):
             model = AutoModelForCausalLM.from_pretrained(model_dir, **settings)
-            return EmbeddedEngine(model, config, seed=seed, version=WeightVersion(0, 0))
-        model = AutoModelForCausalLM.from_config(architecture, **settings)
-        return EmbeddedEngine(model, config, seed=seed)
+            engine = EmbeddedEngine(model, config, seed=seed, version=WeightVersion(0, 0))
+        else:
+            model = AutoModelForCausalLM.from_config(architecture, **settings)
+            engine = EmbeddedEngine(model, config, seed=seed)
+        engine.check_attention()
+        return engine
+
+
+@contextlib.contextmanager
+def _fitting(model_type: str) -> Iterator[None]:
+    """Turn errors of a model that was not made for this engine into an EngineOptionsError."""
+    try:
+        yield
+    except (TypeError, KeyError, AttributeError, IndexError, NotImplementedError) as error:
+        raise EngineOptionsError(
+            f"the embedded engine does not support {model_type} ({type(error).__name__}: {error}). Set"
+            " engine.kind=vllm."
+        ) from error

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface
 
-from broker.errors import HeadwayError
+from rollout_workers.engines.base import EngineOptionsError
 
 ATTENTION = "headway_slots"
 
@@ -47,15 +47,15 @@ class SlotCache:
             return
         old, self._length = self._length, min(self._max_len, max(length, 2 * self._length))
         for index, layer in self._layers.items():
-            grown = self._empty(layer.values)
+            grown = self._empty(layer.keys.transpose(2, 3), layer.values)
             grown.keys[..., :old] = layer.keys
             grown.values[..., :old, :] = layer.values
             self._layers[index] = grown
 
-    def layer(self, index: int, like: torch.Tensor) -> LayerCache:
-        """Return what is held of a layer whose keys are `like` [any, K, any, D]."""
+    def layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> LayerCache:
+        """Return what is held of a layer with keys and values like these, [any, K, any, D]; D of both may differ."""
         if index not in self._layers:
-            self._layers[index] = self._empty(like)
+            self._layers[index] = self._empty(key, value)
         return self._layers[index]
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -65,12 +65,11 @@ class SlotCache:
             for states in layer:
                 states.index_copy_(0, target, states.index_select(0, source))
 
-    def _empty(self, like: torch.Tensor) -> LayerCache:
+    def _empty(self, key: torch.Tensor, value: torch.Tensor) -> LayerCache:
         """Return new memory, which is zeroed: a masked NaN still spoils a sum."""
-        heads, size = like.shape[1], like.shape[3]
         return LayerCache(
-            like.new_zeros(self._slots, heads, size, self._length),
-            like.new_zeros(self._slots, heads, self._length, size),
+            key.new_zeros(self._slots, key.shape[1], key.shape[3], self._length),
+            value.new_zeros(self._slots, value.shape[1], self._length, value.shape[3]),
         )
 
 
@@ -112,6 +111,8 @@ class SlotLayout:
     """[P] the packed token that each place gets; None: the T tokens in their order. Several slots may share one."""
     prefill: Prefill | None
     decode: Decode | None
+    asked: set[nn.Module] | None = None
+    """Gets each module that asks `slot_attention`; None: nobody counts them."""
 
 
 def slot_attention(
@@ -121,17 +122,21 @@ def slot_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    scaling: float,
-    headway_layout: SlotLayout,
+    scaling: float | None = None,
     **extras: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attend with [1, H, T, D] queries to [1, K, T, D] keys and values; returns [1, T, H, D] and fills the cache."""
-    refuse_extras(extras)
-    layout = headway_layout
+    """Attend with [1, H, T, D] queries to [1, K, T, D] keys and values; returns [1, T, H, D] and fills the cache. The
+    layout is the module's attribute `headway_layout`: not every model hands further arguments on to its attention."""
+    layout = getattr(module, "headway_layout", None)
+    refuse_extras(module, layout, attention_mask, extras)
+    assert isinstance(layout, SlotLayout)
+    if layout.asked is not None:
+        layout.asked.add(module)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     q_THD, k_TKD, v_TKD = (states[0].transpose(0, 1) for states in (query, key, value))
     cached = None
     if layout.cache is not None:
-        cached = layout.cache.layer(int(module.layer_idx), key)  # type: ignore[arg-type]
+        cached = layout.cache.layer(int(module.layer_idx), key, value)  # type: ignore[arg-type]
         k_PKD, v_PKD = (k_TKD, v_TKD) if layout.sources is None else (k_TKD[layout.sources], v_TKD[layout.sources])
         cached.keys[layout.slots, :, :, layout.positions] = k_PKD
         cached.values[layout.slots, :, layout.positions] = v_PKD
@@ -167,14 +172,24 @@ def attend_cached(q_NHD: torch.Tensor, cached: LayerCache, scaling: float, decod
     keys, values = cached.keys[decode.slots, ..., :length], cached.values[decode.slots, :, :length]
     shared = (q_NHD * scaling).view(q_NHD.shape[0], keys.shape[1], -1, q_NHD.shape[2])
     weights = (torch.matmul(shared, keys) + decode.bias).softmax(dim=-1).to(values.dtype)
-    return torch.matmul(weights, values).reshape(q_NHD.shape)
+    return torch.matmul(weights, values).reshape(*q_NHD.shape[:2], values.shape[-1])
 
 
-def refuse_extras(extras: dict[str, object]) -> None:
-    """Raise for attention variants that this function would compute wrongly."""
-    for name in ("sliding_window", "softcap", "s_aux"):
-        if extras.get(name) is not None:
-            raise HeadwayError(f"the embedded engine has no attention with {name}; use engine.kind=vllm for this model")
+def refuse_extras(
+    module: nn.Module, layout: SlotLayout | None, attention_mask: torch.Tensor | None, extras: dict[str, object]
+) -> None:
+    """Raise EngineOptionsError for attention variants that this function would compute wrongly."""
+    found = [name for name in ("sliding_window", "softcap", "s_aux", "position_bias") if extras.get(name) is not None]
+    if attention_mask is not None:
+        found.append("a mask of its own")
+    if extras.get("is_causal", getattr(module, "is_causal", True)) is False:
+        found.append("tokens that see later ones")
+    if layout is None or not hasattr(module, "layer_idx"):
+        found.append("layers that it cannot tell apart")
+    if found:
+        raise EngineOptionsError(
+            f"the embedded engine has no attention with {' and '.join(found)}; use engine.kind=vllm for this model"
+        )
 
 
 # transformers passes no mask to an attention function without a mask function of the same name.
