@@ -18,10 +18,13 @@ from broker.installation import cache_directory, version_of
 from learner.data.examples import open_examples
 from learner.data.prompts import open_source
 from learner.data.prompts.base import PromptSource
+from learner.models.architectures import check_architecture
 from learner.models.chat_template import read_chat_template
 from learner.models.directory import check_files, check_path, lacks_chat_template, positions_of, read_config
+from learner.models.layout import check_sizes
 from learner.stages.kinds import check_records
 
+from .pools import pools_of
 from .recipe import Recipe
 from .stage_graph import REFERENCE
 
@@ -43,6 +46,7 @@ def check_data(recipe: Recipe, *, is_new: bool = False, say: Callable[[str], obj
         check_path(critic, "algorithm.critic.path")
     if is_here:  # loading a model takes up to minutes; its directory tells now what it lacks
         check_files(recipe.model.path)
+    check_models(recipe)
     if say is not None and (warning := beyond_positions(recipe)):
         say(warning)
     if recipe.model.chat_template:
@@ -57,6 +61,25 @@ def check_data(recipe: Recipe, *, is_new: bool = False, say: Callable[[str], obj
             _check(phase.kind, (phase, seed), partial(open_examples, phase, seed))
     for number, stage in enumerate(recipe.stages):
         check_records(stage, seed, f"stages[{number}]")
+
+
+def check_models(recipe: Recipe) -> None:
+    """Raise ConfigError for a model, or a critic, that the learner's backend does not train, an engine of the run does
+    not run, or whose sizes the learner's layout does not divide, as far as its configuration tells. Configurations that
+    this machine does not have yet are judged where they are loaded."""
+    learner, random, critic = recipe.learner, recipe.model.random, recipe.algorithm.critic.path
+    made = (
+        {"model_type": random.architecture, **random.config} if random is not None else read_config(recipe.model.path)
+    )
+    engines = {recipe.engine.kind, *(pool.recipe.engine.kind for pool in pools_of(recipe))}
+    found = [("model", made, engines if recipe.has_learner else {""})]
+    if critic and not critic.startswith(REFERENCE):
+        found.append(("algorithm.critic.path", read_config(critic), {""}))
+    for key, config, kinds in found:
+        for kind in sorted(kinds) if config else ():
+            check_architecture(config or {}, learner.backend, kind, key)
+        number_bytes = 4 if recipe.model.dtype == "float32" else 2
+        check_sizes(learner.backend, learner.layout, learner.processes, config or {}, number_bytes)
 
 
 def beyond_positions(recipe: Recipe) -> str:

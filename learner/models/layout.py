@@ -3,12 +3,14 @@
     check_splits    of the backend and the recipe
     check_ranks     of the recipe alone
     check_layout    of the model too, whose sizes must divide; of a model split by context alone: check_context
+    check_sizes     of the sizes that config.json says, before torch is imported
 
 All raise ConfigError with the numbers that do not fit.
 """
 
-from collections.abc import Collection
-from typing import Protocol
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import msgspec
 
@@ -72,6 +74,7 @@ def check_layout(layout: LayoutConfig, processes: int, sizes: Sizes, number_byte
     check_ranks(layout, processes)
     _divides("attention heads", sizes.heads, "tensor * context", layout.tensor * layout.context)
     _divides("key/value heads", sizes.key_value_heads, "tensor", layout.tensor)
+    check_context(layout.context, sizes.heads // layout.tensor, sizes.key_value_heads // layout.tensor)
     _divides("hidden layers", sizes.layers, "pipeline * virtual_pipeline", layout.pipeline * layout.virtual_pipeline)
     if sizes.experts:
         _check_experts(layout, sizes, number_bytes)
@@ -85,12 +88,50 @@ def check_layout(layout: LayoutConfig, processes: int, sizes: Sizes, number_byte
 
 
 def check_context(context: int, heads: int, key_value_heads: int) -> None:
-    """Checks that `context` ranks can share the heads; key/value heads may be repeated."""
+    """Checks that `context` ranks can share the heads that each tensor-parallel rank has; key/value heads may be
+    repeated."""
     if heads % context or (key_value_heads % context and context % key_value_heads):
         raise ConfigError(
-            f"learner.layout.context={context} does not divide the model's {heads} attention heads, or neither divides"
-            f" nor is a multiple of its {key_value_heads} key/value heads; choose another size."
+            f"learner.layout.context={context} does not divide the {heads} attention heads of the model, or of each of"
+            f" its tensor-parallel ranks, or neither divides nor is a multiple of the {key_value_heads} key/value heads"
+            " there; choose another size."
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownSizes:
+    """The sizes that a configuration's own words say, as they stand in config.json."""
+
+    layers: int
+    heads: int
+    key_value_heads: int
+    ffn_width: int
+    experts: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "KnownSizes | None":
+        """Returns them; None where the configuration names them otherwise, or leaves some to transformers."""
+        experts = config.get("num_experts") or 0
+        width = "moe_intermediate_size" if experts else "intermediate_size"
+        keys = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", width)
+        found: list[Any] = [config.get(key) for key in keys]
+        if not all(type(size) is int and size > 0 for size in (*found, experts or 1)):
+            return None
+        layers, heads, key_value_heads, ffn_width = found
+        return cls(layers=layers, heads=heads, key_value_heads=key_value_heads, ffn_width=ffn_width, experts=experts)
+
+
+def check_sizes(
+    backend: str, layout: LayoutConfig, processes: int, config: Mapping[str, Any], number_bytes: int
+) -> None:
+    """Checks what can be known of a model from its configuration's own words alone; its backend checks all of it."""
+    sizes = KnownSizes.of(config)
+    if sizes is None:
+        return
+    if backend == "megatron":
+        check_layout(layout, processes, sizes, number_bytes)
+    elif backend == "fsdp":
+        check_context(layout.context, sizes.heads, sizes.key_value_heads)
 
 
 def experts_over(layout: LayoutConfig) -> int:

@@ -119,6 +119,14 @@ def known(architecture: str, **config: Any) -> Architecture:
     return architecture_of(load_config(model_config(architecture, **config)))
 
 
+UNUSUAL: dict[str, dict[str, Any]] = {
+    "odd": {"intermediate_size": 47},
+    "two": {"num_attention_heads": 6, "num_key_value_heads": 2},
+    "three": {"num_attention_heads": 6, "num_key_value_heads": 3},
+    "nine": {"num_attention_heads": 18, "num_key_value_heads": 9, "intermediate_size": 48},
+}
+
+
 @pytest.mark.parametrize(
     ("layout", "processes", "architecture", "message"),
     [
@@ -142,6 +150,10 @@ def known(architecture: str, **config: Any) -> Architecture:
             "qwen3",
             "hidden layers = 2 cannot be divided by pipeline * virtual_pipeline = 4",
         ),
+        ({"context": 2}, 2, "three", "context=2 does not divide the 6 attention heads of the model, or of each of its"),
+        ({"context": 2}, 2, "three", "of the 3 key/value heads"),
+        ({"context": 2, "tensor": 3}, 6, "nine", "of the 3 key/value heads"),
+        ({"context": 3}, 3, "two", "of the 2 key/value heads"),
         ({"tensor": 2}, 2, "odd", "feed-forward width = 47 cannot be divided by tensor = 2"),
         ({"expert_tensor": 5}, 5, "qwen3_moe", "feed-forward width = 24 cannot be divided by expert_tensor = 5"),
         ({"virtual_pipeline": 2}, 1, "qwen3", "virtual_pipeline=2 interleaves layers of several stages, but"),
@@ -159,7 +171,7 @@ def known(architecture: str, **config: Any) -> Architecture:
 def test_a_layout_that_cannot_be_is_refused(
     layout: dict[str, int], processes: int, architecture: str, message: str
 ) -> None:
-    model = known("qwen3", intermediate_size=47) if architecture == "odd" else known(architecture)
+    model = known("qwen3", **UNUSUAL[architecture]) if architecture in UNUSUAL else known(architecture)
     with pytest.raises(ConfigError) as caught:
         check_layout(LayoutConfig(**layout), processes, model, number_bytes=4)
     assert str(caught.value).startswith("learner.layout")

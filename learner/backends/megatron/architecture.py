@@ -4,14 +4,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from broker.errors import ConfigError
+from learner.models.architectures import MEGATRON
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 Head = Literal["policy", "value", "score"]
 """The end of the last pipeline stage: the model's own head, or one of a single output; a score's has no bias."""
-
-SUPPORTED = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +62,9 @@ def architecture_of(config: "PretrainedConfig", head: Head = "policy") -> Archit
 
 
 def _check(config: "PretrainedConfig") -> None:
-    if config.model_type not in SUPPORTED:
+    if config.model_type not in MEGATRON:
         raise ConfigError(
-            f"model: the megatron backend trains {', '.join(SUPPORTED)}, not {config.model_type}; use "
+            f"model: the megatron backend trains {', '.join(MEGATRON)}, not {config.model_type}; use "
             "learner.backend=fsdp."
         )
     reasons = {
