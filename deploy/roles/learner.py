@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import math
 import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,7 @@ from deploy.observe.waiting_log import waits_logged
 from deploy.recipe.adapters import adapted_by, adapter_rank, why_merged
 from deploy.recipe.loading import recipe_to_bytes
 from deploy.recipe.operators import roots_of
+from deploy.recipe.pools import pools_of
 from deploy.recipe.recipe import Recipe
 from deploy.recipe.scorers import scorers_of
 from deploy.run.directory import (
@@ -53,6 +55,7 @@ from learner.experience.rewind import Rewind
 from learner.experience.stream import Experience
 from learner.models.files import model_files
 from learner.models.model import load_config, load_tokenizer
+from learner.objective.agreement import EXACT, EXPLAINED, QUANTIZED
 from learner.objective.composition import needs_critic, needs_reference, needs_teacher
 from learner.objective.objective import Objective
 from learner.objective.update import Updater
@@ -75,6 +78,8 @@ from .worker_evaluations import WorkerEvaluations
 log = logging.getLogger(__name__)
 
 PROBE_TOKENS = 32
+ROUNDED_BY = ("quantization", "kv_cache_dtype")
+"""The options of vLLM and SGLang by which an engine holds weights or its cache in fewer bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,7 +370,24 @@ def recipe_updater(recipe: Recipe, backend: Backend, ranks: Ranks) -> Updater:
         max_lag=recipe.staleness.max_lag,
         cost=recipe_cost(recipe),
         routing=recipe_routing(recipe),
+        agreement_bound=agreement_bound(recipe),
     )
+
+
+def agreement_bound(recipe: Recipe) -> float:
+    """Return the bound of `FirstBatch`: the recipe's own, or what the rounding of its engines and of the learner
+    explains at its temperature."""
+    if recipe.learner.agreement_bound is not None:
+        return recipe.learner.agreement_bound
+    engines, sampling = [recipe.engine, *(pool.recipe.engine for pool in pools_of(recipe))], recipe.sampling
+    formats = {recipe.model.dtype, *(engine.dtype for engine in engines)}
+    is_exact = formats == {"float32"} and recipe.learner.device == "cpu"
+    rounding = EXACT if is_exact else max(EXPLAINED[one] for one in formats)
+    if any(engine.options.get(key) not in (None, "auto") for engine in engines for key in ROUNDED_BY):
+        rounding = max(rounding, QUANTIZED)
+    if sampling.top_k:  # what the engine leaves out may be any share
+        return math.inf
+    return rounding / min(1.0, sampling.temperature) - math.log(sampling.top_p)
 
 
 def rules_of(recipe: Recipe) -> RunRules:

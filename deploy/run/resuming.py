@@ -84,7 +84,8 @@ FREE = frozenset(
         "algorithm.critic": "learning_rate clip",
         "algorithm.distillation": "place divergence beta",
         "optimizer": "learning_rate beta1 beta2 epsilon weight_decay max_grad_norm warmup_steps schedule",
-        "learner": "device processes threads steps group_size micro_batch_tokens prefix_sharing updates_per_step",
+        "learner": "device processes threads steps group_size micro_batch_tokens prefix_sharing updates_per_step"
+        " agreement_bound",
         "learner.layout": "tensor pipeline virtual_pipeline context expert expert_tensor",
         "learner.compute": "recompute offload_optimizer compile cuda_graphs",
         "launcher": "kind options",

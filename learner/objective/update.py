@@ -30,6 +30,7 @@ from learner.rows.packing import PackableSequence, from_trajectory
 from learner.rows.routing import Routing
 from learner.rows.units import Row, Unit, pack_units
 
+from .agreement import FirstBatch
 from .ahead import Ahead
 from .composition import open_advantage
 from .critic import Critic, outcome_rewards
@@ -93,7 +94,7 @@ class Updater:
 
     `reference` is needed for a KL penalty and for most losses of pairs, `critic` for advantages by generalized
     estimation. `cost` balances replicas and is the same on every rank. `routing` describes a model whose routers replay
-    the engine's choices.
+    the engine's choices. `agreement_bound` is that of `FirstBatch`.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Updater:
         max_lag: int,
         cost: CostModel = DEFAULT_COST,
         routing: Routing | None = None,
+        agreement_bound: float = 0.0,
     ) -> None:
         self._backend = backend
         self._ranks = ranks
@@ -134,6 +136,7 @@ class Updater:
         self._cost = cost
         self._routing = routing
         self._has_candidates = algorithm.distillation.candidates > 0
+        self._first_batch = FirstBatch(ranks, agreement_bound)
 
     @property
     def models(self) -> list[Trained]:
@@ -203,7 +206,9 @@ class Updater:
 
     def update(self, packed: Sequence[list[PackedBatch]], step: int) -> Update:
         """Makes an optimizer update of each part of a packed step; proximal logprobs are those before the first of
-        them, which needs no forward pass for its own."""
+        them, which needs no forward pass for its own. Raises DisagreementError, with nothing trained, where engine and
+        learner compute different models."""
+        agreement = self._first_batch.compared(packed[0], self._logprobs, step) if packed else {}
         rate = self.learning_rate(step)
         parts, losses, norms, reports, critic_reports = [], [], [], [], list[dict[str, float]]()
         for objective, part, proximal_logprobs in self._updates(packed):
@@ -232,7 +237,7 @@ class Updater:
             micro_batches=micro_batches,
             computed_tokens=self._computed_tokens(parts),
             budget_tokens=micro_batches * self._learner.micro_batch_tokens,
-            algorithm={**summarize(whole), **parts[0].estimates, **_means(critic_reports)},
+            algorithm={**summarize(whole), **parts[0].estimates, **_means(critic_reports), **agreement},
             by_lag=summarize_by_lag(whole),
         )
 

@@ -1,0 +1,115 @@
+"""Nothing is trained before the first fresh tokens have shown that engine and learner compute the same model."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from learner.algorithm_config import AlgorithmConfig
+from learner.backends import open_backend
+from learner.backends.base import Backend
+from learner.config import LearnerConfig
+from learner.models.model import load_model
+from learner.objective.agreement import EXACT, DisagreementError
+from learner.objective.objective import Objective
+from learner.objective.update import Updater
+from learner.ranks import Ranks
+from learner.rows.packing import PackableSequence, concatenate, pack
+from tests.learner.tiny import OPTIMIZER, model_config, sequences
+
+MODEL = model_config("qwen3", initializer_range=0.3)
+LENGTHS = [12, 20, 9, 16, 14, 11]
+Logits = Callable[[torch.Tensor], torch.Tensor]
+"""[1, T] tokens to their [1, T, V] logits, as an engine computes them."""
+
+
+def engine_of(**changes: Any) -> Logits:
+    model = load_model(MODEL, seed=1).eval()
+    config = model_config("qwen3", initializer_range=0.3, **changes)
+    other = load_model(config, seed=1).eval()
+    other.load_state_dict(model.state_dict())
+    return lambda ids: other(input_ids=ids).logits
+
+
+def capped(logits: Logits) -> Logits:
+    return lambda ids: 5 * torch.tanh(logits(ids) / 5)
+
+
+@torch.no_grad()
+def sampled_by(engine: Logits, lags: Sequence[int] = (0,), *, leaks: bool = False) -> list[PackableSequence]:
+    """Return sequences with the logprobs that the engine gives their tokens; with `leaks` each sees those before it."""
+    found, before = [], torch.zeros(0, dtype=torch.int64)
+    for number, one in enumerate(sequences(LENGTHS)):
+        ids = torch.from_numpy(one.token_ids.astype(np.int64))
+        seen = torch.cat([before, ids]) if leaks else ids
+        logprobs = engine(seen[None])[0].log_softmax(-1)[-len(ids) - 1 : -1] if leaks and len(before) else None
+        if logprobs is None:
+            logprobs = torch.cat([torch.zeros(1, 19), engine(ids[None])[0].log_softmax(-1)[:-1]])
+        own = logprobs.gather(1, ids[:, None])[one.prompt_length :, 0]
+        of_lag = np.full(len(own), lags[number % len(lags)], np.int64)
+        mask = np.ones(len(own), np.uint8)
+        found.append(replace(one, behavior_logprobs=own.numpy().astype(np.float32), lags=of_lag, loss_mask=mask))
+        before = seen
+    return found
+
+
+def updater_of(backend: Backend, bound: float) -> Updater:
+    algorithm = AlgorithmConfig()
+    return Updater(
+        backend,
+        Ranks.of(backend),
+        Objective(algorithm),
+        None,
+        algorithm=algorithm,
+        learner=LearnerConfig(micro_batch_tokens=40),
+        optimizer=OPTIMIZER,
+        temperature=1.0,
+        max_new_tokens=32,
+        max_lag=4,
+        agreement_bound=bound,
+    )
+
+
+def weights(backend: Backend) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in backend.named_tensors()}
+
+
+def test_a_healthy_engine_passes_once_and_its_figures_are_told() -> None:
+    backend = open_backend("fsdp", MODEL, OPTIMIZER, seed=1)
+    updater, given = updater_of(backend, EXACT), sampled_by(engine_of())
+    first = updater.update([pack(given, 0, 1, 40)], 0).algorithm
+    assert first["agreement_tokens"] == sum(int(one.loss_mask.sum()) for one in given)
+    assert 0 < first["agreement_mean"] <= first["agreement_worst"] < 1e-4
+    assert not [name for name in updater.update([pack(given, 0, 1, 40)], 1).algorithm if name.startswith("agreement")]
+
+
+@pytest.mark.parametrize(
+    ("engine", "leaks"),
+    [
+        (engine_of(), True),
+        (engine_of(rope_parameters={"rope_type": "default", "rope_theta": 100.0}), False),
+        (engine_of(rms_norm_eps=0.01), False),
+        (capped(engine_of()), False),
+        (lambda ids: engine_of()(ids) / 2, False),
+        (lambda ids: engine_of()(ids) * torch.nan, False),
+    ],
+    ids=["leaks", "rope", "epsilon", "soft cap", "scale", "not a number"],
+)
+def test_another_model_than_the_learners_trains_nothing(engine: Logits, leaks: bool) -> None:
+    backend = open_backend("fsdp", MODEL, OPTIMIZER, seed=1)
+    before, given = weights(backend), sampled_by(engine, leaks=leaks)
+    with pytest.raises(DisagreementError):
+        updater_of(backend, EXACT).update([pack(given, 0, 1, 40)], 0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in backend.named_tensors())
+    assert "agreement_mean" not in updater_of(backend, 0.0).update([pack(given, 0, 1, 40)], 0).algorithm
+
+
+def test_tokens_of_older_weights_are_not_compared() -> None:
+    backend = open_backend("fsdp", MODEL, OPTIMIZER, seed=1)
+    updater, other = updater_of(backend, EXACT), capped(engine_of())
+    assert "agreement_mean" not in updater.update([pack(sampled_by(other, [2, 1]), 0, 1, 40)], 2).algorithm
+    with pytest.raises(DisagreementError):  # a resumed learner meets its first fresh ones later
+        updater.update([[concatenate(sampled_by(other, [3, 0]))]], 3)
