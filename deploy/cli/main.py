@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import click
 
-from broker.errors import HeadwayError, UnknownKeysError, UntrainableBatchError
+from broker.errors import BUG_EXIT, HeadwayError, UnknownKeysError, UntrainableBatchError
 from broker.installation import shared_temporary_directory
 from deploy.launch.preloading import preload_engine
 from deploy.printing import complain, log_to_stderr, paragraph
@@ -19,7 +19,7 @@ from learner.checkpoints.disk import FULL
 from .commands import data, launch, models, new, pages, ray, roles, run, runs, tools
 from .ending import Ending
 
-BUG_EXIT, INTERRUPT_EXIT = 70, 130
+INTERRUPT_EXIT = 130
 _NEW_OBJECTS = 50_000
 """New objects between two collections. Imported packages make millions that stay, and Python's 700 would examine them
 again and again: a tenth of the time that torch and transformers take to import."""

@@ -48,6 +48,8 @@ class Slot:
     started: float = 0.0
     failures: int = 0
     """Failures in a row."""
+    bug: str = ""
+    """The last words of its last failure, if that was a bug: of which another start may be the way out once."""
     restart_at: float = 0.0
     is_given_up: bool = False
     """Whether another start would not mend its failure, which need not be that of other workers."""

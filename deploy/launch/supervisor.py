@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
-from broker.errors import LASTING_EXIT, SICK_EXIT, SIGNALLED_EXIT, VERSION_EXIT, HeadwayError
+from broker.errors import BUG_EXIT, LASTING_EXIT, SICK_EXIT, SIGNALLED_EXIT, VERSION_EXIT, HeadwayError
 from deploy.printing import say
 
 from .base import Command, Handle, Launcher
@@ -122,7 +122,13 @@ class Supervisor:
         if child.exit_code() == VERSION_EXIT:
             self._give_up(slot, child)
             return
-        slot.failures = 1 if slot.has_recovered else slot.failures + 1
+        if slot.has_recovered:
+            slot.failures, slot.bug = 0, ""
+        slot.failures += 1
+        bug = _bug(child) if child.exit_code() == BUG_EXIT else ""
+        if bug and bug == slot.bug:
+            raise RoleFailedError(_obituary(child, f"So it did before: {self._whole()} been stopped."))
+        slot.bug = bug
         if child.exit_code() == SICK_EXIT and self._is_anyone_well():
             self._replace(slot, child)
             return
@@ -240,6 +246,11 @@ class Supervisor:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _bug(child: Handle) -> str:
+    """Return the words of a bug, without the name of the file that has its traceback."""
+    return " ".join(child.last_words().split()).partition(" The traceback is")[0]
 
 
 def _obituary(child: Handle, outcome: str) -> str:

@@ -27,6 +27,7 @@ from deploy.recipe.recipe import Recipe
 from deploy.run.stage_output import after_stages
 
 from .closing import close_part
+from .joining import telling_what_lasts
 
 if TYPE_CHECKING:
     from rollout_workers.engines.base import Engine
@@ -85,7 +86,8 @@ class EngineAhead:
         found = await asyncio.shield(self._preparing)
         if found is not None:
             recipe, roots, rank = found
-            engine = open_worker_engine(recipe, self._directory, self._worker, roots, rank)
+            with telling_what_lasts():
+                engine = open_worker_engine(recipe, self._directory, self._worker, roots, rank)
             self._opened = _Opened(engine, _settings(recipe, roots, rank), self._directory)
             log.info("worker %s: engine %s is up; waiting for the learner", self._worker, recipe.engine.kind)
 

@@ -43,8 +43,9 @@ class Signals:
 def telling_what_lasts() -> Iterator[None]:
     """Have a ConfigError end the process with the code by which its supervisor does not start it again.
 
-    To be put around what the run's configuration and the process's arguments alone decide, which would be the same. A
-    ConfigError of opening something, such as a user's environment or a port, may pass.
+    To be put around what the run's configuration and the process's arguments alone decide, which would be the same: an
+    engine or a scorer's model that does not fit them, too. A ConfigError of opening something of the world's, such as a
+    user's environment or a port, may pass.
     """
     try:
         yield

@@ -91,7 +91,8 @@ async def _serve(
             roots=roots,
         )
         try:
-            runner = await loading
+            with telling_what_lasts():
+                runner = await loading
         except BaseException:
             await broker.scoring.leave(process)
             raise

@@ -18,6 +18,7 @@ import uvloop
 
 from broker.client.broker import Broker, open_broker
 from broker.errors import (
+    LASTING_EXIT,
     SICK_EXIT,
     SchemaMismatchError,
     SickWorkerError,
@@ -99,6 +100,8 @@ async def _run(
         raise
     except WeightSyncError as error:
         await _name(broker, worker, "weights", str(error))
+        if error.exit_code == LASTING_EXIT:
+            raise
         raise SickWorkerError(str(error)) from error
     finally:
         await broker.close()
@@ -209,7 +212,7 @@ async def _work(
     is_colocated, records_experts = recipe.run.is_colocated, recipe.algorithm.router_replay
     if is_colocated and not await or_drained(_may_open(broker, recipe, worker), drain):
         return
-    with staying_awake(broker, worker) if is_colocated else nullcontext():
+    with telling_what_lasts(), staying_awake(broker, worker) if is_colocated else nullcontext():
         rank = sent_rank(of_run, recipe, model, roots)
         engine = await ahead.taken(recipe, roots, model, rank) or open_worker_engine(recipe, model, worker, roots, rank)
     log.info("worker %s: engine %s is up", worker, recipe.engine.kind)

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from broker.errors import LASTING_EXIT, SICK_EXIT, SIGNALLED_EXIT, VERSION_EXIT, HeadwayError
+from broker.errors import BUG_EXIT, LASTING_EXIT, SICK_EXIT, SIGNALLED_EXIT, VERSION_EXIT, HeadwayError
 from deploy.launch.base import Command
 from deploy.launch.farewell import DRAIN_NOTICE
 from deploy.launch.pool import Pool
@@ -177,6 +177,20 @@ def test_a_worker_whose_error_is_a_lasting_one_is_not_started_again(tmp_path: Pa
         supervisor.run()
     assert supervisor.restarts == 0
     assert children_left() == []
+
+
+@pytest.mark.parametrize(("place", "restarts"), [("'the same'", 1), ("time.time()", 2)])
+def test_a_bug_that_comes_again_with_the_same_words_ends_the_run(tmp_path: Path, place: str, restarts: int) -> None:
+    """The file of its traceback has another name each time. Bugs with other words are tried as often as all else."""
+    words = "'Error: This is a bug in Headway, not a mistake of yours: KeyError: %s. The traceback is in /tmp/%s.log.'"
+    source = f"import sys, time; print({words} % ({place}, time.time()), flush=True); sys.exit({BUG_EXIT})"
+    pool = Pool.of([role("w", source, tmp_path)])
+    supervisor = Supervisor(
+        [pool], role("learner", FOREVER, tmp_path), max_restarts=2, backoff_s=0.02, say=lambda _: None
+    )
+    with pytest.raises(RoleFailedError, match="This is a bug in Headway"):
+        supervisor.run()
+    assert supervisor.restarts == restarts
 
 
 OTHER_VERSION = f"import sys; print('Error: protocol 1, not 2.', flush=True); sys.exit({VERSION_EXIT})"
