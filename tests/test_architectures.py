@@ -1,0 +1,52 @@
+"""Some of what `python -m benchmarks.architectures` does for all: an architecture trains with engine and learner in
+agreement, or is refused by name before a process starts. No other."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import architectures
+from broker.errors import ConfigError
+from learner.backends import open_backend
+from learner.config import OptimizerConfig
+from learner.models.architectures import UNSERVED, UNTRAINED, check_architecture
+from learner.models.attention import UnsupportedModelError
+from learner.rows.packing import concatenate
+from tests.learner.tiny import sequences
+
+TRAINS = ["gpt_neox", "mixtral", "stablelm", "nemotron", "deepseek_v3", "biogpt"]
+"""A head of another name, experts of other names, attention to which layers hand nothing on (twice), keys and values of
+different widths, layers that the model does not name."""
+
+
+@pytest.mark.parametrize("name", TRAINS)
+def test_an_architecture_trains_with_engine_and_learner_in_agreement(name: str) -> None:
+    found = architectures.measured({"architecture": name, "engine": "embedded"})
+    assert found["outcome"] == "trains"
+    assert found["tokens"] == len(architectures.PROMPTS) * architectures.NEW_TOKENS
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon", "bert", "gptj", "gemma2", "mamba"])
+def test_an_architecture_that_would_train_wrongly_is_refused_by_name(name: str) -> None:
+    found = architectures.measured({"architecture": name, "engine": "embedded"})
+    assert found["outcome"] == "refused"
+    assert name in found["words"]
+
+
+def test_a_type_is_refused_for_one_reason() -> None:
+    assert not UNTRAINED.keys() & UNSERVED.keys()
+    for name in TRAINS:
+        check_architecture({"model_type": name}, "fsdp", "embedded")
+        with pytest.raises(ConfigError, match=name):
+            check_architecture({"model_type": name}, "megatron", "vllm")
+
+
+@pytest.mark.parametrize("name", ["bloom", "cpmant", "gpt_neox_japanese", "llama4_text"])
+@pytest.mark.parametrize("head", ["policy", "value"])
+def test_a_layer_that_never_asks_for_our_attention_ends_the_first_pass(name: str, head: Any, tmp_path: Path) -> None:
+    """A type of which nothing is known gets as far as this; "llama4_text" hides its layers from the learner."""
+    backend: Any = open_backend("fsdp", architectures.write(name, tmp_path), OptimizerConfig(), head=head)
+    row = concatenate(sequences([5, 7]))
+    with pytest.raises(UnsupportedModelError, match=name):
+        backend.logprobs([row], 1.0) if head == "policy" else backend.values([row])
