@@ -35,7 +35,8 @@ from learner.backends.base import Backend
 from learner.config import ModelConfig, OptimizerConfig, RandomModelConfig
 from learner.models.architectures import check_architecture
 from learner.models.directory import read_config
-from learner.models.model import load_config, load_tokenizer, model_files
+from learner.models.files import model_files
+from learner.models.model import load_tokenizer
 from learner.rows.packing import PackableSequence, concatenate
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine
@@ -151,7 +152,7 @@ def tiny_config(architecture: str, more: dict[str, Any]) -> Any:
 async def _agreement(model: ModelConfig, kind: str, directory: Path) -> list[dict[str, Any]]:
     """Return the figures of the first weights, and of those after a step."""
     backend: Backend = open_backend("fsdp", model, OptimizerConfig(learning_rate=1e-2))
-    write_model(model_files(load_config(model), load_tokenizer(model)), directory)
+    write_model(model_files(model), directory)
     config = EngineConfig(kind=kind, max_concurrent=len(PROMPTS), max_model_len=LONGEST, options=_options(kind))
     engine = open_engine(config, directory, seed=0)
     found = []

@@ -49,7 +49,7 @@ class Slot:
     failures: int = 0
     """Failures in a row."""
     bug: str = ""
-    """The last words of its last failure, if that was a bug: of which another start may be the way out once."""
+    """The last words of its last failure, if that was a bug: another start may be the way out of it once."""
     restart_at: float = 0.0
     is_given_up: bool = False
     """Whether another start would not mend its failure, which need not be that of other workers."""
