@@ -81,7 +81,7 @@ demo-megatron: install-megatron  ## the same with Megatron Core in the learner, 
 chaos: install  ## kill -9, power loss, cuts, pills and more for MINUTES, then an audit that nothing was lost or trained twice
 	@$(BIN)/python -m benchmarks.chaos --seed $(SEED) --minutes $(MINUTES)
 
-parity: install-dev  ## every layout of both backends against plain transformers: 246 cases of 1, 2 and 4 processes
+parity: $(VENV)/.installed-tools install-megatron  ## every layout of both backends against plain transformers: 246 cases of 1, 2 and 4 processes
 	@$(BIN)/python -m benchmarks.parity
 
 peer-losses: $(PEERS)/.installed  ## every loss against verl's and TRL's own code, in an environment of its own
@@ -185,7 +185,7 @@ check: install-dev  ## what CI runs: format, lint, types, import contracts, test
 shape: install  ## sizes of rooms, modules, functions and documents as JSON
 	@$(BIN)/python -m benchmarks.shape
 
-format: install-dev  ## put the code into the house's format
+format: $(VENV)/.installed-tools  ## put the code into the house's format
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
