@@ -44,9 +44,9 @@ class EvaluationEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     reward_mean: float | None = None
     """The mean reward of the samples."""
     response_tokens_mean: float | None = None
+    """The mean number of sampled tokens."""
     reward: dict[str, float] = {}
     """The mean of each reward function's own score and of every further measure, as in a step's metrics."""
-    """The mean number of sampled tokens."""
     known_at_step: int | None = None
     """The step of the weights that the learner had when all samples were in: workers evaluate beside training."""
 
