@@ -172,6 +172,15 @@ class EnvironmentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             description="seconds for one call of your own class; a longer call is repeated once",
         ),
     ] = 60.0
+    max_says: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=10_000_000,
+            description="most characters, or token ids, that your own class may say after a turn; more is not said, as"
+            " if there were no room for it, and counted",
+        ),
+    ] = 100_000
     processes: Annotated[int, Meta(ge=1, le=256, description="processes of each worker that run your own class")] = 1
 
 

@@ -1,10 +1,12 @@
 """Tokens to text and back: the part of a tokenizer that a worker uses, and the tokens that end a response."""
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from broker.errors import ConfigError, HeadwayError
+from broker.wire.checks import MAX_TOKEN_ID
 
 ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 """Special tokens of a tokenizer that are no part of a text: its borders, padding, and what stands for others."""
@@ -23,6 +25,8 @@ class Decoding(NamedTuple):
     """Return an environment's text as tokens: those that it has in the whole text, behind the token `after` if one is
     given, with none that a tokenizer puts around a text. Where the text begins with `after`, that is left out. Raises
     HeadwayError for text that the tokenizer cannot encode."""
+    vocabulary: int = MAX_TOKEN_ID + 1
+    """The number of the model's token ids; more where that is not known."""
 
 
 def load_decoding(model: Path, end_tokens: Sequence[int], keeps: Sequence[str] | None = None) -> Decoding:
@@ -52,7 +56,15 @@ def load_decoding(model: Path, end_tokens: Sequence[int], keeps: Sequence[str] |
         except Exception as error:  # a character-level tokenizer raises a bare exception for a character that it lacks
             raise HeadwayError(f"The model's tokenizer cannot encode {text[:80]!r}: {error}.") from error
 
-    return Decoding(decode, tuple(end_tokens), encode)
+    return Decoding(decode, tuple(end_tokens), encode, _vocabulary(model))
+
+
+def _vocabulary(model: Path) -> int:
+    """Return the number of token ids that the model of the directory has embeddings for."""
+    path = model / "config.json"
+    config = json.loads(path.read_bytes()) if path.exists() else {}
+    told = (config.get("text_config") or {}).get("vocab_size", config.get("vocab_size"))
+    return told if isinstance(told, int) else MAX_TOKEN_ID + 1
 
 
 def _dropped(tokenizer: Any, stops: Sequence[int], keeps: Sequence[str] | None) -> set[int]:

@@ -24,7 +24,9 @@ from .wire import LENGTH, Call, CallAnswer, Program, frame
 
 PR_SET_PDEATHSIG = 1
 MOST_WORDS = 1000
-"""The most characters of an error of user code in an answer; the log has all of it."""
+"""The most characters of an error of user code in an answer; the log has more of it."""
+MOST_REFUSAL = 10_000
+"""The most characters of one of Headway's own errors in an answer, and of a line of a traceback in the log."""
 
 
 def main() -> None:
@@ -53,11 +55,9 @@ async def _serve(calls: BinaryIO, answers: BinaryIO) -> None:
     except (Exception, SystemExit) as error:  # noqa: BLE001 - every error of opening it is an answer
         is_told = isinstance(error, HeadwayError)  # its message is a whole paragraph
         if not is_told:
-            traceback.print_exception(error)
-        _say(
-            answers,
-            frame(CallAnswer(0, raised=str(error) if is_told else f"{program.name}: opening it {_words(error)}.")),
-        )
+            _print(error)
+        words = _words(error) if is_told else f"{program.name}: opening it {_words(error)}."
+        _say(answers, frame(CallAnswer(0, raised=words)))
         os._exit(1)
     _say(answers, frame(CallAnswer(0, value=opened.places)))
     threads = ThreadPoolExecutor(opened.places)
@@ -92,7 +92,7 @@ async def _answer(program: Any, call: Call, threads: ThreadPoolExecutor, answers
     except (Exception, SystemExit) as error:  # noqa: BLE001 - every error of user code is an answer
         is_refusal = isinstance(error, HeadwayError)
         if not is_refusal:
-            traceback.print_exception(error)
+            _print(error)
         answer = frame(CallAnswer(call.number, raised=_words(error), is_refusal=is_refusal))
     _say(answers, answer)
 
@@ -108,11 +108,17 @@ class _ExitedError(Exception):
     """A function in a thread has called sys.exit."""
 
 
+def _print(error: BaseException) -> None:
+    """Write the traceback, with long lines cut: a message may be as long as what the function was given."""
+    for line in traceback.format_exception(error):
+        sys.stderr.write(line if len(line) <= MOST_REFUSAL else f"{line[:MOST_REFUSAL]}...\n")
+
+
 def _words(error: BaseException) -> str:
     if isinstance(error, SystemExit):
-        return f"called sys.exit({'' if error.code is None else repr(error.code)})"
+        return f"called sys.exit({'' if error.code is None else repr(error.code)})"[:MOST_WORDS]
     if isinstance(error, (_ExitedError, HeadwayError)):
-        return str(error)
+        return str(error)[:MOST_REFUSAL]
     return f"raised {type(error).__name__}: {error}"[:MOST_WORDS] + place_of(error)
 
 

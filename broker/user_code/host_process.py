@@ -5,6 +5,7 @@ import itertools
 import os
 import signal
 import sys
+import time
 from contextlib import suppress
 from typing import Any, Self
 
@@ -14,6 +15,11 @@ from broker.errors import ConfigError, UserCodeError
 
 from .wire import LENGTH, MAX_FRAME_BYTES, Call, CallAnswer, Program, frame
 
+MOST_OUTPUT_BYTES, OUTPUT_S = 1 << 20, 60.0
+"""The most bytes that a process may print into the log of its caller, in so many seconds."""
+CHUNK_BYTES = 1 << 16
+FLUSH_S = 1.0
+"""The longest wait for what a process had printed before it ended."""
 END_S = 5.0
 """A process may take so long to end after its channel has closed, and again after it was killed."""
 
@@ -34,6 +40,7 @@ class HostProcess:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[CallAnswer]] = {}
         self._listening: asyncio.Task[None] | None = None
+        self._forwarding: asyncio.Task[None] | None = None
         self._end = ""
         self.places = asyncio.Semaphore(1)
         """A caller holds it during a call."""
@@ -46,11 +53,13 @@ class HostProcess:
             *(sys.executable, "-m", "broker.user_code.host"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
             cwd=_directory_of(program),
             env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"},
             start_new_session=True,
         )
         host = cls(process)
+        host._forwarding = asyncio.create_task(host._forward(program.name))
         try:
             places = await host._open(program)
         except BaseException:
@@ -91,6 +100,9 @@ class HostProcess:
         with suppress(TimeoutError):
             async with asyncio.timeout(END_S):
                 await self._process.wait()
+        if self._forwarding is not None:  # what it has written before its end; another process may hold the pipe
+            await asyncio.wait([self._forwarding], timeout=FLUSH_S)
+            self._forwarding.cancel()
         if self._listening is not None and self._listening is not asyncio.current_task():
             self._listening.cancel()
         for answered in self._waiting.values():
@@ -121,6 +133,23 @@ class HostProcess:
                     answered.set_result(answer)
         await self.lose(await self._describe_end())
 
+    async def _forward(self, name: str) -> None:
+        """Write what the process prints to this process's stderr, up to a bound for each minute, and say how much was
+        left out."""
+        assert self._process.stderr is not None
+        left, left_out, until_s = MOST_OUTPUT_BYTES, 0, time.monotonic() + OUTPUT_S
+        is_open = True
+        while is_open:
+            chunk = await self._process.stderr.read(CHUNK_BYTES)
+            is_open, is_over = bool(chunk), time.monotonic() > until_s
+            if left_out and (is_over or not is_open):
+                _to_stderr(f"\n{name}: {left_out:,} bytes of its output were left out of this log.\n".encode())
+            if is_over:
+                left, left_out, until_s = MOST_OUTPUT_BYTES, 0, time.monotonic() + OUTPUT_S
+            _to_stderr(chunk[:left])
+            left_out += len(chunk[left:])
+            left = max(0, left - len(chunk))
+
     async def _describe_end(self) -> str:
         """Return how the process ended, such as `ended its process with exit code 0`."""
         with suppress(TimeoutError):
@@ -147,6 +176,11 @@ class HostProcess:
         if length > MAX_FRAME_BYTES:
             raise ConnectionError(f"an answer of {length} bytes")
         return msgspec.msgpack.decode(await self._process.stdout.readexactly(length), type=CallAnswer)
+
+
+def _to_stderr(output: bytes) -> None:
+    with suppress(OSError):  # a log that takes no more must not cost the call
+        os.write(2, output)
 
 
 def _directory_of(program: Program) -> str | None:

@@ -5,6 +5,7 @@ threads at once. It runs in processes of its own (`broker.user_code`), under a d
 """
 
 import inspect
+import logging
 import math
 from collections.abc import Awaitable
 from pathlib import Path
@@ -24,8 +25,11 @@ from rollout_workers.rewards.function_calls import measures, number
 
 from .base import Environment, Episode, Step
 
+Answered = tuple[Step, list[str], int]
+"""A step, the names of its measures that are left out, and the length of what it says if that is left out."""
 THREADS = 32
 COROUTINES = 1024
+log = logging.getLogger(__name__)
 
 
 async def open_own(config: EnvironmentConfig, roots: ImportRoots) -> "OwnEnvironment":
@@ -40,6 +44,7 @@ async def open_own(config: EnvironmentConfig, roots: ImportRoots) -> "OwnEnviron
             "options": dict(config.options),
             "named": roots.named,
             "directory": str(roots.directory),
+            "max_says": config.max_says,
         },
         import_path=str(roots.directory),
     )
@@ -57,7 +62,10 @@ class OwnEnvironment:
     """Calls one class in processes that can be killed."""
 
     def __init__(self, config: EnvironmentConfig, pool: HostPool, max_turns: int) -> None:
+        self.kind = config.kind
         self.max_turns = max_turns
+        self._max_says = config.max_says
+        self._too_long = 0
         self._pool = pool
         self._deadline_s = config.deadline_s
         self._left_out = LeftOut(f"environment {config.kind}")
@@ -68,15 +76,35 @@ class OwnEnvironment:
         )
 
     async def step(self, episode: Episode) -> Step:
-        """Answer the last turn. Raises UnscoredError if `step` twice raises, returns no Step, passes its deadline or
-        ends its process; RewardError if it fails again and again."""
+        """Answer the last turn. What the class says beyond `environment.max_says` is not said: it is asked once more,
+        as if there were no room, and `components` has `says_too_long`. Raises UnscoredError if `step` twice raises,
+        returns no Step, passes its deadline or ends its process; RewardError if it fails again and again."""
+        step, too_long = await self._step(episode)
+        if not too_long:
+            return step
+        self._too_long += 1
+        if math.log10(self._too_long).is_integer():
+            log.warning(
+                "environment %s says %d characters or token ids, of environment.max_says=%d, on prompt %r: it is not"
+                " said, and the episode ends. So it was %d times so far.",
+                self.kind,
+                too_long,
+                self._max_says,
+                episode.prompt.group,
+                self._too_long,
+            )
+        step, _ = await self._step(replace(episode, finish_reason="length", room=0))
+        return replace(step, says="", components={**step.components, "says_too_long": 1.0})
+
+    async def _step(self, episode: Episode) -> tuple[Step, int]:
+        """Return what the class answers, and the length of what it says if that is too long and left out."""
         try:
             answered = await self._pool.call("step", msgspec.to_builtins(episode), deadline_s=self._deadline_s)
         except UserCodeError as error:
             raise self._failures.note(episode.prompt, error) from error
         self._failures.note_success()
-        step, left_out = msgspec.convert(answered, tuple[Step, list[str]])
-        return replace(step, components=self._left_out.note(dict(step.components), left_out))
+        step, left_out, too_long = msgspec.convert(answered, Answered)
+        return replace(step, components=self._left_out.note(dict(step.components), left_out)), too_long
 
     async def close(self) -> None:
         """Kill its processes."""
@@ -86,7 +114,7 @@ class OwnEnvironment:
 class Opened:
     """The user's class in its process. It checks what the class returns, and sends it as plain data."""
 
-    def __init__(self, path: str, options: dict[str, Any], named: list[str], directory: str) -> None:
+    def __init__(self, path: str, options: dict[str, Any], named: list[str], directory: str, max_says: int) -> None:
         self._environment = make_own(
             path,
             Environment,
@@ -95,6 +123,7 @@ class Opened:
             roots=ImportRoots(tuple(named), Path(directory)),
             not_asked=("close",),
         )
+        self._max_says = max_says
         self._most: int = self._environment.max_turns
         if not isinstance(self._most, int) or self._most < 1:
             raise ValueError(f"its max_turns is {self._most!r}, which is no number of turns")
@@ -107,20 +136,22 @@ class Opened:
     def step(self, episode: Any) -> Any:
         """See Environment. Raises what the class raises, and TypeError or ValueError for a result that is no Step."""
         answered = self._environment.step(msgspec.convert(episode, Episode))
-        return _later(answered) if inspect.isawaitable(answered) else _plain(answered)
+        return self._later(answered) if inspect.isawaitable(answered) else _plain(answered, self._max_says)
+
+    async def _later(self, answered: Awaitable[Any]) -> Any:
+        return _plain(await answered, self._max_says)
 
 
-async def _later(answered: Awaitable[Any]) -> Any:
-    return _plain(await answered)
-
-
-def _plain(step: Any) -> Any:
+def _plain(step: Any, max_says: int) -> Any:
+    """Return the parts of `Answered` as plain data."""
     if not isinstance(step, Step):
         raise TypeError(f"step returned {step!r:.200}, which is no rollout_workers.environments.Step")
     reward = number(step.reward)
     if reward is None or not math.isfinite(reward):
         raise ValueError(f"step returned a reward of {step.reward!r:.200}, which is no finite number")
     components, left_out = measures(step.components)
-    plain = msgspec.to_builtins((replace(step, reward=reward, components=components), left_out))
-    msgspec.convert(plain, tuple[Step, list[str]])  # raises for a result that is no Step
+    too_long = len(step.says) if len(step.says) > max_says else 0
+    step = replace(step, reward=reward, components=components, says="" if too_long else step.says)
+    plain = msgspec.to_builtins((step, left_out, too_long))
+    msgspec.convert(plain, Answered)  # raises for a result that is no Step
     return plain

@@ -1,5 +1,6 @@
 """One sample as an episode: turns are generated, scored and answered until the environment ends it."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
@@ -10,9 +11,13 @@ from broker.schema import Prompt
 from rollout_workers.decoding import Decoding, response_text
 from rollout_workers.environments.base import Environment, Episode
 from rollout_workers.rewards.base import Reward
+from rollout_workers.rewards.failures import Failures
 
 from .recorder import Recorder
 from .tracing import UNTRACED, SampleTrace
+
+PATIENCE_S = 60.0
+"""An environment that the model could understand so recently is not given up."""
 
 
 class JudgedTurn(NamedTuple):
@@ -33,6 +38,13 @@ class Episodes:
         self._environment = environment
         self._reward = reward
         self._decoding = decoding
+        self._encoding = asyncio.Lock()
+        self._failures = Failures(
+            f"environment {getattr(environment, 'kind', type(environment).__name__)}",
+            "It must say text, or token ids of the model.",
+            PATIENCE_S,
+            tried="said what the model cannot read",
+        )
 
     async def play(
         self,
@@ -74,7 +86,7 @@ class Episodes:
             room=room,
         )
         step = await self._environment.step(episode)
-        said = self._tokens(step.says, recorder.tokens[-1])
+        said = await self._tokens(step.says, recorder.tokens[-1], prompt)
         if said and len(said) >= room:  # the model needs room to answer
             said, step = [], await self._environment.step(replace(episode, finish_reason="length", room=0))
         measured = {f"environment/{name}": value for name, value in step.components.items()}
@@ -85,10 +97,27 @@ class Episodes:
         await self._environment.close()
         await self._reward.close()
 
-    def _tokens(self, says: str | Sequence[int], after: int) -> Sequence[int]:
-        """Return what the model reads behind its last token, `after`. Token ids are taken as they are."""
-        if not isinstance(says, str) or not says:
-            return list(says) if says else ()
-        if tokens := self._decoding.encode(says, after):
-            return tokens
-        raise HeadwayError(f"The environment says {says[:80]!r}, of which the model's tokenizer makes no token.")
+    async def _tokens(self, says: str | Sequence[int], after: int, prompt: Prompt) -> Sequence[int]:
+        """Return what the model reads behind its last token, `after`. Raises UnscoredError, or RewardError if the
+        environment again and again says what the model cannot read."""
+        if not says:
+            return ()
+        try:
+            tokens = await self._encoded(says, after) if isinstance(says, str) else self._possible(says)
+        except HeadwayError as error:
+            raise self._failures.note(prompt, error) from error
+        self._failures.note_success()
+        return tokens
+
+    async def _encoded(self, says: str, after: int) -> Sequence[int]:
+        async with self._encoding:  # one text at a time, in a thread: a long one takes seconds
+            tokens = await asyncio.to_thread(self._decoding.encode, says, after)
+        if not tokens:
+            raise HeadwayError(f"the model's tokenizer makes no token of {says[:80]!r}")
+        return tokens
+
+    def _possible(self, says: Sequence[int]) -> Sequence[int]:
+        vocabulary = self._decoding.vocabulary
+        if wrong := [token for token in says if not 0 <= token < vocabulary]:
+            raise HeadwayError(f"token id {wrong[0]} is none of the model's {vocabulary}")
+        return list(says)

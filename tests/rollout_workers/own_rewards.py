@@ -101,6 +101,15 @@ def measured(solution_str: str, extra_info: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def floods(solution_str: str) -> float:
+    """Print 50 MB, and then raise an error as long."""
+    for _ in range(50):
+        print("x" * 1_000_000)
+    if solution_str == "raise":
+        raise ValueError("y" * 50_000_000)
+    return 1.0
+
+
 def many_measures(solution_str: str) -> dict[str, float]:
     return {"score": 1.0, **{f"m{number}": 1.0 for number in range(101)}}
 

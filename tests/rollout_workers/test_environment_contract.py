@@ -57,6 +57,17 @@ class Measured(Countdown):
         return Step(reward=np.float32(0.5), components=components)
 
 
+class Talks(Countdown):
+    def step(self, episode):
+        says = {"long": "x" * 50_000_000, "fits": "x" * 20, "ids": (7,) * 21}[episode.answers[-1]]
+        return Step(reward=float(episode.finish_reason == "length"), says=says, components={"turns": 1})
+
+
+class TalksLater(Talks):
+    async def step(self, episode):
+        return super().step(episode)
+
+
 class Endless(Countdown):
     def __init__(self):
         self.max_turns = 0
@@ -160,6 +171,19 @@ async def test_numbers_of_numpy_are_numbers_and_a_measure_that_is_not_finite_is_
     (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "environment countdown:Measured" in told
     assert "judge, far" in told
+
+
+@pytest.mark.parametrize("name", ["Talks", "TalksLater"])
+async def test_what_is_too_long_is_not_said_and_counted(
+    name: str, roots: ImportRoots, caplog: pytest.LogCaptureFixture
+) -> None:
+    environment = await open_environment(EnvironmentConfig(kind=f"countdown:{name}", max_says=20), roots)
+    steps = [await environment.step(episode(answer)) for answer in ("fits", "long", "ids")]
+    await environment.close()
+    assert [(step.reward, step.says) for step in steps] == [(0.0, "x" * 20), (1.0, ""), (1.0, "")]
+    assert [step.components.get("says_too_long") for step in steps] == [None, 1.0, 1.0]
+    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"environment countdown:{name} says 50000000" in told
 
 
 async def test_ones_own_that_fails_costs_its_sample_and_then_the_worker(roots: ImportRoots) -> None:

@@ -1,18 +1,23 @@
 """Episodes of several turns: recorder, worker and heir keep an environment's text apart from sampled tokens."""
 
 import asyncio
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from broker.client.broker import Broker
-from broker.schema import Trajectory
+from broker.schema import Trajectory, WeightVersion
 from rollout_workers.config import SamplingConfig
+from rollout_workers.engines.base import Chunk
 from rollout_workers.environments import Episode, Step
 from rollout_workers.evaluate import evaluate
-from rollout_workers.rewards.base import UnscoredError
+from rollout_workers.rewards.base import RewardError, UnscoredError
+from rollout_workers.samples.episode import Episodes
+from rollout_workers.samples.recorder import Recorder
 from rollout_workers.worker import Worker
 
 from .generation import hold
@@ -162,3 +167,51 @@ async def test_an_evaluation_plays_whole_episodes(tmp_path: Path) -> None:
     assert played.reward_mean >= 0.5, "the sum over at least two turns"
     assert played == await evaluate(engine, prompts(4), OneReward(), decoding(STOPS), sampling, 1.0, AsksOn())
     await engine.close()
+
+
+class Says:
+    """Says one thing after every turn."""
+
+    max_turns = 3
+    kind = "my_env:Says"
+
+    def __init__(self, says: str | tuple[int, ...]) -> None:
+        self.says = says
+
+    async def step(self, episode: Episode) -> Step:
+        return Step(reward=0.0, says=self.says)
+
+    async def close(self) -> None:
+        """There is nothing to free."""
+
+
+def a_turn() -> Recorder:
+    recorder = Recorder()
+    recorder.add(Chunk(token_ids=[1, 2], logprobs=[-0.5, -0.5], version=WeightVersion(1, 0), finish_reason="stop"))
+    return recorder
+
+
+@pytest.mark.parametrize("says", [(3, 10), (-1,), (2**40,), " "])
+async def test_what_the_model_cannot_read_is_the_environments_fault_and_not_the_engines(
+    says: str | tuple[int, ...],
+) -> None:
+    reader = decoding(STOPS)._replace(vocabulary=10)
+    episodes = Episodes(Says(says), OneReward(), reader)
+    for error in (UnscoredError, UnscoredError, RewardError):
+        with pytest.raises(error, match="environment my_env:Says said what the model cannot read on prompt '"):
+            await episodes.judge(prompts(1)[0], a_turn(), 100)
+    possible = await Episodes(Says((3, 9)), OneReward(), reader).judge(prompts(1)[0], a_turn(), 100)
+    assert possible.said == [3, 9]
+
+
+async def test_a_text_is_tokenized_beside_the_event_loop() -> None:
+    threads = []
+
+    def encode(text: str, after: int | None) -> list[int]:
+        threads.append(threading.current_thread())
+        return [3]
+
+    reader = decoding(STOPS)._replace(encode=encode)
+    await Episodes(Says("more"), OneReward(), reader).judge(prompts(1)[0], a_turn(), 100)
+    assert threads
+    assert threading.main_thread() not in threads

@@ -210,7 +210,7 @@ from rollout_workers.rewards import open_reward
 async def main():
     reward = await open_reward([RewardConfig(kind="{OWN}:hangs_on")])
     prompt = Prompt(group="g", token_ids=[1], text="", ground_truth="", data_source="", num_samples=1,
-                    extra_info={{"calls": "calls"}})
+                    extra_info={{"calls": os.path.abspath("calls")}})
     hanging = asyncio.ensure_future(reward.score(prompt, "hang", "stop"))
     while not os.path.exists("calls"):
         await asyncio.sleep(0.05)

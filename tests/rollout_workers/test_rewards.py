@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import re
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -18,7 +19,7 @@ import reasoning_gym
 from broker.client.scoring import Scores
 from broker.errors import ConfigError
 from broker.schema import Prompt
-from broker.user_code.host_process import HostProcess
+from broker.user_code.host_process import MOST_OUTPUT_BYTES, HostProcess
 from broker.user_code.pool import Host
 from broker.user_code.roots import ImportRoots
 from broker.wire.codec import decode, encode
@@ -336,6 +337,18 @@ async def test_a_function_runs_in_the_directory_of_the_command(tmp_path: Path, m
     reward = await open_reward([RewardConfig(kind=f"{OWN}:reads_a_file")], roots)
     assert (await reward.score(prompt(), "7", "stop")).total == 0.75
     await reward.close()
+
+
+async def test_a_flood_of_output_and_a_vast_error_are_cut_in_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    async with opened(f"{OWN}:floods") as reward:
+        assert (await reward.score(prompt(), "7", "stop")).total == 1.0
+        with pytest.raises(UnscoredError) as raised:
+            await reward.score(prompt(), "raise", "stop")
+    assert len(str(raised.value)) < 2000
+    printed = capfd.readouterr().err
+    assert len(printed) < 2 * (MOST_OUTPUT_BYTES + 10_000)  # of the process, and of the one in which it is repeated
+    told = re.findall(rf"reward {OWN}:floods: ([\d,]+) bytes of its output were left out", printed)
+    assert sum(int(one.replace(",", "")) for one in told) > 140_000_000
 
 
 async def test_weights_that_make_the_sum_infinite_are_told_as_such() -> None:
