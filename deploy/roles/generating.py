@@ -124,10 +124,13 @@ class BatchInference:
         tokenizer = load_tokenizer(ModelConfig(path=str(self.model.path)))
         renderer = Renderer(tokenizer, "" if recipe is None else recipe.prompts.system_prompt)
         kind = "parquet" if self.prompts.suffix == ".parquet" else "jsonl"
-        column = named_fields({} if recipe is None else recipe.prompts.options).prompt_field
-        rows = ((place, _asked(place, row, column)) for place, row in read_rows(kind, str(self.prompts), "PROMPTS"))
+        fields = named_fields({} if recipe is None else recipe.prompts.options)
+        rows = (
+            (place, _asked(place, row, fields.prompt_field))
+            for place, row in read_rows(kind, str(self.prompts), "PROMPTS")
+        )
         rendered: list[Prompt] = []
-        for item in to_items(rows, RowFields(), self.prompts.name):
+        for item in to_items(rows, RowFields(tags=fields.tags), self.prompts.name):
             group = group_at((0, len(rendered)))
             rendered.append(prompt := renderer.prompt(item, group=group, num_samples=self.samples))
             if len(prompt.token_ids) >= most:

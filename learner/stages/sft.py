@@ -5,6 +5,7 @@ last checkpoint, after the examples that were trained before it.
 """
 
 import dataclasses
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -22,6 +23,8 @@ from learner.objective.objective import supervised_loss
 from learner.rows.packing import PackableSequence, labelled, pack
 
 from .base import Progress, StageError, StageMetrics, StageParts
+
+log = logging.getLogger(__name__)
 
 RISE_STEPS = 20
 """The number of steps over which the learning rate rises: fresh Adam moments make the first steps too large."""
@@ -47,6 +50,7 @@ class SftStage:
         self._parts = parts
         self._phases = phases
         self._progress = msgspec.convert(parts.checkpoints.load(), SftProgress)
+        self._conversations = ConversationRenderer(parts.tokenizer, parts.renderer)
 
     @property
     def metrics(self) -> StageMetrics:
@@ -120,9 +124,13 @@ class SftStage:
             )
 
     def _step(self, examples: Sequence[Example], learning_rate: float) -> float:
-        parts = self._parts
+        parts, split = self._parts, self._conversations.split
+        told = split.total
+        sequences = [_sequence(example, self._conversations) for example in examples]
+        if split.total and not told and parts.ranks.is_first:
+            log.warning("sft.phases: query and response are tokenized apart: %s", split)
         batches = pack(
-            [tokenize(example, parts.tokenizer, parts.renderer) for example in examples],
+            sequences,
             replica=parts.ranks.replica,
             replicas=parts.ranks.replicas,
             micro_batch_tokens=parts.micro_batch_tokens,
@@ -138,7 +146,13 @@ def tokenize(example: Example, tokenizer: PreTrainedTokenizerBase, renderer: Ren
 
     The query has the same tokens as a prompt of that text, from which reinforcement learning will sample.
     """
-    conversation = Conversation(prompt=example.query, completion=example.response, place="an SFT example")
-    rendered = ConversationRenderer(tokenizer, renderer).render(conversation)
+    return _sequence(example, ConversationRenderer(tokenizer, renderer))
+
+
+def _sequence(example: Example, conversations: ConversationRenderer) -> PackableSequence:
+    conversation = Conversation(
+        prompt=example.query, completion=example.response, place=f"query {example.query[:40]!r}"
+    )
+    rendered = conversations.render(conversation)
     assert rendered is not None  # the stop token is always trained
     return labelled(rendered.token_ids, rendered.loss_mask)

@@ -238,6 +238,16 @@ def test_a_template_and_a_message_that_both_write_bos_make_one() -> None:
     assert tokens_of(tokenizer, prompt(tokenizer, [USER]).token_ids) == "<s>|q"
 
 
+def test_an_end_that_a_text_states_is_not_changed_into_another() -> None:
+    tokenizer = tokenizer_of()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<e>"]})
+    tokenizer.chat_template = CHAT.replace("</s>", "<e>")  # so both are end tokens
+    ended = [trained(tokenizer, Conversation(prompt="2+", completion=f"4{end}"))[1] for end in ("", "</s>", "<e></s>")]
+    assert ended == ["4|</s>", "4|</s>", "4|<e>"]
+    messages = Conversation(prompt=[USER], completion=[{"role": "assistant", "content": "4</s>"}])
+    assert trained(tokenizer, messages)[1] == "4|<e>"
+
+
 @pytest.mark.parametrize("ended", ["4</s>", "4</s>\n", "4</s></s>", "4"])
 def test_what_is_trained_ends_with_one_stop_token(ended: str) -> None:
     tokenizer = tokenizer_of()
@@ -331,7 +341,23 @@ def test_an_environments_text_has_the_tokens_that_it_has_behind_the_answer(
     assert list(found) == whole[whole.index(stop) + 1 :]
 
 
-# --- templates that are wrong
+# --- templates that are wrong, or want parts
+
+PARTS = (
+    "{% for m in messages %}<{{ m.role[0] }}>{% for part in m.content %}{{ part.text }}{% endfor %}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("content", ["q", [{"type": "text", "text": "q"}]])
+def test_a_template_that_writes_lists_of_parts_alone_gets_such(content: Any) -> None:
+    tokenizer = tokenizer_of(template=PARTS)
+    assert prompt(tokenizer, [USER | {"content": content}]).text == "<u>q</s><a>"
+    answered = Conversation(prompt=[USER], completion=[{"role": "assistant", "content": "4</s>"}])
+    assert trained(tokenizer, answered) == ("<|u|>|q|</s>|<|a|>", "4|</s>")
+    begun = [USER | {"content": content}, {"role": "assistant", "content": "4"}]
+    assert prompt(tokenizer, begun).text == "<u>q</s><a>4"
+
 
 LOOPS = "{% for i in range(9999) %}{% for j in range(9999) %}{% for k in range(9999) %}" + 3 * "{% endfor %}"
 

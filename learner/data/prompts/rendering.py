@@ -2,11 +2,12 @@
 
 import logging
 from collections.abc import Sequence
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from broker.errors import ConfigError
 from broker.schema import Prompt
-from learner.data.texts.messages import Tags, read_prompt
+from learner.data.texts.messages import Tags, is_begun, read_prompt
 from learner.data.texts.template import ChatTemplate
 from learner.data.texts.tokens import Continued, TextTokens
 from learner.models.end_tokens import end_tokens
@@ -113,18 +114,19 @@ class Prompts:
             return
         items = [self._source.train(0, position) for position in range(self._source.size)]
         others = sorted(items[rows:], key=lambda item: len(str(item.content)), reverse=True)[:LONGEST_ROWS]
-        checked = [(item, self._renderer.prompt(item, group="check", num_samples=1)) for item in items[:rows] + others]
-        fitting = _fitting(checked, max_tokens, "prompts that were rendered")
-        if begun := [item for item, _ in checked if not isinstance(item.content, str) and _ends_begun(item.content)]:
-            log.info(
-                "%d of %d prompts end with an assistant's message, with which the model goes on; the first is %s.",
+        checked = items[:rows] + others
+        lengths = [len(self._renderer.prompt(item, group="check", num_samples=1).token_ids) for item in checked]
+        is_left = _told_fitting(checked, lengths, max_tokens, "prompts that were rendered")
+        if begun := [item for item in checked if is_begun(item.content)]:
+            log.warning(
+                "%d of %d prompts end with an assistant's message, with which the model goes on. The first is %s.",
                 len(begun),
                 len(checked),
                 begun[0].place,
             )
-        if checked and not fitting:
+        if checked and not any(is_left):
             raise ConfigError(
-                f"All {len(checked):,} prompts are longer than {max_tokens} tokens; the first is {checked[0][0].place}."
+                f"All {len(checked):,} prompts are longer than {max_tokens} tokens; the first is {checked[0].place}."
                 f" {MAKE_ROOM}"
             )
 
@@ -132,30 +134,27 @@ class Prompts:
         """Returns prompts to evaluate on, with one sample each. Those over `max_tokens` are left out, which is
         logged."""
         items = self._source.held_out(count) if count else []
-        rendered = [
-            (item, self._renderer.prompt(item, group=f"held-out-{number:08d}", num_samples=1))
+        prompts = [
+            self._renderer.prompt(item, group=f"held-out-{number:08d}", num_samples=1)
             for number, item in enumerate(items)
         ]
-        return _fitting(rendered, max_tokens, "held-out prompts")
+        lengths = [len(prompt.token_ids) for prompt in prompts]
+        return list(compress(prompts, _told_fitting(items, lengths, max_tokens, "held-out prompts")))
 
 
-def _ends_begun(messages: Sequence[Message]) -> bool:
-    return bool(messages) and messages[-1].get("role") == "assistant"
-
-
-def _fitting(prompts: Sequence[tuple[Item, Prompt]], max_tokens: int | None, what: str) -> list[Prompt]:
-    """Returns the prompts of at most `max_tokens`, and logs how many others there are, and which is the longest."""
-    fitting = [prompt for _, prompt in prompts if max_tokens is None or len(prompt.token_ids) <= max_tokens]
-    if len(fitting) < len(prompts):
-        item, longest = max(prompts, key=lambda pair: len(pair[1].token_ids))
+def _told_fitting(items: Sequence[Item], lengths: Sequence[int], max_tokens: int | None, what: str) -> list[bool]:
+    """Returns which items have at most `max_tokens`, and logs how many have more, and which is the longest."""
+    fits = [max_tokens is None or length <= max_tokens for length in lengths]
+    if not all(fits):
+        longest = max(range(len(items)), key=lengths.__getitem__)
         log.warning(
             "%d of %d %s are longer than %d tokens and are passed over. The longest has %d: %s. %s",
-            len(prompts) - len(fitting),
-            len(prompts),
+            fits.count(False),
+            len(items),
             what,
             max_tokens,
-            len(longest.token_ids),
-            item.place or item.data_source,
+            lengths[longest],
+            items[longest].place or items[longest].data_source,
             MAKE_ROOM,
         )
-    return fitting
+    return fits

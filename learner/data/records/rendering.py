@@ -202,8 +202,10 @@ class ConversationRenderer:
         token_ids = list(whole.input_ids)
         borders = sorted({0, len(text), *(border for span in spans for border in span)})
         cuts = [_token_at(whole, border) for border in borders[1:-1]]
-        if cuts and borders[1] and token_ids[: cuts[0]] != self._texts.plain(text[: borders[1]], what):
-            cuts[0] = None  # a prompt of reinforcement learning would have other tokens
+        for number, border in enumerate(borders[1:-1]):
+            if number == 0 or not whole.is_fast:  # the first one ends a prompt, as reinforcement learning has it
+                before = self._texts.plain(text[:border], what)
+                cuts[number] = len(before) if token_ids[: len(before)] == before else None
         if None in cuts:
             self._tell_split(False, what)
             first, *rest = (text[begin:end] for begin, end in pairwise(borders))
@@ -260,7 +262,8 @@ def _common(first: str, second: str) -> int:
 
 
 def _token_at(whole: "BatchEncoding", border: int) -> int | None:
-    """Returns the number of the token that begins at a character; None if none does, or if the tokenizer cannot tell.
+    """Returns the number of the token that begins at a character; None if none does, or if a tokenizer in Python is to
+    tell.
 
     Some tokenizers leave the white space before a word out of its token's characters, so the token before must end
     there.

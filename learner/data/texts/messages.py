@@ -67,7 +67,7 @@ def read_prompt(value: Any, place: str, column: str, tags: Tags) -> Content:
     content = read_content(value, place, column, tags)
     if isinstance(content, list):
         check_turns(content, place)
-        if content[-1]["role"] == "assistant" and "tool_calls" in content[-1]:
+        if is_begun(content) and "tool_calls" in content[-1]:
             raise RowError(
                 place,
                 "that end with a call of a function",
@@ -75,6 +75,11 @@ def read_prompt(value: Any, place: str, column: str, tags: Tags) -> Content:
                 "A model cannot go on behind it: add what the tool returned, or leave the message out.",
             )
     return content
+
+
+def is_begun(content: Content) -> bool:
+    """Returns whether a prompt ends with an assistant's message, with which the model goes on."""
+    return isinstance(content, list) and content[-1].get("role") == "assistant"
 
 
 def to_messages(value: Any, place: str, column: str, tags: Tags) -> list[Message]:

@@ -8,6 +8,7 @@ from broker.errors import ConfigError
 from learner.models.chat_template import RenderThread
 
 from .base import Message
+from .messages import is_begun
 from .tokens import Ends
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Span = tuple[int, int]
 """The first character of a part of a text, and the one after its last."""
+_PROBE = "xprobex"
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -25,6 +27,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", thread: RenderThread | None = None) -> None:
         self._tokenizer, self._ends = tokenizer, Ends(tokenizer)
         self._thread = thread or RenderThread()
+        self._takes_parts: bool | None = None
 
     @property
     def is_there(self) -> bool:
@@ -42,29 +45,25 @@ class ChatTemplate:
         messages, or if it does not end.
         """
         self._check(what, tools)
-        goes_on = opens_answer and _is_answer(messages[-1])
+        goes_on = opens_answer and is_begun(list(messages))
         if goes_on and self._ends.split(messages[-1]["content"])[1] is not None:
             raise ConfigError(
                 f"{what}: its last message is an assistant's, and ends with the stop token, after which a model says"
                 " nothing. Leave the token out, so that the model goes on with the message, or add what it answers."
             )
 
-        def render(given: Sequence[Message]) -> str:
-            return self._bounded(
-                lambda: str(
-                    self._tokenizer.apply_chat_template(
-                        list(given),
-                        tools=list(tools) or None,
-                        add_generation_prompt=opens_answer and not goes_on,
-                        continue_final_message=goes_on,
-                        tokenize=False,
-                    )
-                ),
-                what,
-                given,
+        def render(given: list[Message]) -> str:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    given,
+                    tools=list(tools) or None,
+                    add_generation_prompt=opens_answer and not goes_on,
+                    continue_final_message=goes_on,
+                    tokenize=False,
+                )
             )
 
-        return render(self._bare(messages, render))
+        return self._rendered(render, self._bare(messages, render, what), what)
 
     def marked(
         self, messages: Sequence[Message], what: str, *, tools: Sequence[Any] = ()
@@ -76,9 +75,9 @@ class ChatTemplate:
         if not _MARKED.search(template):
             return None
 
-        def render(given: Sequence[Message]) -> tuple[str, list[Span]]:
+        def render(given: list[Message]) -> tuple[str, list[Span]]:
             (text,), (spans,) = render_jinja_template(
-                [list(given)],
+                [given],
                 tools=list(tools) or None,
                 chat_template=template,
                 return_assistant_tokens_mask=True,
@@ -86,10 +85,9 @@ class ChatTemplate:
             )
             return text, spans
 
-        given = self._bare(messages, lambda some: self._bounded(lambda: render(some)[0], what, some))
-        return self._bounded(lambda: render(given), what, given)
+        return self._rendered(render, self._bare(messages, lambda given: render(given)[0], what), what)
 
-    def _bare(self, messages: Sequence[Message], render: Callable[[Sequence[Message]], str]) -> Sequence[Message]:
+    def _bare(self, messages: Sequence[Message], render: Callable[[list[Message]], str], what: str) -> list[Message]:
         """Returns the messages without those tokens at their borders that the template writes, too: stop tokens at the
         end of an answer, and the token that begins a text."""
         bos = self._tokenizer.bos_token or ""
@@ -97,12 +95,12 @@ class ChatTemplate:
         count = sum(text != each["content"] for text, each in zip(ended, filter(_is_answer, messages), strict=True))
         begins = bool(bos) and messages[0]["content"].startswith(bos)
         if not count and not begins:
-            return messages
+            return list(messages)
         texts = iter(ended)
         bare = [each | {"content": next(texts)} if _is_answer(each) else each for each in messages]
         bare[0] = bare[0] | {"content": bare[0]["content"].removeprefix(bos)} if begins else bare[0]
-        text = render(bare)
-        return bare if self._ends.count(text) >= count and text.startswith(bos if begins else "") else messages
+        text = self._rendered(render, bare, what)
+        return bare if self._ends.count(text) >= count and text.startswith(bos if begins else "") else list(messages)
 
     def _check(self, what: str, tools: Sequence[Any]) -> None:
         if not self.is_there:
@@ -117,12 +115,14 @@ class ChatTemplate:
                 " name."
             )
 
-    def _bounded(self, render: Callable[[], T], what: str, messages: Sequence[Message]) -> T:
-        """Returns what `render` returns, in time."""
+    def _rendered(self, render: Callable[[list[Message]], T], messages: list[Message], what: str) -> T:
+        """Returns what `render` makes of the messages, in time."""
         path = self._tokenizer.name_or_path
         origin = f" (that of model.chat_template, or else of {path})" if path else ""
+        whose = f"{what}: the model's chat template{origin}"
+        given = [each | {"content": _parts(each["content"])} for each in messages] if self._takes(whose) else messages
         try:
-            return self._thread.run(render, f"{what}: the model's chat template{origin}")
+            return self._thread.run(lambda: render(given), whose)
         except ConfigError:
             raise
         except Exception as error:  # a template is a program, which may raise anything
@@ -132,6 +132,28 @@ class ChatTemplate:
                 f" {str(messages)[:200]}. Usual ones have a role (system, user, assistant in turns) and a content that"
                 " is text."
             ) from error
+
+    def _takes(self, whose: str) -> bool:
+        """Returns whether the template writes lists of parts alone, as that of a model for pictures may, and not
+        text."""
+        if self._takes_parts is None:
+            self._takes_parts = not self._writes(_PROBE, whose) and self._writes(_parts(_PROBE), whose)
+        return self._takes_parts
+
+    def _writes(self, content: Any, whose: str) -> bool:
+        asked = [{"role": "user", "content": content}]
+        try:
+            return _PROBE in self._thread.run(
+                lambda: str(self._tokenizer.apply_chat_template(asked, tokenize=False)), whose
+            )
+        except ConfigError:
+            raise
+        except Exception:  # noqa: BLE001 - a template may refuse this conversation in any way, and take others
+            return False
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
 
 
 def _is_answer(message: Message) -> bool:
