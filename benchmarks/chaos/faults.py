@@ -95,6 +95,20 @@ class Faults:
             for name, mean_s in self._mean_s.items():
                 tasks.create_task(self._repeat(name, mean_s, acts[name]))
 
+    def unmet(self) -> list[str]:
+        """Return the roles of which no kill, and the other faults of which no strike, has hit anything so far."""
+        roles = {"worker", "learner", "server", *(["scorer"] if self._scene.scorers else [])}
+        kills = [role for role in sorted(roles) if f"kill {role}" in self._mean_s and not self.effective[role]]
+        others = {
+            "power loss": "power_losses",
+            "revive learner": "revived_learners",
+            "cut link": "cuts",
+            "flood": "floods",
+            "fill disk": "full_disks",
+            "damage blob": "damaged",
+        }
+        return kills + [act for act, name in others.items() if act in self._mean_s and not self.others[name]]
+
     def end(self) -> None:
         """Begin no more faults."""
         self._over.set()

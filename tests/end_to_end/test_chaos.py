@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import msgspec
@@ -20,8 +22,10 @@ import pytest
 from benchmarks.chaos import witness as witness_module
 from benchmarks.chaos.audit import MUST_BE_ZERO, Audit, audit
 from benchmarks.chaos.disk import Disk, no_file_grows
+from benchmarks.chaos.faults import Faults
 from benchmarks.chaos.fencing import fate_of
 from benchmarks.chaos.flood import flood, listening_ports
+from benchmarks.chaos.outcome import Outcome
 from benchmarks.chaos.pills import HOSTILE, PILLS, Hostile, is_pill
 from benchmarks.chaos.protections import PROTECTIONS, take_out
 from benchmarks.chaos.tasks import (
@@ -46,6 +50,7 @@ from broker.schema import Prompt, Trajectory, TrajectoryId, VersionSpan, WeightV
 from learner.data.prompts.cursor import group_at
 from tests.broker.scenario import begin, rules
 
+
 STEPS = 6
 """The number of steps of the trails below; step k trains group k."""
 WRITER = """
@@ -67,6 +72,20 @@ It kills a worker, the server and the learner, wakes a leftover, sends a pill an
 SPANS = (VersionSpan(0, 5, WeightVersion(1, 3)),)
 FIRST_WEIGHTS = Beginning()
 CLEAN = dict.fromkeys(MUST_BE_ZERO, 0)
+
+
+def test_faults_strike_on_until_each_has_hit_something_and_a_trial_tells_which_did_not() -> None:
+    mean_s = dict.fromkeys(("kill learner", "kill worker", "kill server", "cut link", "flood"), 1.0)
+    scene: Any = SimpleNamespace(learner=None, workers=[], scorers=[], links={}, server=None, witness=None)
+    faults = Faults(0, mean_s, scene)
+    assert faults.unmet() == ["learner", "server", "worker", "cut link", "flood"]
+    faults.effective.update(("worker", "server"))
+    faults.others["floods"] += 1
+    assert faults.unmet() == ["learner", "cut link"]
+    outcome: Any = SimpleNamespace(finished=True, shows=(), missing=("effective kills: learner",))
+    assert Outcome.is_clean.fget(outcome)  # type: ignore[attr-defined]
+    outcome.shows = ("lost",)
+    assert not Outcome.is_clean.fget(outcome)  # type: ignore[attr-defined]
 
 
 def test_a_short_trial_loses_nothing() -> None:
