@@ -3,22 +3,27 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from broker.errors import HeadwayError
 from deploy.observe.page.document import document
 from deploy.observe.page.picture import page_of
 from deploy.printing import complain, say, say_json
-from deploy.run.directory import find_newest
+from deploy.run.directory import REPORT, find_newest
 from deploy.run.record import read_record
 from deploy.run.whole_files import replace_file
 
 
 def write_page(runs: Sequence[str], output: Path | None, *, as_json: bool) -> None:
     """Write the page of these runs, or print what it would show. Raises HeadwayError."""
-    page = page_of([read_record(run) for run in runs])
+    records = [read_record(run) for run in runs]
+    page = page_of(records)
     if as_json and output is None:
         say_json(page)
         return
-    path = output or Path("compare.html" if len(runs) > 1 else f"{page.runs[0].name}.html")
-    replace_file(path, document(page, page.title))
+    path = output or (Path("compare.html") if len(runs) > 1 else records[0].directory / REPORT)
+    try:
+        replace_file(path, document(page, page.title))
+    except HeadwayError as error:
+        raise HeadwayError(f"{error} The page may lie elsewhere: --output FILE.") from error
     if as_json:
         say_json(page)
     else:

@@ -2,6 +2,7 @@
 
 runs/NAME/        config.yaml  metrics.jsonl  trained.jsonl  evaluations.jsonl  summary.json
                   last_look.json
+                  report.html: the page of `headway report`
                   plots/  checkpoints/  experience/  replays/  logs/  sft/  stages/  broker/
                   settings.json: the recipe once more, for --resume to compare
                   identity: tells the run from another one of its name on the broker
@@ -40,6 +41,7 @@ CONFIG, SETTINGS, ENDPOINT, IDENTITY, INCARNATION = (
     "identity",
     "incarnation",
 )
+REPORT = "report.html"
 SERVER, CHECKPOINTS, EXPERIENCE, REPLAYS = "broker", "checkpoints", "experience", "replays"
 BEFORE_TRAINING = {
     CONFIG,
@@ -58,6 +60,7 @@ BEFORE_TRAINING = {
     SERVER,
     EXPERIENCE,
     "logs",
+    REPORT,
 }
 """The files and directories of a start that failed before its first step and checkpoint."""
 

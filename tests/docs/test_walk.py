@@ -131,7 +131,7 @@ def test_a_reader_scales_kills_and_resumes_a_run_by_the_page(shells: dict[int, S
     batch = recipe.learner.groups_per_step * recipe.learner.group_size
     check_trained(directory / "runs" / "walk", steps=walked["steps"], trajectories_per_step=batch, max_lag=4)
     assert turns["max_lag_seen"] == 0
-    assert (directory / "walk.html").stat().st_size > 10_000
+    assert (directory / "runs" / "walk" / "report.html").stat().st_size > 10_000
     assert json.loads((directory / "grafana.json").read_text())["panels"]
     assert [process for shell in shells.values() for process in shell.running()] == []
 

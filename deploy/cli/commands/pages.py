@@ -22,7 +22,7 @@ def several(context: click.Context, parameter: click.Parameter, runs: tuple[str,
 @click.command()
 @click.argument("run", metavar="[RUN]", required=False, envvar="HEADWAY_RUN")
 @click.option(
-    "--output", type=click.Path(dir_okay=False, path_type=Path), help="The HTML file.  [default: RUN's name.html here]"
+    "--output", type=click.Path(dir_okay=False, path_type=Path), help="The HTML file.  [default: report.html in RUN]"
 )
 @json_option
 def report(run: str | None, output: Path | None, as_json: bool) -> None:

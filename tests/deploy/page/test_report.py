@@ -134,6 +134,17 @@ def test_the_page_holds_the_json_and_asks_no_other_host(tmp_path: Path) -> None:
     assert (elements.tags["script"], elements.tags["img"], elements.tags["iframe"]) == (2, 0, 0)
 
 
+def test_the_page_of_a_run_lies_in_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, here = write_run(tmp_path / "runs" / "mine"), tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    assert headway("report", str(directory)) == f"Page: {directory}/report.html\n"
+    assert (directory / "report.html").stat().st_size > 10_000
+    assert list(here.iterdir()) == []
+    monkeypatch.chdir(tmp_path)
+    assert headway("report", "mine") == "Page: runs/mine/report.html\n"
+
+
 @pytest.mark.parametrize(
     "name", ["</script><script>alert(1)</script>", "{{script}}", "<!--<script>", "a\u2028&amp;\x1b["]
 )
