@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from broker.connection.address import without_secrets
 from broker.errors import SIGNALLED_EXIT
-from learner.checkpoints.disk import is_full
+from learner.checkpoints.disk import FULL_IN_WORDS, is_full
 
 from .farewell import ENVIRONMENT
 
@@ -35,6 +35,7 @@ AHEAD = "HEADWAY_AHEAD"
 One that shares a GPU with the learner has none, unless its engine is told how much memory it gets: otherwise it
 measures, while it opens, the memory that is free."""
 DONE_EXITS = (0, SIGNALLED_EXIT)
+TRACEBACK = "Traceback (most recent call last):"
 TAIL_LINES = 12
 ERROR_PREFIX = "Error: "
 """The start of the command line's one-paragraph errors. No other line of a log starts with it."""
@@ -176,7 +177,12 @@ class Handle(ABC):
         if self.command.log is None:
             return "its error stands above."
         said = _said("\n" + self.log())
-        return f"{said}\n(The disk of its log is full. Make room.)" if is_full(self.command.log) else said
+        return f"The disk of its log is full. Make room. {said}" if is_full(self.command.log) else said
+
+    def needs_room(self) -> bool:
+        """Whether its disk is full, or its last words say that one is."""
+        log = self.command.log
+        return log is not None and (is_full(log) or any(words in self.last_words() for words in FULL_IN_WORDS))
 
 
 class Launcher(ABC):
@@ -202,5 +208,9 @@ def _said(text: str) -> str:
     _, found, error = text.rpartition("\n" + ERROR_PREFIX)
     if found:
         return NO_MORE_OF_IT.split(error, maxsplit=1)[0].strip()
+    *before, trace = text.split(TRACEBACK)
+    if before:  # a traceback in one line helps no reader, and the log has it: its error is what was said
+        errors = [line for line in trace.splitlines() if line.strip() and not line[0].isspace()]
+        return errors[0] if errors else "its log breaks off within a traceback"
     lines = [line for line in text.splitlines() if line.strip()][-TAIL_LINES:]
     return "\n".join(lines) if lines else "it printed nothing"

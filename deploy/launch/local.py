@@ -6,7 +6,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ from .kept_server import KeptServer
 from .pool import Pool
 from .processes import LocalLauncher
 from .server_traits import check_traits
-from .supervisor import Supervisor
+from .supervisor import RoleFailedError, Supervisor
 
 PATIENCE_S = 3.0
 """Seconds to wait for the broker: a user waits for the answer."""
@@ -110,6 +110,7 @@ class Local:
         check_gpus(self.recipe, self._numbers)
         with held(self.recipe.run_directory), ExitStack() as stack:
             directory = self._prepare()
+            stack.enter_context(self._telling_how_to_go_on(directory))
             self.console.print(styled("Run ", (self.recipe.run.name, "bold"), f": {self.recipe.run_directory}"))
             if code := run_stages(self.recipe, directory, self._say, self.launcher, self._numbers):
                 return code
@@ -123,6 +124,17 @@ class Local:
             code = self._train(directory, server)
         self._conclude(directory, code)
         return code
+
+    @contextmanager
+    def _telling_how_to_go_on(self, directory: Path) -> Iterator[None]:
+        """Add the command that resumes the run to the error of a role; where a disk is full, what helps comes first."""
+        try:
+            yield
+        except RoleFailedError as error:
+            command, _ = next(self._hints(1, directory))
+            first = f"Make room on the disk of {os.path.relpath(directory)}, then go on: {command}"
+            text = f"{first}\n{error}" if error.needs_room else f"{error}\nOnce that is mended, go on: {command}"
+            raise RoleFailedError(text, error.exit_code, needs_room=error.needs_room) from error
 
     def _prepare(self) -> Path:
         self.launcher.check(self.recipe)

@@ -28,11 +28,13 @@ SICK_PLACE = (
 
 
 class RoleFailedError(HeadwayError):
-    """A role keeps failing. The message ends with the role's own last error."""
+    """A role keeps failing. The message has the role's own last error."""
 
-    def __init__(self, message: str, exit_code: int = 1) -> None:
+    def __init__(self, message: str, exit_code: int = 1, *, needs_room: bool = False) -> None:
+        """`needs_room`: whether a full disk is the reason."""
         super().__init__(message)
         self.exit_code = exit_code
+        self.needs_room = needs_room
 
 
 @dataclass
@@ -99,7 +101,7 @@ class Supervisor:
         code = learner.child.exit_code()
         is_stopped = self._stops and (self.fails_when_stopped or code == -signal.SIGTERM)
         if code is not None and not learner.child.is_done() and not is_stopped:
-            raise RoleFailedError(_obituary(learner.child, "The run has been stopped."))
+            raise _failed(learner.child, "The run has been stopped.")
         return code is not None
 
     def _tend_workers(self) -> None:
@@ -118,7 +120,7 @@ class Supervisor:
 
     def _died(self, slot: Slot, child: Handle) -> None:
         if child.exit_code() == LASTING_EXIT:
-            raise RoleFailedError(_obituary(child, f"Another start would not mend it: {self._whole()} been stopped."))
+            raise _failed(child, f"Another start would not mend it: {self._whole()} been stopped.")
         if child.exit_code() == VERSION_EXIT:
             self._give_up(slot, child)
             return
@@ -134,7 +136,7 @@ class Supervisor:
             return
         if slot.failures > self.max_restarts:
             after = f"after {self.max_restarts} restarts" if self.max_restarts else "and workers.max_restarts is 0"
-            raise RoleFailedError(_obituary(child, f"It failed again {after}: {self._whole()} been stopped."))
+            raise _failed(child, f"It failed again {after}: {self._whole()} been stopped.")
         pause = min(self.backoff_s * 2 ** (slot.failures - 1), MAX_BACKOFF_S)
         self.say(_obituary(child, f"Restarting it in {pause:g} s ({slot.failures} of {self.max_restarts})."))
         self._restart(slot, child, pause)
@@ -172,7 +174,7 @@ class Supervisor:
         child.kill()  # kills what it may have left in its session
         slot.child, slot.is_given_up = None, True
         if all(slot.is_given_up for slot in self._workers()) and not any(pool.departed for pool in self.pools):
-            raise RoleFailedError(_obituary(child, f"No worker is left: {self._whole()} been stopped."), VERSION_EXIT)
+            raise _failed(child, f"No worker is left: {self._whole()} been stopped.", VERSION_EXIT)
         self.say(_obituary(child, "Restarting it cannot mend this. The other workers go on without it."))
 
     def _whole(self) -> str:
@@ -251,6 +253,10 @@ class Supervisor:
 def _bug(child: Handle) -> str:
     """Return the words of a bug, without the name of the file that has its traceback."""
     return " ".join(child.last_words().split()).partition(" The traceback is")[0]
+
+
+def _failed(child: Handle, outcome: str, exit_code: int = 1) -> RoleFailedError:
+    return RoleFailedError(_obituary(child, outcome), exit_code, needs_room=child.needs_room())
 
 
 def _obituary(child: Handle, outcome: str) -> str:

@@ -1,5 +1,6 @@
 """A run's files stay readable where the disk is full, the directory is gone, or a line is torn."""
 
+import errno
 import os
 import shutil
 import sys
@@ -12,8 +13,11 @@ import pytest
 
 from broker.errors import HeadwayError
 from broker.schema.metrics import StepMetrics
+from deploy.cli import main
 from deploy.launch.base import Command
+from deploy.launch.local import Local
 from deploy.launch.processes import Child
+from deploy.launch.supervisor import RoleFailedError, Supervisor
 from deploy.observe.sinks.jsonl import JsonlSink
 from deploy.recipe.loading import load_recipe
 from deploy.run.directory import CONFIG, INCARNATION, note_incarnation, prepare
@@ -27,6 +31,7 @@ from deploy.run.report import (
     summarize,
 )
 from deploy.run.stage_output import is_complete, mark_complete
+from deploy.terminal import Terminal
 from tests.full_disk import small_disk
 
 from .runs import open_record, step_event
@@ -157,6 +162,70 @@ def test_a_role_whose_log_was_removed_is_said_to_have_lost_its_directory(tmp_pat
     shutil.rmtree(tmp_path / "logs")
     child.kill()
     assert child.last_words().startswith(f"{tmp_path / 'logs'} is gone: it was removed")
+
+
+@pytest.mark.parametrize(
+    ("raised", "words"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "x.pt"), "Make room, then go on with --resume: x.pt:"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded", "x.pt"), "Make room, then go on with --resume: x.pt:"),
+        (RuntimeError("I/O error: No space left on device (os error 28)"), "Make room, then go on with --resume"),
+        (PermissionError(errno.EACCES, "Permission denied", "runs/x"), "runs/x: Permission denied. Give this user"),
+        (OSError(errno.EROFS, "Read-only file system", "runs/x"), "runs/x: Read-only file system. It is mounted read"),
+        (OSError(errno.EMFILE, "Too many open files", "a"), "a: Too many open files. Raise this process's limit"),
+        (OSError(errno.EADDRINUSE, "Address already in use"), "Address already in use. Another process has this port"),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), "Connection refused. Nothing listens there"),
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), "Connection reset by peer. The other"),
+    ],
+)
+@pytest.mark.parametrize("is_cause", [False, True])
+def test_a_fault_of_the_system_is_told_with_what_helps_and_is_no_bug(
+    raised: Exception, words: str, is_cause: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: object, **options: object) -> int:
+        if is_cause:
+            raise RuntimeError("of a library") from raised
+        raise raised
+
+    monkeypatch.setattr(main.cli, "main", fail)
+    assert main.answer(["status"]) == 1
+    assert capsys.readouterr().err.startswith(f"Error: {words}")
+
+
+def test_an_error_that_no_fault_of_the_system_caused_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object, **options: object) -> int:
+        raise KeyError("x") from OSError(errno.ENOENT, "No such file or directory", "x")
+
+    monkeypatch.setattr(main.cli, "main", fail)
+    assert main.answer(["status"]) == main.BUG_EXIT
+
+
+@pytest.mark.parametrize(
+    ("script", "needs_room", "words"),
+    [
+        ("open('/dev/full', 'w').write('x' * 9000)", True, "OSError: [Errno 28] No space left on device"),
+        ("print('Error: a.pt could not be written: Disk quota exceeded.', flush=True); exit(1)", True, "a.pt could"),
+        ("open('/nowhere/x')", False, "FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/x'"),
+        ("raise ValueError('one\\n  two')", False, "ValueError: one"),
+    ],
+)
+def test_the_error_of_a_run_says_what_helps_first_then_the_command_and_no_traceback(
+    script: str, needs_room: bool, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = load_recipe("arithmetic.yaml", ["run.name=mine"])
+    local = Local(recipe, "arithmetic.yaml", (), resume=False, overwrite=False, console=Terminal())
+    command = Command(name="learner", argv=(sys.executable, "-c", script), log=tmp_path / "learner.log")
+    with pytest.raises(RoleFailedError) as caught, local._telling_how_to_go_on(tmp_path / "runs" / "mine"):
+        Supervisor((), command, say=print).run()
+    told = str(caught.value)
+    assert words in told
+    assert "Traceback" not in told
+    assert "File " not in told
+    resumes = "run runs/mine/config.yaml --resume"
+    assert resumes in told
+    assert told.startswith("Make room on the disk of runs/mine") == needs_room
+    assert (told.index(resumes) < told.index("learner exited")) == needs_room
 
 
 def test_who_ends_without_room_for_a_word_is_said_to_have_had_none(disk: Path) -> None:
