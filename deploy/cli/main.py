@@ -3,6 +3,7 @@
 import gc
 import io
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -14,7 +15,7 @@ from broker.errors import BUG_EXIT, HeadwayError, UnknownKeysError, UntrainableB
 from broker.installation import shared_temporary_directory
 from deploy.launch.preloading import preload_engine
 from deploy.printing import complain, log_to_stderr, paragraph
-from learner.checkpoints.disk import FULL
+from learner.checkpoints.disk import fault_of_the_world
 
 from .commands import data, launch, models, new, pages, ray, roles, run, runs, tools
 from .ending import Ending
@@ -28,6 +29,8 @@ again and again: a tenth of the time that torch and transformers take to import.
 def main() -> None:
     """Run `headway`. Every error is one paragraph on stderr; --debug, anywhere, adds the traceback."""
     ending = Ending()
+    # a shell without job control starts what is in the background with SIGINT ignored, and so would nothing end at it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.set_threshold(_NEW_OBJECTS)
     sys.path.append(os.environ.get("HEADWAY_IMPORT_PATH", os.getcwd()))  # the user's own rewards and sources
     if not sys.stderr.isatty():  # in a log or a pipe, transformers' progress bars are noise
@@ -52,10 +55,9 @@ def answer(arguments: Sequence[str]) -> int:
         code = _complain(str(error), debug, error.exit_code, is_list=True)
     except HeadwayError as error:
         code = _complain(str(error), debug, error.exit_code)
-    except OSError as error:
-        code = _complain(f"{error}. Make room.", debug) if error.errno in FULL else _confess(error, debug)
     except Exception as error:  # noqa: BLE001 - the outermost edge: an error that is no HeadwayError is a bug
-        code = _confess(error, debug)
+        fault = fault_of_the_world(error)
+        code = _complain(fault, debug) if fault else _confess(error, debug)
     return code or 0
 
 

@@ -365,6 +365,22 @@ async def test_pools_and_workers_are_told_from_another_terminal(
         assert (await broker.status.heartbeat(worker(name, None), 60.0)).is_dismissed
 
 
+def test_a_command_that_was_started_with_sigint_ignored_ends_at_it(tmp_path: Path) -> None:
+    """As a script does with `headway dashboard &`."""
+    run = tmp_path / "runs" / "mine"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("run: {name: mine}\n")
+    line = 'trap "" INT; exec "$0" -m deploy dashboard runs/mine --port 0 --json'
+    process = subprocess.Popen(
+        ["sh", "-c", line, sys.executable], stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=clean_environment()
+    )
+    assert process.stdout is not None
+    assert json.loads(process.stdout.readline())["url"].startswith("http://")
+    process.send_signal(signal.SIGINT)
+    assert process.wait() in (0, 130)
+    process.stdout.close()
+
+
 async def test_scale_waits_until_the_workers_work(broker: Broker, server: EmbeddedServer, tmp_path: Path) -> None:
     await claimed(broker)
 
