@@ -7,11 +7,14 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar
 
+import uvloop
+
 from broker.client.broker import Broker
 from broker.errors import LASTING_EXIT, BrokerError, ConfigError, ForeignRunError, HeadwayError
 
 T = TypeVar("T")
 
+STOPS = (signal.SIGTERM, signal.SIGINT)
 CONFIG_POLL_S = 0.2
 CONFIG_CHECK_S = 5.0
 
@@ -35,8 +38,16 @@ class Signals:
             self.came = True
             event.set()
 
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOPS:
             asyncio.get_running_loop().add_signal_handler(number, note)
+
+    def run(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Run the role to its end, and return whether such a signal came. Once its work is done none does anything: a
+        second one, such as its supervisor's after one to the whole group, would have the process die as it ends."""
+        uvloop.run(work)
+        for number in STOPS:
+            signal.signal(number, signal.SIG_IGN)
+        return self.came
 
 
 @contextmanager

@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import uvloop
-
 from broker.client.broker import Broker, open_broker
 from broker.schema.processes import ScorerInfo
 from broker.user_code.roots import ImportRoots, import_directory
@@ -31,8 +29,7 @@ def score(url: str, run: str, process: str, name: str, overrides: Sequence[str],
     SIGINT drains this process. `session`: the secret by which its supervisor can hand its requests back; empty: one of
     its own. Returns whether such a signal came. Raises HeadwayError."""
     signals = Signals()
-    uvloop.run(_run(url, run, process, name, overrides, session, signals))
-    return signals.came
+    return signals.run(_run(url, run, process, name, overrides, session, signals))
 
 
 async def _run(

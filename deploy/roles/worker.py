@@ -14,8 +14,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-import uvloop
-
 from broker.client.broker import Broker, open_broker
 from broker.errors import (
     LASTING_EXIT,
@@ -64,8 +62,7 @@ def work(
     a signal came. `allowed`: modules and import paths that the run's configuration may name. `session`: the secret by
     which its supervisor can hand its leases back; empty: one of its own. Raises HeadwayError."""
     signals = Signals()
-    uvloop.run(_run(url, run, worker, overrides, allowed, grace_s, session, signals))
-    return signals.came
+    return signals.run(_run(url, run, worker, overrides, allowed, grace_s, session, signals))
 
 
 async def _run(

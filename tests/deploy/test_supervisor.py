@@ -22,7 +22,7 @@ from rollout_workers.health.rules import Verdict
 from tests.processes import children_left
 
 FOREVER = "import time\nwhile True: time.sleep(0.05)"
-DEADLINE_S = 30.0
+DEADLINE_S = 240.0
 
 
 def role(name: str, script: str, directory: Path, *, relay: bool = False) -> Command:
@@ -385,7 +385,9 @@ def leaves(name: str) -> str:
     """Return the script of a worker that writes its process id down, and hands its work back at a signal."""
     return (
         "import os, pathlib, signal, sys, time\n"
-        f"def end(*_): sys.exit({SIGNALLED_EXIT})\n"
+        "def end(*_):\n"
+        "    for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, signal.SIG_IGN)\n"
+        f"    sys.exit({SIGNALLED_EXIT})\n"
         "for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, end)\n"
         f"pathlib.Path('{name}.new').write_text(str(os.getpid()))\n"
         f"os.replace('{name}.new', '{name}.up')\n" + FOREVER
