@@ -146,7 +146,7 @@ async def test_a_process_that_ends_waits_once_for_a_server_that_is_away(run_name
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(asyncio.shield(waiting), 0.3)
     is_ending.set()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         with pytest.raises(BrokerUnavailableError):
             await waiting
         with pytest.raises(BrokerUnavailableError):
@@ -176,7 +176,7 @@ async def test_a_process_that_ends_asks_a_server_that_answers_again(
 ) -> None:
     broker = await open_broker(server.url, run_name, timeout_s=10_000)
     broker.end_when(lambda: True, patience_s=0.1)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         with outage(server):
             for _ in range(2):
                 with pytest.raises(BrokerUnavailableError, match="No answer") as caught:

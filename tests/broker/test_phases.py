@@ -35,7 +35,7 @@ async def impatient(url: str, run_name: str) -> AsyncIterator[Broker]:
 
 async def insist(broker: Broker, owner: Owner) -> tuple[str, ...] | None:
     """Call `train` as a learner does."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while True:
             try:
                 return await broker.phases.train(owner)
@@ -46,7 +46,7 @@ async def insist(broker: Broker, owner: Owner) -> tuple[str, ...] | None:
 
 
 async def until_gone(broker: Broker, owner: Owner) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while await broker.phases.train(owner):  # noqa: ASYNC110 - the server announces nothing
             await asyncio.sleep(0.01)
 
@@ -90,7 +90,7 @@ async def test_a_worker_that_is_not_heard_of_is_not_waited_for(broker: Broker) -
 async def test_without_a_learner_engines_fall_asleep(broker: Broker) -> None:
     owner = await claimed(broker)
     await broker.phases.generate(owner, A_MOMENT_S)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while await broker.phases.may_generate("w", LONG_S, is_awake=True):  # noqa: ASYNC110 - the server announces nothing
             await asyncio.sleep(0.01)
     assert await broker.phases.are_engines_awake()

@@ -54,7 +54,7 @@ async def granted(broker: Broker, count: int, share: float = 0.5) -> list[str]:
 
 
 async def until_granted(broker: Broker, token: str) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while not await broker.swap_turns.take(token, 0.5, LONG_S):  # noqa: ASYNC110 - the server announces nothing
             await asyncio.sleep(0.01)
 

@@ -32,7 +32,7 @@ from learner.stages.supervised.options import ImitationOptions, PreferenceOption
 from .bad_inputs import COMMANDS, DATA, DOUBLING, FILES, GARBAGE, NOWHERE, OVERRIDES, RECIPE, RUNS, VALUES, rows
 from .test_cli import clean_environment
 
-DEADLINE_S = 30
+DEADLINE_S = 120
 OPTIONS = (
     "deploy.recipe.ray_roles",
     "deploy.recipe.sinks",

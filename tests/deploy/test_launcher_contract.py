@@ -22,7 +22,7 @@ from deploy.recipe.recipe import LauncherConfig
 from tests.processes import children_left
 from tests.ray_cluster import RAY, ray_cluster
 
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 WAITS = (
     "import pathlib, signal, sys, time\n"
     "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n"

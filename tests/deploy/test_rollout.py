@@ -48,7 +48,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 async def work(broker: Broker) -> None:
     """Work as a worker that began with the default configuration, until it is asked to drain."""
     drain = asyncio.Event()
-    async with joining.drained_when_changed(broker, stored(), drain, rollout._workers_part), asyncio.timeout(30):
+    async with joining.drained_when_changed(broker, stored(), drain, rollout._workers_part), asyncio.timeout(240):
         await drain.wait()
 
 
@@ -79,7 +79,7 @@ async def test_no_sample_is_leased_by_the_recipe_of_before_a_claim(
         with pytest.raises(joining.ConfigChangedError):
             await working
         return
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(240):
         while not (await run.lease(1, 0)).leases:  # noqa: ASYNC110 - the change is none of a worker's business
             await asyncio.sleep(A_MOMENT_S)
     assert not working.done()

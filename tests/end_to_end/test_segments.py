@@ -20,7 +20,7 @@ from .slow_worker import LENGTH, PROMPT_TOKENS, VERSION, logprob_of, manifest
 
 pytestmark = pytest.mark.slow
 
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 GOOD_START = 30
 """Tokens of a sample after which the test strikes its worker; by then most of them are in segments of four."""
 BASES = {"killed": 1000, "stalled": 2000, "heir": 3000}

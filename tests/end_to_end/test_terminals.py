@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 OPENS = """
 import sys, time
 from pathlib import Path

@@ -24,7 +24,7 @@ from rollout_workers.scorers.asking import AskedScorer
 from rollout_workers.scorers.base import ScoringError
 from rollout_workers.scorers.candidates import joined
 
-from .loop import GROUP_SIZE, Deliveries, Learner, make_engine, make_worker, prompts, running, until
+from .loop import GROUP_SIZE, HANGS_AFTER_S, Deliveries, Learner, make_engine, make_worker, prompts, running, until
 
 QUALITY = "quality"
 
@@ -92,7 +92,7 @@ async def test_many_samples_wait_at_once_and_each_gets_its_own_scores(
     waiting = asyncio.gather(*(asked.score(prompt, response) for prompt, response in tokens))
     await asyncio.sleep(0.1)
     assert not waiting.done(), "no scorer is alive yet"
-    async with answering(brokers[0], QUALITY, total) as seen, asyncio.timeout(30):
+    async with answering(brokers[0], QUALITY, total) as seen, asyncio.timeout(HANGS_AFTER_S):
         found = await waiting
     assert [float(scores[0]) for scores in found] == pytest.approx(
         [sum(prompt) + sum(response) / 1000 for prompt, response in tokens]
@@ -102,28 +102,30 @@ async def test_many_samples_wait_at_once_and_each_gets_its_own_scores(
 
 async def test_a_cancelled_sample_is_forgotten(brokers: tuple[Broker, Broker], asked: AskedScorer) -> None:
     waiting = asyncio.create_task(asked.score([1], [2]))
-
-    async def depth() -> int:
-        (queue,) = (await brokers[0].status.snapshot()).scoring or (None,)
-        return 0 if queue is None else queue.waiting
-
-    async with asyncio.timeout(30):
-        while await depth() == 0:  # noqa: ASYNC110 - the server announces nothing
+    async with asyncio.timeout(HANGS_AFTER_S):
+        while await depth(brokers[0]) == 0:  # noqa: ASYNC110 - the server announces nothing
             await asyncio.sleep(0.01)
         waiting.cancel()
-        while await depth() > 0:  # noqa: ASYNC110 - as above
+        while await depth(brokers[0]) > 0:  # noqa: ASYNC110 - the server announces nothing
             await asyncio.sleep(0.01)
+
+
+async def depth(broker: Broker) -> int:
+    """Return how many requests wait for a scorer; the server announces nothing."""
+    (queue,) = (await broker.status.snapshot()).scoring or (None,)
+    return 0 if queue is None else queue.waiting
 
 
 async def test_a_server_that_is_killed_and_forgets_costs_no_sample(
     brokers: tuple[Broker, Broker], asked: AskedScorer, server: EmbeddedServer
 ) -> None:
     waiting = asyncio.gather(*(asked.score([1], [n]) for n in range(20)))
-    await asyncio.sleep(0.1)
+    while await depth(brokers[0]) < 20:  # noqa: ASYNC110 - the server announces nothing
+        await asyncio.sleep(0.01)
     os.kill(server.pid, signal.SIGKILL)
     await asyncio.sleep(0.6)
     server.start()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANGS_AFTER_S):
         keys = [key async for page in brokers[0]._connection.pages("*") for key in page.keys if b":scoring:" in key]
         assert keys
         await brokers[0]._connection.execute("UNLINK", *keys)
@@ -134,7 +136,10 @@ async def test_a_server_that_is_killed_and_forgets_costs_no_sample(
 async def test_what_no_scorer_can_answer_is_an_error_with_the_reason(
     brokers: tuple[Broker, Broker], asked: AskedScorer
 ) -> None:
-    async with answering(brokers[0], QUALITY, lambda request: "token 99 is none of its tokens"), asyncio.timeout(30):
+    async with (
+        answering(brokers[0], QUALITY, lambda request: "token 99 is none of its tokens"),
+        asyncio.timeout(HANGS_AFTER_S),
+    ):
         with pytest.raises(ScoringError, match="no scorer quality could answer: token 99 is none of its tokens"):
             await asked.score([1], [99])
 
@@ -143,7 +148,10 @@ async def test_what_no_scorer_can_answer_is_an_error_with_the_reason(
 async def test_an_answer_that_no_score_can_be_is_refused(
     brokers: tuple[Broker, Broker], asked: AskedScorer, answer: list[float]
 ) -> None:
-    async with answering(brokers[0], QUALITY, lambda request: np.array(answer, np.float32)), asyncio.timeout(30):
+    async with (
+        answering(brokers[0], QUALITY, lambda request: np.array(answer, np.float32)),
+        asyncio.timeout(HANGS_AFTER_S),
+    ):
         with pytest.raises(ScoringError, match="which no score can be"):
             await asked.score([1], [5, 6, 7])
 
@@ -158,7 +166,7 @@ async def test_a_trajectory_has_the_teachers_logprobs_of_its_own_tokens(
     teacher = AskedTeacher(scorer, temperature=0.5, deadline_s=30, top_k=top_k)
     worker = make_worker(brokers[1], make_engine(tmp_path), deliveries, teacher=teacher)
     await learner.publish(0, deliveries)
-    async with running(worker), asyncio.timeout(60):
+    async with running(worker), asyncio.timeout(HANGS_AFTER_S):
         await until(lambda: worker.info().active > 0 and worker.info().generated_tokens > 0)
         async with answering(brokers[0], TEACHER, per_token):
             taken = [trajectory for group in await learner.take(0) for trajectory in group.trajectories]
@@ -181,7 +189,7 @@ async def test_a_teacher_tells_nothing_of_what_the_environment_said_and_gives_up
     recorder = Recorder()
     recorder.tokens, recorder.loss_mask = [5, 6, 7], [1, 0, 1]
     teacher, prompt = AskedTeacher(asked, temperature=1.0, deadline_s=0.01), prompts(1)[0]
-    async with answering(brokers[0], QUALITY, per_token), asyncio.timeout(30):
+    async with answering(brokers[0], QUALITY, per_token), asyncio.timeout(HANGS_AFTER_S):
         found = (await teacher.teach(prompt, recorder)).teacher_logprobs
         naming = AskedTeacher(asked, temperature=1.0, deadline_s=30, top_k=2)
         named = await naming.teach(prompt, recorder)
@@ -190,7 +198,7 @@ async def test_a_teacher_tells_nothing_of_what_the_environment_said_and_gives_up
     assert (named.candidate_tokens is None, named.candidate_logprobs is None) == (False, False)
     assert np.array_equal(named.candidate_tokens, [[0, 1], [0, 0], [0, 1]])  # type: ignore[arg-type]
     assert np.array_equal(named.candidate_logprobs, [[-1, -2], [0, 0], [-1, -2]])  # type: ignore[arg-type]
-    async with answering(brokers[0], QUALITY, lambda request: -per_token(request)), asyncio.timeout(30):
+    async with answering(brokers[0], QUALITY, lambda request: -per_token(request)), asyncio.timeout(HANGS_AFTER_S):
         for kind in (UnscoredError, UnscoredError, RewardError):
             with pytest.raises(kind, match=r"the teacher was asked in vain on prompt .* logprobs of up to 0.00"):
                 await teacher.teach(prompt, recorder)

@@ -80,7 +80,7 @@ async def is_never_over() -> bool:
 
 
 async def all_asleep(learner: Learner) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while await learner.broker.phases.train(learner.owner):  # noqa: ASYNC110 - the server announces nothing
             await asyncio.sleep(0.01)
 
@@ -143,7 +143,7 @@ async def test_without_a_learner_it_falls_asleep_and_leaves_when_it_is_told(
     await learner.broker.phases.generate(learner.owner, 0.3)
     async with at_work(brokers[1], engine, deliveries) as worker:
         await until(lambda: engine.sleeps)
-        async with asyncio.timeout(60):  # the worker reports it only then
+        async with asyncio.timeout(240):  # the worker reports it only then
             while await learner.broker.phases.are_engines_awake():  # noqa: ASYNC110 - nothing announces it
                 await asyncio.sleep(0.01)
         assert worker.info().state == "starting"
@@ -258,6 +258,6 @@ async def test_an_engine_starts_while_the_broker_is_away(
     with staying_awake(brokers[1], "w"):
         server.start()
         connection, names = brokers[0]._connection, list[bytes]()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             while [name.partition(b" ")[0] for name in names] != [b"w"]:  # the worker reports it once it can
                 names = await connection.execute("ZRANGE", connection.keys.hidden("awake"), 0, -1)

@@ -82,7 +82,7 @@ def sizes(sample: Sample) -> list[int]:
 
 
 async def until(claim: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(240):
         while not claim():  # noqa: ASYNC110 - watches what announces nothing
             await asyncio.sleep(0.001)
 

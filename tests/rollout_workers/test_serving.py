@@ -76,7 +76,7 @@ async def test_a_scorer_slower_than_its_askers_takes_batches_that_it_answers_in_
     waiting = asyncio.gather(*(asked.score([1], [2] * 19) for _ in range(40)))
     scorer = serve(brokers[0], runner, hold_s=hold_s)
     running = asyncio.create_task(scorer.run())
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         assert {float(scores[0]) for scores in await waiting} == {19.0}
     (queue,) = (await brokers[0].status.snapshot()).scoring
     assert (queue.answered, queue.failed, queue.expired_leases) == (40, 0, 0)
@@ -106,7 +106,7 @@ async def test_requests_that_the_model_cannot_score_cost_the_others_nothing_and_
     ]
     scorer = serve(brokers[0], Lengths(bad=(66,)))
     running = asyncio.create_task(scorer.run())
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         bad = [asked.score(prompt, response, heat, top_k) for prompt, response, heat, top_k, _ in told]
         found = await asyncio.gather(*bad, *(asked.score([1], [8] * n) for n in (1, 2, 5)), return_exceptions=True)
     assert [float(one[0]) for one in found[len(told) :] if not isinstance(one, BaseException)] == [1, 2, 5]
@@ -125,7 +125,7 @@ async def test_a_model_that_fails_at_the_scorers_own_request_ends_its_process(
     await Learner.start(brokers[0], groups=1)
     asked = AskedScorer(brokers[1].scoring, Outages(brokers[1].url), NAME, hold_s=30)
     waiting = asyncio.ensure_future(asked.score([1], [66]))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         with pytest.raises(ModelFailedError, match=r"failed at a request .*out of memory.* then at a probe"):
             await serve(brokers[0], Lengths(bad=(0, 66))).run()
     waiting.cancel()

@@ -52,7 +52,7 @@ class Publishing:
 
     async def publish_to(self, *members: str) -> None:
         """Publish versions until one is broadcast to exactly these workers."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             while True:
                 if (await self.publish()).members == members:
                     return
@@ -61,7 +61,7 @@ class Publishing:
     async def take_until(self, is_it: Callable[[Trajectory], bool]) -> list[Trajectory]:
         """Take step after step, until one of the trajectories is the one that the test looks for."""
         taken: list[Trajectory] = []
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             for step in itertools.count(self.step):
                 for group in await asyncio.to_thread(self.blocking.call, self.learner.take(step)):
                     taken += group.trajectories

@@ -139,7 +139,7 @@ async def check_spans_and_rows(engine: VllmEngine, tensors: Any) -> None:
         asyncio.create_task(record(engine, request(prompt, stop_token_ids=[], max_new_tokens=length), recorder))
         for length, recorder in zip(lengths, recorders, strict=True)
     ]
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while len(recorders[0].tokens) < 10:  # noqa: ASYNC110 - the recorder is the only one who knows
             await asyncio.sleep(0.001)
     await engine.swap_weights(NEW, tensors)

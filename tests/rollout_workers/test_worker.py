@@ -60,7 +60,7 @@ async def test_the_engine_goes_on_while_samples_are_scored_up_to_a_bound(
     deliveries = Deliveries()
     worker = make_worker(brokers[1], make_engine(tmp_path), deliveries, reward=HeldReward())
     await learner.publish(0, deliveries)
-    async with running(worker), asyncio.timeout(60):
+    async with running(worker), asyncio.timeout(240):
         await full.wait()
         beats = worker.info().generated_tokens
         for _ in range(5):  # further requests for leases would be answered meanwhile
@@ -83,6 +83,7 @@ async def test_every_sample_is_generated_once_and_leases_stay_bounded(
     async def watch() -> None:
         while True:
             leased.append((await brokers[0].status.snapshot()).queues.leased)
+            await asyncio.sleep(0.005)  # the worker has this thread, too
 
     async with running(worker) as task:
         watching = asyncio.create_task(watch())
@@ -281,7 +282,7 @@ async def test_a_sample_that_cannot_be_scored_is_generated_anew_from_its_first_t
     deliveries = Deliveries()
     worker = make_worker(brokers[1], make_engine(tmp_path), deliveries, reward=PickyReward(), segment_tokens=4)
     await learner.publish(0, deliveries)
-    async with running(worker), asyncio.timeout(60):
+    async with running(worker), asyncio.timeout(240):
         groups = await take_all(learner, deliveries)
         assert worker.info().last_error.startswith("3 samples could not be scored; the last one: reward mine:score")
     told = [t for group in groups for t in group.trajectories]
@@ -358,7 +359,7 @@ async def test_a_sample_at_which_the_engine_fails_is_handed_back_with_its_tokens
     deliveries, engine = Deliveries(), FailingEngine(make_engine(tmp_path), 2)
     worker = make_worker(brokers[1], engine, deliveries, segment_tokens=1000)
     await learner.publish(0, deliveries)
-    async with running(worker), asyncio.timeout(60):
+    async with running(worker), asyncio.timeout(240):
         groups = await take_all(learner, deliveries)
     told = [t for group in groups for t in group.trajectories]
     assert len({t.tid for t in told}) == len(told) == 8 * GROUP_SIZE
@@ -427,7 +428,7 @@ async def test_a_worker_waits_for_its_learner_and_reports_all_the_while(
     worker = make_worker(brokers[1], make_engine(tmp_path), deliveries)
     learner = await Learner.start(brokers[0], groups=2)
     async with running(worker):
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             while not (alive := await brokers[0].status.workers()):  # noqa: ASYNC110 - the broker is asked
                 await asyncio.sleep(0.01)
         assert (alive[0].state, alive[0].version, alive[0].wants_broadcast) == ("starting", None, True)

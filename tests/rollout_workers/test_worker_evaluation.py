@@ -48,7 +48,7 @@ async def look(learner: Learner, version: WeightVersion) -> EvaluationProgress:
 
 
 async def done(learner: Learner, version: WeightVersion) -> EvaluationProgress:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while (progress := await look(learner, version)).done < progress.samples:  # noqa: ASYNC110 - the server announces nothing
             await asyncio.sleep(0.01)
     return progress

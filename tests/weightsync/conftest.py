@@ -29,7 +29,7 @@ from weightsync.transports.http.requests import Found
 from weightsync.transports.rendezvous import Board
 
 TIMEOUT_S = 2.0
-PATIENCE_S = 40.0
+PATIENCE_S = 240.0
 # Asks the driver's library: processes that are forked from one that has begun with CUDA cannot use it.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 ON_GPUS = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -46,7 +46,7 @@ from tests.deploy.test_supervisor import FOREVER, role
 
 from .pages import Elements, write_run
 
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 
 
 def eventually(look: Callable[[], Any]) -> Any:
