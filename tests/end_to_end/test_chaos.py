@@ -50,7 +50,6 @@ from broker.schema import Prompt, Trajectory, TrajectoryId, VersionSpan, WeightV
 from learner.data.prompts.cursor import group_at
 from tests.broker.scenario import begin, rules
 
-
 STEPS = 6
 """The number of steps of the trails below; step k trains group k."""
 WRITER = """
