@@ -129,7 +129,7 @@ class Supervisor:
         slot.failures += 1
         bug = _bug(child) if child.exit_code() == BUG_EXIT else ""
         if bug and bug == slot.bug and not self._is_anyone_well():
-            raise RoleFailedError(_obituary(child, f"So it did before: {self._whole()} been stopped."))
+            raise _failed(child, f"So it did before: {self._whole()} been stopped.")
         slot.bug = bug
         if child.exit_code() == SICK_EXIT and self._is_anyone_well():
             self._replace(slot, child)
