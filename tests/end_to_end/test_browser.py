@@ -10,11 +10,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.broker.topologies import wait_until
 from tests.chromium import NEEDS_CHROMIUM, chromium
 from tests.deploy.page.pages import headway, write_run
+from tests.deploy.runs import evaluation, open_record
 
 from .recipes import write_recipe
 from .terminals import Terminals
@@ -92,6 +94,7 @@ def test_pages_of_runs_begin_with_what_was_learned(count: int, width: int, tmp_p
     with browsing(tmp_path) as browser:
         page = browser.open(page_of_runs.as_uri(), DRAWN_REPORT, viewport={"width": width, "height": 844})
         assert titles(page)[:4] == (FIRST if count == 1 else ["Reward, mean of 5 steps", FIRST[1], "Mean lag", "Loss"])
+        assert len([title for title in titles(page) if title.endswith("Parts of the reward")]) == count
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         columns = "(all) => all.map((one) => [...one.children].map((column) => column.getBoundingClientRect()))"
         found = page.eval_on_selector_all(".columns", columns)
@@ -102,6 +105,23 @@ def test_pages_of_runs_begin_with_what_was_learned(count: int, width: int, tmp_p
             assert all(after["x"] >= before["x"] + before["width"] for before, after in pairwise(boxes))
         rows = page.eval_on_selector_all(".by-run tr", "(rows) => rows.map((row) => row.children.length)")
         assert set(rows) == {1 + count}
+        assert browser.complaints == []
+
+
+def test_parts_of_a_reward_are_drawn_and_obey_no_name(tmp_path: Path) -> None:
+    directory, name = write_run(tmp_path / "run"), "<img src=x onerror=alert(1)>"
+    record = open_record(directory)
+    for step in (5, 10):
+        record.write(msgspec.structs.replace(evaluation(2, step, 0.5), reward={"exact": 0.5, name: 0.25}))
+    headway("report", str(directory), "--output", str(tmp_path / "page.html"))
+    with browsing(tmp_path) as browser:
+        page = browser.open((tmp_path / "page.html").as_uri(), DRAWN_REPORT)
+        figures = page.locator("figure")
+        legend = figures.filter(has_text="Parts of the reward, held out").locator(".legend li").all_inner_texts()
+        assert legend == [f"{name} 0.25", "exact 0.5"]
+        trained = figures.filter(has=page.get_by_role("heading", name="Parts of the reward", exact=True))
+        assert [one.split()[0] for one in trained.locator(".legend li").all_inner_texts()] == ["score", "score/exact"]
+        assert page.locator("img").count() == 0
         assert browser.complaints == []
 
 

@@ -55,11 +55,16 @@ function learning(runs) {
     runs.flatMap((run) => partsOf(run, named(run, runs)))));
 }
 
-// The parts of a reward; one alone is the reward itself.
+// The parts of a reward, trained and held out; one alone is the reward itself.
 function partsOf(run, prefix) {
-  const parts = Object.entries(run.reward_parts);
-  if (parts.length < 2) return [];
-  return [curves(`${prefix}Parts of the reward`, parts.map(([name, { mean, low, high }], colour) => ({ name, colour, xs: run.steps, ys: mean, low, high })), { note: "the own score of each function and its measures, mean of 5 steps" })];
+  const trained = Object.entries(run.reward_parts).map(([name, { mean, low, high }], colour) => ({ name, colour, xs: run.steps, ys: mean, low, high }));
+  const rates = run.evaluations, xs = rates.map((rate) => rate.step), names = [...new Set(rates.flatMap((rate) => Object.keys(rate.reward ?? {})))];
+  const heldOut = names.sort().slice(0, COLOURS).map((name, colour) => ({ name, colour, dots: true, xs, ys: rates.map((rate) => rate.reward?.[name] ?? null) }));
+  const note = "each function's own score, and its measures", over = [run.steps];
+  return [
+    trained.length > 1 ? curves(`${prefix}Parts of the reward`, trained, { note: `${note}, mean of 5 steps` }) : [],
+    heldOut.length > 1 ? curves(`${prefix}Parts of the reward, held out`, heldOut, { note, over }) : [],
+  ].flat();
 }
 
 function training(runs) {
