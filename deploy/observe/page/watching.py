@@ -6,6 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
+from statistics import fmean
 from typing import Any, Self
 
 import msgspec
@@ -14,7 +15,7 @@ from broker.errors import HeadwayError
 from broker.schema.status import RunStatus
 from deploy.observe.status import recent, status_json
 from deploy.observe.waiting import Waiting
-from deploy.run.figures import generated_per_s, moving_average, trained_per_s
+from deploy.run.figures import generated_per_s, trained_per_s
 from deploy.run.record import Record
 from deploy.run.samples import SampleReader
 
@@ -73,6 +74,18 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
     worker_rates: dict[str, list[float]] = {}
 
 
+class _Rate:
+    """Tokens per second at the last looks, and the means that a page shows of them."""
+
+    def __init__(self) -> None:
+        self._seen = deque[float](maxlen=RATE_LOOKS)
+        self.means = deque[float](maxlen=KEPT_POINTS)
+
+    def note(self, tokens_per_s: float) -> None:
+        self._seen.append(tokens_per_s)
+        self.means.append(fmean(self._seen))
+
+
 class Watcher:
     """Looks at the broker and reads the record, each in a thread of its own, inside a `with` block."""
 
@@ -86,8 +99,8 @@ class Watcher:
         self._status: RunStatus | None = None
         self._waiting: Waiting | None = None
         self._problems: dict[str, str] = {}
-        self._rates: dict[str, deque[float]] = defaultdict(_points)
-        self._worker_rates: dict[str, deque[float]] = defaultdict(_points)
+        self._rates: dict[str, _Rate] = defaultdict(_Rate)
+        self._worker_rates: dict[str, _Rate] = defaultdict(_Rate)
         self._missing: dict[str, Missing] = {}
         self._samples = SampleReader()
         self._page = Page(title="Headway", made_at=_now(), runs=[])
@@ -121,8 +134,8 @@ class Watcher:
             workers=0 if status is None else len(status.workers),
             missing=list(self._missing.values())[:MOST_MISSING],
             versions=[] if status is None else held_versions(status, recent(status)),
-            rates=_averaged(self._rates),
-            worker_rates=_averaged(self._worker_rates),
+            rates={name: list(rate.means) for name, rate in list(self._rates.items())},
+            worker_rates={name: list(rate.means) for name, rate in list(self._worker_rates.items())},
         )
 
     def window(self, first: int) -> Live:
@@ -148,10 +161,10 @@ class Watcher:
                 self._over.wait(POLL_S)
 
     def _note(self, status: RunStatus, waiting: Waiting | None) -> None:
-        self._rates["generated"].append(generated_per_s(status.workers))
-        self._rates["trained"].append(trained_per_s(recent(status)))
+        self._rates["generated"].note(generated_per_s(status.workers))
+        self._rates["trained"].note(trained_per_s(recent(status)))
         for worker in status.workers:
-            self._worker_rates[worker.worker].append(worker.tokens_per_s)
+            self._worker_rates[worker.worker].note(worker.tokens_per_s)
         for gone in self._worker_rates.keys() - {worker.worker for worker in status.workers}:
             del self._worker_rates[gone]
         self._missing = missing(self._missing, status)
@@ -195,14 +208,6 @@ def missing(known: dict[str, Missing], now: RunStatus) -> dict[str, Missing]:
     ]
     lost = [msgspec.structs.replace(one, is_lost=True) for one in gone]
     return {one.worker: one for one in sorted([*late, *lost], key=lambda one: one.since, reverse=True)}
-
-
-def _averaged(rates: dict[str, deque[float]]) -> dict[str, list[float]]:
-    return {name: moving_average(list(points), RATE_LOOKS) for name, points in list(rates.items())}
-
-
-def _points() -> deque[float]:
-    return deque(maxlen=KEPT_POINTS)
 
 
 def _now() -> str:
