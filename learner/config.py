@@ -159,7 +159,8 @@ class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         int,
         Meta(
             ge=0,
-            description="largest size in bytes of the experience log, from which steps are trained again; 0: no log",
+            description="largest size in bytes of the experience log, from which steps are trained again: files of many"
+            " steps, each of 64 MiB or an eighth of this, of which the oldest go first; 0: no log",
         ),
     ] = 8 << 30
     stage_every_s: Annotated[

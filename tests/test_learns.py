@@ -18,7 +18,7 @@ from deploy.recipe.loading import load_recipe
 from deploy.run.directory import EXPERIENCE
 from deploy.run.events import StepEvent
 from deploy.run.report import summarize
-from learner.experience.logged_batch import write_batch
+from learner.experience.log import ExperienceLog
 from tests.deploy.runs import bare_metrics, evaluation, open_record
 from tests.learner.batches import group
 
@@ -155,11 +155,11 @@ def test_targets_are_met_or_missed(tmp_path: Path) -> None:
 def test_each_pools_trained_samples_are_counted(tmp_path: Path) -> None:
     write_run(tmp_path, before=0.25, after=0.5, clip_fraction=0.01)
     (tmp_path / HELD).write_text("1.5")
-    (tmp_path / EXPERIENCE).mkdir()
+    log = ExperienceLog(tmp_path / EXPERIENCE, 1 << 20)
     for step, workers in enumerate(["host-own-0-aa", "host-own-1-bb", "host-sglang-0-cc"]):
         made = group(1, (0, 1), step=max(0, step - 1))
         named = tuple(replace(one, worker=workers, reward=float(step)) for one in made.trajectories)
-        write_batch(tmp_path / EXPERIENCE / f"step_{step}.zst", "", step, [replace(made, trajectories=named)])
+        log.record(step, [replace(made, trajectories=named)])
     one = figures.of_apart(tmp_path)
     assert one["held_seconds"] == 1.5
     assert one["pools"] == {

@@ -24,7 +24,7 @@ from broker.errors import RunNotFoundError
 from broker.server.embedded import EmbeddedServer
 from broker.staleness import oldest_step
 from deploy.run.directory import EXPERIENCE
-from learner.experience.logged_batch import read_batch
+from learner.experience.log import ExperienceLog
 
 SGLANG, MIXED = "sglang", "mixed"
 APART = (SGLANG, MIXED)
@@ -143,8 +143,9 @@ def _await(started: Sequence["subprocess.Popen[bytes]"], timeout_s: float, look:
 def by_pool(directory: Path, steps: int) -> dict[str, dict[str, Any]]:
     """Return the trained samples of each pool, their mean reward and their lag, by the run's experience log."""
     rewards, lags = defaultdict[str, list[float]](list), defaultdict[str, list[int]](list)
+    log = ExperienceLog(directory / EXPERIENCE)
     for step in range(steps):
-        for group in read_batch(directory / EXPERIENCE / f"step_{step}.zst", "", step):
+        for group in log.read(step) or ():
             for one in group.trajectories:
                 pool = pool_of(one.worker)
                 rewards[pool].append(one.reward)

@@ -5,6 +5,7 @@ import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,7 @@ from deploy.recipe.loading import dump_recipe, load_recipe
 from deploy.run.directory import CHECKPOINTS, EXPERIENCE, held
 from deploy.run.report import METRICS, TRAINED
 from learner.experience.logged_batch import write_batch
+from learner.experience.segments import LogSegment
 
 RUN = "large"
 GROUPS, SAMPLES = 64, 8
@@ -77,7 +79,7 @@ def _train(directory: Path, steps: int, over: threading.Event) -> None:
     step = steps
     while not over.wait(STEP_S):
         with suppress(FileNotFoundError):
-            (directory / AHEAD / f"step_{step}.zst").rename(directory / EXPERIENCE / f"step_{step}.zst")
+            (directory / AHEAD / f"steps_{step}.log").rename(directory / EXPERIENCE / f"steps_{step}.log")
         with (directory / METRICS).open("ab") as file:
             file.write(msgspec.json.encode(sample_step(step, steps)) + b"\n")
         step += 1
@@ -91,7 +93,8 @@ def _write_tokenizer(checkpoint: Path) -> None:
 
 def _log_batch(log: Path, step: int) -> None:
     log.mkdir(exist_ok=True)
-    write_batch(log / f"step_{step}.zst", "", step, _batch(step))
+    write = partial(write_batch, identity="", step=step, groups=_batch(step))
+    LogSegment(log / f"steps_{step}.log").append(step, write)
 
 
 def _batch(step: int) -> list[Group]:

@@ -1,9 +1,10 @@
 """Trained samples to read: prompt, response in the pieces that each weight version sampled, and reward."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -12,6 +13,9 @@ from broker.errors import HeadwayError
 from broker.schema import Group, Trajectory
 
 from .directory import CHECKPOINTS, EXPERIENCE
+
+if TYPE_CHECKING:
+    from learner.experience.segments import BatchPlace
 
 GROUPS = 4
 """Groups that are shown of a step; of each the best and the worst sample."""
@@ -49,28 +53,29 @@ class ShownSample(msgspec.Struct, frozen=True, kw_only=True):
 
 Stamp = tuple[Path, int, int]
 """A file, its size and the time of its last change in ns: what changes whenever its content does."""
+Logged = tuple[int, "BatchPlace", bytes]
+"""A step, where its batch lies, and the last bytes there: the checksum of its content."""
+CHECKSUM_BYTES = 4
 
 
 class SampleReader:
-    """Reads the samples of a run again and again, and each file only once as long as it stays as it was."""
+    """Reads the samples of a run again and again, and each batch only once as long as it stays as it was."""
 
     def __init__(self) -> None:
         self._tokenizer: Stamp | None = None
         self._decode: Decode = _as_numbers
-        self._read: dict[Stamp, list[ShownSample]] = {}
+        self._read: dict[Logged, list[ShownSample]] = {}
 
     def read(self, directory: Path) -> list[ShownSample]:
         """Return samples of the newest and the oldest step in the run's experience log, the newest first.
 
-        Empty where the run keeps no log (`checkpoint.log_bytes: 0`), or its files are damaged or being written.
+        Empty where the run keeps no log (`checkpoint.log_bytes: 0`), or its batches are damaged.
         Responses are token ids until a checkpoint holds the tokenizer.
         """
         self._find_tokenizer(directory / CHECKPOINTS)
-        steps = sorted(_steps(directory / EXPERIENCE))
-        paths = {directory / EXPERIENCE / f"step_{step}.zst": step for step in (steps[-1:] + steps[:1])}
-        batches = {stamp: step for path, step in paths.items() if (stamp := _stamp(path)) is not None}
-        self._read = {stamp: self._samples(stamp, step) for stamp, step in batches.items()}
-        return [sample for stamp in batches for sample in self._read[stamp]]
+        batches = list(dict.fromkeys(_newest_and_oldest(directory / EXPERIENCE)))
+        self._read = {logged: self._samples(logged) for logged in batches}
+        return [sample for logged in batches for sample in self._read[logged]]
 
     def _find_tokenizer(self, checkpoints: Path) -> None:
         stamps = filter(None, map(_stamp, checkpoints.glob("*/step_*/tokenizer*")))
@@ -78,8 +83,9 @@ class SampleReader:
         if newest != self._tokenizer:
             self._tokenizer, self._decode, self._read = newest, _decoder(newest), {}
 
-    def _samples(self, stamp: Stamp, step: int) -> list[ShownSample]:
-        return self._read[stamp] if stamp in self._read else list(_of_step(stamp[0], step, self._decode))
+    def _samples(self, logged: Logged) -> list[ShownSample]:
+        step, place, _ = logged
+        return self._read[logged] if logged in self._read else list(_of_step(place, step, self._decode))
 
 
 def samples_of(directory: Path) -> list[ShownSample]:
@@ -96,17 +102,31 @@ def _stamp(path: Path) -> Stamp | None:
     return path, found.st_size, found.st_mtime_ns
 
 
-def _steps(log: Path) -> Iterator[int]:
-    for path in log.glob("step_*.zst"):
-        if (number := path.stem.removeprefix("step_")).isdecimal():
-            yield int(number)
+def _newest_and_oldest(log: Path) -> Iterator[Logged]:
+    from learner.experience.segments import files_in, read_segment
+
+    paths = files_in(log)
+    for ordered, choose in ((reversed(paths), max), (iter(paths), min)):
+        held = next((places for path in ordered if (places := read_segment(path).places)), None)
+        if held:
+            step = choose(held)
+            place = held[step]
+            yield step, place, _last_bytes(place)
 
 
-def _of_step(path: Path, step: int, decode: Decode) -> Iterator[ShownSample]:
+def _last_bytes(place: "BatchPlace") -> bytes:
+    """Return none where the file is gone: retention may remove it at any time."""
+    with suppress(OSError), place.path.open("rb") as file:
+        file.seek(place.start + max(place.length - CHECKSUM_BYTES, 0))
+        return file.read(CHECKSUM_BYTES)
+    return b""
+
+
+def _of_step(place: "BatchPlace", step: int, decode: Decode) -> Iterator[ShownSample]:
     from learner.experience.logged_batch import read_first_groups
 
     try:
-        groups = read_first_groups(path, "", step, GROUPS)
+        groups = read_first_groups(place, "", step, GROUPS)
     except HeadwayError:
         return
     for group in groups:

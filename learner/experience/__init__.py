@@ -2,7 +2,8 @@
 
     cursor ─► feed.py ─► broker ─► stream.py ─► log.py ─► the step
                                       │            │
-                                      ├ waits.py   ├ logged_batch.py, frames.py    one batch as a file
+                                      ├ waits.py   ├ segments.py                   files of many batches
+                                      │            ├ logged_batch.py, frames.py    one batch in a file
                                       ├ outages.py └ rewind.py                     back to a checkpoint
                                       └ standing.py: replayed, published, announced
     drift.py   whether load drops long prompts

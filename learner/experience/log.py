@@ -1,14 +1,15 @@
 """The learner logs every batch before it trains it, so that a run can be replayed or rewound without its broker.
 
-    experience/step_K.zst    the batch of step K in the order taken (see `logged_batch`)
+    experience/steps_FIRST.log    the batches of step FIRST and of those after it, in the order taken (see `segments`)
 
-There is one line of descent: a learner that trains another batch at step N abandons what the files from N on hold, and
-they go. The log is insurance: a full disk or a damaged file is said, and costs nothing but the steps that it concerns.
+There is one line of descent: a learner that trains another batch at step N abandons what the log from N on holds, and
+it goes. The log is insurance: a full disk or damage is said, and costs nothing but the steps that it concerns.
 """
 
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from broker.schema import Group, TrajectoryId
@@ -16,10 +17,15 @@ from learner.checkpoints.disk import GONE, gone
 
 from .frames import GroupFrames
 from .logged_batch import LoggedBatchError, check_batch, read_batch, read_header, tids_of, write_batch
+from .segments import LogSegment, segments_in
 
 log = logging.getLogger(__name__)
 
 MIB = 1 << 20
+SEGMENT_BYTES = 64 * MIB
+"""The size from which a file gets no further batch."""
+SHARE = 8
+"""The log has at least so many files: it forgets whole ones where it is full."""
 
 
 class ExperienceLog:
@@ -39,17 +45,16 @@ class ExperienceLog:
         self._identity = identity
         self._limit_bytes = limit_bytes
         self._needed_from = needed_from
-        self._sizes = {
-            step: path.stat().st_size for path in directory.glob("step_*.zst") if (step := _step_of(path)) >= 0
-        }
+        self._segments = segments_in(directory)
+        self._places = dict(sorted(held for segment in self._segments for held in segment.places.items()))
         for leftover in directory.glob(".step_*.staged"):
             leftover.unlink(missing_ok=True)
         self._is_failing = self._was_told_of_loss = False
 
     @property
     def steps(self) -> list[int]:
-        """The steps that have a file, ascending."""
-        return sorted(self._sizes)
+        """The steps that the log has, ascending."""
+        return sorted(self._places)
 
     def record(self, step: int, groups: Sequence[Group]) -> None:
         """Writes the batch durably, or warns why it cannot. A batch that differs from the logged one drops later
@@ -61,8 +66,9 @@ class ExperienceLog:
             return
         try:
             self._directory.mkdir(exist_ok=True)  # in a run's directory that was removed nothing is written
-            write_batch(self._path(step), self._identity, step, groups)
-            self._sizes[step] = self._path(step).stat().st_size
+            segment = self._open_segment(step)
+            segment.append(step, partial(write_batch, identity=self._identity, step=step, groups=groups))
+            self._places[step] = segment.places[step]
         except (OSError, LoggedBatchError) as error:
             self._complain(step, error)
         else:
@@ -70,21 +76,21 @@ class ExperienceLog:
             self._make_room()
 
     def read(self, step: int) -> list[Group] | None:
-        """Returns the batch of `step` as it was trained, or None where the log lacks it; a damaged file is a
+        """Returns the batch of `step` as it was trained, or None where the log lacks it; a damaged one is a
         warning."""
-        if step not in self._sizes:
+        if step not in self._places:
             return None
         try:
-            return read_batch(self._path(step), self._identity, step)
+            return read_batch(self._places[step], self._identity, step)
         except LoggedBatchError as error:
             log.warning("%s", error)
-            del self._sizes[step]
+            del self._places[step]
             return None
 
     def tids(self, step: int) -> tuple[TrajectoryId, ...]:
         """Returns the ids of the trajectories of `step`, or none where the log lacks its batch."""
         with suppress(LoggedBatchError):
-            return read_header(self._path(step), self._identity, step).tids if step in self._sizes else ()
+            return read_header(self._places[step], self._identity, step).tids if step in self._places else ()
         return ()
 
     def holds(self, step: int, groups: Sequence[Group]) -> bool:
@@ -93,24 +99,33 @@ class ExperienceLog:
         return _contents(self.read(step) or ()) == _contents(groups)
 
     def held_until(self, step: int) -> int:
-        """Returns the first step from `step` on whose batch the log lacks; a damaged file counts as lacking, with a
+        """Returns the first step from `step` on whose batch the log lacks; a damaged one counts as lacking, with a
         warning."""
         try:
-            while step in self._sizes:
-                check_batch(self._path(step), self._identity, step)
+            while step in self._places:
+                check_batch(self._places[step], self._identity, step)
                 step += 1
         except LoggedBatchError as error:
             log.warning("%s", error)
-            del self._sizes[step]
+            del self._places[step]
         return step
 
     def drop_from(self, step: int) -> None:
         """Deletes the batches of `step` and later ones: they belong to a branch that was abandoned."""
-        for later in [held for held in self._sizes if held >= step]:
-            self._remove(later)
+        for segment in reversed(self._segments):  # a crash leaves what is before the rest
+            segment.cut(step)
+        self._segments = [segment for segment in self._segments if segment.size]
+        while next(reversed(self._places), -1) >= step:
+            self._places.popitem()
 
-    def _path(self, step: int) -> Path:
-        return self._directory / f"step_{step}.zst"
+    def _open_segment(self, step: int) -> LogSegment:
+        """Returns the file for the batch of `step`, which is later than all that the log has."""
+        last = self._segments[-1] if self._segments else None
+        full_bytes = min(SEGMENT_BYTES, self._limit_bytes // SHARE)
+        if last is None or not last.is_appendable or last.end >= full_bytes:
+            last = LogSegment(self._directory / f"steps_{step}.log")
+            self._segments.append(last)
+        return last
 
     def _complain(self, step: int, error: OSError | LoggedBatchError) -> None:
         """Warns once, until writing succeeds again."""
@@ -119,39 +134,32 @@ class ExperienceLog:
             if isinstance(error, OSError) and error.errno in GONE:
                 remedy = gone(self._directory)
             log.warning(
-                "%s could not be written (%s). Training goes on, but neither a rewind nor a replay can pass this step."
-                " %s",
-                self._path(step),
+                "The batch of step %d could not be written into %s (%s). Training goes on, but neither a rewind nor a"
+                " replay can pass this step. %s",
+                step,
+                self._directory,
                 error,
                 remedy,
             )
         self._is_failing = True
 
     def _make_room(self) -> None:
-        while sum(self._sizes.values()) > self._limit_bytes:
-            oldest = min(self._sizes)
-            if not self._was_told_of_loss and oldest >= self._needed_from():
+        while sum(segment.size for segment in self._segments) > self._limit_bytes:
+            oldest = self._segments.pop(0)
+            steps = sorted(oldest.places)
+            if not self._was_told_of_loss and steps and steps[-1] >= self._needed_from():
                 log.warning(
                     "The experience log is full (checkpoint.log_bytes=%.1f MiB) and forgets step %d, which a rewind to"
                     " the oldest checkpoint would train again. Raise checkpoint.log_bytes, or lower checkpoint.keep.",
                     self._limit_bytes / MIB,
-                    oldest,
+                    steps[-1],
                 )
                 self._was_told_of_loss = True
-            self._remove(oldest)
-
-    def _remove(self, step: int) -> None:
-        del self._sizes[step]
-        with suppress(OSError):
-            self._path(step).unlink()
+            oldest.remove()
+            for step in steps:
+                self._places.pop(step, None)
 
 
 def _contents(groups: Sequence[Group]) -> dict[str, GroupFrames]:
     """Groups are compared by their frames: another version of zstd may compress the same batch differently."""
     return {group.prompt.group: GroupFrames.of(group) for group in groups}
-
-
-def _step_of(path: Path) -> int:
-    """Returns the step in the file's name, or -1 where the log did not write the file."""
-    step = path.stem.removeprefix("step_")
-    return int(step) if step.isdecimal() else -1

@@ -1,15 +1,13 @@
-"""One batch as a file: under zstd a BatchHeader, then its groups as the broker's own frames, each with its length.
+"""One batch as bytes of a file: under zstd a BatchHeader, then its groups as the broker's frames, each with its length.
 
-Whatever the file holds, reading ends in the batch as it was written or in a LoggedBatchError.
+Whatever the bytes are, reading ends in the batch as it was written or in a LoggedBatchError.
 """
 
-import os
 import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import islice
-from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
@@ -17,9 +15,9 @@ import zstandard
 
 from broker.errors import FrameError, HeadwayError
 from broker.schema import Group, TrajectoryId
-from learner.checkpoints.disk import sync
 
 from .frames import GroupFrames
+from .segments import BatchPlace, opened
 
 FORMAT = 1
 MAX_RECORD_BYTES = 1 << 30
@@ -40,15 +38,15 @@ _DAMAGE = (
 
 
 class LoggedBatchError(HeadwayError):
-    """The file is not what was written into it, or the batch cannot be written."""
+    """The bytes are not what was written, or the batch cannot be written."""
 
 
 class BatchHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """The header lists what the file holds, so that a reader never takes a part of it for the whole."""
+    """The header lists what follows, so that a reader never takes a part of it for the whole."""
 
     format: int
     identity: str = ""
-    """The run's identity; empty in files from before runs had one."""
+    """The run's identity; empty in batches from before runs had one."""
     step: int
     groups: int
     tids: tuple[TrajectoryId, ...]
@@ -60,66 +58,8 @@ def tids_of(groups: Sequence[Group]) -> tuple[TrajectoryId, ...]:
     return tuple(trajectory.tid for group in groups for trajectory in group.trajectories)
 
 
-def write_batch(path: Path, identity: str, step: int, groups: Sequence[Group]) -> None:
-    """Writes a file that is durable when this returns; after an error nothing is left. Raises OSError,
-    LoggedBatchError."""
-    staged = path.with_name(f".{path.name}.staged")
-    try:
-        with staged.open("wb") as file:
-            _write_records(file, identity, step, groups)
-            os.fsync(file.fileno())
-        staged.rename(path)
-        sync(path.parent)
-    except (OSError, LoggedBatchError):
-        with suppress(OSError):
-            staged.unlink()
-        raise
-
-
-def read_header(path: Path, identity: str, step: int) -> BatchHeader:
-    """Raises LoggedBatchError where the file does not begin like this run's batch of `step`."""
-    with _opened(path) as stream:
-        return _header(stream, identity, step)
-
-
-def check_batch(path: Path, identity: str, step: int) -> None:
-    """Reads the whole file and checks its checksum, its counts and the schema of its frames.
-
-    Raises LoggedBatchError unless `read_batch` would give it.
-    """
-    with _opened(path) as stream:
-        for record in _records(stream, _header(stream, identity, step).groups):
-            msgspec.msgpack.decode(record, type=GroupFrames).check_schema()
-
-
-def read_batch(path: Path, identity: str, step: int) -> list[Group]:
-    """Returns the groups in the order trained. Raises LoggedBatchError unless every byte is as it was written."""
-    with _opened(path) as stream:
-        header = _header(stream, identity, step)
-        frames = (msgspec.msgpack.decode(record, type=GroupFrames) for record in _records(stream, header.groups))
-        groups = [one.group() for one in frames]
-        if tids_of(groups) != header.tids:
-            raise FrameError("its trajectories are not those that its header names")
-        return groups
-
-
-def read_first_groups(path: Path, identity: str, step: int, most: int) -> list[Group]:
-    """Returns the first `most` groups and decodes no others, which takes a fraction of the time of `read_batch`.
-
-    Raises LoggedBatchError unless every byte of the whole file is as it was written.
-    """
-    with _opened(path) as stream:
-        header = _header(stream, identity, step)
-        records = _records(stream, header.groups)
-        groups = [msgspec.msgpack.decode(record, type=GroupFrames).group() for record in islice(records, most)]
-        tids = tids_of(groups)
-        if tids != header.tids[: len(tids)]:
-            raise FrameError("its trajectories are not those that its header names")
-        deque(records, maxlen=0)  # the checksum stands at the end
-        return groups
-
-
-def _write_records(file: BinaryIO, identity: str, step: int, groups: Sequence[Group]) -> None:
+def write_batch(file: BinaryIO, identity: str, step: int, groups: Sequence[Group]) -> None:
+    """Writes the batch from where the file stands. Raises OSError, LoggedBatchError."""
     header = BatchHeader(format=FORMAT, identity=identity, step=step, groups=len(groups), tids=tids_of(groups))
     compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=True)
     with compressor.stream_writer(file, closefd=False) as stream:
@@ -131,13 +71,58 @@ def _write_records(file: BinaryIO, identity: str, step: int, groups: Sequence[Gr
             stream.write(encoded)
 
 
+def read_header(place: BatchPlace, identity: str, step: int) -> BatchHeader:
+    """Raises LoggedBatchError where the bytes do not begin like this run's batch of `step`."""
+    with _opened(place, step) as stream:
+        return _header(stream, identity, step)
+
+
+def check_batch(place: BatchPlace, identity: str, step: int) -> None:
+    """Reads the whole batch and checks its checksum, its counts and the schema of its frames.
+
+    Raises LoggedBatchError unless `read_batch` would give it.
+    """
+    with _opened(place, step) as stream:
+        for record in _records(stream, _header(stream, identity, step).groups):
+            msgspec.msgpack.decode(record, type=GroupFrames).check_schema()
+
+
+def read_batch(place: BatchPlace, identity: str, step: int) -> list[Group]:
+    """Returns the groups in the order trained. Raises LoggedBatchError unless every byte is as it was written."""
+    with _opened(place, step) as stream:
+        header = _header(stream, identity, step)
+        frames = (msgspec.msgpack.decode(record, type=GroupFrames) for record in _records(stream, header.groups))
+        groups = [one.group() for one in frames]
+        if tids_of(groups) != header.tids:
+            raise FrameError("its trajectories are not those that its header names")
+        return groups
+
+
+def read_first_groups(place: BatchPlace, identity: str, step: int, most: int) -> list[Group]:
+    """Returns the first `most` groups and decodes no others, which takes a fraction of the time of `read_batch`.
+
+    Raises LoggedBatchError unless every byte of the whole batch is as it was written.
+    """
+    with _opened(place, step) as stream:
+        header = _header(stream, identity, step)
+        records = _records(stream, header.groups)
+        groups = [msgspec.msgpack.decode(record, type=GroupFrames).group() for record in islice(records, most)]
+        tids = tids_of(groups)
+        if tids != header.tids[: len(tids)]:
+            raise FrameError("its trajectories are not those that its header names")
+        deque(records, maxlen=0)  # the checksum stands at the end
+        return groups
+
+
 @contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def _opened(place: BatchPlace, step: int) -> Iterator[BinaryIO]:
     try:
-        with path.open("rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as stream:
+        with opened(place) as file, zstandard.ZstdDecompressor().stream_reader(file) as stream:
             yield stream
     except _DAMAGE as error:
-        raise LoggedBatchError(f"{path} is damaged ({error}): what it held counts as not logged.") from error
+        raise LoggedBatchError(
+            f"{place.path}: the batch of step {step} is damaged ({error}) and counts as not logged."
+        ) from error
 
 
 def _header(stream: BinaryIO, identity: str, step: int) -> BatchHeader:

@@ -15,7 +15,7 @@ from learner.algorithm_config import AggregationConfig
 from learner.config import LayoutConfig
 from learner.experience.log import ExperienceLog
 from learner.stages.replay import ReplayError
-from tests.learner.batches import batch
+from tests.learner.batches import batch, damage
 
 from .runs import step_metrics
 
@@ -72,7 +72,7 @@ def test_it_goes_as_far_as_was_trained_and_the_log_reaches(run: Path) -> None:
     log_steps(run, 0, 1, 2, 3)
     assert planned(run)._range() == range(3)  # step 3 was taken and never trained
     assert planned(run, steps=2)._range() == range(2)
-    (run / "experience" / "step_1.zst").unlink()
+    damage(run / "experience", 1)
     assert planned(run)._range() == range(1)
 
 

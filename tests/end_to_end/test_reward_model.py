@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from broker.schema import Trajectory
-from learner.experience.logged_batch import read_first_groups
+from learner.experience.log import ExperienceLog
 from tests.rollout_workers.reward_models import save_model, score_of
 
 from .recipes import SEVENS, write_recipe
@@ -88,5 +88,5 @@ def test_a_reward_model_chooses_the_pairs_of_online_dpo_and_its_scorer_may_be_ki
 
 def taken(run: Path, step: int, *, count: int) -> list[tuple[Trajectory, ...]]:
     """Return the samples of each of the step's groups, as the learner logged them."""
-    groups = read_first_groups(run / "experience" / f"step_{step}.zst", "", step, count)
-    return [tuple(group.trajectories) for group in groups]
+    groups = ExperienceLog(run / "experience").read(step) or ()
+    return [tuple(group.trajectories) for group in groups[:count]]

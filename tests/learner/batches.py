@@ -1,8 +1,12 @@
 """Batches as the broker returns them, without a broker."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import numpy as np
 
 from broker.schema import Group, Prompt, Trajectory, TrajectoryId, VersionSpan, WeightVersion
+from learner.experience.segments import BatchPlace, segments_in
 from tests.learner.tiny import VOCABULARY
 
 
@@ -42,3 +46,22 @@ def _trajectory(prompt: Prompt, tid: TrajectoryId, step: int) -> Trajectory:
 def batch(step: int) -> list[Group]:
     """Return two groups, the second trimmed."""
     return [group(2 * step), group(2 * step + 1, samples=(0, 2))]
+
+
+def place_of(directory: Path, step: int) -> BatchPlace:
+    """Return where a log keeps the batch of this step."""
+    return next(one.places[step] for one in segments_in(directory) if step in one.places)
+
+
+def change(directory: Path, step: int, how: Callable[[bytes], bytes]) -> Path:
+    """Give the batch of this step other bytes in the log, and return its file."""
+    place = place_of(directory, step)
+    content = place.path.read_bytes()
+    end = place.start + place.length
+    place.path.write_bytes(content[: place.start] + how(content[place.start : end]) + content[end:])
+    return place.path
+
+
+def damage(directory: Path, step: int) -> Path:
+    """Damage the batch of this step alone."""
+    return change(directory, step, lambda content: b"damaged" + content[7:])

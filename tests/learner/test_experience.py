@@ -35,6 +35,7 @@ from learner.experience.waits import Wait
 from learner.models.model import load_tokenizer
 from tests.broker.scenario import trajectory
 from tests.deploy.runs import run_status
+from tests.learner.batches import damage
 from tests.processes import kill
 from weightsync.config import WeightsConfig
 from weightsync.publish.publisher import Publisher
@@ -359,7 +360,7 @@ def test_a_sample_that_the_server_has_otherwise_than_it_was_trained_is_trained_a
 
 def test_without_a_log_what_is_lost_is_a_rewind(server: EmbeddedServer, tmp_path: Path) -> None:
     train_two_steps(server.url, tmp_path / "log")
-    (tmp_path / "log" / "step_1.zst").write_bytes(b"damaged")
+    damage(tmp_path / "log", 1)
     with experience(server.url, CheckpointMark(1, 1), after(3), logged=tmp_path / "log") as (resumed, _):
         forget_everything(server, tmp_path / "server")
         assert resumed.take(1) is Wait.FOR_WEIGHTS

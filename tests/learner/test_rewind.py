@@ -7,7 +7,7 @@ import pytest
 from learner.checkpoints.checkpoint import CheckpointStore
 from learner.experience.log import ExperienceLog
 from learner.experience.rewind import Rewind, RewindError, check_rewind, rewound_to
-from tests.learner.batches import batch
+from tests.learner.batches import batch, damage
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_a_whole_log_lets_it_go_anywhere(step: int, checkpoints: CheckpointStore
 def test_a_hole_in_the_log_is_refused_with_what_can_be_done(
     checkpoints: CheckpointStore, log: ExperienceLog, tmp_path: Path
 ) -> None:
-    (tmp_path / "experience" / "step_3.zst").write_bytes(b"damaged")
+    damage(tmp_path / "experience", 3)
     reason = "holds steps 2 to 2 only, .* Add --regenerate .* from which nothing is missing: 4, 6"
     with pytest.raises(RewindError, match=reason):
         check_rewind(checkpoints, log, Rewind(step=2))

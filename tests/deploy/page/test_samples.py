@@ -15,8 +15,11 @@ from deploy.run.directory import CHECKPOINTS, EXPERIENCE
 from deploy.run.samples import GROUPS, Piece, SampleReader, samples_of
 from learner.experience import logged_batch
 from learner.experience.frames import GroupFrames
-from learner.experience.logged_batch import write_batch
-from tests.learner.batches import group
+from learner.experience.log import ExperienceLog
+from learner.experience.segments import HEADER_BYTES
+from tests.learner.batches import change, group, place_of
+
+PLENTY = 1 << 20
 
 WORDS = {f"w{number}": number for number in range(100)}
 
@@ -24,9 +27,8 @@ WORDS = {f"w{number}": number for number in range(100)}
 def logged(directory: Path, step: int, *groups: Group) -> Path:
     """Write a batch into the run's experience log."""
     (directory / EXPERIENCE).mkdir(parents=True, exist_ok=True)
-    path = directory / EXPERIENCE / f"step_{step}.zst"
-    write_batch(path, "", step, groups)
-    return path
+    ExperienceLog(directory / EXPERIENCE, PLENTY).record(step, groups)
+    return place_of(directory / EXPERIENCE, step).path
 
 
 def two_turns(step: int) -> Group:
@@ -63,10 +65,12 @@ def test_a_response_is_shown_by_version_lag_and_turn(tmp_path: Path) -> None:
 def test_the_newest_and_the_oldest_step_are_shown_and_damaged_ones_are_not(tmp_path: Path) -> None:
     assert samples_of(tmp_path) == []
     for step in (3, 20, 100):
-        path = logged(tmp_path, step, group(step, step=step))
+        logged(tmp_path, step, group(step, step=step))
     assert [sample.step for sample in samples_of(tmp_path)] == [100, 100, 3, 3]
-    path.write_bytes(path.read_bytes()[:-9])
+    change(tmp_path / EXPERIENCE, 100, lambda content: content[:-1] + bytes([content[-1] ^ 1]))
     assert [sample.step for sample in samples_of(tmp_path)] == [3, 3]
+    change(tmp_path / EXPERIENCE, 100, lambda content: content[:-9])  # torn
+    assert [sample.step for sample in samples_of(tmp_path)] == [20, 20, 3, 3]
 
 
 def test_without_a_tokenizer_responses_are_token_ids(tmp_path: Path) -> None:
@@ -101,11 +105,19 @@ def test_a_batch_that_is_damaged_behind_the_groups_shown_is_not_shown(tmp_path: 
     path = logged(tmp_path, 3, *(group(number, step=3) for number in range(3 * GROUPS)))
     whole = path.read_bytes()
     reader = SampleReader()
-    for damaged in (whole[:-9], whole[:-1] + bytes([whole[-1] ^ 1]), whole + whole):
+    for damaged in (whole[:-9], whole[:-1] + bytes([whole[-1] ^ 1]), whole[:4] + b"x" + whole[5:]):
         path.write_bytes(damaged)
         assert reader.read(tmp_path) == []
     path.write_bytes(whole)
     assert len(reader.read(tmp_path)) == 2 * GROUPS
+
+
+def test_a_step_of_an_older_version_is_shown(tmp_path: Path) -> None:
+    path = logged(tmp_path, 3, two_turns(3))
+    expected = samples_of(tmp_path)
+    path.with_name("step_3.zst").write_bytes(path.read_bytes()[HEADER_BYTES:])
+    path.unlink()
+    assert samples_of(tmp_path) == expected != []
 
 
 def test_samples_are_decoded_anew_once_there_is_a_tokenizer(tmp_path: Path) -> None:
