@@ -138,15 +138,9 @@ PRESETS: dict[str, Preset] = {
     "distillation": Preset(
         'On-policy distillation, Thinking Machines 2025, "On-Policy Distillation"; Agarwal et al. 2023 (GKD, '
         "arXiv:2306.13649)",
-        _of(
-            "none",
-            "ppo_clip",
-            anchor="proximal",
-            corrections=("truncated_is",),
-            distillation={"coefficient": 1.0},
-        ),
-        "Needs a teacher: set teacher.path. The source's loss is not clipped; here the clip acts where a step has "
-        "several updates, and truncated importance weights correct for lag. advantage.kind adds the task's rewards.",
+        _of("none", "ppo_clip", distillation={"coefficient": 1.0}),
+        "Needs a teacher: set teacher.path. The divergence is that of the policy that is trained, however old the "
+        "sample, with the whole importance weight of each token. advantage.kind adds the task's rewards.",
     ),
     "m2po": Preset(
         'M2PO, Zheng et al. 2025, "Prosperity before collapse" (arXiv:2510.01161)',

@@ -46,7 +46,7 @@ COMPOSITIONS: dict[str, Keys] = {
     f"{place}/{anchor}": {
         **_TAUGHT,
         "objective": {**_TAUGHT["objective"], "anchor": anchor},
-        "corrections": _TAUGHT["corrections"] if anchor == "proximal" else [],
+        "corrections": [{"kind": "truncated_is", "options": {}}] if anchor == "proximal" else [],
         "distillation": {"coefficient": 1.0, "place": place},
     }
     for place in ("advantage", "loss")

@@ -127,10 +127,10 @@ class DistillationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     place: Annotated[
         Literal["advantage", "loss"],
         Meta(
-            description="log teacher - log policy is added to each token's advantage, where the objective may clip it; "
-            "or the reverse KL is added to the loss, where nothing clips it"
+            description="the reverse KL of the policy that is trained is added to the loss, where nothing clips it; or"
+            " log teacher - log anchor policy to each token's advantage, which the objective may clip"
         ),
-    ] = "advantage"
+    ] = "loss"
     top_k: Annotated[
         int,
         Meta(

@@ -227,7 +227,8 @@ LOSSES: dict[str, tuple[Callable[[Response], Losses], Callable[[Sequence[Losses]
     "tis": (proximal_clip(lambda _, t: min(lag_ratio(t), 2.0)), token_mean),
     "sequence_tis": (proximal_clip(sequence_tis), token_mean),
     "icepop": (proximal_clip(icepop), token_mean),
-    "distillation": (distilled(lambda t: t.proximal), token_mean),
+    "distillation": (with_teacher(behavior_clip(), now_ratio, 1.0), token_mean),
+    "distillation_advantage": (distilled(lambda t: t.proximal), token_mean),
     "stale_distillation": (
         lambda tokens: behavior_clip()(
             [t._replace(advantage=t.advantage + 0.5 * (t.teacher - t.behavior)) for t in tokens]

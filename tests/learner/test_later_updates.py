@@ -31,7 +31,11 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "clipped_self_normalized": {**PRESETS["tis"].algorithm, "corrections": [{"kind": "self_normalized_is"}]},
     "decoupled_m2po": {**PRESETS["decoupled_ppo"].algorithm, "corrections": [{"kind": "decoupled"}, {"kind": "m2po"}]},
     "clipped_m2po": {"corrections": [{"kind": "m2po"}]},
-    "stale_distillation": {"distillation": {"coefficient": 0.5}},
+    "stale_distillation": {"distillation": {"coefficient": 0.5, "place": "advantage"}},
+    "distillation_advantage": {
+        **PRESETS["tis"].algorithm,
+        "distillation": {"coefficient": 1.0, "place": "advantage"},
+    },
     "candidates": {
         **PRESETS["tis"].algorithm,
         "distillation": {"coefficient": 0.5, "place": "loss", "top_k": CANDIDATES},
@@ -39,7 +43,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     **{
         name: {**algorithm, "distillation": {"coefficient": 0.5, "place": "loss"}}
         for name, algorithm in {
-            "distillation_loss": PRESETS["distillation"].algorithm,
+            "distillation_loss": PRESETS["tis"].algorithm,
             "stale_distillation_loss": PRESETS["grpo"].algorithm,
             "plain_distillation_loss": PRESETS["rloo"].algorithm,
         }.items()

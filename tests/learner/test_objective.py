@@ -34,11 +34,11 @@ COMPOSITIONS: dict[str, dict[str, object]] = {
         "objective": {"kind": "ppo_clip", "anchor": "proximal"},
         "corrections": [{"kind": "self_normalized_is"}, {"kind": "age_weight"}, {"kind": "veto"}],
     },
-    "taught_m2po": {**PRESETS["m2po"].algorithm, "distillation": {"coefficient": 0.3}},
+    "taught_m2po": {**PRESETS["m2po"].algorithm, "distillation": {"coefficient": 0.3, "place": "advantage"}},
     "taught_later_m2po": {
         "objective": {"kind": "ppo_clip", "anchor": "proximal"},
         "corrections": [{"kind": "m2po"}],
-        "distillation": {"coefficient": 0.3},
+        "distillation": {"coefficient": 0.3, "place": "advantage"},
     },
     "distillation_loss": {**PRESETS["grpo"].algorithm, "distillation": {"coefficient": 0.5, "place": "loss"}},
     "candidates": {
@@ -469,7 +469,10 @@ REFUSED = [
         {"distillation": {"coefficient": 1.0, "place": "loss", "top_k": 4}, "entropy_coefficient": 0.1},
         "entropy_coefficient=0.1 does not fit .*top_k=4: .*Set one of the two to 0",
     ),
-    ({"distillation": {"coefficient": 1.0, "top_k": 4}}, "top_k=4 compares whole distributions, .*place=loss"),
+    (
+        {"distillation": {"coefficient": 1.0, "place": "advantage", "top_k": 4}},
+        "top_k=4 compares whole distributions, .*place=loss",
+    ),
     ({"kl": {"ema_decay": 0.9}}, "ema_decay moves a reference that kl.coefficient=0 does not use"),
     ({"objective": {"kind": "no_such_module:f"}}, "cannot import 'no_such_module'.*PYTHONPATH"),
     ({"objective": {"kind": "math:no_such"}}, "module 'math' has no 'no_such'"),
@@ -494,7 +497,7 @@ def test_a_teacher_teaches_the_same_in_both_places_while_nothing_is_clipped() ->
     for is_moved in (False, True):
         whole.proximal_T = whole.current_T + 0.5 * is_moved
         for place in ("advantage", "loss"):
-            raw = {**PRESETS["distillation"].algorithm, "distillation": {"coefficient": 0.7, "place": place}}
+            raw = {**PRESETS["tis"].algorithm, "distillation": {"coefficient": 0.7, "place": place}}
             _, gradients[place], _ = whole.train(Objective(algorithm(raw)), [[0, 1, 2], [3, 4, 5]])
         differs_T = (gradients["advantage"] - gradients["loss"]).abs() > 1e-6
         assert bool(differs_T.any()) == is_moved
