@@ -115,6 +115,11 @@ def test_the_learner_alone_names_what_all_members_meet_at(
     assert all(words.fault(other, 3) for other in wrong)
 
 
+def test_roots_of_a_large_nccl_group_name_themselves() -> None:
+    """torch asks several ranks for a name where there are more than 128."""
+    assert words_of("nccl").speaker("group/UniqueNCCLID:1") is None
+
+
 @pytest.mark.parametrize("key", ["group/0/3", "group/0/", "group/0/-1", "group/0/x", "group/0/²", "group/" + "9" * 99])
 def test_a_key_of_no_rank_is_heard_from_nobody_in_particular(board: Board, key: str) -> None:
     Rendezvous(board, group()).open()

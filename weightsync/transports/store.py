@@ -96,11 +96,12 @@ class BrokerStore(Store):
         return [self._first(key, said) for key in keys]
 
     def _first(self, key: str, said: dict[tuple[str, str], bytes | None]) -> bytes | None:
-        for who, name in self._sayings(key):
+        sayings = self._sayings(key)
+        for who, name in sayings:
             word = said[who, name]
             if word is None or who == NUMBERS:
                 continue
-            if fault := self._words.fault(word, len(self._ranks)):
+            if len(sayings) == 1 and (fault := self._words.fault(word, len(self._ranks))):
                 self.refused = who
                 raise RuntimeError(f"the word of {who or 'the learner'} under {name} is refused: {fault}")
             return word

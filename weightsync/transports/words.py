@@ -30,13 +30,19 @@ class Words:
     speaker: Callable[[str], int | None] = lambda key: None
     """Returns the rank that says what lies under a key; None where any rank may."""
     fault: Callable[[bytes, int], str] = lambda word, size: ""
-    """Returns what is wrong with a word, in a group of so many ranks, or ""."""
+    """Returns what is wrong with a word that one rank has to say, in a group of so many ranks, or ""."""
 
 
 def _rank_of(key: str) -> int | None:
     """Return the rank of gloo's key, which ends with it."""
     number = key.rpartition("/")[2]
     return int(number) if number.isascii() and number.isdigit() and len(number) < 10 else None
+
+
+def _root_of(key: str) -> int | None:
+    """Return the rank of NCCL's key, whose last part is a number. Where a group has several roots, each names itself
+    under a key of another form."""
+    return None if _rank_of(key) is None else LEARNER_RANK
 
 
 def _gloo_fault(word: bytes, size: int) -> str:
@@ -86,7 +92,7 @@ def _ipc_fault(word: bytes, size: int) -> str:
 
 _WORDS = {
     "gloo": Words(_rank_of, _gloo_fault),
-    "nccl": Words(lambda key: LEARNER_RANK, _nccl_fault),
+    "nccl": Words(_root_of, _nccl_fault),
     "ipc": Words(lambda key: LEARNER_RANK, _ipc_fault),
 }
 
