@@ -1,16 +1,23 @@
 import logging
+import os
+import pickle
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from learner.backends import open_backend
 from learner.backends.fsdp.backend import FsdpBackend
 from learner.checkpoints.checkpoint import CheckpointError, CheckpointStore, LearnerState
+from learner.checkpoints.digests import add_digests
 from learner.checkpoints.resumption import load_first
 from learner.ranks import Ranks
 from learner.rows.packing import pack
@@ -225,6 +232,82 @@ def test_damage_without_digests_is_told_in_our_words(backend: FsdpBackend, tmp_p
     with pytest.raises(CheckpointError, match="a file of it is damaged") as caught:
         load_first(CheckpointStore(tmp_path, keep=1).lineage(), backend.load, Ranks.of(backend))
     assert "weights_only" not in str(caught.value)
+
+
+class Call:
+    """Pickled, it is a call of a function."""
+
+    def __init__(self, call: Callable[..., Any], *arguments: Any) -> None:
+        self._call = call, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self._call
+
+
+def a_call(metadata: Metadata, mark: Path) -> bytes:
+    return pickle.dumps(Call(os.mkdir, str(mark)))
+
+
+def a_call_by_its_path(metadata: Metadata, mark: Path) -> bytes:
+    """Reach a function through one of the classes that are known."""
+    known = b"ctorch.distributed.checkpoint.filesystem\n_StorageInfo.__init__.__globals__\n."
+    return b"\x80\x04" + known
+
+
+def a_call_within_the_metadata(metadata: Metadata, mark: Path) -> bytes:
+    metadata.planner_data = Call(os.mkdir, str(mark))
+    return pickle.dumps(metadata)
+
+
+def another_class(metadata: Metadata, mark: Path) -> bytes:
+    """Set an attribute of a class itself."""
+    return b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n(N}X\x01\x00\x00\x00xK\x01stb."
+
+
+def bytes_that_torch_unpickles(metadata: Metadata, mark: Path) -> bytes:
+    metadata.state_dict_metadata[next(iter(metadata.state_dict_metadata))] = BytesStorageMetadata()
+    return pickle.dumps(metadata)
+
+
+def a_file_outside(metadata: Metadata, mark: Path) -> bytes:
+    assert metadata.storage_data is not None
+    for place in metadata.storage_data.values():
+        place.relative_path = "../config.json"
+    return pickle.dumps(metadata)
+
+
+def no_metadata(metadata: Metadata, mark: Path) -> bytes:
+    return pickle.dumps({"state_dict_metadata": {}})
+
+
+@pytest.mark.parametrize("has_digests", [False, True])
+@pytest.mark.parametrize(
+    "written",
+    [
+        a_call,
+        a_call_by_its_path,
+        a_call_within_the_metadata,
+        another_class,
+        bytes_that_torch_unpickles,
+        a_file_outside,
+        no_metadata,
+    ],
+)
+def test_what_stands_in_a_checkpoint_runs_nothing(
+    written: Callable[[Metadata, Path], bytes], has_digests: bool, backend: FsdpBackend, tmp_path: Path
+) -> None:
+    path = write(CheckpointStore(tmp_path, keep=1), backend, state(1, 10))
+    file, mark = path / "training_state" / ".metadata", tmp_path / "ran"
+    file.write_bytes(written(FileSystemReader(file.parent).read_metadata(), mark))
+    if has_digests:  # the one who changed the file has changed its digest, too
+        (path / "digests.json").unlink()
+        add_digests(path)
+    else:
+        (path / "digests.json").unlink()
+    with pytest.raises(CheckpointError, match="does not hold a training state"):
+        backend.load(path)
+    assert not mark.exists()
+    assert not hasattr(Metadata, "x")
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -1,20 +1,29 @@
 """fp32 parameters and AdamW's moments, which a checkpoint holds besides the Hugging Face model.
 
-Every rank writes its shards by torch.distributed.checkpoint, so another number of ranks can load them.
+Every rank writes its shards by torch.distributed.checkpoint, so another number of ranks can load them. torch pickles
+where the shards lie (`.metadata`), and would run whatever a changed file says: `_Reader` builds nothing but that.
 """
 
 import pickle
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import WriteResult
@@ -27,6 +36,21 @@ from .quantized_base import is_quantized
 from .sharding import local
 
 STATE_FOLDER = "training_state"
+MOST_METADATA_BYTES = 1 << 30
+"""The largest `.metadata` that is read: a hundred bytes for each shard of each tensor."""
+_BUILT: dict[tuple[str, str], Any] = {
+    **{
+        (one.__module__, one.__qualname__): one
+        for one in (Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata, TensorProperties, ChunkStorageMetadata)
+    },
+    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    (_MEM_FORMAT_ENCODING.__module__, _MEM_FORMAT_ENCODING.__qualname__): _MEM_FORMAT_ENCODING,
+    (_StorageInfo.__module__, _StorageInfo.__qualname__): _StorageInfo,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    **{(module, "PosixPath"): Path for module in ("pathlib", "pathlib._local")},
+}
+"""All that a training state's metadata consists of, by module and name. None of it runs code or opens anything."""
 
 Tensors = dict[str, torch.Tensor]
 
@@ -97,12 +121,53 @@ class _Planner(DefaultSavePlanner):
         return super().lookup_object(index) if self.copies is None else self.copies[index.fqn]
 
 
+class _MetadataUnpickler(pickle._Unpickler):  # type: ignore[misc,name-defined]  # the one whose steps can be refused
+    """Builds the objects of `_BUILT`, and refuses to look up or to change anything else."""
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _BUILT:
+            raise CheckpointError(f"it names {module}.{name}, which no training state has")
+        return _BUILT[module, name]
+
+    def _build(self) -> None:
+        if type(self.stack[-2]) not in (Metadata, MetadataIndex, StorageMeta, *_VALUES):
+            raise CheckpointError("it changes what is no part of it")
+        self.load_build()
+
+    dispatch[pickle.BUILD[0]] = _build
+
+
+_VALUES = (TensorStorageMetadata, TensorProperties, ChunkStorageMetadata, _StorageInfo)
+
+
+class _Reader(FileSystemReader):
+    """Reads `.metadata` without running anything, and shards of this folder alone."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path, ".metadata")
+        if (size := path.stat().st_size) > MOST_METADATA_BYTES:
+            raise CheckpointError(f".metadata has {size >> 20} MiB; at most {MOST_METADATA_BYTES >> 20} are read")
+        with path.open("rb") as file:
+            found = _MetadataUnpickler(file).load()
+        if type(found) is not Metadata or not all(
+            type(one) is TensorStorageMetadata for one in found.state_dict_metadata.values()
+        ):
+            raise CheckpointError(".metadata describes something else than tensors")
+        for place in (found.storage_data or {}).values():
+            if type(place) is not _StorageInfo or Path(place.relative_path).name != place.relative_path:
+                raise CheckpointError(".metadata names a file outside of its folder")
+        found.storage_meta = StorageMeta(load_id=self.load_id)
+        return found
+
+
 def load_state(model: nn.Module, optimizer: torch.optim.AdamW, directory: Path) -> None:
     """Load parameters and moments. Collective. Raises CheckpointError where `directory` does not fit."""
     try:
         with warnings.catch_warnings():
             _silence_torch()
-            load(_tensors(model, optimizer), checkpoint_id=directory / STATE_FOLDER)
+            load(_tensors(model, optimizer), storage_reader=_Reader(directory / STATE_FOLDER))
     except (OSError, CheckpointException) as error:
         raise CheckpointError(
             f"{directory} does not hold a training state that fits this model: {_first_line(error)}. "
