@@ -22,6 +22,8 @@ from learner.models.architectures import check_architecture
 from learner.models.chat_template import read_chat_template
 from learner.models.directory import check_files, check_path, lacks_chat_template, positions_of, read_config
 from learner.models.layout import check_sizes
+from learner.models.sizes import check_possible
+from learner.models.vocabulary import check_named_tokens
 from learner.stages.kinds import check_records
 
 from .pools import pools_of
@@ -44,8 +46,12 @@ def check_data(recipe: Recipe, *, is_new: bool = False, say: Callable[[str], obj
     is_here, critic = begins_here and bool(recipe.model.path), recipe.algorithm.critic.path
     if begins_here and critic and not critic.startswith(REFERENCE):
         check_path(critic, "algorithm.critic.path")
+    if recipe.model.random is not None:
+        check_possible(recipe.model.random.config, "model.random.config")
     if is_here:  # loading a model takes up to minutes; its directory tells now what it lacks
         check_files(recipe.model.path)
+        check_possible(read_config(recipe.model.path) or {}, f"model.path: {recipe.model.path}/config.json")
+        check_named_tokens(recipe.model.path)
     check_models(recipe)
     if say is not None and (warning := beyond_positions(recipe)):
         say(warning)

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from broker.errors import ConfigError
-
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+from learner.models.directory import INDEX, SINGLE, shards
 
 FILE_BYTES = 4 << 30
 """Size at which the next safetensors file begins."""
@@ -52,6 +51,20 @@ def file_parts(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str
         yield part
 
 
+def check_finite(tensor: torch.Tensor, name: str, path: Path) -> None:
+    """Raise ConfigError for a tensor of a file with a number that is NaN or infinite. A model of such weights computes
+    nothing that an engine and a learner could agree on."""
+    if not tensor.is_floating_point() or tensor.itemsize < 2 or not tensor.numel():
+        return
+    if torch.isfinite(torch.stack([*tensor.aminmax()])).all():  # one fast pass, which tells of every NaN
+        return
+    count = int((~torch.isfinite(tensor)).sum())
+    raise ConfigError(
+        f"model.path: {path}: {count:,} of {tensor.numel():,} numbers of {name} are NaN or infinite, so the file is"
+        " damaged, or the training that wrote it had failed. Take a checkpoint from before that."
+    )
+
+
 @functools.cache
 def weight_files(path: str) -> tuple[Path, ...]:
     """The safetensors files of a directory or hub id, downloaded if needed; empty where it has other formats only."""
@@ -64,10 +77,7 @@ def weight_files(path: str) -> tuple[Path, ...]:
             directory = Path(snapshot_download(path, allow_patterns=["model*.safetensors", INDEX]))
         except (OSError, HFValidationError):  # transformers, which reads other formats too, says what is wrong
             return ()
-    if (directory / INDEX).exists():
-        names = set(json.loads((directory / INDEX).read_text())["weight_map"].values())
-        return tuple(directory / name for name in sorted(names))
-    return tuple(directory.glob(SINGLE))
+    return shards(directory)
 
 
 class TensorFiles:
@@ -82,7 +92,11 @@ class TensorFiles:
             files = [safe_open(path, framework="pt") for path in paths]
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"model.path: {self._where} cannot be loaded: {error}.") from error
-        self._files: dict[str, Any] = {name: file for file in files for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
+        self._files: dict[str, tuple[Path, Any]] = {
+            name: (path, file)
+            for path, file in zip(self.paths, files, strict=True)
+            for name in file.keys()  # type: ignore[no-untyped-call]  # noqa: SIM118
+        }
 
     @property
     def names(self) -> set[str]:
@@ -90,10 +104,13 @@ class TensorFiles:
         return set(self._files)
 
     def __call__(self, name: str) -> torch.Tensor:
-        """Return a tensor on the CPU in the file's number format. Raises ConfigError where the files lack it."""
+        """Return a tensor on the CPU in the file's number format. Raises ConfigError where the files lack it, and for
+        one with a number that is not finite."""
         if name not in self._files:
             raise ConfigError(f"{self._where} has no tensor {name}, which its config.json promises.")
-        tensor: torch.Tensor = self._files[name].get_tensor(name)
+        path, file = self._files[name]
+        tensor: torch.Tensor = file.get_tensor(name)
+        check_finite(tensor, name, path)
         return tensor
 
     @property

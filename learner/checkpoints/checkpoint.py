@@ -26,6 +26,8 @@ from .best import Best
 from .disk import GONE, free_mib, gone, sync
 
 STATE_FILE, FILES_FILE = "learner.json", "files.json"
+MOST_DESCRIBING_BYTES = 1 << 28
+"""The most bytes of a file that describes a checkpoint."""
 
 log = logging.getLogger(__name__)
 
@@ -114,8 +116,8 @@ class CheckpointStore:
 def read_checkpoint(path: Path) -> Checkpoint:
     """Reads the state. Raises CheckpointError unless every file is there in full length."""
     try:
-        sizes = msgspec.json.decode((path / FILES_FILE).read_bytes(), type=dict[str, int])
-        state = msgspec.json.decode((path / STATE_FILE).read_bytes(), type=LearnerState)
+        sizes = msgspec.json.decode(read_small(path / FILES_FILE), type=dict[str, int])
+        state = msgspec.json.decode(read_small(path / STATE_FILE), type=LearnerState)
         damaged = [name for name, size in sizes.items() if (path / name).stat().st_size != size]
     except (OSError, msgspec.DecodeError) as error:
         raise CheckpointError(f"Checkpoint {path} is not whole: {error}.") from error
@@ -124,6 +126,14 @@ def read_checkpoint(path: Path) -> Checkpoint:
             f"Checkpoint {path} is not whole: {damaged[0]} has not the {sizes[damaged[0]]} bytes written."
         )
     return Checkpoint(path, state)
+
+
+def read_small(path: Path) -> bytes:
+    """Returns the content of a file that describes a checkpoint. Raises CheckpointError for one of more than
+    `MOST_DESCRIBING_BYTES`."""
+    if (size := path.stat().st_size) > MOST_DESCRIBING_BYTES:
+        raise CheckpointError(f"{path} has {size >> 20} MiB; at most {MOST_DESCRIBING_BYTES >> 20} MiB are read.")
+    return path.read_bytes()
 
 
 def partial_path(directory: Path) -> Path:

@@ -13,7 +13,7 @@ from zlib import crc32
 
 import msgspec
 
-from .checkpoint import CheckpointError
+from .checkpoint import CheckpointError, read_small
 from .disk import sync
 
 DIGESTS_FILE = "digests.json"
@@ -43,7 +43,7 @@ def check_digests(checkpoint: Path, rank: int, world_size: int) -> None:
     if not path.exists():
         return
     try:
-        digests = msgspec.json.decode(path.read_bytes(), type=dict[str, int])
+        digests = msgspec.json.decode(read_small(path), type=dict[str, int])
         own = sorted(digests)[rank::world_size]
         damaged = [name for name in own if _digest(checkpoint / name) != digests[name]]
     except (OSError, msgspec.DecodeError) as error:

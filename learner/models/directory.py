@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ MOST_KEPT_BYTES = 128 << 20
 """The most bytes of all files of a model besides its weights. They travel in one message."""
 
 TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "tekken*")
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+MOST_NUMBERS = 1 << 36
+"""The most numbers of one tensor in a file. It is read whole."""
 _LARGEST = 1 << 40
 """More positions than a model has, and more than they are stretched by."""
 
@@ -45,6 +49,53 @@ def check_files(path: str) -> None:
         raise ConfigError(f"model.path: {path} has no config.json, so it is no model. {PARTS}")
     if not any(any(Path(path).glob(pattern)) for pattern in TOKENIZER_FILES):
         raise ConfigError(no_tokenizer(path))
+    kept_paths(Path(path))
+    _check_weights(Path(path))
+
+
+def _check_weights(directory: Path) -> None:
+    """Raises ConfigError for weights that are no safetensors files, or that cannot be whole. Reads the files' tables of
+    contents alone. The weights of an adapter's checkpoint are those of its base, which opening it tells."""
+    from safetensors import SafetensorError, safe_open
+
+    paths = shards(directory)
+    if not paths and not (directory / "adapter").is_dir():
+        other = ", ".join(sorted(path.name for path in directory.iterdir() if path.suffix in WEIGHTS)[:3])
+        if not other:
+            raise ConfigError(f"model.path: {directory} has no safetensors files, so there are no weights. {PARTS}")
+        raise ConfigError(
+            f"model.path: {directory} has no safetensors files, and other forms of weights ({other}) are not read:"
+            " unpickling can run code. If you trust who made them, save the model once with transformers:"
+            " AutoModelForCausalLM.from_pretrained(DIRECTORY).save_pretrained(NEW)."
+        )
+    for path in paths:
+        try:
+            with safe_open(path, framework="np") as file:
+                for name in file.keys():  # noqa: SIM118 - it is no mapping
+                    if prod(file.get_slice(name).get_shape()) > MOST_NUMBERS:
+                        raise ConfigError(f"model.path: {path}: {name} has more than {MOST_NUMBERS:,} numbers.")
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"model.path: {path} is damaged or incomplete: {error}. Copy it again.") from error
+
+
+def shards(directory: Path) -> tuple[Path, ...]:
+    """Returns the safetensors files of a directory's model. Raises ConfigError for one that its index names and that is
+    not there, and for an index that cannot be read."""
+    index = directory / INDEX
+    if not index.exists():
+        return tuple(directory.glob(SINGLE))
+    try:
+        names = {str(name) for name in json.loads(read_bounded(index))["weight_map"].values()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"model.path: {index} is no index of weights: {error!r}. Copy it again.") from error
+    if outside := [name for name in sorted(names) if Path(name).name != name]:
+        raise ConfigError(f"model.path: {index} names {outside[0]!r}, which is no file beside it.")
+    if missing := [name for name in sorted(names) if not (directory / name).is_file()]:
+        raise ConfigError(
+            f"model.path: {index} names {len(names)} files, and {len(missing)} of them are missing:"
+            f" {', '.join(missing[:3])}. Copy or download them again."
+        )
+    return tuple(directory / name for name in sorted(names))
 
 
 def kept_paths(directory: Path) -> dict[str, Path]:

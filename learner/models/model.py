@@ -18,7 +18,9 @@ from broker.errors import ConfigError
 from learner.config import ModelConfig, RandomModelConfig
 
 from .chat_template import read_chat_template
-from .directory import PARTS, check_path, no_tokenizer
+from .directory import PARTS, check_path, no_tokenizer, read_config
+from .sizes import check_possible
+from .vocabulary import check_tokens
 
 if TYPE_CHECKING:
     from transformers import BatchEncoding, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -35,7 +37,9 @@ def load_model(model: ModelConfig, seed: int = 0) -> "PreTrainedModel":
     with torch.random.fork_rng(devices=[]):
         if model.random is None:
             with reading(model.path), _without_padding(config):
-                return AutoModelForCausalLM.from_pretrained(model.path, config=config, dtype=torch.float32)
+                return AutoModelForCausalLM.from_pretrained(
+                    model.path, config=config, dtype=torch.float32, use_safetensors=True
+                )
         torch.manual_seed(seed)
         return built(config)
 
@@ -114,6 +118,7 @@ def _saved_tokenizer(path: str) -> "PreTrainedTokenizerBase":
         tokenizer = AutoTokenizer.from_pretrained(path)
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes up an empty one
         raise ConfigError(no_tokenizer(path))
+    check_tokens(tokenizer, path)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -163,6 +168,7 @@ def _do_without_hub_if_away() -> None:
 def _path_config(model: ModelConfig) -> "PretrainedConfig":
     from transformers import AutoConfig
 
+    check_possible(read_config(model.path) or {}, f"model.path: {Path(model.path, 'config.json')}")
     with reading(model.path):
         config: PretrainedConfig = AutoConfig.from_pretrained(model.path)
     return config
@@ -201,6 +207,7 @@ def _random_config(random: RandomModelConfig) -> "PretrainedConfig":
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    check_possible(random.config, "model.random.config")
     _check_known("model.random.architecture", [random.architecture], CONFIG_MAPPING)
     _check_known("model.random.config", random.config, _known_options(AutoConfig.for_model(random.architecture)))
     tokenizer = _character_tokenizer(random)

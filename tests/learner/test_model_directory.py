@@ -9,7 +9,11 @@ import pytest
 from broker.errors import ConfigError
 from deploy.recipe.data_checks import check_data
 from deploy.recipe.loading import load_recipe
+from learner.config import ModelConfig, RandomModelConfig
 from learner.models.directory import check_files, positions_of, read_config
+from learner.models.model import load_config
+from learner.models.sizes import check_possible
+from learner.models.vocabulary import check_named_tokens
 
 TEXT: Any = "1+1="
 MESSAGES: Any = [{"role": "user", "content": TEXT}]
@@ -30,7 +34,9 @@ def check(tmp_path: Path, files: dict[str, str], prompt: Any, *overrides: str) -
     check_data(load_recipe(path, overrides), is_new=True)
 
 
-CONFIG = {"config.json": "{}"}
+EMPTY = "\x02\0\0\0\0\0\0\0{}"
+"""A safetensors file without tensors."""
+CONFIG = {"config.json": "{}", "model.safetensors": EMPTY}
 PLAIN = {**CONFIG, "tokenizer_config.json": "{}"}
 CHAT = json.dumps({"chat_template": "{{ messages }}"})
 
@@ -106,6 +112,7 @@ def test_a_recipe_beyond_the_models_positions_is_warned_of_once(tmp_path: Path) 
         return said
 
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 512}')
+    (tmp_path / "model.safetensors").write_text(EMPTY)
     (tmp_path / "tokenizer.json").touch()
     path, free = f"model.path={tmp_path}", "prompts={kind: arithmetic}"
     assert told(path, free, "engine.max_model_len=512") == []
@@ -144,3 +151,125 @@ def test_a_critics_directory_is_looked_for(tmp_path: Path) -> None:
 
 def test_a_hub_id_is_no_directory() -> None:
     check_files("nobody/nothing")
+
+
+def header(tensors: dict[str, tuple[str, list[int], int, int]]) -> bytes:
+    """Return the table of contents of a safetensors file: each tensor's type, shape, first byte and end."""
+    table = {
+        name: {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+        for name, (kind, shape, begin, end) in tensors.items()
+    }
+    content = json.dumps(table).encode()
+    return len(content).to_bytes(8, "little") + content
+
+
+INDEX = "model.safetensors.index.json"
+ONE = header({"a": ("F32", [1], 0, 4)}) + b"\0\0\0\0"
+
+
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        ({"pytorch_model.bin": b"\x80\x04."}, "pytorch_model.bin"),
+        ({"pytorch_model-00001-of-00002.bin": b"", "pytorch_model.bin.index.json": b"{}"}, "00001-of-00002.bin"),
+        ({"model.gguf": b"GGUF", "tf_model.h5": b""}, "model.gguf"),
+        ({}, "no safetensors files"),
+        ({"model.safetensors": ONE[:-1]}, "model.safetensors"),
+        ({"model.safetensors": b"\xff" * 8 + b"{}"}, "model.safetensors"),
+        ({"model.safetensors": header({"a": ("F32", [1 << 40], 0, 4 << 40)})}, "model.safetensors"),
+        ({"model.safetensors": b""}, "model.safetensors"),
+        ({INDEX: json.dumps({"weight_map": {"a": "one.safetensors"}}).encode()}, "one.safetensors"),
+        ({INDEX: json.dumps({"weight_map": {"a": "../one.safetensors"}}).encode()}, "../one.safetensors"),
+        ({INDEX: b"{}", "model.safetensors": ONE}, INDEX),
+        ({INDEX: b"[", "model.safetensors": ONE}, INDEX),
+    ],
+)
+def test_weights_that_cannot_be_read_are_named_before_anything_is_loaded(
+    tmp_path: Path, files: dict[str, bytes], named: str
+) -> None:
+    for name, content in ({"config.json": b"{}", "tokenizer_config.json": b"{}"} | files).items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        check_files(str(tmp_path))
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "extra.json", INDEX])
+def test_a_file_of_gigabytes_is_not_read(tmp_path: Path, name: str) -> None:
+    for one, content in {"config.json": b"{}", "tokenizer_config.json": b"{}", "model.safetensors": ONE}.items():
+        (tmp_path / one).write_bytes(content)
+    with (tmp_path / name).open("ab") as file:
+        file.truncate(3 << 30)
+    with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
+        check_files(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "key"),
+    [
+        ({"hidden_size": 0}, "hidden_size"),
+        ({"hidden_size": -32}, "hidden_size"),
+        ({"hidden_size": 32.5}, "hidden_size"),
+        ({"hidden_size": "32"}, "hidden_size"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers"),
+        ({"vocab_size": 10**30}, "vocab_size"),
+        ({"num_attention_heads": True}, "num_attention_heads"),
+        ({"intermediate_size": [64, 0]}, "intermediate_size"),
+        ({"num_experts": -1}, "num_experts"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads"),
+        ({"hidden_size": 1 << 20, "num_hidden_layers": 1000}, "num_hidden_layers"),  # each is possible, both are not
+    ],
+)
+def test_sizes_of_no_model_are_told_by_their_key(tmp_path: Path, sizes: dict[str, Any], key: str) -> None:
+    for config in (sizes, {"text_config": sizes}):
+        with pytest.raises(ConfigError, match=key):
+            check_possible(config, "config")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"} | sizes))
+    with pytest.raises(ConfigError, match=key):  # whoever opens it
+        load_config(ModelConfig(path=str(tmp_path)))
+    with pytest.raises(ConfigError, match=key):
+        load_config(ModelConfig(random=RandomModelConfig(architecture="qwen3", config=sizes, alphabet="ab")))
+
+
+def test_sizes_that_a_model_may_have_pass() -> None:
+    check_possible({"hidden_size": 7168, "num_hidden_layers": 61, "n_routed_experts": 256, "num_experts": 0}, "config")
+    check_possible({"n_embd": 768, "n_layer": 12, "n_inner": None, "head_dim": None, "intermediate_size": [64, 128]}, "x")
+
+
+TOKENIZER = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2, "content": "<eos>"}]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows", "named"),
+    [
+        ({}, 3, ()),
+        ({}, 64, ()),  # an embedding is padded
+        ({}, 2, ("2", "'<eos>'")),
+        ({"added_tokens.json": {"<tool>": 5}}, 3, ()),  # tokenizer.json has all of them
+        ({"tokenizer.json": {**TOKENIZER, "added_tokens": [{"id": 9, "content": "<gap>"}]}}, 8, ("8", "9", "'<gap>'")),
+        ({"tokenizer.json": {"model": {"vocab": [["a", 0.0], ["b", -1.0]]}}}, 1, ("1", "'b'")),
+        ({"tokenizer_config.json": {"pad_token": "[PAD]"}}, 3, ("3", "'[PAD]'")),
+        ({"tokenizer_config.json": {"pad_token": {"content": "[PAD]"}}}, 4, ()),
+        ({"tokenizer_config.json": {"added_tokens_decoder": {"7": {"content": "<t>"}}}}, 7, ("7", "'<t>'")),
+        ({"tokenizer_config.json": {"additional_special_tokens": ["<x>", "<y>"]}}, 4, ("4", "'<y>'")),
+        ({"tokenizer.json": None, "vocab.json": {"a": 0}, "added_tokens.json": {"<t>": 3}}, 3, ("3", "'<t>'")),
+        ({"config.json": {"vocab_size": 3, "eos_token_id": 3}}, 3, ("eos_token_id", "3")),
+        ({"config.json": {"vocab_size": 3, "pad_token_id": 32000}}, 3, ("pad_token_id", "32000")),
+        ({"generation_config.json": {"eos_token_id": [2, 7]}}, 3, ("generation_config.json", "7")),
+        ({"generation_config.json": {"eos_token_id": "</s>"}}, 3, ("generation_config.json", "</s>")),
+        ({"config.json": {"text_config": {"vocab_size": 2}}}, 0, ("2", "'<eos>'")),
+    ],
+)
+def test_tokens_without_an_embedding_are_told_from_the_files(
+    tmp_path: Path, changes: dict[str, Any], rows: int, named: tuple[str, ...]
+) -> None:
+    files = {"config.json": {"vocab_size": rows}, "tokenizer.json": TOKENIZER} | changes
+    for name, content in files.items():
+        if content is not None:
+            (tmp_path / name).write_text(json.dumps(content))
+    if not named:
+        check_named_tokens(str(tmp_path))
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_named_tokens(str(tmp_path))
+    assert all(part in str(caught.value) for part in named)

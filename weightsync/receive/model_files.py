@@ -96,10 +96,9 @@ class FilesPull:
         path = self._files[name]
         if (file := self._opened.get(path)) is None:  # several threads may open one: its header takes a while to read
             file = self._opened[path] = safe_open(path, framework="pt")
-        tensor = file.get_tensor(name)
-        if tensor.shape != target.shape:
-            raise RuntimeError(f"{name} has the shape {tuple(tensor.shape)} in {path}")
-        target.copy_(tensor.to(DTYPES[spec.dtype]))
+        if (shape := tuple(file.get_slice(name).get_shape())) != tuple(target.shape):  # told before it is read
+            raise RuntimeError(f"{name} has the shape {shape} in {path}")
+        target.copy_(file.get_tensor(name).to(DTYPES[spec.dtype]))
 
 
 def files_first(model: Path | None, learner: PullTransport) -> PullTransport:

@@ -121,10 +121,10 @@ class _Planner(DefaultSavePlanner):
         return super().lookup_object(index) if self.copies is None else self.copies[index.fqn]
 
 
-class _MetadataUnpickler(pickle._Unpickler):  # type: ignore[misc,name-defined]  # the one whose steps can be refused
+class _MetadataUnpickler(pickle._Unpickler):  # the one whose steps can be refused
     """Builds the objects of `_BUILT`, and refuses to look up or to change anything else."""
 
-    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _BUILT:
@@ -132,9 +132,10 @@ class _MetadataUnpickler(pickle._Unpickler):  # type: ignore[misc,name-defined] 
         return _BUILT[module, name]
 
     def _build(self) -> None:
-        if type(self.stack[-2]) not in (Metadata, MetadataIndex, StorageMeta, *_VALUES):
+        changed = type(self.stack[-2])  # type: ignore[attr-defined]
+        if changed not in (Metadata, MetadataIndex, StorageMeta, *_VALUES):
             raise CheckpointError("it changes what is no part of it")
-        self.load_build()
+        self.load_build()  # type: ignore[attr-defined]
 
     dispatch[pickle.BUILD[0]] = _build
 
