@@ -34,18 +34,16 @@ def check_named_tokens(path: str) -> None:
                         f"model.path: {key} in {Path(path, name)} is {token!r}, and the model has the token ids 0 to"
                         f" {rows - 1} (vocab_size is {rows}). Write the id that the tokenizer has."
                     )
-    try:
-        tokens = dict(_tokens_of_files(path))
-    except (AttributeError, LookupError, TypeError, ValueError):  # of a form that loading the tokenizer tells
-        return
-    _check(path, tokens, rows)
+    _check(path, _tokens_of_files(path), rows)
 
 
 def check_tokens(tokenizer: "PreTrainedTokenizerBase", path: str) -> None:
-    """Raises ConfigError for a tokenizer with a token that has no embedding, by config.json of its directory."""
+    """Raises ConfigError for a tokenizer with a token that has no embedding, by config.json of its directory. A token
+    that transformers adds to all tokenizers of the class, and that the files do not name, is in no text."""
     rows = _rows(read_json(path, "config.json") or {})
-    if rows is not None:
-        _check(path, tokenizer.get_vocab(), rows)
+    vocabulary = tokenizer.get_vocab()
+    if rows is not None and max(vocabulary.values(), default=0) >= rows:
+        _check(path, _tokens_of_files(path) or vocabulary, rows)
 
 
 def _rows(config: Mapping[str, Any]) -> int | None:
@@ -66,8 +64,16 @@ def _check(path: str, tokens: Mapping[str, int], rows: int) -> None:
     )
 
 
-def _tokens_of_files(path: str) -> Iterator[tuple[str, int]]:
-    """Yield the tokens that transformers makes of the files, those that it adds for special names included."""
+def _tokens_of_files(path: str) -> dict[str, int]:
+    """Return the tokens that transformers makes of the files; none where only loading the tokenizer tells them."""
+    try:
+        return dict(_read_tokens(path))
+    except (AttributeError, LookupError, TypeError, ValueError):  # of a form that is not known here
+        return {}
+
+
+def _read_tokens(path: str) -> Iterator[tuple[str, int]]:
+    """Yield the tokens of the files, and those that are added for special names."""
     whole = read_json(path, "tokenizer.json")
     known: dict[str, int] = {}
     if whole is None:

@@ -15,6 +15,7 @@ from tests.end_to_end.recipes import MODEL
 from tests.learner.tiny import model_config
 
 from .test_cli import NOWHERE, headway
+from .tiny_model import make_model
 
 BROKEN_JSONL = '{"prompt": "1+1=", "ground_truth": "2"}\n{"prompt": \n'
 ROW = '{"prompt": "what?", "ground_truth": "2"}\n'
@@ -171,6 +172,31 @@ def test_an_error_that_a_role_finds(changes: tuple[str, ...], rows: str, message
     (tmp_path / "rows.jsonl").write_text(rows)
     (tmp_path / "recipe.yaml").write_text(json.dumps(JSONL_RECIPE))
     check_error("sft", "recipe.yaml", *changes, cwd=tmp_path, message=message)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["pickle", "tokens", "sizes", "shard"])
+def test_a_model_that_cannot_be_opened_ends_a_run_before_it_begins(what: str, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    if what == "pickle":
+        (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    elif what == "tokens":
+        (model / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] - 1}))
+    elif what == "sizes":
+        (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**12}))
+    else:
+        (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00002-of-00002.safetensors"}}')
+    (tmp_path / "rows.jsonl").write_text(ROW)
+    (tmp_path / "recipe.yaml").write_text(json.dumps({**JSONL_RECIPE, "model": {"path": "model"}, "sft": {}}))
+    named = {
+        "pickle": "(pytorch_model.bin) are not read",
+        "tokens": f"token ids up to {config['vocab_size'] - 1}, and the model's embedding has ",
+        "sizes": "config.json.num_hidden_layers is 1000000000000; expected an integer from 1 to 10,000.",
+        "shard": "model-00002-of-00002.safetensors",
+    }
+    check_error("run", "recipe.yaml", cwd=tmp_path, message=named[what])
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow

@@ -99,3 +99,19 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         save_file(broken, tmp_path / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ConfigError, match=message):
             open_backend("fsdp", config, OPTIMIZER)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head", ["policy", "value"])
+def test_weights_that_are_no_numbers_are_told_by_file_and_tensor(
+    number: float, dtype: torch.dtype, head: Any, tmp_path: Path
+) -> None:
+    config = written(tmp_path, "qwen3", dtype=dtype)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 2] = number
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError) as caught:
+        open_backend("fsdp", config, OPTIMIZER, head=head)
+    assert str(tmp_path / "model.safetensors") in str(caught.value)
+    assert "model.layers.1.mlp.up_proj.weight" in str(caught.value)

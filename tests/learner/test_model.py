@@ -153,7 +153,7 @@ def test_a_hub_id_that_is_none_names_the_remedy(path: str, monkeypatch: pytest.M
         (random_model(architecture="qwen3_mo"), "nearest name is `qwen3_moe`"),
         (random_model(architecture="clip"), "no causal language model"),
         (random_model(config={"hiden_size": 64}), "nearest name is `hidden_size`"),
-        (random_model(config={"hidden_size": "wide"}), "qwen3 refuses it"),
+        (random_model(config={"hidden_size": "wide"}), "hidden_size is wide; expected an integer"),
         (random_model(config={"vocab_size": 100}), "make 19"),
         (random_model(alphabet="abca"), "twice"),
     ],

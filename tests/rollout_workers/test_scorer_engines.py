@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from broker.errors import ConfigError
@@ -217,6 +218,16 @@ def test_a_model_of_another_tokenizer_is_refused_and_one_with_another_padding_to
     save_model(tmp_path / "other", scores=True, alphabet="9876543210+-*=,#^")
     with pytest.raises(UnfitModelError, match=r"another tokenizer than the policy: '0' is token 0 of the policy and 9"):
         open_runner("reward_model", str(tmp_path / "other"), CONFIG, key=KEY, policy=policy)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_model_with_weights_that_are_no_numbers_is_refused_by_its_key(tmp_path: Path, number: float) -> None:
+    save_model(tmp_path, scores=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["score.weight"][0, 1] = number
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnfitModelError, match=r"rewards\[0\]\.path: .* in score\.weight"):
+        open_runner("reward_model", str(tmp_path), CONFIG, key=KEY)
 
 
 def test_vllm_reserves_on_each_gpu_the_cache_of_what_a_scorer_is_asked_for(tmp_path: Path) -> None:

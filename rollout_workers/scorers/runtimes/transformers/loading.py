@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from rollout_workers.config import ScorersConfig
 from rollout_workers.engines.embedded.device import device_named
-from rollout_workers.scorers.base import ScoringModel
+from rollout_workers.scorers.base import ScoringModel, UnfitModelError
 from rollout_workers.scorers.runtimes.files import no_weights, reading
 
 
@@ -31,6 +31,9 @@ def load(model_class: Any, asked: ScoringModel, config: ScorersConfig, **options
         )
     if missing := sorted(found["missing_keys"]):
         raise no_weights(asked, missing)
+    for name, weight in model.named_parameters():
+        if weight.is_floating_point() and weight.numel() and not torch.isfinite(torch.stack([*weight.aminmax()])).all():
+            raise UnfitModelError(f"{asked.key}: {asked.path} has weights that are NaN or infinite in {name}.")
     torch.set_num_threads(config.threads)
     return model.to(device).eval().requires_grad_(requires_grad=False)
 
