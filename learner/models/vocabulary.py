@@ -23,6 +23,7 @@ def check_named_tokens(path: str) -> None:
     rows = _rows(config)
     if rows is None:
         return
+    _check(path, _tokens_of_files(path), rows)
     for name in ("config.json", "generation_config.json"):
         content = read_json(path, name) or {}
         for key in ("eos_token_id", "pad_token_id"):
@@ -34,7 +35,6 @@ def check_named_tokens(path: str) -> None:
                         f"model.path: {key} in {Path(path, name)} is {token!r}, and the model has the token ids 0 to"
                         f" {rows - 1} (vocab_size is {rows}). Write the id that the tokenizer has."
                     )
-    _check(path, _tokens_of_files(path), rows)
 
 
 def check_tokens(tokenizer: "PreTrainedTokenizerBase", path: str) -> None:

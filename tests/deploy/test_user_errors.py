@@ -196,7 +196,7 @@ def test_a_model_that_cannot_be_opened_ends_a_run_before_it_begins(what: str, tm
         "shard": "model-00002-of-00002.safetensors",
     }
     check_error("run", "recipe.yaml", cwd=tmp_path, message=named[what])
-    assert not (tmp_path / "runs").exists()
+    assert not [*tmp_path.rglob("config.yaml"), *tmp_path.rglob("*.log")], "no run, no process"
 
 
 @pytest.mark.slow

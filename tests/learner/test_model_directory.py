@@ -233,7 +233,9 @@ def test_sizes_of_no_model_are_told_by_their_key(tmp_path: Path, sizes: dict[str
 
 def test_sizes_that_a_model_may_have_pass() -> None:
     check_possible({"hidden_size": 7168, "num_hidden_layers": 61, "n_routed_experts": 256, "num_experts": 0}, "config")
-    check_possible({"n_embd": 768, "n_layer": 12, "n_inner": None, "head_dim": None, "intermediate_size": [64, 128]}, "x")
+    check_possible(
+        {"n_embd": 768, "n_layer": 12, "n_inner": None, "head_dim": None, "intermediate_size": [64, 128]}, "x"
+    )
 
 
 TOKENIZER = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2, "content": "<eos>"}]}
