@@ -8,6 +8,7 @@
                     worked_solutions.py: reasoning-gym entries with their work written down
     mathematics.py  GSM8K and MATH as prompts
     arrow_rows.py   rows of tables, as they were before Arrow gave them one type
+    bounded_files.py  which files are read at all: none that is packed, or that memory does not hold
     inspection.py   one file, as each stage would read it
 
 The invariant: the same file, options and seed give the same items in the same order, so a resumed run goes on where it

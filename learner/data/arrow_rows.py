@@ -12,6 +12,8 @@ from typing import Any
 
 from broker.errors import ConfigError
 
+from .bounded_files import check_parquet, counted
+
 
 def as_written(row: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the row without the nulls that a table's type puts into its nested mappings."""
@@ -25,7 +27,7 @@ def placed_rows(batches: Iterable[Any], path: Path, what: str, where: str) -> It
 
     number = 0
     try:
-        for batch in batches:
+        for batch in counted(batches, path, where):
             for row in batch.to_pylist():
                 number += 1
                 yield f"{path}: row {number}", as_written(row)
@@ -42,6 +44,7 @@ def parquet_rows(path: Path, where: str) -> Iterator[tuple[str, dict[str, Any]]]
 
     def batches() -> Iterator[Any]:
         with parquet.ParquetFile(path) as opened:
+            check_parquet(opened, path, where)
             yield from opened.iter_batches()
 
     return placed_rows(batches(), path, "Parquet", where)

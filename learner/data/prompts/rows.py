@@ -16,12 +16,15 @@ import msgspec
 from broker.errors import ConfigError
 from broker.user_code.options import typed_options
 from learner.data.arrow_rows import parquet_rows
+from learner.data.bounded_files import check_file, lines_of
 from learner.data.texts.messages import Tags, read_prompt, to_tools
 
 from .base import Content, Item
 from .sendable import check_sendable
 
 Row = Mapping[str, Any]
+LONGEST_ROW_BYTES = 64_000_000
+"""The longest line of a file of prompts that is read."""
 
 
 class RowFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +47,10 @@ def read_rows(kind: str, path: str, where: str) -> Iterator[tuple[str, Row]]:
     file = Path(path)
     if not os.path.isfile(path):
         raise ConfigError(f"{where}: {path[:200]!r} is no file; give the {kind} file's path.")
-    return parquet_rows(file, where) if kind == "parquet" else _jsonl(file)
+    if kind == "parquet":
+        return parquet_rows(file, where)
+    check_file(file, where)
+    return _jsonl(file)
 
 
 def to_items(rows: Iterable[tuple[str, Row]], fields: RowFields, default_source: str) -> list[Item]:
@@ -116,10 +122,14 @@ def _content(content: Any, place: str, fields: RowFields) -> Content:
 
 def _jsonl(file: Path) -> Iterator[tuple[str, Row]]:
     try:
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield f"{file}:{number}", _json_row(line, f"{file}:{number}")
+        for number, line, length in lines_of(file, LONGEST_ROW_BYTES):
+            if not line:
+                raise ConfigError(
+                    f"{file}:{number}: the line has {length:,} bytes, and the longest that is read has"
+                    f" {LONGEST_ROW_BYTES:,}. Are all rows in one line? Write one a line."
+                )
+            if line.strip():
+                yield f"{file}:{number}", _json_row(line, f"{file}:{number}")
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror or error}.") from error
 

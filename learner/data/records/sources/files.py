@@ -12,23 +12,13 @@ from typing import Any
 
 from broker.errors import ConfigError
 from learner.data.arrow_rows import parquet_rows, placed_rows
+from learner.data.bounded_files import check_file, lines_of
 from learner.data.prompts.rows import fault_of
 from learner.data.records.base import Row, RowError
 
 PlacedRow = tuple[str, Row | RowError]
 """The place of a row, and the row, or the reason why it cannot be read."""
 
-FOREIGN = {
-    b"\x1f\x8b": ("packed by gzip", "Unpack it with `gunzip` first"),
-    b"\x28\xb5\x2f\xfd": ("packed by zstd", "Unpack it with `unzstd` first"),
-    b"BZh": ("packed by bzip2", "Unpack it with `bunzip2` first"),
-    b"\xfd7zXZ": ("packed by xz", "Unpack it with `unxz` first"),
-    b"PK\x03\x04": ("a zip archive", "Unpack it with `unzip` first"),
-    b"\xff\xfe": ("in UTF-16", "Write it in UTF-8: iconv -f UTF-16 -t UTF-8"),
-    b"\xfe\xff": ("in UTF-16", "Write it in UTF-8: iconv -f UTF-16 -t UTF-8"),
-    b"<": ("a page of HTML or XML", "Download the file itself, not the page that shows it"),
-    b"version https://git-lfs": ("a pointer of Git LFS", "Fetch the file itself with `git lfs pull`"),
-}
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -41,9 +31,7 @@ def read_file(path: Path, longest_row_bytes: int, where: str) -> Iterator[Placed
                 raise ConfigError(f"{where}: {path} is empty. Give a file with one record a line.")
     except OSError as error:
         raise ConfigError(f"{where}: {path} cannot be read: {error.strerror or error}.") from error
-    for magic, (what, remedy) in FOREIGN.items():
-        if start.startswith(magic):
-            raise ConfigError(f"{where}: {path} is {what}. {remedy}.")
+    check_file(path, where)
     if start.startswith(b"PAR1"):
         return parquet_rows(path, where)
     if start.startswith((b"ARROW1", b"\xff\xff\xff\xff")):
@@ -77,26 +65,29 @@ def read_saved(directory: Path, split: str, where: str) -> Iterator[PlacedRow]:
 
 def _lines(path: Path, longest_row_bytes: int) -> Iterator[PlacedRow]:
     is_text = path.suffix == ".txt"
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            place = f"{path}:{number}"
-            line = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
-            if line.strip():
-                try:
-                    text = _decoded(line, place, longest_row_bytes)
-                    yield place, {"text": text.strip()} if is_text else _object(text, place)
-                except RowError as error:
-                    yield place, error
+    for number, line, length in lines_of(path, longest_row_bytes):
+        place = f"{path}:{number}"
+        if not line:
+            yield place, _too_long(length, place, longest_row_bytes)
+        line = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
+        if line.strip():
+            try:
+                text = _decoded(line, place)
+                yield place, {"text": text.strip()} if is_text else _object(text, place)
+            except RowError as error:
+                yield place, error
 
 
-def _decoded(line: bytes, place: str, longest_row_bytes: int) -> str:
-    if len(line) > longest_row_bytes:
-        raise RowError(
-            place,
-            "too long to be a record",
-            f"the line has {len(line):,} bytes, and the longest that is read has {longest_row_bytes:,}",
-            "Are all records in one line? Write one a line, or raise options.longest_row_bytes.",
-        )
+def _too_long(length: int, place: str, longest_row_bytes: int) -> RowError:
+    return RowError(
+        place,
+        "too long to be a record",
+        f"the line has {length:,} bytes, and the longest that is read has {longest_row_bytes:,}",
+        "Are all records in one line? Write one a line, or raise options.longest_row_bytes.",
+    )
+
+
+def _decoded(line: bytes, place: str) -> str:
     if b"\0" in line:
         raise RowError(
             place,

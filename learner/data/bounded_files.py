@@ -1,0 +1,105 @@
+"""The files of data that are read at all: no packed ones, and none that would take more than half of the memory.
+
+All rows of a file are held in memory. A small file may unpack to any size, so its own statement is read first, and
+where that says too little, the file is measured in small pieces before a row of it is kept.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from broker.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
+
+FOREIGN = {
+    b"\x1f\x8b": ("packed by gzip", "Unpack it with `gunzip` first"),
+    b"\x28\xb5\x2f\xfd": ("packed by zstd", "Unpack it with `unzstd` first"),
+    b"BZh": ("packed by bzip2", "Unpack it with `bunzip2` first"),
+    b"\xfd7zXZ": ("packed by xz", "Unpack it with `unxz` first"),
+    b"PK\x03\x04": ("a zip archive", "Unpack it with `unzip` first"),
+    b"\xff\xfe": ("in UTF-16", "Write it in UTF-8: iconv -f UTF-16 -t UTF-8"),
+    b"\xfe\xff": ("in UTF-16", "Write it in UTF-8: iconv -f UTF-16 -t UTF-8"),
+    b"<": ("a page of HTML or XML", "Download the file itself, not the page that shows it"),
+    b"version https://git-lfs": ("a pointer of Git LFS", "Fetch the file itself with `git lfs pull`"),
+}
+CGROUP = Path("/sys/fs/cgroup/memory.max")
+VALUE_BYTES = 40
+"""Bytes of one value of a table as an object of Python: eight of its place in a list, and those of a number."""
+MEASURED_ROWS = 16
+"""Rows of a piece that is measured: each may be as large as its whole column says to be when packed."""
+PIECE = 1 << 16
+
+
+def most_bytes() -> int:
+    """Returns half of the memory that this machine has, or that this container may use."""
+    total = psutil.virtual_memory().total
+    with suppress(OSError, ValueError):  # no container's, or no limit: "max"
+        total = min(total, int(CGROUP.read_text()))
+    return total // 2
+
+
+def check_file(path: Path, where: str) -> None:
+    """Raises ConfigError, which names the key `where`, for a file that is packed or larger than half of the memory."""
+    try:
+        with path.open("rb") as opened:
+            start = opened.read(64)
+    except OSError as error:
+        raise ConfigError(f"{where}: {path} cannot be read: {error.strerror or error}.") from error
+    for magic, (what, remedy) in FOREIGN.items():
+        if start.startswith(magic):
+            raise ConfigError(f"{where}: {path} is {what}. {remedy}.")
+    if (size := path.stat().st_size) > most_bytes():
+        raise too_large(path, size, where)
+
+
+def too_large(path: Path, size: int, where: str) -> ConfigError:
+    """Returns the error for a file whose rows take at least so many bytes."""
+    return ConfigError(
+        f"{where}: {path} takes at least {size:,} bytes of memory once it is read, and at most {most_bytes():,} are"
+        " read, half of what this machine has. Give a part of it, or a machine with more memory."
+    )
+
+
+def check_parquet(opened: "ParquetFile", path: Path, where: str) -> None:
+    """Raises ConfigError, before a row is kept, for a file that takes more than half of the memory once it is read."""
+    metadata, most = opened.metadata, most_bytes()
+    chunks = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
+    columns = [chunk.column(number) for chunk in chunks for number in range(chunk.num_columns)]
+    stated = sum(column.total_uncompressed_size for column in columns)
+    size = max(stated, VALUE_BYTES * sum(column.num_values for column in columns))
+    if size > most:
+        raise too_large(path, size, where)
+    # Of a dictionary the file states each text once, however often the text occurs.
+    repeated = (column for column in columns if column.has_dictionary_page and column.physical_type == "BYTE_ARRAY")
+    if sum(column.num_values * column.total_uncompressed_size for column in repeated) > most:
+        for _ in counted(opened.iter_batches(batch_size=MEASURED_ROWS), path, where):
+            pass
+
+
+def counted(batches: Iterable[Any], path: Path, where: str) -> Iterator[Any]:
+    """Yields record batches. Raises ConfigError once they take more than half of the memory together."""
+    total, most = 0, most_bytes()
+    for batch in batches:
+        total += batch.nbytes
+        if total > most:
+            raise too_large(path, total, where)
+        yield batch
+
+
+def lines_of(path: Path, longest: int) -> Iterator[tuple[int, bytes, int]]:
+    """Yields (number from 1, line, its bytes) of each line of a file. A line of more than `longest` bytes is not kept:
+    it comes as b"", with its length."""
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(longest + 1):
+            number, length = number + 1, len(line)
+            if length > longest and not line.endswith(b"\n"):
+                while (rest := file.readline(PIECE)) and not rest.endswith(b"\n"):
+                    length += len(rest)
+                length += len(rest)
+            yield (number, line, length) if length <= longest + line.endswith(b"\n") else (number, b"", length)
