@@ -2,11 +2,11 @@
 may never end."""
 
 import ctypes
+import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as LateError
-from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,40 +18,69 @@ RENDER_S = 10.0
 """The longest time for one conversation, which takes milliseconds."""
 
 
-class RenderThread:
-    """Runs templates, one at a time, in a thread that is ended where a template does not end."""
+class RenderWatch:
+    """Runs templates, one at a time, and ends one that does not end by itself.
+
+    The template runs in the caller's thread, since another thread would have to be woken for each conversation. A
+    thread that looks at the clock raises an exception in it.
+    """
 
     def __init__(self, seconds: float = RENDER_S) -> None:
         self._seconds = seconds
+        self._turn, self._lock = threading.Lock(), threading.Lock()
+        self._running: tuple[float, int] | None = None
+        """The time at which the template is to be ended, and the thread in which it runs."""
+        self._is_ended = False
+        self._watch: threading.Thread | None = None
 
     def run(self, render: Callable[[], T], whose: str) -> T:
         """Returns what `render` returns. Raises ConfigError, with `whose` template it is, if that does not end in time,
         and what `render` raises."""
-        threads: list[int] = []
+        with self._turn:
+            try:
+                try:
+                    self._begin()
+                    return render()
+                finally:
+                    self._end()
+            except _Ended:
+                self._is_ended = False
+                raise ConfigError(
+                    f"{whose} did not end within {self._seconds:g} s for one conversation. Is there a loop in it that"
+                    " does not end, or one within another?"
+                ) from None
 
-        def started() -> T:
-            threads.append(threading.get_ident())
-            return render()
+    def _begin(self) -> None:
+        self._running = (time.monotonic() + self._seconds, threading.get_ident())
+        if self._watch is None:
+            look_s, owner = min(self._seconds / 4, 1.0), weakref.ref(self)
+            self._watch = threading.Thread(target=_watch, args=(owner, look_s), name="chat-template", daemon=True)
+            self._watch.start()
 
-        future = self._thread.submit(started)
-        try:
-            return future.result(self._seconds)
-        except LateError:
-            self._end(threads)
-            raise ConfigError(
-                f"{whose} did not end within {self._seconds:g} s for one conversation. Is there a loop in it that does"
-                " not end, or one within another?"
-            ) from None
+    def _end(self) -> None:
+        """Returns once no exception can reach this thread any more, unless it has."""
+        with self._lock:
+            self._running = None
+        while self._is_ended and not isinstance(sys.exception(), _Ended):
+            time.sleep(0.001)
 
-    @cached_property
-    def _thread(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, thread_name_prefix="chat-template")
+    def look(self) -> None:
+        """Ends the template that runs too long."""
+        with self._lock:
+            if self._running is not None and time.monotonic() > self._running[0]:
+                thread, self._running, self._is_ended = self._running[1], None, True
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Ended))
 
-    def _end(self, threads: list[int]) -> None:
-        """Raises an exception in the thread, at its next instruction: the process could not end before it does."""
-        self.__dict__.pop("_thread").shutdown(wait=False)
-        for thread in threads:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
+
+class _Ended(BaseException):
+    """It is raised in the midst of a template that did not end, which may catch no other exception."""
+
+
+def _watch(owner: "weakref.ref[RenderWatch]", look_s: float) -> None:
+    while (watch := owner()) is not None:
+        watch.look()
+        del watch
+        time.sleep(look_s)
 
 
 def read_chat_template(path: str) -> str:
@@ -74,7 +103,7 @@ def _check_syntax(text: str, path: str) -> None:
 
     tried = [[{"role": "user", "content": "text"}]]
     try:
-        RenderThread().run(
+        RenderWatch().run(
             lambda: render_jinja_template(conversations=tried, chat_template=text), f"{WHERE}: the template in {path}"
         )
     except TemplateSyntaxError as error:

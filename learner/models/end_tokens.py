@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from broker.errors import ConfigError
 
-from .chat_template import RenderThread
+from .chat_template import RenderWatch
 from .directory import read_json
 
 if TYPE_CHECKING:
@@ -89,14 +89,14 @@ def _answered(tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
     """Yields a conversation of one question and its answer as the template writes it, in forms that it may want."""
     if not tokenizer.chat_template:
         return
-    thread = RenderThread()
+    watch = RenderWatch()
     parts: list[Any] = [_ASKED, [{"type": "text", "text": _ASKED}]]
     for asked in parts:
         answer = _ANSWER if asked is _ASKED else [{"type": "text", "text": _ANSWER}]
         messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
         render = functools.partial(tokenizer.apply_chat_template, messages, tokenize=False)
         try:
-            yield str(thread.run(render, f"The chat template of {tokenizer.name_or_path or 'the model'}"))
+            yield str(watch.run(render, f"The chat template of {tokenizer.name_or_path or 'the model'}"))
         except ConfigError:
             raise
         except Exception:  # noqa: BLE001 - a template may refuse it in any way; conversations tell what it refuses

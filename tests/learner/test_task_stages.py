@@ -454,6 +454,7 @@ def test_sft_trains_the_conversations_of_a_file(tmp_path: Path, caplog: pytest.L
     options = {
         "data": {"path": str(tmp_path / "rows.jsonl")},
         "held_out_records": 2,
+        "held_out_seed": None,
         "max_tokens": 30,
         "too_long": "drop",
         "epochs": 4,

@@ -1,5 +1,6 @@
 """From what a row says to the tokens that a model gets: one way, right at the borders of texts."""
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from learner.data.records import Conversation, Labelled, Preference, RecordOptio
 from learner.data.records.rendering import ConversationRenderer
 from learner.data.texts.template import ChatTemplate
 from learner.models import chat_template
-from learner.models.chat_template import RenderThread, read_chat_template
+from learner.models.chat_template import RenderWatch, read_chat_template
 from learner.stages.sft import tokenize
 from rollout_workers.decoding import load_decoding
 
@@ -365,15 +366,33 @@ LOOPS = "{% for i in range(9999) %}{% for j in range(9999) %}{% for k in range(9
 def test_a_template_that_does_not_end_is_ended_and_named() -> None:
     tokenizer = tokenizer_of(template=LOOPS)
     tokenizer.name_or_path = "/models/mine"
-    template = ChatTemplate(tokenizer, RenderThread(0.2))
+    template = ChatTemplate(tokenizer, RenderWatch(0.2))
     with pytest.raises(ConfigError, match=r"a:1: the model's chat template \(.*/models/mine\) did not end"):
         template.text([USER], "a:1", opens_answer=True)
     tokenizer.chat_template = CHAT
     assert ChatTemplate(tokenizer).text([USER], "a:1", opens_answer=True) == "<u>q</s><a>"
 
 
+def test_a_template_that_ends_just_then_harms_nobody_else() -> None:
+    """The exception that ends a template reaches only the call in which that runs, however late it comes."""
+    watch, ends = RenderWatch(0.002), itertools.count()
+    outcomes: set[int | str] = set()
+
+    def render() -> int:
+        for _ in range(next(ends) * 100):
+            pass
+        return 1
+
+    for _ in range(300):
+        try:
+            outcomes.add(watch.run(render, "it"))
+        except ConfigError as error:
+            outcomes.add(str(error)[:2])
+    assert outcomes <= {1, "it"}
+
+
 def test_a_file_with_a_template_that_does_not_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "RenderThread", lambda: RenderThread(0.2))
+    monkeypatch.setattr(chat_template, "RenderWatch", lambda: RenderWatch(0.2))
     (tmp_path / "loop.jinja").write_text(LOOPS)
     with pytest.raises(ConfigError, match=r"model\.chat_template: the template in .*loop\.jinja did not end"):
         read_chat_template(str(tmp_path / "loop.jinja"))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from broker.errors import ConfigError
-from learner.models.chat_template import RenderThread
+from learner.models.chat_template import RenderWatch
 
 from .base import Message
 from .messages import is_begun
@@ -24,9 +24,9 @@ _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 class ChatTemplate:
     """Renders messages as the model's tokenizer does. All errors name what is rendered."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", thread: RenderThread | None = None) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", watch: RenderWatch | None = None) -> None:
         self._tokenizer, self._ends = tokenizer, Ends(tokenizer)
-        self._thread = thread or RenderThread()
+        self._watch = watch or RenderWatch()
         self._takes_parts: bool | None = None
 
     @property
@@ -122,7 +122,7 @@ class ChatTemplate:
         whose = f"{what}: the model's chat template{origin}"
         given = [each | {"content": _parts(each["content"])} for each in messages] if self._takes(whose) else messages
         try:
-            return self._thread.run(lambda: render(given), whose)
+            return self._watch.run(lambda: render(given), whose)
         except ConfigError:
             raise
         except Exception as error:  # a template is a program, which may raise anything
@@ -143,7 +143,7 @@ class ChatTemplate:
     def _writes(self, content: Any, whose: str) -> bool:
         asked = [{"role": "user", "content": content}]
         try:
-            return _PROBE in self._thread.run(
+            return _PROBE in self._watch.run(
                 lambda: str(self._tokenizer.apply_chat_template(asked, tokenize=False)), whose
             )
         except ConfigError:
