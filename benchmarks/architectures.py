@@ -1,4 +1,4 @@
-"""Which text architectures of the installed transformers train, and how far engine and learner agree on each.
+"""Whether each text architecture of the installed transformers trains, and how far engine and learner agree on it.
 
     python -m benchmarks.architectures [NAME ...] [--engine embedded,vllm] [--timeout-s 300]
 
@@ -72,7 +72,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global"], 2]]},
     "gpt_neox": {"rotary_pct": 0.25},
 }
-"""What an architecture needs besides."""
+"""The settings that an architecture needs besides."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 FULL_IN_WORDS = ("No space left on device", "Disk quota exceeded", "(os error 28)", "(os error 122)")
-"""What libraries say of it that raise errors of their own, such as safetensors."""
+"""The words for it of libraries that raise errors of their own, such as safetensors."""
 REMEDIES = {
     errno.EACCES: "Give this user the right to it, or choose another place (run.directory=...).",
     errno.EPERM: "Give this user the right to it, or choose another place (run.directory=...).",
@@ -24,7 +24,7 @@ REMEDIES = {
     errno.EHOSTUNREACH: "There is no way to that machine: check the address and the network between.",
     errno.ENETUNREACH: "There is no way to that machine: check the address and the network between.",
 }
-"""What helps where the system refuses, by the number of its error."""
+"""The remedy where the system refuses, by the number of its error."""
 LINE_BYTES = 4096
 GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 

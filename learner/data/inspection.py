@@ -56,7 +56,7 @@ class RenderedRecord(msgspec.Struct, frozen=True, kw_only=True):
     pieces: list[tuple[str, bool]]
     """Texts end to end, each with whether it is trained."""
     note: str = ""
-    """What to know of its tokens, if anything."""
+    """A remark about its tokens, or nothing."""
 
 
 class Inspection:

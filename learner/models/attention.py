@@ -89,7 +89,7 @@ class PackedLayout:
     is_long: bool = False
     """Whether a sequence or path has LONG tokens on average, from which on flash-attn-4 is the faster kernel."""
     asked: set[torch.nn.Module] | None = None
-    """Gets each module that asks `packed_attention`; None: nobody counts them."""
+    """Gets each module that asks `packed_attention`; None: they are not counted."""
 
     @classmethod
     def of(cls, cu_seqlens: torch.Tensor, *, varlen: bool = False) -> "PackedLayout":

@@ -6,6 +6,7 @@
     composition.py   the names of a recipe ─► functions of `algorithms`; refuses those that do not fit together
     catalog.py       every function and preset, for `headway algorithms` and the reference
     lags.py          a step's figures by lag
+    agreement.py     how far the engine's logprobs of the first batch are from the learner's
     ahead.py         micro-batches of later updates, packed beside the first
 
 The invariant: the loss depends neither on packing nor on the number of ranks, because its denominators are those of the

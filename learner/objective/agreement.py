@@ -25,7 +25,7 @@ EXACT = 5e-4
 QUANTIZED = 0.75
 """The same where an engine holds its weights or its cache in fewer bits."""
 FEW = 4.0
-"""What scarcity adds: the bound is this over the square root of the number of tokens greater."""
+"""The allowance for few tokens: the bound is this over the square root of the number of tokens greater."""
 
 
 class DisagreementError(HeadwayError):

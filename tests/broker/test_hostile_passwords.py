@@ -188,7 +188,7 @@ async def test_a_fault_of_no_real_time_is_passed_over(cast: Cast, intruder: Intr
 
 
 async def test_awake_workers_are_bounded(cast: Cast, intruder: Intruder) -> None:
-    """Names that nobody has would fill the server, and the learner's answers."""
+    """Names that no process has would fill the server, and the learner's answers."""
     await cast.learner.phases.generate(cast.run.owner, 30)
     pipe = intruder.clients[Role.WORKER].pipeline(transaction=False)
     name, of = f"{cast.hostile.library}_awake", f"{intruder.prefix}hidden:of:{cast.hostile.identity}"

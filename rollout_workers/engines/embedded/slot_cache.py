@@ -112,7 +112,7 @@ class SlotLayout:
     prefill: Prefill | None
     decode: Decode | None
     asked: set[nn.Module] | None = None
-    """Gets each module that asks `slot_attention`; None: nobody counts them."""
+    """Gets each module that asks `slot_attention`; None: they are not counted."""
 
 
 def slot_attention(
