@@ -6,9 +6,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from learner.data.texts.base import Content, Message
+from learner.data.texts.base import Message
 
-__all__ = ["Content", "Item", "Message", "PromptSource", "is_held_out"]
+__all__ = ["Item", "Message", "PromptSource", "is_held_out"]
 
 HELD_OUT_ONE_IN = 16
 
@@ -16,7 +16,7 @@ HELD_OUT_ONE_IN = 16
 class Item(msgspec.Struct, frozen=True, kw_only=True):
     """One task as its source states it, before tokenization."""
 
-    content: Content
+    content: str | list[Message]
     """A text that the model continues, or a conversation that it answers, in any dialect that records may have. Where
     its last message is an assistant's, the model goes on with that."""
     tools: list[dict[str, Any]] = []

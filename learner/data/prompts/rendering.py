@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from broker.errors import ConfigError
 from broker.schema import Prompt
+from learner.data.texts.base import Content
 from learner.data.texts.messages import Tags, is_begun, read_prompt
 from learner.data.texts.template import ChatTemplate
 from learner.data.texts.tokens import Continued, TextTokens
 from learner.models.end_tokens import end_tokens
 
-from .base import Content, Item, Message, PromptSource
+from .base import Item, Message, PromptSource
 from .files import ListedPrompts
 from .sendable import check_sendable
 

@@ -17,9 +17,10 @@ from broker.errors import ConfigError
 from broker.user_code.options import typed_options
 from learner.data.arrow_rows import parquet_rows
 from learner.data.bounded_files import check_file, lines_of
+from learner.data.texts.base import Content
 from learner.data.texts.messages import Tags, read_prompt, to_tools
 
-from .base import Content, Item
+from .base import Item
 from .sendable import check_sendable
 
 Row = Mapping[str, Any]
