@@ -224,7 +224,7 @@ def run_worker(
     except (ForeignRunError, ConfigChangedError) as error:
         _start_anew(error)
     say_farewell()
-    return SIGNALLED_EXIT if is_signalled else 0
+    return SIGNALLED_EXIT if is_signalled and session else 0  # without a supervisor it has just done as asked
 
 
 def run_scorer(url: str, run: str, scorer: str, name: str, overrides: Sequence[str]) -> int:
@@ -239,7 +239,7 @@ def run_scorer(url: str, run: str, scorer: str, name: str, overrides: Sequence[s
     except (ForeignRunError, ConfigChangedError) as error:
         _start_anew(error)
     say_farewell()
-    return SIGNALLED_EXIT if is_signalled else 0
+    return SIGNALLED_EXIT if is_signalled and session else 0  # without a supervisor it has just done as asked
 
 
 def _start_anew(error: HeadwayError) -> NoReturn:

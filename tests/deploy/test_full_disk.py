@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.errors import HeadwayError
+from broker.errors import BUG_EXIT, HeadwayError
 from broker.schema.metrics import StepMetrics
 from deploy.cli import main
 from deploy.launch.base import Command
@@ -197,7 +197,7 @@ def test_an_error_that_no_fault_of_the_system_caused_is_a_bug(monkeypatch: pytes
         raise KeyError("x") from OSError(errno.ENOENT, "No such file or directory", "x")
 
     monkeypatch.setattr(main.cli, "main", fail)
-    assert main.answer(["status"]) == main.BUG_EXIT
+    assert main.answer(["status"]) == BUG_EXIT
 
 
 @pytest.mark.parametrize(
