@@ -71,17 +71,13 @@ def configured_ends(path: str) -> list[int]:
 
 def _end_of_turn(tokenizer: "PreTrainedTokenizerBase") -> int | None:
     """Returns the first token that the template writes behind an answer, if that is one that stands for itself."""
-    known = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    known = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    known |= {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
     for text in _answered(tokenizer):
         _, found, behind = text.rpartition(_ANSWER)
-        if not found:
-            continue
-        for token in tokenizer(behind, add_special_tokens=False).input_ids if behind.strip() else ():
-            if token in known:
-                return int(token)
-            if tokenizer.decode([token]).strip():
-                break  # the template ends a turn with words
-        return None
+        if found:
+            first = [token for token in known if token.strip() and behind.lstrip().startswith(token.strip())]
+            return int(known[max(first, key=len)]) if first else None
     return None
 
 
