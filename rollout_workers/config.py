@@ -108,6 +108,20 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int,
         Meta(ge=1, le=256, description="processes of each worker that run your own function, or reasoning_gym"),
     ] = 1
+    trial: Annotated[
+        bool,
+        Meta(
+            description="your own function is called once before a run starts, with the first row and a made-up"
+            " response; false: it is not, as it costs money or cannot be called yet"
+        ),
+    ] = True
+    unreadable: Annotated[
+        Literal["refuse", "skip"],
+        Meta(
+            description="what becomes of rows with a ground truth that arithmetic, math_verify or reasoning_gym cannot"
+            " read: the run is refused, or passes over them and says how many"
+        ),
+    ] = "refuse"
 
 
 class ScorerEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rich.table import Table
 
@@ -27,6 +27,7 @@ from deploy.recipe.placement import check_gpus, check_placement
 from deploy.recipe.pools import MAIN, pools_of
 from deploy.recipe.recipe import Recipe
 from deploy.recipe.scorers import POOL, Scorer, check_scorers, scorers_of
+from deploy.recipe.trial import tried
 from deploy.run.directory import CHECKPOINTS, CONFIG, EXPERIENCE, SERVER, endpoint, held, prepare
 from deploy.run.in_use import refuse_if_in_use
 from deploy.run.report import amend_summary, read_summary
@@ -108,7 +109,11 @@ class Local:
         if not self.launcher.starts_processes:
             return self._show()
         check_gpus(self.recipe, self._numbers)
-        with held(self.recipe.run_directory), ExitStack() as stack:
+        with held(self.recipe.run_directory):
+            return self._tried()._run()
+
+    def _run(self) -> int:
+        with ExitStack() as stack:
             directory = self._prepare()
             stack.enter_context(self._telling_how_to_go_on(directory))
             self.console.print(styled("Run ", (self.recipe.run.name, "bold"), f": {self.recipe.run_directory}"))
@@ -136,7 +141,8 @@ class Local:
             text = f"{first}\n{error}" if error.needs_room else f"{error}\nOnce that is mended, go on: {command}"
             raise RoleFailedError(text, error.exit_code, needs_room=error.needs_room) from error
 
-    def _prepare(self) -> Path:
+    def _tried(self) -> Self:
+        """Return this execution with the recipe's rewards tried, after all checks that take less time."""
         self.launcher.check(self.recipe)
         check_packages(self.recipe, has_workers=True)
         check_data(self.recipe, is_new=not self.resume, say=self._say)
@@ -148,6 +154,10 @@ class Local:
             if self.overwrite and not self.is_forced:
                 refuse_if_in_use(self.recipe.broker.url, self.recipe.run.name)
         check_rewind(self.recipe, self.rewind)
+        is_tried = self._has_learner and self.recipe.launcher.kind == "local"
+        return replace(self, recipe=tried(self.recipe, self._say)) if is_tried else self
+
+    def _prepare(self) -> Path:
         if self.resume:
             check_resumable(self.recipe, self.rewind, self._say)
         check_made(self.recipe, self._numbers)
@@ -165,7 +175,7 @@ class Local:
     def prepare(self) -> None:
         """Make the run's directory as `run` does before it starts anything. Raises HeadwayError."""
         with held(self.recipe.run_directory):
-            self._prepare()
+            self._tried()._prepare()
             if self.overwrite and not self.recipe.broker.is_embedded:
                 forget(self.recipe.broker.url, self.recipe.run.name)
 

@@ -4,7 +4,7 @@
                          `base`       plain values, in words     presets       all sections       contradictions
 
     words.py     other_names.py: what TRL and verl call a key
-    checks.py    limits.py, placement.py, data_checks.py, code_checks.py, packages.py, references.py
+    checks.py    limits.py, placement.py, data_checks.py, code_checks.py, trial.py, packages.py, references.py
     sections     sections.py, sinks.py, scorers.py, pools.py, ray_roles.py, colocation.py, operators.py, adapters.py
     workers      engine_memory.py: a GPU's memory, divided among its engines
     stages       stage_keys.py, stage_graph.py

@@ -44,7 +44,7 @@ async def open_reward(
     roots, terms = roots or ImportRoots(), list[WeightedReward]()
     try:
         for name, config in zip(reward_names(configs), configs, strict=True):
-            reward = await _open(name, config, roots, open_scorer, warms)
+            reward = await open_alone(name, config, roots, open_scorer, warms=warms)
             terms.append(WeightedReward(name, config.weight, reward, config.mean, config.std, config.clip))
     except BaseException:
         await WeightedSum(terms).close()
@@ -52,9 +52,10 @@ async def open_reward(
     return WeightedSum(terms)
 
 
-async def _open(
-    name: str, config: RewardConfig, roots: ImportRoots, open_scorer: ScorerOpener | None, warms: bool
+async def open_alone(
+    name: str, config: RewardConfig, roots: ImportRoots, open_scorer: ScorerOpener | None = None, *, warms: bool = False
 ) -> Reward:
+    """Open one reward, without its weight. The arguments and errors are those of `open_reward`."""
     match config.kind:
         case "reward_model":
             from .reward_model import AskedReward
@@ -89,4 +90,4 @@ def reward_names(configs: Sequence[RewardConfig]) -> list[str]:
     return [name if count == 1 else f"{name}_{count}" for name, count in zip(short, counts, strict=True)]
 
 
-__all__ = ["Reward", "Score", "ScorerOpener", "Unjudged", "open_reward", "reward_names"]
+__all__ = ["Reward", "Score", "ScorerOpener", "Unjudged", "open_alone", "open_reward", "reward_names"]

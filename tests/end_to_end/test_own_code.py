@@ -92,7 +92,7 @@ Three in a row would end the run.
 def test_a_reward_that_ends_its_process_costs_the_samples_that_make_it_do_so(terminals: Terminals) -> None:
     home = terminals.directory("run")
     (home / "exits.py").write_text(EXITS)
-    recipe = write_recipe(home, rewards=[{"kind": "exits:compute_score"}], workers={"count": 1})
+    recipe = write_recipe(home, rewards=[{"kind": "exits:compute_score", "trial": False}], workers={"count": 1})
     terminals.open("run", "run", recipe).succeeds()
     run = terminals.root / "run" / "runs" / "tiny"
     check_trained(run, steps=4, trajectories_per_step=16, max_lag=2)
@@ -130,7 +130,7 @@ class Prompts(ArithmeticPrompts):
     ("sections", "words"),
     [
         (
-            {"rewards": [{"kind": "hangs:compute_score", "deadline_s": 0.5}]},
+            {"rewards": [{"kind": "hangs:compute_score", "deadline_s": 0.5, "trial": False}]},
             ["reward hangs:compute_score failed twice", "on 3 samples in a row", "Another start would not mend it"],
         ),
         (

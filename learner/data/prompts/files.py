@@ -54,6 +54,11 @@ class ListedPrompts:
     def size(self) -> int:
         return len(self._items)
 
+    @property
+    def items(self) -> list[Item]:
+        """All items, those that are held out at the end."""
+        return [*self._items, *self._held_out]
+
     def train(self, epoch: int, position: int) -> Item:
         return self._items[position]
 

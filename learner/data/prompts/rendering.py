@@ -55,7 +55,7 @@ class Renderer:
             group=group,
             token_ids=token_ids,
             text=text,
-            messages=item.content if isinstance(item.content, list) else None,
+            messages=content if isinstance(content, list) else None,
             ground_truth=item.ground_truth,
             data_source=item.data_source,
             extra_info=item.extra_info,

@@ -35,6 +35,8 @@ class RowFields(msgspec.Struct, frozen=True, kw_only=True):
     ground_truth_field: str = "ground_truth"
     tags: Tags = Tags()
     """The names of roles and parts of messages, if they are unusual."""
+    skip_rows: tuple[str, ...] = ()
+    """The places of rows to pass over, as errors name them, such as `train.jsonl:12`."""
 
 
 def named_fields(options: Mapping[str, Any]) -> RowFields:
@@ -56,8 +58,10 @@ def read_rows(kind: str, path: str, where: str) -> Iterator[tuple[str, Row]]:
 
 def to_items(rows: Iterable[tuple[str, Row]], fields: RowFields, default_source: str) -> list[Item]:
     """Returns all rows as items, after a check that each can be sent to the broker."""
-    items = []
+    items, skipped = [], frozenset(fields.skip_rows)
     for place, row in rows:
+        if place in skipped:
+            continue
         items.append(item := _item(row, place, fields, default_source))
         check_sendable(item, place)  # checked here, where the row is known
     return items

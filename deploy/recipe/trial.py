@@ -1,0 +1,171 @@
+"""Tries a recipe's rewards on its data before a run starts anything: one call of each of the user's own functions, and
+all ground truths that a built-in reward is to read.
+
+A call runs in a process of its own under the reward's deadline, as in a worker. It is the operator's own recipe that
+names the functions, so these may be imported here. Data from a hub, or from the user's own source, is not opened for
+it: that may take longer than a run waits to start.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from broker.errors import ConfigError, HeadwayError, UserCodeError
+from broker.schema import Prompt
+from broker.user_code.pool import Host
+from broker.user_code.roots import import_directory
+from broker.user_code.wire import Program
+from learner.config import ModelConfig
+from learner.data.prompts import open_source
+from learner.data.prompts.base import Item
+from learner.data.prompts.files import ListedPrompts
+from learner.data.texts.messages import Tags, read_prompt
+from rollout_workers.config import RewardConfig
+
+from .data_checks import LOCAL
+from .operators import roots_of
+from .recipe import Recipe
+
+RESPONSE = "The answer is 42."
+"""The response of a trial call."""
+RENDER_S = 60.0
+"""The deadline for rendering one prompt."""
+READERS = ("arithmetic", "math_verify", "reasoning_gym")
+"""Rewards that can say which prompts they will not be able to judge."""
+
+
+def tried(recipe: Recipe, say: Callable[[str], object]) -> Recipe:
+    """Return the recipe, without the rows that a reward with `unreadable: skip` cannot read; `say` gets their number.
+
+    Raises ConfigError for a function that fails on a trial call, and, with file and row, for a ground truth that a
+    built-in reward cannot read."""
+    if recipe.prompts.kind not in LOCAL or not any(_is_tried(reward, recipe) for reward in recipe.rewards):
+        return recipe
+    source, skipped = open_source(recipe.prompts, recipe.run.seed), dict[str, str]()
+    for number, reward in enumerate(recipe.rewards):
+        where = f"rewards[{number}]"
+        if ":" in reward.kind and reward.trial:
+            asyncio.run(_call(recipe, reward, source.train(0, 0), where))
+        elif _is_tried(reward, recipe) and isinstance(source, ListedPrompts):
+            skipped |= _unreadable(recipe, reward, source.items, where)
+    return _without(recipe, skipped, source.size, say) if skipped else recipe
+
+
+def _is_tried(reward: RewardConfig, recipe: Recipe) -> bool:
+    """Whether anything is tried of the reward. The prompts that come with Headway are those that its rewards read."""
+    if ":" in reward.kind:
+        return reward.trial
+    return reward.kind in READERS and recipe.prompts.kind in ("jsonl", "parquet")
+
+
+async def _call(recipe: Recipe, config: RewardConfig, item: Item, where: str) -> None:
+    """Call a function once. Raises ConfigError where the call fails, or returns no finite number as its score."""
+    from rollout_workers.rewards import open_alone
+
+    reward = await open_alone(config.kind, config, roots_of(recipe))
+    prompt = _prompt(item)
+    try:
+        if prompt.messages is not None or recipe.prompts.system_prompt:
+            prompt = msgspec.structs.replace(prompt, text=await _rendered(recipe, item) or prompt.text)
+        await reward.score(prompt, RESPONSE, "stop", (0,))
+    except ConfigError:
+        raise
+    except HeadwayError as error:
+        row = item.place or f"a prompt of {recipe.prompts.kind}"
+        raise ConfigError(
+            f"{where}.kind: {config.kind} fails on a trial call, with {row} and the response {RESPONSE!r}: it"
+            f" {error.__cause__ or error}. Mend the function; or, if it is right and cannot be called now,"
+            f" {where}.trial=false."
+        ) from error
+    finally:
+        await reward.close()
+
+
+async def _rendered(recipe: Recipe, item: Item) -> str:
+    """Return the text that the model reads, by a process that loads its tokenizer; "" where that is not here yet.
+    Raises ConfigError for a row that it refuses, and for a template that runs past the deadline."""
+    program = Program(
+        name="model.chat_template",
+        factory=f"{__name__}:Rendering",
+        arguments={"model": msgspec.to_builtins(recipe.model), "system_prompt": recipe.prompts.system_prompt},
+        import_path=str(import_directory()),
+    )
+    host = Host(program)
+    try:
+        await host.start()
+    except HeadwayError:
+        return ""
+    try:
+        return str(await host.call("text", [item], RENDER_S))
+    except UserCodeError as error:
+        raise ConfigError(f"{item.place}: the prompt cannot be rendered: {error}") from error
+    finally:
+        await host.close()
+
+
+class Rendering:
+    """The model's chat template, in a process that can be killed."""
+
+    places = 1
+
+    def __init__(self, model: dict[str, Any], system_prompt: str) -> None:
+        from learner.data.prompts.rendering import Renderer
+        from learner.models.model import load_tokenizer
+
+        self._renderer = Renderer(load_tokenizer(msgspec.convert(model, ModelConfig)), system_prompt)
+
+    def text(self, item: Any) -> str:
+        """Return an item's prompt as the model reads it."""
+        return self._renderer.prompt(msgspec.convert(item, Item), group="trial", num_samples=1).text
+
+
+def _unreadable(recipe: Recipe, config: RewardConfig, items: Sequence[Item], where: str) -> dict[str, str]:
+    """Return the places of the rows that a built-in reward cannot read, with its complaints, if they are to be passed
+    over. Raises ConfigError for the first one if they are not."""
+    told = asyncio.run(_complaints(recipe, config, [_prompt(item) for item in items]))
+    found = {item.place: complaint for item, complaint in zip(items, told, strict=True) if complaint}
+    if not found or config.unreadable == "skip":
+        return found
+    place, complaint = next(iter(found.items()))
+    raise ConfigError(
+        f"{place}: {complaint}, so {config.kind} cannot judge a response to it ({len(found)} of {len(items)} rows)."
+        f" Mend these rows, leave them out, or pass over them: {where}.unreadable=skip."
+    )
+
+
+async def _complaints(recipe: Recipe, config: RewardConfig, prompts: Sequence[Prompt]) -> list[str]:
+    from rollout_workers.rewards import open_alone
+    from rollout_workers.rewards.base import ReadsTruths
+
+    reward = await open_alone(config.kind, config, roots_of(recipe))
+    assert isinstance(reward, ReadsTruths)
+    try:
+        return await reward.complaints(prompts)
+    finally:
+        await reward.close()
+
+
+def _without(recipe: Recipe, skipped: dict[str, str], rows: int | None, say: Callable[[str], object]) -> Recipe:
+    """Return the recipe with the rows at these places left out."""
+    place, complaint = next(iter(skipped.items()))
+    say(f"{len(skipped)} of {rows} rows are passed over; the first is {place}: {complaint}.")
+    before = recipe.prompts.options.get("skip_rows", ())
+    options = {**recipe.prompts.options, "skip_rows": [*before, *skipped]}
+    return msgspec.structs.replace(recipe, prompts=msgspec.structs.replace(recipe.prompts, options=options))
+
+
+def _prompt(item: Item) -> Prompt:
+    """Return an item as a prompt. The text of a conversation is not rendered, as that takes the model's tokenizer."""
+    content = read_prompt(item.content, item.place, "prompt", Tags())
+    return Prompt(
+        group="trial",
+        token_ids=[0],
+        text=content if isinstance(content, str) else str(content),
+        messages=None if isinstance(content, str) else content,
+        ground_truth=item.ground_truth,
+        data_source=item.data_source,
+        extra_info=item.extra_info,
+        num_samples=1,
+    )

@@ -1,0 +1,151 @@
+"""A reward's fault is told before a run starts anything: by one call, and by all ground truths that it is to read."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.errors import ConfigError
+from deploy.recipe.loading import load_recipe
+from deploy.recipe.recipe import Recipe
+from deploy.recipe.trial import tried
+from learner.data.prompts import open_source
+
+from .tiny_model import make_model
+
+OWN = """
+import os
+import time
+from pathlib import Path
+
+
+def right(data_source, solution_str, ground_truth, extra_info):
+    with Path("calls").open("a") as calls:
+        calls.write(f"{data_source} {solution_str} {ground_truth!r} {extra_info}\\n")
+    return 1.0
+
+
+def chat(prompts, completions, **kwargs):
+    Path("calls").write_text(prompts[0] + "\\n")
+    return [float(len(completions[0][0]["content"]))]
+
+
+def broken(solution_str):
+    return {"answer": 1}["score"]
+
+
+def judge(solution_str):
+    return {"score": float("nan")}
+
+
+def nothing(completions):
+    return [None]
+
+
+def slow(solution_str):
+    time.sleep(600)
+
+
+def ends(solution_str):
+    os._exit(3)
+
+
+def asks(completions, answer):
+    return [1.0]
+
+
+def lacks(solution_str):
+    import no_such_module
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the directory of the command, with a module of the user's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HEADWAY_IMPORT_PATH", str(tmp_path))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join((str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")))
+    )
+    (tmp_path / "own_trial.py").write_text(OWN)
+    return tmp_path
+
+
+def recipe(kind: str, truths: list[Any], prompt: Any = "2+3=", **reward: Any) -> Recipe:
+    rows = [json.dumps({"prompt": prompt, "ground_truth": truth, "level": n}) for n, truth in enumerate(truths)]
+    Path("p.jsonl").write_text("\n".join(rows))
+    sections = {
+        "run": {"name": "trial"},
+        "model": {"path": "m"},
+        "prompts": {"kind": "jsonl", "path": "p.jsonl"},
+        "rewards": [{"kind": kind, **reward}],
+        "evaluation": {"prompts": 0},
+    }
+    Path("r.yaml").write_text(json.dumps(sections))
+    return load_recipe("r.yaml", [])
+
+
+def test_a_function_is_called_once_with_a_row_of_the_data(here: Path) -> None:
+    given = recipe("own_trial:right", [["a", 1], "b"])
+    assert tried(given, print) is given
+    assert (here / "calls").read_text() == "p The answer is 42. ['a', 1] {'level': 0}\n"
+    tried(recipe("own_trial:right", ["a"], trial=False), print)
+    assert (here / "calls").read_text().count("\n") == 1
+
+
+def test_a_conversation_is_rendered_for_the_call(here: Path) -> None:
+    make_model(here / "m", "{% for m in messages %}^{{ m.content }}={% endfor %}")
+    conversation = recipe("own_trial:chat", ["a"], prompt=[{"role": "user", "content": "2+3"}])
+    assert tried(conversation, print) is conversation
+    assert (here / "calls").read_text() == "^2+3=\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("broken", r"raised KeyError: 'score' \(own_trial\.py, line \d+, in broken\)"),
+        ("judge", "returned nan"),
+        ("nothing", "returned None"),
+        ("slow", "ran past its deadline of 2 s"),
+        ("ends", "ended its process with exit code 3"),
+        ("asks", "asks for answer"),
+        ("lacks", "No module named 'no_such_module'"),
+    ],
+)
+def test_a_call_that_fails_is_told_with_key_row_and_remedy(name: str, told: str) -> None:
+    given = recipe(f"own_trial:{name}", ["a"], deadline_s=2.0 if name == "slow" else 60.0)
+    with pytest.raises(ConfigError, match=rf"rewards\[0\]\.kind: own_trial:{name} .*p\.jsonl:1.*{told}.*trial=false"):
+        tried(given, print)
+
+
+@pytest.mark.parametrize(
+    ("kind", "truths", "bad"),
+    [
+        ("math_verify", ["5", "", r"\frac{1}{2}", ["6"]], [2, 4]),
+        ("arithmetic", [5, "6", [7], 8.5], [3, 4]),
+        ("reasoning_gym", ["5"], [1]),
+    ],
+)
+def test_a_truth_that_a_built_in_reward_cannot_read_is_named(kind: str, truths: list[Any], bad: list[int]) -> None:
+    rows = rf"\({len(bad)} of {len(truths)} rows\)"
+    with pytest.raises(ConfigError, match=rf"p\.jsonl:{bad[0]}: .*{rows}.*rewards\[0\]\.unreadable=skip"):
+        tried(recipe(kind, truths), print)
+
+
+def test_a_truth_that_cannot_be_read_is_passed_over_where_that_is_said() -> None:
+    said: list[str] = []
+    skipping = tried(recipe("math_verify", ["5", "", "7", ["8"]], unreadable="skip"), said.append)
+    assert skipping.prompts.options["skip_rows"] == ["p.jsonl:2", "p.jsonl:4"]
+    (told,) = said
+    assert told.startswith("2 of 4 rows are passed over; the first is p.jsonl:2: ")
+    source = open_source(skipping.prompts, 0)
+    assert [source.train(0, position).ground_truth for position in range(source.size or 0)] == ["5", "7"]
+    assert tried(skipping, said.append) is skipping
+
+
+def test_prompts_that_a_built_in_reward_can_read_start_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("broker.user_code.pool.HostProcess.start", None)
+    for given in (recipe("math_verify", ["5", "-0.5"]), load_recipe("arithmetic.yaml", [])):
+        assert tried(given, print) is given
