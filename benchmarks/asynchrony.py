@@ -95,7 +95,8 @@ def placement(run: str, gpus: int, learner_gpus: int, workers_per_gpu: int) -> t
         f"learner.processes={learner_gpus}",
         f"workers.count={len(devices)}",
         f"workers.devices=[{','.join(devices)}]",
-        f"engine.options={{gpu_memory_utilization: 0.05, kv_cache_memory_bytes: {KV_CACHE_BYTES}}}",
+        "engine.options.gpu_memory_utilization=0.05",
+        f"engine.options.kv_cache_memory_bytes={KV_CACHE_BYTES}",
         "weights.transport=ipc",  # NCCL allows no two engines on one GPU
         "weights.staging=device",
     )

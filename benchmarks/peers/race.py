@@ -19,7 +19,8 @@ ENGINES_BESIDE = 3
 SHARING_GPU = (
     *ON_GPU,
     "weights.staging=device",
-    "engine.options={gpu_memory_utilization: 0.05, kv_cache_memory_bytes: 8589934592}",
+    "engine.options.gpu_memory_utilization=0.05",
+    "engine.options.kv_cache_memory_bytes=8589934592",
 )
 """Engines that are told the size of their KV cache start together, and while the learner loads."""
 SETTINGS = {

@@ -46,7 +46,7 @@ def pools_of(recipe: Recipe, source: str = "recipe") -> Iterator[RecipePool]:
         except msgspec.ValidationError as error:
             raise ConfigError(explain(error, raw, EngineConfig, where)) from error
         workers = replace(recipe.workers, count=pool.count, devices=pool.devices, pools=())
-        overrides = tuple(f"engine.{key}={json.dumps(value)}" for key, value in pool.engine.items())
+        overrides = tuple(f"engine.{key}={json.dumps(raw[key])}" for key in pool.engine)
         yield RecipePool(pool.name, pool.count, replace(recipe, engine=engine, workers=workers), overrides)
 
 
