@@ -5,13 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import architectures
 from broker.errors import ConfigError
 from learner.backends import open_backend
-from learner.config import OptimizerConfig
+from learner.backends.fsdp.layers import prepare_layers
+from learner.backends.fsdp.policy import Policy
+from learner.config import ComputeConfig, OptimizerConfig
 from learner.models.architectures import UNSERVED, UNTRAINED, check_architecture
 from learner.models.attention import UnsupportedModelError
+from learner.models.model import load_model
 from learner.rows.packing import concatenate
 from tests.learner.tiny import sequences
 
@@ -50,3 +54,23 @@ def test_a_layer_that_never_asks_for_our_attention_ends_the_first_pass(name: str
     row = concatenate(sequences([5, 7]))
     with pytest.raises(UnsupportedModelError, match=name):
         backend.logprobs([row], 1.0) if head == "policy" else backend.values([row])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of the compiler, which looks at gradients
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("name", ["qwen3", "stablelm"])
+def test_layers_that_are_compiled_are_counted_and_compute_the_same(name: str, recompute: Any, tmp_path: Path) -> None:
+    """Compiled code of one layer, which all others use, would not say which of them asked."""
+    model = architectures.write(name, tmp_path)
+    plain, compiled = (Policy(load_model(model), on_cpu=True, half_precision=False) for _ in range(2))
+    prepare_layers(compiled.layers, ComputeConfig(recompute=recompute))
+    for layer in compiled.layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True, backend="eager")
+    for lengths in ([7, 12, 5], [9, 4, 6], [3, 8]):
+        row = concatenate(sequences(lengths))
+        expected, found = plain(row, 1.0), compiled(row, 1.0)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        expected.sum().backward()
+        found.sum().backward()
+    pairs = zip(plain.parameters(), compiled.parameters(), strict=True)
+    assert all(torch.allclose(one.grad, other.grad, atol=1e-4) for one, other in pairs if one.grad is not None)

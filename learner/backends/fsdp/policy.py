@@ -17,7 +17,7 @@ from learner.backends.candidate_logprobs import candidate_logprobs, likeliest, o
 from learner.backends.replayed_choice import Recorded
 from learner.backends.token_logprobs import confident_logprobs, token_logprobs
 from learner.models.architectures import SCALED_LOGITS
-from learner.models.attention import ATTENTION_NAME, RowsAt, check_asked, register_packed_attention
+from learner.models.attention import ATTENTION_NAME, PackedLayout, RowsAt, check_asked, register_packed_attention
 from learner.rows.batch import PackedBatch
 from learner.rows.padding import PaddedShape
 
@@ -90,18 +90,26 @@ class PackedModel(nn.Module):
     def hidden(self, row: FsdpRow) -> torch.Tensor:
         """[N, H] the last layer's output at this rank's tokens."""
         replay(self._routers, None if row.experts_NLK is None else self._recorded(row.experts_NLK, row.shares_N))
-        asked: set[nn.Module] = set()
-        output = self.model.base_model(
-            input_ids=row.token_ids_N[None],
-            position_ids=row.position_ids_N[None],
-            packed_layout=row.layout if self._have_asked else dataclasses.replace(row.layout, asked=asked),
-            use_cache=False,
-        )
-        if not self._have_asked:
-            check_asked(self.layers if hasattr(output, "last_hidden_state") else (), asked, self._kind)
-            self._have_asked = True
+        output = self._attended(row, row.layout) if self._have_asked else self._counted(row)
         hidden_NH: torch.Tensor = output.last_hidden_state[0]
         return hidden_NH
+
+    def _attended(self, row: FsdpRow, layout: PackedLayout) -> Any:
+        return self.model.base_model(
+            input_ids=row.token_ids_N[None],
+            position_ids=row.position_ids_N[None],
+            packed_layout=layout,
+            use_cache=False,
+        )
+
+    def _counted(self, row: FsdpRow) -> Any:
+        """Do the same, and count who asks. Code that is compiled for one layer, and used for all, would not say."""
+        asked: set[nn.Module] = set()
+        with torch.compiler.set_stance("force_eager"):
+            output = self._attended(row, dataclasses.replace(row.layout, asked=asked))
+        check_asked(self.layers if hasattr(output, "last_hidden_state") else (), asked, self._kind)
+        self._have_asked = True
+        return output
 
     def _recorded(self, experts_NLK: torch.Tensor, shares_N: torch.Tensor | None) -> Recorded:
         if not self._routers:
