@@ -1,5 +1,6 @@
 """The checks of data that take seconds are made once."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 
 from broker.errors import ConfigError
 from broker.installation import version_of
-from deploy.recipe.data_checks import check_data
+from deploy.recipe.data_checks import check_data, check_models
 from deploy.recipe.loading import load_recipe
 
 RECIPE = "smollm2-reasoning-gym.yaml"
@@ -69,3 +70,41 @@ def test_a_cache_that_cannot_be_used_costs_time_alone(tmp_path: Path, monkeypatc
     for place in (tmp_path / "file", tmp_path / ("too-long" * 40)):
         monkeypatch.setenv("XDG_CACHE_HOME", str(place))
         check_data(load_recipe(RECIPE, []))
+
+
+def config_file(directory: Path, **config: object) -> Path:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": 2, "intermediate_size": 48}
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "words"),
+    [
+        ({"model_type": "bloom"}, [], r"cannot train bloom"),
+        ({"model_type": "mamba"}, ["engine.kind=vllm"], r"cannot train mamba"),
+        ({"model_type": "gemma2", "final_logit_softcapping": 30.0}, ["engine.kind=vllm"], r"cannot train gemma2"),
+        ({"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}, [], r"train qwen3_next"),
+        ({"model_type": "gemma3_text", "layer_types": ["sliding_attention"]}, [], r"engine does not support gemma3_te"),
+        ({"model_type": "mixtral"}, ["learner.backend=megatron"], r"megatron does not support mixtral"),
+        ({"model_type": "qwen3", **SIX_HEADS}, ["learner.backend=megatron"], r"context=2 .* 3 key/value heads"),
+        ({"model_type": "qwen3", **SIX_HEADS}, [], r"context=2 .* 3 key/value heads"),
+        ({"model_type": "qwen3", **SIX_HEADS}, ["learner.layout.context=4"], r"context=4 .* 6 attention heads"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused_by_its_configuration(
+    tmp_path: Path, config: dict[str, object], overrides: list[str], words: str
+) -> None:
+    model = config_file(tmp_path / "model", **config)
+    chosen = [f"model.path={model}", "model.random=null", "learner.processes=4", "learner.layout.context=2", *overrides]
+    with pytest.raises(ConfigError, match=words):
+        check_models(load_recipe("arithmetic.yaml", chosen))
+
+
+def test_a_random_model_is_refused_by_name_alike() -> None:
+    with pytest.raises(ConfigError, match="cannot train falcon"):
+        check_models(load_recipe("arithmetic.yaml", ["model.random.architecture=falcon"]))
+    check_models(load_recipe("arithmetic.yaml", []))
