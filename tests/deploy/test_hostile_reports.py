@@ -1,0 +1,78 @@
+"""What a worker, a pool, a scorer or a fault may say of itself ends no display, and no look of the learner's."""
+
+import io
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import fields, replace
+
+from broker.schema import WeightVersion
+from broker.schema.processes import Fault, PoolInfo, ScorerInfo
+from broker.schema.status import RunStatus
+from broker.wire.codec import decode, encode
+from deploy.observe.changes import changes
+from deploy.observe.live import panel
+from deploy.observe.page.watching import Watcher
+from deploy.observe.status import status_json, status_tables
+from deploy.run.events import HeartbeatEvent
+from deploy.terminal import Terminal
+from weightsync.publish.membership import eligible, still_missed
+
+from .runs import run_status, worker
+from .test_printing import is_harmless
+
+WORKER = worker("w", WeightVersion(1, 1))
+POOL = PoolInfo(pool="p", host="h", pid=1, running=1)
+SCORER = ScorerInfo(process="s", scorer="q", kind="k", host="h", pid=1, state="ready", device="cpu")
+FAULT = Fault(worker="w", host="h", rule="r", reason="x", at=1.0)
+WHOLE = (-1, -(2**63), 2**63 - 1, 2**64 - 1)
+ODD: dict[Any, tuple[Any, ...]] = {
+    int: WHOLE,
+    float: (math.nan, math.inf, -math.inf, 1e308, -1e308),
+    str: ("", "\x1b[2J[/][bold]\u202e", "x" * 15_000),
+    bool: (True, False),
+    WeightVersion | None: (None, *(WeightVersion(a, b) for a in WHOLE for b in WHOLE)),
+    dict[str, float]: ({}, {"\x1b[2J": math.nan}, {"a": math.inf, "b": -1e308}),
+}
+
+
+def odd(report: Any) -> Iterator[Any]:
+    """Yield the report with each odd value of each field, as it would come from the server."""
+    for field in fields(report):
+        for value in ODD.get(field.type, ()):
+            changed = replace(report, **{field.name: value})
+            yield changed if isinstance(report, Fault) else decode(encode(changed), type(report))
+
+
+def look_at(status: RunStatus) -> str:
+    """Show a look in every way. Returns what a terminal gets."""
+    shown = io.StringIO()
+    for table in (status_tables(status), panel(status, 4, 1.0)):
+        Terminal(file=shown, width=200).print(table)
+    list(changes(run_status(), status))
+    watcher = Watcher(None, lambda _: None)
+    watcher._note(status, None)
+    for page in (status_json(status), watcher.live, watcher.window(0)):
+        msgspec.json.encode(page)
+    msgspec.json.encode(HeartbeatEvent.later(status, step=1, time_s=1.0))
+    return shown.getvalue()
+
+
+@pytest.mark.parametrize(("where", "report"), [("workers", WORKER), ("pools", POOL), ("scorers", SCORER)])
+def test_odd_reports_end_no_look(where: str, report: Any) -> None:
+    for said in odd(report):
+        status = run_status()
+        status = replace(status, **{where: (*getattr(status, where), said)})
+        assert is_harmless(look_at(status))
+        assert isinstance(eligible(status.workers, {}), tuple)
+        still_missed(status.workers, {"w": WeightVersion(1, 1)})
+
+
+def test_odd_faults_end_no_look() -> None:
+    """Their times are checked where they are read."""
+    for said in odd(FAULT):
+        if 0 <= said.at < 1 << 33:
+            assert is_harmless(look_at(replace(run_status(), faults=(said,))))
