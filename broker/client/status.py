@@ -32,6 +32,8 @@ _WARNINGS = 100
 
 _SESSION_MS = 120_000
 """Milliseconds that a session lasts after a heartbeat: see heartbeat.lua."""
+_LARGEST = 1e15
+"""Of figures in a report."""
 _LATE = 0.5
 """A worker is late after this share of the time for which a heartbeat keeps it alive; it sends several in that time."""
 
@@ -151,7 +153,10 @@ class StatusBoard:
         heard, wrong = dict[str, T](), list[str]()
         for name, frame in frames.items():
             try:
-                heard[name] = decode(frame, kind)
+                report = decode(frame, kind)
+                if kind is not StepMetrics:  # those are the learner's own, and may have losses that are not finite
+                    _check_figures(report)
+                heard[name] = report
             except FrameError as error:
                 wrong.append(f"{what} {name} is passed over, its report cannot be read: {error}")
         if wrong:
@@ -250,6 +255,14 @@ class StatusBoard:
             await self._connection.pipeline([("UNLINK", name) for name in names[start : start + 1000]])
         await self._connection.execute("SREM", RUNS, self._connection.run)
         return len(names)
+
+
+def _check_figures(report: msgspec.Struct) -> None:
+    """Raises FrameError for figures that no process has: displays add them up, and divide by them."""
+    for name, value in msgspec.structs.asdict(report).items():
+        for figure in value.values() if isinstance(value, dict) else (value,):
+            if isinstance(figure, float) and not abs(figure) < _LARGEST:
+                raise FrameError(f"{name} is {figure}")
 
 
 def _tallies(flat: Any) -> Tallies:

@@ -2,17 +2,20 @@
 work, and neither do two that put their passwords together."""
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 import pytest
 import redis
+from msgspec.structs import replace
 from redis.exceptions import RedisError, ResponseError
 
 from broker.client.faults import KEPT_S, PLACES
 from broker.connection.verbs import flags_of, script_names
 from broker.schema import WeightVersion
+from broker.schema.processes import PoolInfo
 from broker.server.access import Role, User, users
 from broker.server.embedded import EmbeddedServer
 from broker.wire.codec import encode
@@ -197,6 +200,19 @@ async def test_awake_workers_are_bounded(cast: Cast, intruder: Intruder) -> None
     refused = [reply for reply in pipe.execute(raise_on_error=False) if isinstance(reply, ResponseError)]
     assert len(refused) == 4
     assert len(await cast.learner.phases.train(cast.run.owner) or ()) == 4096
+
+
+@pytest.mark.parametrize("figure", [math.nan, math.inf, -math.inf, 1e308])
+async def test_a_report_with_a_figure_of_no_process_is_passed_over(cast: Cast, figure: float) -> None:
+    """A display that adds such figures up would end."""
+    await cast.worker.status.heartbeat(WORKER, 30)
+    report = encode(replace(WORKER, worker="evil", tokens_per_s=figure))
+    cast.hostile.call("heartbeat", "evil", "s", 30_000, report, 1)
+    pool = PoolInfo(pool="evil", host="h", pid=1, running=1, ended_s={"x": figure})
+    cast.hostile.call("pool", "evil", "s", 30_000, encode(pool), 1, 0)
+    status = await cast.learner.status.snapshot()
+    assert [info.worker for info in status.workers] == ["w"]
+    assert status.pools == ()
 
 
 async def test_odd_reports_of_workers_end_no_look(cast: Cast) -> None:
