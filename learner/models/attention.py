@@ -331,7 +331,7 @@ def packed_attention(
             " model hands no arguments on to its layers. Take a model of another architecture."
         )
     if packed_layout.asked is not None:
-        packed_layout.asked.add(module)
+        packed_layout.asked(module)
     _refuse_what_we_ignore(module, packed_layout, attention_mask, dropout, sliding_window, kwargs)
     q, k, v = (rows[0].transpose(0, 1) for rows in (query, key, value))
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5

@@ -106,7 +106,7 @@ class PackedModel(nn.Module):
         """Do the same, and count who asks. Code that is compiled for one layer, and used for all, would not say."""
         asked: set[nn.Module] = set()
         with torch.compiler.set_stance("force_eager"):
-            output = self._attended(row, dataclasses.replace(row.layout, asked=asked))
+            output = self._attended(row, dataclasses.replace(row.layout, asked=asked.add))
         check_asked(self.layers if hasattr(output, "last_hidden_state") else (), asked, self._kind)
         self._have_asked = True
         return output
