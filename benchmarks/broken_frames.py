@@ -331,7 +331,8 @@ def _structs() -> dict[type[Any], list[msgspec.Struct]]:
     numbers: dict[str, Any] = dict.fromkeys(StepMetrics.__struct_fields__, 1)
     lags = {"lag_histogram": {0: 3, 2: 1}, "token_lag_histogram": {0: 30, 2: 9}, "response_length_histogram": {8: 4}}
     by_lag = {2: LagFigures(trajectories=1, tokens=9, reward_mean=0.5, ess=0.9)}
-    step = StepMetrics(**{**numbers, **lags, "loss": None, "by_lag": by_lag, "algorithm": {"ess": 0.9}})
+    by_name = {"algorithm": {"ess": 0.9}, "reward": {"rule": 0.5, "rule/format": 1.0}, "reward_samples": {"rule": 4}}
+    step = StepMetrics(**{**numbers, **lags, **by_name, "loss": None, "by_lag": by_lag})
     status = RunStatus(
         run="r",
         state="training",

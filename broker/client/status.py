@@ -33,7 +33,7 @@ _WARNINGS = 100
 _SESSION_MS = 120_000
 """Milliseconds that a session lasts after a heartbeat: see heartbeat.lua."""
 _LARGEST = 1e15
-"""Of figures in a report."""
+"""The bound of figures in a report."""
 _LATE = 0.5
 """A worker is late after this share of the time for which a heartbeat keeps it alive; it sends several in that time."""
 

@@ -1,4 +1,4 @@
-"""What a worker, a pool, a scorer or a fault may say of itself ends no display, and no look of the learner's."""
+"""No words of a worker, a pool, a scorer or a fault about itself end a display, or a look of the learner's."""
 
 import io
 from collections.abc import Iterator
