@@ -230,6 +230,37 @@ def test_both_prompts_of_a_pair_lose_the_same_tokens(
     assert [marked(one) for one in rendered if one is not None] == expected
 
 
+def _said(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+TRIMMING = "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] | trim }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "limits", "template"),
+    [
+        ("abcd", "abce", {"max_tokens": 8, "too_long": "cut_end"}, None),
+        ("abcd", "abcd123", {"max_tokens": 9, "too_long": "cut_end"}, None),
+        ("abcd", "abce", {"max_tokens": 4, "too_long": "cut_prompt"}, None),
+        ("ab", "ab ", {}, TRIMMING),
+        ("ab", "\nab", {}, TRIMMING),
+    ],
+    ids=["cut before they differ", "cut before the end", "with a prompt that was cut", "trimmed", "trimmed in front"],
+)
+def test_a_pair_whose_tokens_do_not_differ_is_left_out(
+    first: str, second: str, limits: dict[str, Any], template: str | None
+) -> None:
+    renderer = renderer_of(template, **limits)
+    asked = [replace(SUM, completion=completion) for completion in (first, second)]
+    if template:
+        prompt = [{"role": "user", "content": "q"}]
+        asked = [replace(one, prompt=prompt, completion=[_said(str(one.completion))]) for one in asked]
+    assert renderer.render_together(asked) == [None, None]
+    assert renderer.skipped.counts == {"without a difference": 1}
+    assert "data.jsonl:3" in str(renderer.skipped)
+
+
 @pytest.mark.parametrize(
     ("too_long", "max_tokens", "reason"),
     [("drop", 8, "too long"), ("cut_end", 5, "without a trained token"), ("cut_prompt", 1, "without a trained token")],

@@ -89,11 +89,17 @@ class ConversationRenderer:
 
     def render_together(self, conversations: Sequence[Conversation]) -> list[Rendered | None]:
         """Returns what `render` does of conversations with one prompt, such as those of a pair: where one has to lose
-        tokens of its prompt, all lose the same ones."""
+        tokens of its prompt, all lose the same ones. Where two have the same tokens, all are left out: they differ only
+        in what was cut off, or in what the chat template does not write."""
         encoded = [self._encode(conversation) for conversation in conversations]
         kept = [self._kept_prompt(token_ids, mask) for token_ids, mask, _ in encoded]
         keep = min((length for length in kept if length is not None), default=None)
-        return [self._within_limit(*one, keep) for one in encoded]
+        rendered = [self._within_limit(*one, keep) for one in encoded]
+        there = [one.token_ids.tobytes() for one in rendered if one is not None]
+        if len(set(there)) == len(there):
+            return rendered
+        self.skipped.add("without a difference", f"{encoded[0][2]}: its responses have the same tokens")
+        return [None] * len(rendered)
 
     def _encode(self, conversation: Conversation) -> tuple[list[int], list[int], str]:
         """Returns tokens, what is trained of them, and the conversation's name in errors."""
