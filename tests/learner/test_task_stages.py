@@ -246,6 +246,69 @@ def test_held_out_records_are_drawn_evenly_of_a_sorted_file(tmp_path: Path) -> N
     assert held_out(msgspec.structs.replace(options, held_out_seed=None)) == list(range(21, 41))
 
 
+def measured_and_trained(
+    path: Path, kind: str, rows: list[dict[str, Any]], held_out: list[dict[str, Any]] | None = None
+) -> tuple[list[str], list[str]]:
+    """Return the prompts, of one token, that a stage over these rows measures and trains; without `held_out` it
+    measures the last row."""
+    options: dict[str, Any] = {"data": {"path": str(path / "rows.jsonl")}}
+    options |= {"held_out_records": 1, "held_out_seed": None} if held_out is None else {}
+    for name, some in {"rows": rows, "held": held_out or []}.items():
+        (path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in some))
+    if held_out is not None:
+        options["held_out"] = {"path": str(path / "held.jsonl")}
+    stage: Any = open_stage(StageConfig(kind=kind, options=options), parts_of(path), "stages[0]")
+    tokenizer = load_tokenizer(preferences.MODEL)
+    measured, trained = (
+        sorted(tokenizer.decode(unit[0].token_ids[:1]) for unit in units)
+        for units in (stage._task.held_out, stage._task.units)
+    )
+    return measured, trained
+
+
+def pair_of(prompt: str, chosen: str = "1", rejected: str = "2") -> dict[str, Any]:
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def judged_of(prompt: str, completion: str) -> dict[str, Any]:
+    return {"prompt": prompt, "completion": completion, "label": True}
+
+
+def record_of(prompt: str, completion: str = "1") -> dict[str, Any]:
+    return {"prompt": prompt, "completion": completion}
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "held_out", "trained"),
+    [
+        ("sft", [record_of("3"), record_of("4"), record_of("3")], None, ["4"]),
+        ("sft", [record_of("3"), record_of("4")], [record_of("3")], ["4"]),
+        ("sft", [record_of("3"), record_of("3", "2"), record_of("4")], [record_of("3")], ["3", "4"]),
+        ("dpo", [pair_of("3"), pair_of("4"), pair_of("3")], None, ["4"]),
+        ("dpo", [pair_of("3"), pair_of("3", "1", "5"), pair_of("3")], None, ["3"]),
+        ("reward_model", [pair_of("3"), pair_of("4")], [pair_of("3")], ["4"]),
+        ("kto", [judged_of("3", "1"), judged_of("4", "5"), judged_of("6", "7"), judged_of("3", "1")], None, ["4", "6"]),
+    ],
+    ids=["a row twice", "in both files", "another answer", "a pair twice", "another pair", "scored", "judged twice"],
+)
+def test_a_record_that_is_measured_is_not_trained(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+    rows: list[dict[str, Any]],
+    held_out: list[dict[str, Any]] | None,
+    trained: list[str],
+) -> None:
+    assert measured_and_trained(tmp_path, kind, rows, held_out) == (["3"], trained)
+    assert "1 of" in caplog.text
+    assert "equal a held-out one" in caplog.text
+
+
+def test_records_that_are_all_measured_leave_nothing_to_train(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no record is left to train: 1 are held out, and 2 equal one of them"):
+        measured_and_trained(tmp_path, "sft", [record_of("3")] * 3)
+
+
 def test_a_stage_whose_files_have_changed_does_not_go_on(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     rows = [json.dumps({"prompt": f"{number}+1=", "completion": f"{number + 1}"}) for number in range(8)]

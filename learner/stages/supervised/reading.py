@@ -9,7 +9,7 @@ from learner.config import RecordsConfig
 from learner.data.prompts.base import held_out_places
 from learner.data.records import Conversation
 from learner.data.records.rendering import ConversationRenderer, LengthLimit
-from learner.rows.packing import labelled
+from learner.rows.packing import PackableSequence, labelled
 from learner.rows.units import Unit
 from learner.stages.base import StageParts
 
@@ -31,12 +31,15 @@ def read_units(
     read: Read[R],
     sequences_of: Callable[[R], Sequence[Conversation]],
     where: str,
+    *,
+    trained: slice = slice(None),
 ) -> tuple[Units[R], Units[R]]:
     """Returns the records that are trained and those that are measured, each with its unit.
 
     `sequences_of` gives the sequences of a record, which stay together; a record of which one is left out for its
-    length is left out whole, and counted in the log. `where` is the key of the options in the recipe. Raises
-    ConfigError for records that cannot be read or rendered, and where none is left to train.
+    length is left out whole, and counted in the log. So is one whose `trained` sequences are those of a measured one,
+    such as a row that the file has twice. `where` is the key of the options in the recipe. Raises ConfigError for
+    records that cannot be read or rendered, and where none is left to train.
     """
     units = _rendered(parts, options, read(options.data, parts.seed, f"{where}.data"), sequences_of, f"{where}.data")
     if options.held_out is not None:
@@ -46,9 +49,21 @@ def read_units(
         places = set(held_out_places(len(units), options.held_out_records, options.held_out_seed))
         held_out = [unit for place, unit in enumerate(units) if place in places]
         units = [unit for place, unit in enumerate(units) if place not in places]
-    if not units:
-        raise ConfigError(f"{where}.data: no record is left to train. Give more records, or hold out fewer.")
-    return units, held_out
+    kept_out = {_tokens_of(unit[trained]) for _, unit in held_out}
+    others = [(record, unit) for record, unit in units if _tokens_of(unit[trained]) not in kept_out]
+    repeated = len(units) - len(others)
+    if repeated and parts.ranks.is_first:
+        log.warning("%s.data: %d of %d records equal a held-out one and are left out", where, repeated, len(units))
+    if not others:
+        raise ConfigError(
+            f"{where}.data: no record is left to train: {len(held_out)} are held out, and {repeated} equal one of them."
+            " Give more records, or hold out fewer."
+        )
+    return others, held_out
+
+
+def _tokens_of(sequences: Sequence[PackableSequence]) -> tuple[bytes, ...]:
+    return tuple(each.tobytes() for one in sequences for each in (one.token_ids, one.loss_mask))
 
 
 def _rendered(

@@ -111,7 +111,7 @@ class UnpairedStage(TaskStage):
 
     def __init__(self, parts: StageParts, options: UnpairedOptions) -> None:
         """Raises ConfigError for responses that cannot be read or tokenized."""
-        trained, held_out = read_units(parts, options, _judged, _with_mismatch, WHERE)
+        trained, held_out = read_units(parts, options, _judged, _with_mismatch, WHERE, trained=RESPONSE)
         super().__init__(parts, options, UnpairedTask(parts, options, trained, held_out), part="kto")
 
 
