@@ -511,15 +511,48 @@ def test_a_resumed_cursor_feeds_exactly_what_is_not_trained(tmp_path: Path, trai
 
 
 def test_the_watermark_passes_what_is_trained_and_forgets_it(tmp_path: Path) -> None:
-    cursor = cursor_over(listed(tmp_path, 3))
+    prompts = listed(tmp_path, 3)
+    cursor = cursor_over(prompts)
     groups = [prompt.group for prompt in cursor.next(6)]
     cursor.mark_trained([groups[1], groups[4]])
     assert cursor.watermark == groups[0]
-    assert cursor.state() == {"epoch": 0, "position": 0, "trained": [groups[1], groups[4]]}
+    of = {"prompts": prompts.digest}
+    assert cursor.state() == {"epoch": 0, "position": 0, "trained": [groups[1], groups[4]], **of}
     cursor.mark_trained([groups[0], groups[1]])
     assert cursor.watermark == groups[2]
     cursor.mark_trained([groups[2], groups[3], groups[0]])
-    assert cursor.state() == {"epoch": 1, "position": 2, "trained": []}
+    assert cursor.state() == {"epoch": 1, "position": 2, "trained": [], **of}
+
+
+ROWS = [{"prompt": f"q{number}", "ground_truth": str(number), "data_source": "test"} for number in range(3)]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        [*ROWS, {"prompt": "another", "ground_truth": "1"}],
+        ROWS[:-1],
+        ROWS[::-1],
+        [{**ROWS[0], "ground_truth": "another"}, *ROWS[1:]],
+        [{**ROWS[0], "level": 2}, *ROWS[1:]],
+        [*ROWS[:-1], {**ROWS[-1], "data_source": "another"}],
+    ],
+    ids=["a row more", "a row less", "another order", "another answer", "a column more", "another source"],
+)
+def test_a_place_in_other_prompts_is_refused(tmp_path: Path, changed: list[dict[str, Any]]) -> None:
+    def over(rows: list[dict[str, Any]], **state: Any) -> PromptCursor:
+        return cursor_over(prompts_of(kind="jsonl", path=str(jsonl(tmp_path, rows))), **state)
+
+    state = json.loads(json.dumps(over(ROWS).state()))
+    columns_turned = [dict(reversed(row.items())) for row in ROWS]
+    assert over(columns_turned, state=state).position == "0000-00000000"
+    with pytest.raises(ConfigError, match=r"^prompts\.path: the prompts have changed"):
+        over(changed, state=state)
+
+
+def test_a_place_without_a_digest_is_of_an_older_version(tmp_path: Path) -> None:
+    state = {"epoch": 0, "position": 1, "trained": []}
+    assert cursor_over(listed(tmp_path, 3), state=state).position == "0000-00000001"
 
 
 def test_feeding_and_training_in_turn_after_a_resume_feeds_nothing_twice(tmp_path: Path) -> None:

@@ -37,7 +37,8 @@ class PromptCursor:
         max_prompt_tokens: int | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """With `epochs` 0 there is no end. Prompts over `max_prompt_tokens` are passed over. `state` is a saved one."""
+        """With `epochs` 0 there is no end. Prompts over `max_prompt_tokens` are passed over. `state` is a saved one.
+        Raises ConfigError if it is a place in other prompts."""
         self._prompts = prompts
         self._num_samples = num_samples
         self._seed = seed
@@ -47,6 +48,12 @@ class PromptCursor:
         self._orders: dict[int, list[int]] = {}
         self._passed_over = 0
         start = state or {"epoch": 0, "position": 0, "trained": []}
+        if start.get("prompts", prompts.digest) != prompts.digest:
+            raise ConfigError(
+                f"prompts.path: the prompts have changed since the checkpoint, in which the run stands at epoch"
+                f" {start['epoch']}, position {start['position']}: that would be another prompt now. Bring the rows"
+                " back as they were, or start a new run (run.name=...) from model.path=CHECKPOINT."
+            )
         self._watermark: Place = (int(start["epoch"]), int(start["position"]))
         self._trained: set[Place] = {place_of(group) for group in start["trained"]}
         self._next = self._settled(self._watermark)
@@ -112,11 +119,8 @@ class PromptCursor:
         """Returns plain data for a checkpoint whose weights contain all groups marked so far, and `trained`."""
         self.mark_trained(trained)
         epoch, position = self._watermark
-        return {
-            "epoch": epoch,
-            "position": position,
-            "trained": list(self.trained_beyond),
-        }
+        of = {"prompts": self._prompts.digest} if self._prompts.digest else {}
+        return {"epoch": epoch, "position": position, "trained": list(self.trained_beyond), **of}
 
     def _fits(self, prompt: Prompt) -> bool:
         length, limit = len(prompt.token_ids), self._max_prompt_tokens

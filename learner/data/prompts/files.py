@@ -1,7 +1,9 @@
 """Prompts from JSONL and Parquet files, held in memory."""
 
+import hashlib
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,6 +47,7 @@ class ListedPrompts:
         self._items = [item for item in items if _row_of(item, named_after) not in kept_out]
         self._held_out = list(held_out)
         _tell_of_prompts_in_both(self._items, held_out, origin)
+        self._named_after = named_after
         self._origin = origin
         self._remedy = remedy
         if not self._items:
@@ -58,6 +61,15 @@ class ListedPrompts:
     def items(self) -> list[Item]:
         """All items, those that are held out at the end."""
         return [*self._items, *self._held_out]
+
+    @cached_property
+    def digest(self) -> str:
+        """The digest of all that the trained rows say, in their order: 32 hexadecimal digits."""
+        digest = hashlib.blake2b(digest_size=16)
+        for item in self._items:
+            row = _row_of(item, self._named_after)
+            digest.update(len(row).to_bytes(8, "little") + row)
+        return digest.hexdigest()
 
     def train(self, epoch: int, position: int) -> Item:
         return self._items[position]

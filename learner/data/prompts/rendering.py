@@ -103,6 +103,11 @@ class Prompts:
         """The number of prompts in an epoch; None for an endless source."""
         return self._source.size
 
+    @property
+    def digest(self) -> str:
+        """Differs for rows that say anything else, or stand in another order; empty where a source is no list."""
+        return self._source.digest if isinstance(self._source, ListedPrompts) else ""
+
     def train(self, epoch: int, position: int, *, group: str, num_samples: int) -> Prompt:
         """Returns the training prompt at that place, to be sampled `num_samples` times under the name `group`."""
         item = self._source.train(epoch, position)
