@@ -524,6 +524,29 @@ def test_the_watermark_passes_what_is_trained_and_forgets_it(tmp_path: Path) -> 
     assert cursor.state() == {"epoch": 1, "position": 2, "trained": [], **of}
 
 
+@pytest.mark.parametrize(
+    ("row", "options", "told"),
+    [
+        ({"ground_truth": "1", "answer": "1", "extra_info": {"answer": "2"}}, {}, "'answer'"),
+        ({"answer": "1", "extra_info": {"answer": "1 + 0 = 1"}}, {"ground_truth_field": "answer"}, "'answer'"),
+        ({"ground_truth": "1", "index": 3, "extra_info": {"index": "3"}}, {}, "'index'"),
+        ({"ground_truth": "1", "tests": [1], "extra_info": {"tests": [1, 2]}}, {}, "'tests'"),
+        ({"ground_truth": "1", "index": 3, "extra_info": {"index": 3}}, {}, ""),
+        ({"ground_truth": "1", "extra_info": {"prompt": "x", "ground_truth": "2", "data_source": "y"}}, {}, ""),
+    ],
+    ids=["a column", "the answer's column", "text for a number", "a list", "equal", "given by themselves"],
+)
+def test_a_column_that_extra_info_hides_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, row: dict[str, Any], options: dict[str, Any], told: str
+) -> None:
+    path = jsonl(tmp_path, [{"prompt": "q", "ground_truth": "0", "answer": "0"}, {"prompt": "q", **row}])
+    item = open_source(PromptsConfig(kind="jsonl", path=str(path), options=options), 0).train(0, 1)
+    assert {name: item.extra_info[name] for name in row["extra_info"]} == row["extra_info"]
+    warnings = [record.getMessage() for record in caplog.records if "'extra_info'" in record.getMessage()]
+    assert len(warnings) == bool(told)
+    assert all(warning.startswith(f"1 rows have {told} ") and f"{path}:2" in warning for warning in warnings)
+
+
 ROWS = [{"prompt": f"q{number}", "ground_truth": str(number), "data_source": "test"} for number in range(3)]
 
 

@@ -5,6 +5,7 @@ Fields: `prompt` (text or messages), `ground_truth` (or verl's nested `reward_mo
 """
 
 import json
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -24,6 +25,7 @@ from .base import Item
 from .sendable import check_sendable
 
 Row = Mapping[str, Any]
+log = logging.getLogger(__name__)
 LONGEST_ROW_BYTES = 64_000_000
 """The longest line of a file of prompts that is read."""
 
@@ -58,13 +60,32 @@ def read_rows(kind: str, path: str, where: str) -> Iterator[tuple[str, Row]]:
 
 def to_items(rows: Iterable[tuple[str, Row]], fields: RowFields, default_source: str) -> list[Item]:
     """Returns all rows as items, after a check that each can be sent to the broker."""
-    items, skipped = [], frozenset(fields.skip_rows)
+    items, skipped, hidden = [], frozenset(fields.skip_rows), dict[str, list[str]]()
     for place, row in rows:
         if place in skipped:
             continue
         items.append(item := _item(row, place, fields, default_source))
         check_sendable(item, place)  # checked here, where the row is known
+        if names := _hidden(row, fields):
+            hidden[place] = names
+    if hidden:
+        log.warning(
+            "%d rows have %s as a column and, with another value, in 'extra_info'; the first is %s. Rewards of either"
+            " signature get the value of 'extra_info': rename one of the two if yours reads the column.",
+            len(hidden),
+            ", ".join(sorted({repr(name) for names in hidden.values() for name in names})),
+            next(iter(hidden)),
+        )
     return items
+
+
+def _hidden(row: Row, fields: RowFields) -> list[str]:
+    """Return the columns of a row that its `extra_info` has with other values."""
+    nested = row.get("extra_info")
+    if not isinstance(nested, Mapping):
+        return []
+    own = {fields.prompt_field, "ground_truth", "data_source", "extra_info"}  # rewards get these by themselves
+    return [name for name, value in nested.items() if name in row and name not in own and row[name] != value]
 
 
 def _item(row: Row, place: str, fields: RowFields, default_source: str) -> Item:
