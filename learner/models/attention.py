@@ -88,8 +88,8 @@ class PackedLayout:
     share nothing, or `buckets` say it."""
     is_long: bool = False
     """Whether a sequence or path has LONG tokens on average, from which on flash-attn-4 is the faster kernel."""
-    asked: set[torch.nn.Module] | None = None
-    """Gets each module that asks `packed_attention`; None: they are not counted."""
+    asked: Callable[[torch.nn.Module], None] | None = None
+    """Is told each module that asks `packed_attention`; None: they are not counted."""
 
     @classmethod
     def of(cls, cu_seqlens: torch.Tensor, *, varlen: bool = False) -> "PackedLayout":
