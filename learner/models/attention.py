@@ -31,6 +31,9 @@ BUCKET_SPREAD = 1.5
 LENGTH_STEP = 1024
 """The longest sequence is rounded up to a multiple of this for the variable-length kernel, to avoid recompilation."""
 
+WIDTH_STEP = 8
+"""The kernels take heads whose width is a multiple of this."""
+
 LONG = 256
 """The mean number of tokens of a sequence from which on flash-attn-4 is taken. On an H200 it is faster with 512, and
 its forward pass slower with 114."""
@@ -247,16 +250,24 @@ def varlen_attention(
     layout: PackedLayout,
     scale: float,
 ) -> torch.Tensor:
-    """[T, H, D], computed by a kernel for sequences of any lengths: flash-attn-4's, or torch's own. It counts causality
-    from the end of a path, where the queries of its run stand."""
+    """[T, H, D] with the width of the values, computed by a kernel for sequences of any lengths: flash-attn-4's, or
+    torch's own. It counts causality from the end of a path, where the queries of its run stand."""
     cu_keys, paths = layout.cu_seqlens, layout.paths
     cu_queries, longest = cu_keys, _rounded(layout.max_seqlen)
     longest_run = longest
     if paths is not None:
         cu_queries, longest_run = paths.cu_runs, _rounded(paths.longest_run)
         key_TKD, value_TKD = (copied(rows, paths.index, paths.copies) for rows in (key_TKD, value_TKD))
-    kernel = _flash_attention if _has_flash_attention(query_THD) and layout.is_long else _torch_kernel
-    return kernel(query_THD, key_TKD, value_TKD, cu_queries, cu_keys, longest_run, longest, scale)
+    q, k, v = _of_one_width(query_THD, key_TKD, value_TKD)
+    kernel = _flash_attention if _has_flash_attention(q) and layout.is_long else _torch_kernel
+    return kernel(q, k, v, cu_queries, cu_keys, longest_run, longest, scale)[..., : value_TKD.shape[2]]
+
+
+def _of_one_width(*rows_D: torch.Tensor) -> list[torch.Tensor]:
+    """Puts zeros behind narrower heads, which change no product: attention over latent vectors has narrow values, and
+    the kernels take one width."""
+    width = -(-max(rows.shape[2] for rows in rows_D) // WIDTH_STEP) * WIDTH_STEP
+    return [F.pad(rows, (0, width - rows.shape[2])) if rows.shape[2] < width else rows for rows in rows_D]
 
 
 def _has_flash_attention(query_THD: torch.Tensor) -> bool:

@@ -91,16 +91,46 @@ def test_refuses_what_it_would_ignore(refused: dict[str, Any]) -> None:
         packed_attention(torch.nn.Module(), q, k, v, **(arguments | refused))
 
 
+WIDTHS = [(64, 64), (192, 128), (48, 32), (24, 40), (20, 20)]
+"""The widths of heads of queries and keys, and of values. DeepSeek's models have the second."""
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_varlen_kernel_agrees_with_buckets(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("width", "of_values"), WIDTHS)
+def test_varlen_kernel_agrees_with_buckets(dtype: torch.dtype, width: int, of_values: int) -> None:
     cu = boundaries([7, 64, 1, 300]).cuda()
-    q, k, v = (torch.randn(372, heads, 64, device="cuda", dtype=dtype)[None].transpose(1, 2) for heads in (H, K, K))
+    shapes = ((H, width), (K, width), (K, of_values))
+    q, k, v = (torch.randn(372, *shape, device="cuda", dtype=dtype)[None].transpose(1, 2) for shape in shapes)
     module = torch.nn.Module()
     kernel, _ = packed_attention(module, q, k, v, None, packed_layout=PackedLayout.of(cu, varlen=True))
     exact, _ = packed_attention(module, q.double(), k.double(), v.double(), None, packed_layout=PackedLayout.of(cu))
     torch.testing.assert_close(kernel.double(), exact, rtol=0, atol=2e-2)
+
+
+@pytest.mark.parametrize(("width", "of_values"), WIDTHS)
+def test_the_kernel_gets_heads_of_one_width(width: int, of_values: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses values of another width than queries, and widths that are no multiple of 8."""
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor, *_: Any, **options: Any) -> Any:
+        assert q.shape[2] == k.shape[2] == v.shape[2]
+        assert q.shape[2] % 8 == 0
+        return one_by_one(q, k, v, cu, options["scale"])
+
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    cu, generator = boundaries([5, 9, 1]), torch.Generator().manual_seed(0)
+    rows = [
+        torch.randn(15, *shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for shape in ((H, width), (K, width), (K, of_values))
+    ]
+    found = attention.varlen_attention(*rows, PackedLayout.of(cu, varlen=True), 0.3)
+    exact = bucketed_attention(*rows, plan_buckets(cu), 0.3)
+    pull = torch.randn(exact.shape, generator=generator, dtype=torch.float64)
+    for got, expected in zip(
+        [found, *torch.autograd.grad(found, rows, pull)], [exact, *torch.autograd.grad(exact, rows, pull)], strict=True
+    ):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize(("mean", "width", "is_taken"), [(255, 64, False), (256, 64, True), (256, 136, False)])
@@ -109,9 +139,14 @@ def test_long_sequences_take_flash_attention_where_it_is(
 ) -> None:
     """A row is long by the mean of its sequences, also after it has moved to its device."""
     monkeypatch.setattr(attention, "is_available", lambda device: True)
+    taken: list[str] = []
+
+    def taking(name: str) -> Any:
+        return lambda query, *_: query if taken.append(name) is None else None
+
     for name in ("_flash_attention", "_torch_kernel"):
-        monkeypatch.setattr(attention, name, lambda query, *_, name=name: name)
+        monkeypatch.setattr(attention, name, taking(name))
     rows = torch.zeros(2 * mean, 1, width)
     layout = PackedLayout.of(boundaries([mean - 100, mean + 100]), varlen=True).moved(lambda tensor: tensor.clone())
-    found = attention.varlen_attention(rows, rows, rows, layout, 1.0)
-    assert str(found) == ("_flash_attention" if is_taken else "_torch_kernel")
+    attention.varlen_attention(rows, rows, rows, layout, 1.0)
+    assert taken == ["_flash_attention" if is_taken else "_torch_kernel"]
