@@ -62,7 +62,15 @@ def test_a_worker_that_dies_evaluating_only_delays_it(terminals: Terminals, url:
     for step in (killed_at, STEPS):
         assert measured_alone(terminals, recipe, run / "checkpoints" / "1" / f"step_{step}") == {
             name: found[step][name]
-            for name in ("pass_rate", "pass_at_k", "reward_mean", "response_tokens_mean", "prompts", "samples")
+            for name in (
+                "pass_rate",
+                "pass_at_k",
+                "reward",
+                "reward_mean",
+                "response_tokens_mean",
+                "prompts",
+                "samples",
+            )
         }
 
 
