@@ -14,6 +14,7 @@ from broker.errors import ConfigError, HeadwayError, WeightSyncError
 from broker.schema import WeightVersion
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines import open_engine
+from rollout_workers.engines.embedded import all_experts
 from rollout_workers.engines.embedded import engine as embedded
 from rollout_workers.engines.embedded.all_experts import EXPERTS
 from rollout_workers.engines.embedded.engine import EmbeddedEngine
@@ -158,6 +159,8 @@ def test_few_experts_and_many_give_the_same_as_transformers(experts: int) -> Non
         part.config._experts_implementation = implementation
         results.append(part(tokens, chosen, weights))
     assert (results[0] - results[1]).abs().max() < 1e-5
+    del part._is_expert_parallel  # older versions of transformers have none
+    assert all_experts._is_for(part, 2) == (experts <= all_experts.MOST_WASTED * 2)
 
 
 async def test_seeds_repeat(tmp_path: Path) -> None:

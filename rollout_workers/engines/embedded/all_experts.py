@@ -32,7 +32,8 @@ def all_experts(
 
 
 def _is_for(experts: Any, chosen: int) -> bool:
-    is_plain = experts.has_gate and not (experts.has_bias or experts.is_transposed or experts._is_expert_parallel)
+    is_spread = getattr(experts, "_is_expert_parallel", False)  # which transformers before 5.18 do not have
+    is_plain = experts.has_gate and not (experts.has_bias or experts.is_transposed or is_spread)
     is_on_cpu = experts.gate_up_proj.device.type == "cpu"
     return bool(is_plain and is_on_cpu and experts.num_experts <= MOST_WASTED * chosen)
 
