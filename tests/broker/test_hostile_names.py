@@ -83,7 +83,7 @@ async def test_its_names_are_so_many_and_no_more(cast: Cast, auditor: Auditor) -
 
 async def test_its_junk_reports_are_a_line_each_look_at_most(cast: Cast, caplog: pytest.LogCaptureFixture) -> None:
     for number in range(200):
-        cast.hostile.call("pool", f"p{number}", "s", 60_000, b"junk", 1)
+        cast.hostile.call("pool", f"p{number}", "s", 60_000, b"junk", 1, 0)
         cast.hostile.call("heartbeat", f"w{number}", "s", 60_000, b"junk", 1)
     for _ in range(2):
         status = await cast.learner.status.snapshot()
