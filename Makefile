@@ -10,6 +10,7 @@ RAY := $(VENV)/ray
 TRACKERS := $(VENV)/trackers
 SGLANG_VERSION ?= 0.5.23
 SGLANG := $(VENV)/sglang-$(SGLANG_VERSION)
+SGLANG_TESTS ?= tests/rollout_workers tests/end_to_end/test_sglang.py tests/end_to_end/test_sglang_adapter.py
 # What a release needs in the place of ours, which are newer.
 SGLANG_0.5.17 := transformers==5.12.1 tokenizers==0.22.2 huggingface_hub==1.33.0
 BIN := $(VENV)/bin
@@ -158,9 +159,8 @@ test-trackers: $(TRACKERS)/.installed  ## the tests that need wandb, MLflow and 
 test-peft: $(PEERS)/.installed  ## adapters beside the library PEFT and bitsandbytes (a minute)
 	@$(PEERS)/bin/python -m pytest --no-skips $(RERUN) tests/learner/test_peft.py tests/learner/test_quantized.py
 
-test-sglang: $(SGLANG)/.installed  ## the tests that need SGLang, on a CPU (SGLANG_VERSION=0.5.17)
-	@HEADWAY_TEST_MAIN=$(CURDIR)/$(BIN)/headway $(SGLANG)/bin/python -m pytest -n 2 --dist loadfile $(RERUN) -m sglang \
-		tests/rollout_workers tests/end_to_end/test_sglang.py tests/end_to_end/test_sglang_adapter.py
+test-sglang: $(SGLANG)/.installed  ## the tests that need SGLang, on a CPU (twenty minutes; SGLANG_VERSION=0.5.17)
+	@HEADWAY_TEST_MAIN=$(CURDIR)/$(BIN)/headway $(SGLANG)/bin/python -m pytest $(RERUN) -m sglang $(SGLANG_TESTS)
 
 test-environments: test-ray test-trackers test-peft test-sglang  ## these four, each in an environment of its own
 
