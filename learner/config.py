@@ -333,7 +333,7 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         int, Meta(ge=1, description="optimizer updates in one step, each on a share of its batch")
     ] = 1
     agreement_bound: Annotated[
-        Annotated[float, Meta(ge=0)] | None,
+        Annotated[float, Meta(ge=0, le=100)] | None,
         Meta(
             description="mean difference of engine's and learner's logprobs of the first batch's fresh tokens above"
             " which nothing is trained; null: what rounding explains, by number format; 0: they are not compared"
