@@ -96,7 +96,12 @@ SPLIT = {"context": 2}, {"context": 3}, {"context": 6}
 
 @pytest.mark.parametrize("layout", SPLIT)
 def test_a_run_whose_model_was_split_is_replayed_whole(layout: dict[str, int], run: Path) -> None:
-    learner = msgspec.structs.replace(RECIPE.learner, processes=6, layout=LayoutConfig(**layout))
+    layouts = {
+        "processes": 6,
+        "layout": LayoutConfig(**layout),
+        "agreement_bound": 0,
+    }  # the logged logprobs are made up
+    learner = msgspec.structs.replace(RECIPE.learner, **layouts)
     (run / "config.yaml").write_text(dump_recipe(msgspec.structs.replace(RECIPE, learner=learner)))
     log_steps(run, 0, 1)
     comparison = planned(run).run()
