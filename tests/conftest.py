@@ -23,6 +23,7 @@ settings.register_profile("no-deadline", deadline=None)  # a busy machine is no 
 settings.load_profile("no-deadline")
 # Ctrl-C is ignored where the tests run in the background, and so would it be by all processes that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup has ignored
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
