@@ -5,7 +5,7 @@ A type that stands nowhere here is judged by the models themselves: each counts,
 that attend by Headway's own function, and the first batch compares the engine with the learner.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from broker.errors import ConfigError
@@ -48,18 +48,25 @@ def check_architecture(config: Mapping[str, Any], backend: str, engine: str, key
     kind = config.get("model_type")
     if not isinstance(kind, str):
         return
-    if backend == "megatron" and kind not in MEGATRON:
-        raise ConfigError(
-            f"{key}: learner.backend=megatron does not support {kind}; it trains {', '.join(MEGATRON)}. Set"
-            " learner.backend=fsdp."
-        )
-    if backend == "fsdp" and (reason := untrained(config)):
-        raise ConfigError(
-            f"{key}: learner.backend=fsdp cannot train {kind}: {reason}. Take a model of another architecture, such as"
-            " qwen3 or llama."
-        )
-    if engine == "embedded" and (reason := unserved(config)):
-        raise ConfigError(f"{key}: the embedded engine does not support {kind}: {reason}. Set engine.kind=vllm.")
+    if reason := _BY_BACKEND.get(backend, _nothing)(config):
+        raise ConfigError(f"{key}: learner.backend={backend} cannot train {kind}: {reason}")
+    if reason := _BY_ENGINE.get(engine, _nothing)(config):
+        raise ConfigError(f"{key}: the {engine} engine does not support {kind}: {reason}. Set engine.kind=vllm.")
+
+
+def _nothing(config: Mapping[str, Any]) -> str:
+    return ""
+
+
+def _not_of_megatron(config: Mapping[str, Any]) -> str:
+    if config.get("model_type") in MEGATRON:
+        return ""
+    return f"it trains {', '.join(MEGATRON)}. Set learner.backend=fsdp."
+
+
+def _not_of_fsdp(config: Mapping[str, Any]) -> str:
+    reason = untrained(config)
+    return reason and f"{reason}. Take a model of another architecture, such as qwen3 or llama."
 
 
 def untrained(config: Mapping[str, Any]) -> str:
@@ -79,3 +86,7 @@ def _layers_of(config: Mapping[str, Any]) -> set[str]:
     """Returns the kinds of the layers, as far as the configuration names them."""
     kinds = config.get("layer_types")
     return set(map(str, kinds)) if isinstance(kinds, list) else set()
+
+
+_BY_BACKEND: Mapping[str, Callable[[Mapping[str, Any]], str]] = {"fsdp": _not_of_fsdp, "megatron": _not_of_megatron}
+_BY_ENGINE: Mapping[str, Callable[[Mapping[str, Any]], str]] = {"embedded": unserved}

@@ -8,7 +8,7 @@
 All raise ConfigError with the numbers that do not fit.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -128,10 +128,8 @@ def check_sizes(
     sizes = KnownSizes.of(config)
     if sizes is None:
         return
-    if backend == "megatron":
-        check_layout(layout, processes, sizes, number_bytes)
-    elif backend == "fsdp":
-        check_context(layout.context, sizes.heads, sizes.key_value_heads)
+    if check := _CHECKS.get(backend):
+        check(layout, processes, sizes, number_bytes)
 
 
 def experts_over(layout: LayoutConfig) -> int:
@@ -153,3 +151,13 @@ def _check_experts(layout: LayoutConfig, sizes: Sizes, number_bytes: int) -> Non
 def _divides(what: str, number: int, key: str, size: int) -> None:
     if number % size:
         raise ConfigError(f"learner.layout: {what} = {number} cannot be divided by {key} = {size}.")
+
+
+def _check_context_alone(layout: LayoutConfig, processes: int, sizes: Sizes, number_bytes: int) -> None:
+    check_context(layout.context, sizes.heads, sizes.key_value_heads)
+
+
+_CHECKS: Mapping[str, Callable[[LayoutConfig, int, Sizes, int], None]] = {
+    "fsdp": _check_context_alone,
+    "megatron": check_layout,
+}

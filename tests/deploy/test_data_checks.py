@@ -89,7 +89,7 @@ SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_lay
         ({"model_type": "gemma2", "final_logit_softcapping": 30.0}, ["engine.kind=vllm"], r"cannot train gemma2"),
         ({"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}, [], r"train qwen3_next"),
         ({"model_type": "gemma3_text", "layer_types": ["sliding_attention"]}, [], r"engine does not support gemma3_te"),
-        ({"model_type": "mixtral"}, ["learner.backend=megatron"], r"megatron does not support mixtral"),
+        ({"model_type": "mixtral"}, ["learner.backend=megatron"], r"megatron cannot train mixtral"),
         ({"model_type": "qwen3", **SIX_HEADS}, ["learner.backend=megatron"], r"context=2 .* 3 key/value heads"),
         ({"model_type": "qwen3", **SIX_HEADS}, [], r"context=2 .* 3 key/value heads"),
         ({"model_type": "qwen3", **SIX_HEADS}, ["learner.layout.context=4"], r"context=4 .* 6 attention heads"),
