@@ -71,9 +71,7 @@ def test_the_broker_keeps_nothing_that_members_said_of_the_versions_before(
         group = learner.blocking.call(learner.blocking.broker.versions.group())
         assert group is not None
         said = ask(server, "KEYS", f"headway:{{{run_name}}}:*:{group.meeting}*")
-        counts.append(
-            {key: ask(server, "HLEN", key) for key in (f"headway:{{{run_name}}}:meeting:{group.meeting}", *said)}
-        )
+        counts.append({key.decode(): ask(server, "HLEN", key) for key in said})
     assert counts[0] == counts[1] == counts[2]
     assert len(counts[0]) == 3  # of the learner, and of each member
 
