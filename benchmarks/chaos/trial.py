@@ -126,6 +126,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
                     "steps": 1_000_000,
                     "groups_per_step": GROUPS_PER_STEP,
                     "group_size": GROUP_SIZE,
+                    "agreement_bound": 0,  # engine and backend are doubles, which compute nothing alike
                 },
                 "optimizer": {"learning_rate": 0.1},
                 "checkpoint": {"every_steps": 3, "log_bytes": 1 << 30 if self.has_log else 0},

@@ -87,7 +87,6 @@ def test_faults_strike_on_until_each_has_hit_something_and_a_trial_tells_which_d
     assert not Outcome.is_clean.fget(outcome)  # type: ignore[attr-defined]
 
 
-@pytest.mark.xfail(reason="its leftover run no longer begins: workers report no lease in the trial", strict=False)
 def test_a_short_trial_loses_nothing() -> None:
     """The trial runs in a process of its own, because it leaves behind the server that forks its workers."""
     command = [sys.executable, "-m", "benchmarks.chaos", "--seed", str(EVENTFUL), "--minutes", "0.1"]
