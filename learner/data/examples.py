@@ -22,6 +22,7 @@ from .own_examples import Example, own_examples
 from .prompts.arithmetic import ArithmeticOptions, Chain, apply, chain_options, draw_chain
 from .prompts.rows import Row, read_rows
 from .prompts.sendable import check_sendable
+from .texts.base import Templated
 from .worked_solutions import WorkedOptions, check_tasks, worked_solution
 
 __all__ = ["Example", "open_examples"]
@@ -34,6 +35,9 @@ class ArithmeticExampleOptions(ArithmeticOptions, frozen=True, kw_only=True):
     """The probability that a written step is a random digit; the chain goes on from the written digit."""
     skip_rate: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """The share of responses without any work: `#` and a digit, which is guessed in 7 cases of 10, else right."""
+
+
+_FOR_TEMPLATES = ("system", *Templated.__struct_fields__)
 
 
 class NoOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,6 +96,13 @@ def _example(row: Row, place: str) -> Example:
     for name in ("query", "response"):
         if not isinstance(row.get(name), str) or not row[name]:
             raise ConfigError(f"{place}: {name!r} must be text; the row has {', '.join(row) or 'nothing'}.")
+    for name in _FOR_TEMPLATES:
+        if row.get(name):
+            raise ConfigError(
+                f"{place}: the row has {name!r}, and sft.phases reads query and response alone, so the model would not"
+                " be trained with it. Read the file by `stages: [{kind: sft, options: {data: {path: FILE}}}]`, or give"
+                " the column another name."
+            )
     example = Example(query=row["query"], response=row["response"])
     check_sendable(example, place)
     return example

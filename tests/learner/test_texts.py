@@ -11,14 +11,15 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from broker.errors import ConfigError
-from learner.config import PromptsConfig
-from learner.data.examples import Example
+from learner.config import PromptsConfig, SftPhaseConfig
+from learner.data.examples import Example, open_examples
 from learner.data.inspection import Inspection
 from learner.data.prompts import open_prompts
 from learner.data.prompts.base import Item
 from learner.data.prompts.rendering import Renderer
 from learner.data.records import Conversation, Labelled, Preference, RecordOptions, open_records
 from learner.data.records.rendering import ConversationRenderer
+from learner.data.texts.base import Templated
 from learner.data.texts.template import ChatTemplate
 from learner.models import chat_template
 from learner.models.chat_template import RenderWatch, read_chat_template
@@ -26,7 +27,7 @@ from learner.stages.sft import tokenize
 from rollout_workers.decoding import load_decoding
 
 CHAT = (
-    "{% if tools %}<t>{% for t in tools %}{{ t.function | tojson }}{% endfor %}</s>{% endif %}"
+    "{{ note }}{% if tools %}<t>{% for t in tools %}{{ t.function | tojson }}{% endfor %}</s>{% endif %}"
     "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}"
     "{% for c in m.tool_calls or [] %}!{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}</s>"
     "{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -94,6 +95,7 @@ TOOL = {"role": "tool", "content": "2"}
 CALLING = '<u>q</s><a>!add {"a": 1, "b": null}</s><t>2</s><a>'
 ADD = {"name": "add", "parameters": {"type": "object"}}
 WITH_TOOL = f"<t>{json.dumps(ADD)}</s><u>q</s><a>"
+BRIEFLY = "<s>be brief</s><u>q</s><a>"
 DIALECTS: list[tuple[Any, dict[str, Any], str]] = [
     ([USER | {"content": [{"type": "text", "text": "q", "image": None}]}], {}, "<u>q</s><a>"),
     ([{"role": "human", "content": "q"}], {}, "<u>q</s><a>"),
@@ -115,6 +117,16 @@ DIALECTS: list[tuple[Any, dict[str, Any], str]] = [
     ([USER], {"tools": [json.dumps(ADD)]}, WITH_TOOL),
     ([USER], {"tools": [{"type": "function", **ADD}]}, WITH_TOOL),
     ([USER], {"tools": [{"type": "function", "function": ADD | {"parameters": '{"type": "object"}'}}]}, WITH_TOOL),
+    ([USER], {"system": "be brief"}, BRIEFLY),
+    ([USER], {"system": [{"type": "text", "text": "be brief"}]}, BRIEFLY),
+    ("q", {"system": "be brief"}, BRIEFLY),
+    ([{"role": "system", "content": "be brief"}, USER], {"system": "be brief"}, BRIEFLY),
+    ([USER], {"system": "", "chat_template_kwargs": {}}, "<u>q</s><a>"),
+    ([USER], {"system": None, "chat_template_kwargs": None}, "<u>q</s><a>"),
+    ([USER], {"chat_template_kwargs": {"note": "hm "}}, "hm <u>q</s><a>"),
+    ([USER], {"chat_template_kwargs": json.dumps({"note": 4})}, "4<u>q</s><a>"),
+    ("q", {"system": "be brief", "chat_template_kwargs": {"note": "hm "}}, f"hm {BRIEFLY}"),
+    ([USER], {"tools": [ADD], "chat_template_kwargs": {"note": "b"}}, f"b{WITH_TOOL}"),
 ]
 
 
@@ -142,6 +154,80 @@ def test_an_item_of_a_users_own_source_may_have_any_dialect(content: Any, column
     assert prompt(tokenizer_of(), content).text == expected
 
 
+ANSWERED = [USER, {"role": "assistant", "content": "b"}]
+TURNS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "b"}]
+ROWS: list[tuple[Any, str, dict[str, Any]]] = [
+    (Conversation, "messages", {"messages": ANSWERED}),
+    (Conversation, "sharegpt", {"conversations": TURNS}),
+    (Conversation, "prompt_completion", {"prompt": "q", "completion": "b"}),
+    (Conversation, "query_response", {"query": "q", "response": "b"}),
+    (Conversation, "alpaca", {"instruction": "q", "output": "b"}),
+    (Preference, "preference", {"prompt": "q", "chosen": "b", "rejected": "c"}),
+    (Preference, "ranked", {"prompt": [USER], "responses": ["b", "c"]}),
+    (Preference, "scored", {"query": "q", "response": ["c", "b"], "score": [0, 1]}),
+    (Preference, "sharegpt_preference", {"conversations": TURNS[:1], "chosen": "b", "rejected": "c"}),
+    (Preference, "alpaca_preference", {"instruction": "q", "chosen": "b", "rejected": "c"}),
+    (Labelled, "unpaired", {"prompt": "q", "completion": "b", "label": True}),
+    (Labelled, "messages_labelled", {"messages": ANSWERED, "label": True}),
+    (Labelled, "sharegpt_labelled", {"conversations": TURNS, "kto_tag": True}),
+    (Labelled, "alpaca_labelled", {"instruction": "q", "output": "b", "label": True}),
+]
+
+
+@pytest.mark.parametrize(("kind", "layout", "row"), ROWS, ids=[layout for _, layout, _ in ROWS])
+def test_each_layout_gives_its_template_what_a_row_says(
+    kind: Any, layout: str, row: dict[str, Any], tmp_path: Path
+) -> None:
+    tokenizer, path = tokenizer_of(), tmp_path / "data.jsonl"
+    given = {"system": "be brief", "tools": [ADD], "chat_template_kwargs": {"note": "hm "}}
+    path.write_text(json.dumps(row | given) + "\n")
+    (record,) = open_records(kind, str(path), {"format": layout}, "sft")
+    conversation = getattr(record, "chosen_conversation", getattr(record, "conversation", record))
+    context, answer = trained(tokenizer, conversation)
+    expected = f"hm <t>{json.dumps(ADD)}</s>{BRIEFLY}"
+    assert context == tokens_of(tokenizer, tokenizer(expected, add_special_tokens=False).input_ids)
+    assert answer == "b|</s>"
+
+
+def test_a_template_with_marks_gets_what_a_row_says() -> None:
+    tokenizer = tokenizer_of(
+        template=CHAT.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
+    )
+    given = Templated(chat_template_kwargs={"note": "hm ", "bos_token": "x"})
+    marked = ChatTemplate(tokenizer).marked([USER], "x", given=given)
+    assert marked == ("hm <u>q</s>", [(6, 7)])
+
+
+def test_columns_for_a_template_that_a_text_does_not_reach_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"text": "b", "system": "be brief"}) + "\n")
+    with pytest.raises(ConfigError, match=r"data.jsonl:1: 'system' is 'be brief', and the row has a text alone"):
+        open_records(Conversation, str(path), {}, "sft")
+    for column, value in {"tools": [ADD], "chat_template_kwargs": {"note": "b"}}.items():
+        path.write_text(json.dumps({"text": "b", column: value}) + "\n")
+        (record,) = open_records(Conversation, str(path), {}, "sft")
+        with pytest.raises(ConfigError, match=rf"data.jsonl:1 is text, .* {column!r}"):
+            trained(tokenizer_of(), record)
+    for column, value in {"system": "s", "tools": [ADD], "chat_template_kwargs": {"note": "b"}}.items():
+        path.write_text(json.dumps({"query": "q", "response": "b", column: value}) + "\n")
+        with pytest.raises(ConfigError, match=rf"data.jsonl:1: the row has {column!r}, and sft.phases"):
+            open_examples(SftPhaseConfig(kind="jsonl", path=str(path)), 0)
+
+
+def test_what_a_row_gives_its_template_is_shown_by_an_inspection_and_told_to_rewards(tmp_path: Path) -> None:
+    tokenizer, path = tokenizer_of(), tmp_path / "data.jsonl"
+    row = {"prompt": "q", "ground_truth": "1", "system": "be brief", "chat_template_kwargs": {"note": "hm "}}
+    path.write_text(json.dumps(row) + "\n")
+    (shown,) = Inspection(str(path), RecordOptions()).examples(tokenizer, Renderer(tokenizer), 1)
+    assert shown.pieces == [(f"hm {BRIEFLY}", False)]
+    given = open_prompts(PromptsConfig(kind="jsonl", path=str(path), system_prompt="another"), tokenizer, 0).train(
+        0, 0, group="g", num_samples=1
+    )
+    assert given.text == f"hm {BRIEFLY}"  # the row's own message, not the recipe's
+    assert given.messages == [{"role": "system", "content": "be brief"}, USER]
+    assert given.extra_info == {"system": "be brief", "chat_template_kwargs": {"note": "hm "}}
+
+
 def test_a_prompt_has_the_tags_that_the_recipe_names(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({"prompt": [{"who": "pupil", "says": "q"}], "ground_truth": ""}))
@@ -166,6 +252,15 @@ def test_a_prompt_has_the_tags_that_the_recipe_names(tmp_path: Path) -> None:
         ),
         ([USER], {"tools": ["hammer"]}, "'tools' is"),
         ("q", {"tools": [ADD]}, "into which no chat template writes the 'tools'"),
+        ("q", {"chat_template_kwargs": {"note": "b"}}, "into which no chat template writes the 'chat_template_kwargs'"),
+        ([USER], {"chat_template_kwargs": "fast"}, "'chat_template_kwargs' is 'fast'"),
+        ([USER], {"chat_template_kwargs": {"enable_thinking": False}}, "'enable_thinking'.*does not read it"),
+        ([USER], {"chat_template_kwargs": {"add_generation_prompt": False}}, "'add_generation_prompt'.*Headway"),
+        ([USER], {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "'chat_template'.*Headway"),
+        ([USER], {"chat_template_kwargs": {"messages": []}}, "'messages'.*Headway"),
+        ([USER], {"system": 4}, "'system'|system.0. has the content 4"),
+        ([{"role": "system", "content": "s"}, USER], {"system": "be brief"}, "'system' is 'be brief', and the first"),
+        ([{"role": "developer", "content": "s"}, USER], {"system": "be brief"}, "'system' is 'be brief', and the fir"),
     ],
 )
 def test_a_prompt_that_is_not_understood_is_refused_by_its_row(

@@ -3,13 +3,13 @@
 import logging
 from collections.abc import Sequence
 from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from broker.errors import ConfigError
 from broker.schema import Prompt
-from learner.data.texts.base import Content
+from learner.data.texts.base import NOTHING, Content, Templated
 from learner.data.texts.messages import Tags, is_begun, read_prompt
-from learner.data.texts.template import ChatTemplate
+from learner.data.texts.template import ChatTemplate, refuse_for_text
 from learner.data.texts.tokens import Continued, TextTokens
 from learner.models.end_tokens import end_tokens
 
@@ -48,7 +48,7 @@ class Renderer:
         what = f"{item.place}: the prompt" if item.place else f"prompt {group} of {item.data_source!r}"
         check_sendable(item, what)
         content = read_prompt(item.content, item.place or what, "prompt", Tags())
-        text, token_ids = self.render(content, what, item.tools)
+        text, token_ids = self.render(content, what, item)
         if not token_ids:
             raise ConfigError(f"{what} has no tokens: {text[:80]!r}.")
         return Prompt(
@@ -62,21 +62,17 @@ class Renderer:
             num_samples=num_samples,
         )
 
-    def render(self, content: Content, what: str, tools: Sequence[Any] = ()) -> tuple[str, list[int]]:
+    def render(self, content: Content, what: str, given: Templated = NOTHING) -> tuple[str, list[int]]:
         """Returns the text that the model gets, and its tokens. Errors name `what`."""
         if isinstance(content, str) and not self._system_prompt:
-            if tools:
-                raise ConfigError(
-                    f"{what} is text, into which no chat template writes the 'tools' of its row. Give it as messages,"
-                    " or leave out the column, or give it another name."
-                )
+            refuse_for_text(given, what)
             return content, self.texts.beginning(content, what)
-        text = self.template.text(self._messages(content), what, opens_answer=True, tools=tools)
+        text = self.template.text(self._messages(content), what, opens_answer=True, given=given)
         return text, self.texts.plain(text, what)  # the template has written the special tokens already
 
-    def completed(self, prompt: str, completion: str, what: str, tools: Sequence[Any] = ()) -> Continued:
+    def completed(self, prompt: str, completion: str, what: str, given: Templated = NOTHING) -> Continued:
         """Returns the tokens of a prompt that is text, and of a completion of it."""
-        text, token_ids = self.render(prompt, f"{what}: the prompt", tools)
+        text, token_ids = self.render(prompt, f"{what}: the prompt", given)
         return self.texts.continued(token_ids, text, completion, f"{what}: the completion")
 
     @property

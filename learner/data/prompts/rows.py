@@ -19,7 +19,7 @@ from broker.user_code.options import typed_options
 from learner.data.arrow_rows import parquet_rows
 from learner.data.bounded_files import check_file, lines_of
 from learner.data.texts.base import Content
-from learner.data.texts.messages import Tags, read_prompt, to_tools
+from learner.data.texts.messages import Tags, read_prompt, to_kwargs, to_tools, under_system
 
 from .base import Item
 from .sendable import check_sendable
@@ -113,8 +113,9 @@ def _item(row: Row, place: str, fields: RowFields, default_source: str) -> Item:
         rest[name] = row[name]  # rewards made for TRL ask for the column
     return Item(
         place=place,
-        content=_content(content, place, fields),
-        tools=to_tools(row.get("tools"), place),
+        content=under_system(_content(content, place, fields), rest.get("system"), place),
+        tools=to_tools(rest.get("tools"), place),
+        chat_template_kwargs=to_kwargs(rest.get("chat_template_kwargs"), place),
         ground_truth=_plain(truth, place),
         data_source=data_source,
         extra_info={**rest, **extra_info},

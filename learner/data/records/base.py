@@ -2,9 +2,7 @@
 
 from typing import Any, Literal
 
-import msgspec
-
-from learner.data.texts.base import Content, Message, RowError, shown
+from learner.data.texts.base import Content, Message, RowError, Templated, shown
 
 __all__ = [
     "Content",
@@ -24,7 +22,7 @@ Row = dict[str, Any]
 Trained = Literal["completion", "assistant", "all"]
 
 
-class Conversation(msgspec.Struct, frozen=True, kw_only=True):
+class Conversation(Templated, frozen=True, kw_only=True):
     """A prompt and its completion, which are both text or both messages. Plain text has an empty prompt."""
 
     prompt: Content
@@ -33,13 +31,11 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     """The trained part. In messages it is the assistant turns of the completion, those of prompt and completion, or all
     tokens. In a text it is the completion, or with `all` the prompt, too. An assistant turn with `"trained": False` is
     context."""
-    tools: list[dict[str, Any]] = []
-    """Descriptions of functions, as chat templates take them."""
     place: str = ""
     """The place from which it was read, such as `train.jsonl:12`."""
 
 
-class Preference(msgspec.Struct, frozen=True, kw_only=True):
+class Preference(Templated, frozen=True, kw_only=True):
     """Two completions of one prompt, of which one is better."""
 
     prompt: Content
@@ -47,34 +43,42 @@ class Preference(msgspec.Struct, frozen=True, kw_only=True):
     rejected: Content
     margin: float = 0.0
     """By how much the chosen one is better, in units of the scores that the file gives; 0 where it gives none."""
-    tools: list[dict[str, Any]] = []
     place: str = ""
 
     @property
     def chosen_conversation(self) -> Conversation:
         """The prompt with the better completion, which alone is trained."""
-        return Conversation(prompt=self.prompt, completion=self.chosen, tools=self.tools, place=self.place)
+        return _answered(self, self.chosen)
 
     @property
     def rejected_conversation(self) -> Conversation:
         """The prompt with the worse completion, which alone is trained."""
-        return Conversation(prompt=self.prompt, completion=self.rejected, tools=self.tools, place=self.place)
+        return _answered(self, self.rejected)
 
 
-class Labelled(msgspec.Struct, frozen=True, kw_only=True):
+class Labelled(Templated, frozen=True, kw_only=True):
     """A completion that is desirable or not, without another one to compare it with."""
 
     prompt: Content
     completion: Content
     label: bool
     """Whether the completion is desirable."""
-    tools: list[dict[str, Any]] = []
     place: str = ""
 
     @property
     def conversation(self) -> Conversation:
         """The prompt with the completion, which alone is trained."""
-        return Conversation(prompt=self.prompt, completion=self.completion, tools=self.tools, place=self.place)
+        return _answered(self, self.completion)
+
+
+def _answered(record: Preference | Labelled, completion: Content) -> Conversation:
+    return Conversation(
+        prompt=record.prompt,
+        completion=completion,
+        tools=record.tools,
+        chat_template_kwargs=record.chat_template_kwargs,
+        place=record.place,
+    )
 
 
 class Skipped:

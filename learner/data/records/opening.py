@@ -14,7 +14,7 @@ from broker.errors import ConfigError
 from broker.user_code.kinds import did_you_mean
 from broker.user_code.options import typed_options
 from learner.data.prompts.sendable import check_sendable
-from learner.data.texts.messages import Tags
+from learner.data.texts.messages import Tags, to_kwargs, to_tools, under_system
 
 from .base import Conversation, Row, RowError, Skipped, Trained, columns_of
 from .layouts import CALLED, LAYOUTS, Layout, Record, RowReader, is_layout_of, is_prompt_of_rl
@@ -198,12 +198,26 @@ def _records(layout: Layout, place: str, row: Row | RowError, options: RecordOpt
             f"there is no {' and no '.join(map(repr, lacking))}; the row has {columns_of(row)}",
             f"All rows of this file are read as {layout.name}. Add the column, or leave the record out.",
         )
-    records = layout.read(RowReader(row, place, options.tags))
+    records = [_templated(record, row, place) for record in layout.read(RowReader(row, place, options.tags))]
     for record in records:
         _check_text(record, place)
     if options.trained:
         return [_with_trained(record, options.trained) for record in records]
     return records
+
+
+def _templated(record: Record, row: Row, place: str) -> Record:
+    """Returns the record with the columns of its row that every layout may have: `system`, `tools`, and
+    `chat_template_kwargs`."""
+    tools, kwargs = to_tools(row.get("tools"), place), to_kwargs(row.get("chat_template_kwargs"), place)
+    prompt = under_system(record.prompt, row.get("system"), place)
+    changed: dict[str, Any] = {"prompt": prompt, "tools": tools, "chat_template_kwargs": kwargs}
+    if isinstance(prompt, list) and isinstance(record.prompt, str):
+        answers = {name: getattr(record, name, None) for name in ("completion", "chosen", "rejected")}
+        changed |= {
+            name: [{"role": "assistant", "content": text}] for name, text in answers.items() if isinstance(text, str)
+        }
+    return msgspec.structs.replace(record, **changed)
 
 
 def _renamed(row: Row, columns: Mapping[str, str]) -> Row:

@@ -10,7 +10,7 @@ of the next, which is checked. A trained turn ends with the stop token, since a 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from broker.errors import ConfigError
 from learner.data.prompts.rendering import Renderer
-from learner.data.texts.template import Span
+from learner.data.texts.base import Templated
+from learner.data.texts.template import Span, refuse_for_text
 from learner.data.texts.tokens import Ends
 
 from .base import Conversation, Message, Skipped
@@ -122,9 +123,10 @@ class ConversationRenderer:
             )
         text, stop = self._ends.split(str(conversation.completion))
         if conversation.prompt:
-            prompt, ended, is_whole = self._renderer.completed(conversation.prompt, text, what, conversation.tools)
+            prompt, ended, is_whole = self._renderer.completed(conversation.prompt, text, what, conversation)
             self._tell_split(is_whole, what)
         else:
+            refuse_for_text(conversation, what)
             prompt, ended = [], self._texts.beginning(text, f"{what}: the completion")
         ended = [*ended, self._renderer.end_of_text if stop is None else stop]
         return prompt + ended, [int(conversation.trained == "all")] * len(prompt) + [1] * len(ended)
@@ -142,7 +144,7 @@ class ConversationRenderer:
                 f"{what}: the prompt is text, and the completion is messages. Give both as one or the other."
             )
         messages = [*prompt, *completion]
-        text = self._template.text(messages, what, tools=conversation.tools)
+        text = self._template.text(messages, what, given=conversation)
         if conversation.trained == "all":
             return self._encoded(text, [(0, len(text))], what)
         first = 0 if conversation.trained == "assistant" else len(prompt)
@@ -151,17 +153,17 @@ class ConversationRenderer:
             for number, message in enumerate(messages)
             if number >= first and message["role"] == "assistant" and message.get("trained", True)
         ]
-        return self._encoded(text, self._spans(messages, turns, text, conversation.tools, what), what)
+        return self._encoded(text, self._spans(messages, turns, text, conversation, what), what)
 
     def _spans(
-        self, messages: list[Message], turns: Sequence[int], text: str, tools: list[Any], what: str
+        self, messages: list[Message], turns: Sequence[int], text: str, given: Templated, what: str
     ) -> list[Span]:
-        if turns and (marked := self._template.marked(messages, what, tools=tools)):
-            return self._marked(messages, turns, marked, tools, what)
-        return [self._between_prefixes(messages, turn, text, tools, what) for turn in turns]
+        if turns and (marked := self._template.marked(messages, what, given=given)):
+            return self._marked(messages, turns, marked, given, what)
+        return [self._between_prefixes(messages, turn, text, given, what) for turn in turns]
 
     def _marked(
-        self, messages: list[Message], turns: Sequence[int], found: tuple[str, list[Span]], tools: list[Any], what: str
+        self, messages: list[Message], turns: Sequence[int], found: tuple[str, list[Span]], given: Templated, what: str
     ) -> list[Span]:
         """Returns the spans that the template marks: one for each assistant turn, or several for each of the last
         ones."""
@@ -174,12 +176,12 @@ class ConversationRenderer:
                 f"{what}: the chat template marks {len(marked)} parts by {{% generation %}}, and the conversation has"
                 f" {len(answers)} assistant turns, of which {len(turns)} are trained. Mark each turn once."
             )
-        before = self._template.text(messages[: turns[0]], what, tools=tools)
+        before = self._template.text(messages[: turns[0]], what, given=given)
         return [span for span in marked if span[0] >= _common(before, text)]
 
-    def _between_prefixes(self, messages: list[Message], turn: int, text: str, tools: list[Any], what: str) -> Span:
-        before = self._template.text(messages[:turn], what, opens_answer=True, tools=tools)
-        until = self._template.text(messages[: turn + 1], what, tools=tools)
+    def _between_prefixes(self, messages: list[Message], turn: int, text: str, given: Templated, what: str) -> Span:
+        before = self._template.text(messages[:turn], what, opens_answer=True, given=given)
+        until = self._template.text(messages[: turn + 1], what, given=given)
         if not until.startswith(before):
             raise ConfigError(
                 f"{what}: the model's chat template ends a prompt with {before[-20:]!r}, and does not write the answer"

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import msgspec
+
 from broker.errors import ConfigError
 
 Message = dict[str, Any]
@@ -9,6 +11,24 @@ Message = dict[str, Any]
 Content = str | list[Message]
 """A text that is tokenized as it is, or messages that the model's chat template renders."""
 SHOWN = 80
+
+
+class Templated(msgspec.Struct, frozen=True, kw_only=True):
+    """The inputs of a chat template besides messages, as a prompt or a record states them."""
+
+    tools: list[dict[str, Any]] = []
+    """Descriptions of functions, as chat templates take them."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Values of further names that the template reads, such as `enable_thinking`."""
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns of a row that said any of it."""
+        return [name for name in Templated.__struct_fields__ if getattr(self, name)]
+
+
+NOTHING = Templated()
+"""No tools, and no further names."""
 
 
 class RowError(ConfigError):

@@ -272,6 +272,47 @@ def check_turns(messages: list[Message], place: str, *, ends_with: str = "") -> 
 _OUT_OF_ORDER = {("assistant", "system"), ("tool", "system"), ("tool", "user")}
 
 
+def under_system(content: Content, stated: Any, place: str) -> Content:
+    """Returns a prompt that begins with the message of the column `system`, which makes a text a conversation. Raises
+    RowError where that states no text, or another one than a system message that is there."""
+    if stated in (None, ""):
+        return content
+    (message,) = to_messages([{"role": "system", "content": stated}], place, "system", Tags())
+    if not content:
+        raise RowError(
+            place,
+            "whose 'system' stands before no prompt",
+            f"'system' is {shown(stated)}, and the row has a text alone, which is no conversation",
+            "Leave the column out, give it another name, or split the text into a prompt and a completion.",
+        )
+    if isinstance(content, str):
+        return [message, {"role": "user", "content": content}]
+    if content[0]["role"] not in OPENING:
+        return [message, *content]
+    if content[0]["content"] != message["content"]:
+        raise RowError(
+            place,
+            "with two system messages",
+            f"'system' is {shown(stated)}, and the first message is {shown(content[0]['content'])}",
+            "Leave one of them out.",
+        )
+    return content
+
+
+def to_kwargs(value: Any, place: str) -> dict[str, Any]:
+    """Returns what `chat_template_kwargs` gives the names of a chat template: a mapping, or its text in JSON. Raises
+    RowError."""
+    stated = _of_json(value) if value else {}
+    if not isinstance(stated, Mapping) or not all(isinstance(name, str) for name in stated):
+        raise RowError(
+            place,
+            "whose 'chat_template_kwargs' are no mapping",
+            f"'chat_template_kwargs' is {shown(value)}",
+            'Expected names and values, such as {"enable_thinking": false}.',
+        )
+    return dict(stated)
+
+
 def to_tools(value: Any, place: str) -> list[dict[str, Any]]:
     """Returns the descriptions of functions in `tools`, as chat templates take them: a list, or one, in which a text is
     read as JSON. Raises RowError."""

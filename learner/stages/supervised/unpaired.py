@@ -118,10 +118,7 @@ class UnpairedStage(TaskStage):
 def _judged(source: RecordsConfig, seed: int, where: str) -> list[Judged]:
     records = open_labelled(source, seed, where)
     return [
-        (
-            record,
-            Conversation(prompt=record.prompt, completion=mismatch, tools=record.tools, place=record.place),
-        )
+        (record, msgspec.structs.replace(record.conversation, completion=mismatch))
         for record, mismatch in zip(records, mismatches(records, where), strict=True)
     ]
 
@@ -131,7 +128,8 @@ def mismatches(records: Sequence[Labelled], where: str) -> list[Content]:
 
     Raises ConfigError where there is none: the reference point would be measured on real answers.
     """
-    prompts = [msgspec.json.encode((record.prompt, record.tools), order="deterministic") for record in records]
+    given = [(record.prompt, record.tools, record.chat_template_kwargs) for record in records]
+    prompts = [msgspec.json.encode(each, order="deterministic") for each in given]
     completions = [msgspec.json.encode(record.completion, order="deterministic") for record in records]
     answers: dict[bytes, set[bytes]] = defaultdict(set)
     for prompt, completion in zip(prompts, completions, strict=True):

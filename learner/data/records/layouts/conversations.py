@@ -1,9 +1,9 @@
 """Rows that hold one conversation, as supervised training takes it."""
 
 from learner.data.records.base import Conversation, Message
-from learner.data.texts.messages import OPENING, check_turns
+from learner.data.texts.messages import check_turns
 
-from .reader import RowReader, alike, alpaca_prompt, said, sharegpt_prompt, system_message
+from .reader import RowReader, alike, alpaca_prompt, said
 
 
 def _whole(messages: list[Message], reader: RowReader) -> list[Conversation]:
@@ -14,19 +14,17 @@ def _whole(messages: list[Message], reader: RowReader) -> list[Conversation]:
             prompt=messages[:-1],
             completion=messages[-1:],
             trained="assistant",
-            tools=reader.tools(),
             place=reader.place,
         )
     ]
 
 
 def chat(reader: RowReader) -> list[Conversation]:
-    messages = reader.messages("messages")
-    return _whole(messages if messages[0]["role"] in OPENING else [*system_message(reader), *messages], reader)
+    return _whole(reader.messages("messages"), reader)
 
 
 def sharegpt(reader: RowReader) -> list[Conversation]:
-    return _whole(sharegpt_prompt(reader), reader)
+    return _whole(reader.messages("conversations"), reader)
 
 
 def alpaca(reader: RowReader) -> list[Conversation]:
@@ -39,7 +37,7 @@ def prompt_completion(reader: RowReader) -> list[Conversation]:
 
 def _answered(reader: RowReader, asked: str, answer: str) -> list[Conversation]:
     prompt, completion = alike(reader, asked, answer)
-    return [Conversation(prompt=prompt, completion=completion, tools=reader.tools(), place=reader.place)]
+    return [Conversation(prompt=prompt, completion=completion, place=reader.place)]
 
 
 def query_response(reader: RowReader) -> list[Conversation]:

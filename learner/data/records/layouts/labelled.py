@@ -3,7 +3,7 @@
 from learner.data.records.base import Labelled, Message
 from learner.data.texts.messages import check_turns
 
-from .reader import RowReader, alike, alpaca_prompt, said, sharegpt_prompt
+from .reader import RowReader, alike, alpaca_prompt, said
 
 
 def unpaired(reader: RowReader) -> list[Labelled]:
@@ -12,7 +12,7 @@ def unpaired(reader: RowReader) -> list[Labelled]:
         messages = reader.messages("completion")
         return _last(messages, label, reader)
     prompt, completion = alike(reader, "prompt", "completion")
-    return [Labelled(prompt=prompt, completion=completion, label=label, tools=reader.tools(), place=reader.place)]
+    return [Labelled(prompt=prompt, completion=completion, label=label, place=reader.place)]
 
 
 def labelled_chat(reader: RowReader) -> list[Labelled]:
@@ -20,7 +20,7 @@ def labelled_chat(reader: RowReader) -> list[Labelled]:
 
 
 def labelled_sharegpt(reader: RowReader) -> list[Labelled]:
-    return _last(sharegpt_prompt(reader), reader.label(), reader)
+    return _last(reader.messages("conversations"), reader.label(), reader)
 
 
 def labelled_alpaca(reader: RowReader) -> list[Labelled]:
@@ -35,7 +35,6 @@ def _last(messages: list[Message], label: bool, reader: RowReader) -> list[Label
             prompt=messages[:-1],
             completion=messages[-1:],
             label=label,
-            tools=reader.tools(),
             place=reader.place,
         )
     ]

@@ -5,7 +5,7 @@ from itertools import combinations
 from learner.data.records.base import Content, Message, Preference, RowError, columns_of, shown
 from learner.data.texts.messages import check_turns
 
-from .reader import RowReader, alike, alpaca_prompt, said, sharegpt_prompt
+from .reader import RowReader, alike, alpaca_prompt, said
 
 
 def preference(reader: RowReader) -> list[Preference]:
@@ -52,7 +52,6 @@ def _pair(contents: list[Content], reader: RowReader) -> list[Preference]:
             chosen=chosen,
             rejected=rejected,
             margin=_margin(reader),
-            tools=reader.tools(),
             place=reader.place,
         )
     ]
@@ -77,7 +76,7 @@ def _margin(reader: RowReader) -> float:
 
 
 def conversations_preference(reader: RowReader) -> list[Preference]:
-    return _after(sharegpt_prompt(reader), reader)
+    return _after(reader.messages("conversations"), reader)
 
 
 def alpaca_preference(reader: RowReader) -> list[Preference]:
@@ -108,7 +107,6 @@ def ranked(reader: RowReader) -> list[Preference]:
             prompt=prompt,
             chosen=_answer(prompt, better),
             rejected=_answer(prompt, worse),
-            tools=reader.tools(),
             place=reader.place,
         )
         for better, worse in combinations(answers, 2)
@@ -136,7 +134,6 @@ def scored(reader: RowReader) -> list[Preference]:
             chosen=_answer(prompt, better),
             rejected=_answer(prompt, worse),
             margin=high - low,
-            tools=reader.tools(),
             place=reader.place,
         )
         for (high, better), (low, worse) in combinations(ranked, 2)

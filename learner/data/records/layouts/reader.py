@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from learner.data.records.base import Content, Message, Row, RowError, shown
-from learner.data.texts.messages import OPENING, Tags, check_turns, read_content, to_messages, to_tools
+from learner.data.texts.messages import Tags, check_turns, read_content, to_messages
 
 
 class RowReader:
@@ -55,21 +55,17 @@ class RowReader:
             )
         return value
 
-    def tools(self) -> list[dict[str, Any]]:
-        """Returns the column `tools`; [] without one."""
-        return to_tools(self.row.get("tools"), self.place)
-
     def error(self, reason: str, fault: str, remedy: str) -> RowError:
         """Returns the error of this row."""
         return RowError(self.place, reason, fault, remedy)
 
 
 def alpaca_prompt(reader: RowReader) -> list[Message]:
-    """Returns system message, history and the question that `instruction` and `input` make."""
+    """Returns history and the question that `instruction` and `input` make."""
     asked = [reader.text("instruction", ""), reader.text("input", "")]
     if not any(asked):
         raise reader.error("with an empty prompt", "'instruction' and 'input' are empty", "Write one of them.")
-    messages = system_message(reader)
+    messages: list[Message] = []
     history = reader.row.get("history") or []
     if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
         raise reader.error(
@@ -78,18 +74,6 @@ def alpaca_prompt(reader: RowReader) -> list[Message]:
     for question, answer in history:
         messages += to_messages([said("user", question), said("assistant", answer)], reader.place, "history", Tags())
     return [*messages, said("user", "\n".join(text for text in asked if text))]
-
-
-def sharegpt_prompt(reader: RowReader) -> list[Message]:
-    """Returns the messages of `conversations`, after the system message of a column of its own."""
-    messages = reader.messages("conversations")
-    return messages if messages[0]["role"] in OPENING else [*system_message(reader), *messages]
-
-
-def system_message(reader: RowReader) -> list[Message]:
-    """Returns the message of a column `system`; [] without one."""
-    text = reader.text("system", "")
-    return [said("system", text)] if text else []
 
 
 def said(role: str, content: Any) -> Message:
