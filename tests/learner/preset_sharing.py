@@ -23,8 +23,14 @@ from tests.learner import test_presets
 from tests.learner.batches import group
 from tests.learner.tiny import OPTIMIZER
 
-CLOSE = 2e-6
-"""The largest difference of a gradient, in parts of its norm. With fp32 it was below 1.2e-6 for every preset."""
+CLOSE = 1e-6
+"""The largest difference of a gradient, in parts of its norm. With fp32 it was below 6.3e-7 for every preset and both
+backends."""
+SEED = 4
+"""The weights that all steps begin with. Of 13 seeds, 3 gave more than 9e-7 for `sequence_tis`, up to 1.1e-6."""
+STEADY = msgspec.structs.replace(OPTIMIZER, epsilon=1e-6)
+"""With an epsilon of 1e-8 AdamW's first step divides gradients near 1e-8 by themselves, so their rounding moved a
+weight by up to 2e-4. With this one it moved none by more than 1.4e-6."""
 
 
 class Step(NamedTuple):
@@ -49,17 +55,19 @@ def compare(preset: str, kind: str, **others: object) -> None:
     for wanted, found in zip(separate.gradients, shared.gradients, strict=True):
         assert wanted.norm() > 0
         assert (found - wanted).norm() <= CLOSE * wanted.norm()
-    # AdamW's first step takes the smallest gradients for their sign: such weights are few.
-    difference = (shared.weights - separate.weights).abs()
-    assert (difference > 1e-5).double().mean() < 1e-3
-    assert difference.max() < 2 * OPTIMIZER.learning_rate
+    torch.testing.assert_close(shared.weights, separate.weights, rtol=0, atol=5e-6)
 
 
 def taken(preset: str, kind: str, prefix_sharing: PrefixSharing, **others: object) -> Step:
     config = test_presets.configured(preset, **others)
     with mock.patch.object(test_presets, "group", alike_group), recorded_gradients() as gradients:
         updater, backend = test_presets.build(
-            config, kind=kind, has_reference=needs_reference(config), prefix_sharing=prefix_sharing
+            config,
+            kind=kind,
+            has_reference=needs_reference(config),
+            prefix_sharing=prefix_sharing,
+            seed=SEED,
+            optimizer=STEADY,
         )
         judged = updater.judge(test_presets.sampled(backend, range(4)), 0)
         packed = updater.pack(judged.sequences)

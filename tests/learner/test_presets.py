@@ -13,7 +13,7 @@ from broker.schema import Group
 from learner.algorithm_config import AlgorithmConfig, KlConfig
 from learner.backends import open_backend
 from learner.backends.base import Backend
-from learner.config import LearnerConfig
+from learner.config import LearnerConfig, OptimizerConfig
 from learner.objective.composition import needs_reference
 from learner.objective.critic import Critic
 from learner.objective.objective import Objective
@@ -40,23 +40,25 @@ def build(
     kind: str = "fsdp",
     has_reference: bool = False,
     prefix_sharing: PrefixSharing = "never",
+    seed: int = 3,
+    optimizer: OptimizerConfig = OPTIMIZER,
 ) -> tuple[Updater, Backend]:
     torch.set_num_threads(1)
-    backend = open_backend(kind, MODEL, OPTIMIZER, seed=3)
+    backend = open_backend(kind, MODEL, optimizer, seed=seed)
     ranks = Ranks(0, 1, 0, 1, is_lead=True)
     critic = None
     if config.advantage.kind == "gae":
-        value = open_backend(kind, MODEL, OPTIMIZER, seed=3, head="value")
+        value = open_backend(kind, MODEL, optimizer, seed=seed, head="value")
         critic = Critic(value, ranks, clip=0.2, gamma=1.0, lam=0.95, learning_rate=1e-3)
     updater = Updater(
         backend,
         ranks,
         Objective(config, is_one_update=True, max_new_tokens=16),
-        open_backend(kind, MODEL, OPTIMIZER, seed=4) if has_reference else None,
+        open_backend(kind, MODEL, optimizer, seed=seed + 1) if has_reference else None,
         critic,
         algorithm=config,
         learner=LearnerConfig(micro_batch_tokens=40, prefix_sharing=prefix_sharing),
-        optimizer=OPTIMIZER,
+        optimizer=optimizer,
         temperature=1.0,
         max_new_tokens=16,
         max_lag=4,
