@@ -43,6 +43,10 @@ from tests.learner.torchrun import run_ranks
 KV_HEADS, HEAD_WIDTH, QUERIES = 4, 3, 2
 QKV_ROWS = (KV_HEADS * QUERIES * HEAD_WIDTH, KV_HEADS * HEAD_WIDTH, KV_HEADS * HEAD_WIDTH)
 ROWS = 19
+SEED = 5
+"""The models' weights. In bfloat16 a router may choose another expert of two that are nearly tied: of the seeds 1 to 8
+that happens with 3 and 6, for up to 2 of 105 tokens, whose logprobs are then up to 0.15 off. With 5 the largest
+difference is 0.01."""
 
 SHARINGS: dict[str, tuple[Sharing, list[tuple[int, ...]]]] = {
     "whole": (Whole(), [(7,)]),
@@ -292,7 +296,7 @@ def case_of(root: Path, architecture: str, dtype: str, layout: LayoutConfig) -> 
     model, config = root / architecture, model_config(architecture)
     others = [root / f"{architecture}-{other}" for other in OTHERS]
     if not model.exists():
-        load_model(config, 3).save_pretrained(model)
+        load_model(config, SEED).save_pretrained(model)
         load_tokenizer(config).save_pretrained(model)
         for other, (changes, _) in zip(others, OTHERS.values(), strict=True):
             write_checkpoint(model_config(architecture, **changes), other)
@@ -401,10 +405,8 @@ def test_logprobs_are_those_of_the_weights_that_were_stepped_to(story: Story) ->
     for result in results:
         batches = batches_of(result.replica, replicas, 0)
         expected = torch.cat([torch.cat(ordinary(model, batch)) for batch in batches])
-        difference = (torch.tensor(result.logprobs[1]) - expected).abs()
-        # In bfloat16 a router may choose another expert of two that are nearly tied.
-        tied = 0.05 if case.dtype == "bfloat16" and case.architecture == "qwen3_moe" else 0.0
-        assert (difference > (1e-5 if case.dtype == "float32" else 0.05)).double().mean() <= tied
+        tolerance = 1e-5 if case.dtype == "float32" else 0.05
+        torch.testing.assert_close(torch.tensor(result.logprobs[1]), expected, rtol=0, atol=tolerance)
         assert result.logprobs[0] != result.logprobs[1]
 
 
