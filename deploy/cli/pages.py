@@ -7,19 +7,20 @@ from broker.errors import HeadwayError
 from deploy.observe.page.document import document
 from deploy.observe.page.picture import page_of
 from deploy.printing import complain, say, say_json
-from deploy.run.directory import REPORT, find_newest
+from deploy.run.directory import COMPARISON, REPORT, find_newest
 from deploy.run.record import read_record
 from deploy.run.whole_files import replace_file
 
 
 def write_page(runs: Sequence[str], output: Path | None, *, as_json: bool) -> None:
-    """Write the page of these runs, or print what it would show. Raises HeadwayError."""
+    """Write the page of these runs, into the directory of the first unless `output` is given, or print what it would
+    show. Raises HeadwayError."""
     records = [read_record(run) for run in runs]
     page = page_of(records)
     if as_json and output is None:
         say_json(page)
         return
-    path = output or (Path("compare.html") if len(runs) > 1 else records[0].directory / REPORT)
+    path = output or records[0].directory / (COMPARISON if len(runs) > 1 else REPORT)
     try:
         replace_file(path, document(page, page.title))
     except HeadwayError as error:

@@ -3,6 +3,7 @@
 runs/NAME/        config.yaml  metrics.jsonl  trained.jsonl  evaluations.jsonl  summary.json
                   last_look.json
                   report.html: the page of `headway report`
+                  compare.html: the page of `headway compare` that names this run first
                   plots/  checkpoints/  experience/  replays/  logs/  sft/  stages/  broker/
                   settings.json: the recipe once more, for --resume to compare
                   identity: tells the run from another one of its name on the broker
@@ -41,7 +42,7 @@ CONFIG, SETTINGS, ENDPOINT, IDENTITY, INCARNATION = (
     "identity",
     "incarnation",
 )
-REPORT = "report.html"
+REPORT, COMPARISON = "report.html", "compare.html"
 SERVER, CHECKPOINTS, EXPERIENCE, REPLAYS = "broker", "checkpoints", "experience", "replays"
 BEFORE_TRAINING = {
     CONFIG,
@@ -61,6 +62,7 @@ BEFORE_TRAINING = {
     EXPERIENCE,
     "logs",
     REPORT,
+    COMPARISON,
 }
 """The files and directories of a start that failed before its first step and checkpoint."""
 

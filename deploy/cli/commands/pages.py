@@ -40,7 +40,9 @@ def report(run: str | None, output: Path | None, as_json: bool) -> None:
 @click.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN RUN...", callback=several)
 @click.option(
-    "--output", type=click.Path(dir_okay=False, path_type=Path), help="The HTML file.  [default: compare.html here]"
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The HTML file.  [default: compare.html in the first RUN]",
 )
 @json_option
 def compare(runs: tuple[str, ...], output: Path | None, as_json: bool) -> None:

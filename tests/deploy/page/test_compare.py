@@ -48,6 +48,20 @@ def test_the_page_holds_the_json(tmp_path: Path) -> None:
     assert [run["name"] for run in json.loads(elements.texts["content"])["runs"]] == ["first", "second"]
 
 
+def test_the_page_lies_in_the_first_runs_directory_and_nothing_where_the_user_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, second = write_run(tmp_path / "runs" / "first"), write_run(tmp_path / "elsewhere" / "second")
+    assert headway("compare", "first", str(second)) == "Page: runs/first/compare.html\n"
+    assert (first / "compare.html").stat().st_size > 10_000
+    assert headway("compare", str(second), "first") == f"Page: {second}/compare.html\n"
+    headway("compare", "first", str(second), "--json")
+    headway("report", "first")
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "elsewhere"}
+    assert {path.name for path in first.parent.iterdir()} == {"first"}
+
+
 @pytest.mark.parametrize("runs", [["a"], ["a", "a"], [f"{number}" for number in range(9)]])
 def test_one_run_or_too_many_or_the_same_twice_is_wrong_usage(runs: list[str]) -> None:
     with pytest.raises(click.UsageError, match="give 2 to 8 different runs"):
