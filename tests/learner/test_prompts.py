@@ -1,9 +1,10 @@
 """Sources, rendering and the cursor: one place gives one prompt, and held-out prompts are never trained."""
 
 import json
+import math
 import re
 import sys
-from datetime import date
+from datetime import date, datetime, timedelta
 from decimal import Decimal
 from itertools import islice
 from pathlib import Path
@@ -545,6 +546,29 @@ def test_a_column_that_extra_info_hides_is_told(
     warnings = [record.getMessage() for record in caplog.records if "'extra_info'" in record.getMessage()]
     assert len(warnings) == bool(told)
     assert all(warning.startswith(f"1 rows have {told} ") and f"{path}:2" in warning for warning in warnings)
+
+
+@pytest.mark.parametrize(
+    ("value", "is_told"),
+    [
+        (date(2026, 1, 2), True),
+        (datetime(2026, 1, 2, 3), True),
+        (Decimal("1.50"), True),
+        (timedelta(seconds=4), True),
+        ([{"at": date(2026, 1, 2)}], True),
+        (math.nan, False),
+        (b"ab", False),
+        ({"a": [1, None], "b": 0.1}, False),
+    ],
+)
+def test_a_column_that_reaches_rewards_as_text_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, value: Any, is_told: bool
+) -> None:
+    path = tmp_path / "rows.parquet"
+    rows = [{"prompt": "q", "ground_truth": "1", "level": 1, "when": value}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    open_source(PromptsConfig(kind="parquet", path=str(path)), 0)
+    assert [f"{path}: row 1" in warning and "'when'" in warning for warning in caplog.messages] == [True] * is_told
 
 
 ROWS = [{"prompt": f"q{number}", "ground_truth": str(number), "data_source": "test"} for number in range(3)]

@@ -7,7 +7,7 @@ Fields: `prompt` (text or messages), `ground_truth` (or verl's nested `reward_mo
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -60,23 +60,41 @@ def read_rows(kind: str, path: str, where: str) -> Iterator[tuple[str, Row]]:
 
 def to_items(rows: Iterable[tuple[str, Row]], fields: RowFields, default_source: str) -> list[Item]:
     """Returns all rows as items, after a check that each can be sent to the broker."""
-    items, skipped, hidden = [], frozenset(fields.skip_rows), dict[str, list[str]]()
+    items, skipped = [], frozenset(fields.skip_rows)
+    hidden, changed = dict[str, list[str]](), dict[str, list[str]]()
     for place, row in rows:
         if place in skipped:
             continue
         items.append(item := _item(row, place, fields, default_source))
         check_sendable(item, place)  # checked here, where the row is known
-        if names := _hidden(row, fields):
-            hidden[place] = names
-    if hidden:
-        log.warning(
-            "%d rows have %s as a column and, with another value, in 'extra_info'; the first is %s. Rewards of either"
-            " signature get the value of 'extra_info': rename one of the two if yours reads the column.",
-            len(hidden),
-            ", ".join(sorted({repr(name) for names in hidden.values() for name in names})),
-            next(iter(hidden)),
-        )
+        for found, names in ((hidden, _hidden(row, fields)), (changed, _changed(item))):
+            if names:
+                found[place] = names
+    _tell(
+        hidden,
+        "have %s as a column and, with another value, in 'extra_info'; the first is %s. Rewards of either signature get"
+        " the value of 'extra_info': rename one of the two if yours reads the column.",
+    )
+    _tell(
+        changed,
+        "have a value in %s that is no text, number, list or mapping, such as a date; the first is %s. Rewards get it"
+        " as text: write it as they are to read it, if yours does.",
+    )
     return items
+
+
+def _tell(found: Mapping[str, Sequence[str]], what: str) -> None:
+    """Log how many rows have such columns, if some have, with the columns and the first row."""
+    if found:
+        names = sorted({repr(name) for names in found.values() for name in names})
+        log.warning(f"%d rows {what}", len(found), ", ".join(names), next(iter(found)))
+
+
+def _changed(item: Item) -> list[str]:
+    """Return the columns that reach rewards with another value than the row's."""
+    arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(item.extra_info))
+    # NaN equals itself as text alone
+    return [name for name, value in item.extra_info.items() if repr(arrived[name]) != repr(value)]
 
 
 def _hidden(row: Row, fields: RowFields) -> list[str]:
