@@ -6,7 +6,9 @@ import msgspec
 from msgspec import Meta
 
 ENVIRONMENTS = ("single_turn", "second_try")
-REWARDS = ("arithmetic", "math_verify", "reasoning_gym", "reward_model")
+READERS = ("arithmetic", "math_verify", "reasoning_gym")
+"""Rewards that can say which prompts they will not be able to judge."""
+REWARDS = (*READERS, "reward_model")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -154,8 +154,9 @@ class Local:
             if self.overwrite and not self.is_forced:
                 refuse_if_in_use(self.recipe.broker.url, self.recipe.run.name)
         check_rewind(self.recipe, self.rewind)
-        is_tried = self._has_learner and self.recipe.launcher.kind == "local"
-        return replace(self, recipe=tried(self.recipe, self._say)) if is_tried else self
+        if not self._has_learner:
+            return self
+        return replace(self, recipe=tried(self.recipe, self._say, calls=self.recipe.launcher.kind == "local"))
 
     def _prepare(self) -> Path:
         if self.resume:

@@ -14,7 +14,7 @@ from learner.backends.abilities import BACKENDS
 from learner.config import EXAMPLES, PROMPTS, STAGES, LearnerConfig, StageConfig
 from learner.models.layout import check_ranks, check_splits
 from learner.stages.kinds import options_of
-from rollout_workers.config import REWARDS, EngineConfig
+from rollout_workers.config import READERS, REWARDS, EngineConfig
 from rollout_workers.engines import ENGINES, abilities_of, check_options
 from rollout_workers.engines.gpus import shares
 from rollout_workers.environments import check_environment
@@ -37,6 +37,8 @@ from .stage_graph import impossible_names, impossible_references, impossible_sta
 SCHEMES = ("redis://", "rediss://", "redis+cluster://", "rediss+cluster://", "unix://")
 DEVICES = ("cpu", "cuda")
 TORCH_DEVICE = re.compile(r"(cpu|cuda|mps|xpu)(:\d+)?")
+ROWS = ("jsonl", "parquet", "datasets")
+"""Kinds of prompts that are rows, all of which can be read before a run starts."""
 GROUP_ADVANTAGES = ("group_mean_std", "group_mean", "leave_one_out", "best_against_worst")
 
 
@@ -135,6 +137,7 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
     if recipe.run.is_colocated:
         yield from impossible_turns(recipe)
     yield from _useless_archives(recipe.weights)
+    yield from _idle_skips(recipe)
     yield from _impossible_evaluations(recipe)
     if recipe.launcher.kind == "ray":
         yield from impossible_ray_roles(recipe)
@@ -201,6 +204,17 @@ def _missing_prompts(recipe: Recipe) -> Iterator[str]:
         yield f"there are no prompts, which {who}. Add prompts: {{kind: jsonl, path: FILE}}, or another kind."
     if (who or recipe.has_prompts) and not recipe.rewards:
         yield "there are no rewards, which score responses to prompts. Add rewards: [{kind: math_verify}], or another."
+
+
+def _idle_skips(recipe: Recipe) -> Iterator[str]:
+    """Yield rewards that are to pass over rows, and would not."""
+    for index, reward in enumerate(recipe.rewards):
+        if reward.unreadable == "skip" and (reward.kind not in READERS or recipe.prompts.kind not in ROWS):
+            yield (
+                f"rewards[{index}].unreadable=skip would pass over nothing: {', '.join(READERS)} tell what they cannot"
+                f" read of prompts of kind {', '.join(ROWS)}, and this is {reward.kind} on {recipe.prompts.kind}. Leave"
+                " it out."
+            )
 
 
 def _impossible_transfers(recipe: Recipe) -> Iterator[str]:

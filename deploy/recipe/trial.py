@@ -3,7 +3,7 @@ all ground truths that a built-in reward is to read.
 
 A call runs in a process of its own under the reward's deadline, as in a worker. It is the operator's own recipe that
 names the functions, so these may be imported here. Data from a hub, or from the user's own source, is not opened for
-it: that may take longer than a run waits to start.
+a call: that may take longer than a run waits to start.
 """
 
 import asyncio
@@ -22,8 +22,9 @@ from learner.data.prompts import open_source
 from learner.data.prompts.base import Item
 from learner.data.prompts.files import ListedPrompts
 from learner.data.texts.messages import Tags, read_prompt
-from rollout_workers.config import RewardConfig
+from rollout_workers.config import READERS, RewardConfig
 
+from .checks import ROWS
 from .data_checks import LOCAL
 from .operators import roots_of
 from .recipe import Recipe
@@ -32,32 +33,33 @@ RESPONSE = "The answer is 42."
 """The response of a trial call."""
 RENDER_S = 60.0
 """The deadline for rendering one prompt."""
-READERS = ("arithmetic", "math_verify", "reasoning_gym")
-"""Rewards that can say which prompts they will not be able to judge."""
 
 
-def tried(recipe: Recipe, say: Callable[[str], object]) -> Recipe:
+def tried(recipe: Recipe, say: Callable[[str], object], *, calls: bool = True) -> Recipe:
     """Return the recipe, without the rows that a reward with `unreadable: skip` cannot read; `say` gets their number.
+    `calls`: whether functions are called, too; they may be on the machines of workers alone.
 
     Raises ConfigError for a function that fails on a trial call, and, with file and row, for a ground truth that a
     built-in reward cannot read."""
-    if recipe.prompts.kind not in LOCAL or not any(_is_tried(reward, recipe) for reward in recipe.rewards):
+    tries = [(f"rewards[{number}]", reward) for number, reward in enumerate(recipe.rewards)]
+    tries = [(where, reward) for where, reward in tries if _is_tried(reward, recipe.prompts.kind, calls=calls)]
+    if not tries:
         return recipe
     source, skipped = open_source(recipe.prompts, recipe.run.seed), dict[str, str]()
-    for number, reward in enumerate(recipe.rewards):
-        where = f"rewards[{number}]"
-        if ":" in reward.kind and reward.trial:
+    for where, reward in tries:
+        if ":" in reward.kind:
             asyncio.run(_call(recipe, reward, source.train(0, 0), where))
-        elif _is_tried(reward, recipe) and isinstance(source, ListedPrompts):
+        elif isinstance(source, ListedPrompts):
             skipped |= _unreadable(recipe, reward, source.items, where)
     return _without(recipe, skipped, source.size, say) if skipped else recipe
 
 
-def _is_tried(reward: RewardConfig, recipe: Recipe) -> bool:
-    """Whether anything is tried of the reward. The prompts that come with Headway are those that its rewards read."""
+def _is_tried(reward: RewardConfig, prompts: str, *, calls: bool) -> bool:
+    """Whether anything is tried of the reward, with prompts of this kind. Those that come with Headway are what its
+    rewards read."""
     if ":" in reward.kind:
-        return reward.trial
-    return reward.kind in READERS and recipe.prompts.kind in ("jsonl", "parquet")
+        return calls and reward.trial and prompts in LOCAL
+    return reward.kind in READERS and prompts in ROWS
 
 
 async def _call(recipe: Recipe, config: RewardConfig, item: Item, where: str) -> None:

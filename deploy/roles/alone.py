@@ -36,6 +36,7 @@ from deploy.recipe.data_checks import check_data
 from deploy.recipe.packages import check_packages
 from deploy.recipe.recipe import Recipe
 from deploy.recipe.sections import SOURCE, overridden
+from deploy.recipe.trial import tried
 from deploy.run.directory import CHECKPOINTS, endpoint, held, prepare
 from deploy.run.in_use import refuse_if_in_use
 from deploy.run.resuming import check_resumable
@@ -74,14 +75,17 @@ def run_learner(
     is_forced: bool = False,
 ) -> int:
     """Run the learner, or one rank of it, in this process; or start torchrun if the recipe wants several ranks."""
-    is_rank = "RANK" in os.environ
+    is_rank, is_first = "RANK" in os.environ, os.environ.get("RANK", "0") == "0"
     if is_rank and not prepared:
         _check_stages_are_done(recipe, resume=resume, overwrite=overwrite)
     with ExitStack() as stack:
-        if not prepared and os.environ.get("RANK", "0") == "0":
+        if not prepared and is_first:
             stack.enter_context(held(recipe.run_directory))
             check_packages(recipe, has_workers=False)
             check_data(recipe, is_new=not resume, say=complain)
+        if not prepared and recipe.has_learner:  # by each rank, as each reads the prompts
+            recipe = tried(recipe, say if is_first else lambda text: None, calls=False)
+        if not prepared and is_first:
             ping(url, recipe.run.name, complain)  # first: a run that cannot start leaves nothing and removes nothing
             check_rewind(recipe, rewind)
             if resume:
@@ -104,7 +108,7 @@ def run_learner(
         from .learner import train
 
         is_finished = train(recipe, url, resume=resume, rewind=rewind)
-    if os.environ.get("RANK", "0") == "0":
+    if is_first:
         _say_how_it_ended(recipe, is_finished)
         say_farewell()
     return 0

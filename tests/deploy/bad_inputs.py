@@ -162,6 +162,7 @@ VALUES = [
     ("rewards=[{kind: reward_model}]", "rewards[0].path is missing: it names the directory of the reward model"),
     ("rewards=[{kind: arithmetic, path: x}]", "rewards[0].path is for kind=reward_model; arithmetic reads no model"),
     ("rewards=[{kind: reward_model, path: /nowhere/rm}]", "rewards[0].path: /nowhere/rm is no directory with a model"),
+    ("rewards=[{kind: 'my_own:score', unreadable: skip}]", "rewards[0].unreadable=skip would pass over nothing"),
     ("rewards=[{kind: arithmetic, std: 0}]", "rewards[0].std is 0; expected"),
     ("teacher.path=./no-teacher", "teacher.path: ./no-teacher is no directory with a model"),
     ("scorers.batch_tokens=0", "scorers.batch_tokens is 0; expected"),

@@ -2,15 +2,23 @@
 
 import json
 import os
+import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from broker.errors import ConfigError
+from deploy.launch.local import Local
 from deploy.recipe.loading import load_recipe
-from deploy.recipe.recipe import Recipe
+from deploy.recipe.recipe import LauncherConfig, Recipe
 from deploy.recipe.trial import tried
+from deploy.roles.alone import run_learner
+from deploy.terminal import Terminal
+from learner.config import PromptsConfig
 from learner.data.prompts import open_source
 
 from .tiny_model import make_model
@@ -143,6 +151,42 @@ def test_a_truth_that_cannot_be_read_is_passed_over_where_that_is_said() -> None
     source = open_source(skipping.prompts, 0)
     assert [source.train(0, position).ground_truth for position in range(source.size or 0)] == ["5", "7"]
     assert tried(skipping, said.append) is skipping
+
+
+def test_a_learner_without_its_workers_reads_all_truths_and_calls_nothing(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model(here / "m")
+    start = partial(run_learner, url="redis://127.0.0.1:1", resume=False, overwrite=False, prepared=False, rewind=None)
+    with pytest.raises(ConfigError, match=r"p\.jsonl:2: "):
+        start(recipe("math_verify", ["5", ""]))
+    prepared: list[Recipe] = []
+    monkeypatch.setattr("deploy.roles.alone.ping", lambda *_: None)
+    monkeypatch.setattr("deploy.roles.alone.prepare", lambda given, **_: prepared.append(given))
+    with pytest.raises(TypeError):  # there is no directory
+        start(recipe("math_verify", ["5", "", "7"], unreadable="skip"))
+    with pytest.raises(TypeError):
+        start(recipe("own_trial:broken", ["a"]))
+    assert [given.prompts.options.get("skip_rows") for given in prepared] == [["p.jsonl:2"], None]
+
+
+def test_truths_of_a_data_set_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"prompt": "2+3=", "ground_truth": truth} for truth in ("5", "", "7")]
+    hub = SimpleNamespace(load_dataset=lambda path, name, split: rows)
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    given = recipe("math_verify", [])
+    given = msgspec.structs.replace(given, prompts=PromptsConfig(kind="datasets", path="me/sums"))
+    with pytest.raises(ConfigError, match=r"me/sums\[train\]: row 2: .*\(1 of 3 rows\)"):
+        tried(given, print)
+
+
+def test_on_ray_all_truths_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model(Path("m"))
+    monkeypatch.setattr("deploy.launch.local.check_packages", lambda *_, **__: None)  # Ray need not be here
+    given = msgspec.structs.replace(recipe("math_verify", ["5", ""]), launcher=LauncherConfig(kind="ray"))
+    local = Local(given, "r.yaml", (), resume=False, overwrite=False, console=Terminal())
+    with pytest.raises(ConfigError, match=r"p\.jsonl:2: "):
+        local.prepare()
 
 
 def test_prompts_that_a_built_in_reward_can_read_start_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
