@@ -103,6 +103,7 @@ DIALECTS: list[tuple[Any, dict[str, Any], str]] = [
     ([{"from": "system", "value": ""}, {"from": "human", "value": "q"}], {}, "<s></s><u>q</s><a>"),
     (USER, {}, "<u>q</s><a>"),
     (json.dumps([USER]), {}, "<u>q</s><a>"),
+    (json.dumps(json.dumps([USER])), {}, "<u>q</s><a>"),
     (str([USER]), {}, "<u>q</s><a>"),
     (json.dumps({"from": "human", "value": "q"}), {}, "<u>q</s><a>"),
     ([USER, {"role": "model", "content": "b"}, USER], {}, "<u>q</s><a>b</s><u>q</s><a>"),
@@ -273,7 +274,9 @@ def test_a_prompt_that_is_not_understood_is_refused_by_its_row(
         open_prompts(PromptsConfig(kind="jsonl", path=str(path)), tokenizer_of(), 0).check()
 
 
-@pytest.mark.parametrize("text", ["[1, 2]", '{"a": 1}', '[{"role": 1}]', "[{'role': 'user'", '{"role": "a", "x": 1}'])
+@pytest.mark.parametrize(
+    "text", ["[1, 2]", '{"a": 1}', '[{"role": 1}]', "[{'role': 'user'", '{"role": "a", "x": 1}', '"a role"']
+)
 def test_a_text_that_states_no_messages_stays_a_text(text: str) -> None:
     assert prompt(tokenizer_of(), text).text == text
 

@@ -97,14 +97,16 @@ def to_messages(value: Any, place: str, column: str, tags: Tags) -> list[Message
 
 
 def _stated_messages(text: str, tags: Tags) -> list[Any] | None:
-    """Returns the messages that a text states, such as one that `str` or `json.dumps` wrote."""
-    if not text.lstrip().startswith(("[", "{")) or not any(
+    """Returns the messages that a text states, such as one that `str` or `json.dumps` wrote, however often."""
+    if not text.lstrip().startswith(("[", "{", '"', "'")) or not any(
         name in text for name in ("role", "from", tags.role_tag or "role")
     ):
         return None
     for read in (json.loads, ast.literal_eval):
         with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             stated = read(text.strip())
+            if isinstance(stated, str):
+                return _stated_messages(stated, tags)
             listed = stated if isinstance(stated, list) else [stated]
             return listed if listed and all(_is_message(each, tags) for each in listed) else None
     return None
