@@ -6,24 +6,28 @@ from typing import Any, Protocol
 
 import msgspec
 
-from learner.data.texts.base import Message, Templated
+from learner.data.texts.base import Message
 
 __all__ = ["Item", "Message", "PromptSource", "is_held_out"]
 
 HELD_OUT_ONE_IN = 16
 
 
-class Item(Templated, frozen=True, kw_only=True):
+class Item(msgspec.Struct, frozen=True, kw_only=True):
     """One task as its source states it, before tokenization."""
 
     content: str | list[Message]
     """A text that the model continues, or a conversation that it answers, in any dialect that records may have. Where
     its last message is an assistant's, the model goes on with that."""
+    tools: list[dict[str, Any]] = []
+    """Descriptions of functions, as chat templates take them."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Values of further names that the chat template reads, such as `enable_thinking`."""
     ground_truth: Any
     """The right answer, as reward functions read it: text, a number, a truth value, a list or a mapping."""
     data_source: str
     """The data set that it comes from, for reward functions that judge several."""
-    extra_info: dict[str, Any] = msgspec.field(default_factory=dict)
+    extra_info: dict[str, Any] = {}
     """Further facts for reward functions, of types that JSON has."""
     place: str = ""
     """The place from which it was read, such as `train.jsonl:12`, for errors."""

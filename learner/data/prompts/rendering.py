@@ -47,8 +47,9 @@ class Renderer:
         """Returns the tokenized prompt, named `group`. Raises ConfigError where nothing is left to continue."""
         what = f"{item.place}: the prompt" if item.place else f"prompt {group} of {item.data_source!r}"
         check_sendable(item, what)
+        given = Templated(tools=item.tools, chat_template_kwargs=item.chat_template_kwargs)
         content = read_prompt(item.content, item.place or what, "prompt", Tags())
-        text, token_ids = self.render(content, what, item)
+        text, token_ids = self.render(content, what, given)
         if not token_ids:
             raise ConfigError(f"{what} has no tokens: {text[:80]!r}.")
         return Prompt(
