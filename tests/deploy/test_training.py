@@ -50,10 +50,23 @@ def test_replay_for_a_model_without_experts_is_refused_before_it_is_loaded() -> 
         recipe_backend(recipe)
 
 
-@pytest.mark.parametrize("open_one", [recipe_backend, recipe_scores, open_critic, open_teacher])
+EVERY_MODEL = pytest.mark.parametrize("open_one", [recipe_backend, recipe_scores, open_critic, open_teacher])
+
+
+@EVERY_MODEL
 def test_every_model_of_the_learner_comes_with_its_threads(
     open_one: Callable[[Recipe], object], torch_threads: None
 ) -> None:
     torch.set_num_threads(1)
     open_one(load_recipe("arithmetic-dense.yaml", ["learner.threads=3", "algorithm.preset=ppo"]))
     assert torch.get_num_threads() == 3
+
+
+@EVERY_MODEL
+def test_a_model_that_would_train_wrongly_is_refused_by_name_where_it_is_opened(
+    open_one: Callable[[Recipe], object], torch_threads: None
+) -> None:
+    bloom = "model.random.config={hidden_size: 32, n_layer: 1, n_head: 2}"
+    recipe = load_recipe("arithmetic-dense.yaml", ["model.random.architecture=bloom", bloom, "algorithm.preset=ppo"])
+    with pytest.raises(ConfigError, match="cannot train bloom"):
+        open_one(recipe)
