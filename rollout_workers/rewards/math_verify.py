@@ -5,6 +5,7 @@ a thread nor an exception can stop that, but a process can be killed.
 """
 
 import logging
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -18,11 +19,28 @@ from broker.user_code.wire import Program
 
 from .base import RewardError, Score
 
-BOX = re.compile(r"\\boxed\s*\{")
+BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*(?:\{|([-+]?\.?\d[^\s$]*))")
+"""The beginning of a box, or a whole one without braces, such as `\\boxed 5`."""
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 """A brace, or a character that a backslash takes its meaning."""
 NUMBER = re.compile(r"-?\d+(\.\d+)?")
+SCIENTIFIC = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+))[eE]([-+]?\d{1,3})")
+MIXED = re.compile(r"([-+]?\d+)\s+(\d+)\s*/\s*(\d+)")
+THIN_SPACE = re.compile(r"(?<=\d)(?:\\[,;: ]|~|_)(?=\d{3}(?!\d))")
+"""What stands between thousands where no comma does."""
+NAME = re.compile(r"(?<![\\a-zA-Z])(sin|cos|tan|log|ln|exp|pi)(?![a-zA-Z])")
+"""A function or number by its name, which LaTeX has a command for."""
+UNIT = re.compile(r"([-+]?\d[\d.,/\s]*?)\s+(?!percent)[^\W\d_]{3,}(?:\s+[^\W\d_]+)*\.?")
+"""A number and its unit in words; math-verify knows some units, and reads others as products of their letters."""
+UNCLEAR = re.compile(
+    r"[-+]?\d(?:[\d.,]*\d)?\s+(?:[^\W\d_]{3,}\s+)?[\d.]|\d{4}-\d\d?-\d\d?\b|\d[\d:.]*\s*[ap]\.?m\b", re.IGNORECASE
+)
+"""Numbers beside each other, a date, a time of day: math-verify reads these as a product, a difference, an hour."""
+WORDS = re.compile(r"(?=.*[^\W\d_]{3})[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*\.?")
+"""Words, one of them of three letters or more; math-verify reads them as products of their letters."""
+STYLE = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 DOLLAR = re.compile(r"(?<!\\)\$")
+DECIMAL_PLACES = 6
 AT_ONCE = 100
 """Ground truths that are read in one call."""
 
@@ -88,10 +106,13 @@ class Comparisons:
         """Return whether the last boxed answer equals `ground_truth`. Raises RewardError if that cannot be told."""
         from math_verify import LatexExtractionConfig, parse, verify
 
-        gold = _read(ground_truth)
-        box = last_box(response)
-        answer = parse(box, [LatexExtractionConfig()], parsing_timeout=None) if box else []
-        return bool(answer) and verify(gold, answer, timeout_seconds=None)
+        gold, answer = _read(ground_truth), last_box(response)
+        if isinstance(gold, str) or not answer:
+            return bool(answer) and gold == _words(answer)
+        if (expression := _expression(answer)) is None:
+            return False
+        found = parse(f"\\boxed{{{expression}}}", [LatexExtractionConfig()], parsing_timeout=None)
+        return bool(found) and verify(gold, found, float_rounding=_places(gold), timeout_seconds=None)
 
     def complaints(self, truths: Sequence[Any]) -> list[str]:
         """Return for each ground truth why it cannot be read; "" where it can."""
@@ -110,30 +131,76 @@ def _complaint(ground_truth: Any) -> str:
     return ""
 
 
-def _read(ground_truth: Any) -> list[Any]:
-    """Return the expressions of a ground truth: a number, the last box of a text, or a text that is an expression or
-    has one between dollar signs. Raises RewardError for any other."""
+def _read(ground_truth: Any) -> list[Any] | str:
+    """Return the expressions of a ground truth, or its words. It is a number, the last box of a text, or a text that is
+    an expression or has one between dollar signs. Raises RewardError for any other."""
     from math_verify import parse
 
     if isinstance(ground_truth, bool) or not isinstance(ground_truth, str | int | float):
         raise RewardError(f"the ground truth {ground_truth!r:.200} is a {type(ground_truth).__name__}, and no text")
-    text = str(ground_truth)
+    if isinstance(ground_truth, float) and not math.isfinite(ground_truth):
+        raise RewardError(f"the ground truth {ground_truth} is no finite number")
+    text = ground_truth if isinstance(ground_truth, str) else repr(ground_truth)
     box = last_box(text)
-    if box is None:
-        box = text if DOLLAR.search(text) else f"\\boxed{{{text}}}"
-    if not (gold := parse(box, parsing_timeout=None)):
-        raise RewardError(f"the ground truth {ground_truth!r:.200} is no mathematical expression")
+    if box is None and DOLLAR.search(text):
+        gold = parse(text, parsing_timeout=None)
+    elif (words := _words(text if box is None else box)) is not None:
+        return words
+    elif (expression := _expression(text if box is None else box)) is None:
+        raise RewardError(
+            f"the ground truth {ground_truth!r:.200} could be read as several numbers, as a date or as a time. Write"
+            " one number, or give a reward of your own"
+        )
+    else:
+        gold = parse(f"\\boxed{{{expression}}}", parsing_timeout=None)
+    if not gold or all(isinstance(one, str) for one in gold):
+        raise RewardError(
+            f"the ground truth {ground_truth!r:.200} is no mathematical expression that math-verify reads. Write it in"
+            " LaTeX, such as x^2, \\sqrt{2} or 90^\\circ"
+        )
     return list(gold)
 
 
+def _words(text: str) -> str | None:
+    """Return a text that is words alone, in one form however it is set; None for any other."""
+    plain = " ".join(STYLE.sub(r"\1", text).split())
+    return plain.rstrip(".").casefold() if WORDS.fullmatch(plain) else None
+
+
+def _expression(text: str) -> str | None:
+    """Return an expression with its numbers as math-verify reads them; None if a person could read it in two ways."""
+    plain = THIN_SPACE.sub("", text.strip())
+    if number := UNIT.fullmatch(plain):
+        plain = number[1]
+    if number := SCIENTIFIC.fullmatch(plain):
+        return f"{number[1].rstrip('.')}\\times10^{{{int(number[2])}}}"
+    if plain.endswith(".") and plain[-2:-1].isdigit():
+        plain = plain[:-1]
+    plain = NAME.sub(r"\\\1", MIXED.sub(r"\1\\frac{\2}{\3}", plain, count=1))
+    return None if UNCLEAR.match(plain) else plain
+
+
+def _places(gold: Sequence[Any]) -> int:
+    """Return the decimal places to which floats are compared: math-verify's own six, or more for a small number, so
+    that it is told from its double."""
+    try:
+        size = abs(float(gold[0]))
+    except (TypeError, ValueError, OverflowError):
+        return DECIMAL_PLACES
+    return max(DECIMAL_PLACES, 3 - math.floor(math.log10(size))) if size else DECIMAL_PLACES
+
+
 def last_box(text: str) -> str | None:
-    """Return the last `\\boxed{...}` of the text; "" if it is not closed, None if there is none."""
-    starts = [box.end() for box in BOX.finditer(text)]
+    """Return what the last `\\boxed{...}` or `\\fbox{...}` of the text holds, or `5` of `\\boxed 5`; "" if it is not
+    closed, None if there is none."""
+    starts = list(BOX.finditer(text))
     if not starts:
         return None
+    if starts[-1][1]:
+        return starts[-1][1].rstrip(".,;")
     depth = 1
-    for brace in BRACE.finditer(text, starts[-1]):
+    for brace in BRACE.finditer(text, starts[-1].end()):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if not depth:
-            return f"\\boxed{{{text[starts[-1] : brace.start()]}}}"
+            return text[starts[-1].end() : brace.start()].strip()
     return ""

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import math
 import os
 import re
 import signal
@@ -106,6 +107,38 @@ async def test_arithmetic_wants_the_exact_answer_and_an_end(response: str, finis
         ("$18$", r"\boxed{18}", 1.0),
         (7, r"\boxed{7}", 1.0),
         (0.5, r"\boxed{\frac{1}{2}}", 1.0),
+        (1e-7, r"\boxed{1 \times 10^{-7}}", 1.0),
+        (1e-7, r"\boxed{0.0000002}", 0.0),
+        (1e22, r"\boxed{10^{22}}", 1.0),
+        ("2.5e-3", r"\boxed{0.0025}", 1.0),
+        ("0.001", r"\boxed{1e-3}", 1.0),
+        ("1", r"\boxed{1 1/2}", 0.0),
+        ("3/2", r"\boxed{1 1/2}", 1.0),
+        ("-1 1/2", r"\boxed{-1.5}", 1.0),
+        ("0", r"\boxed{1 000}", 0.0),
+        ("1000", r"\boxed{1\,000}", 1.0),
+        ("1_000", r"\boxed{1}", 0.0),
+        ("1, 2", r"\boxed{1,2}", 1.0),
+        (r"\frac 1 2", r"\boxed{0.5}", 1.0),
+        ("3", r"\boxed{3.}", 1.0),
+        ("3.", r"\boxed{3}", 1.0),
+        ("2018", r"\boxed{2024-01-05}", 0.0),
+        ("10", r"\boxed{10 pm}", 0.0),
+        ("3 dollars", r"\boxed{3}", 1.0),
+        ("50", r"\boxed{50 miles per hour}", 1.0),
+        ("25 percent", r"\boxed{0.25}", 1.0),
+        ("listen", r"\boxed{silent}", 0.0),
+        ("Monday", r"\boxed{\text{monday}}", 1.0),
+        (r"\text{no solution}", r"\boxed{No solution.}", 1.0),
+        ("True", r"\boxed{False}", 0.0),
+        ("xy", r"\boxed{yx}", 1.0),
+        ("sin(x)", r"\boxed{\sin x}", 1.0),
+        ("2pi", r"\boxed{2\pi}", 1.0),
+        ("sqrt(2)", r"\boxed{\sqrt{2}}", 1.0),
+        ("5", r"so $\boxed 5$.", 1.0),
+        ("5", r"$\fbox{5}$", 1.0),
+        ("5", r"\boxed{5}, in the \boxed form", 1.0),
+        (r"As $x=1$, it is $\boxed 2$.", r"\boxed{1}", 0.0),
     ],
 )
 async def test_math_verify_compares_boxed_answers(
@@ -116,7 +149,22 @@ async def test_math_verify_compares_boxed_answers(
 
 async def test_truths_that_a_built_in_reward_cannot_read_are_known_before_a_response_is_there() -> None:
     unreadable = ["", r"\boxed{}", ["7", "8"], True, {"answer": 7}, r"\boxed{7"]
-    readable = ["7", r"\frac{1}{2}", 4, -0.5, r"\$18", "(1, 2)"]
+    unreadable += [math.nan, -math.inf, "100 200", "2024-01-05", "10:30 pm", "5 feet 3 inches", "x²", "€5", "90°", "-"]
+    readable = [
+        "7",
+        r"\frac{1}{2}",
+        4,
+        -0.5,
+        r"\$18",
+        "(1, 2)",
+        "1, 2",
+        "1e-7",
+        "1 1/2",
+        "Monday",
+        "A",
+        "3:4",
+        "5 or 6",
+    ]
     told = await MathVerifyReward(deadline_s=PLENTY_S).complaints([prompt(one) for one in (*unreadable, *readable)])
     assert [bool(complaint) for complaint in told] == [True] * len(unreadable) + [False] * len(readable)
     told = await ArithmeticReward().complaints([prompt(one) for one in ("7", 7, [7], 7.5, None)])
