@@ -2,8 +2,7 @@
 all ground truths that a built-in reward is to read.
 
 A call runs in a process of its own under the reward's deadline, as in a worker. It is the operator's own recipe that
-names the functions, so these may be imported here. Data from a hub, or from the user's own source, is not opened for
-a call: that may take longer than a run waits to start.
+names the functions, so these may be imported here.
 """
 
 import asyncio
@@ -16,6 +15,7 @@ from broker.errors import ConfigError, HeadwayError, UserCodeError
 from broker.schema import Prompt
 from broker.user_code.pool import Host
 from broker.user_code.roots import import_directory
+from broker.user_code.source import definition
 from broker.user_code.wire import Program
 from learner.config import ModelConfig
 from learner.data.prompts import open_source
@@ -37,29 +37,46 @@ RENDER_S = 60.0
 
 def tried(recipe: Recipe, say: Callable[[str], object], *, calls: bool = True) -> Recipe:
     """Return the recipe, without the rows that a reward with `unreadable: skip` cannot read; `say` gets their number.
-    `calls`: whether functions are called, too; they may be on the machines of workers alone.
+    `calls`: whether functions are called, too, and a source of the user's own is opened. Functions that are not on this
+    machine are left to workers, which `say` is told.
 
     Raises ConfigError for a function that fails on a trial call, and, with file and row, for a ground truth that a
     built-in reward cannot read."""
     tries = [(f"rewards[{number}]", reward) for number, reward in enumerate(recipe.rewards)]
     tries = [(where, reward) for where, reward in tries if _is_tried(reward, recipe.prompts.kind, calls=calls)]
+    tries = [(where, reward) for where, reward in tries if _is_here(reward, where, say)]
     if not tries:
         return recipe
+    if recipe.prompts.kind not in LOCAL:
+        say(f"Trying the rewards: the prompts ({recipe.prompts.kind}) are opened first, which may take a while.")
     source, skipped = open_source(recipe.prompts, recipe.run.seed), dict[str, str]()
     for where, reward in tries:
         if ":" in reward.kind:
             asyncio.run(_call(recipe, reward, source.train(0, 0), where))
-        elif isinstance(source, ListedPrompts):
-            skipped |= _unreadable(recipe, reward, source.items, where)
+        else:
+            items = source.items if isinstance(source, ListedPrompts) else [source.train(0, 0)]
+            skipped |= _unreadable(recipe, reward, items, where)
     return _without(recipe, skipped, source.size, say) if skipped else recipe
 
 
 def _is_tried(reward: RewardConfig, prompts: str, *, calls: bool) -> bool:
     """Whether anything is tried of the reward, with prompts of this kind. Those that come with Headway are what its
-    rewards read."""
+    rewards read; of a source of the user's own the first one is read."""
     if ":" in reward.kind:
-        return calls and reward.trial and prompts in LOCAL
-    return reward.kind in READERS and prompts in ROWS
+        return calls and reward.trial
+    return reward.kind in READERS and (prompts in ROWS or (":" in prompts and calls))
+
+
+def _is_here(reward: RewardConfig, where: str, say: Callable[[str], object]) -> bool:
+    """Return whether this machine has the reward; `say` is told of a function that it does not have."""
+    if ":" not in reward.kind:
+        return True
+    try:
+        definition(reward.kind, where)
+    except ConfigError:
+        say(f"{where}.kind: {reward.kind} is not on this machine, so it is not tried before its workers import it.")
+        return False
+    return True
 
 
 async def _call(recipe: Recipe, config: RewardConfig, item: Item, where: str) -> None:
@@ -75,7 +92,7 @@ async def _call(recipe: Recipe, config: RewardConfig, item: Item, where: str) ->
     except ConfigError:
         raise
     except HeadwayError as error:
-        row = item.place or f"a prompt of {recipe.prompts.kind}"
+        row = item.place or f"the first prompt of {recipe.prompts.kind}"
         raise ConfigError(
             f"{where}.kind: {config.kind} fails on a trial call, with {row} and the response {RESPONSE!r}: it"
             f" {error.__cause__ or error}. Mend the function; or, if it is right and cannot be called now,"

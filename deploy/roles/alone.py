@@ -84,7 +84,7 @@ def run_learner(
             check_packages(recipe, has_workers=False)
             check_data(recipe, is_new=not resume, say=complain)
         if not prepared and recipe.has_learner:  # by each rank, as each reads the prompts
-            recipe = tried(recipe, say if is_first else lambda text: None, calls=False)
+            recipe = tried(recipe, say if is_first else lambda text: None, calls=is_first)
         if not prepared and is_first:
             ping(url, recipe.run.name, complain)  # first: a run that cannot start leaves nothing and removes nothing
             check_rewind(recipe, rewind)

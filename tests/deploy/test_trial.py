@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from broker.errors import ConfigError
+from broker.errors import ConfigError, HeadwayError
 from deploy.launch.local import Local
 from deploy.recipe.loading import load_recipe
 from deploy.recipe.recipe import LauncherConfig, Recipe
@@ -66,6 +66,30 @@ def asks(completions, answer):
 
 def lacks(solution_str):
     import no_such_module
+
+
+class Sums:
+    size, truth = None, "5"
+
+    def __init__(self, path, seed):
+        pass
+
+    def train(self, epoch, position):
+        from learner.data.prompts.base import Item
+
+        return Item(content="2+3=", ground_truth=self.truth, data_source="sums")
+
+    def held_out(self, count):
+        return []
+
+
+class Empty(Sums):
+    truth = ""
+
+
+class Closed(Sums):
+    def train(self, epoch, position):
+        raise OSError("no way in")
 """
 
 
@@ -153,8 +177,8 @@ def test_a_truth_that_cannot_be_read_is_passed_over_where_that_is_said() -> None
     assert tried(skipping, said.append) is skipping
 
 
-def test_a_learner_without_its_workers_reads_all_truths_and_calls_nothing(
-    here: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_learner_without_its_workers_reads_all_truths_and_calls_what_is_on_its_machine(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_model(here / "m")
     start = partial(run_learner, url="redis://127.0.0.1:1", resume=False, overwrite=False, prepared=False, rewind=None)
@@ -165,9 +189,51 @@ def test_a_learner_without_its_workers_reads_all_truths_and_calls_nothing(
     monkeypatch.setattr("deploy.roles.alone.prepare", lambda given, **_: prepared.append(given))
     with pytest.raises(TypeError):  # there is no directory
         start(recipe("math_verify", ["5", "", "7"], unreadable="skip"))
-    with pytest.raises(TypeError):
+    with pytest.raises(ConfigError, match=r"rewards\[0\]\.kind: own_trial:broken .*KeyError"):
         start(recipe("own_trial:broken", ["a"]))
-    assert [given.prompts.options.get("skip_rows") for given in prepared] == [["p.jsonl:2"], None]
+    with pytest.raises(TypeError):
+        start(recipe("own_trial:right", ["a"]))
+    with pytest.raises(TypeError):
+        start(recipe("of_a_worker:right", ["a"]))
+    assert [given.prompts.options.get("skip_rows") for given in prepared] == [["p.jsonl:2"], None, None]
+    assert (here / "calls").read_text().count("\n") == 1
+    assert "of_a_worker:right is not on this machine" in capsys.readouterr().out
+    monkeypatch.setenv("RANK", "1")  # under the user's own torchrun
+    monkeypatch.setattr("deploy.roles.learner.train", lambda *_, **__: True)
+    assert start(recipe("own_trial:broken", ["a"])) == 0
+
+
+def of(kind: str, given: Recipe) -> Recipe:
+    return msgspec.structs.replace(given, prompts=PromptsConfig(kind=kind, path="me/sums"))
+
+
+@pytest.mark.parametrize(
+    ("source", "row"),
+    [("datasets", r"me/sums\[train\]: row 1"), ("own_trial:Sums", r"the first prompt of own_trial:Sums")],
+)
+def test_functions_are_called_with_a_prompt_of_any_source(
+    source: str, row: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"prompt": "2+3=", "ground_truth": truth, "data_source": "sums"} for truth in ("5", "7")]
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda path, name, split: rows))
+    said: list[str] = []
+    given = of(source, recipe("own_trial:right", []))
+    assert tried(given, said.append) is given
+    assert (here / "calls").read_text() == "sums The answer is 42. '5' {}\n"
+    assert len(said) == 1  # opening it may take a while
+    with pytest.raises(ConfigError, match=rf"own_trial:broken fails on a trial call, with {row} .*KeyError"):
+        tried(of(source, recipe("own_trial:broken", [])), said.append)
+    assert tried(of(source, recipe("own_trial:broken", [], trial=False)), print).prompts.kind == source
+
+
+def test_the_first_prompt_of_an_own_source_is_read() -> None:
+    with pytest.raises(ConfigError, match="math_verify cannot judge a response to it"):
+        tried(of("own_trial:Empty", recipe("math_verify", [])), print)
+    with pytest.raises(HeadwayError, match=r"prompts\.kind=own_trial:Closed"):
+        tried(of("own_trial:Closed", recipe("math_verify", [])), print)
+    given = of("own_trial:Sums", recipe("math_verify", []))
+    assert tried(given, print) is given
+    assert tried(of("own_trial:Closed", recipe("math_verify", [])), print, calls=False).prompts.path == "me/sums"
 
 
 def test_truths_of_a_data_set_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
