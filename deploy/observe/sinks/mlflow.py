@@ -1,5 +1,6 @@
 """Curves for MLflow, on a server or in a store of files."""
 
+import re
 import time
 from typing import Any
 
@@ -11,6 +12,8 @@ from .points import points, step_of
 
 IDENTITY = "headway.identity"
 """The tag by which a resumed learner finds its run of MLflow."""
+MOST_AT_ONCE = 1000
+"""The most metrics of one request."""
 
 
 class MlflowSink:
@@ -44,13 +47,21 @@ class MlflowSink:
         return run_id
 
     def write(self, event: Event) -> None:
-        """Log the event's points in one request."""
+        """Log the event's points, in as few requests as MLflow takes."""
         from mlflow.entities import Metric
 
         now_ms, step = int(time.time() * 1000), step_of(event)
-        metrics = [Metric(tag, float(value), now_ms, step) for tag, value in points(event)]
-        self._client.log_batch(self._run_id, metrics=metrics)
+        metrics = [Metric(name_of(tag), float(value), now_ms, step) for tag, value in points(event)]
+        for first in range(0, len(metrics), MOST_AT_ONCE):
+            self._client.log_batch(self._run_id, metrics=metrics[first : first + MOST_AT_ONCE])
 
     def close(self) -> None:
         """Mark the run as finished."""
         self._client.set_terminated(self._run_id)
+
+
+def name_of(tag: str) -> str:
+    """Return a curve's name as MLflow takes it, as a path of letters, digits, dashes, dots and spaces: a reward may
+    call a measure as it likes, such as `pass@1`."""
+    parts = re.sub(r"[^\w.\-/ ]", "_", tag).split("/")
+    return "/".join(part if part.strip(".") else "_" for part in parts)

@@ -5,16 +5,20 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from broker.errors import ConfigError
 from deploy.observe.sinks import open_sinks
+from deploy.observe.sinks.mlflow import name_of as mlflow_name
 from deploy.observe.sinks.points import points
 from deploy.recipe.sinks import SinkConfig
 from deploy.run.events import Event, HeartbeatEvent
-from tests.deploy.runs import evaluation, run_status, sink_run, step_event, step_metrics
+from tests.deploy.runs import evaluation, run_status, sink_run, step_metrics
+
+from .trackers import judged
 
 ROOT = Path(__file__).parents[3]
 TRACKERS = ("wandb", "mlflow", "trackio")
@@ -43,11 +47,13 @@ def test_a_tracker_keeps_every_point_offline_and_goes_on_after_a_resume(kind: st
     tracker("write", kind, tmp_path)
     found = json.loads(tracker("read", kind, tmp_path).splitlines()[-1])
     events: list[Event] = [
-        step_event(3, reward=0.75),
+        judged(3, 2, 0.75),
         evaluation(2, 3, 0.25),
         HeartbeatEvent.of(run_status(), step_metrics(3)),
     ]
-    expected = {tag: value for event in events for tag, value in points(event)}
+    named: Callable[[str], str] = mlflow_name if kind == "mlflow" else str
+    expected = {named(tag): value for event in events for tag, value in points(event)}
+    assert {named("reward/right/pass@1"), named("reward/right/..//x")} < expected.keys()
     assert {tag: curve["3"] for tag, curve in found.items()} == pytest.approx(expected)
     assert found["step/reward_mean"] == {"0": 0.0, "1": 0.25, "2": 0.5, "3": 0.75}
     assert found["evaluation/pass_rate"] == {"2": 0.25, "3": 0.25}

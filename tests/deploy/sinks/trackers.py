@@ -10,10 +10,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from broker.schema.metrics import StepMetrics
 from deploy.observe.sinks import open_sinks
 from deploy.recipe.sinks import SinkConfig
-from deploy.run.events import HeartbeatEvent
+from deploy.run.events import HeartbeatEvent, StepEvent
 from deploy.run.report import METRICS, read_lines
 from tests.deploy.runs import evaluation, run_status, sink_run, step_event, step_metrics
 
@@ -22,13 +24,21 @@ Curves = dict[str, dict[int, float]]
 """The value at every step, by tag."""
 
 
+def judged(step: int, incarnation: int, reward: float) -> StepEvent:
+    """Return a step whose rewards call their measures as they like, and measure more than one request may hold."""
+    named = {"right": 0.5, "right/pass@1": 0.25, "right/a: b, c": 0.75, "right/..//x": 0.125}
+    event = step_event(step, incarnation=incarnation, reward=reward)
+    rewards = named | {f"right/{number}": 1.0 for number in range(1000)}
+    return replace(event, metrics=replace(event.metrics, reward=rewards))
+
+
 def write(kind: str, directory: Path) -> None:
     """Write a run of three steps, which is resumed for a fourth."""
     for steps, incarnation in ((range(3), 1), (range(3, 4), 2)):
         configs = (SinkConfig(kind="jsonl"), SinkConfig(kind=kind, options=_options(kind, directory)))
         with open_sinks(configs, sink_run(directory / "run", IDENTITY)) as sinks:
             for step in steps:
-                sinks.write(step_event(step, incarnation=incarnation, reward=step / 4))
+                sinks.write(judged(step, incarnation, step / 4))
             sinks.write(evaluation(incarnation, steps[-1], 0.25))
             sinks.write(HeartbeatEvent.of(run_status(), step_metrics(steps[-1])))
             for lane in sinks._others:  # a first import may take longer than a run's end waits
