@@ -5,10 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from broker.errors import ConfigError
 from broker.installation import version_of
+from deploy.recipe import data_checks
 from deploy.recipe.data_checks import check_data, check_models
 from deploy.recipe.loading import load_recipe
 
@@ -102,6 +105,29 @@ def test_a_model_that_cannot_be_trained_is_refused_by_its_configuration(
     chosen = [f"model.path={model}", "model.random=null", "learner.processes=4", "learner.layout.context=2", *overrides]
     with pytest.raises(ConfigError, match=words):
         check_models(load_recipe("arithmetic.yaml", chosen))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "key"),
+    [
+        ({"vocab_size": 10**30}, "vocab_size"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers"),
+        ({"hidden_size": -1}, "hidden_size"),
+        ({"hidden_size": 1 << 20, "num_hidden_layers": 1000}, "num_hidden_layers"),
+    ],
+)
+def test_sizes_of_no_model_are_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int], key: str
+) -> None:
+    monkeypatch.setattr(data_checks, "check_models", pytest.fail)
+    model = config_file(tmp_path / "model", model_type="qwen3", **sizes)
+    (model / "tokenizer_config.json").write_text("{}")
+    save_file({"a": np.zeros(1, np.float32)}, model / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"model\.path: .*config\.json.*{key}"):
+        check_data(load_recipe("arithmetic.yaml", [f"model.path={model}", "model.random=null"]), is_new=True)
+    given = [f"model.random.config.{name}={size}" for name, size in sizes.items()]
+    with pytest.raises(ConfigError, match=rf"model\.random\.config.*{key}"):
+        check_data(load_recipe("arithmetic.yaml", given), is_new=True)
 
 
 def test_a_random_model_is_refused_by_name_alike() -> None:

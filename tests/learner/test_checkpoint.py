@@ -3,6 +3,7 @@ import os
 import pickle
 import random
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from learner.backends import open_backend
+from learner.backends.fsdp import training_state
 from learner.backends.fsdp.backend import FsdpBackend
-from learner.checkpoints.checkpoint import CheckpointError, CheckpointStore, LearnerState
+from learner.checkpoints.checkpoint import MOST_DESCRIBING_BYTES, CheckpointError, CheckpointStore, LearnerState
 from learner.checkpoints.digests import add_digests
 from learner.checkpoints.resumption import load_first
 from learner.ranks import Ranks
@@ -270,9 +272,12 @@ def bytes_that_torch_unpickles(metadata: Metadata, mark: Path) -> bytes:
 
 
 def a_file_outside(metadata: Metadata, mark: Path) -> bytes:
+    """Name files that hold what is asked for, and lie beside the folder."""
     assert metadata.storage_data is not None
+    (folder,) = mark.parent.glob("*/*/training_state")
     for place in metadata.storage_data.values():
-        place.relative_path = "../config.json"
+        shutil.copy(folder / place.relative_path, folder.parent)
+        place.relative_path = f"../{place.relative_path}"
     return pickle.dumps(metadata)
 
 
@@ -308,6 +313,37 @@ def test_what_stands_in_a_checkpoint_runs_nothing(
         backend.load(path)
     assert not mark.exists()
     assert not hasattr(Metadata, "x")
+
+
+@pytest.mark.parametrize("name", ["files.json", "learner.json", "digests.json"])
+def test_what_describes_a_checkpoint_is_not_read_beyond_its_bound(
+    name: str, backend: FsdpBackend, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    path = write(store, backend, state(1, 10))
+    write(store, backend, state(1, 20))
+    os.truncate(store.path(1, 20) / name, MOST_DESCRIBING_BYTES + 1)
+    tracemalloc.start()
+    try:
+        found = load_first(store.lineage()[::-1], backend.load, Ranks.of(backend))
+        assert tracemalloc.get_traced_memory()[1] < MOST_DESCRIBING_BYTES / 8
+    finally:
+        tracemalloc.stop()
+    assert found.path == path
+    assert f"step_20/{name}" in caplog.text
+
+
+def test_the_metadata_of_a_training_state_is_not_read_beyond_its_bound(
+    backend: FsdpBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(CheckpointStore(tmp_path, keep=1), backend, state(1, 10))
+    file = path / "training_state" / ".metadata"
+    (path / "digests.json").unlink()
+    monkeypatch.setattr(training_state, "MOST_METADATA_BYTES", file.stat().st_size)
+    backend.load(path)
+    os.truncate(file, file.stat().st_size + 1)  # behind the end of the pickle
+    with pytest.raises(CheckpointError, match="does not hold a training state"):
+        backend.load(path)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

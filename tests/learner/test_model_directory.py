@@ -1,6 +1,7 @@
 """A model's directory tells what it lacks from its files, before anything is loaded."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from broker.errors import ConfigError
 from deploy.recipe.data_checks import check_data
 from deploy.recipe.loading import load_recipe
 from learner.config import ModelConfig, RandomModelConfig
+from learner.models import directory
 from learner.models.directory import check_files, positions_of, read_config
 from learner.models.model import load_config
 from learner.models.sizes import check_possible
@@ -192,6 +194,22 @@ def test_weights_that_cannot_be_read_are_named_before_anything_is_loaded(
     with pytest.raises(ConfigError) as caught:
         check_files(str(tmp_path))
     assert named in str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [[5], [2, 3], [1, 1, 5]])
+def test_a_tensor_of_more_numbers_than_the_bound_is_told_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: list[int]
+) -> None:
+    monkeypatch.setattr(directory, "MOST_NUMBERS", 4)
+    size = 4 * math.prod(shape)
+    tensors = {"small": ("F32", [2, 2], 0, 16), "large": ("F32", shape, 16, 16 + size)}
+    for name, content in {"config.json": b"{}", "tokenizer_config.json": b"{}"}.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "model.safetensors").write_bytes(header(tensors) + bytes(16 + size))
+    with pytest.raises(ConfigError, match="large has more than 4 numbers"):
+        check_files(str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(header({"small": ("F32", [2, 2], 0, 16)}) + bytes(16))
+    check_files(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "extra.json", INDEX])

@@ -6,16 +6,19 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from msgspec.structs import replace
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from broker.errors import WeightSyncError
 from broker.schema import WeightVersion
 from broker.schema.weights import DeltaSpec, Probe, WeightManifest
 from weightsync.deadline import Deadline
+from weightsync.receive import model_files
 from weightsync.receive.model_files import FilesPull
 from weightsync.tensors.buckets import allocate, verify, views
 from weightsync.tensors.staging import stage
@@ -163,6 +166,42 @@ def test_files_with_anything_else_are_not_used(tmp_path: Path, damage: str) -> N
     first = len(learner.asked)
     learner.pulled(pull)  # the files are not looked at again
     assert len(learner.asked) == first + len(learner.manifest.buckets)
+
+
+class Noted:
+    """A safetensors file that notes which tensors are read."""
+
+    read: ClassVar[list[str]] = []
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        self._file = safe_open(*arguments, **more)
+
+    def __enter__(self) -> Any:
+        return self._file.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._file.__exit__(*raised)
+
+    def get_slice(self, name: str) -> Any:
+        return self._file.get_slice(name)
+
+    def get_tensor(self, name: str) -> Any:
+        self.read.append(name)
+        return self._file.get_tensor(name)
+
+
+@pytest.mark.parametrize("shape", [(40, 16), (16, 40), (1, 16), (640,), (1,), (4000, 16), (2, 40, 16)])
+def test_a_tensor_of_another_shape_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(model_files, "safe_open", Noted)
+    monkeypatch.setattr(Noted, "read", [])
+    files = files_of(trained())
+    files["1.safetensors"]["embed"] = torch.zeros(shape)
+    learner = Told(trained())
+    learner.pulled(FilesPull(write(tmp_path / "model", files), learner))
+    assert ("embed" in Noted.read) is (shape == trained()["embed"].shape)
+    assert learner.asked
 
 
 def test_files_are_used_after_a_pull_that_was_stopped(tmp_path: Path) -> None:
