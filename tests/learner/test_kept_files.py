@@ -1,6 +1,7 @@
 """A model's files reach workers, checkpoints and exports as they are, and all name the same end tokens."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +108,10 @@ def test_a_checkpoint_has_every_file_of_the_model_byte_for_byte(model: ModelConf
         assert (checkpoint / name).read_bytes() == Path(model.path, name).read_bytes(), name
 
 
-def test_the_checkpoint_of_a_checkpoint_has_them_too(checkpoint: Path, tmp_path: Path) -> None:
-    model = ModelConfig(path=str(checkpoint))
-    assert kept_files(model) == kept_files(ModelConfig(path=str(checkpoint)))
-    assert set(kept_files(model)) == {
+def test_the_checkpoint_of_a_checkpoint_has_them_too(model: ModelConfig, checkpoint: Path) -> None:
+    again = kept_files(ModelConfig(path=str(checkpoint)))
+    assert again == kept_files(model)
+    assert set(again) == {
         *("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
         *KEPT,
     }
@@ -128,7 +129,14 @@ def test_only_the_number_format_changes_in_the_configuration(model: ModelConfig,
     after = json.loads(kept_files(model, dtype="bfloat16")["config.json"])
     assert {name for name in before | after if before.get(name) != after.get(name)} == {"dtype"}
     assert after["dtype"] == "bfloat16"
-    (tmp_path / "config.json").write_text(json.dumps(before | {"torch_dtype": "float16", "quantization_config": {}}))
+    quantized = shutil.copytree(model.path, tmp_path / "quantized")
+    stored = before | {"torch_dtype": before.pop("dtype"), "quantization_config": {"quant_method": "fp8"}}
+    (quantized / "config.json").write_text(json.dumps({name: stored[name] for name in stored if name != "dtype"}))
+    of_quantized = ModelConfig(path=str(quantized))
+    trained, sent = json.loads(kept_files(of_quantized)["config.json"]), model_files(of_quantized).files["config.json"]
+    assert ("dtype" in trained, trained["torch_dtype"]) == (False, "float32")
+    assert "quantization_config" not in trained
+    assert json.loads(sent)["quantization_config"] == {"quant_method": "fp8"}
 
 
 @pytest.mark.parametrize(
