@@ -195,6 +195,8 @@ def _result(said: Any) -> EvaluationResult:
 
 
 def _components(result: EvaluationResult) -> bytes:
-    """Return the components as JSON; none of them where they are beyond the most bytes that the server takes."""
-    encoded = msgspec.json.encode(result.components)
-    return encoded if len(encoded) <= MOST_COMPONENT_BYTES else b"{}"
+    """Return the components as JSON: the first ones, as far as the server takes them."""
+    kept = dict(result.components)
+    while len(encoded := msgspec.json.encode(kept)) > MOST_COMPONENT_BYTES:
+        kept.popitem()
+    return encoded
