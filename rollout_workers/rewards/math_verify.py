@@ -107,8 +107,10 @@ class Comparisons:
         from math_verify import LatexExtractionConfig, parse, verify
 
         gold, answer = _read(ground_truth), last_box(response)
-        if isinstance(gold, str) or not answer:
-            return bool(answer) and gold == _words(answer)
+        if not answer:
+            return False
+        if isinstance(gold, str):
+            return gold == _words(answer)
         if (expression := _expression(answer)) is None:
             return False
         found = parse(f"\\boxed{{{expression}}}", [LatexExtractionConfig()], parsing_timeout=None)
