@@ -71,6 +71,8 @@ SHOWN = (
     ("  left out of the loss", "untrained_trajectories", ",d"),
     ("largest lag", "max_lag_seen", "d"),
     ("  allowed", "max_lag_allowed", "d"),
+    ("logprobs of engine and learner, first batch, mean difference", "agreement_mean", ".2g"),
+    ("  largest", "agreement_worst", ".2g"),
     ("tokens generated a second", "generation_tokens_per_s", ",.0f"),
     ("tokens trained a second", "trained_tokens_per_s", ",.0f"),
     ("learner waiting", "learner_wait_fraction", ".0%"),
@@ -79,6 +81,8 @@ SHOWN = (
     ("wall clock, s", "wall_s", ",.0f"),
 )
 """The keys of summary.json in the table at the end, and their headings."""
+WITHOUT_ROW = {"untrained_trajectories": (None, 0), "agreement_mean": (None,), "agreement_worst": (None,)}
+"""The values for which a key has no row: most losses leave nothing out, and not each run compares its engine."""
 
 
 @dataclass(frozen=True)
@@ -418,6 +422,6 @@ def summary_table(summary: dict[str, Any], run: str) -> Table:
     table.add_column(justify="right")
     for label, key, form in SHOWN:
         value = summary.get(key)
-        if value or key != "untrained_trajectories":  # most losses leave none out
+        if value not in WITHOUT_ROW.get(key, ()):
             table.add_row(label, "-" if value is None else format(value, form))
     return table

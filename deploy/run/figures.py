@@ -129,6 +129,7 @@ def _windows(values: Sequence[Value], window: int) -> Iterator[Sequence[Value]]:
 def learned(lineage: Sequence[StepMetrics]) -> dict[str, Any]:
     """Return the sums over the steps that lead to the last weights, by the summary's keys."""
     rewards = [step.reward_mean for step in lineage]
+    compared = next((step.algorithm for step in lineage if "agreement_mean" in step.algorithm), {})
     return {
         "reward_first": fmean(rewards[:EDGE_STEPS]) if rewards else None,
         "reward_last": fmean(rewards[-EDGE_STEPS:]) if rewards else None,
@@ -137,6 +138,7 @@ def learned(lineage: Sequence[StepMetrics]) -> dict[str, Any]:
         "mixed_version_trajectories": sum(step.mixed_version_trajectories for step in lineage),
         "untrained_trajectories": sum(step.untrained_trajectories for step in lineage),
         "trained_tokens": sum(step.trained_tokens for step in lineage),
+        **{name: number for name, number in compared.items() if name.startswith("agreement_")},
     }
 
 

@@ -79,6 +79,14 @@ def test_the_table_tells_samples_that_the_loss_left_out(tmp_path: Path) -> None:
         assert [row[-2] for row in rows] == ["276"] * bool(count)
 
 
+@pytest.mark.parametrize("found", [{}, {"agreement_mean": 0.0123, "agreement_worst": 0.4}, {"agreement_mean": 0.0}])
+def test_the_table_tells_how_far_engine_and_learner_were_apart(found: dict[str, float], tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text(json.dumps({"steps": 10, **found}))
+    shown = hints(tmp_path, 0).splitlines()
+    rows = [line.split()[-2] for line in shown if "engine and learner" in line or "  largest " in line]
+    assert rows == [format(number, ".2g") for number in found.values()]
+
+
 def test_hints_show_no_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "arithmetic").mkdir(parents=True)

@@ -131,6 +131,19 @@ def test_a_mean_pace_counts_the_tokens_and_seconds_of_its_steps_together() -> No
     assert trained_per_s_on_average([fast, slow, slow], window=2) == pytest.approx([1000, 200, 1000 / 9])
 
 
+def test_the_summary_has_the_comparison_of_the_first_batch_that_had_one(tmp_path: Path) -> None:
+    plain = step_metrics(0)
+    names = ("agreement_mean", "agreement_worst", "agreement_tokens")
+    compared = [dict(zip(names, numbers, strict=True)) for numbers in ((0.01, 0.2, 40.0), (0.5, 0.6, 8.0))]
+    lines = [plain, *(msgspec.structs.replace(plain, algorithm={"ess": 0.9, **each}) for each in compared)]
+    lines = [msgspec.structs.replace(line, step=number) for number, line in enumerate(lines)]
+    (tmp_path / METRICS).write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    summary = summarize(tmp_path)
+    assert {name: summary[name] for name in names} == compared[0]
+    (tmp_path / METRICS).write_bytes(msgspec.json.encode(plain) + b"\n")
+    assert not [name for name in summarize(tmp_path) if name.startswith("agreement_")]
+
+
 def test_the_summary_is_what_a_fold_over_metrics_says(tmp_path: Path) -> None:
     write_resumed_run(tmp_path)
     summary = summarize(tmp_path)

@@ -9,6 +9,7 @@ const TILES = [
   ["max_lag_allowed", "lag allowed"],
   ["trained_trajectories", "trajectories trained"],
   ["trained_twice", "trained twice"],
+  ["agreement_mean", "logprobs, engine against learner"],
   ["learner_wait_fraction", "learner waiting", (value) => `${Math.round(100 * value)}%`],
   ["trained_tokens_per_s", "tokens/s trained"],
   ["generation_tokens_per_s", "tokens/s generated"],
