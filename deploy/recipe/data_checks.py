@@ -18,7 +18,7 @@ from broker.installation import cache_directory, version_of
 from learner.data.examples import open_examples
 from learner.data.prompts import open_source
 from learner.data.prompts.base import PromptSource
-from learner.models.architectures import check_architecture
+from learner.models.architectures import check_architecture, check_heads
 from learner.models.chat_template import read_chat_template
 from learner.models.directory import check_files, check_path, lacks_chat_template, positions_of, read_config
 from learner.models.layout import check_sizes
@@ -84,6 +84,7 @@ def check_models(recipe: Recipe) -> None:
     for key, config, kinds in found:
         for kind in sorted(kinds) if config else ():
             check_architecture(config or {}, learner.backend, kind, key)
+        check_heads(config or {}, learner.backend, learner.device, recipe.model.dtype, key)
         number_bytes = 4 if recipe.model.dtype == "float32" else 2
         check_sizes(learner.backend, learner.layout, learner.processes, config or {}, number_bytes)
 

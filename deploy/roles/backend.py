@@ -13,7 +13,7 @@ from learner.backends import abilities_of, open_backend
 from learner.backends.base import Backend, ScoreBackend, ValueBackend
 from learner.backends.score_head import check_critic
 from learner.config import ModelConfig
-from learner.models.architectures import check_architecture
+from learner.models.architectures import check_architecture, check_heads
 from learner.models.model import load_config
 from learner.models.shape import ModelShape, shape_of
 from learner.objective.composition import gae_options
@@ -47,7 +47,9 @@ def _opened(recipe: Recipe, model: ModelConfig, head: Literal["policy", "value",
     """Open a model in this process, which from now on computes with `learner.threads`: every stage and role of the
     learner comes here, however it was started. The configuration of a model from a hub may be here only now."""
     torch.set_num_threads(recipe.learner.threads)
-    check_architecture(load_config(model).to_dict(), recipe.learner.backend, engine="", key="model")
+    config = load_config(model).to_dict()
+    check_architecture(config, recipe.learner.backend, engine="", key="model")
+    check_heads(config, recipe.learner.backend, recipe.learner.device, model.dtype, key="model")
     opened: Any = open_backend  # what it returns is the head's
     return opened(
         recipe.learner.backend,

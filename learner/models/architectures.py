@@ -15,6 +15,9 @@ MEGATRON = ("llama", "qwen2", "qwen3", "qwen3_moe")
 SCALED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 """Options of models whose logits are more than the output embedding's product."""
 
+WIDEST_HEAD = 256
+"""The widest attention head that the variable-length kernels take, torch's own and flash-attn-4's."""
+
 ATTENTIVE = {"full_attention", "sliding_attention", "chunked_attention"}
 """Kinds of layers that keep no state but keys and values."""
 
@@ -52,6 +55,29 @@ def check_architecture(config: Mapping[str, Any], backend: str, engine: str, key
         raise ConfigError(f"{key}: learner.backend={backend} cannot train {kind}: {reason}")
     if reason := _BY_ENGINE.get(engine, _nothing)(config):
         raise ConfigError(f"{key}: the {engine} engine does not support {kind}: {reason}. Set engine.kind=vllm.")
+
+
+def check_heads(config: Mapping[str, Any], backend: str, device: str, dtype: str, key: str = "model.path") -> None:
+    """Raises ConfigError for a model whose attention heads are wider than the kernel for packed rows takes, which
+    the backends of Headway use on a GPU in fewer than 32 bits. `config`: as for `check_architecture`."""
+    width = head_width(config)
+    if backend in _BY_BACKEND and device.startswith("cuda") and dtype != "float32" and width > WIDEST_HEAD:
+        raise ConfigError(
+            f"{key}: an attention head of this {config.get('model_type', 'model')} is {width} wide, and the kernel for"
+            f" packed rows on GPUs in {dtype} takes at most {WIDEST_HEAD}. Set model.dtype=float32, for which another"
+            " one computes any width, or take a model with narrower heads."
+        )
+
+
+def head_width(config: Mapping[str, Any]) -> int:
+    """Returns the width of the widest attention head that a configuration states; 0 where it says none."""
+    inner = config.get("text_config")
+    said = {**config, **inner} if isinstance(inner, Mapping) else config
+    sizes = {name: size for name, size in said.items() if type(size) is int and size > 0}
+    hidden = sizes.get("hidden_size", 0)
+    whole = sizes.get("head_dim") or hidden // sizes.get("num_attention_heads", hidden + 1)
+    parts = sizes.get("qk_nope_head_dim", 0) + sizes.get("qk_rope_head_dim", 0)  # of attention over latent vectors
+    return max(parts or whole, *(sizes.get(name, 0) for name in ("v_head_dim", "global_head_dim")))
 
 
 def _nothing(config: Mapping[str, Any]) -> str:

@@ -14,12 +14,16 @@ from broker.installation import version_of
 from deploy.recipe import data_checks
 from deploy.recipe.data_checks import check_data, check_models
 from deploy.recipe.loading import load_recipe
+from deploy.roles.backend import recipe_backend
+from learner.models.architectures import check_heads
 
 RECIPE = "smollm2-reasoning-gym.yaml"
 IMPORTS = """
 import sys
 from deploy.recipe.data_checks import check_data
 from deploy.recipe.loading import load_recipe
+from deploy.roles.backend import recipe_backend
+from learner.models.architectures import check_heads
 check_data(load_recipe(sys.argv[1], sys.argv[2:]))
 print("reasoning_gym" in sys.modules)
 """
@@ -128,6 +132,48 @@ def test_sizes_of_no_model_are_refused_before_anything_is_loaded(
     given = [f"model.random.config.{name}={size}" for name, size in sizes.items()]
     with pytest.raises(ConfigError, match=rf"model\.random\.config.*{key}"):
         check_data(load_recipe("arithmetic.yaml", given), is_new=True)
+
+
+WIDE = {"model_type": "llama", "hidden_size": 1024, "num_attention_heads": 2, "num_key_value_heads": 2}
+LATENT = {"model_type": "deepseek_v3", "head_dim": 64, "qk_nope_head_dim": 256, "qk_rope_head_dim": 64}
+
+
+@pytest.mark.parametrize(
+    ("config", "width"),
+    [
+        (WIDE, 512),
+        ({**WIDE, "head_dim": 320}, 320),
+        (LATENT, 320),
+        ({**LATENT, "qk_nope_head_dim": 128, "v_head_dim": 264}, 264),
+        ({"model_type": "gemma4", "text_config": {"head_dim": 256, "global_head_dim": 512}}, 512),
+        ({**WIDE, "head_dim": 256}, 0),
+        ({**WIDE, "num_attention_heads": 4}, 0),
+        ({**LATENT, "qk_nope_head_dim": 128, "v_head_dim": 128}, 0),
+        ({"model_type": "llama"}, 0),
+    ],
+)
+def test_heads_that_the_kernel_of_gpus_does_not_take_are_refused_by_their_width(
+    config: dict[str, object], width: int
+) -> None:
+    for backend in ("fsdp", "megatron"):
+        if width:
+            with pytest.raises(ConfigError, match=rf"model.path: .* {width} wide, .* at most 256\. Set model\.dtype"):
+                check_heads(config, backend, "cuda", "bfloat16")
+        else:
+            check_heads(config, backend, "cuda", "bfloat16")
+        check_heads(config, backend, "cuda", "float32")
+        check_heads(config, backend, "cpu", "bfloat16")
+    check_heads(config, "my_code:Backend", "cuda", "bfloat16")
+
+
+def test_wide_heads_are_refused_before_a_run_starts_and_where_the_model_is_loaded(tmp_path: Path) -> None:
+    model = config_file(tmp_path / "model", **WIDE)
+    wide = ["learner.device=cuda", "model.dtype=bfloat16", "weights.transport=gloo", "weights.staging=host"]
+    recipe = load_recipe("arithmetic.yaml", [f"model.path={model}", "model.random=null", *wide])
+    with pytest.raises(ConfigError, match=r"model: an attention head of this llama is 512 wide"):
+        check_models(recipe)
+    with pytest.raises(ConfigError, match=r"model: an attention head of this llama is 512 wide"):
+        recipe_backend(recipe)
 
 
 def test_a_random_model_is_refused_by_name_alike() -> None:
