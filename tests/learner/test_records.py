@@ -90,6 +90,21 @@ def labelled(**fields: Any) -> Labelled:
             },
             preference(margin=2.5),
         ),
+        (
+            "preference",
+            {"prompt": [USER], "chosen": [SYSTEM, USER, ANSWER], "rejected": [SYSTEM, USER, WORSE]},
+            preference(prompt=[SYSTEM, USER]),
+        ),
+        (
+            "preference",  # both begin with the same answer
+            {"prompt": [USER], "chosen": [ANSWER, USER, ANSWER], "rejected": [ANSWER, USER, WORSE]},
+            preference(chosen=[ANSWER, USER, ANSWER], rejected=[ANSWER, USER, WORSE]),
+        ),
+        (
+            "preference",
+            {"prompt": "q", "chosen": [ANSWER, USER, ANSWER], "rejected": [ANSWER, USER, WORSE]},
+            preference(chosen=[ANSWER, USER, ANSWER], rejected=[ANSWER, USER, WORSE]),
+        ),
         ("sharegpt_preference", {"conversations": [HUMAN], "chosen": GPT, "rejected": GPT_WORSE}, preference()),
         ("alpaca_preference", {"instruction": "q", "chosen": "a", "rejected": "b"}, preference()),
         ("message_pair", {"chosen_messages": [USER, ANSWER], "rejected_messages": [USER, WORSE]}, preference()),
@@ -136,6 +151,12 @@ def test_ranked_responses_become_all_pairs_without_a_margin(tmp_path: Path) -> N
         for each in open_records(Preference, path, {}, "dpo")
     ]
     assert pairs == [("a", "b", 0.0), ("a", "c", 0.0), ("b", "c", 0.0)]
+
+
+def test_a_prompt_with_a_system_message_that_the_pair_lacks_is_refused(tmp_path: Path) -> None:
+    row = {"prompt": [SYSTEM, USER], "chosen": [USER, ANSWER], "rejected": [USER, WORSE]}
+    with pytest.raises(ConfigError, match="'user' follows 'user'"):
+        open_records(Preference, jsonl(tmp_path / "data.jsonl", row), {}, "dpo")
 
 
 def test_calls_of_functions_become_messages_as_templates_take_them(tmp_path: Path) -> None:

@@ -3,14 +3,14 @@
 from itertools import combinations
 
 from learner.data.records.base import Content, Message, Preference, RowError, columns_of, shown
-from learner.data.texts.messages import check_turns
+from learner.data.texts.messages import OPENING, check_turns
 
 from .reader import RowReader, alike, alpaca_prompt, said
 
 
 def preference(reader: RowReader) -> list[Preference]:
     chosen, rejected = reader.content("chosen"), reader.content("rejected")
-    if isinstance(chosen, list) and isinstance(rejected, list):
+    if isinstance(chosen, list) and isinstance(rejected, list) and _begin_with_prompt(reader, chosen, rejected):
         return _pair(_without_prompt(reader, chosen, rejected), reader)
     if "prompt" not in reader.row:
         raise reader.error(
@@ -21,12 +21,20 @@ def preference(reader: RowReader) -> list[Preference]:
     return _pair(alike(reader, "prompt", "chosen", "rejected"), reader)
 
 
+def _begin_with_prompt(reader: RowReader, *conversations: list[Message]) -> bool:
+    """Returns whether conversations begin with the prompt, which a column may state, too."""
+    prompt = reader.content("prompt") if "prompt" in reader.row else ""
+    if isinstance(prompt, str):
+        return not prompt or all(each[0]["role"] in (*OPENING, "user") for each in conversations)
+    has_system = prompt[0]["role"] in OPENING
+    bare = [each[1:] if each[0]["role"] in OPENING and not has_system else each for each in conversations]
+    return all(each[: len(prompt)] == prompt for each in bare)
+
+
 def _without_prompt(reader: RowReader, chosen: list[Message], rejected: list[Message]) -> list[Content]:
     """Returns the prompt and both completions of conversations that may begin with it."""
     common = next((n for n, pair in enumerate(zip(chosen, rejected, strict=False)) if pair[0] != pair[1]), None)
     common = min(len(chosen), len(rejected)) if common is None else common
-    if not common and "prompt" in reader.row:
-        return alike(reader, "prompt", "chosen", "rejected")
     prompt, first, second = chosen[:common], chosen[common:], rejected[common:]
     if not first and not second:
         raise _no_difference(reader)
