@@ -134,6 +134,23 @@ def test_a_template_may_mark_several_parts_of_a_turn(trained: Any, expected: str
     assert marked(render(conversation, template)) == expected
 
 
+@pytest.mark.parametrize("behind", ["~", " ~"])
+def test_a_stop_token_behind_the_marks_is_trained(behind: str) -> None:
+    template = MARKED.replace("~{% endgeneration %}", "{% endgeneration %}" + behind)
+    assert "{{ m.content }}{% endgeneration %}" in template
+    conversation = Conversation(prompt=TWO_TURNS.prompt, completion=TWO_TURNS.completion, trained="assistant")
+    assert marked(render(conversation, template)) == f"<u>q1\n<a>[a1{behind}]\n<u>q2\n<a>[a2{behind}]\n"
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_a_stop_token_that_the_template_does_not_write_is_added_at_the_end(template: str) -> None:
+    endless = template.replace("~", "").replace("{{ '\n' }}{% endfor %}", "{% endfor %}")
+    conversation = Conversation(prompt=TWO_TURNS.prompt, completion=TWO_TURNS.completion)
+    assert marked(render(conversation, endless)) == "<u>q1<a>a1<u>q2<a>[a2~]"
+    with pytest.raises(ConfigError, match="no stop token behind an answer, and another message follows"):
+        render(Conversation(prompt=TWO_TURNS.prompt, completion=TWO_TURNS.completion, trained="assistant"), endless)
+
+
 def test_a_template_that_marks_other_parts_than_turns_is_refused() -> None:
     template = MARKED.replace("{% if m.role == 'assistant' %}", "{% if loop.last %}")
     with pytest.raises(ConfigError, match=r"marks 1 parts by {% generation %}, and the conversation has 2 assistant"):

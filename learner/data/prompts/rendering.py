@@ -82,6 +82,11 @@ class Renderer:
         ends = end_tokens(self._tokenizer)
         return ends.turn if self._system_prompt else ends.text
 
+    @property
+    def end_of_turn(self) -> int:
+        """The token that ends an answer in a conversation."""
+        return end_tokens(self._tokenizer).turn
+
     def _messages(self, content: Content) -> list[Message]:
         if isinstance(content, list):
             return content

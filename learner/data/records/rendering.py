@@ -221,16 +221,32 @@ class ConversationRenderer:
         else:
             encoded = [token_ids[begin:end] for begin, end in pairwise([0, *cuts, len(token_ids)])]
         trained = [(begin, end) in spans for begin, end in pairwise(borders)]
-        masks = [self._mask(piece, is_trained) for piece, is_trained in zip(encoded, trained, strict=True)]
+        ends = [self._ended(encoded, number, what) if one else 0 for number, one in enumerate(trained)]
+        masks = [[1] * end + [0] * (len(piece) - end) for end, piece in zip(ends, encoded, strict=True)]
         return [token for piece in encoded for token in piece], [bit for mask in masks for bit in mask]
 
-    def _mask(self, piece: list[int], is_trained: bool) -> list[int]:
-        """Returns 1 for each token of a trained turn up to its stop token, and 0 for what the template writes after."""
-        if not is_trained:
-            return [0] * len(piece)
-        stops = self._ends.token_ids
-        length = max((place + 1 for place, token in enumerate(piece) if token in stops), default=len(piece))
-        return [1] * length + [0] * (len(piece) - length)
+    def _ended(self, pieces: list[list[int]], number: int, what: str) -> int:
+        """Returns the length of a trained turn up to its stop token; what the template writes after that is context.
+
+        A stop token that follows the turn is moved into it, and one is added where the text has none. Raises
+        ConfigError where other messages follow without one: no model learns to end from that.
+        """
+        piece, behind, stops = pieces[number], pieces[number + 1 :], self._ends.token_ids
+        if not any(token in stops for token in piece):
+            if not any(behind):
+                piece.append(self._renderer.end_of_turn)
+            elif not any(token in stops for tokens in behind for token in tokens):
+                raise ConfigError(
+                    f"{what}: the model's chat template writes no stop token behind an answer, and another message"
+                    " follows, so the model would not learn to end an answer. Train the last turn alone (trained:"
+                    " completion), or give a template that ends each one (model.chat_template=FILE)."
+                )
+            else:
+                length = next((place + 1 for place, token in enumerate(behind[0]) if token in stops), 0)
+                if not str(self._tokenizer.decode(behind[0][: max(length - 1, 0)])).strip():
+                    piece += behind[0][:length]
+                    del behind[0][:length]
+        return max((place + 1 for place, token in enumerate(piece) if token in stops), default=len(piece))
 
     # --- length
 
