@@ -93,6 +93,7 @@ OPENAI = [{"id": "1", "type": "function", "function": CALL | {"arguments": json.
 TWICE = [{"function": CALL | {"arguments": json.dumps(json.dumps(CALL["arguments"]))}}]
 TOOL = {"role": "tool", "content": "2"}
 CALLING = '<u>q</s><a>!add {"a": 1, "b": null}</s><t>2</s><a>'
+NO_ARGUMENTS = "<u>q</s><a>!add {}</s><t>2</s><a>"
 ADD = {"name": "add", "parameters": {"type": "object"}}
 WITH_TOOL = f"<t>{json.dumps(ADD)}</s><u>q</s><a>"
 BRIEFLY = "<s>be brief</s><u>q</s><a>"
@@ -103,9 +104,11 @@ DIALECTS: list[tuple[Any, dict[str, Any], str]] = [
     ([{"from": "system", "value": ""}, {"from": "human", "value": "q"}], {}, "<s></s><u>q</s><a>"),
     (USER, {}, "<u>q</s><a>"),
     (json.dumps([USER]), {}, "<u>q</s><a>"),
-    (json.dumps(json.dumps([USER])), {}, "<u>q</s><a>"),
     (str([USER]), {}, "<u>q</s><a>"),
     (json.dumps({"from": "human", "value": "q"}), {}, "<u>q</s><a>"),
+    (json.dumps(json.dumps([USER])), {}, "<u>q</s><a>"),
+    ([USER, {"role": "assistant", "tool_calls": [{"function": {"name": "add"}}]}, TOOL], {}, NO_ARGUMENTS),
+    ([USER, {"role": "assistant", "tool_calls": [{"name": "add", "arguments": None}]}, TOOL], {}, NO_ARGUMENTS),
     ([USER, {"role": "model", "content": "b"}, USER], {}, "<u>q</s><a>b</s><u>q</s><a>"),
     ([USER, {"role": "assistant", "content": None, "tool_calls": WRAPPED}, TOOL], {}, CALLING),
     ([USER, {"role": "assistant", "tool_calls": OPENAI, "refusal": None}, TOOL], {}, CALLING),
@@ -281,14 +284,92 @@ def test_a_text_that_states_no_messages_stays_a_text(text: str) -> None:
     assert prompt(tokenizer_of(), text).text == text
 
 
-def test_tools_that_the_template_does_not_write_are_refused() -> None:
-    tokenizer = tokenizer_of(template="{% for m in messages %}{{ m.content }}</s>{% endfor %}")
+@pytest.mark.parametrize("comment", ["", "{# writes no tools #}"])
+def test_tools_that_the_template_does_not_write_are_refused(comment: str) -> None:
+    tokenizer = tokenizer_of(template=f"{comment}{{% for m in messages %}}{{{{ m.content }}}}</s>{{% endfor %}}")
     described = [{"type": "function", "function": ADD}]
     with pytest.raises(ConfigError, match="'tools', and the model's chat template does not write them"):
         prompt(tokenizer, [USER], tools=described)
     record = Conversation(prompt=[USER], completion=[USER | {"role": "assistant"}], tools=described, place="a:1")
     with pytest.raises(ConfigError, match="a:1 has 'tools'"):
         trained(tokenizer, record)
+
+
+CALLS: list[dict[str, Any]] = [USER, {"role": "assistant", "content": "", "tool_calls": WRAPPED}, TOOL]
+JSON = '{"a": 1, "b": null}'
+SAID = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}"
+CALL_FORMS = {
+    "mapping": ("{{ c.function.arguments | tojson }}", "{{ m.content }}", JSON),
+    "text": ("{{ '' + c.function.arguments }}", "{{ m.content }}", JSON),
+    "Python": ("{{ c.function.arguments }}", "{{ m.content }}", JSON),
+    "items": ("{% for k, v in c.function.arguments | items %}{{ k }}={{ v | tojson }};{% endfor %}", "", "a=1;b=null;"),
+    "null": ("{{ '' + c.function.arguments }}", "{{ m.content if m.content is not none }}", JSON),
+}
+
+
+@pytest.mark.parametrize("form", CALL_FORMS)
+def test_a_template_gets_calls_in_the_form_that_it_takes(form: str) -> None:
+    arguments, content, expected = CALL_FORMS[form]
+    call = f"!{{{{ c.function.name }}}} {arguments}"
+    calls = f"{{% for c in m.tool_calls or [] %}}{call}{{% endfor %}}"
+    if form == "null":  # writes calls of a message that says nothing
+        calls = f"{{% if m.content is none %}}{calls}{{% endif %}}"
+    said = SAID.replace(
+        "{{ m.content }}", f"{{% if m.tool_calls %}}{content}{{% else %}}{{{{ m.content }}}}{{% endif %}}"
+    )
+    tokenizer = tokenizer_of(
+        template=f"{said}{calls}</s>{{% endfor %}}{{% if add_generation_prompt %}}<a>{{% endif %}}"
+    )
+    assert prompt(tokenizer, CALLS).text == f"<u>q</s><a>!add {expected}</s><t>2</s><a>"
+    record = Conversation(prompt=[USER], completion=[*CALLS[1:], {"role": "assistant", "content": "b"}])
+    made = ConversationRenderer(tokenizer, Renderer(tokenizer)).render(record)
+    assert made is not None
+    assert tokens_of(tokenizer, made.token_ids.tolist()).replace("|", "").endswith("</s><t>2</s><a>b</s>")
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "says"),
+    [
+        (f"{SAID}</s>{{% endfor %}}", CALLS, "the call of 'add' of a message of the assistant"),
+        (
+            f"{SAID}{{{{ m.tool_calls[0].function | tojson if m.tool_calls }}}}</s>{{% endfor %}}",
+            [USER, CALLS[1] | {"tool_calls": [*WRAPPED, *WRAPPED]}, TOOL],
+            "the call of 'add'",
+        ),
+        (
+            CHAT.replace("{{ m.content }}", "{{ m.content if not m.tool_calls }}"),
+            [USER, CALLS[1] | {"content": "b"}, TOOL],
+            "the content of a message of the assistant",
+        ),
+        (
+            f"{{% for m in messages if m.role != 'tool' %}}{CHAT.partition('messages %}')[2]}",
+            CALLS,
+            "the content of a message of the tool",
+        ),
+        (
+            f"{{% for m in messages if m.role != 'developer' %}}{CHAT.partition('messages %}')[2]}",
+            [{"role": "developer", "content": "4"}, USER],
+            "the content of a message of the developer",
+        ),
+    ],
+)
+def test_messages_that_the_template_leaves_out_are_refused(template: str, messages: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=f"the model's chat template does not write {says}"):
+        prompt(tokenizer_of(template=template), messages)
+    record = Conversation(prompt=messages, completion=[{"role": "assistant", "content": "b"}], place="a:1")
+    with pytest.raises(ConfigError, match=f"a:1: the model's chat template does not write {says}"):
+        trained(tokenizer_of(template=template), record)
+
+
+def test_a_template_that_opens_no_answer_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    renderer = Renderer(tokenizer_of(template=CHAT.partition("{% if add_generation_prompt")[0]))
+    for _ in range(2):
+        assert renderer.render([USER], "a prompt")[0] == "<u>q</s>"
+    assert [record.args for record in caplog.records] == [("<a>",)]
+    follows = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"  # an answer stands right behind its question
+    for template in (CHAT, follows):
+        Renderer(tokenizer_of(template=template)).render([USER], "a prompt")
+    assert len(caplog.records) == 1
 
 
 # --- a prompt whose last message is the assistant's

@@ -212,17 +212,16 @@ def _call(call: Mapping[str, Any], what: str, place: str) -> dict[str, Any]:
     is_wrapped = "function" in call
     function = dict(call["function"] if is_wrapped else call)
     around = dict(call) if is_wrapped else {name: function.pop(name) for name in ("id", "type") if name in function}
-    if "arguments" in function:
-        arguments = _of_json(function["arguments"] or {})
-        if not isinstance(arguments, Mapping):
-            raise RowError(
-                place,
-                "with arguments of a call that are no JSON object",
-                f"{what} calls {function['name']!r} with the arguments {shown(function['arguments'])}",
-                'Write them as a mapping, or as its text in JSON, such as {"city": "Oslo"}.',
-            )
-        function["arguments"] = dict(arguments)
-    return {"type": "function", **around, "function": function}
+    stated = function.get("arguments")
+    arguments = _of_json(stated or {})
+    if not isinstance(arguments, Mapping):
+        raise RowError(
+            place,
+            "with arguments of a call that are no JSON object",
+            f"{what} calls {function['name']!r} with the arguments {shown(stated)}",
+            'Write them as a mapping, or as its text in JSON, such as {"city": "Oslo"}.',
+        )
+    return {"type": "function", **around, "function": function | {"arguments": dict(arguments)}}
 
 
 def _of_json(value: Any) -> Any:

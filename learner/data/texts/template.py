@@ -1,10 +1,13 @@
 """The model's chat template makes a text of messages: a program in Jinja, in the model's files or the user's own."""
 
 import inspect
+import json
+import logging
 import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from broker.errors import ConfigError
 from learner.models.chat_template import RenderWatch
@@ -20,8 +23,32 @@ T = TypeVar("T")
 Span = tuple[int, int]
 """The first character of a part of a text, and the one after its last."""
 _PROBE = "xprobex"
+_ASKED = [{"role": "user", "content": _PROBE}]
 _OTHERWISE = "Give one that does (model.chat_template=FILE), or leave out the column, or give it another name."
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+log = logging.getLogger(__name__)
+
+
+class CallForm(NamedTuple):
+    """The form in which a template takes the calls of functions: the usual one, or that of OpenAI's interface."""
+
+    content: str | None = ""
+    """The content of a message with calls and without words."""
+    encodes: bool = False
+    """Whether arguments are a text of JSON."""
+
+    def of(self, message: Message) -> Message:
+        """Returns a message in this form."""
+        if "tool_calls" not in message:
+            return message
+        calls = [call | {"function": self._function(call["function"])} for call in message["tool_calls"]]
+        return message | {"content": message["content"] or self.content, "tool_calls": calls}
+
+    def _function(self, function: dict[str, Any]) -> dict[str, Any]:
+        arguments = function.get("arguments", {})
+        return function | {"arguments": json.dumps(arguments, ensure_ascii=False) if self.encodes else arguments}
 
 
 class ChatTemplate:
@@ -31,11 +58,19 @@ class ChatTemplate:
         self._tokenizer, self._ends = tokenizer, Ends(tokenizer)
         self._watch = watch or RenderWatch()
         self._takes_parts: bool | None = None
+        self._form: CallForm | None = None
+        self._written: set[tuple[Any, ...]] = set()
+        self._is_opening_checked = False
 
     @property
     def is_there(self) -> bool:
         """Whether the tokenizer has a template."""
         return bool(self._tokenizer.chat_template)
+
+    @property
+    def _origin(self) -> str:
+        path = self._tokenizer.name_or_path
+        return f" (that of model.chat_template, or else of {path})" if path else ""
 
     def text(
         self, messages: Sequence[Message], what: str, *, opens_answer: bool = False, given: Templated = NOTHING
@@ -48,6 +83,8 @@ class ChatTemplate:
         all that is `given`, if it refuses the messages, or if it does not end.
         """
         self._check(what, given)
+        if opens_answer:
+            self._check_opening(f"{what}: the model's chat template{self._origin}")
         goes_on = opens_answer and is_begun(list(messages))
         if goes_on and self._ends.split(messages[-1]["content"])[1] is not None:
             raise ConfigError(
@@ -67,7 +104,9 @@ class ChatTemplate:
                 )
             )
 
-        return self._rendered(render, self._bare(messages, render, what), what)
+        text = self._rendered(render, self._bare(messages, render, what), what)
+        self._check_written(messages, given.tools, render, what)
+        return text
 
     def marked(
         self, messages: Sequence[Message], what: str, *, given: Templated = NOTHING
@@ -116,10 +155,7 @@ class ChatTemplate:
             return
         template = self._tokenizer.get_chat_template(tools=given.tools or None)
         if given.tools and "tools" not in template:
-            raise ConfigError(
-                f"{what} has 'tools', and the model's chat template does not write them, so the model would know of"
-                f" none. {_OTHERWISE}"
-            )
+            raise _not_written_tools(what)
         own = self._arguments
         for name in given.chat_template_kwargs:
             if name in own:
@@ -140,12 +176,60 @@ class ChatTemplate:
             "messages"
         }
 
+    def _check_opening(self, whose: str) -> None:
+        """Warns once where the template opens no answer, but writes more than white space before one."""
+        if self._is_opening_checked:
+            return
+        self._is_opening_checked = True
+        asked, opened = (self._tried(_ASKED, whose, add_generation_prompt=opens) for opens in (False, True))
+        begins, found, _ = self._tried([*_ASKED, {"role": "assistant", "content": "xanswerx"}], whose).partition(
+            "xanswerx"
+        )
+        header = begins.removeprefix(asked) if found and asked == opened and begins.startswith(asked) else ""
+        if header.strip():
+            log.warning(
+                "The model's chat template does not read add_generation_prompt: a prompt ends without %r, which stands"
+                " before each answer. So the model must write that itself, and rewards read it. Add it to the template"
+                " for prompts (model.chat_template=FILE).",
+                header,
+            )
+
+    def _check_written(
+        self, messages: Sequence[Message], tools: Sequence[Any], render: Callable[[list[Message]], str], what: str
+    ) -> None:
+        """Raises ConfigError where the template leaves out a message, a call or a tool. This is tried with words in
+        the place of messages, once for each order of roles."""
+        shape = (
+            *((each["role"], bool(each["content"]), len(each.get("tool_calls", ()))) for each in messages),
+            len(tools),
+        )
+        if shape in self._written:
+            return
+        probes = [_probe(number, each) for number, each in enumerate(messages)]
+        try:
+            text = self._rendered(render, [probe for probe, _ in probes], what)
+        except ConfigError:  # a template may want more of a message than a word
+            return
+        if any(tool["function"]["name"] not in text for tool in tools):
+            raise _not_written_tools(what)
+        for message, (_, marks) in zip(messages, probes, strict=True):
+            if left_out := [part for part, mark in marks.items() if mark not in text]:
+                raise ConfigError(
+                    f"{what}: the model's chat template does not write {left_out[0]} of a message of the"
+                    f" {message['role']}, so the model would not know of it. Give a template that does"
+                    " (model.chat_template=FILE), or leave it out."
+                )
+        self._written.add(shape)
+
     def _rendered(self, render: Callable[[list[Message]], T], messages: list[Message], what: str) -> T:
         """Returns what `render` makes of the messages, in time."""
-        path = self._tokenizer.name_or_path
-        origin = f" (that of model.chat_template, or else of {path})" if path else ""
-        whose = f"{what}: the model's chat template{origin}"
-        given = [each | {"content": _parts(each["content"])} for each in messages] if self._takes(whose) else messages
+        origin, whose = self._origin, f"{what}: the model's chat template{self._origin}"
+        given = messages
+        if any("tool_calls" in each for each in messages):
+            form = self._form_of_calls(whose)
+            given = [form.of(each) for each in messages]
+        if self._takes(whose):
+            given = [each | {"content": each["content"] and _parts(each["content"])} for each in given]
         try:
             return self._watch.run(lambda: render(given), whose)
         except ConfigError:
@@ -162,19 +246,28 @@ class ChatTemplate:
         """Returns whether the template writes lists of parts alone, as that of a model for pictures may, and not
         text."""
         if self._takes_parts is None:
-            self._takes_parts = not self._writes(_PROBE, whose) and self._writes(_parts(_PROBE), whose)
+            as_parts = [{"role": "user", "content": _parts(_PROBE)}]
+            self._takes_parts = _PROBE not in self._tried(_ASKED, whose) and _PROBE in self._tried(as_parts, whose)
         return self._takes_parts
 
-    def _writes(self, content: Any, whose: str) -> bool:
-        asked = [{"role": "user", "content": content}]
+    def _form_of_calls(self, whose: str) -> CallForm:
+        """Returns the first form in which the template writes a call with its arguments, and not as Python or as text
+        within text; the usual one where it writes none."""
+        if self._form is None:
+            forms = [CallForm(content, encodes) for encodes, content in product((False, True), ("", None))]
+            self._form = next((each for each in forms if _is_call(self._tried(_called(each), whose))), forms[0])
+        return self._form
+
+    def _tried(self, messages: list[Message], whose: str, **options: Any) -> str:
+        """Returns the text of a conversation that the template may refuse; empty then."""
         try:
-            return _PROBE in self._watch.run(
-                lambda: str(self._tokenizer.apply_chat_template(asked, tokenize=False)), whose
+            return str(
+                self._watch.run(lambda: self._tokenizer.apply_chat_template(messages, tokenize=False, **options), whose)
             )
         except ConfigError:
             raise
         except Exception:  # noqa: BLE001 - a template may refuse this conversation in any way, and take others
-            return False
+            return ""
 
 
 def refuse_for_text(given: Templated, what: str) -> None:
@@ -184,6 +277,37 @@ def refuse_for_text(given: Templated, what: str) -> None:
             f"{what} is text, into which no chat template writes the {column!r} of its row. Give it as messages, or"
             " leave out the column, or give it another name."
         )
+
+
+def _probe(number: int, message: Message) -> tuple[Message, dict[str, str]]:
+    """Returns a message with words in the place of its content and of the functions that it calls, and these words."""
+    content, marks = message["content"], {"the content": f"{_PROBE}{number}x"} if message["content"] else {}
+    probe = message | {"content": marks.get("the content", content)}
+    if calls := message.get("tool_calls"):
+        marks |= {f"the call of {call['function']['name']!r}": f"{_PROBE}{number}c{n}x" for n, call in enumerate(calls)}
+        probe["tool_calls"] = [
+            call | {"function": call["function"] | {"name": f"{_PROBE}{number}c{n}x"}} for n, call in enumerate(calls)
+        ]
+    return probe, marks
+
+
+def _called(form: CallForm) -> list[Message]:
+    function = {"name": _PROBE, "arguments": {"xkeyx": "xvaluex"}}
+    calls = [{"type": "function", "id": "call12345", "function": function}]
+    return [*_ASKED, form.of({"role": "assistant", "content": "", "tool_calls": calls})]
+
+
+def _is_call(text: str) -> bool:
+    """Returns whether a text has the call of `_called`, as a model says it."""
+    is_whole = text.count(_PROBE) > 1 and "xkeyx" in text and "xvaluex" in text
+    return is_whole and not any(other in text for other in ("'xkeyx'", '\\"xkeyx', "None"))
+
+
+def _not_written_tools(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what} has 'tools', and the model's chat template does not write them, so the model would know of none."
+        f" {_OTHERWISE}"
+    )
 
 
 def _parts(text: str) -> list[dict[str, str]]:
