@@ -69,16 +69,27 @@ def _vocabulary(model: Path) -> int:
 
 def _dropped(tokenizer: Any, stops: Sequence[int], keeps: Sequence[str] | None) -> set[int]:
     """Return the special tokens that texts go without. Raises ConfigError where a token to keep is none."""
-    special = {one: str(token) for one, token in tokenizer.added_tokens_decoder.items() if token.special}
-    special |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+    check_kept(tokenizer, keeps)
+    special = _special(tokenizer)
     if keeps is None:
         return set(special) & {*stops, *(getattr(tokenizer, f"{role}_token_id") for role in ROLES)}
-    if unknown := [name for name in keeps if name not in special.values()]:
-        known = ", ".join(sorted(special.values())[:20])
+    return {one for one, name in special.items() if name not in keeps}
+
+
+def check_kept(tokenizer: Any, keeps: Sequence[str] | None) -> None:
+    """Raise ConfigError where a special token that is to stay in texts is none of the tokenizer's."""
+    special = set(_special(tokenizer).values())
+    if unknown := [name for name in keeps or () if name not in special]:
+        known = ", ".join(sorted(special)[:20])
         raise ConfigError(
             f"sampling.keep_special_tokens: the model's tokenizer has no special token {unknown[0]!r}; it has {known}."
         )
-    return {one for one, name in special.items() if name not in keeps}
+
+
+def _special(tokenizer: Any) -> dict[int, str]:
+    """Return the tokenizer's special tokens by their ids."""
+    special = {one: str(token) for one, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return special | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
 
 
 def response_text(decoding: Decoding, response_tokens: Sequence[int]) -> str:

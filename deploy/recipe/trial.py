@@ -1,5 +1,5 @@
-"""Tries a recipe's rewards on its data before a run starts anything: one call of each of the user's own functions, and
-all ground truths that a built-in reward is to read.
+"""Tries a recipe's rewards on its data before a run starts anything: one call of each of the user's own functions, all
+ground truths that a built-in reward is to read, and the special tokens that are to stay in what rewards read.
 
 A call runs in a process of its own under the reward's deadline, as in a worker. It is the operator's own recipe that
 names the functions, so these may be imported here.
@@ -23,6 +23,7 @@ from learner.data.prompts.base import Item
 from learner.data.prompts.files import ListedPrompts
 from learner.data.texts.messages import Tags, read_prompt
 from rollout_workers.config import READERS, RewardConfig
+from rollout_workers.decoding import check_kept
 
 from .checks import ROWS
 from .data_checks import LOCAL
@@ -37,11 +38,14 @@ RENDER_S = 60.0
 
 def tried(recipe: Recipe, say: Callable[[str], object], *, calls: bool = True) -> Recipe:
     """Return the recipe, without the rows that a reward with `unreadable: skip` cannot read; `say` gets their number.
-    `calls`: whether functions are called, too, and a source of the user's own is opened. Functions that are not on this
-    machine are left to workers, which `say` is told.
+    `calls`: whether functions are called, too, and a source of the user's own and the tokenizer are opened. Functions
+    that are not on this machine are left to workers, which `say` is told.
 
-    Raises ConfigError for a function that fails on a trial call, and, with file and row, for a ground truth that a
-    built-in reward cannot read."""
+    Raises ConfigError for a function that fails on a trial call, with file and row for a ground truth that a built-in
+    reward cannot read, and for special tokens that the model's tokenizer, if it is here, does not have."""
+    keeps = recipe.sampling.keep_special_tokens
+    if calls and keeps and (complaint := asyncio.run(_asked(recipe, "kept", keeps))):
+        raise ConfigError(complaint)
     tries = [(f"rewards[{number}]", reward) for number, reward in enumerate(recipe.rewards)]
     tries = [(where, reward) for where, reward in tries if _is_tried(reward, recipe.prompts.kind, calls=calls)]
     tries = [(where, reward) for where, reward in tries if _is_here(reward, where, say)]
@@ -103,8 +107,17 @@ async def _call(recipe: Recipe, config: RewardConfig, item: Item, where: str) ->
 
 
 async def _rendered(recipe: Recipe, item: Item) -> str:
-    """Return the text that the model reads, by a process that loads its tokenizer; "" where that is not here yet.
-    Raises ConfigError for a row that it refuses, and for a template that runs past the deadline."""
+    """Return the text that the model reads; see `_asked`. Raises ConfigError for a row that the chat template refuses,
+    and for a template that runs past the deadline."""
+    try:
+        return await _asked(recipe, "text", item)
+    except UserCodeError as error:
+        raise ConfigError(f"{item.place}: the prompt cannot be rendered: {error}") from error
+
+
+async def _asked(recipe: Recipe, method: str, argument: object) -> str:
+    """Return what `Rendering` says, in a process that loads the model's tokenizer; "" where that is not here yet.
+    Raises UserCodeError."""
     program = Program(
         name="model.chat_template",
         factory=f"{__name__}:Rendering",
@@ -117,15 +130,13 @@ async def _rendered(recipe: Recipe, item: Item) -> str:
     except HeadwayError:
         return ""
     try:
-        return str(await host.call("text", [item], RENDER_S))
-    except UserCodeError as error:
-        raise ConfigError(f"{item.place}: the prompt cannot be rendered: {error}") from error
+        return str(await host.call(method, [argument], RENDER_S))
     finally:
         await host.close()
 
 
 class Rendering:
-    """The model's chat template, in a process that can be killed."""
+    """The model's tokenizer and chat template, in a process that can be killed."""
 
     places = 1
 
@@ -133,11 +144,20 @@ class Rendering:
         from learner.data.prompts.rendering import Renderer
         from learner.models.model import load_tokenizer
 
-        self._renderer = Renderer(load_tokenizer(msgspec.convert(model, ModelConfig)), system_prompt)
+        self._tokenizer = load_tokenizer(msgspec.convert(model, ModelConfig))
+        self._renderer = Renderer(self._tokenizer, system_prompt)
 
     def text(self, item: Any) -> str:
         """Return an item's prompt as the model reads it."""
         return self._renderer.prompt(msgspec.convert(item, Item), group="trial", num_samples=1).text
+
+    def kept(self, names: Any) -> str:
+        """Return why these are no special tokens of the model; "" if they are."""
+        try:
+            check_kept(self._tokenizer, names)
+        except ConfigError as error:
+            return str(error)
+        return ""
 
 
 def _unreadable(recipe: Recipe, config: RewardConfig, items: Sequence[Item], where: str) -> dict[str, str]:

@@ -66,6 +66,7 @@ from learner.stages.probe import TOLERANCE
 from learner.stages.resuming import Claimed, Origin, Start, choose_origin, claim_run, identify, open_log
 from learner.stages.rl import RlStage
 from learner.stages.supervised.distillation import as_teacher
+from rollout_workers.decoding import check_kept
 from weightsync.publish.publisher import Publisher
 from weightsync.transports.listening import allow_many_files
 
@@ -135,6 +136,7 @@ def train(recipe: Recipe, url: str, *, resume: bool, rewind: Rewind | None = Non
 def _build(recipe: Recipe, resume: bool, rewind: Rewind | None) -> Parts:
     seed_generators(recipe.run.seed)
     tokenizer = load_tokenizer(recipe.model)
+    check_kept(tokenizer, recipe.sampling.keep_special_tokens)  # on whatever machine the model lies
     prompts = open_prompts(recipe.prompts, tokenizer, recipe.run.seed)
     max_prompt_tokens = recipe.most_prompt_tokens
     prompts.check(max_prompt_tokens)  # before the model is loaded, which takes minutes

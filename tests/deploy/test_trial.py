@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -13,10 +14,12 @@ import pytest
 
 from broker.errors import ConfigError, HeadwayError
 from deploy.launch.local import Local
+from deploy.recipe import trial
 from deploy.recipe.loading import load_recipe
 from deploy.recipe.recipe import LauncherConfig, Recipe
 from deploy.recipe.trial import tried
 from deploy.roles.alone import run_learner
+from deploy.roles.learner import train
 from deploy.terminal import Terminal
 from learner.config import PromptsConfig
 from learner.data.prompts import open_source
@@ -253,6 +256,47 @@ def test_on_ray_all_truths_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     local = Local(given, "r.yaml", (), resume=False, overwrite=False, console=Terminal())
     with pytest.raises(ConfigError, match=r"p\.jsonl:2: "):
         local.prepare()
+
+
+def keeping(given: Recipe, *names: str) -> Recipe:
+    return msgspec.structs.replace(
+        given, sampling=msgspec.structs.replace(given.sampling, keep_special_tokens=tuple(names))
+    )
+
+
+def test_special_tokens_that_the_model_does_not_have_are_told_before_a_run_starts(here: Path) -> None:
+    make_model(here / "m")
+    plain = recipe("arithmetic", [5])
+    assert tried(right := keeping(plain, "<eos>", "<pad>"), print) is right
+    with pytest.raises(ConfigError, match=r"sampling\.keep_special_tokens: .*'<think>'; it has <eos>"):
+        tried(keeping(plain, "<eos>", "<think>"), print)
+
+
+@pytest.mark.parametrize("wrong", ["<think>", "<EOS>", "+", ""])  # "+" is a token that is not special
+def test_special_tokens_are_checked_however_a_run_starts(
+    wrong: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def asked(given: Recipe, method: str, argument: object) -> Any:
+        """Load the tokenizer in this process, which takes less time."""
+        return getattr(trial.Rendering(msgspec.to_builtins(given.model), ""), method)(argument)
+
+    monkeypatch.setattr(trial, "_asked", asked)
+    monkeypatch.setattr("deploy.roles.learner.recipe_backend", pytest.fail)
+    given = keeping(load_recipe("arithmetic.yaml", []), "<eos>", wrong)
+    local = Local(given, "r.yaml", (), resume=False, overwrite=False, console=Terminal())
+    alone = partial(run_learner, url="redis://127.0.0.1:1", resume=False, overwrite=False, prepared=False, rewind=None)
+    for start in (local.run, local.prepare, partial(alone, given), partial(train, given, "", resume=False)):
+        with pytest.raises(
+            ConfigError, match=rf"sampling\.keep_special_tokens: .*{re.escape(repr(wrong))}; it has <eos>"
+        ):
+            start()
+    assert not given.run_directory.exists()
+
+
+def test_special_tokens_of_a_model_that_is_elsewhere_are_left_to_the_learner() -> None:
+    given = keeping(recipe("arithmetic", [5]), "<think>")  # there is no directory m
+    assert tried(given, print) is given
+    assert tried(given, print, calls=False) is given
 
 
 def test_prompts_that_a_built_in_reward_can_read_start_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
