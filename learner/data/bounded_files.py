@@ -57,8 +57,8 @@ def check_file(path: Path, where: str) -> None:
         raise too_large(path, size, where)
 
 
-def too_large(path: Path, size: int, where: str) -> ConfigError:
-    """Returns the error for a file whose rows take at least so many bytes."""
+def too_large(path: Path | str, size: int, where: str) -> ConfigError:
+    """Returns the error for a file, or a data set, whose rows take at least so many bytes."""
     return ConfigError(
         f"{where}: {path} takes at least {size:,} bytes of memory once it is read, and at most {most_bytes():,} are"
         " read, half of what this machine has. Give a part of it, or a machine with more memory."
@@ -81,14 +81,28 @@ def check_parquet(opened: "ParquetFile", path: Path, where: str) -> None:
             pass
 
 
-def counted(batches: Iterable[Any], path: Path, where: str) -> Iterator[Any]:
+def counted(batches: Iterable[Any], path: Path | str, where: str) -> Iterator[Any]:
     """Yields record batches. Raises ConfigError once they take more than half of the memory together."""
     total, most = 0, most_bytes()
     for batch in batches:
-        total += batch.nbytes
+        total += max(batch.nbytes, VALUE_BYTES * sum(map(_values_in, batch.columns)))
         if total > most:
             raise too_large(path, total, where)
         yield batch
+
+
+def _values_in(column: Any) -> int:
+    """Returns the number of values of a column of Arrow, those of its lists and mappings counted one by one."""
+    from pyarrow import types
+
+    kind = column.type
+    if types.is_struct(kind):
+        return sum(map(_values_in, column.flatten()))
+    if types.is_map(kind):
+        return _values_in(column.keys) + _values_in(column.items)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return _values_in(column.flatten())
+    return len(column)
 
 
 def lines_of(path: Path, longest: int) -> Iterator[tuple[int, bytes, int]]:

@@ -2,9 +2,11 @@
 
 import gzip
 import json
+import sys
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pyarrow
 import pytest
@@ -82,6 +84,63 @@ def test_an_arrow_file_is_read_up_to_the_bound(tmp_path: Path) -> None:
             to.write_table(table)
     with pytest.raises(ConfigError, match="takes at least"):
         open_records(Conversation, str(path), {}, "here")
+
+
+def with_numbers(rows: int) -> pyarrow.Table:
+    """Return a table of small numbers: a byte of each in Arrow, and 40 as an object of Python."""
+    numbers = pyarrow.array([[7] * 2_000_000] * rows, pyarrow.list_(pyarrow.int8()))
+    return pyarrow.table({"prompt": ["1"] * rows, "ground_truth": ["2"] * rows, "numbers": numbers})
+
+
+def with_texts(rows: int) -> pyarrow.Table:
+    texts = [f"{number}" + "0" * 30_000_000 for number in range(rows)]
+    return pyarrow.table({"prompt": texts, "completion": texts, "ground_truth": texts})
+
+
+def with_mappings(rows: int) -> pyarrow.Table:
+    small = pyarrow.array([{"deep": [{"a": 1}] * 1_300_000}] * rows)
+    return pyarrow.table({"prompt": ["1"] * rows, "ground_truth": ["2"] * rows, "numbers": small})
+
+
+class HubTable:
+    """A split as the `datasets` library has it: a table in files, and rows that are made as they are asked for."""
+
+    def __init__(self, table: pyarrow.Table) -> None:
+        self.data = table
+
+    def __iter__(self) -> Iterator[object]:
+        yield from self.data.to_pylist()
+
+
+@pytest.mark.usefixtures("small_memory")
+@pytest.mark.parametrize("table", [with_numbers(1), with_texts(1), with_mappings(1)], ids=["numbers", "texts", "deep"])
+def test_a_data_set_of_a_hub_is_measured_before_a_row_is_kept(
+    table: pyarrow.Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HubTable, "__iter__", lambda self: pytest.fail("a row was made"))
+    package = ModuleType("modelscope.msdatasets")
+    hub = SimpleNamespace(load_dataset=lambda *_, **__: HubTable(table), load=lambda *_, **__: HubTable(table))
+    monkeypatch.setattr(package, "MsDataset", type("MsDataset", (), {"load": hub.load}), raising=False)
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    monkeypatch.setitem(sys.modules, "modelscope", ModuleType("modelscope"))
+    monkeypatch.setitem(sys.modules, "modelscope.msdatasets", package)
+    with pytest.raises(ConfigError, match=r"^prompts\.path: me/sums\[train\] takes at least [\d,]+ bytes"):
+        open_source(PromptsConfig(kind="datasets", path="me/sums"), 0)
+    for name in ("hf:me/sums", "modelscope:me/sums"):
+        with pytest.raises(ConfigError, match=rf"^here\.path: {name}\[train\] takes at least [\d,]+ bytes"):
+            open_records(Conversation, name, {}, "here")
+    path = tmp_path / "rows.arrow"
+    with pyarrow.ipc.new_file(path, table.schema) as to:
+        to.write_table(table)
+    with pytest.raises(ConfigError, match=r"rows\.arrow takes at least"):
+        open_records(Conversation, str(path), {"format": "prompt_completion"}, "here")
+
+
+def test_a_usual_data_set_of_a_hub_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = pyarrow.Table.from_pylist([ROW] * 3)
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda *_, **__: HubTable(table)))
+    assert open_source(PromptsConfig(kind="datasets", path="me/sums"), 0).size == 3
+    assert len(open_records(Conversation, "hf:me/sums", {"format": "prompt_completion"}, "here")) == 3
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, lambda text: b"\x28\xb5\x2f\xfd" + text, lambda text: b"BZh9" + text])

@@ -1,11 +1,11 @@
 """Prompts from the `datasets` library: a hub id, or a local directory that it can load."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from broker.errors import ConfigError
 from broker.user_code.options import typed_options
-from learner.data.arrow_rows import as_written
+from learner.data.arrow_rows import dataset_rows
 
 from .files import ListedPrompts
 from .rows import Row, RowFields, to_items
@@ -32,7 +32,7 @@ def open_dataset(path: str, options: Mapping[str, Any]) -> ListedPrompts:
     )
 
 
-def _rows(path: str, name: str | None, split: str) -> Iterable[tuple[str, Row]]:
+def _rows(path: str, name: str | None, split: str) -> Iterator[tuple[str, Row]]:
     try:
         import datasets
     except ImportError as error:
@@ -49,4 +49,4 @@ def _rows(path: str, name: str | None, split: str) -> Iterable[tuple[str, Row]]:
             f"{error}. Is the hub reachable from here? If not, export the data to a file and use "
             "prompts.kind=jsonl or parquet."
         ) from error
-    return ((f"{path}[{split}]: row {number}", as_written(row)) for number, row in enumerate(rows, start=1))
+    return dataset_rows(rows, path, split, "prompts.path")

@@ -1,10 +1,9 @@
 """Rows of datasets on a hub: `hf:OWNER/NAME` on Hugging Face, `modelscope:OWNER/NAME` on ModelScope."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from broker.errors import ConfigError
-from learner.data.arrow_rows import as_written
+from learner.data.arrow_rows import dataset_rows
 
 from .files import PlacedRow
 
@@ -23,7 +22,7 @@ def read_hugging_face(name: str, subset: str | None, split: str, where: str) -> 
         rows = datasets.load_dataset(name, subset, split=split)
     except (OSError, ValueError) as error:  # the package's own errors derive from these two
         raise _unreachable(f"hf:{name}", subset, split, error, where) from error
-    return _placed(rows, f"hf:{name}", split)
+    return dataset_rows(rows, f"hf:{name}", split, where)
 
 
 def read_modelscope(name: str, subset: str | None, split: str, where: str) -> Iterator[PlacedRow]:
@@ -40,7 +39,7 @@ def read_modelscope(name: str, subset: str | None, split: str, where: str) -> It
         rows = loaded.to_hf_dataset() if isinstance(loaded, MsDataset) else loaded
     except Exception as error:
         raise _unreachable(f"modelscope:{name}", subset, split, error, where) from error
-    return _placed(rows, f"modelscope:{name}", split)
+    return dataset_rows(rows, f"modelscope:{name}", split, where)
 
 
 def _unreachable(name: str, subset: str | None, split: str, error: Exception, where: str) -> ConfigError:
@@ -48,7 +47,3 @@ def _unreachable(name: str, subset: str | None, split: str, error: Exception, wh
         f"{where}: {name} (subset {subset}, split {split!r}) cannot be loaded: {' '.join(str(error).split())[:300]}."
         f" Is the name right, and can the hub be reached from here? {FILE_INSTEAD}"
     )
-
-
-def _placed(rows: Iterable[Mapping[str, Any]], name: str, split: str) -> Iterator[PlacedRow]:
-    return ((f"{name}[{split}]: row {number}", as_written(row)) for number, row in enumerate(rows, start=1))
