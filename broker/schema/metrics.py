@@ -76,6 +76,8 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     untrained_trajectories: int = 0
     """Further samples of the step's groups: those that a loss of pairs leaves out, and truncated ones with
     `algorithm.mask_truncated`."""
+    long_prompts: int = 0
+    """Prompts that this learner has passed over so far, since they leave no room for a response."""
     mixed_version_trajectories: int
     """Trained samples that weights of several versions sampled."""
     trained_tokens: int

@@ -60,6 +60,8 @@ class Monitor:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="monitor", daemon=True)
         self._live = Live(console=console, refresh_per_second=4, transient=False) if console.is_terminal else None
+        self._long_prompts = 0
+        """Those that were told last."""
         self._started = time.monotonic()
         self._printed = (-1, -1)
         self._found = (-1, -1)
@@ -124,8 +126,22 @@ class Monitor:
                 self.say(news)
         if warning := self._flat.news([step for step in status.recent_steps if _place(step) > self._found]):
             self.say(warning)
+        if warning := self._news_of_long_prompts(status.last_step):
+            self.say(warning)
         if self._found_state == "finished":
             self._tell_nothing_trained(status)
+
+    def _news_of_long_prompts(self, step: StepMetrics | None) -> str:
+        """Return the warning on prompts that were passed over, and again once there are twice as many."""
+        count = step.long_prompts if step is not None and _place(step) > self._found else 0
+        if count < max(1, 2 * self._long_prompts):
+            return ""
+        self._long_prompts = count
+        return (
+            f"{count} prompts so far were too long and are passed over: they have more tokens than"
+            " engine.max_model_len - sampling.max_new_tokens leaves. The learner's log names them. Raise"
+            " engine.max_model_len, lower sampling.max_new_tokens, or shorten them."
+        )
 
     def _tell_nothing_trained(self, status: RunStatus) -> None:
         has_ended_again = self._has_begun_again and status.state == "finished"

@@ -153,11 +153,12 @@ class RunObserver:
         )
 
     def _of_broker(self) -> dict[str, float | None]:
-        """Return what a step's metrics say of the queue and of the broker."""
+        """Return what a step's metrics say of the prompts, of the queue and of the broker."""
         assert self._experience is not None
         waited_s, (calls, seconds) = self._experience.waited_s, self._experience.broker_calls()
         mean_s, max_s = (fmean(waited_s), max(waited_s)) if waited_s else (None, None)
-        return {"waited_mean_s": mean_s, "waited_max_s": max_s, "broker_calls": calls, "broker_s": seconds}
+        waited = {"waited_mean_s": mean_s, "waited_max_s": max_s, "broker_calls": calls, "broker_s": seconds}
+        return {**waited, "long_prompts": self._experience.long_prompts}
 
     def on_end(self, status: RunStatus) -> None:
         """Give sinks the last look at the run, while its workers are there."""

@@ -152,6 +152,11 @@ class Experience:
         """For how long the groups taken last had waited for the learner; empty where they came from the log."""
         return self._waited_s
 
+    @property
+    def long_prompts(self) -> int:
+        """The prompts that were passed over so far, since they leave no room for a response."""
+        return self._cursor.long_prompts
+
     def broker_calls(self) -> tuple[int, float]:
         """Returns how many calls the broker has answered since this was asked last, and the sum of their times in
         seconds."""

@@ -109,6 +109,31 @@ def test_that_nothing_is_trained_is_told_once_and_again_after_a_step_that_traine
     assert [line for line in output.getvalue().splitlines() if "nothing is trained" in line] == [t for _, t in found]
 
 
+@pytest.mark.parametrize(
+    ("counts", "told"),
+    [
+        ([0, 0, 0], []),
+        ([1, 1, 1], [1]),
+        ([3, 4, 5, 6, 11, 12], [3, 6, 12]),
+        ([0, 0, 40, 41], [40]),
+    ],
+)
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_prompts_that_were_passed_over_are_told_at_the_terminal(
+    counts: list[int], told: list[int], *, is_terminal: bool
+) -> None:
+    output = io.StringIO()
+    steps = [replace(step_metrics(number), long_prompts=count) for number, count in enumerate(counts)]
+    looks = [replace(run_status(0), recent_steps=(), last_step=None)]
+    looks += [replace(run_status(0), recent_steps=(step,), last_step=step) for step in steps]
+    monitor = Monitor(Script(*looks), Terminal(file=output, width=500, force_terminal=is_terminal))
+    for _ in looks:
+        monitor._look()
+    lines = [line for line in output.getvalue().splitlines() if "passed over" in line]
+    assert [int(line.split()[0]) for line in lines] == told
+    assert all("engine.max_model_len" in line and "sampling.max_new_tokens" in line for line in lines)
+
+
 def test_steps_that_a_monitor_finds_are_not_told_as_if_they_were_its_runs() -> None:
     old, new = steps_of("===="), tuple(replace(step, incarnation=2) for step in steps_of("==="))
     output = io.StringIO()

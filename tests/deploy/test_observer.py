@@ -56,6 +56,7 @@ class Other(Told):
 
 def experience_of(status: RunStatus | None) -> Any:
     answers = {"status.return_value": status, "waited_s": (0.5, 1.5), "broker_calls.return_value": (3, 0.25)}
+    answers["long_prompts"] = 2
     return Mock(spec=Experience, **answers)
 
 
@@ -84,6 +85,7 @@ def test_nobody_looks_at_the_workers_for_sinks_that_do_not_want_it(tmp_path: Pat
     reported = experience.report.call_args.args[0]
     assert (reported.waited_mean_s, reported.waited_max_s) == (1.0, 1.5)
     assert (reported.broker_calls, reported.broker_s) == (3, 0.25)
+    assert reported.long_prompts == 2
 
 
 def test_the_workers_are_looked_at_now_and_then(tmp_path: Path) -> None:

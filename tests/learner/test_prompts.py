@@ -697,6 +697,7 @@ def test_prompts_that_leave_no_room_are_passed_over(tmp_path: Path) -> None:
     cursor = PromptCursor(prompts_of(**config), num_samples=1, seed=0, shuffle=False, epochs=1, max_prompt_tokens=10)
     groups = [prompt.group for prompt in cursor.next(9)]
     assert groups == [f"0000-{i:08d}" for i in (1, 2, 4, 5, 7, 8)]
+    assert cursor.long_prompts == 3
     cursor.mark_trained(groups)
     assert cursor.watermark == "0001-00000000"
     endless = PromptCursor(prompts_of(**config), num_samples=1, seed=0, max_prompt_tokens=3)

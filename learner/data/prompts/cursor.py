@@ -47,6 +47,8 @@ class PromptCursor:
         self._max_prompt_tokens = max_prompt_tokens
         self._orders: dict[int, list[int]] = {}
         self._passed_over = 0
+        self.long_prompts = 0
+        """The prompts over `max_prompt_tokens` that were passed over so far."""
         start = state or {"epoch": 0, "position": 0, "trained": []}
         if start.get("prompts", prompts.digest) != prompts.digest:
             raise ConfigError(
@@ -128,6 +130,7 @@ class PromptCursor:
             self._passed_over = 0
             return True
         self._passed_over += 1
+        self.long_prompts += 1
         told = (
             f"Prompt {prompt.group} has {length} tokens; engine.max_model_len - sampling.max_new_tokens leaves {limit}."
         )
