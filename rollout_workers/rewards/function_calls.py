@@ -134,10 +134,16 @@ class Calls:
 
 
 class NoTrainer:
-    """TRL's `trainer_state`, for functions that take it and do not read it."""
+    """TRL's `trainer_state`, for functions that take it and do not read it. A field that is read is no AttributeError,
+    in the place of which `getattr` and `hasattr` would take a default for the step."""
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"trainer_state.{name} is not known: workers score responses beside training")
+        if name.startswith("__"):  # Python asks for what an object can do
+            raise AttributeError(name)
+        raise RuntimeError(
+            f"trainer_state.{name} is not known: workers score responses beside training, of several steps' weights."
+            " Let the score depend on the response and its row alone"
+        )
 
 
 def logged_in(logged: Logged) -> Callable[[str, Any], None]:

@@ -67,6 +67,10 @@ def asks(completions, answer):
     return [1.0]
 
 
+def steps(completions, trainer_state):
+    return [float(getattr(trainer_state, "global_step", 0))]
+
+
 def lacks(solution_str):
     import no_such_module
 
@@ -146,6 +150,7 @@ def test_a_conversation_is_rendered_for_the_call(here: Path) -> None:
         ("slow", "ran past its deadline of 2 s"),
         ("ends", "ended its process with exit code 3"),
         ("asks", "asks for answer"),
+        ("steps", r"trainer_state\.global_step is not known"),
         ("lacks", "No module named 'no_such_module'"),
     ],
 )

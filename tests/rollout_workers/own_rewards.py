@@ -68,6 +68,27 @@ def trl_reads_state(completions: list[str], trainer_state: Any) -> list[float]:
     return [1.0 if trainer_state.global_step else 0.0]
 
 
+def trl_defaults_the_step(completions: list[str], trainer_state: Any) -> list[float]:
+    return [1.0 if getattr(trainer_state, "global_step", 0) < 100 else 0.0]
+
+
+def trl_looks_for_the_step(completions: list[str], trainer_state: Any) -> list[float]:
+    return [1.0 if hasattr(trainer_state, "max_steps") else 0.0]
+
+
+def trl_suppresses(completions: list[str], trainer_state: Any) -> list[float]:
+    try:
+        return [float(trainer_state.epoch)]
+    except AttributeError:
+        return [0.0]
+
+
+def trl_passes_the_state_on(completions: list[str], trainer_state: Any) -> list[float]:
+    import copy
+
+    return [1.0 if copy.copy(trainer_state) is not None and str(trainer_state) else 0.0]
+
+
 def measured(solution_str: str, extra_info: dict[str, Any]) -> dict[str, Any]:
     """Return measures as libraries make them, some of them no finite numbers."""
     import decimal

@@ -302,6 +302,7 @@ async def test_a_verifier_of_reasoning_gym_that_never_ends_is_worth_0() -> None:
         ("trl_short", 1.0, {}),
         ("trl_wrapped", 1.0, {}),
         ("trl_all", 0.5, {}),
+        ("trl_passes_the_state_on", 1.0, {}),
         (
             "measured",
             0.5,
@@ -338,6 +339,9 @@ async def test_users_functions_are_called_in_their_own_signature(
         ("trl_two", "a list of one number"),
         ("trl_needs_column", "it asks for answer, and is called with "),
         ("trl_reads_state", "trainer_state.global_step is not known"),
+        ("trl_defaults_the_step", "trainer_state.global_step is not known"),
+        ("trl_looks_for_the_step", "trainer_state.max_steps is not known"),
+        ("trl_suppresses", "trainer_state.epoch is not known"),
         ("many_measures", "returned 101 measures"),
     ],
 )
