@@ -295,6 +295,7 @@ def test_tools_that_the_template_does_not_write_are_refused(comment: str) -> Non
         trained(tokenizer, record)
 
 
+SPOKEN = [{"type": "text", "text": "b"}]
 CALLS: list[dict[str, Any]] = [USER, {"role": "assistant", "content": "", "tool_calls": WRAPPED}, TOOL]
 JSON = '{"a": 1, "b": null}'
 SAID = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}"
@@ -359,6 +360,23 @@ def test_messages_that_the_template_leaves_out_are_refused(template: str, messag
     record = Conversation(prompt=messages, completion=[{"role": "assistant", "content": "b"}], place="a:1")
     with pytest.raises(ConfigError, match=f"a:1: the model's chat template does not write {says}"):
         trained(tokenizer_of(template=template), record)
+
+
+@pytest.mark.parametrize(
+    "thought",
+    [{"reasoning_content": "hm"}, {"thinking": "hm"}, {"content": [{"type": "reasoning", "text": "hm"}, *SPOKEN]}],
+)
+def test_a_thought_that_the_template_does_not_read_is_refused(thought: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"messages": [USER, {"role": "assistant", "content": "b"} | thought]}) + "\n")
+    (record,) = open_records(Conversation, str(path), {}, "sft")
+    with pytest.raises(
+        ConfigError, match=r"data.jsonl:1 has '.*' in a message, and the model's chat template does not"
+    ):
+        trained(tokenizer_of(), record)
+    key = "thinking" if "thinking" in thought else "reasoning_content"
+    reads = tokenizer_of(template=CHAT.replace("{{ m.content }}", f"{{{{ m.{key} }}}}{{{{ m.content }}}}"))
+    assert trained(reads, record) == ("<|u|>|q|</s>|<|a|>", "h|m|b|</s>")
 
 
 def test_a_template_that_opens_no_answer_is_told_once(caplog: pytest.LogCaptureFixture) -> None:

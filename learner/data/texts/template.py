@@ -25,6 +25,8 @@ Span = tuple[int, int]
 _PROBE = "xprobex"
 _ASKED = [{"role": "user", "content": _PROBE}]
 _OTHERWISE = "Give one that does (model.chat_template=FILE), or leave out the column, or give it another name."
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""The keys of a message under which files have a thought. Which of them a template reads is its own."""
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -83,6 +85,7 @@ class ChatTemplate:
         all that is `given`, if it refuses the messages, or if it does not end.
         """
         self._check(what, given)
+        self._check_thoughts(messages, what, given)
         if opens_answer:
             self._check_opening(f"{what}: the model's chat template{self._origin}")
         goes_on = opens_answer and is_begun(list(messages))
@@ -168,6 +171,16 @@ class ChatTemplate:
                     f"{what} has {name!r} in 'chat_template_kwargs', and the model's chat template does not read it, so"
                     f" it would change nothing. {_OTHERWISE}"
                 )
+
+    def _check_thoughts(self, messages: Sequence[Message], what: str, given: Templated) -> None:
+        stated = [name for name in _THOUGHTS if any(each.get(name) for each in messages)]
+        template = self._tokenizer.get_chat_template(tools=given.tools or None) if stated else ""
+        if stated and not any(re.search(rf"\b{name}\b", template) for name in stated):
+            raise ConfigError(
+                f"{what} has {stated[0]!r} in a message, and the model's chat template does not read it, so the thought"
+                " would be left out. Give one that does (model.chat_template=FILE), or write the thought into the"
+                " content, or leave it out."
+            )
 
     @cached_property
     def _arguments(self) -> frozenset[str]:
