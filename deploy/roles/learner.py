@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import math
 import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -373,6 +372,7 @@ def recipe_updater(recipe: Recipe, backend: Backend, ranks: Ranks) -> Updater:
         cost=recipe_cost(recipe),
         routing=recipe_routing(recipe),
         agreement_bound=agreement_bound(recipe),
+        is_cut=recipe.sampling.top_p < 1 or recipe.sampling.top_k > 0,
     )
 
 
@@ -381,15 +381,13 @@ def agreement_bound(recipe: Recipe) -> float:
     explains at its temperature."""
     if recipe.learner.agreement_bound is not None:
         return recipe.learner.agreement_bound
-    engines, sampling = [recipe.engine, *(pool.recipe.engine for pool in pools_of(recipe))], recipe.sampling
+    engines = [recipe.engine, *(pool.recipe.engine for pool in pools_of(recipe))]
     formats = {recipe.model.dtype, *(engine.dtype for engine in engines)}
     is_exact = formats == {"float32"} and recipe.learner.device == "cpu"
     rounding = EXACT if is_exact else max(EXPLAINED[one] for one in formats)
     if any(engine.options.get(key) not in (None, "auto") for engine in engines for key in ROUNDED_BY):
         rounding = max(rounding, QUANTIZED)
-    if sampling.top_k:  # what the engine leaves out may be any share
-        return math.inf
-    return rounding / min(1.0, sampling.temperature) - math.log(sampling.top_p)
+    return rounding / min(1.0, recipe.sampling.temperature)
 
 
 def rules_of(recipe: Recipe) -> RunRules:

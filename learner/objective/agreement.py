@@ -38,9 +38,11 @@ class FirstBatch:
     """Compares the fresh tokens of the first batch that has some, before it is trained. Tokens of older weights say
     nothing, and a resumed learner may meet some batches of them first. Collective over the ranks."""
 
-    def __init__(self, ranks: Ranks, bound: float) -> None:
-        """`bound`: of the mean absolute difference; 0: nothing is compared."""
-        self._ranks, self._bound = ranks, bound
+    def __init__(self, ranks: Ranks, bound: float, *, is_cut: bool = False) -> None:
+        """`bound`: of the mean absolute difference; 0: nothing is compared. `is_cut`: the engine samples from a part of
+        the vocabulary, by top_p or top_k, in which a token is likelier: then a token counts by how much likelier it is
+        to the learner, and one that is less likely as 0."""
+        self._ranks, self._bound, self._is_cut = ranks, bound, is_cut
         self._is_due = bound > 0
 
     def compared(
@@ -54,10 +56,11 @@ class FirstBatch:
         if not self._is_due or not self._ranks.sum([sum(float(_fresh(batch).sum()) for batch in batches)])[0]:
             return {}
         off = [
-            (own_T.cpu().double() - batch.behavior_logprobs_T.cpu().double()).abs()[_fresh(batch)]
+            (own_T.cpu().double() - batch.behavior_logprobs_T.cpu().double())[_fresh(batch)]
             for batch, own_T in zip(batches, logprobs(batches), strict=True)
         ]
         off_N = torch.cat([*off, torch.zeros(0, dtype=torch.float64)])
+        off_N = off_N.clamp(min=0) if self._is_cut else off_N.abs()
         total, tokens = self._ranks.sum([float(off_N.sum()), float(off_N.numel())])
         worst = self._ranks.max([float(off_N.max()) if off_N.numel() else 0.0])[0]
         self._is_due = False

@@ -94,7 +94,7 @@ class Updater:
 
     `reference` is needed for a KL penalty and for most losses of pairs, `critic` for advantages by generalized
     estimation. `cost` balances replicas and is the same on every rank. `routing` describes a model whose routers replay
-    the engine's choices. `agreement_bound` is that of `FirstBatch`.
+    the engine's choices. `agreement_bound` and `is_cut` are those of `FirstBatch`.
     """
 
     def __init__(
@@ -114,6 +114,7 @@ class Updater:
         cost: CostModel = DEFAULT_COST,
         routing: Routing | None = None,
         agreement_bound: float = 0.0,
+        is_cut: bool = False,
     ) -> None:
         self._backend = backend
         self._ranks = ranks
@@ -136,7 +137,7 @@ class Updater:
         self._cost = cost
         self._routing = routing
         self._has_candidates = algorithm.distillation.candidates > 0
-        self._first_batch = FirstBatch(ranks, agreement_bound)
+        self._first_batch = FirstBatch(ranks, agreement_bound, is_cut=is_cut)
 
     @property
     def models(self) -> list[Trained]:

@@ -56,7 +56,7 @@ def sampled_by(engine: Logits, lags: Sequence[int] = (0,), *, leaks: bool = Fals
     return found
 
 
-def updater_of(backend: Backend, bound: float) -> Updater:
+def updater_of(backend: Backend, bound: float, *, is_cut: bool = False) -> Updater:
     algorithm = AlgorithmConfig()
     return Updater(
         backend,
@@ -70,6 +70,7 @@ def updater_of(backend: Backend, bound: float) -> Updater:
         max_new_tokens=32,
         max_lag=4,
         agreement_bound=bound,
+        is_cut=is_cut,
     )
 
 
@@ -113,3 +114,20 @@ def test_tokens_of_older_weights_are_not_compared() -> None:
     assert "agreement_mean" not in updater.update([pack(sampled_by(other, [2, 1]), 0, 1, 40)], 2).algorithm
     with pytest.raises(DisagreementError):  # a resumed learner meets its first fresh ones later
         updater.update([[concatenate(sampled_by(other, [3, 0]))]], 3)
+
+
+@pytest.mark.parametrize("leaks", [False, True])
+def test_tokens_of_a_cut_vocabulary_may_be_likelier_to_the_engine_alone(leaks: bool) -> None:
+    backend = open_backend("fsdp", MODEL, OPTIMIZER, seed=1)
+    share = np.float32(np.log(0.8))  # of the tokens that top_k leaves
+    given = [
+        replace(one, behavior_logprobs=one.behavior_logprobs - share) for one in sampled_by(engine_of(), leaks=leaks)
+    ]
+    packed = [pack(given, 0, 1, 40)]
+    with pytest.raises(DisagreementError):
+        updater_of(backend, EXACT).update(packed, 0)
+    if leaks:
+        with pytest.raises(DisagreementError):
+            updater_of(backend, EXACT, is_cut=True).update(packed, 0)
+    else:
+        assert updater_of(backend, EXACT, is_cut=True).update(packed, 0).algorithm["agreement_mean"] == 0.0
