@@ -27,7 +27,7 @@ NUMBER = re.compile(r"-?\d+(\.\d+)?")
 SCIENTIFIC = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+))[eE]([-+]?\d{1,3})")
 MIXED = re.compile(r"([-+]?\d+)\s+(\d+)\s*/\s*(\d+)")
 THIN_SPACE = re.compile(r"(?<=\d)(?:\\[,;: ]|~|_)(?=\d{3}(?!\d))")
-"""What stands between thousands where no comma does."""
+"""A separator of thousands other than a comma."""
 NAME = re.compile(r"(?<![\\a-zA-Z])(sin|cos|tan|log|ln|exp|pi)(?![a-zA-Z])")
 """A function or number by its name, which LaTeX has a command for."""
 UNIT = re.compile(r"([-+]?\d[\d.,/\s]*?)\s+(?!percent)[^\W\d_]{3,}(?:\s+[^\W\d_]+)*\.?")
