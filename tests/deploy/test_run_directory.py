@@ -70,7 +70,8 @@ def test_a_start_that_came_to_nothing_is_no_run(recipe: Recipe) -> None:
         (directory / name).mkdir()
         (directory / name / "half").touch()
     (directory / "broker.json").touch()
-    (directory / "logs" / "learner.log").touch()
+    for name in ("logs/learner.log", "report.html", "compare.html"):
+        (directory / name).touch()
     prepare(recipe, resume=False, overwrite=False)
     assert not (directory / "broker").exists()
     assert not (directory / "broker.json").exists()
