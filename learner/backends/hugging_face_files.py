@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,17 @@ def check_finite(tensor: torch.Tensor, name: str, path: Path) -> None:
     raise ConfigError(
         f"model.path: {path}: {count:,} of {tensor.numel():,} numbers of {name} are NaN or infinite, so the file is"
         " damaged, or the training that wrote it had failed. Take a checkpoint from before that."
+    )
+
+
+def check_tied(names: Collection[str], read: Read, head: str, embedding: str) -> None:
+    """Raise ConfigError for a model whose head is its embedding, if the files have another head besides."""
+    if not {head, embedding} <= set(names) or torch.equal(read(head), read(embedding)):
+        return
+    raise ConfigError(
+        f"model.path: config.json ties {head} to {embedding} (tie_word_embeddings), and its files have both, with other"
+        f' numbers. Set "tie_word_embeddings": false there if the head was trained apart, or take {head} out of the'
+        " files."
     )
 
 

@@ -10,6 +10,7 @@ import learner.backends.fsdp.sharded_model
 from broker.errors import ConfigError
 from learner.backends import open_backend
 from learner.backends.fsdp.backend import FsdpBackend
+from learner.backends.megatron.source import open_source
 from learner.config import ModelConfig
 from learner.models.model import load_model, load_tokenizer
 from tests.learner.tiny import OPTIMIZER, model_config
@@ -99,6 +100,36 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         save_file(broken, tmp_path / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ConfigError, match=message):
             open_backend("fsdp", config, OPTIMIZER)
+
+
+@pytest.mark.parametrize(
+    "opener", [lambda config: open_backend("fsdp", config, OPTIMIZER), lambda c: open_source(c, 0)]
+)
+def test_a_head_beside_the_embedding_that_it_is_tied_to_must_equal_it(opener: Any, tmp_path: Path) -> None:
+    config = written(tmp_path, "qwen3", tied=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    opener(config)
+    save_file(tensors | {"lm_head.weight": head + 1}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lm_head\.weight to model\.embed_tokens\.weight"):
+        opener(config)
+
+
+def test_tensors_without_a_place_in_the_model_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = written(tmp_path, "qwen3")
+    tensors = load_file(tmp_path / "model.safetensors")
+    more = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
+    save_file(tensors | more, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    open_backend("fsdp", config, OPTIMIZER)
+    open_backend("fsdp", config, OPTIMIZER, head="value")
+    assert not caplog.records
+    more |= {"model.layers.7.input_layernorm.weight": torch.ones(2), "visual.weight": torch.ones(2)}
+    save_file(tensors | more, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    open_backend("fsdp", config, OPTIMIZER)
+    (told,) = caplog.messages
+    assert "2 tensors" in told
+    assert "model.layers.7.input_layernorm.weight" in told
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])

@@ -7,6 +7,8 @@ transformers' own table says how a file's tensors become a model's: it stacks ex
 
 import copy
 import functools
+import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from broker.errors import ConfigError
 from learner.backends.adapter_files import Weights, open_weights
+from learner.backends.hugging_face_files import check_tied
 from learner.config import ModelConfig
 from learner.models.adapters import is_factor
 from learner.models.model import built, load_config
@@ -26,6 +29,10 @@ from .quantized_base import QuantizedBase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
+PASSED_OVER = (r"rotary_emb\.inv_freq$", r"attn\.(masked_)?bias$", r"attention\.(masked_)?bias$")
+"""Tensors that older files have, and that models compute by themselves."""
 
 
 def can_stream(model: ModelConfig) -> bool:
@@ -88,6 +95,8 @@ def fill_shards(model: "PreTrainedModel", path: str, quantized: QuantizedBase | 
     filled: set[int] = set()
     weights = open_weights(path)
     assert weights is not None, "can_stream has looked"
+    for head, embedding in getattr(model, "all_tied_weights_keys", {}).items():
+        check_tied(weights.names, weights, head, embedding)
     for name, weight in _converted(model, weights, named | apart, shards):
         if quantized is not None and name in apart:
             quantized.put(name, weight)
@@ -129,15 +138,32 @@ def _converted(
 
     table = get_model_conversion_mapping(model)
     transforms: dict[str, Any] = {}
+    unknown: list[str] = []
     for name in sorted(files.names, key=dot_natural_key):
         target, pattern = _renamed(model, name, table, named)
         if target in wanted:
             transform = transforms.setdefault(target, _transform(table, name, target, pattern))
             transform.add_tensor(target, name, pattern or name, functools.partial(files, name))
+        elif target not in named:
+            unknown.append(name)
+    _tell_unknown(model, unknown)
     model._weight_conversions = [transform for transform in table if transform.was_used()]  # saving reverts these
     for target, transform in transforms.items():
         for name, weight in transform.convert(target, model=model, config=model.config).items():
             yield name, weight[0] if isinstance(weight, list) else weight
+
+
+def _tell_unknown(model: "PreTrainedModel", names: list[str]) -> None:
+    """Tell which of the files' tensors the model has no place for, but for those that transformers passes over, too."""
+    ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), *PASSED_OVER]
+    if unknown := [name for name in names if not any(re.search(pattern, name) for pattern in ignored)]:
+        log.warning(
+            "model.path: its files have %d tensors that a %s of its config.json has no place for, such as %s: they are"
+            " left out. Is num_hidden_layers right, and this no part of a larger model?",
+            len(unknown),
+            type(model).__name__,
+            ", ".join(unknown[:3]),
+        )
 
 
 def _renamed(

@@ -4,10 +4,10 @@ import torch
 
 from broker.errors import ConfigError
 from learner.backends.adapter_files import open_weights
-from learner.backends.hugging_face_files import Read
+from learner.backends.hugging_face_files import Read, check_tied
 from learner.backends.score_head import SCORE_BIAS, SCORE_WEIGHT
 from learner.config import ModelConfig
-from learner.models.model import load_model
+from learner.models.model import load_config, load_model
 
 
 def open_source(model: ModelConfig, seed: int) -> Read:
@@ -20,6 +20,8 @@ def open_source(model: ModelConfig, seed: int) -> Read:
             f"model.path: {model.path} has no safetensors files, and the megatron backend reads no others. Save the "
             "model once with transformers' save_pretrained, or use learner.backend=fsdp."
         )
+    if load_config(model).tie_word_embeddings:
+        check_tied(tensors.names, tensors, "lm_head.weight", "model.embed_tokens.weight")
     return tensors
 
 
