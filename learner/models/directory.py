@@ -35,7 +35,7 @@ def check_path(path: str, key: str = "model.path") -> None:
     """Raises ConfigError, with the recipe's `key`, for a path that is neither a directory nor a hub id."""
     if Path(path).is_file():
         raise ConfigError(f"{key}: {path} is a file. Give the directory of a model, or a hub id.")
-    if path.startswith(("/", ".", "~")) and not Path(path).is_dir():
+    if (path.startswith(("/", ".", "~")) or path.count("/") > 1) and not Path(path).is_dir():
         hint = " `~` stands for itself here." if path.startswith("~") else ""
         raise ConfigError(f"{key}: there is no directory {path}.{hint} Give a Hugging Face directory or a hub id.")
 
@@ -58,7 +58,7 @@ def _check_weights(directory: Path) -> None:
     contents alone. The weights of an adapter's checkpoint are those of its base, which opening it tells."""
     from safetensors import SafetensorError, safe_open
 
-    paths = shards(directory)
+    paths, is_quantized = shards(directory), "quantization_config" in (read_config(str(directory)) or {})
     if not paths and not (directory / "adapter").is_dir():
         other = ", ".join(sorted(path.name for path in directory.iterdir() if path.suffix in WEIGHTS)[:3])
         if not other:
@@ -72,10 +72,20 @@ def _check_weights(directory: Path) -> None:
         try:
             with safe_open(path, framework="np") as file:
                 for name in file.keys():  # noqa: SIM118 - it is no mapping
-                    if prod(file.get_slice(name).get_shape()) > MOST_NUMBERS:
-                        raise ConfigError(f"model.path: {path}: {name} has more than {MOST_NUMBERS:,} numbers.")
+                    _check_tensor(path, name, file.get_slice(name), is_quantized=is_quantized)
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"model.path: {path} is damaged or incomplete: {error}. Copy it again.") from error
+
+
+def _check_tensor(path: Path, name: str, tensor: Any, *, is_quantized: bool) -> None:
+    if prod(tensor.get_shape()) > MOST_NUMBERS:
+        raise ConfigError(f"model.path: {path}: {name} has more than {MOST_NUMBERS:,} numbers.")
+    if name.endswith("weight") and tensor.get_dtype()[0] in "IU" and not is_quantized:
+        raise ConfigError(
+            f"model.path: {path}: {name} has whole numbers ({tensor.get_dtype()}), and config.json has no"
+            " quantization_config that says what they stand for. Give the model's weights as bfloat16, float16 or"
+            " float32."
+        )
 
 
 def shards(directory: Path) -> tuple[Path, ...]:

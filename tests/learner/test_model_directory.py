@@ -51,6 +51,7 @@ CHAT = json.dumps({"chat_template": "{{ messages }}"})
         (PLAIN, MESSAGES, (), r"rows\.jsonl:1 is a list of messages, but .*model has no chat template; give .*FILE"),
         (PLAIN, TEXT, ("prompts.system_prompt=Add.",), r"system_prompt is set, but .*model has no chat template"),
         (PLAIN, TEXT, ("model.path=~/model",), r"there is no directory ~/model\. `~` stands for itself here\."),
+        (PLAIN, TEXT, ("model.path=runs/own/checkpoints/1/step_9",), r"there is no directory runs/own/checkpoints"),
     ],
 )
 def test_what_is_missing_is_told(
@@ -180,6 +181,8 @@ ONE = header({"a": ("F32", [1], 0, 4)}) + b"\0\0\0\0"
         ({"model.safetensors": b"\xff" * 8 + b"{}"}, "model.safetensors"),
         ({"model.safetensors": header({"a": ("F32", [1 << 40], 0, 4 << 40)})}, "model.safetensors"),
         ({"model.safetensors": b""}, "model.safetensors"),
+        ({"model.safetensors": header({"a.weight": ("I8", [4], 0, 4)}) + b"1234"}, "a.weight"),
+        ({"model.safetensors": header({"a.qweight": ("U32", [1], 0, 4)}) + b"1234"}, "a.qweight"),
         ({INDEX: json.dumps({"weight_map": {"a": "one.safetensors"}}).encode()}, "one.safetensors"),
         ({INDEX: json.dumps({"weight_map": {"a": "../one.safetensors"}}).encode()}, "../one.safetensors"),
         ({INDEX: b"{}", "model.safetensors": ONE}, INDEX),
@@ -209,6 +212,18 @@ def test_a_tensor_of_more_numbers_than_the_bound_is_told_by_its_name(
     with pytest.raises(ConfigError, match="large has more than 4 numbers"):
         check_files(str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(header({"small": ("F32", [2, 2], 0, 16)}) + bytes(16))
+    check_files(str(tmp_path))
+
+
+def test_whole_numbers_may_be_masks_or_what_a_quantizer_says(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_bytes(b"{}")
+    (tmp_path / "config.json").write_bytes(b"{}")
+    tensors = {"attn.bias": ("U8", [4], 0, 4)}
+    (tmp_path / "model.safetensors").write_bytes(header(tensors) + b"1234")
+    check_files(str(tmp_path))
+    (tmp_path / "config.json").write_bytes(b'{"quantization_config": {"quant_method": "gptq"}}')
+    tensors = {"a.qweight": ("U32", [1], 0, 4)}
+    (tmp_path / "model.safetensors").write_bytes(header(tensors) + b"1234")
     check_files(str(tmp_path))
 
 
