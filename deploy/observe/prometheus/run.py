@@ -31,6 +31,7 @@ LAST_STEP = (
     Family("headway_learner_truncated_ratio", "Share of its samples that ended at their longest length.", "truncated"),
     Family("headway_learner_truncated_samples", "Their number.", "truncated_samples"),
     Family("headway_learner_truncated_reward_mean", "Their mean reward.", "truncated_reward_mean"),
+    Family("headway_learner_long_prompts", "Prompts that this learner passed over as too long.", "long_prompts"),
     Family("headway_learner_response_mean_tokens", "Mean length of a trained response.", "response_tokens_mean"),
     Family("headway_learner_lag_mean_steps", "Mean lag of the last step's trajectories.", "lag_mean"),
     Family("headway_learner_lag_max_steps", "Largest lag of a token that the last step trained.", "lag_max"),
