@@ -1,11 +1,17 @@
 """Finds contradictions between an adapter, the stages that train it and the backend."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from broker.errors import LASTING_EXIT, ConfigError
-from broker.user_code.roots import ImportRoots
+import msgspec
+
+from broker.errors import LASTING_EXIT, ConfigError, HeadwayError
+from broker.user_code.blocking import BlockingHost
+from broker.user_code.roots import ImportRoots, import_directory
+from broker.user_code.wire import Program
 from learner.backends import unfit_base
+from learner.config import ModelConfig
+from learner.models.directory import read_config
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines import abilities_of as engine_abilities
 from rollout_workers.engines.abilities import Adapted, gpus_with
@@ -19,6 +25,9 @@ if TYPE_CHECKING:
 
 MOST_HELD = 8
 """Adapters that an engine holds at most: each takes memory of the device, and a place in every batch's kernels."""
+
+BUILD_S = 120.0
+"""The deadline for building a model without its weights."""
 
 _OF_EXPERTS = "a model without experts, or on sglang model.adapter.targets of attention alone, "
 
@@ -163,6 +172,49 @@ def _impossible_sending(recipe: Recipe, adapted: Adapted) -> Iterator[str]:
         f" {_OF_EXPERTS * (adapted != 'dense')}"
         "weights.adapter=auto, weights.staging other than none, run.placement=separated). Set it to recompute."
     )
+
+
+def check_targets(recipe: Recipe) -> None:
+    """Raise ConfigError for a target of the adapter that the model lacks, as far as its configuration is here. The
+    model is built without its weights, in a process of its own: that takes seconds and hundreds of megabytes."""
+    adapter, model = recipe.model.adapter, recipe.model
+    if adapter is None or not (adapter.targets or adapter.dropout) or not (model.random or read_config(model.path)):
+        return
+    program = Program(
+        name="model.adapter.targets",
+        factory=f"{__name__}:Unfilled",
+        arguments={"model": msgspec.to_builtins(model)},
+        import_path=str(import_directory()),
+    )
+    try:
+        complaint = BlockingHost(program, deadline_s=BUILD_S).call("complaint")
+    except HeadwayError:  # the learner will say what is wrong with the model
+        return
+    if complaint:
+        raise ConfigError(complaint)
+
+
+class Unfilled:
+    """A model without its weights, in a process of its own."""
+
+    places = 1
+
+    def __init__(self, model: dict[str, Any]) -> None:
+        from learner.models.model import load_config, unfilled
+
+        self._config = msgspec.convert(model, ModelConfig)
+        self._model = unfilled(load_config(self._config))
+
+    def complaint(self) -> str:
+        """Return what the adapter asks of the model that this does not have; "" if it has all."""
+        from learner.models.adapters import targets_of
+
+        assert self._config.adapter is not None
+        try:
+            targets_of(self._model, self._config.adapter)
+        except ConfigError as error:
+            return str(error)
+        return ""
 
 
 def impossible_adapters(recipe: Recipe) -> Iterator[str]:

@@ -26,6 +26,7 @@ from learner.models.sizes import check_possible
 from learner.models.vocabulary import check_named_tokens
 from learner.stages.kinds import check_records
 
+from .adapters import check_targets
 from .pools import pools_of
 from .recipe import Recipe
 from .stage_graph import REFERENCE
@@ -53,6 +54,7 @@ def check_data(recipe: Recipe, *, is_new: bool = False, say: Callable[[str], obj
         check_possible(read_config(recipe.model.path) or {}, f"model.path: {recipe.model.path}/config.json")
         check_named_tokens(recipe.model.path)
     check_models(recipe)
+    check_targets(recipe)
     if say is not None and (warning := beyond_positions(recipe)):
         say(warning)
     if recipe.model.chat_template:

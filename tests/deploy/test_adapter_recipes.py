@@ -1,6 +1,7 @@
 """A recipe says which stages train an adapter, and is refused where none can; a run leaves the adapter."""
 
 import json
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,13 +18,16 @@ from broker.user_code.roots import ImportRoots
 from deploy.cli.main import answer
 from deploy.launch.local import Local
 from deploy.recipe.adapters import (
+    Unfilled,
     UnfitEngineError,
     adapted_by,
     adapters_held,
+    check_targets,
     rank_for_worker,
     sends_adapter,
     why_merged,
 )
+from deploy.recipe.data_checks import check_data
 from deploy.recipe.loading import dump_recipe, load_recipe
 from deploy.recipe.packages import check_packages
 from deploy.recipe.recipe import Recipe
@@ -74,6 +78,41 @@ def test_a_wrong_adapter_is_told(sections: dict[str, Any], told: str, tmp_path: 
     learner = {**TINY.get("learner", {}), "backend": sections.get("backend", "fsdp")}
     with pytest.raises(ConfigError, match=told):
         load(tmp_path, model=adapted(sections["adapter"]), stages=[SFT, RL], learner=learner)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tied", "changes", "told"),
+    [
+        ("qwen3", True, {"targets": ["q_proj", "lm_head"]}, r"targets: this model has no 'lm_head'.* It has q_proj"),
+        ("qwen3", False, {"targets": ["lm_head"]}, "has no 'lm_head'"),
+        ("qwen3", True, {"targets": ["embed_tokens"]}, "has no 'embed_tokens'"),
+        ("qwen3", True, {"targets": ["all-linear"]}, "has no 'all-linear'"),
+        ("qwen3", True, {"targets": ["q_prj"]}, "has no 'q_prj'"),
+        ("qwen3_moe", False, {"targets": ["mlp.gate"]}, "has no 'mlp.gate'"),
+        ("qwen3_moe", False, {"dropout": 0.1, "stages": ["sft"]}, "the adapter changes experts, which PEFT's form"),
+        ("qwen3", True, {"targets": ["q_proj", "mlp.down_proj"]}, ""),
+        ("qwen3_moe", False, {"targets": ["experts.down_proj"]}, ""),
+    ],
+)
+def test_what_an_adapter_cannot_change_is_told_by_a_model_without_weights(
+    kind: str, tied: bool, changes: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    base = saved_base(model_config(kind, tied=tied), tmp_path / "base")
+    model = {"path": base.path, "adapter": {"rank": 4, **changes}}
+    complaint = Unfilled(model).complaint()
+    assert re.search(told, complaint) if told else not complaint
+
+
+def test_what_an_adapter_cannot_change_is_refused_before_a_run_starts(tmp_path: Path) -> None:
+    base = saved_base(model_config("qwen3", tied=True), tmp_path / "base")
+    model = {"path": base.path, "random": None, "adapter": {"rank": 4, "targets": ["q_proj", "lm_head"]}}
+    with pytest.raises(ConfigError, match=r"^model\.adapter\.targets: this model has no 'lm_head'"):
+        check_data(load(tmp_path, model=model, stages=[SFT, RL]), is_new=True)
+
+
+def test_the_targets_of_a_model_that_is_not_here_yet_are_left_to_the_learner(tmp_path: Path) -> None:
+    model = {"path": "somebody/elses", "random": None, "adapter": {"rank": 4, "targets": ["lm_head"]}}
+    check_targets(load(tmp_path, model=model, stages=[SFT, RL]))
 
 
 def test_a_stage_trains_the_adapter_if_it_is_named(tmp_path: Path) -> None:

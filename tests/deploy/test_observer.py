@@ -56,8 +56,7 @@ class Other(Told):
 
 def experience_of(status: RunStatus | None) -> Any:
     answers = {"status.return_value": status, "waited_s": (0.5, 1.5), "broker_calls.return_value": (3, 0.25)}
-    answers["long_prompts"] = 2
-    return Mock(spec=Experience, **answers)
+    return Mock(spec=Experience, long_prompts=2, **answers)
 
 
 @pytest.fixture(autouse=True)
