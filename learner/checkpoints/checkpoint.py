@@ -74,6 +74,18 @@ class CheckpointStore:
         """The whole checkpoints that led to the latest, and it, oldest first."""
         return list(self._lineage())[::-1]
 
+    def check_any_is_whole(self) -> None:
+        """Raises CheckpointError, with the fault of the newest, where there are checkpoints and none is whole."""
+        paths = self._newest_first()
+        if not paths or any(map(_is_whole, paths)):
+            return
+        try:
+            read_checkpoint(paths[0])
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error} No other checkpoint is whole. Restore its files, or start anew (--overwrite)."
+            ) from error
+
     def oldest_step(self) -> int:
         """Returns the lowest step of the checkpoints that led to the latest; 0 where there is none."""
         return min((checkpoint.state.step for checkpoint in self._lineage()), default=0)

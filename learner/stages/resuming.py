@@ -86,6 +86,7 @@ def choose_origin(
     candidates = [rewound_to(checkpoints, rewind)] if rewind else lineage
     checkpoint = load_first(candidates, load, ranks) if candidates else None
     if resume and checkpoint is None:
+        checkpoints.check_any_is_whole()
         log.warning("no checkpoint to resume from yet: starting from the first weights")
     is_older = checkpoint is not None and bool(lineage) and checkpoint.path != lineage[0].path
     return Origin(resume=resume, rewind=rewind, checkpoint=checkpoint, is_branch=rewind is not None or is_older)

@@ -1,5 +1,6 @@
 """A learner decides where to begin from its checkpoints, its log, and the batches that the broker still has."""
 
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,6 +101,19 @@ def test_it_goes_on_at_the_newest_checkpoint_that_loads(checkpoints: CheckpointS
     assert (newest.step, newest.is_branch) == (4, False)
     assert (older.step, older.is_branch) == (2, True)
     assert origin_of(checkpoints, resume=False).checkpoint is None
+
+
+@pytest.mark.parametrize("file", ["files.json", "learner.json"])
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(checkpoints: CheckpointStore, file: str) -> None:
+    for step in (2, 4):
+        (checkpoints.path(1, step) / file).unlink()
+    with pytest.raises(CheckpointError, match=f"step_4 is not whole: .*{file}.* No other checkpoint is whole"):
+        origin_of(checkpoints)
+    shutil.rmtree(checkpoints.path(1, 2))
+    with pytest.raises(CheckpointError, match="step_4"):
+        origin_of(checkpoints)
+    shutil.rmtree(checkpoints.path(1, 4))
+    assert origin_of(checkpoints).checkpoint is None, "a run that ended before its first checkpoint"
 
 
 def test_what_the_broker_settled_is_replayed_from_the_log(checkpoints: CheckpointStore, log: ExperienceLog) -> None:
