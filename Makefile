@@ -100,7 +100,7 @@ study-staleness: install  ## what lag costs and what each correction gives back,
 # An environment on top of ours, which does not change what we run on. Its python sees our packages behind its own.
 define on_top
 @$(BIN)/python -m venv $(1)
-@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+@$(BIN)/python -c 'import sysconfig; print("$(CURDIR)/.namespace", sysconfig.get_path("purelib"), sep="\n")' > \
 	"$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/headway.pth"
 @$(1)/bin/python -m pip --disable-pip-version-check install -q
 endef

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from broker.schema import WeightVersion
-from rollout_workers.config import EngineConfig
-from rollout_workers.engines import open_engine
+from headway.broker.schema import WeightVersion
+from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines import open_engine
 
 from .adapter_sync import PROMPT_TOKENS, SCALE, Study, generated, on_host
 

@@ -26,12 +26,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from broker.errors import HeadwayError
-from learner.backends import open_backend
-from learner.config import AdapterConfig, ComputeConfig, ModelConfig, OptimizerConfig, RandomModelConfig
-from learner.models.model import load_tokenizer
-from learner.rows.batch import PackedBatch
-from learner.rows.packing import PackableSequence, pack
+from headway.broker.errors import HeadwayError
+from headway.learner.backends import open_backend
+from headway.learner.config import AdapterConfig, ComputeConfig, ModelConfig, OptimizerConfig, RandomModelConfig
+from headway.learner.models.model import load_tokenizer
+from headway.learner.rows.batch import PackedBatch
+from headway.learner.rows.packing import PackableSequence, pack
 
 ALPHABET = "".join(chr(0x4E00 + index) for index in range(4000))
 BASES = {"fsdp": ("none", "int8", "nf4"), "megatron": ("none",)}

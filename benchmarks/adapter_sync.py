@@ -29,15 +29,15 @@ from unittest.mock import patch
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from broker.errors import WeightSyncError
-from broker.schema import WeightVersion
-from broker.schema.weights import Probe, TensorSpec, WeightManifest
-from rollout_workers.config import EngineConfig
-from rollout_workers.engines import open_engine
-from rollout_workers.engines.base import GenerationRequest, NamedTensors
-from rollout_workers.swaps.probes import refuse_other_logprobs
-from rollout_workers.swaps.tensors import refuse_other_tensors
-from weightsync.tensors.fingerprint import fingerprint
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.weights import Probe, TensorSpec, WeightManifest
+from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines import open_engine
+from headway.rollout_workers.engines.base import GenerationRequest, NamedTensors
+from headway.rollout_workers.swaps.probes import refuse_other_logprobs
+from headway.rollout_workers.swaps.tensors import refuse_other_tensors
+from headway.weightsync.tensors.fingerprint import fingerprint
 
 KINDS = ("adapter", "finish", "whole")
 SCALE = 2.0
@@ -52,8 +52,8 @@ ON_GPU: dict[str, Any] = {
 }
 """Options of SGLang on a GPU, which need none of its fast kernels. How much it takes is said in tokens besides."""
 NAMES = {
-    "vllm": "rollout_workers.engines.vllm.engine.adapter_request",
-    "sglang": "rollout_workers.engines.sglang.requests.adapter_name",
+    "vllm": "headway.rollout_workers.engines.vllm.engine.adapter_request",
+    "sglang": "headway.rollout_workers.engines.sglang.requests.adapter_name",
 }
 """Import paths of what an engine that holds several adapters names a request's by."""
 SIZE = 0.03

@@ -32,19 +32,19 @@ from numpy.typing import NDArray
 from benchmarks.throughput import checkpoint, isolated
 from benchmarks.throughput.results import last_words
 from benchmarks.throughput.shapes import shape_of
-from broker.schema import Lease, Prompt, Trajectory, TrajectoryId, WeightVersion
-from broker.wire.codec import decode_trajectory, encode_trajectory
-from learner.backends import open_backend
-from learner.backends.base import Backend
-from learner.config import ModelConfig, OptimizerConfig
-from learner.models.model import load_config
-from learner.rows.packing import PackableSequence, concatenate, from_trajectory, pack
-from learner.rows.routing import routing_of
-from rollout_workers.config import EngineConfig
-from rollout_workers.engines import open_engine
-from rollout_workers.engines.base import Engine, GenerationRequest
-from rollout_workers.samples.generation import generate
-from rollout_workers.samples.recorder import Recorder
+from headway.broker.schema import Lease, Prompt, Trajectory, TrajectoryId, WeightVersion
+from headway.broker.wire.codec import decode_trajectory, encode_trajectory
+from headway.learner.backends import open_backend
+from headway.learner.backends.base import Backend
+from headway.learner.config import ModelConfig, OptimizerConfig
+from headway.learner.models.model import load_config
+from headway.learner.rows.packing import PackableSequence, concatenate, from_trajectory, pack
+from headway.learner.rows.routing import routing_of
+from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines import open_engine
+from headway.rollout_workers.engines.base import Engine, GenerationRequest
+from headway.rollout_workers.samples.generation import generate
+from headway.rollout_workers.samples.recorder import Recorder
 
 SCALE = 0.05
 """The standard deviation of every matrix."""

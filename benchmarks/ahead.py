@@ -26,9 +26,9 @@ import msgspec
 import numpy as np
 import uvloop
 
-from broker import Broker, open_broker
-from broker.schema import Lease, RunRules, Trajectory, VersionSpan, WeightVersion
-from broker.server.embedded import EmbeddedServer
+from headway.broker import Broker, open_broker
+from headway.broker.schema import Lease, RunRules, Trajectory, VersionSpan, WeightVersion
+from headway.broker.server.embedded import EmbeddedServer
 
 from .broker_bench.learner import BATCH, Learner, Run
 from .broker_bench.payloads import GROUP_SIZE, SHORT_PROMPT, prompt

@@ -28,23 +28,23 @@ import torch
 
 from benchmarks.throughput import isolated
 from benchmarks.throughput.results import last_words
-from broker.errors import HeadwayError
-from broker.schema import WeightVersion
-from learner.backends import open_backend
-from learner.backends.base import Backend
-from learner.config import ModelConfig, OptimizerConfig, RandomModelConfig
-from learner.models.architectures import check_architecture
-from learner.models.directory import read_config
-from learner.models.files import model_files
-from learner.models.model import load_tokenizer
-from learner.objective.agreement import EXACT
-from learner.rows.packing import PackableSequence, concatenate
-from rollout_workers.config import EngineConfig
-from rollout_workers.engines import open_engine
-from rollout_workers.engines.base import Engine, GenerationRequest
-from rollout_workers.model_files import write_model
-from rollout_workers.samples.generation import generate
-from rollout_workers.samples.recorder import Recorder
+from headway.broker.errors import HeadwayError
+from headway.broker.schema import WeightVersion
+from headway.learner.backends import open_backend
+from headway.learner.backends.base import Backend
+from headway.learner.config import ModelConfig, OptimizerConfig, RandomModelConfig
+from headway.learner.models.architectures import check_architecture
+from headway.learner.models.directory import read_config
+from headway.learner.models.files import model_files
+from headway.learner.models.model import load_tokenizer
+from headway.learner.objective.agreement import EXACT
+from headway.learner.rows.packing import PackableSequence, concatenate
+from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines import open_engine
+from headway.rollout_workers.engines.base import Engine, GenerationRequest
+from headway.rollout_workers.model_files import write_model
+from headway.rollout_workers.samples.generation import generate
+from headway.rollout_workers.samples.recorder import Recorder
 
 BOUND = EXACT
 """The largest mean difference that counts as agreement."""

@@ -36,13 +36,13 @@ import numpy as np
 
 from benchmarks.gpus import Utilization, gpu_names, watching
 from benchmarks.learns.parts import CPU, SECONDS, SFT, finish
-from broker.schema.metrics import StepMetrics
-from deploy.recipe.loading import load_recipe
-from deploy.run.directory import EXPERIENCE
-from deploy.run.figures import EDGE_STEPS
-from deploy.run.report import METRICS, lineage, read_lines, read_summary
-from deploy.run.stage_output import is_complete
-from learner.experience.log import ExperienceLog
+from headway.broker.schema.metrics import StepMetrics
+from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.run.directory import EXPERIENCE
+from headway.deploy.run.figures import EDGE_STEPS
+from headway.deploy.run.report import METRICS, lineage, read_lines, read_summary
+from headway.deploy.run.stage_output import is_complete
+from headway.learner.experience.log import ExperienceLog
 
 RECIPE = str(Path(__file__).with_name("long_tailed.yaml"))
 TOY = (

@@ -18,8 +18,8 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from broker.config import MAX_TOKENS
-from broker.schema import (
+from headway.broker.config import MAX_TOKENS
+from headway.broker.schema import (
     SCHEMA_VERSION,
     Prompt,
     RunRules,
@@ -30,11 +30,11 @@ from broker.schema import (
     VersionSpan,
     WeightVersion,
 )
-from broker.schema.metrics import LagFigures, StepMetrics
-from broker.schema.processes import PoolInfo, ScorerInfo, WorkerInfo
-from broker.schema.status import QueueDepths, RunStatus
-from broker.schema.weights import BroadcastGroup, DeltaSpec, ModelFiles, Probe, TensorSpec, WeightManifest
-from broker.wire import codec
+from headway.broker.schema.metrics import LagFigures, StepMetrics
+from headway.broker.schema.processes import PoolInfo, ScorerInfo, WorkerInfo
+from headway.broker.schema.status import QueueDepths, RunStatus
+from headway.broker.schema.weights import BroadcastGroup, DeltaSpec, ModelFiles, Probe, TensorSpec, WeightManifest
+from headway.broker.wire import codec
 
 HEADER = struct.Struct("<4sHHII")
 _NUMBERS = (

@@ -21,9 +21,9 @@ import torch
 from torch.func import functional_call
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from weightsync.deadline import Deadline
-from weightsync.tensors.deltas import encode, patch
-from weightsync.tensors.staging import StagedWeights, stage
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.tensors.deltas import encode, patch
+from headway.weightsync.tensors.staging import StagedWeights, stage
 
 BUCKET_BYTES = 64 << 20
 SEQUENCES, TOKENS = 4, 64

@@ -21,9 +21,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from deploy.recipe.loading import load_recipe
-from deploy.run.events import EvaluationEvent
-from deploy.run.report import EVALUATIONS, SUMMARY, lineage, read_lines
+from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.run.events import EvaluationEvent
+from headway.deploy.run.report import EVALUATIONS, SUMMARY, lineage, read_lines
 
 RECIPE, WARM = "distill.yaml", "warm"
 CLOSE = 0.05

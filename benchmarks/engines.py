@@ -27,10 +27,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from broker.schema import WeightVersion
-from rollout_workers.config import EngineConfig
-from rollout_workers.engines import open_engine
-from rollout_workers.engines.base import Engine, GenerationRequest
+from headway.broker.schema import WeightVersion
+from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines import open_engine
+from headway.rollout_workers.engines.base import Engine, GenerationRequest
 
 VOCABULARY = 19
 

@@ -115,7 +115,7 @@ def _run(recipe: str, overrides: list[str], environment: dict[str, str], timeout
     """Return what is known of one run."""
     with tempfile.TemporaryDirectory(prefix="headway-first-step-") as directory:
         run = Path(directory, "run")
-        command = [sys.executable, "-m", "deploy", "run", recipe, f"run.directory={directory}", "run.name=run"]
+        command = [sys.executable, "-m", "headway", "run", recipe, f"run.directory={directory}", "run.name=run"]
         words = Path(directory, "words")
         with (
             words.open("w") as told,

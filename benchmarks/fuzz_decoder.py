@@ -17,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from random import Random
 
-from broker.errors import FrameError
+from headway.broker.errors import FrameError
 
 from .broken_frames import Subject, broken_frame, subjects
 

@@ -26,8 +26,8 @@ from benchmarks.throughput import checkpoint
 from benchmarks.throughput.case import Case
 from benchmarks.throughput.results import Line, Results, last_words
 from benchmarks.throughput.shapes import shape_of
-from learner.backends.token_logprobs import token_logprobs
-from learner.config import ComputeConfig, LayoutConfig
+from headway.learner.backends.token_logprobs import token_logprobs
+from headway.learner.config import ComputeConfig, LayoutConfig
 
 TRAINING_KEYS = ("tokens_per_s", "tokens_per_s_per_device", "mfu", "peak_memory_gib", "reserved_memory_gib", "step_s")
 REPEATS = 3

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from learner.config import PromptsConfig, SftPhaseConfig
-from learner.data.examples import Example, open_examples
-from learner.data.prompts import open_source
-from learner.data.prompts.base import Item, PromptSource
+from headway.learner.config import PromptsConfig, SftPhaseConfig
+from headway.learner.data.examples import Example, open_examples
+from headway.learner.data.prompts import open_source
+from headway.learner.data.prompts.base import Item, PromptSource
 
 MEDIAN_TERMS, SIGMA = 4, 1.2
 """The lognormal distribution: e to the sigma is the step from the median to the 84th percentile."""

@@ -21,17 +21,17 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
-from broker.client.broker import BlockingBroker
-from broker.client.submissions import SubmitOutcome
-from broker.schema import WeightVersion
-from broker.schema.processes import PoolInfo, ScorerInfo, WorkerInfo
-from broker.schema.status import QueueDepths, ScoringQueue, Tallies, VersionGroups
-from broker.server.embedded import EmbeddedServer
-from deploy.observe.prometheus.run import RunCollector
-from deploy.observe.prometheus.worker import WorkerCollector
-from deploy.observe.sinks.base import SinkRun
-from deploy.observe.sinks.jsonl import JsonlSink
-from deploy.run.events import HeartbeatEvent, StepEvent
+from headway.broker.client.broker import BlockingBroker
+from headway.broker.client.submissions import SubmitOutcome
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.processes import PoolInfo, ScorerInfo, WorkerInfo
+from headway.broker.schema.status import QueueDepths, ScoringQueue, Tallies, VersionGroups
+from headway.broker.server.embedded import EmbeddedServer
+from headway.deploy.observe.prometheus.run import RunCollector
+from headway.deploy.observe.prometheus.worker import WorkerCollector
+from headway.deploy.observe.sinks.base import SinkRun
+from headway.deploy.observe.sinks.jsonl import JsonlSink
+from headway.deploy.run.events import HeartbeatEvent, StepEvent
 
 from .page_load.run import ALIVE_S, GROUPS, RUN, SAMPLES, begin, sample_step, sample_worker
 

@@ -26,9 +26,9 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from learner.models.shape import shape_of
-from learner.rows.cost import CostModel
-from learner.rows.packing import Plan, plan
+from headway.learner.models.shape import shape_of
+from headway.learner.rows.cost import CostModel
+from headway.learner.rows.packing import Plan, plan
 
 SHORTEST, LONGEST = 32, 16384
 ROUNDS = 3

@@ -37,16 +37,16 @@ import torch
 from benchmarks.throughput import checkpoint
 from benchmarks.throughput.kernel_groups import grouped
 from benchmarks.throughput.shapes import Shape, flops_of, peak_flops, shape_of, step_flops
-from learner.backends import open_backend, token_logprobs
-from learner.backends.base import Backend, TokenLoss
-from learner.config import ComputeConfig, LearnerConfig, ModelConfig, OptimizerConfig
-from learner.models.model import load_config
-from learner.models.shape import shape_of as model_shape_of
-from learner.rows.batch import PackedBatch
-from learner.rows.clusters import PrefixSharing
-from learner.rows.cost import CostModel
-from learner.rows.packing import PackableSequence
-from learner.rows.units import pack_units
+from headway.learner.backends import open_backend, token_logprobs
+from headway.learner.backends.base import Backend, TokenLoss
+from headway.learner.config import ComputeConfig, LearnerConfig, ModelConfig, OptimizerConfig
+from headway.learner.models.model import load_config
+from headway.learner.models.shape import shape_of as model_shape_of
+from headway.learner.rows.batch import PackedBatch
+from headway.learner.rows.clusters import PrefixSharing
+from headway.learner.rows.cost import CostModel
+from headway.learner.rows.packing import PackableSequence
+from headway.learner.rows.units import pack_units
 
 SHARINGS: tuple[PrefixSharing, ...] = ("never", "auto", "always")
 WARM_UPS = 2

@@ -19,13 +19,13 @@ from typing import Any
 import msgspec
 import torch
 
-from broker.schema import WeightVersion
-from broker.schema.weights import Probe, WeightManifest
-from weightsync.deadline import Deadline
-from weightsync.receive.puller import Puller
-from weightsync.tensors.staging import stage
-from weightsync.transports.http.pull import HttpPull
-from weightsync.transports.http.pull_server import PullServer
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.weights import Probe, WeightManifest
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.receive.puller import Puller
+from headway.weightsync.tensors.staging import stage
+from headway.weightsync.transports.http.pull import HttpPull
+from headway.weightsync.transports.http.pull_server import PullServer
 
 _TIMEOUT_S = 60.0
 _VERSION = WeightVersion(1, 0)

@@ -18,10 +18,10 @@ from typing import Any
 
 import uvloop
 
-from broker.schema import Prompt
-from rollout_workers.config import RewardConfig
-from rollout_workers.rewards import open_reward
-from rollout_workers.rewards.function_calls import Asked, Calls
+from headway.broker.schema import Prompt
+from headway.rollout_workers.config import RewardConfig
+from headway.rollout_workers.rewards import open_reward
+from headway.rollout_workers.rewards.function_calls import Asked, Calls
 
 AT_ONCE = (1, 64)
 REPETITIONS = 5

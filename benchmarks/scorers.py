@@ -30,12 +30,12 @@ import torch
 from benchmarks.throughput import checkpoint, isolated
 from benchmarks.throughput.results import last_words
 from benchmarks.throughput.shapes import shape_of
-from broker.client.scoring import ScoreLease
-from broker.schema import ScoreRequest
-from rollout_workers.config import ScorerEngineConfig, ScorersConfig
-from rollout_workers.scorers.base import Runner
-from rollout_workers.scorers.runtimes import open_runner
-from rollout_workers.scorers.serving import BATCHES_AHEAD, next_batch
+from headway.broker.client.scoring import ScoreLease
+from headway.broker.schema import ScoreRequest
+from headway.rollout_workers.config import ScorerEngineConfig, ScorersConfig
+from headway.rollout_workers.scorers.base import Runner
+from headway.rollout_workers.scorers.runtimes import open_runner
+from headway.rollout_workers.scorers.serving import BATCHES_AHEAD, next_batch
 
 GROUPS_AT_ONCE = 16
 """Groups whose samples arrive together."""

@@ -63,7 +63,7 @@ def make(kind: str, seed: int, *, tiny: bool) -> Any:
 
 def config_of(*, tiny: bool, **options: Any) -> Any:
     """Return the configuration of the engine."""
-    from rollout_workers.config import EngineConfig
+    from headway.rollout_workers.config import EngineConfig
 
     if not tiny:
         options = {
@@ -91,7 +91,7 @@ async def answer(
     engine: Any, prompt: list[int], new_tokens: int, temperature: float, into: Answer | None = None
 ) -> Answer:
     """Generate one response."""
-    from rollout_workers.engines.base import GenerationRequest
+    from headway.rollout_workers.engines.base import GenerationRequest
 
     got = into or Answer(prompt)
     asked = GenerationRequest(
@@ -149,10 +149,10 @@ class Checks:
 
     async def hold(self, engine: Any, which: int) -> Any:
         """Swap a model's weights in; the check of its fingerprints must pass."""
-        from broker.schema import WeightVersion
-        from broker.schema.weights import Probe, TensorSpec, WeightManifest
-        from rollout_workers.swaps.tensors import refuse_other_tensors
-        from weightsync.tensors.fingerprint import fingerprint
+        from headway.broker.schema import WeightVersion
+        from headway.broker.schema.weights import Probe, TensorSpec, WeightManifest
+        from headway.rollout_workers.swaps.tensors import refuse_other_tensors
+        from headway.weightsync.tensors.fingerprint import fingerprint
 
         tensors = [(name, one.detach()) for name, one in self.models[which].named_parameters()]
         self.step += 1
@@ -217,7 +217,7 @@ class Checks:
 
 async def check(kind: str, *, tiny: bool) -> dict[str, Any]:
     """Run all checks of one kind of model."""
-    from rollout_workers.engines import open_engine
+    from headway.rollout_workers.engines import open_engine
 
     checks, begin = Checks(kind, tiny=tiny), time.monotonic()
     with tempfile.TemporaryDirectory() as directory:

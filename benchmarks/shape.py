@@ -79,10 +79,10 @@ def _imports(name: str, tree: ast.Module, is_package: bool) -> Iterator[tuple[st
     """Return, for each imported name, the modules that it may be or come from, the likelier first."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((alias.name,) for alias in node.names)
+            yield from ((alias.name.removeprefix("headway."),) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             parents = name.split(".")[: len(name.split(".")) - node.level + is_package] if node.level else []
-            source = ".".join([*parents, *([node.module] if node.module else [])])
+            source = ".".join([*parents, *([node.module] if node.module else [])]).removeprefix("headway.")
             yield from ((f"{source}.{alias.name}", source) for alias in node.names)
 
 

@@ -23,16 +23,16 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
-from algorithms.presets import PRESETS
-from broker.schema import Group, Prompt, WeightVersion
-from deploy.recipe.loading import load_recipe
-from deploy.recipe.recipe import Recipe
-from deploy.roles.backend import recipe_backend
-from deploy.roles.stage import fine_tune
-from deploy.run.stage_output import directory_of, mark_complete
-from deploy.terminal import Terminal
-from learner.rows.packing import concatenate, from_trajectory
-from rollout_workers.engines.base import NamedTensors
+from headway.algorithms.presets import PRESETS
+from headway.broker.schema import Group, Prompt, WeightVersion
+from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.roles.backend import recipe_backend
+from headway.deploy.roles.stage import fine_tune
+from headway.deploy.run.stage_output import directory_of, mark_complete
+from headway.deploy.terminal import Terminal
+from headway.learner.rows.packing import concatenate, from_trajectory
+from headway.rollout_workers.engines.base import NamedTensors
 
 from .staleness.rollouts import Rollouts
 from .staleness.training import Run, enter

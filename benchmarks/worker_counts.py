@@ -31,9 +31,9 @@ import psutil
 
 from benchmarks.learns.parts import CPU, SECONDS, SFT, finish
 from benchmarks.repeated import repeated
-from broker.schema.metrics import StepMetrics
-from deploy.run.report import METRICS, lineage, read_lines
-from deploy.run.stage_output import is_complete
+from headway.broker.schema.metrics import StepMetrics
+from headway.deploy.run.report import METRICS, lineage, read_lines
+from headway.deploy.run.stage_output import is_complete
 
 FIRST = 10
 """The number of first steps that do not count."""

@@ -13,7 +13,7 @@ from typing import Any
 import click
 import msgspec
 
-from broker.errors import HeadwayError
+from headway.broker.errors import HeadwayError
 
 _OBEYED = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # controls of C0, except tab and new line, and of C1

@@ -14,6 +14,7 @@ ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 COPY constraints.txt ./
 RUN pip install --no-cache-dir --extra-index-url "$TORCH_INDEX" -c constraints.txt torch
 COPY pyproject.toml README.md LICENSE ./
+COPY .namespace/ .namespace/
 COPY algorithms/ algorithms/
 COPY broker/ broker/
 COPY deploy/ deploy/

@@ -6,6 +6,7 @@ ARG VLLM=v0.26.0
 FROM python:3.12-slim-bookworm AS build
 WORKDIR /source
 COPY pyproject.toml README.md LICENSE ./
+COPY .namespace/ .namespace/
 COPY algorithms/ algorithms/
 COPY broker/ broker/
 COPY deploy/ deploy/

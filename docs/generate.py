@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
 
-    from deploy.flow.interface import Name
+    from headway.deploy.flow.interface import Name
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "RESULTS.md"
@@ -89,7 +89,7 @@ class Key(msgspec.Struct, frozen=True):
 
 def config_keys() -> Iterator[Key]:
     """Every key of a recipe, in the recipe's order."""
-    from deploy.recipe.recipe import Recipe
+    from headway.deploy.recipe.recipe import Recipe
 
     yield from _keys_of(Recipe, "")
 
@@ -165,7 +165,7 @@ def _kind(kind: msgspec.inspect.Type) -> str:
 
 
 def _bounds(path: str, kind: msgspec.inspect.Type) -> str:
-    from deploy.recipe.limits import LIMITS
+    from headway.deploy.recipe.limits import LIMITS
 
     of_type = {word: getattr(kind, name, None) for name, word in BOUNDS.items()}
     told = [f"{word} {_number(bound)}" for word, bound in of_type.items() if bound is not None]
@@ -198,7 +198,7 @@ def _sentence(text: str) -> str:
 
 def commands() -> str:
     """Every command with its arguments and options."""
-    from deploy.cli.main import cli
+    from headway.deploy.cli.main import cli
 
     text = "# Commands\n\nEvery command has `--help`. `--debug` adds a traceback to an error.\n"
     return text + "".join(_command_page(command, context) for command, context in shown_commands(cli))
@@ -234,7 +234,7 @@ def _command_page(command: click.Command, context: click.Context) -> str:
 
 def algorithms() -> str:
     """Every preset, and every function with its equation, defaults and source."""
-    from learner.objective.catalog import PARTS, compositions, functions
+    from headway.learner.objective.catalog import PARTS, compositions, functions
 
     text = "# Algorithms\n\n`algorithm.preset` names a published composition; each part can be set by itself.\n"
     text += "\n## Presets\n"
@@ -263,7 +263,7 @@ def algorithms() -> str:
 
 def other_names() -> str:
     """Every name of verl and TRL that an error answers, in their order."""
-    from deploy.recipe.other_names import OF_TRL, OF_VERL
+    from headway.deploy.recipe.other_names import OF_TRL, OF_VERL
 
     text = "# Names in verl and TRL\n\nThe error for an unknown key answers these names of other trainers.\n"
     for trainer, names in (("verl", OF_VERL), ("TRL", OF_TRL)):
@@ -349,8 +349,8 @@ headway run recipe.yaml
 
 def python() -> str:
     """The interface of a user's own flow, with the example that `headway new flow` writes."""
-    from deploy.flow.interface import INTERFACE
-    from deploy.flow.new import EXAMPLE
+    from headway.deploy.flow.interface import INTERFACE
+    from headway.deploy.flow.new import EXAMPLE
 
     def file(path: str) -> str:
         language = Path(path).suffix.removeprefix(".").replace("py", "python")
@@ -364,7 +364,7 @@ def python() -> str:
 
 
 def _name_page(name: "Name") -> str:
-    from deploy.flow.signatures import described
+    from headway.deploy.flow.signatures import described
 
     one = described(name)
     module, _, short = name.path.partition(":")
@@ -380,7 +380,7 @@ def _indented(doc: str) -> str:
 
 def wire() -> str:
     """Every struct that crosses a process."""
-    from broker.schema import SCHEMA_VERSION
+    from headway.broker.schema import SCHEMA_VERSION
 
     text = (
         f"# Wire schema\n\nThese are all structs that one process sends another, in schema {SCHEMA_VERSION}. A process"
@@ -393,7 +393,7 @@ def wire() -> str:
 
 def keys() -> str:
     """The table of Redis keys."""
-    from broker import keys as module
+    from headway.broker import keys as module
 
     before, table, after = re.split(r"\n-{5}[- ]*\n|\n\n(?=Fields of `meta`)", inspect.getdoc(module) or "")
     before = before.rsplit("\n", 1)[0]

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from broker.errors import ConfigError
-from broker.user_code.kinds import did_you_mean
+from headway.broker.errors import ConfigError
+from headway.broker.user_code.kinds import did_you_mean
 
 ADVANTAGES = (
     *("group_mean_std", "group_mean", "leave_one_out", "global_mean_std", "group_mean_global_std"),
@@ -225,7 +225,7 @@ class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 def preset_defaults(name: str) -> dict[str, Any]:
     """Returns the keys that the preset sets, for deploy to merge beneath the user's own. Raises ConfigError."""
-    from algorithms.presets import PRESETS
+    from headway.algorithms.presets import PRESETS
 
     if name not in PRESETS:
         nearest = did_you_mean(name, PRESETS) or "."

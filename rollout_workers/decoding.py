@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from broker.errors import ConfigError, HeadwayError
-from broker.wire.checks import MAX_TOKEN_ID
+from headway.broker.errors import ConfigError, HeadwayError
+from headway.broker.wire.checks import MAX_TOKEN_ID
 
 ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 """Special tokens of a tokenizer that are no part of a text: its borders, padding, and what stands for others."""

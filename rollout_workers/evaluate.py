@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from broker.client.evaluations import EvaluationResult
-from broker.schema import Prompt
+from headway.broker.client.evaluations import EvaluationResult
+from headway.broker.schema import Prompt
 
 from .config import SamplingConfig
 from .decoding import Decoding

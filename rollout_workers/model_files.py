@@ -5,9 +5,9 @@ import logging
 from pathlib import Path
 from typing import NamedTuple
 
-from broker.client.broker import Broker
-from broker.errors import HeadwayError
-from broker.schema.weights import ModelFiles
+from headway.broker.client.broker import Broker
+from headway.broker.errors import HeadwayError
+from headway.broker.schema.weights import ModelFiles
 
 from .outages import Outages
 

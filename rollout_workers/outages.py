@@ -5,8 +5,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from broker.connection.connection import without_password
-from broker.errors import BrokerError, FencedError, QuarantinedError
+from headway.broker.connection.connection import without_password
+from headway.broker.errors import BrokerError, FencedError, QuarantinedError
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

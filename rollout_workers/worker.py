@@ -13,13 +13,13 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from typing import Literal
 
-from broker.client.broker import Broker
-from broker.client.leases import SubmitOutcome
-from broker.errors import SickWorkerError
-from broker.schema import Lease
-from broker.schema.processes import WorkerInfo
-from weightsync.config import WeightsConfig
-from weightsync.receive.subscriber import Subscriber
+from headway.broker.client.broker import Broker
+from headway.broker.client.leases import SubmitOutcome
+from headway.broker.errors import SickWorkerError
+from headway.broker.schema import Lease
+from headway.broker.schema.processes import WorkerInfo
+from headway.weightsync.config import WeightsConfig
+from headway.weightsync.receive.subscriber import Subscriber
 
 from .config import EvalConfig, SamplingConfig, WorkersConfig
 from .decoding import Decoding

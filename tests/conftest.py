@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from broker import BlockingBroker, Broker, open_broker
-from broker.server.embedded import EmbeddedServer
+from headway.broker import BlockingBroker, Broker, open_broker
+from headway.broker.server.embedded import EmbeddedServer
 
 # Tests share the cores with each other and with the processes that they start. Threads of torch that wait for each
 # other there cost several times what they compute.

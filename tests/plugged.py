@@ -14,14 +14,14 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from broker.errors import HeadwayError, WeightSyncError
-from rollout_workers.engines.abilities import EngineAbilities
-from rollout_workers.engines.base import Chunk
-from rollout_workers.engines.held import Held
-from rollout_workers.engines.placing.loading import Filling, fill, load_tensors
-from rollout_workers.scorers.candidates import joined
-from weightsync.tensors.fingerprint import fingerprint
-from weightsync.transports.abilities import TransportAbilities
+from headway.broker.errors import HeadwayError, WeightSyncError
+from headway.rollout_workers.engines.abilities import EngineAbilities
+from headway.rollout_workers.engines.base import Chunk
+from headway.rollout_workers.engines.held import Held
+from headway.rollout_workers.engines.placing.loading import Filling, fill, load_tensors
+from headway.rollout_workers.scorers.candidates import joined
+from headway.weightsync.tensors.fingerprint import fingerprint
+from headway.weightsync.transports.abilities import TransportAbilities
 
 
 class ForwardEngine:

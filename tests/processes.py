@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import redis
 
-from broker.server.embedded import EmbeddedServer
-from deploy.launch import tether
+from headway.broker.server.embedded import EmbeddedServer
+from headway.deploy.launch import tether
 
 KEPT = r"resource_tracker|forkserver|/ray/(core|_private|autoscaler|dashboard)/|^ray::"
 """Matches name and arguments. An actor of Ray that is about to end has lost its arguments, but still has its name."""

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from benchmarks import architectures
-from broker.errors import ConfigError
-from learner.backends import open_backend
-from learner.backends.fsdp.layers import prepare_layers
-from learner.backends.fsdp.policy import Policy
-from learner.config import ComputeConfig, OptimizerConfig
-from learner.models.architectures import UNSERVED, UNTRAINED, check_architecture
-from learner.models.attention import UnsupportedModelError
-from learner.models.model import load_model
-from learner.rows.packing import concatenate
+from headway.broker.errors import ConfigError
+from headway.learner.backends import open_backend
+from headway.learner.backends.fsdp.layers import prepare_layers
+from headway.learner.backends.fsdp.policy import Policy
+from headway.learner.config import ComputeConfig, OptimizerConfig
+from headway.learner.models.architectures import UNSERVED, UNTRAINED, check_architecture
+from headway.learner.models.attention import UnsupportedModelError
+from headway.learner.models.model import load_model
+from headway.learner.rows.packing import concatenate
 from tests.learner.tiny import sequences
 
 TRAINS = ["gpt_neox", "mixtral", "stablelm", "nemotron", "deepseek_v3", "biogpt"]

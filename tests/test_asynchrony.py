@@ -15,13 +15,13 @@ from msgspec.structs import replace
 from benchmarks import asynchrony, gpus
 from benchmarks.learns.parts import SECONDS, SFT
 from benchmarks.long_tailed import FEWEST_TERMS, MOST_TERMS, LongTailedPrompts, worked_examples
-from broker.schema import Trajectory, VersionSpan, WeightVersion
-from deploy.recipe.loading import load_recipe
-from deploy.run.events import StepEvent
-from deploy.run.report import summarize
-from learner.data.prompts.base import Item
-from learner.experience.log import ExperienceLog
-from rollout_workers.rewards.reasoning_gym import Verifiers
+from headway.broker.schema import Trajectory, VersionSpan, WeightVersion
+from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.run.events import StepEvent
+from headway.deploy.run.report import summarize
+from headway.learner.data.prompts.base import Item
+from headway.learner.experience.log import ExperienceLog
+from headway.rollout_workers.rewards.reasoning_gym import Verifiers
 from tests.deploy.runs import bare_metrics, open_record
 from tests.learner.batches import group
 

@@ -11,12 +11,12 @@ from benchmarks.throughput import checkpoint
 from benchmarks.throughput.shapes import SHAPES
 from benchmarks.worker_overhead.learner import StandInLearner
 from benchmarks.worker_overhead.workload import rate
-from broker.client.broker import open_broker
-from broker.schema import Lease, Trajectory, VersionSpan, WeightVersion
-from broker.server.embedded import EmbeddedServer
-from broker.wire.codec import decode_trajectory, encode_trajectory
-from deploy.recipe.loading import load_recipe
-from learner.rows.packing import PackableSequence
+from headway.broker.client.broker import open_broker
+from headway.broker.schema import Lease, Trajectory, VersionSpan, WeightVersion
+from headway.broker.server.embedded import EmbeddedServer
+from headway.broker.wire.codec import decode_trajectory, encode_trajectory
+from headway.deploy.recipe.loading import load_recipe
+from headway.learner.rows.packing import PackableSequence
 
 
 def test_engine_and_learner_agree_and_replay_takes_what_the_engine_chose(tmp_path: Path) -> None:

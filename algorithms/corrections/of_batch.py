@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from algorithms.ratios import token_log_ratio, token_ratio
-from algorithms.tokens import Tokens
+from headway.algorithms.ratios import token_log_ratio, token_ratio
+from headway.algorithms.tokens import Tokens
 
 from .second_moment import is_outward
 

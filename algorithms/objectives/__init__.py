@@ -22,7 +22,7 @@ from collections.abc import Callable
 
 import torch
 
-from algorithms.metrics import Metrics
+from headway.algorithms.metrics import Metrics
 
 from .aspo import aspo
 from .cispo import cispo

@@ -2,9 +2,9 @@
 
 import torch
 
-from algorithms.metrics import Metrics, share
-from algorithms.ratios import token_log_ratio
-from algorithms.tokens import Tokens
+from headway.algorithms.metrics import Metrics, share
+from headway.algorithms.ratios import token_log_ratio
+from headway.algorithms.tokens import Tokens
 
 from .clipping import is_beyond, weighted_log_likelihood
 

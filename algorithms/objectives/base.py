@@ -4,8 +4,8 @@ from typing import Protocol
 
 import torch
 
-from algorithms.metrics import Metrics
-from algorithms.tokens import Tokens
+from headway.algorithms.metrics import Metrics
+from headway.algorithms.tokens import Tokens
 
 
 class TokenObjective(Protocol):

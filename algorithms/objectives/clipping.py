@@ -2,8 +2,8 @@
 
 import torch
 
-from algorithms.metrics import Metrics, share
-from algorithms.tokens import Tokens
+from headway.algorithms.metrics import Metrics, share
+from headway.algorithms.tokens import Tokens
 
 
 def clipped_surrogate(

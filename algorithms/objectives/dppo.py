@@ -4,9 +4,9 @@ from typing import Literal
 
 import torch
 
-from algorithms.metrics import Metrics, share
-from algorithms.ratios import token_ratio
-from algorithms.tokens import Tokens
+from headway.algorithms.metrics import Metrics, share
+from headway.algorithms.ratios import token_ratio
+from headway.algorithms.tokens import Tokens
 
 from .clipping import weighted_log_likelihood
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from algorithms.metrics import Metrics
-from algorithms.tokens import Tokens
+from headway.algorithms.metrics import Metrics
+from headway.algorithms.tokens import Tokens
 
 from .clipping import weighted_log_likelihood
 

@@ -2,9 +2,9 @@
 
 import torch
 
-from algorithms.metrics import Metrics, masked_mean
-from algorithms.ratios import token_ratio
-from algorithms.tokens import Tokens
+from headway.algorithms.metrics import Metrics, masked_mean
+from headway.algorithms.ratios import token_ratio
+from headway.algorithms.tokens import Tokens
 
 
 def sapo(

@@ -2,10 +2,10 @@
 
 import torch
 
-from algorithms.metrics import Metrics
-from algorithms.ratios import sequence_ratio
-from algorithms.segments import segment_mean, segment_sum, spread
-from algorithms.tokens import Tokens
+from headway.algorithms.metrics import Metrics
+from headway.algorithms.ratios import sequence_ratio
+from headway.algorithms.segments import segment_mean, segment_sum, spread
+from headway.algorithms.tokens import Tokens
 
 from .clipping import clipped_surrogate
 

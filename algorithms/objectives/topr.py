@@ -2,10 +2,10 @@
 
 import torch
 
-from algorithms.metrics import Metrics, share
-from algorithms.ratios import sequence_ratio
-from algorithms.segments import spread
-from algorithms.tokens import Tokens
+from headway.algorithms.metrics import Metrics, share
+from headway.algorithms.ratios import sequence_ratio
+from headway.algorithms.segments import spread
+from headway.algorithms.tokens import Tokens
 
 from .clipping import weighted_log_likelihood
 

@@ -6,10 +6,10 @@ from typing import Literal
 
 import torch
 
-from algorithms.metrics import Metrics, by_lag, masked_mean
-from algorithms.ratios import MAX_LOG_RATIO, token_log_ratio
-from algorithms.segments import trained
-from algorithms.tokens import Tokens
+from headway.algorithms.metrics import Metrics, by_lag, masked_mean
+from headway.algorithms.ratios import MAX_LOG_RATIO, token_log_ratio
+from headway.algorithms.segments import trained
+from headway.algorithms.tokens import Tokens
 
 MIN_LOGPROB = -100.0
 """Below it a probability counts as exp(-100), so that a token that a policy excludes leaves the loss finite."""

@@ -2,7 +2,7 @@
 
 import torch
 
-from algorithms.segments import trained
+from headway.algorithms.segments import trained
 
 
 def sft(current_logprobs_T: torch.Tensor, loss_mask_T: torch.Tensor) -> torch.Tensor:

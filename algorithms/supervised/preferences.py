@@ -24,10 +24,10 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
-from algorithms.metrics import Metrics, mean
-from algorithms.ratios import MAX_LOG_RATIO, token_log_ratio
-from algorithms.returns import trained_ahead
-from algorithms.segments import segment_mean, segment_sum, spread, trained
+from headway.algorithms.metrics import Metrics, mean
+from headway.algorithms.ratios import MAX_LOG_RATIO, token_log_ratio
+from headway.algorithms.returns import trained_ahead
+from headway.algorithms.segments import segment_mean, segment_sum, spread, trained
 
 
 def dpo(

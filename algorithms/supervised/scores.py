@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional as F
 
-from algorithms.metrics import Metrics, mean
+from headway.algorithms.metrics import Metrics, mean
 
 
 def bradley_terry(

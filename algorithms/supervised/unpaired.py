@@ -10,9 +10,9 @@ policy, which is one number for the whole batch. So a batch takes a pass without
 
 import torch
 
-from algorithms.metrics import Metrics, masked_mean, mean
-from algorithms.ratios import token_log_ratio
-from algorithms.segments import segment_sum, trained
+from headway.algorithms.metrics import Metrics, masked_mean, mean
+from headway.algorithms.ratios import token_log_ratio
+from headway.algorithms.segments import segment_sum, trained
 
 
 def kto(

@@ -2,8 +2,8 @@
 
 import torch
 
-from algorithms.metrics import Metrics, masked_mean
-from algorithms.segments import trained
+from headway.algorithms.metrics import Metrics, masked_mean
+from headway.algorithms.segments import trained
 
 
 def clipped_value_loss(

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import psutil
 import redis
 
-from broker import open_broker
-from broker.server.embedded import EmbeddedServer
+from headway.broker import open_broker
+from headway.broker.server.embedded import EmbeddedServer
 
 from .learner import BATCH, Learner, Run
 from .payloads import SHORT_PROMPT, Payloads

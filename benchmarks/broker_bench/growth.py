@@ -7,8 +7,8 @@ from typing import Any
 
 import uvloop
 
-from broker import open_broker
-from broker.server.embedded import EmbeddedServer
+from headway.broker import open_broker
+from headway.broker.server.embedded import EmbeddedServer
 
 from .flow import Look, flow, look
 from .learner import BATCH, Learner, Run

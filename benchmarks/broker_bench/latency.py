@@ -22,10 +22,10 @@ import numpy as np
 import redis
 import uvloop
 
-from broker import Broker, open_broker
-from broker.client.leases import SubmitOutcome
-from broker.schema import Lease, WeightVersion
-from broker.schema.processes import WorkerInfo
+from headway.broker import Broker, open_broker
+from headway.broker.client.leases import SubmitOutcome
+from headway.broker.schema import Lease, WeightVersion
+from headway.broker.schema.processes import WorkerInfo
 
 from .learner import BATCH, Learner, Run
 from .payloads import GROUP_SIZE, payloads_of

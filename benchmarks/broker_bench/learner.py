@@ -5,10 +5,10 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from broker import Broker
-from broker.client.batches import CheckpointMark, Owner, TakenBatch
-from broker.schema import RunRules, WeightVersion
-from broker.schema.weights import Probe, WeightManifest
+from headway.broker import Broker
+from headway.broker.client.batches import CheckpointMark, Owner, TakenBatch
+from headway.broker.schema import RunRules, WeightVersion
+from headway.broker.schema.weights import Probe, WeightManifest
 
 from .payloads import GROUP_SIZE, PROMPT_TOKENS, prompt
 

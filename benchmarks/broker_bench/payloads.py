@@ -7,8 +7,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from broker.schema import Prompt, Trajectory, TrajectoryId, VersionSpan, WeightVersion
-from broker.wire.codec import encode_trajectory
+from headway.broker.schema import Prompt, Trajectory, TrajectoryId, VersionSpan, WeightVersion
+from headway.broker.wire.codec import encode_trajectory
 
 GROUP_SIZE = 8
 PROMPT_TOKENS, SHORT_PROMPT = 64, 4

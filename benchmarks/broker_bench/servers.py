@@ -9,7 +9,7 @@ from typing import Literal
 import psutil
 import redis
 
-from broker.server.embedded import EmbeddedServer
+from headway.broker.server.embedded import EmbeddedServer
 
 Durability = Literal["off", "everysec"]
 """The durability of the append-only file."""

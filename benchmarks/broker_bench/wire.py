@@ -8,8 +8,8 @@ from typing import Any
 import redis
 import uvloop
 
-from broker import open_broker
-from broker.schema import Trajectory
+from headway.broker import open_broker
+from headway.broker.schema import Trajectory
 
 from .learner import BATCH, Learner, Run
 from .payloads import GROUP_SIZE, payloads_of

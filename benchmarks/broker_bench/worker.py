@@ -6,9 +6,9 @@ from contextlib import suppress
 
 import msgspec
 
-from broker import Broker
-from broker.client.leases import AppendOutcome, SubmitOutcome
-from broker.schema import Lease, Segment, Trajectory, VersionSpan, WeightVersion
+from headway.broker import Broker
+from headway.broker.client.leases import AppendOutcome, SubmitOutcome
+from headway.broker.schema import Lease, Segment, Trajectory, VersionSpan, WeightVersion
 
 from .payloads import Payloads
 

@@ -30,7 +30,7 @@ def main() -> int:
     options = _parse()
     if not options.json:
         print(f"{'trial':32}{'samples':>8}{'kills':>6}{'effective':>10}", *(f"{name:>18}" for name in COLUMNS))
-    logging.getLogger("broker").setLevel(logging.ERROR)  # the benchmark's clients look on, or are hostile
+    logging.getLogger("headway.broker").setLevel(logging.ERROR)  # the benchmark's clients look on, or are hostile
     outcomes = list(_outcomes(options))
     is_one = len(outcomes) == 1
     print(msgspec.json.encode(outcomes[0] if is_one else {"trials": outcomes}).decode())

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import msgspec
 
-from broker.schema import WeightVersion
-from learner.data.prompts.cursor import group_at
+from headway.broker.schema import WeightVersion
+from headway.learner.data.prompts.cursor import group_at
 
 from .tasks import OF_ANOTHER_RUN
 from .trail import Lineage, StepRecord, Trained, all_records

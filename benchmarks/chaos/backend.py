@@ -12,11 +12,11 @@ from typing import ClassVar
 import torch
 from safetensors.torch import load_file, save_file
 
-from learner.backends.base import Backend, Snapshot, TokenLoss
-from learner.backends.saving import save
-from learner.checkpoints.checkpoint import read_checkpoint
-from learner.config import ModelConfig, OptimizerConfig
-from learner.rows.batch import PackedBatch
+from headway.learner.backends.base import Backend, Snapshot, TokenLoss
+from headway.learner.backends.saving import save
+from headway.learner.checkpoints.checkpoint import read_checkpoint
+from headway.learner.config import ModelConfig, OptimizerConfig
+from headway.learner.rows.batch import PackedBatch
 
 from .trail import Beginning, Trail
 

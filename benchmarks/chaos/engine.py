@@ -8,13 +8,13 @@ from typing import ClassVar
 
 import torch
 
-from broker.errors import WeightSyncError
-from broker.schema import TrajectoryId, WeightVersion
-from rollout_workers.config import EngineConfig
-from rollout_workers.engines.abilities import EngineAbilities
-from rollout_workers.engines.base import Check, Chunk, GenerationRequest, NamedTensors, Parts
-from rollout_workers.engines.held import Held
-from weightsync.tensors.fingerprint import fingerprint
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema import TrajectoryId, WeightVersion
+from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines.abilities import EngineAbilities
+from headway.rollout_workers.engines.base import Check, Chunk, GenerationRequest, NamedTensors, Parts
+from headway.rollout_workers.engines.held import Held
+from headway.weightsync.tensors.fingerprint import fingerprint
 
 from .backend import token_logprobs
 from .tasks import STOP, WEIGHTS, logprobs_of, response_length, response_tokens

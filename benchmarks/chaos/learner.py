@@ -5,15 +5,15 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-from broker import BlockingBroker
-from broker.schema import Group, SampleLimits, Trajectory, WeightVersion
-from deploy.recipe.recipe import Recipe
-from deploy.roles import learner as training
-from deploy.roles.observer import RunObserver
-from learner.backends.base import Backend
-from learner.rows.packing import PackableSequence
-from learner.stages import resuming
-from learner.stages.loop import TrainedStep
+from headway.broker import BlockingBroker
+from headway.broker.schema import Group, SampleLimits, Trajectory, WeightVersion
+from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.roles import learner as training
+from headway.deploy.roles.observer import RunObserver
+from headway.learner.backends.base import Backend
+from headway.learner.rows.packing import PackableSequence
+from headway.learner.stages import resuming
+from headway.learner.stages.loop import TrainedStep
 
 from .backend import TinyBackend
 from .pills import is_pill

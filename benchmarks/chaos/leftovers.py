@@ -7,7 +7,7 @@ import signal
 from ctypes import c_int64
 from multiprocessing.process import BaseProcess
 
-from broker import Broker
+from headway.broker import Broker
 
 from .engine import Tally
 from .learner import run_learner

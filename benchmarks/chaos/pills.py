@@ -14,13 +14,13 @@ from contextlib import suppress
 import numpy as np
 from msgspec.structs import replace
 
-from broker import Broker
-from broker.client.scoring import new_request_name
-from broker.client.submissions import measures_of
-from broker.client.unconfirmed import Submission
-from broker.errors import BrokerError, QuarantinedError
-from broker.schema import Lease, ScoreRequest, Segment, Trajectory, TrajectoryId, VersionSpan, WeightVersion
-from broker.wire.codec import encode_trajectory
+from headway.broker import Broker
+from headway.broker.client.scoring import new_request_name
+from headway.broker.client.submissions import measures_of
+from headway.broker.client.unconfirmed import Submission
+from headway.broker.errors import BrokerError, QuarantinedError
+from headway.broker.schema import Lease, ScoreRequest, Segment, Trajectory, TrajectoryId, VersionSpan, WeightVersion
+from headway.broker.wire.codec import encode_trajectory
 
 from .tasks import LONGEST, SCORER, VOCABULARY, logprobs_of, response_length, response_tokens
 from .trial import LEASE_TTL_S, MAX_LAG, RUN

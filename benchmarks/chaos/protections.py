@@ -10,17 +10,17 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from broker.client import batches, leases
-from broker.client.leases import Leases
-from broker.connection import connection, verbs
-from broker.possible import check_possible
-from broker.schema import Trajectory, WeightVersion
-from broker.schema.weights import Probe
-from broker.wire import frames
-from learner.experience.stream import Experience
-from learner.rows import packing
-from weightsync.publish.publisher import Publication, Publisher
-from weightsync.tensors.gathering import Gathering
+from headway.broker.client import batches, leases
+from headway.broker.client.leases import Leases
+from headway.broker.connection import connection, verbs
+from headway.broker.possible import check_possible
+from headway.broker.schema import Trajectory, WeightVersion
+from headway.broker.schema.weights import Probe
+from headway.broker.wire import frames
+from headway.learner.experience.stream import Experience
+from headway.learner.rows import packing
+from headway.weightsync.publish.publisher import Publication, Publisher
+from headway.weightsync.tensors.gathering import Gathering
 
 from .mix import MEAN_S
 

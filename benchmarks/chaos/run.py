@@ -12,10 +12,10 @@ from typing import Any
 
 import uvloop
 
-from broker.schema.status import RunStatus
-from deploy.run.directory import identity_of
-from deploy.run.events import EvaluationEvent
-from deploy.run.report import EVALUATIONS, read_lines
+from headway.broker.schema.status import RunStatus
+from headway.deploy.run.directory import identity_of
+from headway.deploy.run.events import EvaluationEvent
+from headway.deploy.run.report import EVALUATIONS, read_lines
 
 from .audit import MUST_BE_ZERO, audit
 from .backend import author_of

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from functools import partial
 from unittest.mock import patch
 
-import rollout_workers.scorers.runtimes
-from broker.client.broker import open_broker
-from broker.client.scoring import Scores
-from broker.errors import ForeignRunError
-from broker.schema import ScoreRequest
-from deploy.roles import scorer as scoring
-from deploy.roles.joining import ConfigChangedError
-from rollout_workers.config import ScorersConfig
+import headway.rollout_workers.scorers.runtimes
+from headway.broker.client.broker import open_broker
+from headway.broker.client.scoring import Scores
+from headway.broker.errors import ForeignRunError
+from headway.broker.schema import ScoreRequest
+from headway.deploy.roles import scorer as scoring
+from headway.deploy.roles.joining import ConfigChangedError
+from headway.rollout_workers.config import ScorersConfig
 
 from .process import BEGIN_ANEW, enter
 from .tasks import LONGEST, SCORER, VOCABULARY, scores_of
@@ -27,7 +27,7 @@ def run_scorer(trial: Trial, url: str, name: str, process: str) -> None:
     It ends with code 0 when the run is finished, with BEGIN_ANEW where the product would begin anew.
     """
     enter(trial.directory, name)
-    patch.object(rollout_workers.scorers.runtimes, "open_runner", TinyRunner).start()
+    patch.object(headway.rollout_workers.scorers.runtimes, "open_runner", TinyRunner).start()
     patch.object(scoring, "open_broker", partial(open_broker, timeout_s=BROKER_TIMEOUT_S)).start()
     try:
         scoring.score(url, RUN, process, SCORER, ())

@@ -13,7 +13,7 @@ from typing import Any
 
 import redis.asyncio as redis
 
-from broker.server.embedded import EmbeddedServer
+from headway.broker.server.embedded import EmbeddedServer
 
 from .disk import Disk
 from .process import send

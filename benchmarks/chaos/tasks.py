@@ -9,8 +9,8 @@ import zlib
 import numpy as np
 from numpy.typing import NDArray
 
-from broker.schema import Prompt, Trajectory, TrajectoryId, VersionSpan, WeightVersion
-from learner.data.prompts.cursor import place_of
+from headway.broker.schema import Prompt, Trajectory, TrajectoryId, VersionSpan, WeightVersion
+from headway.learner.data.prompts.cursor import place_of
 
 from .user_code import text_of
 

@@ -7,7 +7,7 @@ from typing import Self
 
 import msgspec
 
-from broker.schema import VersionSpan, WeightVersion
+from headway.broker.schema import VersionSpan, WeightVersion
 
 
 class Trained(msgspec.Struct, frozen=True, array_like=True):

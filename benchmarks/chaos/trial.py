@@ -5,8 +5,8 @@ from typing import Literal, Self
 
 import msgspec
 
-from deploy.recipe.recipe import Recipe
-from learner.checkpoints.checkpoint import CheckpointStore
+from headway.deploy.recipe.recipe import Recipe
+from headway.learner.checkpoints.checkpoint import CheckpointStore
 
 from .tasks import ALPHABET, LONGEST, OVERWRITTEN_WEIGHTS, SCORER, WEIGHTS
 from .user_code import PROMPT_TOKENS

@@ -7,7 +7,7 @@ import os
 import random
 import time
 
-from learner.data.prompts.base import Item
+from headway.learner.data.prompts.base import Item
 
 PROMPT_TOKENS = 8
 HANGS, EXITS, RAISES = 0.002, 0.002, 0.002

@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-import rollout_workers.decoding
-import rollout_workers.scorers.serving
-import rollout_workers.worker
-from learner.models.files import model_files
+from headway.learner.models.files import model_files
+from headway.rollout_workers import decoding
+from headway.rollout_workers import worker as worker_loop
+from headway.rollout_workers.scorers import serving
 
 from . import learner, scorer, worker
 from .trial import Trial
 
-__all__ = ["learner", "rollout_workers", "scorer", "worker"]
+__all__ = ["decoding", "learner", "scorer", "serving", "worker", "worker_loop"]
 
 _model = Trial(seed=0, minutes=0, directory=Path()).recipe.model
 model_files(_model)

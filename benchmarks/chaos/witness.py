@@ -2,9 +2,9 @@
 
 import asyncio
 
-from broker import Broker
-from broker.errors import BrokerError
-from broker.schema.status import RunStatus
+from headway.broker import Broker
+from headway.broker.errors import BrokerError
+from headway.broker.schema.status import RunStatus
 
 from .trial import RUN
 

@@ -12,20 +12,20 @@ from unittest.mock import patch
 import msgspec
 import torch
 
-import rollout_workers.worker
-from broker.client import broker as client
-from broker.client.leases import Leases, SubmitOutcome
-from broker.client.status import Heard, StatusBoard
-from broker.errors import BrokerError, ForeignRunError
-from broker.schema import Lease, Trajectory
-from broker.schema.processes import WorkerInfo
-from broker.schema.weights import WeightManifest
-from deploy.roles import worker as rollout
-from deploy.roles.joining import ConfigChangedError
-from rollout_workers.worker import Worker
-from weightsync.receive import receiver
-from weightsync.receive.receiver import JoinedGroup
-from weightsync.tensors.landing import Landed, Landing
+import headway.rollout_workers.worker
+from headway.broker.client import broker as client
+from headway.broker.client.leases import Leases, SubmitOutcome
+from headway.broker.client.status import Heard, StatusBoard
+from headway.broker.errors import BrokerError, ForeignRunError
+from headway.broker.schema import Lease, Trajectory
+from headway.broker.schema.processes import WorkerInfo
+from headway.broker.schema.weights import WeightManifest
+from headway.deploy.roles import worker as rollout
+from headway.deploy.roles.joining import ConfigChangedError
+from headway.rollout_workers.worker import Worker
+from headway.weightsync.receive import receiver
+from headway.weightsync.receive.receiver import JoinedGroup
+from headway.weightsync.tensors.landing import Landed, Landing
 
 from .engine import SlowEngine, Tally
 from .process import BEGIN_ANEW, enter
@@ -50,7 +50,7 @@ def run_worker(trial: Trial, url: str, name: str, process: str, tally: Tally) ->
     patch.object(client, "StatusBoard", ErraticStatus).start()
     patch.object(receiver, "JoinedGroup", CountingGroup).start()
     if not trial.broadcasts:
-        patch.object(rollout_workers.worker, "Worker", PullingWorker).start()
+        patch.object(headway.rollout_workers.worker, "Worker", PullingWorker).start()
     patch.object(rollout, "open_broker", partial(client.open_broker, timeout_s=BROKER_TIMEOUT_S)).start()
     try:
         rollout.work(url, RUN, process, ())

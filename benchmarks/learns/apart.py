@@ -19,12 +19,12 @@ from typing import Any
 
 import psutil
 
-from broker.client.broker import BlockingBroker
-from broker.errors import RunNotFoundError
-from broker.server.embedded import EmbeddedServer
-from broker.staleness import oldest_step
-from deploy.run.directory import EXPERIENCE
-from learner.experience.log import ExperienceLog
+from headway.broker.client.broker import BlockingBroker
+from headway.broker.errors import RunNotFoundError
+from headway.broker.server.embedded import EmbeddedServer
+from headway.broker.staleness import oldest_step
+from headway.deploy.run.directory import EXPERIENCE
+from headway.learner.experience.log import ExperienceLog
 
 SGLANG, MIXED = "sglang", "mixed"
 APART = (SGLANG, MIXED)
@@ -54,7 +54,7 @@ class Pools:
         python, own = (self.sglang, self.of_sglang) if pool == SGLANG else ((sys.executable,), self.of_own)
         kind = ("engine.kind=sglang",) if pool == SGLANG else ()
         placed = (f"workers.devices=[{','.join(devices)}]",) if devices else ()
-        return ["env", *python, "-m", "deploy", "workers", "--pool", pool, *kind, *placed, *own]
+        return ["env", *python, "-m", "headway", "workers", "--pool", pool, *kind, *placed, *own]
 
 
 def finish_apart(learner: Sequence[str], workers: Mapping[str, Sequence[str]], run: str, timeout_s: float) -> float:
@@ -66,7 +66,7 @@ def finish_apart(learner: Sequence[str], workers: Mapping[str, Sequence[str]], r
     """
     with TemporaryDirectory() as data, EmbeddedServer(Path(data)) as server, ExitStack() as stack:
         environment = {"HEADWAY_BROKER": server.url, "HEADWAY_RUN": run, "PYTHONUNBUFFERED": "1"}
-        commands = [[sys.executable, "-m", "deploy", *learner], *map(list, workers.values())]
+        commands = [[sys.executable, "-m", "headway", *learner], *map(list, workers.values())]
         started = [stack.enter_context(_started(command, environment)) for command in commands]
         broker = BlockingBroker(server.url, run)
         stack.callback(broker.close)

@@ -6,8 +6,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from broker.schema.metrics import StepMetrics
-from deploy.run.report import METRICS, lineage, read_lines, read_summary
+from headway.broker.schema.metrics import StepMetrics
+from headway.deploy.run.report import METRICS, lineage, read_lines, read_summary
 
 from .apart import APART, HELD, POOLS, by_pool
 from .parts import ALGORITHMS, CONTROL, SECONDS, SFT

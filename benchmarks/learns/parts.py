@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.gpus import gpu_names
-from deploy.run.stage_output import is_complete
+from headway.deploy.run.stage_output import is_complete
 
 from .apart import APART, HELD, POOLS, Pools, finish_apart
 
@@ -92,7 +92,7 @@ def finish(arguments: Sequence[str], directory: Path, timeout_s: float) -> None:
     Raises CalledProcessError or TimeoutExpired, its output on stderr.
     """
     began = time.monotonic()
-    command = (sys.executable, "-m", "deploy", *arguments)
+    command = (sys.executable, "-m", "headway", *arguments)
     # This process's standard output has only one JSON object.
     with subprocess.Popen(command, stdout=sys.stderr, env={**os.environ, "PYTHONUNBUFFERED": "1"}) as process:
         try:

@@ -71,7 +71,7 @@ def main() -> None:
 @contextmanager
 def dashboard(directory: Path, url: str) -> Iterator[tuple[psutil.Process, str]]:
     """Yield the process of `headway dashboard` and its address, once it has read the run."""
-    command = [sys.executable, "-m", "deploy", "dashboard", str(directory), "--broker", url, "--port", "0", "--json"]
+    command = [sys.executable, "-m", "headway", "dashboard", str(directory), "--broker", url, "--port", "0", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
         assert started.stdout is not None
         yield psutil.Process(started.pid), json.loads(started.stdout.readline())["url"]

@@ -13,17 +13,17 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from broker.client.batches import CheckpointMark
-from broker.client.broker import BlockingBroker
-from broker.schema import Group, Prompt, RunRules, Trajectory, TrajectoryId, VersionSpan, WeightVersion
-from broker.schema.metrics import LagFigures, StepMetrics
-from broker.schema.processes import WorkerInfo
-from broker.server.embedded import EmbeddedServer
-from deploy.recipe.loading import dump_recipe, load_recipe
-from deploy.run.directory import CHECKPOINTS, EXPERIENCE, held
-from deploy.run.report import METRICS, TRAINED
-from learner.experience.logged_batch import write_batch
-from learner.experience.segments import LogSegment
+from headway.broker.client.batches import CheckpointMark
+from headway.broker.client.broker import BlockingBroker
+from headway.broker.schema import Group, Prompt, RunRules, Trajectory, TrajectoryId, VersionSpan, WeightVersion
+from headway.broker.schema.metrics import LagFigures, StepMetrics
+from headway.broker.schema.processes import WorkerInfo
+from headway.broker.server.embedded import EmbeddedServer
+from headway.deploy.recipe.loading import dump_recipe, load_recipe
+from headway.deploy.run.directory import CHECKPOINTS, EXPERIENCE, held
+from headway.deploy.run.report import METRICS, TRAINED
+from headway.learner.experience.logged_batch import write_batch
+from headway.learner.experience.segments import LogSegment
 
 RUN = "large"
 GROUPS, SAMPLES = 64, 8

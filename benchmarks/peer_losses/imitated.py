@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from algorithms.metrics import summarize
-from learner.backends.fsdp.policy import Policy
-from learner.config import ModelConfig, RandomModelConfig
-from learner.data.prompts.rendering import Renderer
-from learner.data.records import Conversation, Message
-from learner.data.records.base import Trained
-from learner.data.records.rendering import ConversationRenderer
-from learner.models.model import load_model, load_tokenizer
-from learner.rows.packing import labelled
-from learner.rows.units import Unit, pack_units
-from learner.stages.supervised.imitation import ImitationTask
+from headway.algorithms.metrics import summarize
+from headway.learner.backends.fsdp.policy import Policy
+from headway.learner.config import ModelConfig, RandomModelConfig
+from headway.learner.data.prompts.rendering import Renderer
+from headway.learner.data.records import Conversation, Message
+from headway.learner.data.records.base import Trained
+from headway.learner.data.records.rendering import ConversationRenderer
+from headway.learner.models.model import load_model, load_tokenizer
+from headway.learner.rows.packing import labelled
+from headway.learner.rows.units import Unit, pack_units
+from headway.learner.stages.supervised.imitation import ImitationTask
 
 from .ours import Side
 from .sample import Outcome, Sample

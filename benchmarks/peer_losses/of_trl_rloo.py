@@ -16,10 +16,10 @@ from accelerate import PartialState
 from trl.trainer import rloo_trainer
 from trl.trainer.rloo_trainer import RLOOTrainer
 
-from algorithms.advantages import leave_one_out
-from algorithms.kl import ESTIMATORS
-from algorithms.presets import PRESETS
-from algorithms.rewards import kl_shaped
+from headway.algorithms.advantages import leave_one_out
+from headway.algorithms.kl import ESTIMATORS
+from headway.algorithms.presets import PRESETS
+from headway.algorithms.rewards import kl_shaped
 
 from .of_verl import Setting
 from .ours import Side, composed, differentiated

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from algorithms.kl import ESTIMATORS
+from headway.algorithms.kl import ESTIMATORS
 
 from . import ours, verl_calls
 from .ours import Side, composed

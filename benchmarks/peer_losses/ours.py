@@ -6,19 +6,19 @@ from typing import Any
 import msgspec
 import torch
 
-from algorithms.advantages import ADVANTAGES
-from algorithms.corrections import CORRECTIONS
-from algorithms.kl import ESTIMATORS
-from algorithms.metrics import Metrics, summarize
-from algorithms.presets import PRESETS
-from algorithms.returns import gae, returns_to_go, whiten, whitening_sums
-from algorithms.segments import segment_sum
-from algorithms.supervised.preferences import PREFERENCES
-from algorithms.supervised.scores import bradley_terry
-from algorithms.supervised.unpaired import kto, reference_point_of, reference_point_sums
-from algorithms.supervised.values import clipped_value_loss
-from learner.algorithm_config import AlgorithmConfig
-from learner.objective.objective import Objective
+from headway.algorithms.advantages import ADVANTAGES
+from headway.algorithms.corrections import CORRECTIONS
+from headway.algorithms.kl import ESTIMATORS
+from headway.algorithms.metrics import Metrics, summarize
+from headway.algorithms.presets import PRESETS
+from headway.algorithms.returns import gae, returns_to_go, whiten, whitening_sums
+from headway.algorithms.segments import segment_sum
+from headway.algorithms.supervised.preferences import PREFERENCES
+from headway.algorithms.supervised.scores import bradley_terry
+from headway.algorithms.supervised.unpaired import kto, reference_point_of, reference_point_sums
+from headway.algorithms.supervised.values import clipped_value_loss
+from headway.learner.algorithm_config import AlgorithmConfig
+from headway.learner.objective.objective import Objective
 
 from .sample import Outcome, Sample
 

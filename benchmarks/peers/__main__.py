@@ -36,7 +36,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.gpus import gpu_names
-from broker.errors import ConfigError
+from headway.broker.errors import ConfigError
 
 from . import contestants, of_verl
 from .comparison import TARGET, TARGETS, compared

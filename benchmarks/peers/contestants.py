@@ -15,8 +15,8 @@ import msgspec
 
 from benchmarks.gpus import gpu_names
 from benchmarks.learns.parts import finish
-from broker.errors import ConfigError
-from deploy.run.stage_output import is_complete
+from headway.broker.errors import ConfigError
+from headway.deploy.run.stage_output import is_complete
 
 from . import of_headway, of_trl_async, of_verl
 from .figures import FIRST, Figures
@@ -129,7 +129,7 @@ def pass_rate(race: Race, model: Path, timeout_s: float) -> float:
 
     Raises CalledProcessError or TimeoutExpired.
     """
-    command = (sys.executable, "-m", "deploy", "eval", race.recipe, *race.all_overrides, "--checkpoint", str(model))
+    command = (sys.executable, "-m", "headway", "eval", race.recipe, *race.all_overrides, "--checkpoint", str(model))
     done = subprocess.run([*command, "--json"], stdout=subprocess.PIPE, check=True, timeout=timeout_s)
     return float(json.loads(done.stdout)["pass_rate"])
 

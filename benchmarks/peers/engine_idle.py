@@ -10,9 +10,9 @@ from statistics import fmean
 import numpy as np
 
 from benchmarks.repeated import repeated
-from broker.client.broker import BlockingBroker
-from broker.errors import BrokerError, HeadwayError
-from deploy.run.directory import Endpoint, read_endpoint
+from headway.broker.client.broker import BlockingBroker
+from headway.broker.errors import BrokerError, HeadwayError
+from headway.deploy.run.directory import Endpoint, read_endpoint
 
 LOOK_S = 0.5
 ANSWER_S = 5.0

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from broker.errors import ConfigError
-from deploy.run.stage_output import is_complete, is_of
-from deploy.run.whole_files import replace_file
+from headway.broker.errors import ConfigError
+from headway.deploy.run.stage_output import is_complete, is_of
+from headway.deploy.run.whole_files import replace_file
 
 from .figures import Figures
 from .of_headway import NAME as HEADWAY

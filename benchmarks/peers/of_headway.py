@@ -6,10 +6,10 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks.learns.parts import finish
-from broker.schema.metrics import StepMetrics
-from deploy.run.directory import CHECKPOINTS
-from deploy.run.report import METRICS, lineage, read_last_look, read_lines
-from learner.checkpoints.checkpoint import CheckpointStore
+from headway.broker.schema.metrics import StepMetrics
+from headway.deploy.run.directory import CHECKPOINTS
+from headway.deploy.run.report import METRICS, lineage, read_last_look, read_lines
+from headway.learner.checkpoints.checkpoint import CheckpointStore
 
 from .engine_idle import Report, idle, reports_of
 from .figures import FIRST, Figures, Step, figures_of

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from broker.schema import Prompt
-from deploy.recipe.recipe import Recipe
+from headway.broker.schema import Prompt
+from headway.deploy.recipe.recipe import Recipe
 
 from .figures import FIRST, Figures, Step, figures_of
 from .race import Race
@@ -116,8 +116,8 @@ def summed(*values: float) -> list[float]:
 
 def prompts_of(recipe: Recipe, steps: int, tokenizer: Any) -> list[Prompt]:
     """Return the prompts of so many steps, those that Headway's cursor feeds, in its order."""
-    from learner.data.prompts import open_source
-    from learner.data.prompts.rendering import Renderer
+    from headway.learner.data.prompts import open_source
+    from headway.learner.data.prompts.rendering import Renderer
 
     source, renderer = open_source(recipe.prompts, recipe.run.seed), Renderer(tokenizer, recipe.prompts.system_prompt)
     count, size = steps * recipe.learner.groups_per_step, recipe.learner.group_size
@@ -184,8 +184,8 @@ class Verifier:
     """The race's rewards as TRL calls them, which also tell the clock what was sampled."""
 
     def __init__(self, recipe: Recipe, model: Path, clock: Clock) -> None:
-        from deploy.roles.engine import own_decoding
-        from learner.config import ModelConfig
+        from headway.deploy.roles.engine import own_decoding
+        from headway.learner.config import ModelConfig
 
         self._recipe = recipe
         self._clock = clock
@@ -202,9 +202,9 @@ class Verifier:
         **_others: Any,
     ) -> list[float]:
         """Return the rewards of these responses."""
-        from deploy.recipe.operators import roots_of
-        from rollout_workers.decoding import response_text
-        from rollout_workers.rewards import open_reward
+        from headway.deploy.recipe.operators import roots_of
+        from headway.rollout_workers.decoding import response_text
+        from headway.rollout_workers.rewards import open_reward
 
         if self._reward is None:  # opened in the loop that uses it
             self._reward = await open_reward(self._recipe.rewards, roots_of(self._recipe))

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from deploy.recipe.recipe import Recipe
+from headway.deploy.recipe.recipe import Recipe
 
 from .figures import Figures, Step, figures_of
 from .of_trl import Judge, TrlOrder, TrlSetting, config_of, prompts_of, row_of, seconds_since

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.repeated import repeated
-from deploy.recipe.recipe import Recipe
+from headway.deploy.recipe.recipe import Recipe
 
 from .figures import Figures, Step, figures_of
 from .of_trl import prompts_of, row_of
@@ -94,7 +94,7 @@ def write_prompts(race: Race, file: Path) -> None:
     from pyarrow import Table, parquet
     from transformers import AutoTokenizer
 
-    from learner.data.prompts import open_source
+    from headway.learner.data.prompts import open_source
 
     recipe = race.load()
     tokenizer = AutoTokenizer.from_pretrained(race.model)

@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from broker.errors import ConfigError
-from deploy.recipe.loading import load_recipe
-from deploy.recipe.recipe import Recipe
-from deploy.run.stage_output import SFT, origin
+from headway.broker.errors import ConfigError
+from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.run.stage_output import SFT, origin
 
 ON_GPU = ("learner.device=cuda", "engine.kind=vllm", "engine.device=cuda", "weights.transport=ipc")
 ENGINES = 4

@@ -25,7 +25,7 @@ import torch
 from benchmarks.gpus import NO_MULTICAST
 from benchmarks.throughput import checkpoint
 from benchmarks.throughput.shapes import shape_of
-from learner.config import ComputeConfig, LearnerConfig, ModelConfig
+from headway.learner.config import ComputeConfig, LearnerConfig, ModelConfig
 
 from . import bare, graphs, kernels, today
 from .rows import StepWork
@@ -50,7 +50,7 @@ def main() -> None:
     os.environ |= NO_MULTICAST
     torch.set_num_threads(LearnerConfig().threads)  # as the learner does; more wait for each other on a busy host
     logging.basicConfig(level=logging.WARNING)
-    logging.getLogger("learner").setLevel(logging.DEBUG)  # why kernels are launched, not replayed
+    logging.getLogger("headway.learner").setLevel(logging.DEBUG)  # why kernels are launched, not replayed
     began = time.monotonic()
     shape = shape_of(options.shape)
     directory = checkpoint.folder(None, options.shape, shape)

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from learner.backends.fsdp.layers import prepare_layers
-from learner.backends.fsdp.policy import Policy
-from learner.backends.fsdp.row import FsdpRow
-from learner.backends.token_logprobs import token_logprobs
-from learner.config import ComputeConfig, ModelConfig
-from learner.models.model import load_model
-from learner.rows.batch import PackedBatch
-from learner.rows.cost import CostModel
+from headway.learner.backends.fsdp.layers import prepare_layers
+from headway.learner.backends.fsdp.policy import Policy
+from headway.learner.backends.fsdp.row import FsdpRow
+from headway.learner.backends.token_logprobs import token_logprobs
+from headway.learner.config import ComputeConfig, ModelConfig
+from headway.learner.models.model import load_model
+from headway.learner.rows.batch import PackedBatch
+from headway.learner.rows.cost import CostModel
 
 from .clock import profiled, timed, wait
 from .rows import StepWork

@@ -28,15 +28,15 @@ from unittest.mock import patch
 import msgspec
 import torch
 
-from learner.algorithm_config import AlgorithmConfig
-from learner.backends import open_backend
-from learner.backends.fsdp import sharded_model
-from learner.backends.fsdp.backend import FsdpBackend
-from learner.backends.fsdp.sharding import clip_gradients, local
-from learner.config import AdapterConfig, ComputeConfig, ModelConfig, OptimizerConfig
-from learner.objective.objective import Objective
-from learner.rows.batch import PackedBatch
-from learner.rows.cost import CostModel
+from headway.learner.algorithm_config import AlgorithmConfig
+from headway.learner.backends import open_backend
+from headway.learner.backends.fsdp import sharded_model
+from headway.learner.backends.fsdp.backend import FsdpBackend
+from headway.learner.backends.fsdp.sharding import clip_gradients, local
+from headway.learner.config import AdapterConfig, ComputeConfig, ModelConfig, OptimizerConfig
+from headway.learner.objective.objective import Objective
+from headway.learner.rows.batch import PackedBatch
+from headway.learner.rows.cost import CostModel
 
 from .clock import PartClock, timed, wait
 from .rows import StepWork

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
-from learner.models.attention import _varlen_options
-from learner.models.flash_attention import flash_attention
+from headway.learner.models.attention import _varlen_options
+from headway.learner.models.flash_attention import flash_attention
 
 from .clock import timed, wait
 

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 from benchmarks.prefix_trees import samples
-from learner.rows.batch import PackedBatch
-from learner.rows.clusters import PrefixSharing
-from learner.rows.cost import CostModel
-from learner.rows.packing import concatenate
-from learner.rows.units import pack_units
+from headway.learner.rows.batch import PackedBatch
+from headway.learner.rows.clusters import PrefixSharing
+from headway.learner.rows.cost import CostModel
+from headway.learner.rows.packing import concatenate
+from headway.learner.rows.units import pack_units
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import torch
 
-from learner.models.attention import PackedLayout, varlen_attention
+from headway.learner.models.attention import PackedLayout, varlen_attention
 
 from .order import Order, Watch
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import msgspec
 
-from learner.backends import open_backend
-from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig, StageConfig
-from learner.data.prompts.rendering import Renderer
-from learner.models.model import load_tokenizer
-from learner.ranks import Ranks
-from learner.rows.batch import PackedBatch
-from learner.stages import open_stage
-from learner.stages.base import Progress, StageParts
-from learner.stages.stage_checkpoints import StageCheckpoints
+from headway.learner.backends import open_backend
+from headway.learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig, StageConfig
+from headway.learner.data.prompts.rendering import Renderer
+from headway.learner.models.model import load_tokenizer
+from headway.learner.ranks import Ranks
+from headway.learner.rows.batch import PackedBatch
+from headway.learner.stages import open_stage
+from headway.learner.stages.base import Progress, StageParts
+from headway.learner.stages.stage_checkpoints import StageCheckpoints
 
 from .order import Order, Watch
 

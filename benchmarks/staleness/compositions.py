@@ -7,7 +7,7 @@ one, so a clip that is anchored to it never binds.
 
 from typing import Any
 
-from algorithms.presets import PRESETS
+from headway.algorithms.presets import PRESETS
 
 Keys = dict[str, Any]
 

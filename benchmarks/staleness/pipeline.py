@@ -18,10 +18,10 @@ from typing import Any
 
 import msgspec
 
-from broker.schema.metrics import StepMetrics
-from deploy.recipe.loading import dump_recipe, load_recipe
-from deploy.recipe.recipe import Recipe
-from learner.algorithm_config import AlgorithmConfig
+from headway.broker.schema.metrics import StepMetrics
+from headway.deploy.recipe.loading import dump_recipe, load_recipe
+from headway.deploy.recipe.recipe import Recipe
+from headway.learner.algorithm_config import AlgorithmConfig
 
 from .compositions import COMPOSITIONS
 
@@ -97,7 +97,7 @@ def _written(recipe: Recipe, directory: Path) -> Path:
 def _headway(command: str, recipe: Path, log: Path) -> bool:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
-        arguments = [sys.executable, "-m", "deploy", command, str(recipe)]
+        arguments = [sys.executable, "-m", "headway", command, str(recipe)]
         return (
             subprocess.run(arguments, stdout=file, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
             != 0

@@ -9,17 +9,17 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from broker.schema import Group, Prompt, Trajectory, TrajectoryId, VersionSpan, WeightVersion
-from deploy.recipe.recipe import Recipe
-from deploy.roles.engine import own_decoding
-from learner.config import ModelConfig
-from rollout_workers.decoding import response_text
-from rollout_workers.engines.base import FinishReason, GenerationRequest, NamedTensors
-from rollout_workers.engines.embedded.decoder import Decoder, Sample
-from rollout_workers.engines.embedded.sampling import Sampler
-from rollout_workers.engines.embedded.slot_cache import ATTENTION
-from rollout_workers.engines.placing.loading import load_tensors
-from rollout_workers.rewards import Score, open_reward
+from headway.broker.schema import Group, Prompt, Trajectory, TrajectoryId, VersionSpan, WeightVersion
+from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.roles.engine import own_decoding
+from headway.learner.config import ModelConfig
+from headway.rollout_workers.decoding import response_text
+from headway.rollout_workers.engines.base import FinishReason, GenerationRequest, NamedTensors
+from headway.rollout_workers.engines.embedded.decoder import Decoder, Sample
+from headway.rollout_workers.engines.embedded.sampling import Sampler
+from headway.rollout_workers.engines.embedded.slot_cache import ATTENTION
+from headway.rollout_workers.engines.placing.loading import load_tensors
+from headway.rollout_workers.rewards import Score, open_reward
 
 CPU = torch.device("cpu")
 

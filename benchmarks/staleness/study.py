@@ -78,8 +78,8 @@ def check(trials: Iterable[Trial]) -> None:
     """Raise for a composition that the learner refuses, before hours go by."""
     import msgspec
 
-    from learner.algorithm_config import AlgorithmConfig
-    from learner.objective.composition import check_algorithm
+    from headway.learner.algorithm_config import AlgorithmConfig
+    from headway.learner.objective.composition import check_algorithm
 
     for keys in {trial.name: trial.algorithm for trial in trials}.values():
         check_algorithm(msgspec.convert(keys, AlgorithmConfig))

@@ -12,19 +12,19 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
-from broker.schema import Prompt, WeightVersion
-from deploy.recipe.loading import load_recipe
-from deploy.recipe.recipe import Recipe
-from deploy.roles.backend import recipe_backend
-from deploy.roles.learner import recipe_updater
-from deploy.roles.stage import fine_tune
-from deploy.terminal import Terminal
-from learner.algorithm_config import AlgorithmConfig
-from learner.backends.base import Backend
-from learner.data.prompts import open_prompts
-from learner.data.prompts.cursor import PromptCursor
-from learner.models.model import load_tokenizer
-from learner.ranks import Ranks
+from headway.broker.schema import Prompt, WeightVersion
+from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.roles.backend import recipe_backend
+from headway.deploy.roles.learner import recipe_updater
+from headway.deploy.roles.stage import fine_tune
+from headway.deploy.terminal import Terminal
+from headway.learner.algorithm_config import AlgorithmConfig
+from headway.learner.backends.base import Backend
+from headway.learner.data.prompts import open_prompts
+from headway.learner.data.prompts.cursor import PromptCursor
+from headway.learner.models.model import load_tokenizer
+from headway.learner.ranks import Ranks
 
 from .rollouts import Rollouts
 from .trial import Outcome, Settings, Trial

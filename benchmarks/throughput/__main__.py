@@ -86,7 +86,7 @@ def _words(line: dict[str, Any]) -> str:
 
 def _cases(options: argparse.Namespace) -> list["Case"]:
     """Return the cases that the names stand for, in order."""
-    from learner.config import ComputeConfig, LayoutConfig
+    from headway.learner.config import ComputeConfig, LayoutConfig
 
     from .case import Case
 

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from learner.algorithm_config import AlgorithmConfig
-from learner.config import OptimizerConfig
-from learner.objective.objective import Objective
-from learner.ranks import Ranks
-from learner.rows.batch import PackedBatch
-from learner.rows.packing import PackableSequence
+from headway.learner.algorithm_config import AlgorithmConfig
+from headway.learner.config import OptimizerConfig
+from headway.learner.objective.objective import Objective
+from headway.learner.ranks import Ranks
+from headway.learner.rows.batch import PackedBatch
+from headway.learner.rows.packing import PackableSequence
 
 from .case import LEARNING_RATE, Case
 from .leaks import leak_of

@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from learner.config import ComputeConfig, LayoutConfig
+from headway.learner.config import ComputeConfig, LayoutConfig
 
 from .workload import long_tailed_lengths
 

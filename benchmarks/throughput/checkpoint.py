@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from learner.config import ModelConfig, RandomModelConfig
-from learner.models.model import load_tokenizer
+from headway.learner.config import ModelConfig, RandomModelConfig
+from headway.learner.models.model import load_tokenizer
 
 from . import isolated
 from .shapes import Shape

@@ -10,7 +10,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from learner.config import ModelConfig, OptimizerConfig
+from headway.learner.config import ModelConfig, OptimizerConfig
 
 from . import kernel_times
 from .case import LEARNING_RATE, Case, TrainingStep

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from learner.algorithm_config import AlgorithmConfig
-from learner.backends import open_backend
-from learner.config import ModelConfig, OptimizerConfig
-from learner.objective.objective import Objective
-from learner.ranks import Ranks
-from learner.rows.packing import PackableSequence, pack
+from headway.learner.algorithm_config import AlgorithmConfig
+from headway.learner.backends import open_backend
+from headway.learner.config import ModelConfig, OptimizerConfig
+from headway.learner.objective.objective import Objective
+from headway.learner.ranks import Ranks
+from headway.learner.rows.packing import PackableSequence, pack
 
 from .case import LEARNING_RATE, Case
 

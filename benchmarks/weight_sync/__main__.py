@@ -29,8 +29,8 @@ import msgspec
 
 from benchmarks.gpus import gpu_names, on_host
 from benchmarks.throughput.shapes import SHAPES, shape_of
-from broker.server.embedded import EmbeddedServer
-from rollout_workers.engines import ENGINES
+from headway.broker.server.embedded import EmbeddedServer
+from headway.rollout_workers.engines import ENGINES
 
 from .order import Order
 from .tensors import write_config

@@ -18,18 +18,18 @@ from typing import Any, cast
 
 import msgspec
 
-from broker.client.broker import Broker, open_broker
-from broker.schema import WeightVersion
-from broker.schema.processes import WorkerInfo
-from rollout_workers.config import EngineConfig
-from rollout_workers.engines import open_engine
-from rollout_workers.engines.base import Engine, GenerationRequest
-from rollout_workers.outages import Outages
-from rollout_workers.swaps.turns import SwapTurns
-from rollout_workers.swaps.weights import HeldWeights
-from weightsync.config import WeightsConfig
-from weightsync.receive.deliveries import Arriving, Delivery
-from weightsync.receive.subscriber import Subscriber
+from headway.broker.client.broker import Broker, open_broker
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.processes import WorkerInfo
+from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines import open_engine
+from headway.rollout_workers.engines.base import Engine, GenerationRequest
+from headway.rollout_workers.outages import Outages
+from headway.rollout_workers.swaps.turns import SwapTurns
+from headway.rollout_workers.swaps.weights import HeldWeights
+from headway.weightsync.config import WeightsConfig
+from headway.weightsync.receive.deliveries import Arriving, Delivery
+from headway.weightsync.receive.subscriber import Subscriber
 
 from .order import REST_S, Order
 

@@ -17,13 +17,13 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from broker import BlockingBroker
-from broker.client.batches import CheckpointMark
-from broker.schema import RunRules, WeightVersion
-from broker.schema.weights import Probe
-from learner.backends.process_group import join_ranks
-from weightsync.config import WeightsConfig
-from weightsync.publish.publisher import Publisher
+from headway.broker import BlockingBroker
+from headway.broker.client.batches import CheckpointMark
+from headway.broker.schema import RunRules, WeightVersion
+from headway.broker.schema.weights import Probe
+from headway.learner.backends.process_group import join_ranks
+from headway.weightsync.config import WeightsConfig
+from headway.weightsync.publish.publisher import Publisher
 
 from .order import REST_S, Order
 from .tensors import Named, Sharded, Whole

@@ -22,9 +22,9 @@ from typing import IO, Any
 import msgspec
 import torch
 
-from rollout_workers.config import EngineConfig
-from rollout_workers.engines.sglang.calls import agreed, session
-from rollout_workers.engines.sglang.start import engine_arguments, prepare_environment, started
+from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines.sglang.calls import agreed, session
+from headway.rollout_workers.engines.sglang.start import engine_arguments, prepare_environment, started
 
 from .engine import PROMPT
 from .order import REST_S, Order

@@ -9,9 +9,9 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.throughput.shapes import Shape
-from learner.backends.fsdp.export import HuggingFaceExport
-from learner.backends.fsdp.sharding import local
-from rollout_workers.engines.placing.loading import one_by_one
+from headway.learner.backends.fsdp.export import HuggingFaceExport
+from headway.learner.backends.fsdp.sharding import local
+from headway.rollout_workers.engines.placing.loading import one_by_one
 
 Named = tuple[str, torch.Tensor]
 SCALE = 0.02

@@ -19,10 +19,10 @@ import psutil
 import torch
 
 from benchmarks.throughput import isolated
-from broker.server.embedded import EmbeddedServer
-from deploy.recipe.loading import load_recipe
-from deploy.recipe.recipe import Recipe
-from rollout_workers.config import EngineConfig
+from headway.broker.server.embedded import EmbeddedServer
+from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe.recipe import Recipe
+from headway.rollout_workers.config import EngineConfig
 
 from .learner import StandInLearner
 from .paced import KIND
@@ -66,7 +66,7 @@ def worker_process(url: str, profile: Path | None, log: Path) -> Iterator[subpro
     """Run `headway worker`, under cProfile if a profile is wanted; it ends with the run."""
     profiler = ["-m", "cProfile", "-o", str(profile)] if profile else []
     process = subprocess.Popen(
-        [sys.executable, *profiler, "-m", "deploy", "worker"],
+        [sys.executable, *profiler, "-m", "headway", "worker"],
         env={**os.environ, "HEADWAY_BROKER": url, "HEADWAY_RUN": RUN},
         stdout=log.open("ab"),
         stderr=subprocess.STDOUT,

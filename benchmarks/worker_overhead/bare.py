@@ -12,15 +12,15 @@ import msgspec
 import uvloop
 from msgspec.structs import replace
 
-from broker.schema import WeightVersion
-from learner.config import ModelConfig
-from learner.models.end_tokens import end_tokens
-from learner.models.model import load_tokenizer
-from rollout_workers.engines import open_engine
-from rollout_workers.engines.abilities import REQUESTS
-from rollout_workers.engines.base import GenerationRequest
-from rollout_workers.engines.vllm.chunks import sampling
-from rollout_workers.engines.vllm.engine import VllmEngine
+from headway.broker.schema import WeightVersion
+from headway.learner.config import ModelConfig
+from headway.learner.models.end_tokens import end_tokens
+from headway.learner.models.model import load_tokenizer
+from headway.rollout_workers.engines import open_engine
+from headway.rollout_workers.engines.abilities import REQUESTS
+from headway.rollout_workers.engines.base import GenerationRequest
+from headway.rollout_workers.engines.vllm.chunks import sampling
+from headway.rollout_workers.engines.vllm.engine import VllmEngine
 
 from .workload import Workload, prompts, rate, read_weights
 

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import torch
 
-from broker import BlockingBroker
-from broker.client.batches import CheckpointMark, TakenBatch
-from broker.schema import Prompt, RunRules, WeightVersion
-from broker.schema.processes import WorkerInfo
-from broker.schema.weights import Probe
-from deploy.recipe.loading import recipe_to_bytes
-from deploy.recipe.recipe import Recipe
-from learner.models.files import model_files
-from weightsync.publish.publisher import Publisher, PublishReport
+from headway.broker import BlockingBroker
+from headway.broker.client.batches import CheckpointMark, TakenBatch
+from headway.broker.schema import Prompt, RunRules, WeightVersion
+from headway.broker.schema.processes import WorkerInfo
+from headway.broker.schema.weights import Probe
+from headway.deploy.recipe.loading import recipe_to_bytes
+from headway.deploy.recipe.recipe import Recipe
+from headway.learner.models.files import model_files
+from headway.weightsync.publish.publisher import Publisher, PublishReport
 
 from .workload import prompts, read_weights
 

@@ -17,11 +17,11 @@ from unittest.mock import patch
 import numpy as np
 from msgspec.structs import replace
 
-from rollout_workers.config import EngineConfig
-from rollout_workers.engines.abilities import REQUESTS
-from rollout_workers.engines.vllm.engine import VllmEngine
-from rollout_workers.engines.vllm.environment import prepare_environment
-from rollout_workers.engines.vllm.start import open_vllm
+from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines.abilities import REQUESTS
+from headway.rollout_workers.engines.vllm.engine import VllmEngine
+from headway.rollout_workers.engines.vllm.environment import prepare_environment
+from headway.rollout_workers.engines.vllm.start import open_vllm
 
 KIND = "benchmarks.worker_overhead.paced:open_paced"
 """The value of `engine.kind`; `engine.options` then also has `step_s` and `mean_tokens`."""

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.throughput import checkpoint
 from benchmarks.throughput.shapes import shape_of
-from rollout_workers.config import EngineConfig
+from headway.rollout_workers.config import EngineConfig
 
 HEAD_DIM = 32
 """The smallest head for which vLLM has attention on a CPU."""

@@ -8,8 +8,8 @@ import itertools
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from broker.connection.connection import Connection
-from broker.owner import Owner
+from headway.broker.connection.connection import Connection
+from headway.broker.owner import Owner
 
 PIECE_BYTES = 1 << 20
 """The most that one command carries: with more, a slow line could not meet the deadline of a request."""

@@ -17,12 +17,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from broker.connection.connection import Argument, Command, Connection
-from broker.errors import DamagedFrameError, ForeignRunError, FrameError
-from broker.owner import CheckpointMark, Claim, Contains, Owner
-from broker.possible import check_lag, check_possible
-from broker.schema import Group, Prompt, RunRules, SampleLimits, Trajectory, TrajectoryId, WeightVersion
-from broker.wire.codec import decode, decode_trajectory
+from headway.broker.connection.connection import Argument, Command, Connection
+from headway.broker.errors import DamagedFrameError, ForeignRunError, FrameError
+from headway.broker.owner import CheckpointMark, Claim, Contains, Owner
+from headway.broker.possible import check_lag, check_possible
+from headway.broker.schema import Group, Prompt, RunRules, SampleLimits, Trajectory, TrajectoryId, WeightVersion
+from headway.broker.wire.codec import decode, decode_trajectory
 
 from .versions import Versions
 

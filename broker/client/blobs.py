@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from broker.connection.connection import Command, Connection
-from broker.errors import BrokerError
-from broker.keys import blob_name
-from broker.schema import TrajectoryId
+from headway.broker.connection.connection import Command, Connection
+from headway.broker.errors import BrokerError
+from headway.broker.keys import blob_name
+from headway.broker.schema import TrajectoryId
 
 
 @dataclass

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from broker.connection.connection import ANSWER_S, Connection, without_password
-from broker.errors import BrokerError
+from headway.broker.connection.connection import ANSWER_S, Connection, without_password
+from headway.broker.errors import BrokerError
 
 from .archive import ArchivedBlobs
 from .batches import Batches

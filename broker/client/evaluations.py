@@ -25,10 +25,10 @@ from typing import Any
 
 import msgspec
 
-from broker.connection.connection import Argument, Connection
-from broker.owner import Owner
-from broker.schema import Prompt, WeightVersion
-from broker.wire.codec import decode, encode
+from headway.broker.connection.connection import Argument, Connection
+from headway.broker.owner import Owner
+from headway.broker.schema import Prompt, WeightVersion
+from headway.broker.wire.codec import decode, encode
 
 _PROMPTS_AT_A_TIME = 100
 _NO_EVALUATION = -1

@@ -12,10 +12,10 @@ from contextlib import suppress
 import msgspec
 from redis.exceptions import NoPermissionError
 
-from broker.connection.connection import Connection
-from broker.errors import BrokerError
-from broker.keys import is_name
-from broker.schema.processes import Fault
+from headway.broker.connection.connection import Connection
+from headway.broker.errors import BrokerError
+from headway.broker.keys import is_name
+from headway.broker.schema.processes import Fault
 
 PLACES = "0123456789abcdef"
 KEPT_S = 3600

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from broker.connection.connection import Connection
-from broker.errors import BrokerError
+from headway.broker.connection.connection import Connection
+from headway.broker.errors import BrokerError
 
 TTL_S = 30.0
 """A learner counts as gone so long after its last word."""

@@ -19,8 +19,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from broker.connection.connection import Command, Connection
-from broker.errors import (
+from headway.broker.connection.connection import Command, Connection
+from headway.broker.errors import (
     BrokerError,
     BrokerUnavailableError,
     FrameError,
@@ -28,9 +28,9 @@ from broker.errors import (
     QuarantinedError,
     SchemaMismatchError,
 )
-from broker.possible import check_possible_segment
-from broker.schema import Lease, Prompt, SampleLimits, Segment, Trajectory, TrajectoryId, WeightVersion
-from broker.wire.codec import decode, decode_segment, encode_segment
+from headway.broker.possible import check_possible_segment
+from headway.broker.schema import Lease, Prompt, SampleLimits, Segment, Trajectory, TrajectoryId, WeightVersion
+from headway.broker.wire.codec import decode, decode_segment, encode_segment
 
 from .blobs import Blobs, Storage
 from .submissions import ATTEMPTS, Submissions, SubmitOutcome, measures_of

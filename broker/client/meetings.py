@@ -12,7 +12,7 @@ server, nor that a worker hears every ring: a waiting worker looks from time to 
 from collections.abc import Sequence
 from typing import Any
 
-from broker.connection.connection import Argument, Command, Connection
+from headway.broker.connection.connection import Argument, Command, Connection
 
 LIFETIME_S = 3600
 """A meeting is forgotten so long after its last word: many times what forming a group may take. A learner ends its

@@ -20,8 +20,8 @@ its time to live has passed: OPENING_S < LONGEST_WAIT_S.
 
 import time
 
-from broker.connection.connection import ANSWER_S, Connection, text
-from broker.owner import Owner
+from headway.broker.connection.connection import ANSWER_S, Connection, text
+from headway.broker.owner import Owner
 
 RENEW_S = 3.0
 """A learner that waits for a batch renews the phase this often."""

@@ -9,11 +9,11 @@ it outlives a learner that is restarted, and a new supervisor begins with the nu
 
 from typing import Literal
 
-from broker.connection.connection import Connection
-from broker.errors import BrokerError
-from broker.keys import check_pool_name
-from broker.schema.processes import PoolInfo
-from broker.wire.codec import encode
+from headway.broker.connection.connection import Connection
+from headway.broker.errors import BrokerError
+from headway.broker.keys import check_pool_name
+from headway.broker.schema.processes import PoolInfo
+from headway.broker.wire.codec import encode
 
 MOST_WORKERS = 4096
 """The most workers of one pool."""

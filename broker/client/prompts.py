@@ -3,10 +3,10 @@ them."""
 
 from collections.abc import Sequence
 
-from broker.connection.connection import Connection
-from broker.owner import Owner
-from broker.schema import Prompt
-from broker.wire.codec import encode
+from headway.broker.connection.connection import Connection
+from headway.broker.owner import Owner
+from headway.broker.schema import Prompt
+from headway.broker.wire.codec import encode
 
 _UNREGISTERED_TTL_S = 600
 

@@ -22,11 +22,11 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from broker.connection.connection import Argument, Connection, text
-from broker.errors import FrameError
-from broker.schema import ScoreRequest
-from broker.schema.processes import ScorerInfo
-from broker.wire.codec import decode_score_request, encode, encode_score_request
+from headway.broker.connection.connection import Argument, Connection, text
+from headway.broker.errors import FrameError
+from headway.broker.schema import ScoreRequest
+from headway.broker.schema.processes import ScorerInfo
+from headway.broker.wire.codec import decode_score_request, encode, encode_score_request
 
 Scores = NDArray[np.float32]
 """The answer to a request, flat: [1] of a reward model, [R] of a teacher, or [R, 1 + 2K] of one that was asked for K

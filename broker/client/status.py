@@ -10,16 +10,24 @@ import msgspec
 from msgspec.structs import replace
 from redis.exceptions import NoPermissionError
 
-from broker.connection.connection import Connection, pairs, text
-from broker.connection.verbs import Verbs
-from broker.errors import BrokerError, FrameError, RunNotFoundError
-from broker.keys import RUNS, check_worker_name, is_name
-from broker.owner import Owner
-from broker.schema import Lease, WeightVersion
-from broker.schema.metrics import StepMetrics
-from broker.schema.processes import PoolInfo, ScorerInfo, Silence, WorkerInfo
-from broker.schema.status import DeadLetter, QueueAges, QueueDepths, RunStatus, ScoringQueue, Tallies, VersionGroups
-from broker.wire.codec import decode, encode
+from headway.broker.connection.connection import Connection, pairs, text
+from headway.broker.connection.verbs import Verbs
+from headway.broker.errors import BrokerError, FrameError, RunNotFoundError
+from headway.broker.keys import RUNS, check_worker_name, is_name
+from headway.broker.owner import Owner
+from headway.broker.schema import Lease, WeightVersion
+from headway.broker.schema.metrics import StepMetrics
+from headway.broker.schema.processes import PoolInfo, ScorerInfo, Silence, WorkerInfo
+from headway.broker.schema.status import (
+    DeadLetter,
+    QueueAges,
+    QueueDepths,
+    RunStatus,
+    ScoringQueue,
+    Tallies,
+    VersionGroups,
+)
+from headway.broker.wire.codec import decode, encode
 
 from .faults import read_faults
 from .leases import members

@@ -27,11 +27,11 @@ from dataclasses import dataclass
 
 from redis.exceptions import NoPermissionError
 
-from broker.connection.connection import Argument, Connection, KeyPage
-from broker.connection.inspection import fields_of
-from broker.errors import BrokerError, HeadwayError
-from broker.keys import PREFIX, Keys, is_name
-from broker.owner import Owner
+from headway.broker.connection.connection import Argument, Connection, KeyPage
+from headway.broker.connection.inspection import fields_of
+from headway.broker.errors import BrokerError, HeadwayError
+from headway.broker.keys import PREFIX, Keys, is_name
+from headway.broker.owner import Owner
 
 from .blobs import Storage
 

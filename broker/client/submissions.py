@@ -7,10 +7,10 @@ from enum import StrEnum
 
 from msgspec.structs import replace
 
-from broker.connection.connection import Argument, Command, Connection
-from broker.connection.sharing import SharedCalls
-from broker.schema import Lease, Trajectory, VersionSpan, WeightVersion
-from broker.wire.codec import encode_trajectory
+from headway.broker.connection.connection import Argument, Command, Connection
+from headway.broker.connection.sharing import SharedCalls
+from headway.broker.schema import Lease, Trajectory, VersionSpan, WeightVersion
+from headway.broker.wire.codec import encode_trajectory
 
 from .blobs import Blobs, shard_of
 from .unconfirmed import Submission, Unconfirmed

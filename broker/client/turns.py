@@ -14,7 +14,7 @@ the next one begins; that a swap turn outlives the server. A worker that gets no
 keep engines busy, and lag is bounded without them.
 """
 
-from broker.connection.connection import Connection
+from headway.broker.connection.connection import Connection
 
 
 class SwapTurnVerbs:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from broker.schema import Lease
+from headway.broker.schema import Lease
 
 KEPT_BYTES = 64 << 20
 """Beyond this the worker forgets the oldest submissions: if the server loses one of them, it is generated again."""

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from broker.connection.connection import Connection, pairs
-from broker.errors import FrameError
-from broker.schema import WeightVersion
-from broker.schema.metrics import StepMetrics
-from broker.wire.codec import decode
+from headway.broker.connection.connection import Connection, pairs
+from headway.broker.errors import FrameError
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.metrics import StepMetrics
+from headway.broker.wire.codec import decode
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
-from broker.connection.connection import Connection
-from broker.errors import FrameError, SchemaMismatchError, VersionRegressionError
-from broker.owner import Owner
-from broker.schema import WeightVersion
-from broker.schema.weights import BroadcastGroup, ModelFiles, WeightManifest
-from broker.wire.codec import decode, encode
+from headway.broker.connection.connection import Connection
+from headway.broker.errors import FrameError, SchemaMismatchError, VersionRegressionError
+from headway.broker.owner import Owner
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.weights import BroadcastGroup, ModelFiles, WeightManifest
+from headway.broker.wire.codec import decode, encode
 
 log = logging.getLogger(__name__)
 

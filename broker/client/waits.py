@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from broker.connection.connection import Connection, pairs, text
+from headway.broker.connection.connection import Connection, pairs, text
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import redis.asyncio as redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from broker.errors import BrokerError
+from headway.broker.errors import BrokerError
 
 from .driver import open_pool
 

@@ -21,9 +21,9 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as LostConnectionError
 from redis.exceptions import TimeoutError as SlowServerError
 
-from broker.errors import BrokerError, BrokerUnavailableError, ForeignRunError
-from broker.keys import RUNS, Keys
-from broker.owner import Owner
+from headway.broker.errors import BrokerError, BrokerUnavailableError, ForeignRunError
+from headway.broker.keys import RUNS, Keys
+from headway.broker.owner import Owner
 
 from .address import Address, without_password
 from .driver import Argument, Command

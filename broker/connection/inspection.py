@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from redis.exceptions import AskError, MovedError, NoPermissionError, RedisError
 
-from broker.errors import BrokerError
+from headway.broker.errors import BrokerError
 
 from .address import Address
 from .connection import ANSWER_S, Connection

@@ -13,7 +13,7 @@ from redis.exceptions import (
     TryAgainError,
 )
 
-from broker.errors import (
+from headway.broker.errors import (
     BrokerError,
     BrokerUnavailableError,
     FencedError,

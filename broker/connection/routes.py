@@ -14,7 +14,7 @@ from redis.crc import key_slot
 from redis.exceptions import AskError, MovedError, RedisError
 from redis.exceptions import ConnectionError as LostConnectionError
 
-from broker.keys import PREFIX, Keys
+from headway.broker.keys import PREFIX, Keys
 
 from .address import Address
 from .driver import Command

@@ -12,9 +12,9 @@ from hashlib import sha1
 from importlib.resources import files
 from typing import Self
 
-from broker.errors import SchemaMismatchError
-from broker.installation import version_of
-from broker.keys import Keys
+from headway.broker.errors import SchemaMismatchError
+from headway.broker.installation import version_of
+from headway.broker.keys import Keys
 
 _SECRET_BYTES = 16
 _CALL = "lib_call"
@@ -46,7 +46,7 @@ def new_secret() -> str:
 @cache
 def script_names() -> tuple[str, ...]:
     """Returns the names of all verbs."""
-    names = (entry.name.removesuffix(".lua") for entry in (files("broker") / "scripts").iterdir())
+    names = (entry.name.removesuffix(".lua") for entry in (files("headway.broker") / "scripts").iterdir())
     return tuple(sorted(name for name in names if not name.startswith("lib_")))
 
 
@@ -121,10 +121,10 @@ def _function(name: str) -> str:
 
 @cache
 def _file_names() -> tuple[str, ...]:
-    names = (entry.name for entry in (files("broker") / "scripts").iterdir())
+    names = (entry.name for entry in (files("headway.broker") / "scripts").iterdir())
     return tuple(sorted(name.removesuffix(".lua") for name in names if name.endswith(".lua")))
 
 
 @cache
 def _file(name: str) -> str:
-    return (files("broker") / "scripts" / f"{name}.lua").read_text()
+    return (files("headway.broker") / "scripts" / f"{name}.lua").read_text()

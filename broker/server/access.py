@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import sha256
 
-from broker.keys import PREFIX, check_run_name
+from headway.broker.keys import PREFIX, check_run_name
 
 _PASSWORD_BYTES = 24
 _UNKNOWN_TO_7_0 = ("client|setinfo", "client|no-touch", "waitaof")

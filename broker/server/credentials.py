@@ -11,8 +11,8 @@ import secrets
 from pathlib import Path
 from urllib.parse import quote
 
-from broker.connection.address import PASSWORD_FILE_OPTION
-from broker.errors import HeadwayError
+from headway.broker.connection.address import PASSWORD_FILE_OPTION
+from headway.broker.errors import HeadwayError
 
 from .access import Role, User, users
 

@@ -22,8 +22,8 @@ from typing import Literal, Self
 
 import redis
 
-from broker.connection.address import Address
-from broker.errors import HeadwayError
+from headway.broker.connection.address import Address
+from headway.broker.errors import HeadwayError
 
 from .access import Role
 from .credentials import Credentials

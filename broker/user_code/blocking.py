@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from threading import Thread
 from typing import Any, TypeVar
 
-from broker.errors import UserCodeError
+from headway.broker.errors import UserCodeError
 
 from .pool import Host
 from .wire import Program

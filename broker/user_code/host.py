@@ -1,4 +1,4 @@
-"""A process for user code: `python -m broker.user_code.host`. It reads a Program and then Calls, and writes Answers.
+"""A process for user code, `python -m headway.broker.user_code.host`: it reads a Program and Calls, and writes Answers.
 
 Calls run side by side, plain functions in threads, coroutines in the event loop. The process that started it watches
 it, and kills it where a call runs past its deadline; it ends with that process.
@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from broker.errors import HeadwayError
+from headway.broker.errors import HeadwayError
 
 from .roots import place_of
 from .wire import LENGTH, Call, CallAnswer, Program, frame

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import msgspec
 
-from broker.errors import ConfigError, UserCodeError
+from headway.broker.errors import ConfigError, UserCodeError
 
 from .wire import LENGTH, MAX_FRAME_BYTES, Call, CallAnswer, Program, frame
 
@@ -50,7 +50,7 @@ class HostProcess:
         """Returns a new process that has opened `program`. Raises ConfigError with the program's reason where it cannot
         be opened, UserCodeError where opening it hangs or ends the process."""
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "broker.user_code.host"),
+            *(sys.executable, "-m", "headway.broker.user_code.host"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

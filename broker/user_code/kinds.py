@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from inspect import getattr_static
 
-from broker.errors import ConfigError
+from headway.broker.errors import ConfigError
 
 
 def unknown_kind(kind: str, known: Iterable[str], where: str) -> ConfigError:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 
-from broker.errors import ConfigError
+from headway.broker.errors import ConfigError
 
 from .kinds import did_you_mean
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from broker.errors import ConfigError, HeadwayError
+from headway.broker.errors import ConfigError, HeadwayError
 
 from .kinds import check_offers, lacks
 from .roots import ImportRoots

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from typing import Any
 
-from broker.errors import UserCodeError
+from headway.broker.errors import UserCodeError
 
 from .host_process import HostProcess, RefusedError
 from .wire import Program

@@ -17,9 +17,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from broker.errors import ConfigError
+from headway.broker.errors import ConfigError
 
-OWN_PACKAGES = frozenset({"algorithms", "broker", "deploy", "learner", "rollout_workers", "weightsync"})
+OWN_PACKAGE = Path(__file__).parents[2]
+"""The directory of `headway`, below which every module of Headway's own lies."""
 PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 NEVER = sys.stdlib_module_names | set(sys.builtin_module_names) | {"__main__"}
 
@@ -41,10 +42,13 @@ class ImportRoots:
         """Raise ConfigError, without importing anything of it, where `path` may not be imported. `where` is its key."""
         module = self._module(path, where)
         if path not in self.named and not self._is_allowed(module):
+            allow = (
+                "If you trust the author of this configuration, start the workers with --allow-import"
+                f" {module.partition('.')[0]}."
+            )
             raise ConfigError(
                 f"{where}: {path!r} is not imported: {module!r} belongs neither to Headway nor to the files in"
-                f" {self.directory}, and no option of this command allows it. If you trust the author of this"
-                f" configuration, start the workers with --allow-import {module.partition('.')[0]}."
+                f" {self.directory}, and no option of this command allows it. {_with_package(path) or allow}"
             )
 
     def load(self, path: str, where: str) -> Any:
@@ -74,7 +78,7 @@ class ImportRoots:
         top = module.partition(".")[0]
         if top in NEVER:
             return False
-        if top in OWN_PACKAGES or any(f"{module}.".startswith(f"{name}.") for name in self.named):
+        if top == OWN_PACKAGE.name or any(f"{module}.".startswith(f"{name}.") for name in self.named):
             return True
         return self._lies_in_directory(top)
 
@@ -115,8 +119,7 @@ def load(path: str, where: str) -> Any:
 def place_of(error: BaseException) -> str:
     """Returns the file and the line of the user's own at which the error was raised, in brackets; "" if none of it was
     running."""
-    ours = (Path(__file__).parents[2] / package for package in OWN_PACKAGES)
-    libraries = [*ours, *map(Path, site.getsitepackages()), Path(os.__file__).parent]
+    libraries = [OWN_PACKAGE, *map(Path, site.getsitepackages()), Path(os.__file__).parent]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         file = Path(frame.filename)
         if file.is_file() and not any(file.is_relative_to(library) for library in libraries):
@@ -127,10 +130,17 @@ def place_of(error: BaseException) -> str:
 def cannot_import(path: str, where: str, reason: str) -> ConfigError:
     """The error for an import path whose module is not found, or lacks something that it imports itself."""
     module = path.partition(":")[0]
-    return ConfigError(
-        f"{where}: cannot import {module!r} for {path!r}: {reason}. It must be installed, or lie in the"
-        " directory of the command or on PYTHONPATH, on each machine that needs it."
+    install = (
+        "It must be installed, or lie in the directory of the command or on PYTHONPATH, on each machine that needs it."
     )
+    return ConfigError(f"{where}: cannot import {module!r} for {path!r}: {reason}. {_with_package(path) or install}")
+
+
+def _with_package(path: str) -> str:
+    """Returns what to write for a path below one of Headway's rooms that lacks the package's name; "" for others."""
+    room = path.partition(":")[0].partition(".")[0]
+    is_ours = (OWN_PACKAGE / room / "__init__.py").is_file()
+    return f"Headway's own modules lie in the package headway: write headway.{path}." if is_ours else ""
 
 
 def has_no_such_name(path: str, where: str, names: Iterable[str]) -> ConfigError:

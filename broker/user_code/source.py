@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from broker.errors import ConfigError
+from headway.broker.errors import ConfigError
 
 from .roots import cannot_import, has_no_such_name, import_directory, import_path_parts
 

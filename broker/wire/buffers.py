@@ -12,8 +12,8 @@ import zstandard
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from broker.errors import FrameError
-from broker.schema import Experts
+from headway.broker.errors import FrameError
+from headway.broker.schema import Experts
 
 MAX_EXPERT_BYTES = 128 << 20
 """The most bytes of one array. 48 layers that choose 8 of at most 256 experts take 384 bytes a token: 350,000

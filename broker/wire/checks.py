@@ -8,9 +8,9 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from broker.config import MAX_TOKENS
-from broker.errors import FrameError
-from broker.schema import ScoreRequest, Segment, Trajectory, TrajectoryId, Turn, VersionSpan
+from headway.broker.config import MAX_TOKENS
+from headway.broker.errors import FrameError
+from headway.broker.schema import ScoreRequest, Segment, Trajectory, TrajectoryId, Turn, VersionSpan
 
 from .buffers import check_experts
 

@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from broker.config import MAX_TOKENS
-from broker.errors import FrameError
-from broker.schema import ScoreRequest, Segment, Trajectory, TrajectoryId, Turn, VersionSpan
+from headway.broker.config import MAX_TOKENS
+from headway.broker.errors import FrameError
+from headway.broker.schema import ScoreRequest, Segment, Trajectory, TrajectoryId, Turn, VersionSpan
 
 from .buffers import ExpertsHead, pack_experts, pack_tokens, unpack_experts, unpack_tokens
 from .checks import MAX_CANDIDATES, check_mask, check_parts, check_score_request, check_segment, check_tokens

@@ -10,12 +10,12 @@ from typing import TypeVar
 
 import msgspec
 
-from broker.errors import DamagedFrameError, FrameError, SchemaMismatchError
-from broker.schema import SCHEMA_VERSION, Prompt, RunRules, WeightVersion
-from broker.schema.metrics import StepMetrics
-from broker.schema.processes import PoolInfo, ScorerInfo, WorkerInfo
-from broker.schema.status import RunStatus
-from broker.schema.weights import BroadcastGroup, ModelFiles, Probe, WeightManifest
+from headway.broker.errors import DamagedFrameError, FrameError, SchemaMismatchError
+from headway.broker.schema import SCHEMA_VERSION, Prompt, RunRules, WeightVersion
+from headway.broker.schema.metrics import StepMetrics
+from headway.broker.schema.processes import PoolInfo, ScorerInfo, WorkerInfo
+from headway.broker.schema.status import RunStatus
+from headway.broker.schema.weights import BroadcastGroup, ModelFiles, Probe, WeightManifest
 
 MAGIC = b"HDWY"
 MAX_FRAME_BYTES = 256 << 20

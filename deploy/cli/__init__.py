@@ -2,7 +2,7 @@
 
     main.py ─► commands/    options and arguments, a file for each group
                   │
-                  ├─► deploy.roles                the roles' own work
+                  ├─► headway.deploy.roles                the roles' own work
                   └─► what is printed around it:
                       runs.py, scaling.py, top.py, dashboard.py, ending.py, pages.py
                       models.py, chat.py

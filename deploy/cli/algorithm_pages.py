@@ -8,8 +8,8 @@ from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 
-from deploy.terminal import styled
-from learner.objective.catalog import PARTS, Composition, Function, compositions, functions
+from headway.deploy.terminal import styled
+from headway.learner.objective.catalog import PARTS, Composition, Function, compositions, functions
 
 
 def overview() -> RenderableType:

@@ -4,11 +4,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from broker.errors import ConfigError
-from deploy.printing import complain, say, say_json
+from headway.broker.errors import ConfigError
+from headway.deploy.printing import complain, say, say_json
 
 if TYPE_CHECKING:
-    from deploy.roles.chat import Chat, Reply
+    from headway.deploy.roles.chat import Chat, Reply
 
 PROMPT = "> "
 
@@ -25,9 +25,9 @@ def converse(
     """Talk with the model that is meant (`find_trained`), until the input ends."""
     from transformers.utils.logging import disable_progress_bar
 
-    from deploy.roles.chat import Chat
-    from deploy.roles.engine import own_settings
-    from deploy.run.trained import find_trained
+    from headway.deploy.roles.chat import Chat
+    from headway.deploy.roles.engine import own_settings
+    from headway.deploy.run.trained import find_trained
 
     disable_progress_bar()
     found = find_trained(model, step)

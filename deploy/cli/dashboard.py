@@ -8,19 +8,19 @@ from typing import Any
 
 import msgspec
 
-from broker.client.broker import BlockingBroker
-from broker.errors import BrokerError, HeadwayError
-from broker.schema.status import RunStatus
-from deploy.observe.page.server import PageServer
-from deploy.observe.page.watching import Look, Watcher
-from deploy.observe.waiting import Waiting, look
-from deploy.printing import say, say_json
-from deploy.roles.looking import client_of, locate_run
-from deploy.run.directory import CONFIG, find_endpoint, find_run, find_starting, is_going_on
-from deploy.run.figures import learned, spent
-from deploy.run.record import Record, read_record, stamp
-from deploy.run.report import METRICS, lineage
-from rollout_workers.run_end import RUN_OVER
+from headway.broker.client.broker import BlockingBroker
+from headway.broker.errors import BrokerError, HeadwayError
+from headway.broker.schema.status import RunStatus
+from headway.deploy.observe.page.server import PageServer
+from headway.deploy.observe.page.watching import Look, Watcher
+from headway.deploy.observe.waiting import Waiting, look
+from headway.deploy.printing import say, say_json
+from headway.deploy.roles.looking import client_of, locate_run
+from headway.deploy.run.directory import CONFIG, find_endpoint, find_run, find_starting, is_going_on
+from headway.deploy.run.figures import learned, spent
+from headway.deploy.run.record import Record, read_record, stamp
+from headway.deploy.run.report import METRICS, lineage
+from headway.rollout_workers.run_end import RUN_OVER
 
 KEPT_STEPS = 512
 

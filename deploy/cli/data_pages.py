@@ -7,15 +7,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from broker.errors import ConfigError
-from deploy.recipe.loading import load_recipe
-from deploy.recipe.recipe import Recipe
-from deploy.tables import WholeWords
-from deploy.terminal import styled
-from learner.config import ModelConfig
-from learner.data.inspection import FoundUse, Inspection, RenderedRecord
-from learner.data.prompts.rows import named_fields
-from learner.data.records import RecordOptions
+from headway.broker.errors import ConfigError
+from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.tables import WholeWords
+from headway.deploy.terminal import styled
+from headway.learner.config import ModelConfig
+from headway.learner.data.inspection import FoundUse, Inspection, RenderedRecord
+from headway.learner.data.prompts.rows import named_fields
+from headway.learner.data.records import RecordOptions
 
 EXAMPLES = 3
 LONGEST_PIECE = 600
@@ -51,8 +51,8 @@ def inspect_data(path: str, options: dict[str, Any], recipe: str, model: str) ->
 
 
 def _examples(inspection: Inspection, recipe: Recipe | None, model: str) -> list[RenderedRecord]:
-    from learner.data.prompts.rendering import Renderer
-    from learner.models.model import load_tokenizer
+    from headway.learner.data.prompts.rendering import Renderer
+    from headway.learner.models.model import load_tokenizer
 
     tokenizer = load_tokenizer(recipe.model if recipe else ModelConfig(path=model))
     return inspection.examples(tokenizer, Renderer(tokenizer, recipe.prompts.system_prompt if recipe else ""), EXAMPLES)

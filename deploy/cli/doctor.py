@@ -15,13 +15,13 @@ import psutil
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from broker.errors import HeadwayError
-from broker.installation import TorchFacts, version_of
-from deploy.terminal import styled
-from learner.backends.abilities import BACKENDS
-from rollout_workers.engines import ENGINES
-from rollout_workers.scorers.runtimes import RUNTIMES
-from weightsync.transports.abilities import TRANSPORTS
+from headway.broker.errors import HeadwayError
+from headway.broker.installation import TorchFacts, version_of
+from headway.deploy.terminal import styled
+from headway.learner.backends.abilities import BACKENDS
+from headway.rollout_workers.engines import ENGINES
+from headway.rollout_workers.scorers.runtimes import RUNTIMES
+from headway.weightsync.transports.abilities import TRANSPORTS
 
 PROBE_DEADLINE_S = 60.0
 TORCH_PROBE = """
@@ -136,7 +136,7 @@ def _rdma() -> list[str]:
 
 
 def _servers() -> tuple[Finding, ...]:
-    from broker.server.embedded import find_server
+    from headway.broker.server.embedded import find_server
 
     try:
         path, problem = str(find_server()), ""

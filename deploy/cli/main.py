@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 import click
 
-from broker.errors import BUG_EXIT, HeadwayError, UnknownKeysError, UntrainableBatchError
-from broker.installation import shared_temporary_directory
-from deploy.launch.preloading import preload_engine
-from deploy.printing import complain, log_to_stderr, paragraph
-from learner.checkpoints.disk import fault_of_the_world
+from headway.broker.errors import BUG_EXIT, HeadwayError, UnknownKeysError, UntrainableBatchError
+from headway.broker.installation import shared_temporary_directory
+from headway.deploy.launch.preloading import preload_engine
+from headway.deploy.printing import complain, log_to_stderr, paragraph
+from headway.learner.checkpoints.disk import fault_of_the_world
 
 from .commands import data, launch, models, new, pages, ray, roles, run, runs, tools
 from .ending import Ending

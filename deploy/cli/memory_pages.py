@@ -10,13 +10,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from broker.errors import ConfigError
-from deploy.recipe.loading import with_overrides
-from deploy.recipe.recipe import Recipe
-from deploy.tables import WholeWords
-from deploy.terminal import styled
-from learner.planning.memory import plan_memory
-from learner.planning.planned import PlannedModel, RankMemory
+from headway.broker.errors import ConfigError
+from headway.deploy.recipe.loading import with_overrides
+from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.tables import WholeWords
+from headway.deploy.terminal import styled
+from headway.learner.planning.memory import plan_memory
+from headway.learner.planning.planned import PlannedModel, RankMemory
 
 from .stage_memory import ScorerMemory, Shapes, StageMemory, largest_of, scorers_memory, stages_of
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.printing import say, say_json
+from headway.deploy.printing import say, say_json
 
 if TYPE_CHECKING:
-    from deploy.roles.export import Dtype
+    from headway.deploy.roles.export import Dtype
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C."""
@@ -32,8 +32,8 @@ def write_export(
     """Export the model that is meant (`find_trained`), and print what was written."""
     from transformers.utils.logging import disable_progress_bar
 
-    from deploy.roles.export import export_model
-    from deploy.run.trained import find_trained
+    from headway.deploy.roles.export import export_model
+    from headway.deploy.run.trained import find_trained
 
     disable_progress_bar()
     found = find_trained(model, step)
@@ -84,9 +84,9 @@ def answer_prompts(
     `workers`: processes on this machine; None: an engine in this one."""
     from transformers.utils.logging import disable_progress_bar
 
-    from deploy.roles.engine import OwnSettings, PoolSettings, settings_of
-    from deploy.roles.generating import BatchInference, Generated, OwnEngine, ResponseSampler, Shard
-    from deploy.run.trained import find_trained
+    from headway.deploy.roles.engine import OwnSettings, PoolSettings, settings_of
+    from headway.deploy.roles.generating import BatchInference, Generated, OwnEngine, ResponseSampler, Shard
+    from headway.deploy.run.trained import find_trained
 
     disable_progress_bar()
     found = find_trained(model, step)
@@ -106,8 +106,8 @@ def answer_prompts(
         ).run()
 
     if isinstance(settings, PoolSettings) and workers is not None:
-        from deploy.roles.generating_pool import GenerationPool, run_name
-        from deploy.roles.generating_workers import ByWorkers, generation_recipe
+        from headway.deploy.roles.generating_pool import GenerationPool, run_name
+        from headway.deploy.roles.generating_workers import ByWorkers, generation_recipe
 
         recipe = generation_recipe(found, settings, run=run or run_name(out), samples=samples, seed=seed)
         logs = out.with_name(f"{out.name}.logs")

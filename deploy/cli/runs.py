@@ -6,15 +6,15 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from broker.client.usage import RunUsage
-from broker.errors import RunNotFoundError
-from deploy.observe.status import status_json, status_tables, version_text
-from deploy.observe.waiting import look as look_at
-from deploy.printing import say, say_json
-from deploy.roles.looking import client_of
-from deploy.run.in_use import described, refuse_if_in_use
-from deploy.tables import WholeWords
-from deploy.terminal import Terminal
+from headway.broker.client.usage import RunUsage
+from headway.broker.errors import RunNotFoundError
+from headway.deploy.observe.status import status_json, status_tables, version_text
+from headway.deploy.observe.waiting import look as look_at
+from headway.deploy.printing import say, say_json
+from headway.deploy.roles.looking import client_of
+from headway.deploy.run.in_use import described, refuse_if_in_use
+from headway.deploy.tables import WholeWords
+from headway.deploy.terminal import Terminal
 
 NO_RUN = "headway-runs"
 

@@ -7,12 +7,12 @@ from typing import Literal
 
 import msgspec
 
-from broker.client.broker import BlockingBroker
-from broker.errors import BrokerError, ConfigError
-from broker.schema.processes import PoolInfo
-from deploy.observe.pools import pool_of
-from deploy.printing import say, say_json
-from deploy.roles.looking import as_learner, client_of, locate_run
+from headway.broker.client.broker import BlockingBroker
+from headway.broker.errors import BrokerError, ConfigError
+from headway.broker.schema.processes import PoolInfo
+from headway.deploy.observe.pools import pool_of
+from headway.deploy.printing import say, say_json
+from headway.deploy.roles.looking import as_learner, client_of, locate_run
 
 LOOK_S = 0.2
 DISMISSED = {

@@ -4,26 +4,26 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from broker.errors import ConfigError
-from deploy.recipe.recipe import Recipe
-from deploy.recipe.scorers import REWARD_MODEL, Scorer, scorers_of
-from deploy.recipe.stage_graph import REFERENCE
-from learner.backends.abilities import BACKENDS
-from learner.config import AdapterConfig, ModelConfig, StageConfig
-from learner.models.model import load_config
-from learner.models.shape import ModelShape, Parameter, adapter_parameters, shape_of
-from learner.objective.composition import needs_critic, needs_reference
-from learner.objective.update import prefix_sharing_of
-from learner.planning.memory import plan_memory, plan_teaching, scored
-from learner.planning.planned import PlannedModel, RankMemory
-from learner.planning.scorer import scorer_bytes
-from learner.stages.kinds import options_of
-from learner.stages.supervised.options import DistillationOptions
-from rollout_workers.engines.gpus import gpus_of
-from rollout_workers.scorers.runtimes import abilities_of as runtime_abilities
-from rollout_workers.scorers.runtimes import gpus_of as gpus_of_runtime
-from rollout_workers.scorers.runtimes.cache import cache_tokens
-from weightsync.transports.abilities import abilities_of, broadcast_device
+from headway.broker.errors import ConfigError
+from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.recipe.scorers import REWARD_MODEL, Scorer, scorers_of
+from headway.deploy.recipe.stage_graph import REFERENCE
+from headway.learner.backends.abilities import BACKENDS
+from headway.learner.config import AdapterConfig, ModelConfig, StageConfig
+from headway.learner.models.model import load_config
+from headway.learner.models.shape import ModelShape, Parameter, adapter_parameters, shape_of
+from headway.learner.objective.composition import needs_critic, needs_reference
+from headway.learner.objective.update import prefix_sharing_of
+from headway.learner.planning.memory import plan_memory, plan_teaching, scored
+from headway.learner.planning.planned import PlannedModel, RankMemory
+from headway.learner.planning.scorer import scorer_bytes
+from headway.learner.stages.kinds import options_of
+from headway.learner.stages.supervised.options import DistillationOptions
+from headway.rollout_workers.engines.gpus import gpus_of
+from headway.rollout_workers.scorers.runtimes import abilities_of as runtime_abilities
+from headway.rollout_workers.scorers.runtimes import gpus_of as gpus_of_runtime
+from headway.rollout_workers.scorers.runtimes.cache import cache_tokens
+from headway.weightsync.transports.abilities import abilities_of, broadcast_device
 
 
 class Shapes:
@@ -46,7 +46,7 @@ class Shapes:
 
     def quantized_in(self, recipe: Recipe, stage: StageConfig) -> dict[str, int]:
         """Return the bytes of the weights that the stage holds in few bits, by name."""
-        from learner.backends.quantized import quantized_weights
+        from headway.learner.backends.quantized import quantized_weights
 
         adapter = recipe.adapter_in(stage)
         if adapter is None or adapter.quantize_base == "none":

@@ -13,18 +13,18 @@ from textual.containers import Horizontal
 from textual.css.query import NoMatches
 from textual.widgets import DataTable, Footer, RichLog, Static
 
-from broker.connection.address import without_password
-from broker.errors import ConfigError, HeadwayError
-from broker.schema.processes import PoolInfo, WorkerInfo
-from broker.schema.status import RunStatus
-from deploy.observe.changes import changes
-from deploy.observe.live import Look
-from deploy.observe.status import recent, state_text, version_text
-from deploy.observe.waiting import Waiting
-from deploy.observe.waiting import look as look_at
-from deploy.roles.looking import as_learner, client_of, locate_run
-from deploy.run.figures import generated_per_s, trained_per_s, wait_fraction
-from deploy.terminal import styled
+from headway.broker.connection.address import without_password
+from headway.broker.errors import ConfigError, HeadwayError
+from headway.broker.schema.processes import PoolInfo, WorkerInfo
+from headway.broker.schema.status import RunStatus
+from headway.deploy.observe.changes import changes
+from headway.deploy.observe.live import Look
+from headway.deploy.observe.status import recent, state_text, version_text
+from headway.deploy.observe.waiting import Waiting
+from headway.deploy.observe.waiting import look as look_at
+from headway.deploy.roles.looking import as_learner, client_of, locate_run
+from headway.deploy.run.figures import generated_per_s, trained_per_s, wait_fraction
+from headway.deploy.terminal import styled
 
 from .scaling import DISMISSED
 

@@ -5,7 +5,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from broker.errors import ConfigError
+from headway.broker.errors import ConfigError
 
 EXAMPLE = Path(__file__).parent / "example"
 LEFT_OUT = shutil.ignore_patterns("__pycache__", ".*")

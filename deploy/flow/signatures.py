@@ -9,7 +9,8 @@ from pathlib import Path
 from .interface import Name
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-ROOMS = Path(__file__).parents[2]
+ABOVE = Path(__file__).parents[3]
+"""The directory in which `headway` lies."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def _tree(module: str) -> ast.Module:
 
 
 def _file(module: str) -> Path:
-    path = ROOMS.joinpath(*module.split("."))
+    path = ABOVE.joinpath(*module.split("."))
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from broker.connection.address import without_secrets
-from broker.errors import SIGNALLED_EXIT
-from learner.checkpoints.disk import FULL_IN_WORDS, is_full
+from headway.broker.connection.address import without_secrets
+from headway.broker.errors import SIGNALLED_EXIT
+from headway.learner.checkpoints.disk import FULL_IN_WORDS, is_full
 
 from .farewell import ENVIRONMENT
 
 if TYPE_CHECKING:
-    from deploy.recipe.recipe import Recipe
+    from headway.deploy.recipe.recipe import Recipe
 
 BROKER = "HEADWAY_BROKER"
 WORKER_TAG = "HEADWAY_WORKER_TAG"

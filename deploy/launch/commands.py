@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from broker.connection.address import PASSWORD_FILE, with_whole_paths
-from deploy.recipe.pools import MAIN
-from deploy.recipe.ray_roles import LEARNER, SCORER, WORKER
-from deploy.recipe.recipe import Recipe
-from deploy.run.directory import CONFIG
-from deploy.run.stage_output import Planned
-from learner.experience.rewind import Rewind
-from rollout_workers.config import EngineConfig, ScorersConfig
-from rollout_workers.engines import abilities_of
-from rollout_workers.engines.gpus import gpus_of
-from rollout_workers.scorers.runtimes import gpus_of as gpus_of_runtime
+from headway.broker.connection.address import PASSWORD_FILE, with_whole_paths
+from headway.deploy.recipe.pools import MAIN
+from headway.deploy.recipe.ray_roles import LEARNER, SCORER, WORKER
+from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.run.directory import CONFIG
+from headway.deploy.run.stage_output import Planned
+from headway.learner.experience.rewind import Rewind
+from headway.rollout_workers.config import EngineConfig, ScorersConfig
+from headway.rollout_workers.engines import abilities_of
+from headway.rollout_workers.engines.gpus import gpus_of
+from headway.rollout_workers.scorers.runtimes import gpus_of as gpus_of_runtime
 
 from .base import AHEAD, BROKER, Command, Resources
 from .preloading import ENGINE
 
-PYTHON = (sys.executable, "-m", "deploy", "--debug")
+PYTHON = (sys.executable, "-m", "headway", "--debug")
 
 
 def prepare_command(recipe_name: str, overrides: Sequence[str], options: Sequence[str]) -> Command:
@@ -90,7 +90,7 @@ def rewind_arguments(rewind: Rewind | None) -> tuple[str, ...]:
 
 
 def ranks(processes: int, command: tuple[str, ...] = PYTHON) -> tuple[str, ...]:
-    """Return `python -m deploy` as so many ranks."""
+    """Return `python -m headway` as so many ranks."""
     if processes == 1:
         return command
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from broker.client.broker import BlockingBroker
-from broker.errors import BrokerError, BrokerUnavailableError, ForeignRunError, HeadwayError, RunNotFoundError
-from deploy.recipe.ray_roles import SCORER
-from rollout_workers.run_end import RunEnd
+from headway.broker.client.broker import BlockingBroker
+from headway.broker.errors import BrokerError, BrokerUnavailableError, ForeignRunError, HeadwayError, RunNotFoundError
+from headway.deploy.recipe.ray_roles import SCORER
+from headway.rollout_workers.run_end import RunEnd
 
 from .judging import Judge, name_of
 from .pool import Pool

@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from broker.client.broker import BlockingBroker
-from broker.errors import ConfigError
-from broker.schema.processes import WorkerInfo
-from deploy.recipe.loading import recipe_from_bytes
-from rollout_workers.config import WorkersConfig
-from rollout_workers.health.rules import GenerationPace, Verdict, silent, slowest
-from rollout_workers.run_end import RUN_OVER
+from headway.broker.client.broker import BlockingBroker
+from headway.broker.errors import ConfigError
+from headway.broker.schema.processes import WorkerInfo
+from headway.deploy.recipe.loading import recipe_from_bytes
+from headway.rollout_workers.config import WorkersConfig
+from headway.rollout_workers.health.rules import GenerationPace, Verdict, silent, slowest
+from headway.rollout_workers.run_end import RUN_OVER
 
 from .pool import Pool, Slot
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from broker.server.access import Role
-from broker.server.embedded import EmbeddedServer
-from learner.checkpoints.disk import free_mib
+from headway.broker.server.access import Role
+from headway.broker.server.embedded import EmbeddedServer
+from headway.learner.checkpoints.disk import free_mib
 
 from .pool import HEALTHY_S
 from .processes import guarded

@@ -24,18 +24,18 @@ from typing import Any
 import yaml
 from msgspec.structs import replace
 
-from broker.errors import ConfigError
-from broker.server.access import Role, User
-from broker.server.credentials import Credentials
-from deploy.recipe.files import to_yaml
-from deploy.recipe.loading import dump_recipe
-from deploy.recipe.operators import passed_on, passed_on_to_scorers
-from deploy.recipe.pools import MAIN, pools_of
-from deploy.recipe.recipe import Recipe
-from deploy.recipe.scorers import check_models_for_pods, scorers_of
-from deploy.recipe.sinks import SinkConfig
-from deploy.run.directory import writable
-from deploy.run.whole_files import replace_file
+from headway.broker.errors import ConfigError
+from headway.broker.server.access import Role, User
+from headway.broker.server.credentials import Credentials
+from headway.deploy.recipe.files import to_yaml
+from headway.deploy.recipe.loading import dump_recipe
+from headway.deploy.recipe.operators import passed_on, passed_on_to_scorers
+from headway.deploy.recipe.pools import MAIN, pools_of
+from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.recipe.scorers import check_models_for_pods, scorers_of
+from headway.deploy.recipe.sinks import SinkConfig
+from headway.deploy.run.directory import writable
+from headway.deploy.run.whole_files import replace_file
 
 from .base import Resources
 from .commands import engine_gpus, learner_resources, scorer_gpus
@@ -107,7 +107,7 @@ def manifests(recipe: Recipe, options: KubernetesOptions) -> dict[str, str]:
     return written | dict(_shipped(_BASE, "base"))
 
 
-_BASE = files("deploy") / "kubernetes" / "base"
+_BASE = files("headway.deploy") / "kubernetes" / "base"
 
 
 def _check(recipe: Recipe, options: KubernetesOptions) -> None:
@@ -258,7 +258,7 @@ def _shipped(folder: Traversable, place: str) -> Iterator[tuple[str, str]]:
 
 def _make_secrets(directory: Path) -> None:
     """Make the passwords, the server's users and its certificate. Passwords and a certificate that are there stay."""
-    from weightsync.transports.http.certificate import self_signed
+    from headway.weightsync.transports.http.certificate import self_signed
 
     directory.mkdir(mode=0o700, exist_ok=True)
     directory.chmod(0o700)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deploy.recipe.pools import MAIN
+from headway.deploy.recipe.pools import MAIN
 
 from .base import Resources
 

@@ -12,7 +12,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from broker.installation import SHARED_TMPDIR, shared_temporary_directory
+from headway.broker.installation import SHARED_TMPDIR, shared_temporary_directory
 
 IN_RAM = Path("/dev/shm")
 LONGEST_DIRECTORY = 48

@@ -13,29 +13,29 @@ from typing import Any, Self
 
 from rich.table import Table
 
-from broker.client.broker import BlockingBroker
-from broker.connection.address import without_secrets
-from broker.server.access import Role
-from deploy.observe.live import watch
-from deploy.recipe.code_checks import check_code
-from deploy.recipe.colocation import opens_beside_learner, worker_gpus
-from deploy.recipe.data_checks import check_data
-from deploy.recipe.engine_memory import memory_overrides
-from deploy.recipe.operators import passed_on, passed_on_to_scorers
-from deploy.recipe.packages import check_packages
-from deploy.recipe.placement import check_gpus, check_placement
-from deploy.recipe.pools import MAIN, pools_of
-from deploy.recipe.recipe import Recipe
-from deploy.recipe.scorers import POOL, Scorer, check_scorers, scorers_of
-from deploy.recipe.trial import tried
-from deploy.run.directory import CHECKPOINTS, CONFIG, EXPERIENCE, SERVER, endpoint, held, prepare
-from deploy.run.in_use import refuse_if_in_use
-from deploy.run.report import amend_summary, read_summary
-from deploy.run.resuming import check_resumable
-from deploy.run.stage_output import after_stages, check_made, planned
-from deploy.terminal import Terminal, styled
-from learner.config import StageConfig
-from learner.experience.rewind import Rewind
+from headway.broker.client.broker import BlockingBroker
+from headway.broker.connection.address import without_secrets
+from headway.broker.server.access import Role
+from headway.deploy.observe.live import watch
+from headway.deploy.recipe.code_checks import check_code
+from headway.deploy.recipe.colocation import opens_beside_learner, worker_gpus
+from headway.deploy.recipe.data_checks import check_data
+from headway.deploy.recipe.engine_memory import memory_overrides
+from headway.deploy.recipe.operators import passed_on, passed_on_to_scorers
+from headway.deploy.recipe.packages import check_packages
+from headway.deploy.recipe.placement import check_gpus, check_placement
+from headway.deploy.recipe.pools import MAIN, pools_of
+from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.recipe.scorers import POOL, Scorer, check_scorers, scorers_of
+from headway.deploy.recipe.trial import tried
+from headway.deploy.run.directory import CHECKPOINTS, CONFIG, EXPERIENCE, SERVER, endpoint, held, prepare
+from headway.deploy.run.in_use import refuse_if_in_use
+from headway.deploy.run.report import amend_summary, read_summary
+from headway.deploy.run.resuming import check_resumable
+from headway.deploy.run.stage_output import after_stages, check_made, planned
+from headway.deploy.terminal import Terminal, styled
+from headway.learner.config import StageConfig
+from headway.learner.experience.rewind import Rewind
 
 from .base import Launcher
 from .commands import (
@@ -397,7 +397,9 @@ def forget(url: str, run: str) -> None:
 
 def program() -> str:
     """Return what the user types for `headway`: its path if the virtual environment is not active."""
-    own = Path(sys.executable).with_name("headway")  # a run's processes start as `python -m deploy`, no command to type
+    own = Path(sys.executable).with_name(
+        "headway"
+    )  # a run's processes start as `python -m headway`, no command to type
     return "headway" if shutil.which("headway") else os.path.relpath(own if own.exists() else sys.argv[0])
 
 
@@ -405,9 +407,9 @@ def check_rewind(recipe: Recipe, rewind: Rewind | None) -> None:
     """Raise HeadwayError, before anything is started, if the run cannot go back to that step."""
     if rewind is None:
         return
-    from learner.checkpoints.checkpoint import CheckpointStore
-    from learner.experience.log import ExperienceLog
-    from learner.experience.rewind import check_rewind as check
+    from headway.learner.checkpoints.checkpoint import CheckpointStore
+    from headway.learner.experience.log import ExperienceLog
+    from headway.learner.experience.rewind import check_rewind as check
 
     directory = recipe.run_directory
     check(

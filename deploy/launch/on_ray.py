@@ -22,15 +22,15 @@ from urllib.parse import urlsplit
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
 
-from broker.config import BrokerConfig
-from broker.errors import ConfigError
+from headway.broker.config import BrokerConfig
+from headway.broker.errors import ConfigError
 
 from .base import DONE_EXITS, Command, Handle, Launcher
 from .ray_host import Outcome, RoleHost
 from .ray_places import RayPlaces
 
 if TYPE_CHECKING:
-    from deploy.recipe.recipe import Recipe
+    from headway.deploy.recipe.recipe import Recipe
 
 LOCAL = "local"
 """The address for a Ray that is started here and ends with this process."""

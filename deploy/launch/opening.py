@@ -1,10 +1,10 @@
 """Opens a run's launcher. This is no part of the room's page, which every role imports before it ties itself to its
 parent."""
 
-from broker.errors import ConfigError
-from broker.installation import is_installed
-from broker.user_code.own import in_one_paragraph, make_own
-from deploy.recipe.recipe import LauncherConfig
+from headway.broker.errors import ConfigError
+from headway.broker.installation import is_installed
+from headway.broker.user_code.own import in_one_paragraph, make_own
+from headway.deploy.recipe.recipe import LauncherConfig
 
 from .base import Launcher
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
-from broker.errors import SIGNALLED_EXIT
-from broker.schema.processes import PoolInfo
-from deploy.recipe.pools import MAIN
-from deploy.recipe.ray_roles import SCORER
-from rollout_workers.health.rules import Verdict
+from headway.broker.errors import SIGNALLED_EXIT
+from headway.broker.schema.processes import PoolInfo
+from headway.deploy.recipe.pools import MAIN
+from headway.deploy.recipe.ray_roles import SCORER
+from headway.rollout_workers.health.rules import Verdict
 
 from .base import Command, Handle, Launcher
 

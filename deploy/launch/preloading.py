@@ -11,6 +11,6 @@ packages before it has its configuration. The launcher sets its threads, too."""
 def preload_engine() -> None:
     """Start importing the packages of the engine that `ENGINE` names, if it is set. To be called by the main thread."""
     if kind := os.environ.get(ENGINE):
-        from rollout_workers.engines import preload
+        from headway.rollout_workers.engines import preload
 
         preload(kind, threads=1)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from broker.connection.address import PASSWORD, without_secrets
+from headway.broker.connection.address import PASSWORD, without_secrets
 
 from .base import BROKER, Command, Handle, Launcher, Resources
 

@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 import psutil
 
-from learner.checkpoints.disk import gone
+from headway.learner.checkpoints.disk import gone
 
 from . import tether
 from .base import ERROR_PREFIX, Command, Handle, Launcher

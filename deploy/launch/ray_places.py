@@ -9,16 +9,16 @@ from ray.util import placement_group, placement_group_table
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from broker.errors import ConfigError
-from deploy.recipe.pools import MAIN, pools_of
-from deploy.recipe.ray_roles import LEARNER, SCORER, WHERE, WORKER, RayRole, ray_role
-from deploy.recipe.scorers import POOL, scorers_of
+from headway.broker.errors import ConfigError
+from headway.deploy.recipe.pools import MAIN, pools_of
+from headway.deploy.recipe.ray_roles import LEARNER, SCORER, WHERE, WORKER, RayRole, ray_role
+from headway.deploy.recipe.scorers import POOL, scorers_of
 
 from .base import Command, Resources
 from .commands import engine_gpus, learner_resources, scorer_gpus
 
 if TYPE_CHECKING:
-    from deploy.recipe.recipe import Recipe
+    from headway.deploy.recipe.recipe import Recipe
 
 log = logging.getLogger(__name__)
 

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from broker.connection.address import without_password
-from broker.connection.inspection import inspect, may_work
-from broker.errors import BrokerError, BrokerUnavailableError, RefusedByServerError
+from headway.broker.connection.address import without_password
+from headway.broker.connection.inspection import inspect, may_work
+from headway.broker.errors import BrokerError, BrokerUnavailableError, RefusedByServerError
 
 
 @contextmanager

@@ -19,17 +19,17 @@ from importlib.resources import files
 from pathlib import Path
 from urllib.parse import quote
 
-from broker.errors import ConfigError
-from broker.server.access import Role, User
-from broker.server.credentials import Credentials
-from deploy.recipe.loading import dump_recipe
-from deploy.recipe.operators import passed_on, passed_on_to_scorers
-from deploy.recipe.pools import MAIN, pools_of
-from deploy.recipe.recipe import Recipe
-from deploy.recipe.scorers import POOL, scorers_of
-from deploy.run.directory import writable
-from deploy.run.stage_output import planned
-from deploy.run.whole_files import replace_file
+from headway.broker.errors import ConfigError
+from headway.broker.server.access import Role, User
+from headway.broker.server.credentials import Credentials
+from headway.deploy.recipe.loading import dump_recipe
+from headway.deploy.recipe.operators import passed_on, passed_on_to_scorers
+from headway.deploy.recipe.pools import MAIN, pools_of
+from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.recipe.scorers import POOL, scorers_of
+from headway.deploy.run.directory import writable
+from headway.deploy.run.stage_output import planned
+from headway.deploy.run.whole_files import replace_file
 
 from .base import Command, Resources
 from .commands import engine_gpus, learner_resources, scorer_gpus
@@ -270,4 +270,4 @@ def _quoted(option: str) -> str:
 
 
 def _body(name: str) -> str:
-    return (files("deploy") / "slurm" / name).read_text()
+    return (files("headway.deploy") / "slurm" / name).read_text()

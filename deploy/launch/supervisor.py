@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
-from broker.errors import BUG_EXIT, LASTING_EXIT, SICK_EXIT, SIGNALLED_EXIT, VERSION_EXIT, HeadwayError
-from deploy.printing import say
+from headway.broker.errors import BUG_EXIT, LASTING_EXIT, SICK_EXIT, SIGNALLED_EXIT, VERSION_EXIT, HeadwayError
+from headway.deploy.printing import say
 
 from .base import Command, Handle, Launcher
 from .farewell import DRAIN_NOTICE

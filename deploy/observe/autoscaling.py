@@ -23,10 +23,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from broker.schema.metrics import StepMetrics
-from broker.schema.processes import PoolInfo, WorkerInfo
-from broker.schema.status import QueueAges, RunStatus
-from deploy.run.figures import wait_fraction
+from headway.broker.schema.metrics import StepMetrics
+from headway.broker.schema.processes import PoolInfo, WorkerInfo
+from headway.broker.schema.status import QueueAges, RunStatus
+from headway.deploy.run.figures import wait_fraction
 
 NEAR = 0.9
 """A mean lag, or a queue's age, of this share of the steps for which samples are begun ahead is close to them."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from broker.schema.status import RunStatus
+from headway.broker.schema.status import RunStatus
 
 from .faults import fault_text
 from .flat_rewards import flat_reward_text

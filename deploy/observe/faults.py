@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from broker.schema.processes import Fault
-from broker.schema.status import RunStatus
+from headway.broker.schema.processes import Fault
+from headway.broker.schema.status import RunStatus
 
 MEANINGS = {
     "version": "is of another version of Headway",

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from broker.schema.metrics import StepMetrics
+from headway.broker.schema.metrics import StepMetrics
 
 STEPS = 3
 """Steps in a row that trained nothing before it is said: one or two may be chance."""

@@ -12,13 +12,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from broker.client.broker import BlockingBroker
-from broker.errors import HeadwayError, RunNotFoundError
-from broker.schema.metrics import StepMetrics
-from broker.schema.status import RunStatus
-from deploy.run.figures import WINDOW, generated_per_s, moving_average, trained_per_s
-from deploy.terminal import Terminal, styled
-from rollout_workers.run_end import RUN_OVER
+from headway.broker.client.broker import BlockingBroker
+from headway.broker.errors import HeadwayError, RunNotFoundError
+from headway.broker.schema.metrics import StepMetrics
+from headway.broker.schema.status import RunStatus
+from headway.deploy.run.figures import WINDOW, generated_per_s, moving_average, trained_per_s
+from headway.deploy.terminal import Terminal, styled
+from headway.rollout_workers.run_end import RUN_OVER
 
 from .faults import FaultNews
 from .flat_rewards import FlatRewardNews

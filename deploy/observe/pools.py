@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable
 
-from broker.errors import RunNotFoundError
-from broker.schema.processes import PoolInfo, WorkerInfo
-from broker.schema.status import RunStatus
-from deploy.recipe.pools import MAIN
-from deploy.recipe.scorers import POOL
+from headway.broker.errors import RunNotFoundError
+from headway.broker.schema.processes import PoolInfo, WorkerInfo
+from headway.broker.schema.status import RunStatus
+from headway.deploy.recipe.pools import MAIN
+from headway.deploy.recipe.scorers import POOL
 
 UNNAMED = "worker"
 """The prefix of the workers of a pool without a name of its own."""

@@ -10,12 +10,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from broker.schema import WeightVersion
-from broker.schema.metrics import StepMetrics
-from broker.schema.processes import Fault, PoolInfo, WorkerInfo
-from broker.schema.status import QueueAges, QueueDepths, RunStatus, Tallies
-from deploy.run.figures import by_lag, generated_per_s, lag_histogram, trained_per_s
-from deploy.tables import WholeWords
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.metrics import StepMetrics
+from headway.broker.schema.processes import Fault, PoolInfo, WorkerInfo
+from headway.broker.schema.status import QueueAges, QueueDepths, RunStatus, Tallies
+from headway.deploy.run.figures import by_lag, generated_per_s, lag_histogram, trained_per_s
+from headway.deploy.tables import WholeWords
 
 from .waiting import Waiting
 

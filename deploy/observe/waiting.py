@@ -12,15 +12,15 @@ from typing import Literal
 
 import msgspec
 
-from broker.client.broker import Broker
-from broker.client.waits import MissingSample, StepProgress, UnfinishedGroup
-from broker.errors import RunNotFoundError
-from broker.schema.processes import PoolInfo, WorkerInfo
-from broker.schema.status import RunStatus, ScoringQueue
-from broker.staleness import is_in_reach
-from deploy.recipe.scorers import POOL
-from deploy.run.figures import WINDOW
-from rollout_workers.run_end import RUN_OVER
+from headway.broker.client.broker import Broker
+from headway.broker.client.waits import MissingSample, StepProgress, UnfinishedGroup
+from headway.broker.errors import RunNotFoundError
+from headway.broker.schema.processes import PoolInfo, WorkerInfo
+from headway.broker.schema.status import RunStatus, ScoringQueue
+from headway.broker.staleness import is_in_reach
+from headway.deploy.recipe.scorers import POOL
+from headway.deploy.run.figures import WINDOW
+from headway.rollout_workers.run_end import RUN_OVER
 
 QUIET_S = 30.0
 """Nothing moved for a while: after so many seconds without a batch and without new weights, or after QUIET_STEPS times

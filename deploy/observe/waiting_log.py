@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from broker.client.broker import BlockingBroker
-from broker.errors import HeadwayError
-from broker.schema.status import RunStatus
+from headway.broker.client.broker import BlockingBroker
+from headway.broker.errors import HeadwayError
+from headway.broker.schema.status import RunStatus
 
 from .faults import FaultNews
 from .waiting import Reminder, look

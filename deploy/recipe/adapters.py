@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from broker.errors import LASTING_EXIT, ConfigError, HeadwayError
-from broker.user_code.blocking import BlockingHost
-from broker.user_code.roots import ImportRoots, import_directory
-from broker.user_code.wire import Program
-from learner.backends import unfit_base
-from learner.config import ModelConfig
-from learner.models.directory import read_config
-from rollout_workers.config import EngineConfig
-from rollout_workers.engines import abilities_of as engine_abilities
-from rollout_workers.engines.abilities import Adapted, gpus_with
+from headway.broker.errors import LASTING_EXIT, ConfigError, HeadwayError
+from headway.broker.user_code.blocking import BlockingHost
+from headway.broker.user_code.roots import ImportRoots, import_directory
+from headway.broker.user_code.wire import Program
+from headway.learner.backends import unfit_base
+from headway.learner.config import ModelConfig
+from headway.learner.models.directory import read_config
+from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines import abilities_of as engine_abilities
+from headway.rollout_workers.engines.abilities import Adapted, gpus_with
 
 from .pools import pools_of
 from .recipe import Recipe
@@ -52,9 +52,9 @@ def adapter_rank(recipe: Recipe, config: "PretrainedConfig") -> int:
 def adapted_by(recipe: Recipe, config: "PretrainedConfig") -> Adapted:
     """Return what the run's adapter changes of this model; of a run without one, what it could change. Raises
     ConfigError for a target that the model does not have."""
-    from learner.models.adapters import changes_attention_alone
-    from learner.models.model import unfilled
-    from learner.models.shape import num_experts
+    from headway.learner.models.adapters import changes_attention_alone
+    from headway.learner.models.model import unfilled
+    from headway.learner.models.shape import num_experts
 
     adapter = recipe.model.adapter
     if not num_experts(config):
@@ -200,14 +200,14 @@ class Unfilled:
     places = 1
 
     def __init__(self, model: dict[str, Any]) -> None:
-        from learner.models.model import load_config, unfilled
+        from headway.learner.models.model import load_config, unfilled
 
         self._config = msgspec.convert(model, ModelConfig)
         self._model = unfilled(load_config(self._config))
 
     def complaint(self) -> str:
         """Return what the adapter asks of the model that this does not have; "" if it has all."""
-        from learner.models.adapters import targets_of
+        from headway.learner.models.adapters import targets_of
 
         assert self._config.adapter is not None
         try:

@@ -4,25 +4,25 @@ import re
 from collections.abc import Collection, Iterator
 from itertools import chain
 
-from broker.errors import ConfigError
-from broker.keys import is_name
-from broker.user_code.kinds import did_you_mean, unknown_kind
-from broker.user_code.options import unknown_option
-from learner.algorithm_config import ADVANTAGES, CORRECTIONS, OBJECTIVES, AlgorithmConfig
-from learner.backends import abilities_of as backend_abilities
-from learner.backends.abilities import BACKENDS
-from learner.config import EXAMPLES, PROMPTS, STAGES, LearnerConfig, StageConfig
-from learner.models.layout import check_ranks, check_splits
-from learner.stages.kinds import options_of
-from rollout_workers.config import READERS, REWARDS, EngineConfig
-from rollout_workers.engines import ENGINES, abilities_of, check_options
-from rollout_workers.engines.gpus import shares
-from rollout_workers.environments import check_environment
-from rollout_workers.scorers.runtimes import RUNTIMES
-from rollout_workers.scorers.runtimes import check_options as check_runtime_options
-from weightsync.config import WeightsConfig
-from weightsync.transports.abilities import TRANSPORTS
-from weightsync.transports.abilities import abilities_of as transport_abilities
+from headway.broker.errors import ConfigError
+from headway.broker.keys import is_name
+from headway.broker.user_code.kinds import did_you_mean, unknown_kind
+from headway.broker.user_code.options import unknown_option
+from headway.learner.algorithm_config import ADVANTAGES, CORRECTIONS, OBJECTIVES, AlgorithmConfig
+from headway.learner.backends import abilities_of as backend_abilities
+from headway.learner.backends.abilities import BACKENDS
+from headway.learner.config import EXAMPLES, PROMPTS, STAGES, LearnerConfig, StageConfig
+from headway.learner.models.layout import check_ranks, check_splits
+from headway.learner.stages.kinds import options_of
+from headway.rollout_workers.config import READERS, REWARDS, EngineConfig
+from headway.rollout_workers.engines import ENGINES, abilities_of, check_options
+from headway.rollout_workers.engines.gpus import shares
+from headway.rollout_workers.environments import check_environment
+from headway.rollout_workers.scorers.runtimes import RUNTIMES
+from headway.rollout_workers.scorers.runtimes import check_options as check_runtime_options
+from headway.weightsync.config import WeightsConfig
+from headway.weightsync.transports.abilities import TRANSPORTS
+from headway.weightsync.transports.abilities import abilities_of as transport_abilities
 
 from .adapters import impossible_adapters
 from .colocation import impossible_turns

@@ -3,8 +3,8 @@
 What only an import can tell is told by the process that imports it.
 """
 
-from broker.user_code.source import definition
-from rollout_workers.rewards.functions import check_function
+from headway.broker.user_code.source import definition
+from headway.rollout_workers.rewards.functions import check_function
 
 from .recipe import Recipe
 

@@ -6,11 +6,11 @@ Worker i has the GPUs of the learner's ranks from i * tensor_parallel_size on, s
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from broker.errors import ConfigError
-from rollout_workers.config import EngineConfig
-from rollout_workers.engines import abilities_of
-from rollout_workers.engines.gpus import gpus_of, shares
-from weightsync.transports.abilities import abilities_of as transport_abilities
+from headway.broker.errors import ConfigError
+from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines import abilities_of
+from headway.rollout_workers.engines.gpus import gpus_of, shares
+from headway.weightsync.transports.abilities import abilities_of as transport_abilities
 
 from .operators import roots_of
 from .recipe import Recipe

@@ -13,18 +13,18 @@ from pathlib import Path
 
 import msgspec
 
-from broker.errors import ConfigError
-from broker.installation import cache_directory, version_of
-from learner.data.examples import open_examples
-from learner.data.prompts import open_source
-from learner.data.prompts.base import PromptSource
-from learner.models.architectures import check_architecture, check_heads
-from learner.models.chat_template import read_chat_template
-from learner.models.directory import check_files, check_path, lacks_chat_template, positions_of, read_config
-from learner.models.layout import check_sizes
-from learner.models.sizes import check_possible
-from learner.models.vocabulary import check_named_tokens
-from learner.stages.kinds import check_records
+from headway.broker.errors import ConfigError
+from headway.broker.installation import cache_directory, version_of
+from headway.learner.data.examples import open_examples
+from headway.learner.data.prompts import open_source
+from headway.learner.data.prompts.base import PromptSource
+from headway.learner.models.architectures import check_architecture, check_heads
+from headway.learner.models.chat_template import read_chat_template
+from headway.learner.models.directory import check_files, check_path, lacks_chat_template, positions_of, read_config
+from headway.learner.models.layout import check_sizes
+from headway.learner.models.sizes import check_possible
+from headway.learner.models.vocabulary import check_named_tokens
+from headway.learner.stages.kinds import check_records
 
 from .adapters import check_targets
 from .pools import pools_of

@@ -16,9 +16,9 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 
-from broker.errors import ConfigError
-from rollout_workers.engines import abilities_of
-from weightsync.transports.abilities import abilities_of as transport_abilities
+from headway.broker.errors import ConfigError
+from headway.rollout_workers.engines import abilities_of
+from headway.weightsync.transports.abilities import abilities_of as transport_abilities
 
 from .operators import roots_of
 from .placement import MOST_SHARED, placed_learner, placed_scorers, placed_workers

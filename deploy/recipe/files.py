@@ -19,7 +19,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from broker.errors import ConfigError
+from headway.broker.errors import ConfigError
 
 from .references import check_references
 from .stage_keys import by_index

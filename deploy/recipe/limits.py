@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from broker.config import MAX_TOKENS
+from headway.broker.config import MAX_TOKENS
 
 from .recipe import Recipe
 

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from broker.connection.address import without_secrets
-from broker.errors import ConfigError
-from learner.algorithm_config import AlgorithmConfig, preset_defaults
+from headway.broker.connection.address import without_secrets
+from headway.broker.errors import ConfigError
+from headway.learner.algorithm_config import AlgorithmConfig, preset_defaults
 
 from .checks import check_values
 from .colocation import colocated_defaults

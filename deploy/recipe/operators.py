@@ -9,10 +9,10 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from broker.errors import ConfigError
-from broker.user_code.roots import ImportRoots
-from rollout_workers.engines import abilities_of
-from rollout_workers.scorers.runtimes import abilities_of as runtime_abilities
+from headway.broker.errors import ConfigError
+from headway.broker.user_code.roots import ImportRoots
+from headway.rollout_workers.engines import abilities_of
+from headway.rollout_workers.scorers.runtimes import abilities_of as runtime_abilities
 
 from .files import apply_overrides
 from .recipe import Recipe

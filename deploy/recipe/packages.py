@@ -1,9 +1,9 @@
 """Checks, before the first stage, that the packages of a recipe which not every installation has are there."""
 
-from broker.user_code.roots import ImportRoots
-from learner.backends import check_installed as check_backend_installed
-from rollout_workers.engines import abilities_of, check_asked, check_installed
-from rollout_workers.scorers.runtimes import check_installed as check_runtime_installed
+from headway.broker.user_code.roots import ImportRoots
+from headway.learner.backends import check_installed as check_backend_installed
+from headway.rollout_workers.engines import abilities_of, check_asked, check_installed
+from headway.rollout_workers.scorers.runtimes import check_installed as check_runtime_installed
 
 from .adapters import check_own_engine
 from .operators import check_paths, roots_of
@@ -22,7 +22,7 @@ def check_packages(recipe: Recipe, *, has_workers: bool) -> None:
             ImportRoots((stage.kind,)).check(stage.kind, f"stages[{index}].kind")
     check_backend_installed(recipe.learner.backend)
     if recipe.model.adapter is not None and recipe.model.adapter.quantize_base != "none":
-        from learner.backends.quantized import check_quantizer
+        from headway.learner.backends.quantized import check_quantizer
 
         check_quantizer(recipe.model.adapter.quantize_base)
     check_sink_packages(recipe.metrics)

@@ -16,10 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from broker.errors import ConfigError
-from rollout_workers.engines import abilities_of
-from rollout_workers.engines.gpus import gpus_of, shares
-from weightsync.transports.abilities import abilities_of as transport_abilities
+from headway.broker.errors import ConfigError
+from headway.rollout_workers.engines import abilities_of
+from headway.rollout_workers.engines.gpus import gpus_of, shares
+from headway.weightsync.transports.abilities import abilities_of as transport_abilities
 
 from .operators import roots_of
 from .pools import MAIN, pools_of

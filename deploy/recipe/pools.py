@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from broker.errors import ConfigError
-from rollout_workers.config import EngineConfig
+from headway.broker.errors import ConfigError
+from headway.rollout_workers.config import EngineConfig
 
 from .operators import passed_on
 from .recipe import Recipe

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from broker.errors import ConfigError
-from broker.user_code.options import unknown_option
+from headway.broker.errors import ConfigError
+from headway.broker.user_code.options import unknown_option
 
 from .pools import MAIN
 from .recipe import Recipe

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from broker.config import BrokerConfig, StalenessConfig
-from learner.algorithm_config import AlgorithmConfig
-from learner.config import (
+from headway.broker.config import BrokerConfig, StalenessConfig
+from headway.learner.algorithm_config import AlgorithmConfig
+from headway.learner.config import (
     AdapterConfig,
     CheckpointConfig,
     LearnerConfig,
@@ -22,7 +22,7 @@ from learner.config import (
     SftPhaseConfig,
     StageConfig,
 )
-from rollout_workers.config import (
+from headway.rollout_workers.config import (
     EngineConfig,
     EnvironmentConfig,
     EvalConfig,
@@ -32,7 +32,7 @@ from rollout_workers.config import (
     TeacherConfig,
     WorkersConfig,
 )
-from weightsync.config import WeightsConfig
+from headway.weightsync.config import WeightsConfig
 
 from .sinks import SinkConfig
 

@@ -7,7 +7,7 @@ aliases itself.)
 import re
 from typing import Any
 
-from broker.errors import ConfigError
+from headway.broker.errors import ConfigError
 
 MOST_CHARACTERS = 1 << 20
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from broker.client.scoring import MAX_ANSWER_BYTES
-from broker.errors import ConfigError
-from rollout_workers.rewards import reward_names
-from rollout_workers.scorers.runtimes import abilities_of, gpus_of
+from headway.broker.client.scoring import MAX_ANSWER_BYTES
+from headway.broker.errors import ConfigError
+from headway.rollout_workers.rewards import reward_names
+from headway.rollout_workers.scorers.runtimes import abilities_of, gpus_of
 
 from .recipe import Recipe
 from .stage_graph import REFERENCE

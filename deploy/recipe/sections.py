@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import msgspec
 
-from broker.errors import ConfigError
+from headway.broker.errors import ConfigError
 
 from .files import with_own_options
 from .limits import beyond_limits

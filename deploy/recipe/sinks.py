@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from broker.errors import ConfigError
-from broker.installation import is_installed
-from broker.user_code.kinds import unknown_kind
-from broker.user_code.options import typed_options
+from headway.broker.errors import ConfigError
+from headway.broker.installation import is_installed
+from headway.broker.user_code.kinds import unknown_kind
+from headway.broker.user_code.options import typed_options
 
 LOOPBACK = "127.0.0.1"
 

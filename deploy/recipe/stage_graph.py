@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from broker.errors import ConfigError
-from learner.config import StageConfig
-from learner.stages.kinds import leaves_policy
+from headway.broker.errors import ConfigError
+from headway.learner.config import StageConfig
+from headway.learner.stages.kinds import leaves_policy
 
 from .recipe import Recipe
 

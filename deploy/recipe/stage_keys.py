@@ -5,7 +5,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig
 
-from broker.errors import ConfigError
+from headway.broker.errors import ConfigError
 
 _BY_NAME = re.compile(r"(?:stages\.(?P<name>[A-Za-z_][\w-]*)|(?P<older>sft))(?P<rest>[.\[].*)?", re.DOTALL)
 

@@ -11,19 +11,19 @@ from typing import Any
 
 import msgspec
 
-from broker.errors import ConfigError, HeadwayError, UserCodeError
-from broker.schema import Prompt
-from broker.user_code.pool import Host
-from broker.user_code.roots import import_directory
-from broker.user_code.source import definition
-from broker.user_code.wire import Program
-from learner.config import ModelConfig
-from learner.data.prompts import open_source
-from learner.data.prompts.base import Item
-from learner.data.prompts.files import ListedPrompts
-from learner.data.texts.messages import Tags, read_prompt
-from rollout_workers.config import READERS, RewardConfig
-from rollout_workers.decoding import check_kept
+from headway.broker.errors import ConfigError, HeadwayError, UserCodeError
+from headway.broker.schema import Prompt
+from headway.broker.user_code.pool import Host
+from headway.broker.user_code.roots import import_directory
+from headway.broker.user_code.source import definition
+from headway.broker.user_code.wire import Program
+from headway.learner.config import ModelConfig
+from headway.learner.data.prompts import open_source
+from headway.learner.data.prompts.base import Item
+from headway.learner.data.prompts.files import ListedPrompts
+from headway.learner.data.texts.messages import Tags, read_prompt
+from headway.rollout_workers.config import READERS, RewardConfig
+from headway.rollout_workers.decoding import check_kept
 
 from .checks import ROWS
 from .data_checks import LOCAL
@@ -85,7 +85,7 @@ def _is_here(reward: RewardConfig, where: str, say: Callable[[str], object]) -> 
 
 async def _call(recipe: Recipe, config: RewardConfig, item: Item, where: str) -> None:
     """Call a function once. Raises ConfigError where the call fails, or returns no finite number as its score."""
-    from rollout_workers.rewards import open_alone
+    from headway.rollout_workers.rewards import open_alone
 
     reward = await open_alone(config.kind, config, roots_of(recipe))
     prompt = _prompt(item)
@@ -141,8 +141,8 @@ class Rendering:
     places = 1
 
     def __init__(self, model: dict[str, Any], system_prompt: str) -> None:
-        from learner.data.prompts.rendering import Renderer
-        from learner.models.model import load_tokenizer
+        from headway.learner.data.prompts.rendering import Renderer
+        from headway.learner.models.model import load_tokenizer
 
         self._tokenizer = load_tokenizer(msgspec.convert(model, ModelConfig))
         self._renderer = Renderer(self._tokenizer, system_prompt)
@@ -175,8 +175,8 @@ def _unreadable(recipe: Recipe, config: RewardConfig, items: Sequence[Item], whe
 
 
 async def _complaints(recipe: Recipe, config: RewardConfig, prompts: Sequence[Prompt]) -> list[str]:
-    from rollout_workers.rewards import open_alone
-    from rollout_workers.rewards.base import ReadsTruths
+    from headway.rollout_workers.rewards import open_alone
+    from headway.rollout_workers.rewards.base import ReadsTruths
 
     reward = await open_alone(config.kind, config, roots_of(recipe))
     assert isinstance(reward, ReadsTruths)

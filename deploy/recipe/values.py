@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from broker.errors import ConfigError
+from headway.broker.errors import ConfigError
 
 DEEPEST = 40
 """Levels of sections within sections; recipes use five."""

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import msgspec
 from msgspec import Meta
 
-from broker.errors import ConfigError, UnknownKeysError
-from broker.user_code.kinds import did_you_mean
+from headway.broker.errors import ConfigError, UnknownKeysError
+from headway.broker.user_code.kinds import did_you_mean
 
 from .other_names import GROUPS, OF_VERL, OTHER_NAMES, VERL_SECTIONS, Ours
 

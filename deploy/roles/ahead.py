@@ -17,20 +17,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from broker.errors import HeadwayError
-from broker.user_code.roots import ImportRoots
-from deploy.launch.base import AHEAD
-from deploy.recipe.adapters import adapters_held, rank_for_worker
-from deploy.recipe.loading import load_recipe, with_overrides
-from deploy.recipe.operators import check_stored
-from deploy.recipe.recipe import Recipe
-from deploy.run.stage_output import after_stages
+from headway.broker.errors import HeadwayError
+from headway.broker.user_code.roots import ImportRoots
+from headway.deploy.launch.base import AHEAD
+from headway.deploy.recipe.adapters import adapters_held, rank_for_worker
+from headway.deploy.recipe.loading import load_recipe, with_overrides
+from headway.deploy.recipe.operators import check_stored
+from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.run.stage_output import after_stages
 
 from .closing import close_part
 from .joining import telling_what_lasts
 
 if TYPE_CHECKING:
-    from rollout_workers.engines.base import Engine
+    from headway.rollout_workers.engines.base import Engine
 
 log = logging.getLogger(__name__)
 
@@ -38,15 +38,15 @@ log = logging.getLogger(__name__)
 def sent_rank(of_run: Recipe, recipe: Recipe, model: Path, roots: ImportRoots) -> int:
     """Return the rank of the adapters that a worker with this recipe is sent in the run of the other one, on the files
     in `model`; 0: whole weights. Raises UnfitEngineError if its engine does not take them."""
-    from learner.config import ModelConfig
-    from learner.models.model import load_config
+    from headway.learner.config import ModelConfig
+    from headway.learner.models.model import load_config
 
     return rank_for_worker(of_run, recipe.engine, load_config(ModelConfig(path=str(model))), roots)
 
 
 def open_worker_engine(recipe: Recipe, model: Path, worker: str, roots: ImportRoots, adapter_rank: int) -> "Engine":
     """Open the recipe's engine on the files in `model`. vLLM wants the event loop's own thread."""
-    from rollout_workers.engines import open_engine
+    from headway.rollout_workers.engines import open_engine
 
     return open_engine(
         recipe.engine,
@@ -116,8 +116,8 @@ class EngineAhead:
     def _prepared(self, path: str) -> tuple[Recipe, ImportRoots, int] | None:
         """Return the recipe, and the rank of the adapters that the engine takes, with the model's files written; None
         if that cannot be. Whatever is wrong with the recipe, the learner will tell."""
-        from learner.models.files import model_files
-        from rollout_workers.model_files import write_model
+        from headway.learner.models.files import model_files
+        from headway.rollout_workers.model_files import write_model
 
         with suppress(HeadwayError, OSError):
             of_run = after_stages(load_recipe(path, (f"run.name='{self._run}'",)))

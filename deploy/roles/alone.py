@@ -17,35 +17,35 @@ from typing import NoReturn
 
 import msgspec
 
-from broker.connection.address import without_password
-from broker.errors import SIGNALLED_EXIT, ConfigError, ForeignRunError, HeadwayError
-from broker.keys import check_pool_name, check_run_name, check_worker_name
-from deploy.launch.base import WORKER_SESSION, WORKER_TAG, Launcher
-from deploy.launch.commands import ScorerCommand, WorkerCommand, learner_command, sft_command
-from deploy.launch.farewell import say_farewell
-from deploy.launch.following import burying, following
-from deploy.launch.local import check_rewind, forget, ping, program, run_stages, stop_notice
-from deploy.launch.pool import DRAIN_WORKER_S, Pool
-from deploy.launch.server_traits import check_may_work, check_traits, unless_absent
-from deploy.launch.supervisor import Supervisor
-from deploy.observe.live import watch as watch_run
-from deploy.observe.pools import MOST_OF_PREFIX, UNNAMED
-from deploy.printing import complain, say, say_json
-from deploy.recipe.checks import check_engine_kind
-from deploy.recipe.data_checks import check_data
-from deploy.recipe.packages import check_packages
-from deploy.recipe.recipe import Recipe
-from deploy.recipe.sections import SOURCE, overridden
-from deploy.recipe.trial import tried
-from deploy.run.directory import CHECKPOINTS, endpoint, held, prepare
-from deploy.run.in_use import refuse_if_in_use
-from deploy.run.resuming import check_resumable
-from deploy.run.stage_output import after_stages, check_made, is_complete, is_of, mark_complete, planned
-from deploy.terminal import Terminal
-from learner.experience.rewind import Rewind
-from rollout_workers.config import EngineConfig, ScorersConfig, WorkersConfig
-from rollout_workers.engines.gpus import shares
-from weightsync.config import WeightsConfig
+from headway.broker.connection.address import without_password
+from headway.broker.errors import SIGNALLED_EXIT, ConfigError, ForeignRunError, HeadwayError
+from headway.broker.keys import check_pool_name, check_run_name, check_worker_name
+from headway.deploy.launch.base import WORKER_SESSION, WORKER_TAG, Launcher
+from headway.deploy.launch.commands import ScorerCommand, WorkerCommand, learner_command, sft_command
+from headway.deploy.launch.farewell import say_farewell
+from headway.deploy.launch.following import burying, following
+from headway.deploy.launch.local import check_rewind, forget, ping, program, run_stages, stop_notice
+from headway.deploy.launch.pool import DRAIN_WORKER_S, Pool
+from headway.deploy.launch.server_traits import check_may_work, check_traits, unless_absent
+from headway.deploy.launch.supervisor import Supervisor
+from headway.deploy.observe.live import watch as watch_run
+from headway.deploy.observe.pools import MOST_OF_PREFIX, UNNAMED
+from headway.deploy.printing import complain, say, say_json
+from headway.deploy.recipe.checks import check_engine_kind
+from headway.deploy.recipe.data_checks import check_data
+from headway.deploy.recipe.packages import check_packages
+from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.recipe.sections import SOURCE, overridden
+from headway.deploy.recipe.trial import tried
+from headway.deploy.run.directory import CHECKPOINTS, endpoint, held, prepare
+from headway.deploy.run.in_use import refuse_if_in_use
+from headway.deploy.run.resuming import check_resumable
+from headway.deploy.run.stage_output import after_stages, check_made, is_complete, is_of, mark_complete, planned
+from headway.deploy.terminal import Terminal
+from headway.learner.experience.rewind import Rewind
+from headway.rollout_workers.config import EngineConfig, ScorersConfig, WorkersConfig
+from headway.rollout_workers.engines.gpus import shares
+from headway.weightsync.config import WeightsConfig
 
 from .joining import ConfigChangedError
 from .looking import PATIENCE_S
@@ -332,7 +332,7 @@ def run_eval(recipe: Recipe, checkpoint: Path, prompts: int | None, *, as_json: 
     if os.path.isfile(checkpoint):
         raise ConfigError(f"{checkpoint} is a file; --checkpoint wants the directory of a model.")
     if not os.path.exists(checkpoint / "config.json"):
-        from deploy.run.trained import find_trained
+        from headway.deploy.run.trained import find_trained
 
         checkpoint = find_trained(str(checkpoint)).path
     from .evaluation import evaluate_checkpoint
@@ -352,9 +352,9 @@ def run_replay(
     run: str, preset: str | None, overrides: Sequence[str], *, first_step: int, steps: int | None, as_json: bool
 ) -> int:
     """Print how the replay compares. Returns 1 if the same settings did not give the same bits."""
-    from deploy.run.comparison import comparison_json, comparison_table, verdict
-    from deploy.run.directory import find_run
-    from deploy.run.trained import original_recipe
+    from headway.deploy.run.comparison import comparison_json, comparison_table, verdict
+    from headway.deploy.run.directory import find_run
+    from headway.deploy.run.trained import original_recipe
 
     from .replay import Replay, replayed_recipe
 

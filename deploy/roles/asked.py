@@ -3,16 +3,16 @@
 from functools import partial
 from typing import TYPE_CHECKING
 
-from broker.client.broker import Broker
-from deploy.recipe.operators import roots_of_scorers
-from deploy.recipe.recipe import Recipe
-from deploy.recipe.scorers import REWARD_MODEL, scorers_of
-from rollout_workers.config import RewardConfig
+from headway.broker.client.broker import Broker
+from headway.deploy.recipe.operators import roots_of_scorers
+from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.recipe.scorers import REWARD_MODEL, scorers_of
+from headway.rollout_workers.config import RewardConfig
 
 if TYPE_CHECKING:
-    from rollout_workers.rewards import ScorerOpener
-    from rollout_workers.samples.taught import AskedTeacher
-    from rollout_workers.scorers import TokenScorer
+    from headway.rollout_workers.rewards import ScorerOpener
+    from headway.rollout_workers.samples.taught import AskedTeacher
+    from headway.rollout_workers.scorers import TokenScorer
 
 
 def asking(broker: Broker, worker: str = "") -> "ScorerOpener":
@@ -26,8 +26,8 @@ def asking(broker: Broker, worker: str = "") -> "ScorerOpener":
 
 def holding(recipe: Recipe) -> "ScorerOpener":
     """Return what opens reward models in this process, for commands that have no broker."""
-    from rollout_workers.scorers.own import OwnScorer
-    from rollout_workers.scorers.runtimes import open_runner
+    from headway.rollout_workers.scorers.own import OwnScorer
+    from headway.rollout_workers.scorers.runtimes import open_runner
 
     keys = {scorer.name: scorer.key for scorer in scorers_of(recipe)}
 
@@ -40,7 +40,7 @@ def holding(recipe: Recipe) -> "ScorerOpener":
 
 def open_teacher(broker: Broker, recipe: Recipe, worker: str) -> "AskedTeacher | None":
     """Return the recipe's teacher; None where it has none."""
-    from rollout_workers.samples.taught import TEACHER, AskedTeacher
+    from headway.rollout_workers.samples.taught import TEACHER, AskedTeacher
 
     if not recipe.teacher.path:
         return None
@@ -54,7 +54,7 @@ def open_teacher(broker: Broker, recipe: Recipe, worker: str) -> "AskedTeacher |
 
 
 def _asked(broker: Broker, worker: str, name: str, hold_s: float) -> "TokenScorer":
-    from rollout_workers.outages import Outages
-    from rollout_workers.scorers.asking import AskedScorer
+    from headway.rollout_workers.outages import Outages
+    from headway.rollout_workers.scorers.asking import AskedScorer
 
     return AskedScorer(broker.scoring, Outages(broker.url), name, hold_s=hold_s, worker=worker)

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from broker.client.broker import BlockingBroker
-from broker.schema.processes import PoolInfo, WorkerInfo
-from broker.schema.status import RunStatus
-from deploy.observe.autoscaling import Autoscaler, Decision, Load, Targets, busy_share, steps_made
-from deploy.observe.pools import pool_of, workers_of
-from deploy.printing import say, say_json
-from rollout_workers.run_end import RUN_OVER
+from headway.broker.client.broker import BlockingBroker
+from headway.broker.schema.processes import PoolInfo, WorkerInfo
+from headway.broker.schema.status import RunStatus
+from headway.deploy.observe.autoscaling import Autoscaler, Decision, Load, Targets, busy_share, steps_made
+from headway.deploy.observe.pools import pool_of, workers_of
+from headway.deploy.printing import say, say_json
+from headway.rollout_workers.run_end import RUN_OVER
 
 from .looking import as_learner, awaited, client_of, locate_run
 

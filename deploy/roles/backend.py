@@ -7,22 +7,22 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from broker.errors import ConfigError
-from deploy.recipe.recipe import Recipe
-from learner.backends import abilities_of, open_backend
-from learner.backends.base import Backend, ScoreBackend, ValueBackend
-from learner.backends.score_head import check_critic
-from learner.config import ModelConfig
-from learner.models.architectures import check_architecture, check_heads
-from learner.models.model import load_config
-from learner.models.shape import ModelShape, shape_of
-from learner.objective.composition import gae_options
-from learner.objective.critic import Critic
-from learner.planning.fsdp import is_replayed
-from learner.planning.planned import PlannedModel
-from learner.ranks import Ranks
-from learner.rows.cost import DEFAULT_COST, CostModel
-from learner.rows.routing import Routing, routing_of
+from headway.broker.errors import ConfigError
+from headway.deploy.recipe.recipe import Recipe
+from headway.learner.backends import abilities_of, open_backend
+from headway.learner.backends.base import Backend, ScoreBackend, ValueBackend
+from headway.learner.backends.score_head import check_critic
+from headway.learner.config import ModelConfig
+from headway.learner.models.architectures import check_architecture, check_heads
+from headway.learner.models.model import load_config
+from headway.learner.models.shape import ModelShape, shape_of
+from headway.learner.objective.composition import gae_options
+from headway.learner.objective.critic import Critic
+from headway.learner.planning.fsdp import is_replayed
+from headway.learner.planning.planned import PlannedModel
+from headway.learner.ranks import Ranks
+from headway.learner.rows.cost import DEFAULT_COST, CostModel
+from headway.learner.rows.routing import Routing, routing_of
 
 
 def recipe_backend(recipe: Recipe) -> Backend:

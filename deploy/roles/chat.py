@@ -8,16 +8,16 @@ from typing import Literal, Self
 
 import msgspec
 
-from broker.errors import ConfigError
-from deploy.run.trained import TrainedModel
-from learner.config import ModelConfig
-from learner.data.prompts.base import Message
-from learner.data.prompts.rendering import Renderer
-from learner.models.model import load_tokenizer
-from rollout_workers.decoding import response_text
-from rollout_workers.engines.base import GenerationRequest
-from rollout_workers.samples.generation import generate
-from rollout_workers.samples.recorder import Recorder
+from headway.broker.errors import ConfigError
+from headway.deploy.run.trained import TrainedModel
+from headway.learner.config import ModelConfig
+from headway.learner.data.prompts.base import Message
+from headway.learner.data.prompts.rendering import Renderer
+from headway.learner.models.model import load_tokenizer
+from headway.rollout_workers.decoding import response_text
+from headway.rollout_workers.engines.base import GenerationRequest
+from headway.rollout_workers.samples.generation import generate
+from headway.rollout_workers.samples.recorder import Recorder
 
 from .engine import OwnSettings, open_trained, own_decoding
 

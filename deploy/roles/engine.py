@@ -6,25 +6,25 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from broker.config import BrokerConfig
-from broker.errors import ConfigError
-from broker.schema import WeightVersion
-from deploy.recipe.checks import check_engine
-from deploy.recipe.sections import SOURCE, overridden
-from deploy.run.trained import TrainedModel
-from learner.backends.adapter_files import open_weights
-from learner.backends.score_head import has_score_head
-from learner.config import ModelConfig
-from learner.models.end_tokens import end_tokens
-from learner.models.model import load_tokenizer
-from rollout_workers.config import EngineConfig, EvalConfig, SamplingConfig, WorkersConfig
-from rollout_workers.decoding import Decoding, load_decoding
-from rollout_workers.engines import open_engine
-from rollout_workers.samples.held_out import evaluation_sampling
-from weightsync.config import WeightsConfig
+from headway.broker.config import BrokerConfig
+from headway.broker.errors import ConfigError
+from headway.broker.schema import WeightVersion
+from headway.deploy.recipe.checks import check_engine
+from headway.deploy.recipe.sections import SOURCE, overridden
+from headway.deploy.run.trained import TrainedModel
+from headway.learner.backends.adapter_files import open_weights
+from headway.learner.backends.score_head import has_score_head
+from headway.learner.config import ModelConfig
+from headway.learner.models.end_tokens import end_tokens
+from headway.learner.models.model import load_tokenizer
+from headway.rollout_workers.config import EngineConfig, EvalConfig, SamplingConfig, WorkersConfig
+from headway.rollout_workers.decoding import Decoding, load_decoding
+from headway.rollout_workers.engines import open_engine
+from headway.rollout_workers.samples.held_out import evaluation_sampling
+from headway.weightsync.config import WeightsConfig
 
 if TYPE_CHECKING:
-    from rollout_workers.engines.base import Engine
+    from headway.rollout_workers.engines.base import Engine
 
 WEIGHTS = WeightVersion(0, 0)
 """The name that an engine gets for the weights of the model."""

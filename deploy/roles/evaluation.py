@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Self
 
 import msgspec
 
-from broker.client.broker import open_broker
-from broker.schema import Prompt, WeightVersion
-from broker.schema.weights import ModelFiles
-from deploy.recipe.operators import roots_of
-from deploy.recipe.recipe import Recipe
-from deploy.recipe.scorers import scorers_of
+from headway.broker.client.broker import open_broker
+from headway.broker.schema import Prompt, WeightVersion
+from headway.broker.schema.weights import ModelFiles
+from headway.deploy.recipe.operators import roots_of
+from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.recipe.scorers import scorers_of
 
 from .asked import asking, holding
 
 if TYPE_CHECKING:
     import torch
 
-    from rollout_workers.evaluate import EvalResult
+    from headway.rollout_workers.evaluate import EvalResult
 
 
 class Evaluator:
@@ -37,11 +37,11 @@ class Evaluator:
         process loads them."""
         from transformers.utils.logging import disable_progress_bar
 
-        from rollout_workers.decoding import load_decoding
-        from rollout_workers.engines import open_engine
-        from rollout_workers.environments import open_environment
-        from rollout_workers.model_files import write_model
-        from rollout_workers.rewards import open_reward
+        from headway.rollout_workers.decoding import load_decoding
+        from headway.rollout_workers.engines import open_engine
+        from headway.rollout_workers.environments import open_environment
+        from headway.rollout_workers.model_files import write_model
+        from headway.rollout_workers.rewards import open_reward
 
         from .engine import own_decoding
 
@@ -91,8 +91,8 @@ class Evaluator:
     async def _measure(
         self, tensors: "list[tuple[str, torch.Tensor]] | None", prompts: Sequence[Prompt]
     ) -> "EvalResult":
-        from rollout_workers.evaluate import evaluate
-        from rollout_workers.samples.held_out import evaluation_sampling
+        from headway.rollout_workers.evaluate import evaluate
+        from headway.rollout_workers.samples.held_out import evaluation_sampling
 
         if tensors is not None:
             self._swaps += 1
@@ -133,8 +133,8 @@ def _in_one_process(recipe: Recipe) -> Recipe:
 
 def evaluate_checkpoint(recipe: Recipe, checkpoint: Path, prompts: int | None) -> "EvalResult":
     """Return the pass rate of the model in `checkpoint` on the recipe's held-out prompts. Raises HeadwayError."""
-    from learner.data.prompts import open_prompts
-    from learner.models.model import load_tokenizer
+    from headway.learner.data.prompts import open_prompts
+    from headway.learner.models.model import load_tokenizer
 
     model = msgspec.structs.replace(recipe.model, path=str(checkpoint), random=None)
     source = open_prompts(recipe.prompts, load_tokenizer(model), recipe.run.seed)

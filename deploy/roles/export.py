@@ -16,17 +16,17 @@ from typing import Literal
 import msgspec
 import torch
 
-from broker.errors import ConfigError, HeadwayError
-from deploy.run.trained import TrainedModel, is_model
-from learner.backends.adapter_files import CONFIG as ADAPTER_CONFIG
-from learner.backends.adapter_files import open_weights, trained_base
-from learner.backends.hugging_face_files import write_tensors
-from learner.backends.score_head import has_score_head
-from learner.checkpoints.checkpoint import FILES_FILE, partial_path, put_in_place
-from learner.checkpoints.disk import free_mib
-from learner.config import ModelConfig
-from learner.models.classifier import classifier_files
-from learner.models.files import kept_files, write_files
+from headway.broker.errors import ConfigError, HeadwayError
+from headway.deploy.run.trained import TrainedModel, is_model
+from headway.learner.backends.adapter_files import CONFIG as ADAPTER_CONFIG
+from headway.learner.backends.adapter_files import open_weights, trained_base
+from headway.learner.backends.hugging_face_files import write_tensors
+from headway.learner.backends.score_head import has_score_head
+from headway.learner.checkpoints.checkpoint import FILES_FILE, partial_path, put_in_place
+from headway.learner.checkpoints.disk import free_mib
+from headway.learner.config import ModelConfig
+from headway.learner.models.classifier import classifier_files
+from headway.learner.models.files import kept_files, write_files
 
 from .adapter_export import check_has_adapter, compare_adapter, write_adapter
 from .export_check import Agreement, compare

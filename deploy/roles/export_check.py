@@ -12,15 +12,15 @@ import msgspec
 import numpy as np
 import torch
 
-from deploy.run.trained import TrainedModel
-from learner.backends import open_backend
-from learner.backends.adapter_files import adapted_model, has_adapter
-from learner.backends.score_head import has_score_head
-from learner.checkpoints.checkpoint import read_checkpoint
-from learner.checkpoints.digests import check_digests
-from learner.config import ModelConfig
-from learner.rows.packing import PackableSequence, concatenate
-from learner.stages.supervised.reward_model import with_state_behind
+from headway.deploy.run.trained import TrainedModel
+from headway.learner.backends import open_backend
+from headway.learner.backends.adapter_files import adapted_model, has_adapter
+from headway.learner.backends.score_head import has_score_head
+from headway.learner.checkpoints.checkpoint import read_checkpoint
+from headway.learner.checkpoints.digests import check_digests
+from headway.learner.config import ModelConfig
+from headway.learner.rows.packing import PackableSequence, concatenate
+from headway.learner.stages.supervised.reward_model import with_state_behind
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

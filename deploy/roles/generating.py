@@ -16,22 +16,22 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from broker.errors import ConfigError
-from broker.schema import Prompt
-from deploy.run.answers import Answer, AnswerFile, Response
-from deploy.run.directory import held
-from deploy.run.trained import TrainedModel
-from learner.backends.adapter_files import open_weights
-from learner.config import ModelConfig
-from learner.data.prompts.cursor import group_at
-from learner.data.prompts.rendering import Renderer
-from learner.data.prompts.rows import Row, RowFields, is_null, named_fields, names_of, read_rows, to_items
-from learner.models.model import load_tokenizer
-from rollout_workers.decoding import Decoding, response_text
-from rollout_workers.evaluate import all_of
-from rollout_workers.samples.generation import generate, sample_seed
-from rollout_workers.samples.held_out import held_out_request
-from rollout_workers.samples.recorder import Recorder
+from headway.broker.errors import ConfigError
+from headway.broker.schema import Prompt
+from headway.deploy.run.answers import Answer, AnswerFile, Response
+from headway.deploy.run.directory import held
+from headway.deploy.run.trained import TrainedModel
+from headway.learner.backends.adapter_files import open_weights
+from headway.learner.config import ModelConfig
+from headway.learner.data.prompts.cursor import group_at
+from headway.learner.data.prompts.rendering import Renderer
+from headway.learner.data.prompts.rows import Row, RowFields, is_null, named_fields, names_of, read_rows, to_items
+from headway.learner.models.model import load_tokenizer
+from headway.rollout_workers.decoding import Decoding, response_text
+from headway.rollout_workers.evaluate import all_of
+from headway.rollout_workers.samples.generation import generate, sample_seed
+from headway.rollout_workers.samples.held_out import held_out_request
+from headway.rollout_workers.samples.recorder import Recorder
 
 from .engine import OwnSettings, open_trained, own_decoding
 

@@ -9,17 +9,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from broker.connection.address import without_password
-from broker.server.access import Role
-from deploy.launch.commands import WorkerCommand, engine_gpus
-from deploy.launch.kept_server import KeptServer
-from deploy.launch.pool import Pool
-from deploy.launch.supervisor import Supervisor
-from deploy.printing import say
-from deploy.recipe.colocation import worker_gpus
-from deploy.recipe.operators import passed_on
-from deploy.recipe.pools import MAIN
-from deploy.recipe.recipe import Recipe
+from headway.broker.connection.address import without_password
+from headway.broker.server.access import Role
+from headway.deploy.launch.commands import WorkerCommand, engine_gpus
+from headway.deploy.launch.kept_server import KeptServer
+from headway.deploy.launch.pool import Pool
+from headway.deploy.launch.supervisor import Supervisor
+from headway.deploy.printing import say
+from headway.deploy.recipe.colocation import worker_gpus
+from headway.deploy.recipe.operators import passed_on
+from headway.deploy.recipe.pools import MAIN
+from headway.deploy.recipe.recipe import Recipe
 
 from .generating import Generated
 

@@ -17,27 +17,27 @@ from itertools import islice
 
 import msgspec
 
-from broker import BlockingBroker
-from broker.client.batches import NotReady, TakenBatch
-from broker.client.holding import Holder
-from broker.config import StalenessConfig
-from broker.errors import RunNotFoundError
-from broker.owner import CheckpointMark, Owner
-from broker.schema import Group, Prompt, SampleLimits, WeightVersion
-from broker.schema.weights import Probe
-from deploy.launch.local import forget
-from deploy.recipe.loading import recipe_to_bytes
-from deploy.recipe.recipe import Recipe, RunConfig
-from deploy.run.in_use import refuse_if_in_use
-from deploy.run.trained import TrainedModel
-from learner.backends.adapter_files import open_weights
-from learner.config import LearnerConfig, ModelConfig
-from learner.data.prompts.cursor import group_at, place_of
-from learner.experience.outages import RepeatedCalls
-from learner.models.files import model_files
-from learner.models.model import load_config
-from rollout_workers.config import EvalConfig
-from weightsync.publish.publisher import Publisher
+from headway.broker import BlockingBroker
+from headway.broker.client.batches import NotReady, TakenBatch
+from headway.broker.client.holding import Holder
+from headway.broker.config import StalenessConfig
+from headway.broker.errors import RunNotFoundError
+from headway.broker.owner import CheckpointMark, Owner
+from headway.broker.schema import Group, Prompt, SampleLimits, WeightVersion
+from headway.broker.schema.weights import Probe
+from headway.deploy.launch.local import forget
+from headway.deploy.recipe.loading import recipe_to_bytes
+from headway.deploy.recipe.recipe import Recipe, RunConfig
+from headway.deploy.run.in_use import refuse_if_in_use
+from headway.deploy.run.trained import TrainedModel
+from headway.learner.backends.adapter_files import open_weights
+from headway.learner.config import LearnerConfig, ModelConfig
+from headway.learner.data.prompts.cursor import group_at, place_of
+from headway.learner.experience.outages import RepeatedCalls
+from headway.learner.models.files import model_files
+from headway.learner.models.model import load_config
+from headway.rollout_workers.config import EvalConfig
+from headway.weightsync.publish.publisher import Publisher
 
 from .engine import PoolSettings, own_decoding
 from .generating import Add, response_of

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from broker.client.broker import Broker
-from broker.errors import LASTING_EXIT, BrokerError, ConfigError, ForeignRunError, HeadwayError
+from headway.broker.client.broker import Broker
+from headway.broker.errors import LASTING_EXIT, BrokerError, ConfigError, ForeignRunError, HeadwayError
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ def telling_what_lasts() -> Iterator[None]:
 
 async def fetch_config(broker: Broker) -> bytes:
     """Wait for a learner to store the run's resolved configuration, and return it."""
-    from rollout_workers.outages import Outages
+    from headway.rollout_workers.outages import Outages
 
     outages = Outages(broker.url)
     stored = await outages.ride_out(broker.status.config)

@@ -15,25 +15,25 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from broker import BlockingBroker
-from broker.client.holding import Holder
-from broker.errors import ConfigError
-from broker.schema import Prompt, RunRules, SampleLimits, WeightVersion
-from broker.schema.status import RunStatus
-from broker.schema.weights import ModelFiles
-from deploy.launch.farewell import DRAIN_NOTICE
-from deploy.observe.sinks import open_sinks
-from deploy.observe.sinks.base import SinkRun
-from deploy.observe.sinks.points import points
-from deploy.observe.tracing import tracing_steps
-from deploy.observe.waiting_log import waits_logged
-from deploy.recipe.adapters import adapted_by, adapter_rank, why_merged
-from deploy.recipe.loading import recipe_to_bytes
-from deploy.recipe.operators import roots_of
-from deploy.recipe.pools import pools_of
-from deploy.recipe.recipe import Recipe
-from deploy.recipe.scorers import scorers_of
-from deploy.run.directory import (
+from headway.broker import BlockingBroker
+from headway.broker.client.holding import Holder
+from headway.broker.errors import ConfigError
+from headway.broker.schema import Prompt, RunRules, SampleLimits, WeightVersion
+from headway.broker.schema.status import RunStatus
+from headway.broker.schema.weights import ModelFiles
+from headway.deploy.launch.farewell import DRAIN_NOTICE
+from headway.deploy.observe.sinks import open_sinks
+from headway.deploy.observe.sinks.base import SinkRun
+from headway.deploy.observe.sinks.points import points
+from headway.deploy.observe.tracing import tracing_steps
+from headway.deploy.observe.waiting_log import waits_logged
+from headway.deploy.recipe.adapters import adapted_by, adapter_rank, why_merged
+from headway.deploy.recipe.loading import recipe_to_bytes
+from headway.deploy.recipe.operators import roots_of
+from headway.deploy.recipe.pools import pools_of
+from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.recipe.scorers import scorers_of
+from headway.deploy.run.directory import (
     CHECKPOINTS,
     EXPERIENCE,
     identity_of,
@@ -41,33 +41,33 @@ from deploy.run.directory import (
     note_identity,
     note_incarnation,
 )
-from deploy.run.events import EvaluationEvent
-from deploy.run.plots import plot
-from deploy.run.report import summarize
-from learner.backends.base import Backend
-from learner.checkpoints.best import Best, read_best
-from learner.checkpoints.checkpoint import CheckpointStore
-from learner.data.prompts import open_prompts
-from learner.data.prompts.cursor import PromptCursor
-from learner.experience.log import ExperienceLog
-from learner.experience.rewind import Rewind
-from learner.experience.stream import Experience
-from learner.models.files import model_files
-from learner.models.model import load_config, load_tokenizer
-from learner.objective.agreement import EXACT, EXPLAINED, QUANTIZED
-from learner.objective.composition import needs_critic, needs_reference, needs_teacher
-from learner.objective.objective import Objective
-from learner.objective.update import Updater
-from learner.ranks import Ranks
-from learner.stages.colocation import LentDevice, wait_for_device
-from learner.stages.loop import Learner, LoopConfig
-from learner.stages.probe import TOLERANCE
-from learner.stages.resuming import Claimed, Origin, Start, choose_origin, claim_run, identify, open_log
-from learner.stages.rl import RlStage
-from learner.stages.supervised.distillation import as_teacher
-from rollout_workers.decoding import check_kept
-from weightsync.publish.publisher import Publisher
-from weightsync.transports.listening import allow_many_files
+from headway.deploy.run.events import EvaluationEvent
+from headway.deploy.run.plots import plot
+from headway.deploy.run.report import summarize
+from headway.learner.backends.base import Backend
+from headway.learner.checkpoints.best import Best, read_best
+from headway.learner.checkpoints.checkpoint import CheckpointStore
+from headway.learner.data.prompts import open_prompts
+from headway.learner.data.prompts.cursor import PromptCursor
+from headway.learner.experience.log import ExperienceLog
+from headway.learner.experience.rewind import Rewind
+from headway.learner.experience.stream import Experience
+from headway.learner.models.files import model_files
+from headway.learner.models.model import load_config, load_tokenizer
+from headway.learner.objective.agreement import EXACT, EXPLAINED, QUANTIZED
+from headway.learner.objective.composition import needs_critic, needs_reference, needs_teacher
+from headway.learner.objective.objective import Objective
+from headway.learner.objective.update import Updater
+from headway.learner.ranks import Ranks
+from headway.learner.stages.colocation import LentDevice, wait_for_device
+from headway.learner.stages.loop import Learner, LoopConfig
+from headway.learner.stages.probe import TOLERANCE
+from headway.learner.stages.resuming import Claimed, Origin, Start, choose_origin, claim_run, identify, open_log
+from headway.learner.stages.rl import RlStage
+from headway.learner.stages.supervised.distillation import as_teacher
+from headway.rollout_workers.decoding import check_kept
+from headway.weightsync.publish.publisher import Publisher
+from headway.weightsync.transports.listening import allow_many_files
 
 from .backend import recipe_backend, recipe_cost, recipe_critic, recipe_routing
 from .evaluation import Evaluator

@@ -8,17 +8,17 @@ from typing import TypeVar
 
 from rich.live import Live
 
-from broker.client.broker import BlockingBroker
-from broker.connection.address import without_password
-from broker.errors import ConfigError, RunNotFoundError
-from broker.server.access import Role
-from broker.server.credentials import url_as
-from deploy.observe.live import Look
-from deploy.observe.status import status_json, status_tables
-from deploy.observe.waiting import look as look_at
-from deploy.printing import say, say_json
-from deploy.run.directory import find_endpoint
-from deploy.terminal import Terminal
+from headway.broker.client.broker import BlockingBroker
+from headway.broker.connection.address import without_password
+from headway.broker.errors import ConfigError, RunNotFoundError
+from headway.broker.server.access import Role
+from headway.broker.server.credentials import url_as
+from headway.deploy.observe.live import Look
+from headway.deploy.observe.status import status_json, status_tables
+from headway.deploy.observe.waiting import look as look_at
+from headway.deploy.printing import say, say_json
+from headway.deploy.run.directory import find_endpoint
+from headway.deploy.terminal import Terminal
 
 T = TypeVar("T")
 

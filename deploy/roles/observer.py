@@ -11,28 +11,28 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from broker.schema import Trajectory, WeightVersion
-from broker.schema.metrics import StepMetrics
-from broker.schema.status import RunStatus
-from deploy.observe.flat_rewards import STEPS, FlatRewardNews
-from deploy.observe.sinks.delivery import Sinks
-from deploy.recipe.recipe import Recipe
-from deploy.run.events import EvaluationEvent, HeartbeatEvent, StepEvent
-from learner.backends.base import Backend
-from learner.experience.drift import length_class
-from learner.experience.outages import Interrupted
-from learner.experience.stream import Experience
-from learner.objective.lags import figures_by_lag, lag_of_sequence, tokens_by_lag
-from learner.objective.shaping import is_truncated, trajectories_of
-from learner.stages.loop import TrainedStep
-from learner.stages.stopwatch import seconds_by_phase
+from headway.broker.schema import Trajectory, WeightVersion
+from headway.broker.schema.metrics import StepMetrics
+from headway.broker.schema.status import RunStatus
+from headway.deploy.observe.flat_rewards import STEPS, FlatRewardNews
+from headway.deploy.observe.sinks.delivery import Sinks
+from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.run.events import EvaluationEvent, HeartbeatEvent, StepEvent
+from headway.learner.backends.base import Backend
+from headway.learner.experience.drift import length_class
+from headway.learner.experience.outages import Interrupted
+from headway.learner.experience.stream import Experience
+from headway.learner.objective.lags import figures_by_lag, lag_of_sequence, tokens_by_lag
+from headway.learner.objective.shaping import is_truncated, trajectories_of
+from headway.learner.stages.loop import TrainedStep
+from headway.learner.stages.stopwatch import seconds_by_phase
 
 from .evaluation import Evaluator
 from .worker_evaluations import WorkerEvaluations
 
 if TYPE_CHECKING:
-    from deploy.observe.tracing.steps import TracedSteps
-    from rollout_workers.evaluate import EvalResult
+    from headway.deploy.observe.tracing.steps import TracedSteps
+    from headway.rollout_workers.evaluate import EvalResult
 
 HEARTBEAT_S = 10.0
 """Seconds between two heartbeat events after steps, for sinks that want them. Each fetches the last steps from the

@@ -11,25 +11,25 @@ from pathlib import Path
 
 import msgspec
 
-from broker.schema.metrics import StepMetrics
-from deploy.observe.sinks.base import SinkRun
-from deploy.observe.sinks.jsonl import JsonlSink
-from deploy.recipe.loading import with_overrides
-from deploy.recipe.recipe import Recipe
-from deploy.run.comparison import ComparedWeights, Comparison, changed_settings
-from deploy.run.directory import CHECKPOINTS, EXPERIENCE, REPLAYS
-from deploy.run.report import METRICS, lineage, read_lines, summarize
-from deploy.run.stage_output import after_stages
-from learner.algorithm_config import AlgorithmConfig, preset_defaults
-from learner.backends.adapter_files import FOLDER
-from learner.backends.base import Backend
-from learner.checkpoints.checkpoint import Checkpoint, CheckpointStore
-from learner.checkpoints.weights_digest import saved_tensors, weights_digest
-from learner.config import LayoutConfig
-from learner.experience.log import ExperienceLog
-from learner.ranks import Ranks
-from learner.stages.loop import TrainedStep
-from learner.stages.replay import ReplayError, replay
+from headway.broker.schema.metrics import StepMetrics
+from headway.deploy.observe.sinks.base import SinkRun
+from headway.deploy.observe.sinks.jsonl import JsonlSink
+from headway.deploy.recipe.loading import with_overrides
+from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.run.comparison import ComparedWeights, Comparison, changed_settings
+from headway.deploy.run.directory import CHECKPOINTS, EXPERIENCE, REPLAYS
+from headway.deploy.run.report import METRICS, lineage, read_lines, summarize
+from headway.deploy.run.stage_output import after_stages
+from headway.learner.algorithm_config import AlgorithmConfig, preset_defaults
+from headway.learner.backends.adapter_files import FOLDER
+from headway.learner.backends.base import Backend
+from headway.learner.checkpoints.checkpoint import Checkpoint, CheckpointStore
+from headway.learner.checkpoints.weights_digest import saved_tensors, weights_digest
+from headway.learner.config import LayoutConfig
+from headway.learner.experience.log import ExperienceLog
+from headway.learner.ranks import Ranks
+from headway.learner.stages.loop import TrainedStep
+from headway.learner.stages.replay import ReplayError, replay
 
 from .backend import recipe_backend
 from .learner import recipe_updater, seed_generators

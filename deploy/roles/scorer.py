@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from broker.client.broker import Broker, open_broker
-from broker.schema.processes import ScorerInfo
-from broker.user_code.roots import ImportRoots, import_directory
-from deploy.recipe.loading import recipe_from_bytes, with_overrides
-from deploy.recipe.operators import check_stored_scorers
-from deploy.recipe.recipe import Recipe
-from deploy.recipe.scorers import Scorer, scorer_named
+from headway.broker.client.broker import Broker, open_broker
+from headway.broker.schema.processes import ScorerInfo
+from headway.broker.user_code.roots import ImportRoots, import_directory
+from headway.deploy.recipe.loading import recipe_from_bytes, with_overrides
+from headway.deploy.recipe.operators import check_stored_scorers
+from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.recipe.scorers import Scorer, scorer_named
 
 from .joining import Signals, drained_when_changed, fetch_config, or_drained, telling_what_lasts
 
@@ -66,10 +66,10 @@ async def _serve(
     drain: asyncio.Event,
     roots: ImportRoots,
 ) -> None:
-    from rollout_workers.model_files import fetch_model
-    from rollout_workers.scorers.fitness import RequestLimits
-    from rollout_workers.scorers.runtimes import open_runner
-    from rollout_workers.scorers.serving import Serving
+    from headway.rollout_workers.model_files import fetch_model
+    from headway.rollout_workers.scorers.fitness import RequestLimits
+    from headway.rollout_workers.scorers.runtimes import open_runner
+    from headway.rollout_workers.scorers.serving import Serving
 
     await broker.scoring.report(_loading(recipe, scorer, process), LOADING_S)
     with TemporaryDirectory(prefix="headway-scorer-") as private:

@@ -16,13 +16,13 @@ from types import FrameType
 
 import msgspec
 
-from broker.errors import BrokerError, ConfigError
-from broker.schema.processes import PoolInfo, WorkerInfo
-from broker.schema.status import RunStatus
-from deploy.observe.autoscaling import Targets
-from deploy.observe.bounded_server import BoundedServer, Quiet
-from deploy.observe.pools import workers_of
-from deploy.printing import say
+from headway.broker.errors import BrokerError, ConfigError
+from headway.broker.schema.processes import PoolInfo, WorkerInfo
+from headway.broker.schema.status import RunStatus
+from headway.deploy.observe.autoscaling import Targets
+from headway.deploy.observe.bounded_server import BoundedServer, Quiet
+from headway.deploy.observe.pools import workers_of
+from headway.deploy.printing import say
 
 from . import autoscaler
 from .autoscaler import Autoscaling

@@ -6,16 +6,16 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from broker.client.broker import BlockingBroker
-from broker.connection.address import without_password
-from broker.errors import HeadwayError
-from broker.server.access import Role
-from broker.server.embedded import LOOPBACK, EmbeddedServer
-from deploy.launch.kept_server import WriteWatch
-from deploy.launch.processes import guarded
-from deploy.launch.server_traits import check_traits
-from deploy.printing import complain, say
-from deploy.run.directory import held, writable
+from headway.broker.client.broker import BlockingBroker
+from headway.broker.connection.address import without_password
+from headway.broker.errors import HeadwayError
+from headway.broker.server.access import Role
+from headway.broker.server.embedded import LOOPBACK, EmbeddedServer
+from headway.deploy.launch.kept_server import WriteWatch
+from headway.deploy.launch.processes import guarded
+from headway.deploy.launch.server_traits import check_traits
+from headway.deploy.printing import complain, say
+from headway.deploy.run.directory import held, writable
 
 POLL_S = 0.2
 PATIENCE_S = 3.0

@@ -13,31 +13,31 @@ import torch
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedTokenizerBase
 
-from broker.errors import ConfigError
-from broker.schema import Prompt
-from deploy.observe.sinks import open_sinks
-from deploy.observe.sinks.base import SinkRun
-from deploy.observe.sinks.delivery import Sinks
-from deploy.recipe.recipe import Recipe
-from deploy.recipe.stage_graph import references
-from deploy.run.events import StageEvent
-from deploy.run.resuming import stage_binding
-from deploy.run.stage_output import starting_at
-from deploy.run.stage_record import record_of, tracker_identity
-from deploy.terminal import Terminal
-from learner.backends.base import Backend
-from learner.config import StageConfig
-from learner.data.prompts import open_prompts
-from learner.data.prompts.rendering import Renderer
-from learner.models.files import model_files
-from learner.models.model import load_tokenizer
-from learner.objective.composition import check_algorithm
-from learner.objective.update import prefix_sharing_of
-from learner.ranks import Ranks
-from learner.stages import base, check_stages, open_stage
-from learner.stages.base import Gate, Stage, StageError, StageParts
-from learner.stages.kinds import leaves_policy
-from learner.stages.stage_checkpoints import Binding, StageCheckpoints, check_binding
+from headway.broker.errors import ConfigError
+from headway.broker.schema import Prompt
+from headway.deploy.observe.sinks import open_sinks
+from headway.deploy.observe.sinks.base import SinkRun
+from headway.deploy.observe.sinks.delivery import Sinks
+from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.recipe.stage_graph import references
+from headway.deploy.run.events import StageEvent
+from headway.deploy.run.resuming import stage_binding
+from headway.deploy.run.stage_output import starting_at
+from headway.deploy.run.stage_record import record_of, tracker_identity
+from headway.deploy.terminal import Terminal
+from headway.learner.backends.base import Backend
+from headway.learner.config import StageConfig
+from headway.learner.data.prompts import open_prompts
+from headway.learner.data.prompts.rendering import Renderer
+from headway.learner.models.files import model_files
+from headway.learner.models.model import load_tokenizer
+from headway.learner.objective.composition import check_algorithm
+from headway.learner.objective.update import prefix_sharing_of
+from headway.learner.ranks import Ranks
+from headway.learner.stages import base, check_stages, open_stage
+from headway.learner.stages.base import Gate, Stage, StageError, StageParts
+from headway.learner.stages.kinds import leaves_policy
+from headway.learner.stages.stage_checkpoints import Binding, StageCheckpoints, check_binding
 
 from .backend import beside_policy, recipe_backend, recipe_cost, recipe_scores
 from .evaluation import Evaluator

@@ -5,7 +5,7 @@ import signal
 from contextlib import suppress
 from types import FrameType
 
-from deploy.launch import tether
+from headway.deploy.launch import tether
 
 STOPS = (signal.SIGTERM, signal.SIGINT)
 STDERR = 2

@@ -14,30 +14,30 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from broker.client.broker import Broker, open_broker
-from broker.errors import (
+from headway.broker.client.broker import Broker, open_broker
+from headway.broker.errors import (
     LASTING_EXIT,
     SICK_EXIT,
     SchemaMismatchError,
     SickWorkerError,
     WeightSyncError,
 )
-from broker.user_code.roots import ImportRoots, import_directory
-from deploy.launch.pool import DRAIN_WORKER_S
-from deploy.launch.preloading import ENGINE
-from deploy.recipe.loading import recipe_from_bytes, with_overrides
-from deploy.recipe.operators import check_stored
-from deploy.recipe.recipe import Recipe
-from rollout_workers.engines import libraries_of
+from headway.broker.user_code.roots import ImportRoots, import_directory
+from headway.deploy.launch.pool import DRAIN_WORKER_S
+from headway.deploy.launch.preloading import ENGINE
+from headway.deploy.recipe.loading import recipe_from_bytes, with_overrides
+from headway.deploy.recipe.operators import check_stored
+from headway.deploy.recipe.recipe import Recipe
+from headway.rollout_workers.engines import libraries_of
 
 from .ahead import EngineAhead, open_worker_engine, sent_rank
 from .closing import WorkerPart, closed_by, closing_parts
 from .joining import Signals, drained_when_changed, fetch_config, or_drained, telling_what_lasts
 
 if TYPE_CHECKING:
-    from rollout_workers.config import EvalConfig
-    from rollout_workers.rewards import Reward
-    from rollout_workers.worker import Worker
+    from headway.rollout_workers.config import EvalConfig
+    from headway.rollout_workers.rewards import Reward
+    from headway.rollout_workers.worker import Worker
 
 PARTS_OF_GRACE = 5
 """A leaving worker's four steps and the end of its engine get a fifth each of the time that it has."""
@@ -143,7 +143,7 @@ async def _fetch_config(broker: Broker, ahead: EngineAhead) -> bytes:
 
 
 def _import_libraries() -> None:
-    for name in ("transformers", "rollout_workers.worker", *libraries_of(os.environ.get(ENGINE, ""))):
+    for name in ("transformers", "headway.rollout_workers.worker", *libraries_of(os.environ.get(ENGINE, ""))):
         importlib.import_module(name)
 
 
@@ -192,13 +192,13 @@ async def _work(
     ahead: EngineAhead,
     farewell_s: float = DRAIN_WORKER_S / PARTS_OF_GRACE,
 ) -> None:
-    from deploy.observe.tracing import tracing_samples
-    from rollout_workers.decoding import load_decoding
-    from rollout_workers.environments import open_environment
-    from rollout_workers.model_files import fetch_model
-    from rollout_workers.swaps.colocation import staying_awake
-    from rollout_workers.worker import Worker
-    from weightsync.receive.subscriber import Subscriber
+    from headway.deploy.observe.tracing import tracing_samples
+    from headway.rollout_workers.decoding import load_decoding
+    from headway.rollout_workers.environments import open_environment
+    from headway.rollout_workers.model_files import fetch_model
+    from headway.rollout_workers.swaps.colocation import staying_awake
+    from headway.rollout_workers.worker import Worker
+    from headway.weightsync.receive.subscriber import Subscriber
 
     from .asked import open_teacher
 
@@ -245,7 +245,7 @@ async def _work(
 
 async def _open_reward(broker: Broker, recipe: Recipe, worker: str, roots: ImportRoots) -> "Reward":
     """Open the rewards. Packages that they need are imported while the first samples are generated."""
-    from rollout_workers.rewards import Unjudged, open_reward
+    from headway.rollout_workers.rewards import Unjudged, open_reward
 
     from .asked import asking
 
@@ -267,7 +267,7 @@ async def _roll_out(
     rollout: "Worker", recipe: Recipe, worker: str, drain: asyncio.Event, opened: list[WorkerPart]
 ) -> None:
     """Run the worker to its end. It closes its parts itself once it runs, and leaves nothing to `opened`."""
-    from deploy.observe.prometheus.worker import serving
+    from headway.deploy.observe.prometheus.worker import serving
 
     watch = asyncio.create_task(_drain_when_asked(rollout, drain))
     try:
@@ -282,9 +282,9 @@ async def _roll_out(
 
 async def _may_open(broker: Broker, recipe: Recipe, worker: str) -> bool:
     """Wait until the learner leaves the device to engines. Returns False if the run is over."""
-    from rollout_workers.outages import Outages
-    from rollout_workers.run_end import RunEnd
-    from rollout_workers.swaps.colocation import until_engine_may_open
+    from headway.rollout_workers.outages import Outages
+    from headway.rollout_workers.run_end import RunEnd
+    from headway.rollout_workers.swaps.colocation import until_engine_may_open
 
     run_end = RunEnd(recipe.workers.patience_s)
 

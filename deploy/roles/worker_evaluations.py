@@ -9,11 +9,11 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from broker.client.evaluations import EvaluationProgress
-from broker.schema import Prompt, WeightVersion
-from deploy.recipe.recipe import Recipe
-from learner.experience.stream import Experience
-from rollout_workers.evaluate import EvalResult, summarize
+from headway.broker.client.evaluations import EvaluationProgress
+from headway.broker.schema import Prompt, WeightVersion
+from headway.deploy.recipe.recipe import Recipe
+from headway.learner.experience.stream import Experience
+from headway.rollout_workers.evaluate import EvalResult, summarize
 
 QUIET_S = 30.0
 """A version that is not the newest is evaluated no further once no worker has asked for so long and five heartbeats

@@ -13,8 +13,8 @@ from typing import Literal
 
 import msgspec
 
-from broker.errors import ConfigError, HeadwayError
-from learner.checkpoints.disk import free_mib
+from headway.broker.errors import ConfigError, HeadwayError
+from headway.learner.checkpoints.disk import free_mib
 
 from .whole_files import append_line, cut_torn_line, replace_file
 

@@ -7,8 +7,8 @@ import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from broker.schema.metrics import StepMetrics
-from deploy.recipe.recipe import Recipe
+from headway.broker.schema.metrics import StepMetrics
+from headway.deploy.recipe.recipe import Recipe
 
 ALGORITHM_COLUMNS = {"ess": "ess", "clip_fraction": "clipped", "kl_behavior": "kl"}
 """The metrics of the loss that the table shows, with their headings. metrics.jsonl has all metrics."""

@@ -22,14 +22,14 @@ from pathlib import Path
 
 import msgspec
 
-from broker.client.holding import Holder
-from broker.connection.address import without_secrets
-from broker.errors import ConfigError, HeadwayError
-from broker.keys import is_name
-from deploy.printing import say
-from deploy.recipe.loading import dump_recipe, recipe_to_bytes
-from deploy.recipe.recipe import Recipe
-from learner.checkpoints.disk import FULL
+from headway.broker.client.holding import Holder
+from headway.broker.connection.address import without_secrets
+from headway.broker.errors import ConfigError, HeadwayError
+from headway.broker.keys import is_name
+from headway.deploy.printing import say
+from headway.deploy.recipe.loading import dump_recipe, recipe_to_bytes
+from headway.deploy.recipe.recipe import Recipe
+from headway.learner.checkpoints.disk import FULL
 
 from .in_use import described
 from .stage_output import SFT, STAGES, is_complete, is_of

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 
 import msgspec
 
-from broker.schema import WeightVersion
-from broker.schema.metrics import StepMetrics
-from broker.schema.processes import PoolInfo, ScorerInfo, WorkerInfo
-from broker.schema.status import QueueAges, QueueDepths, RunStatus, ScoringQueue, Tallies, VersionGroups
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.metrics import StepMetrics
+from headway.broker.schema.processes import PoolInfo, ScorerInfo, WorkerInfo
+from headway.broker.schema.status import QueueAges, QueueDepths, RunStatus, ScoringQueue, Tallies, VersionGroups
 
 
 class StepEvent(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from broker.schema.metrics import StepMetrics
+from headway.broker.schema.metrics import StepMetrics
 
 
 class Happening(msgspec.Struct, frozen=True, kw_only=True):

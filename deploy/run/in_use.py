@@ -6,10 +6,10 @@ from datetime import datetime
 
 import psutil
 
-from broker.client.broker import BlockingBroker
-from broker.client.holding import TTL_S, Holder, Use
-from broker.errors import HeadwayError
-from rollout_workers.run_end import RUN_OVER
+from headway.broker.client.broker import BlockingBroker
+from headway.broker.client.holding import TTL_S, Holder, Use
+from headway.broker.errors import HeadwayError
+from headway.rollout_workers.run_end import RUN_OVER
 
 PATIENCE_S = 3.0
 """Seconds to wait for the broker: a user waits for the answer."""

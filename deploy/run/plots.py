@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from broker.schema.metrics import StepMetrics
+from headway.broker.schema.metrics import StepMetrics
 
 from .events import EvaluationEvent
 from .figures import WINDOW, moving_average

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from broker.connection.address import without_secrets
-from broker.errors import HeadwayError
-from broker.schema.metrics import StepMetrics
-from deploy.recipe.files import read_yaml
+from headway.broker.connection.address import without_secrets
+from headway.broker.errors import HeadwayError
+from headway.broker.schema.metrics import StepMetrics
+from headway.deploy.recipe.files import read_yaml
 
 from . import figures
 from .directory import CONFIG, find_run, is_going_on

@@ -13,8 +13,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from broker.errors import HeadwayError
-from broker.schema.metrics import StepMetrics
+from headway.broker.errors import HeadwayError
+from headway.broker.schema.metrics import StepMetrics
 
 from . import figures
 from .events import EvaluationEvent, HeartbeatEvent, StageEvent

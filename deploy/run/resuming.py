@@ -14,13 +14,13 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from broker.errors import ConfigError
-from deploy.recipe.files import read_yaml
-from deploy.recipe.loading import recipe_to_bytes, with_held_out_seed
-from deploy.recipe.recipe import Recipe, plan_of
-from learner.checkpoints.differences import ABSENT, told
-from learner.config import SftConfig, StageConfig
-from learner.experience.rewind import Rewind
+from headway.broker.errors import ConfigError
+from headway.deploy.recipe.files import read_yaml
+from headway.deploy.recipe.loading import recipe_to_bytes, with_held_out_seed
+from headway.deploy.recipe.recipe import Recipe, plan_of
+from headway.learner.checkpoints.differences import ABSENT, told
+from headway.learner.config import SftConfig, StageConfig
+from headway.learner.experience.rewind import Rewind
 
 from .directory import CONFIG, SETTINGS
 from .stage_output import origin

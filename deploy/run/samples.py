@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from broker.errors import HeadwayError
-from broker.schema import Group, Trajectory
+from headway.broker.errors import HeadwayError
+from headway.broker.schema import Group, Trajectory
 
 from .directory import CHECKPOINTS, EXPERIENCE
 
 if TYPE_CHECKING:
-    from learner.experience.segments import BatchPlace
+    from headway.learner.experience.segments import BatchPlace
 
 GROUPS = 4
 """Groups that are shown of a step; of each the best and the worst sample."""
@@ -103,7 +103,7 @@ def _stamp(path: Path) -> Stamp | None:
 
 
 def _newest_and_oldest(log: Path) -> Iterator[Logged]:
-    from learner.experience.segments import files_in, read_segment
+    from headway.learner.experience.segments import files_in, read_segment
 
     paths = files_in(log)
     for ordered, choose in ((reversed(paths), max), (iter(paths), min)):
@@ -123,7 +123,7 @@ def _last_bytes(place: "BatchPlace") -> bytes:
 
 
 def _of_step(place: "BatchPlace", step: int, decode: Decode) -> Iterator[ShownSample]:
-    from learner.experience.logged_batch import read_first_groups
+    from headway.learner.experience.logged_batch import read_first_groups
 
     try:
         groups = read_first_groups(place, "", step, GROUPS)

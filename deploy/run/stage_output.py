@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 
-from broker.errors import ConfigError
-from deploy.recipe.recipe import Recipe
-from deploy.recipe.stage_graph import chain_of, number_of, references, references_of, with_paths
-from learner.config import SftConfig, StageConfig
-from learner.models.chat_template import read_chat_template
+from headway.broker.errors import ConfigError
+from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.recipe.stage_graph import chain_of, number_of, references, references_of, with_paths
+from headway.learner.config import SftConfig, StageConfig
+from headway.learner.models.chat_template import read_chat_template
 
 from .whole_files import replace_file
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import msgspec
 
-from broker.errors import ConfigError
-from deploy.recipe.loading import load_recipe
-from deploy.recipe.recipe import Recipe
-from learner.checkpoints.checkpoint import CheckpointStore
+from headway.broker.errors import ConfigError
+from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe.recipe import Recipe
+from headway.learner.checkpoints.checkpoint import CheckpointStore
 
 from .directory import CHECKPOINTS, CONFIG, find_run
 

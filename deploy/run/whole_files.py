@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from broker.errors import HeadwayError
-from learner.checkpoints.disk import not_written, sync
+from headway.broker.errors import HeadwayError
+from headway.learner.checkpoints.disk import not_written, sync
 
 UNFINISHED = ".part"
 """The ending of files that a process left when it was killed during a write."""

@@ -16,4 +16,4 @@ if [ -n "$before" ] && [ "$before" != "$host:$PORT" ] && [ -s "$DIRECTORY/jobs.t
     scancel --batch --signal=USR1 "${jobs[@]:1}" || true
 fi
 
-run "$PYTHON" -m deploy broker --directory "$SERVER_DIRECTORY" --host "$host" --port "$PORT"
+run "$PYTHON" -m headway broker --directory "$SERVER_DIRECTORY" --host "$host" --port "$PORT"

@@ -8,21 +8,21 @@ ranks=(srun --ntasks="$RANKS" --cpus-per-task="$THREADS" --kill-on-bad-exit=1 --
     'export RANK="$SLURM_PROCID" LOCAL_RANK="$SLURM_LOCALID" WORLD_SIZE="$SLURM_NTASKS"; exec "$@"' rank)
 
 await_address
-until "$PYTHON" -m deploy broker --url "$HEADWAY_BROKER"; do
+until "$PYTHON" -m headway broker --url "$HEADWAY_BROKER"; do
     leave_if_stopped
     sleep 2
     await_address # a broker that was queued again may be elsewhere
 done
 
 if [ ! -e "$RUN_DIRECTORY/config.yaml" ]; then
-    run "$PYTHON" -m deploy prepare "$RECIPE"
+    run "$PYTHON" -m headway prepare "$RECIPE"
 fi
 
 has_steps=yes
 for stage in "${STAGES[@]}"; do
     number="${stage%% *}" output="${stage#* }"
     if [ ! -e "$output/sft.json" ] && [ ! -e "$output/stage.json" ]; then
-        run "${ranks[@]}" "$PYTHON" -m deploy sft "$RECIPE" --output "$output" --stage "$number"
+        run "${ranks[@]}" "$PYTHON" -m headway sft "$RECIPE" --output "$output" --stage "$number"
     fi
 done
 
@@ -30,4 +30,4 @@ resume=()
 if [ -e "$RUN_DIRECTORY/incarnation" ]; then # a learner of this run has begun
     resume=(--resume)
 fi
-run "${ranks[@]}" "$PYTHON" -m deploy learner "$RECIPE" "${resume[@]}"
+run "${ranks[@]}" "$PYTHON" -m headway learner "$RECIPE" "${resume[@]}"

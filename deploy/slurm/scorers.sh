@@ -1,2 +1,2 @@
 await_address
-run "$PYTHON" -m deploy scorers --count 1 --scorer "$SCORER" "${ARGUMENTS[@]}"
+run "$PYTHON" -m headway scorers --count 1 --scorer "$SCORER" "${ARGUMENTS[@]}"

@@ -1,2 +1,2 @@
 await_address
-run "$PYTHON" -m deploy workers --count 1 --pool "$POOL-$SLURM_ARRAY_TASK_ID" "${ARGUMENTS[@]}"
+run "$PYTHON" -m headway workers --count 1 --pool "$POOL-$SLURM_ARRAY_TASK_ID" "${ARGUMENTS[@]}"

@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, overload
 
 import msgspec
 
-from broker.errors import ConfigError
-from broker.installation import is_installed
-from broker.user_code.kinds import unknown_kind
-from broker.user_code.own import make_own
-from broker.user_code.roots import load
-from learner.config import AdapterConfig, ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
+from headway.broker.errors import ConfigError
+from headway.broker.installation import is_installed
+from headway.broker.user_code.kinds import unknown_kind
+from headway.broker.user_code.own import make_own
+from headway.broker.user_code.roots import load
+from headway.learner.config import AdapterConfig, ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
 
 from .abilities import BACKENDS, BackendAbilities
 

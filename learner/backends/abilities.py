@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from broker.installation import TorchFacts, version_of
-from learner.config import LayoutConfig
+from headway.broker.installation import TorchFacts, version_of
+from headway.learner.config import LayoutConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,19 +58,19 @@ def _megatron(torch: TorchFacts) -> tuple[bool, str]:
 
 BACKENDS: dict[str, KnownBackend] = {
     "fsdp": KnownBackend(
-        policy="learner.backends.fsdp.backend:FsdpBackend",
-        critic="learner.backends.fsdp.backend:FsdpValueBackend",
-        scores="learner.backends.fsdp.backend:FsdpScoreBackend",
-        plan="learner.planning.fsdp:plan",
+        policy="headway.learner.backends.fsdp.backend:FsdpBackend",
+        critic="headway.learner.backends.fsdp.backend:FsdpValueBackend",
+        scores="headway.learner.backends.fsdp.backend:FsdpScoreBackend",
+        plan="headway.learner.planning.fsdp:plan",
         abilities=BackendAbilities(splits=("context",), computes_trees=True, replays_kernels=True),
         remedy="A torch>=2.11 built with torch.distributed is needed.",
         examine=_fsdp,
     ),
     "megatron": KnownBackend(
-        policy="learner.backends.megatron.backend:MegatronBackend",
-        critic="learner.backends.megatron.backend:MegatronValueBackend",
-        scores="learner.backends.megatron.backend:MegatronScoreBackend",
-        plan="learner.planning.megatron:plan",
+        policy="headway.learner.backends.megatron.backend:MegatronBackend",
+        critic="headway.learner.backends.megatron.backend:MegatronValueBackend",
+        scores="headway.learner.backends.megatron.backend:MegatronScoreBackend",
+        plan="headway.learner.planning.megatron:plan",
         abilities=BackendAbilities(
             computes_trees=True,
             quantizes_base=False,

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import msgspec
 import torch
 
-from broker.errors import ConfigError
-from learner.config import AdapterConfig, ModelConfig
-from learner.models.adapters import adaptable, file_changes, peft_names, targets_of
-from learner.models.model import load_config, unfilled
+from headway.broker.errors import ConfigError
+from headway.learner.config import AdapterConfig, ModelConfig
+from headway.learner.models.adapters import adaptable, file_changes, peft_names, targets_of
+from headway.learner.models.model import load_config, unfilled
 
 from .hugging_face_files import TensorFiles, weight_files
 from .quantized import check_quantizer, quantize

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from learner.rows.batch import PackedBatch
+from headway.learner.rows.batch import PackedBatch
 
 TokenLoss = Callable[[int, torch.Tensor], tuple[torch.Tensor, dict[str, float]]]
 """(index of the micro-batch, current_logprobs_T) -> (the micro-batch's share of the batch's loss, metrics to report).

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from broker.errors import ConfigError
-from learner.models.directory import INDEX, SINGLE, shards
+from headway.broker.errors import ConfigError
+from headway.learner.models.directory import INDEX, SINGLE, shards
 
 FILE_BYTES = 4 << 30
 """Size at which the next safetensors file begins."""

@@ -6,7 +6,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from broker.errors import ConfigError
+from headway.broker.errors import ConfigError
 
 
 def count_ranks() -> int:

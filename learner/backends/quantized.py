@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from broker.errors import ConfigError
-from broker.installation import is_installed
-from learner.models.adapters import Target, adaptable
-from learner.models.model import unfilled
+from headway.broker.errors import ConfigError
+from headway.broker.installation import is_installed
+from headway.learner.models.adapters import Target, adaptable
+from headway.learner.models.model import unfilled
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from learner.checkpoints.checkpoint import could_not_write, partial_path, put_in_place, sync_tree
-from learner.ranks import Ranks
+from headway.learner.checkpoints.checkpoint import could_not_write, partial_path, put_in_place, sync_tree
+from headway.learner.ranks import Ranks
 
 from .base import Stored, Trained
 

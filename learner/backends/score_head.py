@@ -2,9 +2,9 @@
 
 import torch
 
-from broker.errors import ConfigError
-from learner.config import ModelConfig
-from learner.models.model import load_config, load_tokenizer
+from headway.broker.errors import ConfigError
+from headway.learner.config import ModelConfig
+from headway.learner.models.model import load_config, load_tokenizer
 
 from .hugging_face_files import TensorFiles, weight_files
 

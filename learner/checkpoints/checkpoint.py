@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from broker.errors import HeadwayError
+from headway.broker.errors import HeadwayError
 
 from .best import Best
 from .disk import GONE, free_mib, gone, sync

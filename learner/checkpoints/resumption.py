@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from learner.ranks import Ranks
+from headway.learner.ranks import Ranks
 
 from .checkpoint import Checkpoint, CheckpointError
 from .digests import check_digests

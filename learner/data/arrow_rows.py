@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from broker.errors import ConfigError
+from headway.broker.errors import ConfigError
 
 from .bounded_files import check_parquet, counted
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from broker.errors import ConfigError
+from headway.broker.errors import ConfigError
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile

@@ -13,10 +13,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from broker.errors import ConfigError
-from broker.user_code.kinds import unknown_kind
-from broker.user_code.options import typed_options
-from learner.config import EXAMPLES, SftPhaseConfig
+from headway.broker.errors import ConfigError
+from headway.broker.user_code.kinds import unknown_kind
+from headway.broker.user_code.options import typed_options
+from headway.learner.config import EXAMPLES, SftPhaseConfig
 
 from .own_examples import Example, own_examples
 from .prompts.arithmetic import ArithmeticOptions, Chain, apply, chain_options, draw_chain

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from broker.errors import ConfigError
+from headway.broker.errors import ConfigError
 
 from .prompts.rows import RowFields, to_items
 from .records import Conversation, Labelled, Preference, RecordOptions, Records, RowError, Skipped

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from broker.errors import ConfigError
+from headway.broker.errors import ConfigError
 
 from .records import RowError, Skipped
 from .records.base import Row, columns_of, shown

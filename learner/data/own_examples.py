@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 
-from broker.errors import ConfigError
-from broker.user_code.blocking import BlockingHost
-from broker.user_code.roots import ImportRoots, import_directory
-from broker.user_code.wire import Program
-from learner.config import SftPhaseConfig
+from headway.broker.errors import ConfigError
+from headway.broker.user_code.blocking import BlockingHost
+from headway.broker.user_code.roots import ImportRoots, import_directory
+from headway.broker.user_code.wire import Program
+from headway.learner.config import SftPhaseConfig
 
 AT_ONCE = 16
 _KEY = "sft.phases.kind"

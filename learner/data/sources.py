@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta
 
-from broker.errors import ConfigError
-from broker.user_code.kinds import unknown_kind
-from learner.config import RECORDS, RecordsConfig
+from headway.broker.errors import ConfigError
+from headway.broker.user_code.kinds import unknown_kind
+from headway.learner.config import RECORDS, RecordsConfig
 
 from .examples import ArithmeticExampleOptions, work_out, worked_chains
 from .prompts.arithmetic import Chain, chain_options, draw_chain

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from broker.errors import ConfigError
-from broker.user_code.kinds import did_you_mean
+from headway.broker.errors import ConfigError
+from headway.broker.user_code.kinds import did_you_mean
 
 from .prompts.base import Item
 

@@ -7,7 +7,7 @@ The model is then trained on another distribution than that of its prompts, and 
 import logging
 from collections.abc import Mapping
 
-from broker.schema.status import QueueDepths, RunStatus, Tallies
+from headway.broker.schema.status import QueueDepths, RunStatus, Tallies
 
 log = logging.getLogger(__name__)
 

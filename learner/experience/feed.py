@@ -2,10 +2,10 @@
 
 import time
 
-from broker import BlockingBroker
-from broker.owner import Owner
-from broker.schema import Prompt
-from learner.data.prompts.cursor import PromptCursor
+from headway.broker import BlockingBroker
+from headway.broker.owner import Owner
+from headway.broker.schema import Prompt
+from headway.learner.data.prompts.cursor import PromptCursor
 
 DRAW_S = 1.0
 """Seconds after which the learner draws no further prompt before it feeds those that it has: a slow source must not

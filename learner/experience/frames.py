@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from broker.schema import Group, Prompt
-from broker.wire.codec import decode, decode_trajectory, encode, encode_trajectory
+from headway.broker.schema import Group, Prompt
+from headway.broker.wire.codec import decode, decode_trajectory, encode, encode_trajectory
 
 if TYPE_CHECKING:  # what shows logged samples needs no torch
-    from learner.ranks import Ranks
+    from headway.learner.ranks import Ranks
 
 
 class GroupFrames(msgspec.Struct, frozen=True, array_like=True):

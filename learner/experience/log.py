@@ -12,8 +12,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from broker.schema import Group, TrajectoryId
-from learner.checkpoints.disk import GONE, gone
+from headway.broker.schema import Group, TrajectoryId
+from headway.learner.checkpoints.disk import GONE, gone
 
 from .frames import GroupFrames
 from .logged_batch import LoggedBatchError, check_batch, read_batch, read_header, tids_of, write_batch

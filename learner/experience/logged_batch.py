@@ -13,8 +13,8 @@ from typing import BinaryIO
 import msgspec
 import zstandard
 
-from broker.errors import FrameError, HeadwayError
-from broker.schema import Group, TrajectoryId
+from headway.broker.errors import FrameError, HeadwayError
+from headway.broker.schema import Group, TrajectoryId
 
 from .frames import GroupFrames
 from .segments import BatchPlace, opened

@@ -7,8 +7,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from broker import BlockingBroker
-from broker.errors import BrokerUnavailableError, ServerRestartedError
+from headway.broker import BlockingBroker
+from headway.broker.errors import BrokerUnavailableError, ServerRestartedError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

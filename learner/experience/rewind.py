@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from broker.errors import HeadwayError
-from learner.checkpoints.checkpoint import Checkpoint, CheckpointStore
+from headway.broker.errors import HeadwayError
+from headway.learner.checkpoints.checkpoint import Checkpoint, CheckpointStore
 
 from .log import ExperienceLog
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 from zlib import crc32
 
-from learner.checkpoints.disk import sync
+from headway.learner.checkpoints.disk import sync
 
 MAGIC = b"HWXP"
 _HEADER = struct.Struct("<4sQQ")

@@ -13,8 +13,8 @@ meanwhile. From then on it publishes one version after the other. A dot marks an
 
 from enum import Enum, auto
 
-from broker.schema import WeightVersion
-from weightsync.publish.publisher import Publication
+from headway.broker.schema import WeightVersion
+from headway.weightsync.publish.publisher import Publication
 
 
 class State(Enum):

@@ -14,17 +14,17 @@ from typing import Any, TypeVar
 
 import torch
 
-from broker import BlockingBroker
-from broker.client.batches import Claim, NotReady, TakenBatch
-from broker.client.evaluations import EvaluationProgress
-from broker.errors import HeadwayError, RunNotFoundError
-from broker.schema import Group, Prompt, TrajectoryId, WeightVersion
-from broker.schema.metrics import StepMetrics
-from broker.schema.status import RunStatus
-from broker.schema.weights import Probe
-from learner.data.prompts.cursor import PromptCursor
-from learner.objective.shaping import teaches
-from weightsync.publish.publisher import Publisher
+from headway.broker import BlockingBroker
+from headway.broker.client.batches import Claim, NotReady, TakenBatch
+from headway.broker.client.evaluations import EvaluationProgress
+from headway.broker.errors import HeadwayError, RunNotFoundError
+from headway.broker.schema import Group, Prompt, TrajectoryId, WeightVersion
+from headway.broker.schema.metrics import StepMetrics
+from headway.broker.schema.status import RunStatus
+from headway.broker.schema.weights import Probe
+from headway.learner.data.prompts.cursor import PromptCursor
+from headway.learner.objective.shaping import teaches
+from headway.weightsync.publish.publisher import Publisher
 
 from .drift import DriftWatch
 from .feed import PromptFeed

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from broker.errors import ConfigError
-from learner.config import AdapterConfig, ComputeConfig
+from headway.broker.errors import ConfigError
+from headway.learner.config import AdapterConfig, ComputeConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -8,7 +8,7 @@ that attend by Headway's own function, and the first batch compares the engine w
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from broker.errors import ConfigError
+from headway.broker.errors import ConfigError
 
 MEGATRON = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """The types that the megatron backend holds."""

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from broker.errors import HeadwayError
+from headway.broker.errors import HeadwayError
 
 from .flash_attention import LARGEST_WIDTH, flash_attention, is_available
 from .paths import Paths, TokenCopies, copied, own_places

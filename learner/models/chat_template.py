@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from broker.errors import ConfigError
+from headway.broker.errors import ConfigError
 
 T = TypeVar("T")
 WHERE = "model.chat_template"

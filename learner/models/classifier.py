@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from broker.errors import ConfigError
-from learner.config import ModelConfig
+from headway.broker.errors import ConfigError
+from headway.learner.config import ModelConfig
 
 from .end_tokens import end_tokens
 from .files import CONFIG, TOKENIZER_CONFIG, Files, change, kept_files

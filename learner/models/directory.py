@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from broker.errors import ConfigError
+from headway.broker.errors import ConfigError
 
 PARTS = "A model's directory has config.json, its weights (*.safetensors) and its tokenizer's files."
 WEIGHTS = frozenset(

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from broker.errors import ConfigError
+from headway.broker.errors import ConfigError
 
 from .chat_template import RenderWatch
 from .directory import read_json

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from broker.schema.weights import ModelFiles
-from learner.config import ModelConfig
+from headway.broker.schema.weights import ModelFiles
+from headway.learner.config import ModelConfig
 
 from .directory import WEIGHTS, kept_paths, read_bounded
 from .end_tokens import GENERATION_CONFIG, end_tokens

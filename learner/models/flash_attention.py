@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from broker.installation import cache_directory
+from headway.broker.installation import cache_directory
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from broker.errors import ConfigError
-from learner.config import LayoutConfig
+from headway.broker.errors import ConfigError
+from headway.learner.config import LayoutConfig
 
 GROUPED_BYTES = 16
 """The alignment in bytes of the rows of a grouped matrix multiplication."""

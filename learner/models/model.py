@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from broker.errors import ConfigError
-from learner.config import ModelConfig, RandomModelConfig
+from headway.broker.errors import ConfigError
+from headway.learner.config import ModelConfig, RandomModelConfig
 
 from .chat_template import read_chat_template
 from .directory import PARTS, check_path, no_tokenizer, read_config

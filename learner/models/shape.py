@@ -6,7 +6,7 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Literal
 
-from learner.config import AdapterConfig
+from headway.learner.config import AdapterConfig
 
 from .adapters import targets_of
 from .model import unfilled

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from broker.errors import ConfigError
+from headway.broker.errors import ConfigError
 
 _MOST = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 10_000),

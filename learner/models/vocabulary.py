@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from broker.errors import ConfigError
+from headway.broker.errors import ConfigError
 
 from .directory import read_json
 from .sizes import text_config

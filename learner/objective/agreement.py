@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from broker.errors import LASTING_EXIT, HeadwayError
-from learner.ranks import Ranks
-from learner.rows.batch import PackedBatch
+from headway.broker.errors import LASTING_EXIT, HeadwayError
+from headway.learner.ranks import Ranks
+from headway.learner.rows.batch import PackedBatch
 
 log = logging.getLogger(__name__)
 

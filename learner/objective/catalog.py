@@ -6,18 +6,18 @@ from typing import Any
 
 import msgspec
 
-from algorithms.advantages import ADVANTAGES
-from algorithms.aggregation import AGGREGATIONS, pair_mean
-from algorithms.corrections import CORRECTIONS, PAIR_CORRECTIONS, WEIGHTS
-from algorithms.kl import ESTIMATORS
-from algorithms.objectives import OBJECTIVES
-from algorithms.presets import PRESETS, Preset
-from algorithms.proximal import PROXIMAL
-from algorithms.returns import gae
-from algorithms.supervised.distillation import DISTILLATION
-from algorithms.supervised.preferences import PREFERENCES
-from broker.errors import HeadwayError
-from broker.user_code.kinds import did_you_mean
+from headway.algorithms.advantages import ADVANTAGES
+from headway.algorithms.aggregation import AGGREGATIONS, pair_mean
+from headway.algorithms.corrections import CORRECTIONS, PAIR_CORRECTIONS, WEIGHTS
+from headway.algorithms.kl import ESTIMATORS
+from headway.algorithms.objectives import OBJECTIVES
+from headway.algorithms.presets import PRESETS, Preset
+from headway.algorithms.proximal import PROXIMAL
+from headway.algorithms.returns import gae
+from headway.algorithms.supervised.distillation import DISTILLATION
+from headway.algorithms.supervised.preferences import PREFERENCES
+from headway.broker.errors import HeadwayError
+from headway.broker.user_code.kinds import did_you_mean
 
 from .composition import GAE, options_of
 from .pairs import PAIR_MEAN

@@ -11,21 +11,21 @@ import msgspec
 import torch
 from msgspec import structs
 
-from algorithms.advantages import ADVANTAGES
-from algorithms.aggregation import AGGREGATIONS, pair_mean
-from algorithms.corrections import CORRECTIONS, PAIR_CORRECTIONS, TRUST_REGIONS, WEIGHTS
-from algorithms.corrections.of_batch import OF_BATCH
-from algorithms.metrics import Metrics
-from algorithms.objectives import IGNORES_ANCHOR, OBJECTIVES
-from algorithms.proximal import PROXIMAL
-from algorithms.returns import gae
-from algorithms.supervised.preferences import PREFERENCES
-from algorithms.tokens import Tokens
-from broker.errors import ConfigError
-from broker.user_code.kinds import unknown_kind
-from broker.user_code.options import unknown_option
-from broker.user_code.roots import load
-from learner.algorithm_config import AlgorithmConfig
+from headway.algorithms.advantages import ADVANTAGES
+from headway.algorithms.aggregation import AGGREGATIONS, pair_mean
+from headway.algorithms.corrections import CORRECTIONS, PAIR_CORRECTIONS, TRUST_REGIONS, WEIGHTS
+from headway.algorithms.corrections.of_batch import OF_BATCH
+from headway.algorithms.metrics import Metrics
+from headway.algorithms.objectives import IGNORES_ANCHOR, OBJECTIVES
+from headway.algorithms.proximal import PROXIMAL
+from headway.algorithms.returns import gae
+from headway.algorithms.supervised.preferences import PREFERENCES
+from headway.algorithms.tokens import Tokens
+from headway.broker.errors import ConfigError
+from headway.broker.user_code.kinds import unknown_kind
+from headway.broker.user_code.options import unknown_option
+from headway.broker.user_code.roots import load
+from headway.learner.algorithm_config import AlgorithmConfig
 
 from .pairs import PAIR_MEAN, check_pairs, compares_with_reference, is_of_pairs
 

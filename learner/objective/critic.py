@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import torch
 
-from algorithms.returns import gae, whiten, whitening_sums
-from algorithms.rewards import at_last_trained
-from algorithms.supervised.values import clipped_value_loss
-from learner.backends.base import Snapshot, ValueBackend
-from learner.ranks import Ranks
-from learner.rows.batch import PackedBatch
+from headway.algorithms.returns import gae, whiten, whitening_sums
+from headway.algorithms.rewards import at_last_trained
+from headway.algorithms.supervised.values import clipped_value_loss
+from headway.learner.backends.base import Snapshot, ValueBackend
+from headway.learner.ranks import Ranks
+from headway.learner.rows.batch import PackedBatch
 
 from .objective import Objective
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from algorithms.metrics import LAG_BUCKETS
-from broker.schema.metrics import LagFigures
-from learner.rows.packing import PackableSequence
+from headway.algorithms.metrics import LAG_BUCKETS
+from headway.broker.schema.metrics import LagFigures
+from headway.learner.rows.packing import PackableSequence
 
 
 def lag_of_sequence(sequence: PackableSequence) -> int:

@@ -20,17 +20,27 @@ from typing import NamedTuple
 
 import torch
 
-from algorithms import aggregation
-from algorithms.kl import ESTIMATORS
-from algorithms.metrics import Metrics, is_additive, masked_mean, merge, policy_gap, read, share, summarize, survival
-from algorithms.ratios import token_ratio
-from algorithms.supervised.distillation import reverse_kl_distillation, teacher_advantages, top_k_distillation
-from algorithms.supervised.imitation import sft
-from algorithms.tokens import Tokens
-from broker.errors import HeadwayError
-from learner.algorithm_config import AlgorithmConfig
-from learner.backends.base import TokenLoss
-from learner.rows.batch import PackedBatch
+from headway.algorithms import aggregation
+from headway.algorithms.kl import ESTIMATORS
+from headway.algorithms.metrics import (
+    Metrics,
+    is_additive,
+    masked_mean,
+    merge,
+    policy_gap,
+    read,
+    share,
+    summarize,
+    survival,
+)
+from headway.algorithms.ratios import token_ratio
+from headway.algorithms.supervised.distillation import reverse_kl_distillation, teacher_advantages, top_k_distillation
+from headway.algorithms.supervised.imitation import sft
+from headway.algorithms.tokens import Tokens
+from headway.broker.errors import HeadwayError
+from headway.learner.algorithm_config import AlgorithmConfig
+from headway.learner.backends.base import TokenLoss
+from headway.learner.rows.batch import PackedBatch
 
 from .composition import (
     BoundCorrection,

@@ -7,11 +7,11 @@ The two sequences of a pair lie in one micro-batch (`learner.rows.units`). No ot
 
 from collections.abc import Sequence
 
-from algorithms.corrections import PAIR_CORRECTIONS
-from algorithms.supervised.preferences import PREFERENCES, REFERENCE_FREE
-from broker.errors import ConfigError
-from broker.schema import Group
-from learner.algorithm_config import AlgorithmConfig
+from headway.algorithms.corrections import PAIR_CORRECTIONS
+from headway.algorithms.supervised.preferences import PREFERENCES, REFERENCE_FREE
+from headway.broker.errors import ConfigError
+from headway.broker.schema import Group
+from headway.learner.algorithm_config import AlgorithmConfig
 
 BEST_AGAINST_WORST = "best_against_worst"
 """The kind of advantages that makes pairs."""

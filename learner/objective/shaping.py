@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from algorithms.rewards import length_normalized, overlong_penalty
-from broker.errors import HeadwayError
-from broker.schema import Group, Trajectory
-from learner.algorithm_config import RewardShapingConfig
+from headway.algorithms.rewards import length_normalized, overlong_penalty
+from headway.broker.errors import HeadwayError
+from headway.broker.schema import Group, Trajectory
+from headway.learner.algorithm_config import RewardShapingConfig
 
 from .composition import Advantage
 

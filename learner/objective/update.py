@@ -13,22 +13,22 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from algorithms.kl import ESTIMATORS
-from algorithms.metrics import summarize, summarize_by_lag
-from algorithms.rewards import kl_shaped
-from broker.schema import Group, Trajectory
-from learner.algorithm_config import AlgorithmConfig
-from learner.backends import abilities_of
-from learner.backends.base import Backend, Stored, Trained
-from learner.config import LearnerConfig, OptimizerConfig
-from learner.learning_rate import learning_rate
-from learner.ranks import Ranks
-from learner.rows.batch import PackedBatch
-from learner.rows.clusters import PrefixSharing
-from learner.rows.cost import DEFAULT_COST, CostModel
-from learner.rows.packing import PackableSequence, from_trajectory
-from learner.rows.routing import Routing
-from learner.rows.units import Row, Unit, pack_units
+from headway.algorithms.kl import ESTIMATORS
+from headway.algorithms.metrics import summarize, summarize_by_lag
+from headway.algorithms.rewards import kl_shaped
+from headway.broker.schema import Group, Trajectory
+from headway.learner.algorithm_config import AlgorithmConfig
+from headway.learner.backends import abilities_of
+from headway.learner.backends.base import Backend, Stored, Trained
+from headway.learner.config import LearnerConfig, OptimizerConfig
+from headway.learner.learning_rate import learning_rate
+from headway.learner.ranks import Ranks
+from headway.learner.rows.batch import PackedBatch
+from headway.learner.rows.clusters import PrefixSharing
+from headway.learner.rows.cost import DEFAULT_COST, CostModel
+from headway.learner.rows.packing import PackableSequence, from_trajectory
+from headway.learner.rows.routing import Routing
+from headway.learner.rows.units import Row, Unit, pack_units
 
 from .agreement import FirstBatch
 from .ahead import Ahead

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from learner.models.shape import ModelShape
-from learner.rows.clusters import KEYS_OF_A_TOKEN
+from headway.learner.models.shape import ModelShape
+from headway.learner.rows.clusters import KEYS_OF_A_TOKEN
 
 from .planned import FP32, PlannedModel
 
@@ -90,7 +90,7 @@ def attention_numbers(shape: ModelShape) -> int:
 def head_bytes(planned: PlannedModel) -> int:
     """Returns the bytes in `token_logprobs`: a chunk of logits, their gradient, the weight's in fp32 and rounded; of a
     model that is not trained, the chunk and its fp32 copy."""
-    from learner.backends.token_logprobs import LOGITS_PER_CHUNK
+    from headway.learner.backends.token_logprobs import LOGITS_PER_CHUNK
 
     if not planned.has_vocabulary:
         return 0
@@ -107,7 +107,7 @@ def head_bytes(planned: PlannedModel) -> int:
 def kept_logits_bytes(planned: PlannedModel) -> int:
     """Returns the bytes of the logits that fsdp keeps from the forward to the backward pass of a row that is
     launched."""
-    from learner.backends.token_logprobs import keeps_logits
+    from headway.learner.backends.token_logprobs import keeps_logits
 
     tokens, rows = planned.row_tokens, planned.vocabulary_rows
     keeps = planned.learner.compute.recompute == "none" and planned.is_trained and planned.has_vocabulary

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from learner.models.layout import check_context, check_ranks
-from learner.models.shape import ModelShape, Parameter
+from headway.learner.models.layout import check_context, check_ranks
+from headway.learner.models.shape import ModelShape, Parameter
 
 from .estimates import (
     KeptNumbers,
@@ -26,7 +26,7 @@ def plan(planned: PlannedModel) -> list[RankMemory]:
 
 def is_replayed(planned: PlannedModel) -> bool:
     """Returns whether kernels of this model are recorded and replayed."""
-    from learner.backends.fsdp.recording import why_launched
+    from headway.learner.backends.fsdp.recording import why_launched
 
     learner, shape = planned.learner, planned.shape
     reason = why_launched(
@@ -94,7 +94,7 @@ def _gathered_bytes(planned: PlannedModel) -> int:
     replayed holds copies of what is trained, and all gradients of a pass. Beside an adapter on a single GPU the base is
     computed with in its place. One of the weights that are held in few bits is dense at a time.
     """
-    from learner.backends.fsdp.sharding import GATHERED_GRADIENT_BYTES, GATHERED_WEIGHT_BYTES
+    from headway.learner.backends.fsdp.sharding import GATHERED_GRADIENT_BYTES, GATHERED_WEIGHT_BYTES
 
     shape, number = planned.shape, planned.compute_bytes
     adapter = sum(parameter.size for parameter in planned.adapter)
@@ -120,7 +120,7 @@ def _gathered_bytes(planned: PlannedModel) -> int:
 
 def _stays_whole(planned: PlannedModel, whole: int) -> bool:
     """Returns whether a policy of so many bytes is not sharded; see `sharding.stays_whole`."""
-    from learner.backends.fsdp.sharding import GATHERED_WEIGHT_BYTES
+    from headway.learner.backends.fsdp.sharding import GATHERED_WEIGHT_BYTES
 
     is_alone = planned.learner.processes == 1 and planned.learner.device == "cuda"
     has_room = whole <= GATHERED_WEIGHT_BYTES

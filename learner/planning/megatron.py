@@ -1,7 +1,7 @@
 """The memory that a Megatron rank holds."""
 
-from learner.models.layout import check_layout
-from learner.models.shape import ROWS, ModelShape, Parameter
+from headway.learner.models.layout import check_layout
+from headway.learner.models.shape import ROWS, ModelShape, Parameter
 
 from .estimates import KeptNumbers, activation_bytes, all_numbers, head_bytes, published_bytes
 from .planned import FP32, MOMENTS, PlannedModel, RankMemory

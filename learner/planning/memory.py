@@ -14,11 +14,11 @@ experts, all norms and routers, in the layers of its pipeline stage. An fsdp ran
 
 from dataclasses import replace
 
-from broker.errors import ConfigError
-from broker.user_code.roots import load
-from learner.backends.abilities import BACKENDS
-from learner.models.layout import check_splits
-from learner.models.shape import ModelShape, Parameter
+from headway.broker.errors import ConfigError
+from headway.broker.user_code.roots import load
+from headway.learner.backends.abilities import BACKENDS
+from headway.learner.models.layout import check_splits
+from headway.learner.models.shape import ModelShape, Parameter
 
 from .planned import PlannedModel, RankMemory
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from learner.config import LearnerConfig
-from learner.models.shape import ModelShape, Parameter
+from headway.learner.config import LearnerConfig
+from headway.learner.models.shape import ModelShape, Parameter
 
 FP32 = 4
 MOMENTS = 2 * FP32

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from learner.models.shape import ModelShape
+from headway.learner.models.shape import ModelShape
 
 from .estimates import all_numbers
 from .planned import FP32

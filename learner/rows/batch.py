@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from algorithms.tokens import Tokens
+from headway.algorithms.tokens import Tokens
 
 from .tree import PrefixTree
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 if TYPE_CHECKING:
-    from learner.models.shape import ModelShape
+    from headway.learner.models.shape import ModelShape
 
     from .tree import Size
 

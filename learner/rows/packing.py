@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from broker.errors import HeadwayError
-from broker.schema import Experts, Trajectory
-from broker.staleness import is_too_stale, lag_of
+from headway.broker.errors import HeadwayError
+from headway.broker.schema import Experts, Trajectory
+from headway.broker.staleness import is_too_stale, lag_of
 
 from .batch import PackedBatch
 from .cost import DEFAULT_COST, CostModel

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from learner.models.attention import LENGTH_STEP, PackedLayout, is_long
-from learner.models.paths import TokenCopies
+from headway.learner.models.attention import LENGTH_STEP, PackedLayout, is_long
+from headway.learner.models.paths import TokenCopies
 
 from .batch import PackedBatch
 from .positions import Positions

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from learner.models.attention import PackedLayout
+from headway.learner.models.attention import PackedLayout
 
 from .batch import PackedBatch
 from .tree import PrefixTree

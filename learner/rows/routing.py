@@ -9,9 +9,9 @@ own router. Source: Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by A
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from broker.errors import ConfigError, HeadwayError
-from broker.schema import Experts, Trajectory
-from learner.models.shape import num_experts
+from headway.broker.errors import ConfigError, HeadwayError
+from headway.broker.schema import Experts, Trajectory
+from headway.learner.models.shape import num_experts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

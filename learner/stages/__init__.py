@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from broker.errors import ConfigError
-from broker.user_code.kinds import unknown_kind
-from broker.user_code.options import typed_options
-from broker.user_code.own import make_own
-from learner.config import STAGES, StageConfig
+from headway.broker.errors import ConfigError
+from headway.broker.user_code.kinds import unknown_kind
+from headway.broker.user_code.options import typed_options
+from headway.broker.user_code.own import make_own
+from headway.learner.config import STAGES, StageConfig
 
 from .kinds import KNOWN
 
@@ -54,7 +54,7 @@ def open_stage(config: StageConfig, parts: "StageParts", where: str) -> "Stage":
 def check_stages(plan: Sequence[StageConfig]) -> None:
     """Raise ConfigError for the first wrong option of a stage without workers, before any of them runs. A stage of the
     user's own declares its options; its module is imported."""
-    from broker.user_code.roots import load
+    from headway.broker.user_code.roots import load
 
     for number, config in enumerate(plan):
         where, known = f"stages[{number}]", KNOWN.get(config.kind)

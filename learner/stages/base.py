@@ -22,14 +22,14 @@ import msgspec
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from broker.errors import HeadwayError
-from learner.backends.base import Backend
-from learner.config import ModelConfig
-from learner.data.prompts.rendering import Renderer
-from learner.ranks import Ranks
-from learner.rows.clusters import PrefixSharing
-from learner.rows.cost import DEFAULT_COST, CostModel
-from learner.rows.units import Row, Unit, pack_units
+from headway.broker.errors import HeadwayError
+from headway.learner.backends.base import Backend
+from headway.learner.config import ModelConfig
+from headway.learner.data.prompts.rendering import Renderer
+from headway.learner.ranks import Ranks
+from headway.learner.rows.clusters import PrefixSharing
+from headway.learner.rows.cost import DEFAULT_COST, CostModel
+from headway.learner.rows.units import Row, Unit, pack_units
 
 from .stage_checkpoints import StageCheckpoints
 

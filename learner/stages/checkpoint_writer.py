@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from learner.backends.base import Stored
-from learner.backends.saving import Saving
-from learner.checkpoints.checkpoint import CheckpointStore, LearnerState, seal
-from learner.checkpoints.digests import add_digests
-from learner.ranks import Ranks
+from headway.learner.backends.base import Stored
+from headway.learner.backends.saving import Saving
+from headway.learner.checkpoints.checkpoint import CheckpointStore, LearnerState, seal
+from headway.learner.checkpoints.digests import add_digests
+from headway.learner.ranks import Ranks
 
 
 class CheckpointWriter:

@@ -13,13 +13,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
-from broker import BlockingBroker
-from broker.client.phases import LENT_S, LONGEST_WAIT_S, RENEW_S, Phases
-from broker.errors import BrokerError
-from learner.backends.base import Trained
-from learner.experience.outages import Interrupted
-from learner.experience.stream import Experience
-from learner.ranks import Ranks
+from headway.broker import BlockingBroker
+from headway.broker.client.phases import LENT_S, LONGEST_WAIT_S, RENEW_S, Phases
+from headway.broker.errors import BrokerError
+from headway.learner.backends.base import Trained
+from headway.learner.experience.outages import Interrupted
+from headway.learner.experience.stream import Experience
+from headway.learner.ranks import Ranks
 
 POLL_S = 0.01
 AGAIN_S = 1.0

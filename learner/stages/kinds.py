@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from broker.user_code.options import typed_options
-from learner.config import RecordsConfig, StageConfig
-from learner.data.sources import open_conversations, open_labelled, open_pairs
+from headway.broker.user_code.options import typed_options
+from headway.learner.config import RecordsConfig, StageConfig
+from headway.learner.data.sources import open_conversations, open_labelled, open_pairs
 
 from .supervised.options import (
     DistillationOptions,
@@ -32,21 +32,23 @@ class KnownStage:
 
 KNOWN: dict[str, KnownStage] = {
     "sft": KnownStage(
-        path="learner.stages.supervised.imitation:ImitationStage", options=ImitationOptions, read=open_conversations
+        path="headway.learner.stages.supervised.imitation:ImitationStage",
+        options=ImitationOptions,
+        read=open_conversations,
     ),
     "dpo": KnownStage(
-        path="learner.stages.supervised.preferences:PreferenceStage", options=PreferenceOptions, read=open_pairs
+        path="headway.learner.stages.supervised.preferences:PreferenceStage", options=PreferenceOptions, read=open_pairs
     ),
     "kto": KnownStage(
-        path="learner.stages.supervised.unpaired:UnpairedStage", options=UnpairedOptions, read=open_labelled
+        path="headway.learner.stages.supervised.unpaired:UnpairedStage", options=UnpairedOptions, read=open_labelled
     ),
     "distill": KnownStage(
-        path="learner.stages.supervised.distillation:DistillationStage",
+        path="headway.learner.stages.supervised.distillation:DistillationStage",
         options=DistillationOptions,
         read=open_conversations,
     ),
     "reward_model": KnownStage(
-        path="learner.stages.supervised.reward_model:RewardModelStage",
+        path="headway.learner.stages.supervised.reward_model:RewardModelStage",
         options=RewardModelOptions,
         read=open_pairs,
         leaves_policy=False,

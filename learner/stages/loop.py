@@ -11,18 +11,18 @@ from typing import Protocol, assert_never
 
 import torch
 
-from broker.client.batches import TakenBatch
-from broker.errors import HeadwayError, UntrainableBatchError
-from broker.schema import Group, WeightVersion
-from learner.backends.base import AdapterBackend, Backend
-from learner.checkpoints.checkpoint import CheckpointStore, LearnerState
-from learner.data.prompts.cursor import PromptCursor
-from learner.experience.frames import share_groups
-from learner.experience.outages import Interrupted
-from learner.experience.stream import Experience
-from learner.experience.waits import Wait
-from learner.objective.update import JudgedBatch, Update, Updater
-from learner.ranks import Ranks
+from headway.broker.client.batches import TakenBatch
+from headway.broker.errors import HeadwayError, UntrainableBatchError
+from headway.broker.schema import Group, WeightVersion
+from headway.learner.backends.base import AdapterBackend, Backend
+from headway.learner.checkpoints.checkpoint import CheckpointStore, LearnerState
+from headway.learner.data.prompts.cursor import PromptCursor
+from headway.learner.experience.frames import share_groups
+from headway.learner.experience.outages import Interrupted
+from headway.learner.experience.stream import Experience
+from headway.learner.experience.waits import Wait
+from headway.learner.objective.update import JudgedBatch, Update, Updater
+from headway.learner.ranks import Ranks
 
 from .checkpoint_writer import CheckpointWriter
 from .colocation import LentDevice

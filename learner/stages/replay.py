@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from broker.errors import HeadwayError
-from broker.schema import WeightVersion
-from learner.experience.log import ExperienceLog
-from learner.objective.update import Updater
+from headway.broker.errors import HeadwayError
+from headway.broker.schema import WeightVersion
+from headway.learner.experience.log import ExperienceLog
+from headway.learner.objective.update import Updater
 
 from .loop import TrainedStep
 from .stopwatch import Stopwatch

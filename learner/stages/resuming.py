@@ -15,16 +15,16 @@ from pathlib import Path
 
 import msgspec
 
-from broker import BlockingBroker
-from broker.client.batches import CheckpointMark, Claim, Contains, new_identity
-from broker.errors import ConfigError
-from broker.schema import RunRules, WeightVersion
-from learner.checkpoints.checkpoint import Checkpoint, CheckpointStore, LearnerState
-from learner.checkpoints.resumption import load_first
-from learner.data.prompts.cursor import PromptCursor
-from learner.experience.log import ExperienceLog
-from learner.experience.rewind import Rewind, check_rewind, rewound_to
-from learner.ranks import Ranks
+from headway.broker import BlockingBroker
+from headway.broker.client.batches import CheckpointMark, Claim, Contains, new_identity
+from headway.broker.errors import ConfigError
+from headway.broker.schema import RunRules, WeightVersion
+from headway.learner.checkpoints.checkpoint import Checkpoint, CheckpointStore, LearnerState
+from headway.learner.checkpoints.resumption import load_first
+from headway.learner.data.prompts.cursor import PromptCursor
+from headway.learner.experience.log import ExperienceLog
+from headway.learner.experience.rewind import Rewind, check_rewind, rewound_to
+from headway.learner.ranks import Ranks
 
 log = logging.getLogger(__name__)
 

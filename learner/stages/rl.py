@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from learner.checkpoints.checkpoint import CheckpointError
+from headway.learner.checkpoints.checkpoint import CheckpointError
 
 from .base import StageMetrics
 from .loop import Learner

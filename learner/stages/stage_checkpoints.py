@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from broker.errors import ConfigError
-from learner.backends.base import Backend, Snapshot, Stored
-from learner.backends.hugging_face_files import write_tensors
-from learner.backends.saving import NamedTensors, Saving, snapshot_gathered
-from learner.checkpoints.best import Best, read_best
-from learner.checkpoints.checkpoint import (
+from headway.broker.errors import ConfigError
+from headway.learner.backends.base import Backend, Snapshot, Stored
+from headway.learner.backends.hugging_face_files import write_tensors
+from headway.learner.backends.saving import NamedTensors, Saving, snapshot_gathered
+from headway.learner.checkpoints.best import Best, read_best
+from headway.learner.checkpoints.checkpoint import (
     Checkpoint,
     CheckpointError,
     CheckpointStore,
@@ -26,9 +26,9 @@ from learner.checkpoints.checkpoint import (
     read_checkpoint,
     seal,
 )
-from learner.checkpoints.differences import told
-from learner.checkpoints.resumption import load_first
-from learner.ranks import Ranks
+from headway.learner.checkpoints.differences import told
+from headway.learner.checkpoints.resumption import load_first
+from headway.learner.ranks import Ranks
 
 from .checkpoint_writer import CheckpointWriter
 

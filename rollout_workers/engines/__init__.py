@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from broker.errors import ConfigError
-from broker.user_code.kinds import unknown_kind
-from broker.user_code.options import unknown_option
-from broker.user_code.own import make_own
-from broker.user_code.roots import ImportRoots, load
-from rollout_workers.config import EngineConfig
+from headway.broker.errors import ConfigError
+from headway.broker.user_code.kinds import unknown_kind
+from headway.broker.user_code.options import unknown_option
+from headway.broker.user_code.own import make_own
+from headway.broker.user_code.roots import ImportRoots, load
+from headway.rollout_workers.config import EngineConfig
 
 from .abilities import REQUESTS, EngineAbilities, KnownEngine
 from .embedded.abilities import EMBEDDED

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
-from broker.errors import ConfigError
-from broker.installation import TorchFacts, is_installed
+from headway.broker.errors import ConfigError
+from headway.broker.installation import TorchFacts, is_installed
 
 A = TypeVar("A")
 

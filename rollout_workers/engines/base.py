@@ -6,9 +6,9 @@ from typing import Literal, Protocol, TypeGuard, runtime_checkable
 import msgspec
 import torch
 
-from broker.errors import LASTING_EXIT, ConfigError
-from broker.schema import Experts, WeightVersion
-from broker.user_code.kinds import did_you_mean
+from headway.broker.errors import LASTING_EXIT, ConfigError
+from headway.broker.schema import Experts, WeightVersion
+from headway.broker.user_code.kinds import did_you_mean
 
 from .held import Held
 

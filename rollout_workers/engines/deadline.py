@@ -5,7 +5,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from broker.errors import HeadwayError, WeightSyncError
+from headway.broker.errors import HeadwayError, WeightSyncError
 
 T = TypeVar("T")
 

@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from broker.errors import ConfigError
-from broker.installation import shared_temporary_directory
-from rollout_workers.config import EngineConfig
+from headway.broker.errors import ConfigError
+from headway.broker.installation import shared_temporary_directory
+from headway.rollout_workers.config import EngineConfig
 
 from . import abilities_of
 from .abilities import EngineAbilities, gpus_with

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from broker.errors import HeadwayError
-from broker.schema import Experts
+from headway.broker.errors import HeadwayError
+from headway.broker.schema import Experts
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 

@@ -11,10 +11,10 @@ The invariant: an environment keeps nothing between two turns. Each call gives i
 that a worker can continue an episode that another one began.
 """
 
-from broker.user_code.kinds import unknown_kind
-from broker.user_code.options import typed_options
-from broker.user_code.roots import ImportRoots
-from rollout_workers.config import ENVIRONMENTS, EnvironmentConfig
+from headway.broker.user_code.kinds import unknown_kind
+from headway.broker.user_code.options import typed_options
+from headway.broker.user_code.roots import ImportRoots
+from headway.rollout_workers.config import ENVIRONMENTS, EnvironmentConfig
 
 from .base import Environment, Episode, Step
 

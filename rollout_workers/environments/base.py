@@ -5,7 +5,7 @@ from typing import Protocol
 
 import msgspec
 
-from broker.schema import Prompt
+from headway.broker.schema import Prompt
 
 
 class Episode(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,14 +14,14 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from broker.errors import UserCodeError
-from broker.user_code.own import make_own
-from broker.user_code.pool import HostPool
-from broker.user_code.roots import ImportRoots
-from broker.user_code.wire import Program
-from rollout_workers.config import EnvironmentConfig
-from rollout_workers.rewards.failures import Failures, LeftOut
-from rollout_workers.rewards.function_calls import measures, number
+from headway.broker.errors import UserCodeError
+from headway.broker.user_code.own import make_own
+from headway.broker.user_code.pool import HostPool
+from headway.broker.user_code.roots import ImportRoots
+from headway.broker.user_code.wire import Program
+from headway.rollout_workers.config import EnvironmentConfig
+from headway.rollout_workers.rewards.failures import Failures, LeftOut
+from headway.rollout_workers.rewards.function_calls import measures, number
 
 from .base import Environment, Episode, Step
 
@@ -145,7 +145,7 @@ class Opened:
 def _plain(step: Any, max_says: int) -> Any:
     """Return the parts of `Answered` as plain data."""
     if not isinstance(step, Step):
-        raise TypeError(f"step returned {step!r:.200}, which is no rollout_workers.environments.Step")
+        raise TypeError(f"step returned {step!r:.200}, which is no headway.rollout_workers.environments.Step")
     reward = number(step.reward)
     if reward is None or not math.isfinite(reward):
         raise ValueError(f"step returned a reward of {step.reward!r:.200}, which is no finite number")

@@ -11,11 +11,11 @@ worker that could score none of several samples in a row ends with an error that
 
 from collections.abc import Callable, Sequence
 
-from broker.errors import ConfigError
-from broker.user_code.kinds import unknown_kind
-from broker.user_code.roots import ImportRoots
-from rollout_workers.config import REWARDS, RewardConfig
-from rollout_workers.scorers.base import TokenScorer
+from headway.broker.errors import ConfigError
+from headway.broker.user_code.kinds import unknown_kind
+from headway.broker.user_code.roots import ImportRoots
+from headway.rollout_workers.config import REWARDS, RewardConfig
+from headway.rollout_workers.scorers.base import TokenScorer
 
 from .base import Reward, Score
 from .unjudged import Unjudged

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from broker.schema import Prompt
+from headway.broker.schema import Prompt
 
 from .base import RewardError, Score
 

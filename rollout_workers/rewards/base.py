@@ -5,8 +5,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from broker.errors import LASTING_EXIT, HeadwayError
-from broker.schema import Prompt
+from headway.broker.errors import LASTING_EXIT, HeadwayError
+from headway.broker.schema import Prompt
 
 
 class RewardError(HeadwayError):

@@ -5,8 +5,8 @@ import math
 import time
 from collections.abc import Sequence
 
-from broker.errors import HeadwayError, UserCodeError
-from broker.schema import Prompt
+from headway.broker.errors import HeadwayError, UserCodeError
+from headway.broker.schema import Prompt
 
 from .base import RewardError, UnscoredError
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from broker.errors import ConfigError
-from broker.user_code.roots import ImportRoots
+from headway.broker.errors import ConfigError
+from headway.broker.user_code.roots import ImportRoots
 
 Signature = Literal["verl", "trl"]
 Arguments = dict[str, Any]

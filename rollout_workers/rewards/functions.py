@@ -10,13 +10,13 @@ They run in processes of their own (`broker.user_code`), called by `function_cal
 import ast
 from collections.abc import Sequence
 
-from broker.errors import UserCodeError
-from broker.schema import Prompt
-from broker.user_code.pool import HostPool
-from broker.user_code.roots import ImportRoots
-from broker.user_code.source import definition
-from broker.user_code.wire import Program
-from rollout_workers.config import RewardConfig
+from headway.broker.errors import UserCodeError
+from headway.broker.schema import Prompt
+from headway.broker.user_code.pool import HostPool
+from headway.broker.user_code.roots import ImportRoots
+from headway.broker.user_code.source import definition
+from headway.broker.user_code.wire import Program
+from headway.rollout_workers.config import RewardConfig
 
 from .base import Score
 from .failures import Failures, LeftOut
@@ -40,7 +40,7 @@ async def open_function(config: RewardConfig, roots: ImportRoots) -> "FunctionRe
     roots.check(config.kind, "rewards.kind")
     program = Program(
         name=f"reward {config.kind}",
-        factory="rollout_workers.rewards.function_calls:open_calls",
+        factory="headway.rollout_workers.rewards.function_calls:open_calls",
         arguments={
             "path": config.kind,
             "signature": config.signature,

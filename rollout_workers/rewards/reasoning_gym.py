@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from broker.errors import UserCodeError
-from broker.schema import Prompt
-from broker.user_code.host_process import HostLostError
-from broker.user_code.pool import HostPool
-from broker.user_code.roots import import_directory
-from broker.user_code.wire import Program
+from headway.broker.errors import UserCodeError
+from headway.broker.schema import Prompt
+from headway.broker.user_code.host_process import HostLostError
+from headway.broker.user_code.pool import HostPool
+from headway.broker.user_code.roots import import_directory
+from headway.broker.user_code.wire import Program
 
 from .base import RewardError, Score
 

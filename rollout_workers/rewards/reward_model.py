@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from broker.schema import Prompt
-from rollout_workers.scorers.base import ScoringError, TokenScorer
+from headway.broker.schema import Prompt
+from headway.rollout_workers.scorers.base import ScoringError, TokenScorer
 
 from .base import Score
 from .failures import Failures

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from broker.schema import Prompt
+from headway.broker.schema import Prompt
 
 from .base import Score
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from broker.schema import Prompt
+from headway.broker.schema import Prompt
 
 from .base import Reward, RewardError, Score
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from broker.errors import HeadwayError
-from broker.schema import Experts, Segment
+from headway.broker.errors import HeadwayError
+from headway.broker.schema import Experts, Segment
 
 
 class MissingExpertsError(HeadwayError):

@@ -3,10 +3,10 @@
 import logging
 from collections.abc import Callable
 
-from broker.errors import BrokerError, FrameError
-from rollout_workers.engines.base import Engine, GenerationRequest
-from rollout_workers.health.own import EngineHealth
-from rollout_workers.health.rules import Verdict
+from headway.broker.errors import BrokerError, FrameError
+from headway.rollout_workers.engines.base import Engine, GenerationRequest
+from headway.rollout_workers.health.own import EngineHealth
+from headway.rollout_workers.health.rules import Verdict
 
 from .generation import EngineFailedError, generate
 from .recorder import Recorder

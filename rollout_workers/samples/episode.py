@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from broker.errors import HeadwayError
-from broker.schema import Prompt
-from rollout_workers.decoding import Decoding, response_text
-from rollout_workers.environments.base import Environment, Episode
-from rollout_workers.rewards.base import Reward
-from rollout_workers.rewards.failures import Failures
+from headway.broker.errors import HeadwayError
+from headway.broker.schema import Prompt
+from headway.rollout_workers.decoding import Decoding, response_text
+from headway.rollout_workers.environments.base import Environment, Episode
+from headway.rollout_workers.rewards.base import Reward
+from headway.rollout_workers.rewards.failures import Failures
 
 from .recorder import Recorder
 from .tracing import UNTRACED, SampleTrace

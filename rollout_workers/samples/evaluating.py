@@ -14,13 +14,13 @@ from typing import Any
 
 import msgspec
 
-from broker.client.evaluations import EvaluationLease, EvaluationOutcome, EvaluationResult, Evaluations
-from broker.schema import WeightVersion
-from rollout_workers.config import EvalConfig, SamplingConfig
-from rollout_workers.decoding import Decoding
-from rollout_workers.engines.base import GenerationRequest
-from rollout_workers.outages import Outages
-from rollout_workers.rewards.base import UnscoredError
+from headway.broker.client.evaluations import EvaluationLease, EvaluationOutcome, EvaluationResult, Evaluations
+from headway.broker.schema import WeightVersion
+from headway.rollout_workers.config import EvalConfig, SamplingConfig
+from headway.rollout_workers.decoding import Decoding
+from headway.rollout_workers.engines.base import GenerationRequest
+from headway.rollout_workers.outages import Outages
+from headway.rollout_workers.rewards.base import UnscoredError
 
 from .episode import Episodes
 from .generation import EngineFailedError

@@ -9,11 +9,11 @@ from typing import cast
 
 import msgspec
 
-from broker.errors import HeadwayError
-from broker.schema import Lease
-from rollout_workers.config import SamplingConfig
-from rollout_workers.decoding import Decoding
-from rollout_workers.engines.base import Chunk, Engine, FinishReason, GenerationRequest
+from headway.broker.errors import HeadwayError
+from headway.broker.schema import Lease
+from headway.rollout_workers.config import SamplingConfig
+from headway.rollout_workers.decoding import Decoding
+from headway.rollout_workers.engines.base import Chunk, Engine, FinishReason, GenerationRequest
 
 from .recorder import EngineOutputError, Recorder
 

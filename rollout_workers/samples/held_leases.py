@@ -5,10 +5,10 @@ import logging
 
 import msgspec
 
-from broker.client.leases import Leases
-from broker.client.status import Heard, StatusBoard
-from broker.schema import Lease
-from broker.schema.processes import WorkerInfo
+from headway.broker.client.leases import Leases
+from headway.broker.client.status import Heard, StatusBoard
+from headway.broker.schema import Lease
+from headway.broker.schema.processes import WorkerInfo
 
 from .segments import SegmentLog
 

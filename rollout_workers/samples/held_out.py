@@ -5,11 +5,11 @@ from collections.abc import Awaitable, Callable
 
 from msgspec.structs import replace
 
-from broker.client.evaluations import EvaluationResult
-from broker.schema import Prompt
-from rollout_workers.config import EvalConfig, SamplingConfig
-from rollout_workers.decoding import Decoding
-from rollout_workers.engines.base import GenerationRequest
+from headway.broker.client.evaluations import EvaluationResult
+from headway.broker.schema import Prompt
+from headway.rollout_workers.config import EvalConfig, SamplingConfig
+from headway.rollout_workers.decoding import Decoding
+from headway.rollout_workers.engines.base import GenerationRequest
 
 from .episode import Episodes
 from .generation import room

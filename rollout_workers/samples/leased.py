@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
-from broker.client.leases import AppendOutcome, AppendReply, Leases
-from broker.schema import Lease, Segment, WeightVersion
-from rollout_workers.config import SamplingConfig, WorkersConfig
-from rollout_workers.decoding import Decoding
-from rollout_workers.outages import Outages
-from rollout_workers.rewards.base import UnscoredError
+from headway.broker.client.leases import AppendOutcome, AppendReply, Leases
+from headway.broker.schema import Lease, Segment, WeightVersion
+from headway.rollout_workers.config import SamplingConfig, WorkersConfig
+from headway.rollout_workers.decoding import Decoding
+from headway.rollout_workers.outages import Outages
+from headway.rollout_workers.rewards.base import UnscoredError
 
 from .engine_use import EngineUse
 from .episode import Episodes, JudgedTurn

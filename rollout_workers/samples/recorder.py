@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from broker.errors import HeadwayError
-from broker.possible import LOGPROB_ROUNDING
-from broker.schema import Lease, Segment, Trajectory, TrajectoryId, Turn, VersionSpan, WeightVersion
-from rollout_workers.engines.base import Chunk, FinishReason
+from headway.broker.errors import HeadwayError
+from headway.broker.possible import LOGPROB_ROUNDING
+from headway.broker.schema import Lease, Segment, Trajectory, TrajectoryId, Turn, VersionSpan, WeightVersion
+from headway.rollout_workers.engines.base import Chunk, FinishReason
 
 from .chosen_experts import ChosenExperts
 

@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Self
 
-from broker.client.leases import AppendOutcome, AppendReply
-from broker.schema import Lease, Segment
-from rollout_workers.config import WorkersConfig
+from headway.broker.client.leases import AppendOutcome, AppendReply
+from headway.broker.schema import Lease, Segment
+from headway.rollout_workers.config import WorkersConfig
 
 from .recorder import Recorder
 

@@ -3,9 +3,9 @@
 import asyncio
 import logging
 
-from broker.client.leases import Leases, SubmitOutcome
-from broker.schema import Lease, Trajectory
-from rollout_workers.outages import Outages
+from headway.broker.client.leases import Leases, SubmitOutcome
+from headway.broker.schema import Lease, Trajectory
+from headway.rollout_workers.outages import Outages
 
 CONFIRM_S = 1.0
 """Seconds between two questions for which submissions are durable."""

@@ -5,11 +5,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from broker.possible import LOGPROB_ROUNDING
-from broker.schema import Prompt
-from rollout_workers.rewards.failures import Failures
-from rollout_workers.scorers.base import ScoringError, TokenScorer
-from rollout_workers.scorers.candidates import parted
+from headway.broker.possible import LOGPROB_ROUNDING
+from headway.broker.schema import Prompt
+from headway.rollout_workers.rewards.failures import Failures
+from headway.rollout_workers.scorers.base import ScoringError, TokenScorer
+from headway.rollout_workers.scorers.candidates import parted
 
 from .recorder import Recorder
 

@@ -3,8 +3,8 @@
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
-from broker.client.submissions import SubmitOutcome
-from broker.schema import Lease, Trajectory
+from headway.broker.client.submissions import SubmitOutcome
+from headway.broker.schema import Lease, Trajectory
 
 from .recorder import Recorder
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from broker.client.scoring import Collected, Scores, Scoring, new_request_name
-from broker.errors import HeadwayError
-from broker.schema import ScoreRequest
-from rollout_workers.outages import Outages
+from headway.broker.client.scoring import Collected, Scores, Scoring, new_request_name
+from headway.broker.errors import HeadwayError
+from headway.broker.schema import ScoreRequest
+from headway.rollout_workers.outages import Outages
 
 from .base import ScoringError
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from broker.client.scoring import Scores
-from broker.errors import LASTING_EXIT, HeadwayError
-from broker.schema import ScoreRequest
+from headway.broker.client.scoring import Scores
+from headway.broker.errors import LASTING_EXIT, HeadwayError
+from headway.broker.schema import ScoreRequest
 
 
 class ScoringError(HeadwayError):

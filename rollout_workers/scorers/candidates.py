@@ -3,8 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from broker.client.scoring import Scores
-from broker.wire.checks import MAX_TOKEN_ID
+from headway.broker.client.scoring import Scores
+from headway.broker.wire.checks import MAX_TOKEN_ID
 
 from .base import ScoringError
 

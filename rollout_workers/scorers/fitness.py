@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from broker.schema import ScoreRequest
+from headway.broker.schema import ScoreRequest
 
 from .base import Runner
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from broker.client.scoring import Scores
-from broker.schema import ScoreRequest
+from headway.broker.client.scoring import Scores
+from headway.broker.schema import ScoreRequest
 
 from .base import Runner
 

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from broker.client.broker import Broker
-from broker.client.scoring import ScoreLease, Scores
-from broker.errors import HeadwayError
-from broker.schema.processes import ScorerInfo
-from rollout_workers.outages import Outages
-from rollout_workers.run_end import RunEnd
+from headway.broker.client.broker import Broker
+from headway.broker.client.scoring import ScoreLease, Scores
+from headway.broker.errors import HeadwayError
+from headway.broker.schema.processes import ScorerInfo
+from headway.rollout_workers.outages import Outages
+from headway.rollout_workers.run_end import RunEnd
 
 from .base import Runner
 from .fitness import RequestLimits, probe, why_unfit

@@ -2,12 +2,12 @@
 
 import logging
 
-from broker.errors import NoRoomError, WeightSyncError
-from rollout_workers.engines.base import AdaptedEngine, Engine, attaches_memory, takes_adapters
-from rollout_workers.engines.held import Held
-from rollout_workers.outages import Outages
-from weightsync.receive.deliveries import Delivery
-from weightsync.receive.subscriber import Subscriber
+from headway.broker.errors import NoRoomError, WeightSyncError
+from headway.rollout_workers.engines.base import AdaptedEngine, Engine, attaches_memory, takes_adapters
+from headway.rollout_workers.engines.held import Held
+from headway.rollout_workers.outages import Outages
+from headway.weightsync.receive.deliveries import Delivery
+from headway.weightsync.receive.subscriber import Subscriber
 
 from .tensors import refuse_other_tensors, tells_all
 

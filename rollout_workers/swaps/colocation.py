@@ -12,11 +12,11 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-from broker import BlockingBroker, Broker
-from broker.client.phases import OPENING_S, SAY_S, Phases
-from broker.errors import BrokerError
-from rollout_workers.engines.base import Engine
-from rollout_workers.outages import Outages
+from headway.broker import BlockingBroker, Broker
+from headway.broker.client.phases import OPENING_S, SAY_S, Phases
+from headway.broker.errors import BrokerError
+from headway.rollout_workers.engines.base import Engine
+from headway.rollout_workers.outages import Outages
 
 from .weights import HeldWeights
 

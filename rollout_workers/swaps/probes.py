@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from broker.errors import WeightSyncError
-from broker.schema import WeightVersion
-from broker.schema.weights import Probe
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.weights import Probe
 
 
 def refuse_other_logprobs(probe: Probe, scores: Sequence[float], version: WeightVersion, rounding: float = 0.0) -> None:

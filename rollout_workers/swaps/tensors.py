@@ -6,10 +6,10 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from broker.errors import WeightSyncError
-from broker.schema.weights import TensorSpec, WeightManifest
-from rollout_workers.engines.held import Held
-from rollout_workers.engines.placing.loading import is_fused
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema.weights import TensorSpec, WeightManifest
+from headway.rollout_workers.engines.held import Held
+from headway.rollout_workers.engines.placing.loading import is_fused
 
 
 def refuse_other_tensors(manifest: WeightManifest, held: Held | None) -> None:

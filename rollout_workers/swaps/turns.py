@@ -11,8 +11,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
-from broker.client.turns import SwapTurnVerbs
-from rollout_workers.outages import Outages
+from headway.broker.client.turns import SwapTurnVerbs
+from headway.rollout_workers.outages import Outages
 
 POLL_S = 0.05
 """Seconds between two requests for a turn."""

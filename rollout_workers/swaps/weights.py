@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any, Literal
 
-from broker.errors import NoRoomError, VersionRegressionError, WeightSyncError
-from broker.schema import WeightVersion
-from broker.schema.weights import WeightManifest
-from rollout_workers.engines.base import Engine, rounding_of, takes_adapters
-from rollout_workers.outages import Outages
-from weightsync.receive.deliveries import Arriving, Delivery
-from weightsync.receive.subscriber import Subscriber
+from headway.broker.errors import NoRoomError, VersionRegressionError, WeightSyncError
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.weights import WeightManifest
+from headway.rollout_workers.engines.base import Engine, rounding_of, takes_adapters
+from headway.rollout_workers.outages import Outages
+from headway.weightsync.receive.deliveries import Arriving, Delivery
+from headway.weightsync.receive.subscriber import Subscriber
 
 from .adapter_base import AdapterBase
 from .probes import refuse_other_logprobs, refuse_unused_adapter

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from algorithms.advantages import (
+from headway.algorithms.advantages import (
     ADVANTAGES,
     best_against_worst,
     global_mean_std,

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from algorithms.aggregation import (
+from headway.algorithms.aggregation import (
     AGGREGATIONS,
     fixed_denominator,
     pair_mean,

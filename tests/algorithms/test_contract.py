@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from algorithms.advantages import ADVANTAGES
-from algorithms.aggregation import AGGREGATIONS, pair_mean
-from algorithms.corrections import CORRECTIONS, PAIR_CORRECTIONS
-from algorithms.corrections.of_batch import OF_BATCH
-from algorithms.kl import ESTIMATORS
-from algorithms.metrics import masked_mean, policy_gap, share, survival
-from algorithms.objectives import OBJECTIVES
-from algorithms.proximal import PROXIMAL
-from algorithms.ratios import (
+from headway.algorithms.advantages import ADVANTAGES
+from headway.algorithms.aggregation import AGGREGATIONS, pair_mean
+from headway.algorithms.corrections import CORRECTIONS, PAIR_CORRECTIONS
+from headway.algorithms.corrections.of_batch import OF_BATCH
+from headway.algorithms.kl import ESTIMATORS
+from headway.algorithms.metrics import masked_mean, policy_gap, share, survival
+from headway.algorithms.objectives import OBJECTIVES
+from headway.algorithms.proximal import PROXIMAL
+from headway.algorithms.ratios import (
     geometric_sequence_ratio,
     gspo_token_ratio,
     log_difference,
@@ -25,16 +25,16 @@ from algorithms.ratios import (
     token_log_ratio,
     token_ratio,
 )
-from algorithms.returns import at_turn_ends, gae, returns_to_go, turn_of_token, whiten, whitening_sums
-from algorithms.rewards import at_last_trained, kl_shaped, kl_shaped_tokens, length_normalized, overlong_penalty
-from algorithms.segments import lengths, segment_mean
-from algorithms.supervised.distillation import reverse_kl_distillation, teacher_advantages, top_k_distillation
-from algorithms.supervised.imitation import sft
-from algorithms.supervised.preferences import PREFERENCES
-from algorithms.supervised.scores import bradley_terry
-from algorithms.supervised.unpaired import kto, reference_point_sums
-from algorithms.supervised.values import clipped_value_loss
-from algorithms.tokens import Tokens
+from headway.algorithms.returns import at_turn_ends, gae, returns_to_go, turn_of_token, whiten, whitening_sums
+from headway.algorithms.rewards import at_last_trained, kl_shaped, kl_shaped_tokens, length_normalized, overlong_penalty
+from headway.algorithms.segments import lengths, segment_mean
+from headway.algorithms.supervised.distillation import reverse_kl_distillation, teacher_advantages, top_k_distillation
+from headway.algorithms.supervised.imitation import sft
+from headway.algorithms.supervised.preferences import PREFERENCES
+from headway.algorithms.supervised.scores import bradley_terry
+from headway.algorithms.supervised.unpaired import kto, reference_point_sums
+from headway.algorithms.supervised.values import clipped_value_loss
+from headway.algorithms.tokens import Tokens
 from tests.algorithms.ragged import make
 from tests.algorithms.test_corrections import ACTIVE, ACTIVE_SEED
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from algorithms.corrections import CORRECTIONS, WEIGHTS
-from algorithms.corrections.age import age_weight
-from algorithms.corrections.importance import (
+from headway.algorithms.corrections import CORRECTIONS, WEIGHTS
+from headway.algorithms.corrections.age import age_weight
+from headway.algorithms.corrections.importance import (
     decoupled,
     geometric_truncated_is,
     icepop,
@@ -18,11 +18,11 @@ from algorithms.corrections.importance import (
     sequence_truncated_is,
     truncated_is,
 )
-from algorithms.corrections.masks import geometric_sequence_mask, kl_rejection, opsm, token_mask, veto
-from algorithms.corrections.second_moment import m2po, m2po_threshold
-from algorithms.metrics import merge, summarize
-from algorithms.ratios import token_log_ratio
-from algorithms.tokens import Tokens
+from headway.algorithms.corrections.masks import geometric_sequence_mask, kl_rejection, opsm, token_mask, veto
+from headway.algorithms.corrections.second_moment import m2po, m2po_threshold
+from headway.algorithms.metrics import merge, summarize
+from headway.algorithms.ratios import token_log_ratio
+from headway.algorithms.tokens import Tokens
 from tests.algorithms import oracles
 from tests.algorithms.ragged import Ragged, assert_same, every_case, make, stack
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from algorithms.kl import ESTIMATORS, k1, k2, k3
+from headway.algorithms.kl import ESTIMATORS, k1, k2, k3
 from tests.algorithms import oracles
 from tests.algorithms.ragged import Ragged, assert_same, every_case, make, stack
 

@@ -2,8 +2,8 @@
 import pytest
 import torch
 
-from algorithms import metrics
-from algorithms.metrics import (
+from headway.algorithms import metrics
+from headway.algorithms.metrics import (
     effective_sample_size,
     merge,
     policy_gap,
@@ -13,7 +13,7 @@ from algorithms.metrics import (
     summarize_by_lag,
     survival,
 )
-from algorithms.tokens import Tokens
+from headway.algorithms.tokens import Tokens
 from tests.algorithms import oracles
 from tests.algorithms.ragged import Ragged, every_case, make
 

@@ -4,11 +4,11 @@
 import pytest
 import torch
 
-from algorithms.corrections import CORRECTIONS
-from algorithms.corrections.of_batch import OF_BATCH
-from algorithms.corrections.second_moment import m2po, m2po_threshold
-from algorithms.ratios import token_log_ratio
-from algorithms.tokens import Tokens
+from headway.algorithms.corrections import CORRECTIONS
+from headway.algorithms.corrections.of_batch import OF_BATCH
+from headway.algorithms.corrections.second_moment import m2po, m2po_threshold
+from headway.algorithms.ratios import token_log_ratio
+from headway.algorithms.tokens import Tokens
 from tests.algorithms.ragged import Ragged, every_case, make
 
 

@@ -8,9 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from algorithms.metrics import Metrics, merge, summarize
-from algorithms.supervised.preferences import PREFERENCES, REFERENCE_FREE, length_desensitized_dpo, orpo, robust_dpo
-from algorithms.supervised.unpaired import kto, reference_point_of, reference_point_sums
+from headway.algorithms.metrics import Metrics, merge, summarize
+from headway.algorithms.supervised.preferences import (
+    PREFERENCES,
+    REFERENCE_FREE,
+    length_desensitized_dpo,
+    orpo,
+    robust_dpo,
+)
+from headway.algorithms.supervised.unpaired import kto, reference_point_of, reference_point_sums
 from tests.algorithms import oracles
 from tests.algorithms.ragged import Ragged, assert_same, every_case, make, stack
 

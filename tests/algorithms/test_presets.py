@@ -4,9 +4,9 @@ import sys
 import msgspec
 import pytest
 
-from algorithms.presets import PRESETS
-from learner.algorithm_config import AlgorithmConfig
-from learner.objective.composition import check_algorithm, needs_proximal
+from headway.algorithms.presets import PRESETS
+from headway.learner.algorithm_config import AlgorithmConfig
+from headway.learner.objective.composition import check_algorithm, needs_proximal
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -22,5 +22,5 @@ def test_the_defaults_are_those_of_grpo() -> None:
 
 
 def test_presets_are_read_without_torch() -> None:
-    code = "import sys, algorithms.presets; sys.exit('torch' in sys.modules)"
+    code = "import sys, headway.algorithms.presets; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -4,9 +4,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from algorithms.proximal import PROXIMAL, linear, log_linear
-from algorithms.ratios import token_ratio
-from algorithms.tokens import Tokens
+from headway.algorithms.proximal import PROXIMAL, linear, log_linear
+from headway.algorithms.ratios import token_ratio
+from headway.algorithms.tokens import Tokens
 from tests.algorithms import oracles
 from tests.algorithms.ragged import Ragged, assert_same, every_case, make, stack
 

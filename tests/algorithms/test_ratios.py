@@ -1,6 +1,6 @@
 import torch
 
-from algorithms.ratios import geometric_sequence_ratio, gspo_token_ratio, sequence_ratio, token_ratio
+from headway.algorithms.ratios import geometric_sequence_ratio, gspo_token_ratio, sequence_ratio, token_ratio
 from tests.algorithms import oracles
 from tests.algorithms.ragged import Ragged, assert_same, every_case, make
 

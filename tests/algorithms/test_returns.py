@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from algorithms.returns import (
+from headway.algorithms.returns import (
     at_turn_ends,
     gae,
     returns_to_go,

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from algorithms.metrics import Metrics, read, summarize
-from algorithms.supervised.distillation import reverse_kl_distillation, teacher_advantages, top_k_distillation
-from algorithms.supervised.imitation import sft
-from algorithms.supervised.scores import bradley_terry
-from algorithms.supervised.values import clipped_value_loss
-from algorithms.tokens import Tokens
+from headway.algorithms.metrics import Metrics, read, summarize
+from headway.algorithms.supervised.distillation import reverse_kl_distillation, teacher_advantages, top_k_distillation
+from headway.algorithms.supervised.imitation import sft
+from headway.algorithms.supervised.scores import bradley_terry
+from headway.algorithms.supervised.values import clipped_value_loss
+from headway.algorithms.tokens import Tokens
 from tests.algorithms import oracles
 from tests.algorithms.ragged import Ragged, assert_same, every_case, make, stack
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import redis
 
-from broker.keys import Keys
+from headway.broker.keys import Keys
 
 _LOOK = """
 local seen = {}

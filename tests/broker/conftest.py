@@ -5,10 +5,10 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from broker import Broker, open_broker
-from broker.schema.weights import ModelFiles
-from broker.server.access import Role
-from broker.server.embedded import EmbeddedServer
+from headway.broker import Broker, open_broker
+from headway.broker.schema.weights import ModelFiles
+from headway.broker.server.access import Role
+from headway.broker.server.embedded import EmbeddedServer
 
 from .audit import Auditor
 from .hostile import Cast, Hostile

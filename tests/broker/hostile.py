@@ -7,7 +7,7 @@ from typing import Any
 
 import redis
 
-from broker import Broker
+from headway.broker import Broker
 
 from .scenario import Scenario
 

@@ -7,7 +7,7 @@ identifies the weights, so a token of an abandoned branch shows however its vers
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from broker.schema import Group, RunRules, TrajectoryId, VersionSpan, WeightVersion
+from headway.broker.schema import Group, RunRules, TrajectoryId, VersionSpan, WeightVersion
 
 from .scenario import group_id
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from broker import Broker
-from broker.schema import Lease
+from headway.broker import Broker
+from headway.broker.schema import Lease
 
 from .test_codec import WORKER
 

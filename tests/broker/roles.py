@@ -12,11 +12,11 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from broker import Broker
-from broker.client.batches import CheckpointMark, Claim, Contains, NotReady
-from broker.client.leases import AppendOutcome, AppendReply, SubmitOutcome
-from broker.errors import ServerRestartedError
-from broker.schema import Group, Lease, Segment, VersionSpan, WeightVersion
+from headway.broker import Broker
+from headway.broker.client.batches import CheckpointMark, Claim, Contains, NotReady
+from headway.broker.client.leases import AppendOutcome, AppendReply, SubmitOutcome
+from headway.broker.errors import ServerRestartedError
+from headway.broker.schema import Group, Lease, Segment, VersionSpan, WeightVersion
 
 from .model import Batch, Checkpoint, Lineage, Model, groups_of, is_of_copy, token_at
 from .renewal import renew

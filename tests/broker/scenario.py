@@ -9,12 +9,12 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from broker import Broker
-from broker.client.batches import CheckpointMark, Claim, NotReady, Owner
-from broker.client.leases import LeaseReply, SubmitOutcome
-from broker.schema import Lease, Prompt, RunRules, Segment, Trajectory, VersionSpan, WeightVersion
-from broker.schema.status import QueueDepths
-from broker.schema.weights import BroadcastGroup, Probe, WeightManifest
+from headway.broker import Broker
+from headway.broker.client.batches import CheckpointMark, Claim, NotReady, Owner
+from headway.broker.client.leases import LeaseReply, SubmitOutcome
+from headway.broker.schema import Lease, Prompt, RunRules, Segment, Trajectory, VersionSpan, WeightVersion
+from headway.broker.schema.status import QueueDepths
+from headway.broker.schema.weights import BroadcastGroup, Probe, WeightManifest
 
 HEADER = struct.Struct("<4sHHII")
 FRESH = CheckpointMark(0, 0)

@@ -10,18 +10,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from broker import Broker, open_broker
-from broker.client.evaluations import EvaluationResult
-from broker.client.holding import Holder
-from broker.client.leases import AppendOutcome, SubmitOutcome
-from broker.client.meetings import LEARNER
-from broker.connection.verbs import SHARED, script_names, script_source
-from broker.errors import BrokerError, BrokerUnavailableError, RunNotFoundError
-from broker.owner import Owner
-from broker.schema import Lease, Segment, TrajectoryId, VersionSpan, WeightVersion
-from broker.schema.weights import ModelFiles
-from broker.server.access import Role, User, users
-from broker.server.embedded import EmbeddedServer
+from headway.broker import Broker, open_broker
+from headway.broker.client.evaluations import EvaluationResult
+from headway.broker.client.holding import Holder
+from headway.broker.client.leases import AppendOutcome, SubmitOutcome
+from headway.broker.client.meetings import LEARNER
+from headway.broker.connection.verbs import SHARED, script_names, script_source
+from headway.broker.errors import BrokerError, BrokerUnavailableError, RunNotFoundError
+from headway.broker.owner import Owner
+from headway.broker.schema import Lease, Segment, TrajectoryId, VersionSpan, WeightVersion
+from headway.broker.schema.weights import ModelFiles
+from headway.broker.server.access import Role, User, users
+from headway.broker.server.embedded import EmbeddedServer
 
 from .renewal import renew
 from .scenario import Scenario, begin, broadcast_group, group_id, groups, manifest, of_no_run, prompt, rules, trajectory

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import redis
 
-from broker import Broker, open_broker
-from broker.client.batches import CheckpointMark, NotReady, TakenBatch
-from broker.client.leases import SubmitOutcome
-from broker.errors import BrokerError, FencedError
-from broker.schema import Lease, WeightVersion
-from broker.schema.status import QueueAges, VersionGroups
+from headway.broker import Broker, open_broker
+from headway.broker.client.batches import CheckpointMark, NotReady, TakenBatch
+from headway.broker.client.leases import SubmitOutcome
+from headway.broker.errors import BrokerError, FencedError
+from headway.broker.schema import Lease, WeightVersion
+from headway.broker.schema.status import QueueAges, VersionGroups
 
 from .renewal import renew
 from .scenario import Scenario, begin, group_id, groups, prompt, rules

@@ -9,20 +9,20 @@ import msgspec
 import pytest
 from redis.exceptions import ResponseError
 
-from broker import BlockingBroker, Broker, open_broker
-from broker.client.batches import Owner
-from broker.connection.connection import without_password
-from broker.errors import (
+from headway.broker import BlockingBroker, Broker, open_broker
+from headway.broker.client.batches import Owner
+from headway.broker.connection.connection import without_password
+from headway.broker.errors import (
     BrokerError,
     BrokerUnavailableError,
     FencedError,
     RunNotFoundError,
     VersionRegressionError,
 )
-from broker.schema import WeightVersion
-from broker.schema.weights import ModelFiles
-from broker.server.embedded import EmbeddedServer
-from broker.wire.codec import encode
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.weights import ModelFiles
+from headway.broker.server.embedded import EmbeddedServer
+from headway.broker.wire.codec import encode
 
 from .scenario import FRESH, begin, groups, manifest, of_another_schema, of_no_run, prompt, rules
 from .test_codec import STEP, WORKER

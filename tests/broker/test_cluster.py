@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from redis.crc import key_slot
 
-from broker import Broker, open_broker
-from broker.client.leases import SubmitOutcome
-from broker.connection.connection import Connection
-from broker.connection.inspection import ServerTraits, inspect
-from broker.errors import BrokerUnavailableError, ServerRestartedError
-from broker.schema import TrajectoryId, WeightVersion
-from broker.server.embedded import EmbeddedServer
+from headway.broker import Broker, open_broker
+from headway.broker.client.leases import SubmitOutcome
+from headway.broker.connection.connection import Connection
+from headway.broker.connection.inspection import ServerTraits, inspect
+from headway.broker.errors import BrokerUnavailableError, ServerRestartedError
+from headway.broker.schema import TrajectoryId, WeightVersion
+from headway.broker.server.embedded import EmbeddedServer
 from tests.processes import kill
 
 from .scenario import begin, group_id, groups, prompt, rules

@@ -15,8 +15,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from broker.errors import FrameError
-from broker.schema import (
+from headway.broker.errors import FrameError
+from headway.broker.schema import (
     SCHEMA_VERSION,
     Lease,
     RunRules,
@@ -28,12 +28,12 @@ from broker.schema import (
     VersionSpan,
     WeightVersion,
 )
-from broker.schema.metrics import StepMetrics
-from broker.schema.processes import PoolInfo, ScorerInfo, WorkerInfo
-from broker.schema.status import QueueDepths, RunStatus
-from broker.schema.weights import DeltaSpec, ModelFiles, Probe, TensorSpec, WeightManifest
-from broker.wire import buffers, checks, codec, frames
-from broker.wire.codec import (
+from headway.broker.schema.metrics import StepMetrics
+from headway.broker.schema.processes import PoolInfo, ScorerInfo, WorkerInfo
+from headway.broker.schema.status import QueueDepths, RunStatus
+from headway.broker.schema.weights import DeltaSpec, ModelFiles, Probe, TensorSpec, WeightManifest
+from headway.broker.wire import buffers, checks, codec, frames
+from headway.broker.wire.codec import (
     decode,
     decode_score_request,
     decode_segment,

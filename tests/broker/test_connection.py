@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from broker import Broker, open_broker
-from broker.connection.connection import Connection
-from broker.connection.verbs import SHARED, script_names, script_source
-from broker.errors import BrokerError, BrokerUnavailableError
-from broker.server.embedded import EmbeddedServer
+from headway.broker import Broker, open_broker
+from headway.broker.connection.connection import Connection
+from headway.broker.connection.verbs import SHARED, script_names, script_source
+from headway.broker.errors import BrokerError, BrokerUnavailableError
+from headway.broker.server.embedded import EmbeddedServer
 from tests.processes import kill
 
 from .scenario import begin, groups, rules

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from broker import Broker, open_broker
-from broker.errors import BrokerError, BrokerUnavailableError, HeadwayError
-from broker.server.access import Role
-from broker.server.embedded import EmbeddedServer
+from headway.broker import Broker, open_broker
+from headway.broker.errors import BrokerError, BrokerUnavailableError, HeadwayError
+from headway.broker.server.access import Role
+from headway.broker.server.embedded import EmbeddedServer
 
 from .scenario import Scenario, begin, rules
 from .topologies import free_port

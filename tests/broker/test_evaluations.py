@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from broker import Broker
-from broker.client.batches import CheckpointMark
-from broker.client.evaluations import EvaluationLease, EvaluationOutcome, EvaluationProgress, EvaluationResult
-from broker.errors import FencedError, QuarantinedError
-from broker.schema import WeightVersion
+from headway.broker import Broker
+from headway.broker.client.batches import CheckpointMark
+from headway.broker.client.evaluations import EvaluationLease, EvaluationOutcome, EvaluationProgress, EvaluationResult
+from headway.broker.errors import FencedError, QuarantinedError
+from headway.broker.schema import WeightVersion
 
 from .audit import Auditor
 from .scenario import Scenario, begin, prompt, rules

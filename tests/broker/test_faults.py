@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from broker import Broker
-from broker.client.faults import PLACES
+from headway.broker import Broker
+from headway.broker.client.faults import PLACES
 
 from .scenario import begin, rules
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.broken_frames import Subject, broken_frame, subjects
 from benchmarks.fuzz_decoder import examine, fuzz
-from broker.wire import codec, frames
+from headway.broker.wire import codec, frames
 
 MOST_BYTES = 64 << 20
 """The memory of decoding a trajectory of the largest allowed length is about 50 MiB."""

@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from broker import Broker
-from broker.client.batches import CheckpointMark, Claim, Contains, NotReady, TakenBatch
-from broker.client.leases import SubmitOutcome
-from broker.errors import BrokerError
-from broker.schema import Lease, WeightVersion
-from broker.schema.status import Tallies, VersionGroups
+from headway.broker import Broker
+from headway.broker.client.batches import CheckpointMark, Claim, Contains, NotReady, TakenBatch
+from headway.broker.client.leases import SubmitOutcome
+from headway.broker.errors import BrokerError
+from headway.broker.schema import Lease, WeightVersion
+from headway.broker.schema.status import Tallies, VersionGroups
 
 from .scenario import FRESH, Scenario, begin, group_id, groups, prompt, rules
 

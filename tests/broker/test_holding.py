@@ -2,9 +2,9 @@
 
 import os
 
-from broker import Broker, open_broker
-from broker.client.holding import TTL_S, Holder
-from broker.server.embedded import EmbeddedServer
+from headway.broker import Broker, open_broker
+from headway.broker.client.holding import TTL_S, Holder
+from headway.broker.server.embedded import EmbeddedServer
 
 from .scenario import begin, rules
 from .test_codec import WORKER

@@ -12,10 +12,10 @@ import pytest
 from msgspec.structs import replace
 from redis.exceptions import ResponseError
 
-from broker.client.evaluations import EvaluationLease, EvaluationResult
-from broker.client.leases import AppendOutcome, SubmitOutcome
-from broker.schema import Lease, WeightVersion
-from broker.server.embedded import EmbeddedServer
+from headway.broker.client.evaluations import EvaluationLease, EvaluationResult
+from headway.broker.client.leases import AppendOutcome, SubmitOutcome
+from headway.broker.schema import Lease, WeightVersion
+from headway.broker.server.embedded import EmbeddedServer
 
 from .audit import Auditor
 from .hostile import Cast, Hostile

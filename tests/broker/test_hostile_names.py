@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from redis.exceptions import RedisError
 
-from broker.client.leases import SubmitOutcome
-from broker.errors import BrokerError
+from headway.broker.client.leases import SubmitOutcome
+from headway.broker.errors import BrokerError
 
 from .audit import Auditor
 from .hostile import Cast

@@ -12,13 +12,13 @@ import redis
 from msgspec.structs import replace
 from redis.exceptions import RedisError, ResponseError
 
-from broker.client.faults import KEPT_S, PLACES
-from broker.connection.verbs import flags_of, script_names
-from broker.schema import WeightVersion
-from broker.schema.processes import PoolInfo
-from broker.server.access import Role, User, users
-from broker.server.embedded import EmbeddedServer
-from broker.wire.codec import encode
+from headway.broker.client.faults import KEPT_S, PLACES
+from headway.broker.connection.verbs import flags_of, script_names
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.processes import PoolInfo
+from headway.broker.server.access import Role, User, users
+from headway.broker.server.embedded import EmbeddedServer
+from headway.broker.wire.codec import encode
 
 from .hostile import Cast
 from .scenario import broadcast_group, group_id, prompt

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from redis.exceptions import RedisError
 
-from broker.client.evaluations import EvaluationResult
-from broker.client.leases import SubmitOutcome, parse_tid
-from broker.schema import Lease, Segment, VersionSpan, WeightVersion
-from broker.wire.codec import encode_segment
+from headway.broker.client.evaluations import EvaluationResult
+from headway.broker.client.leases import SubmitOutcome, parse_tid
+from headway.broker.schema import Lease, Segment, VersionSpan, WeightVersion
+from headway.broker.wire.codec import encode_segment
 
 from .audit import Auditor
 from .hostile import Cast, measures

@@ -10,11 +10,11 @@ import pytest
 from msgspec.structs import replace
 from redis.exceptions import RedisError, ResponseError
 
-from broker.client.leases import SubmitOutcome
-from broker.client.scoring import new_request_name
-from broker.connection.verbs import script_names
-from broker.schema import WeightVersion
-from broker.server.embedded import EmbeddedServer
+from headway.broker.client.leases import SubmitOutcome
+from headway.broker.client.scoring import new_request_name
+from headway.broker.connection.verbs import script_names
+from headway.broker.schema import WeightVersion
+from headway.broker.server.embedded import EmbeddedServer
 
 from .audit import Auditor
 from .hostile import Cast, Hostile, measures

@@ -5,13 +5,13 @@ from collections.abc import AsyncIterator
 import pytest
 from msgspec.structs import replace
 
-from broker import Broker, open_broker
-from broker.client.batches import new_identity
-from broker.client.leases import AppendOutcome, SubmitOutcome
-from broker.errors import ForeignRunError
-from broker.schema import SCHEMA_VERSION, WeightVersion
-from broker.schema.weights import ModelFiles
-from broker.wire import codec, frames
+from headway.broker import Broker, open_broker
+from headway.broker.client.batches import new_identity
+from headway.broker.client.leases import AppendOutcome, SubmitOutcome
+from headway.broker.errors import ForeignRunError
+from headway.broker.schema import SCHEMA_VERSION, WeightVersion
+from headway.broker.schema.weights import ModelFiles
+from headway.broker.wire import codec, frames
 
 from .scenario import FRESH, Scenario, as_segment, begin, broadcast_group, groups, prompt, rules, trajectory
 from .test_codec import WORKER

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from broker.errors import ConfigError
-from broker.user_code.roots import ImportRoots
+from headway.broker.errors import ConfigError
+from headway.broker.user_code.roots import ImportRoots
 
 MINE = """
 import subprocess
@@ -52,7 +52,7 @@ def test_what_lies_in_the_directory_is_imported(directory: Path, path: str) -> N
 
 
 def test_headways_own_modules_are_imported_from_anywhere(tmp_path: Path) -> None:
-    ImportRoots(directory=tmp_path).load("rollout_workers.engines.embedded.engine:open_embedded", "engine.kind")
+    ImportRoots(directory=tmp_path).load("headway.rollout_workers.engines.embedded.engine:open_embedded", "engine.kind")
 
 
 @pytest.mark.parametrize(
@@ -104,6 +104,8 @@ def test_what_a_module_has_from_elsewhere_is_not_its_own(directory: Path, name: 
         ("mine:subprocess", "is a module, and no function"),
         ("mine:scor", "has no 'scor' .*did you mean mine:score"),
         ("nowhere:score", "cannot import 'nowhere' for 'nowhere:score'"),
+        ("rollout_workers.environments:X", "write headway.rollout_workers.environments:X"),
+        ("deploy:X", "write headway.deploy:X"),
         ("broken:score", "importing 'broken' raised SystemExit: 0"),
         ("wrong:score", "importing 'wrong' raised SyntaxError"),
         ("mine:score.__globals__", "is no import path"),

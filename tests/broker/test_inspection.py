@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from broker.connection.inspection import ServerTraits, inspect
-from broker.server.access import Role
-from broker.server.embedded import EmbeddedServer
+from headway.broker.connection.inspection import ServerTraits, inspect
+from headway.broker.server.access import Role
+from headway.broker.server.embedded import EmbeddedServer
 
 from .topologies import ask, free_port
 

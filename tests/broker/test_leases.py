@@ -7,16 +7,16 @@ import pytest
 from msgspec.structs import replace
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from broker import Broker, open_broker
-from broker.client.batches import NotReady
-from broker.client.leases import SubmitOutcome
-from broker.client.status import Heard
-from broker.connection.driver import Command
-from broker.errors import BrokerError, SchemaMismatchError
-from broker.schema import TrajectoryId, WeightVersion
-from broker.staleness import is_in_reach, may_admit
-from broker.wire import frames
-from broker.wire.codec import encode
+from headway.broker import Broker, open_broker
+from headway.broker.client.batches import NotReady
+from headway.broker.client.leases import SubmitOutcome
+from headway.broker.client.status import Heard
+from headway.broker.connection.driver import Command
+from headway.broker.errors import BrokerError, SchemaMismatchError
+from headway.broker.schema import TrajectoryId, WeightVersion
+from headway.broker.staleness import is_in_reach, may_admit
+from headway.broker.wire import frames
+from headway.broker.wire.codec import encode
 
 from .renewal import renew
 from .scenario import FRESH, Scenario, begin, group_id, groups, of_another_schema, prompt, rules, trajectory

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
-from broker import Broker, open_broker
-from broker.client.meetings import LEARNER, LIFETIME_S, NUMBERS
-from broker.errors import BrokerError
-from broker.server.embedded import EmbeddedServer
+from headway.broker import Broker, open_broker
+from headway.broker.client.meetings import LEARNER, LIFETIME_S, NUMBERS
+from headway.broker.errors import BrokerError
+from headway.broker.server.embedded import EmbeddedServer
 
 from .scenario import begin, broadcast_group, manifest, rules
 from .test_codec import WORKER as SOME_WORKER

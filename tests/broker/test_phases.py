@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from broker import Broker, open_broker
-from broker.client import phases
-from broker.client.batches import Owner
-from broker.errors import BrokerUnavailableError, FencedError, ServerRestartedError
-from broker.server.embedded import EmbeddedServer
+from headway.broker import Broker, open_broker
+from headway.broker.client import phases
+from headway.broker.client.batches import Owner
+from headway.broker.errors import BrokerUnavailableError, FencedError, ServerRestartedError
+from headway.broker.server.embedded import EmbeddedServer
 from tests.processes import kill
 
 from .scenario import FRESH, rules

@@ -6,12 +6,12 @@ from typing import Literal
 import pytest
 from msgspec.structs import replace
 
-from broker import Broker, open_broker
-from broker.errors import BrokerError, QuarantinedError
-from broker.schema import WeightVersion
-from broker.schema.processes import PoolInfo
-from broker.server.access import Role
-from broker.server.embedded import EmbeddedServer
+from headway.broker import Broker, open_broker
+from headway.broker.errors import BrokerError, QuarantinedError
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.processes import PoolInfo
+from headway.broker.server.access import Role
+from headway.broker.server.embedded import EmbeddedServer
 
 from .scenario import begin, rules
 from .test_access import admit, url_of

@@ -8,15 +8,15 @@ import pytest
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from broker import Broker
-from broker.client.batches import CheckpointMark, NotReady
-from broker.client.leases import AppendOutcome, SubmitOutcome
-from broker.client.submissions import measures_of
-from broker.client.unconfirmed import Submission
-from broker.errors import FrameError, QuarantinedError
-from broker.possible import check_possible
-from broker.schema import Lease, SampleLimits, Segment, Trajectory, TrajectoryId, VersionSpan, WeightVersion
-from broker.wire.codec import encode_segment, encode_trajectory
+from headway.broker import Broker
+from headway.broker.client.batches import CheckpointMark, NotReady
+from headway.broker.client.leases import AppendOutcome, SubmitOutcome
+from headway.broker.client.submissions import measures_of
+from headway.broker.client.unconfirmed import Submission
+from headway.broker.errors import FrameError, QuarantinedError
+from headway.broker.possible import check_possible
+from headway.broker.schema import Lease, SampleLimits, Segment, Trajectory, TrajectoryId, VersionSpan, WeightVersion
+from headway.broker.wire.codec import encode_segment, encode_trajectory
 
 from .scenario import as_segment, begin, groups, prompt, rules, trajectory
 

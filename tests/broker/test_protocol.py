@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from broker import Broker
-from broker.errors import FencedError, ServerRestartedError
-from broker.schema import RunRules, TrajectoryId
+from headway.broker import Broker
+from headway.broker.errors import FencedError, ServerRestartedError
+from headway.broker.schema import RunRules, TrajectoryId
 
 from .audit import Audit, Auditor
 from .model import Batch, Checkpoint, Cursor, Model, Samples, groups_of

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from broker import open_broker
-from broker.errors import ServerRestartedError
-from broker.schema import TrajectoryId, WeightVersion
+from headway.broker import open_broker
+from headway.broker.errors import ServerRestartedError
+from headway.broker.schema import TrajectoryId, WeightVersion
 
 from .scenario import begin, group_id, groups, prompt, rules
 from .topologies import Replicated, ask

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from broker import Broker, open_broker
-from broker.client import versions
-from broker.client.batches import CheckpointMark, Contains, NotReady
-from broker.client.leases import SubmitOutcome
-from broker.connection.connection import Connection
-from broker.errors import FencedError, ServerRestartedError
-from broker.owner import Owner
-from broker.schema import Lease, TrajectoryId, WeightVersion
-from broker.schema.weights import BroadcastGroup
-from broker.server.embedded import EmbeddedServer
-from broker.wire.codec import decode
+from headway.broker import Broker, open_broker
+from headway.broker.client import versions
+from headway.broker.client.batches import CheckpointMark, Contains, NotReady
+from headway.broker.client.leases import SubmitOutcome
+from headway.broker.connection.connection import Connection
+from headway.broker.errors import FencedError, ServerRestartedError
+from headway.broker.owner import Owner
+from headway.broker.schema import Lease, TrajectoryId, WeightVersion
+from headway.broker.schema.weights import BroadcastGroup
+from headway.broker.server.embedded import EmbeddedServer
+from headway.broker.wire.codec import decode
 from tests.processes import kill, until_written
 
 from .scenario import Scenario, begin, broadcast_group, group_id, groups, manifest, of_no_run, prompt, rules

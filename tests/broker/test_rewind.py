@@ -1,9 +1,9 @@
 """A learner goes back to an older checkpoint, and samples of the abandoned branch's weights are never trained."""
 
-from broker import Broker
-from broker.client.batches import CheckpointMark, NotReady
-from broker.client.leases import SubmitOutcome
-from broker.schema import Lease, WeightVersion
+from headway.broker import Broker
+from headway.broker.client.batches import CheckpointMark, NotReady
+from headway.broker.client.leases import SubmitOutcome
+from headway.broker.schema import Lease, WeightVersion
 
 from .scenario import Scenario, begin, group_id, groups, rules
 

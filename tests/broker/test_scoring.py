@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from broker import Broker, open_broker
-from broker.client.scoring import AnswerOutcome, Collected, ScoreLease, Scores, new_request_name
-from broker.errors import BrokerError
-from broker.keys import Keys
-from broker.schema import ScoreRequest
-from broker.server.access import Role
-from broker.server.embedded import EmbeddedServer
+from headway.broker import Broker, open_broker
+from headway.broker.client.scoring import AnswerOutcome, Collected, ScoreLease, Scores, new_request_name
+from headway.broker.errors import BrokerError
+from headway.broker.keys import Keys
+from headway.broker.schema import ScoreRequest
+from headway.broker.server.access import Role
+from headway.broker.server.embedded import EmbeddedServer
 
 from .audit import Auditor
 from .scenario import FRESH, begin, rules

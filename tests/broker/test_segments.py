@@ -8,12 +8,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from broker import Broker
-from broker.client.batches import NotReady
-from broker.client.leases import AppendOutcome, SubmitOutcome
-from broker.client.submissions import measures_of
-from broker.errors import BrokerError, FrameError
-from broker.schema import Lease, Segment, VersionSpan, WeightVersion
+from headway.broker import Broker
+from headway.broker.client.batches import NotReady
+from headway.broker.client.leases import AppendOutcome, SubmitOutcome
+from headway.broker.client.submissions import measures_of
+from headway.broker.errors import BrokerError, FrameError
+from headway.broker.schema import Lease, Segment, VersionSpan, WeightVersion
 
 from .renewal import renew
 from .scenario import FRESH, TTL_S, Scenario, begin, group_id, groups, prompt, rules

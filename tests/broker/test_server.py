@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from broker.errors import HeadwayError
-from broker.server.embedded import SERVER_BINARY, EmbeddedServer, find_server
+from headway.broker.errors import HeadwayError
+from headway.broker.server.embedded import SERVER_BINARY, EmbeddedServer, find_server
 
 
 def test_data_outlive_a_restart(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_server_that_dies_at_once_says_why(tmp_path: Path) -> None:
 
 
 def test_a_stopped_process_is_killed_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("broker.server.embedded._STOP_DEADLINE_S", 0.2)
+    monkeypatch.setattr("headway.broker.server.embedded._STOP_DEADLINE_S", 0.2)
     server = EmbeddedServer(tmp_path)
     server.start()
     os.kill(server.pid, signal.SIGSTOP)

@@ -13,16 +13,16 @@ import pytest
 import redis
 from redis.exceptions import AuthenticationError, OutOfMemoryError
 
-from broker import Broker, open_broker
-from broker.client import strays
-from broker.client.leases import AppendOutcome, SubmitOutcome
-from broker.client.strays import Swept
-from broker.errors import BrokerUnavailableError, FencedError
-from broker.keys import Keys
-from broker.schema import WeightVersion
-from broker.schema.weights import ModelFiles
-from broker.server.access import Role, User
-from broker.server.embedded import EmbeddedServer
+from headway.broker import Broker, open_broker
+from headway.broker.client import strays
+from headway.broker.client.leases import AppendOutcome, SubmitOutcome
+from headway.broker.client.strays import Swept
+from headway.broker.errors import BrokerUnavailableError, FencedError
+from headway.broker.keys import Keys
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.weights import ModelFiles
+from headway.broker.server.access import Role, User
+from headway.broker.server.embedded import EmbeddedServer
 
 from .scenario import FRESH, Scenario, begin, broadcast_group, groups, rules
 from .test_access import admit, segment, url_of
@@ -198,7 +198,7 @@ def _grouped(words: list[str]) -> Iterator[str]:
 
 
 async def test_it_is_told_what_to_do(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "broker")
+    caplog.set_level(logging.INFO, "headway.broker")
     for n in range(3):
         pair.hostile.execute_command(*everywhere("hidden")(pair, n))
     await pair.learner.strays.begin(pair.run.owner)

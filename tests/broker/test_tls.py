@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import trustme
 
-from broker import open_broker
-from broker.connection.address import PASSWORD, PASSWORD_FILE, Address, without_secrets
-from broker.errors import BrokerError, BrokerUnavailableError
-from broker.server.embedded import EmbeddedServer
+from headway.broker import open_broker
+from headway.broker.connection.address import PASSWORD, PASSWORD_FILE, Address, without_secrets
+from headway.broker.errors import BrokerError, BrokerUnavailableError
+from headway.broker.server.embedded import EmbeddedServer
 
 from .scenario import begin, groups, rules
 from .topologies import LOCAL, Proxy, ask, free_port, port_of

@@ -8,9 +8,9 @@ import sys
 import msgspec
 import pytest
 
-from broker import Broker, open_broker
-from broker.errors import BrokerUnavailableError
-from broker.server.embedded import EmbeddedServer
+from headway.broker import Broker, open_broker
+from headway.broker.errors import BrokerUnavailableError
+from headway.broker.server.embedded import EmbeddedServer
 
 from .scenario import begin, rules
 from .test_codec import WORKER
@@ -19,7 +19,7 @@ LONG_S, A_MOMENT_S = 1000.0, 0.05
 
 HOLDER = """
 import asyncio, sys
-from broker import open_broker
+from headway.broker import open_broker
 
 async def hold(url, run):
     broker = await open_broker(url, run)

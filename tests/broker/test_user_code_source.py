@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from broker.errors import ConfigError
-from broker.user_code.source import definition
-from rollout_workers.config import RewardConfig
-from rollout_workers.rewards.functions import check_function
+from headway.broker.errors import ConfigError
+from headway.broker.user_code.source import definition
+from headway.rollout_workers.config import RewardConfig
+from headway.rollout_workers.rewards.functions import check_function
 
 MODULE = """
 import os.path as paths
@@ -76,7 +76,7 @@ def test_a_definition_is_found(module: str, name: str) -> None:
         "seen_global:made",
         "seen_global:later",
         "seen_package.unseen:x",
-        "broker.errors:NoSuchName",
+        "headway.broker.errors:NoSuchName",
     ],
 )
 def test_what_only_an_import_can_tell_is_left_to_it(path: str) -> None:

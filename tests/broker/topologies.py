@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 import redis
 from redis.crc import key_slot
 
-from broker.keys import Keys
-from broker.server.embedded import EmbeddedServer
+from headway.broker.keys import Keys
+from headway.broker.server.embedded import EmbeddedServer
 from tests.processes import kill
 
 LOCAL = "127.0.0.1"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Set
 
-from broker.schema import RunRules
+from headway.broker.schema import RunRules
 
 from .audit import Audit, GroupState
 from .model import Model

@@ -12,7 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from deploy.cli.main import answer
+from headway.deploy.cli.main import answer
 
 BASE = Path(__file__).parents[2] / "deploy" / "kubernetes" / "base"
 VERSION = "1.37"

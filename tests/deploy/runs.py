@@ -6,13 +6,13 @@ from typing import Any
 
 import msgspec
 
-from broker.schema import WeightVersion
-from broker.schema.metrics import LagFigures, StepMetrics
-from broker.schema.processes import PoolInfo, ScorerInfo, WorkerInfo
-from broker.schema.status import QueueAges, QueueDepths, RunStatus, ScoringQueue
-from deploy.observe.sinks.base import SinkRun
-from deploy.observe.sinks.jsonl import JsonlSink
-from deploy.run.events import EvaluationEvent, StageEvent, StepEvent
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.metrics import LagFigures, StepMetrics
+from headway.broker.schema.processes import PoolInfo, ScorerInfo, WorkerInfo
+from headway.broker.schema.status import QueueAges, QueueDepths, RunStatus, ScoringQueue
+from headway.deploy.observe.sinks.base import SinkRun
+from headway.deploy.observe.sinks.jsonl import JsonlSink
+from headway.deploy.run.events import EvaluationEvent, StageEvent, StepEvent
 
 POOL = PoolInfo(pool="gpu", host="node", pid=1, running=3, leaving=1, restarting=0, given_up=2, wanted=4)
 SCORER = ScorerInfo(process="s1", scorer="quality", kind="model", host="node", pid=2, state="ready", device="cpu")

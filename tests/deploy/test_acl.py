@@ -8,11 +8,11 @@ import pytest
 import redis
 from click.testing import CliRunner, Result
 
-from broker import open_broker
-from broker.errors import BrokerError, ConfigError
-from broker.server.access import Role
-from broker.server.embedded import EmbeddedServer
-from deploy.cli.main import cli
+from headway.broker import open_broker
+from headway.broker.errors import BrokerError, ConfigError
+from headway.broker.server.access import Role
+from headway.broker.server.embedded import EmbeddedServer
+from headway.deploy.cli.main import cli
 from tests.broker.scenario import begin, rules
 
 

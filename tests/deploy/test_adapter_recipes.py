@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
-from broker.errors import ConfigError
-from broker.user_code.roots import ImportRoots
-from deploy.cli.main import answer
-from deploy.launch.local import Local
-from deploy.recipe.adapters import (
+from headway.broker.errors import ConfigError
+from headway.broker.user_code.roots import ImportRoots
+from headway.deploy.cli.main import answer
+from headway.deploy.launch.local import Local
+from headway.deploy.recipe.adapters import (
     Unfilled,
     UnfitEngineError,
     adapted_by,
@@ -27,25 +27,25 @@ from deploy.recipe.adapters import (
     sends_adapter,
     why_merged,
 )
-from deploy.recipe.data_checks import check_data
-from deploy.recipe.loading import dump_recipe, load_recipe
-from deploy.recipe.packages import check_packages
-from deploy.recipe.recipe import Recipe
-from deploy.roles import adapter_export
-from deploy.run.directory import SETTINGS
-from deploy.run.resuming import check_resumable
-from deploy.run.stage_output import after_stages, origin, planned
-from deploy.terminal import Terminal
-from learner.backends import open_backend
-from learner.backends.adapter_files import open_weights
-from learner.backends.fsdp.sharding import local
-from learner.backends.hugging_face_files import write_tensors
-from learner.backends.saving import Saving
-from learner.checkpoints.checkpoint import LearnerState, seal
-from learner.config import ModelConfig
-from learner.models.model import load_config
-from learner.ranks import Ranks
-from rollout_workers.engines import open_engine
+from headway.deploy.recipe.data_checks import check_data
+from headway.deploy.recipe.loading import dump_recipe, load_recipe
+from headway.deploy.recipe.packages import check_packages
+from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.roles import adapter_export
+from headway.deploy.run.directory import SETTINGS
+from headway.deploy.run.resuming import check_resumable
+from headway.deploy.run.stage_output import after_stages, origin, planned
+from headway.deploy.terminal import Terminal
+from headway.learner.backends import open_backend
+from headway.learner.backends.adapter_files import open_weights
+from headway.learner.backends.fsdp.sharding import local
+from headway.learner.backends.hugging_face_files import write_tensors
+from headway.learner.backends.saving import Saving
+from headway.learner.checkpoints.checkpoint import LearnerState, seal
+from headway.learner.config import ModelConfig
+from headway.learner.models.model import load_config
+from headway.learner.ranks import Ranks
+from headway.rollout_workers.engines import open_engine
 from tests import plugged
 from tests.end_to_end.recipes import TINY
 from tests.learner.adapted import saved_base, with_adapter

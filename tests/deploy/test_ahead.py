@@ -4,18 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from broker.errors import LASTING_EXIT, ConfigError
-from broker.schema.weights import ModelFiles
-from broker.user_code.roots import ImportRoots
-from deploy.launch.base import AHEAD
-from deploy.recipe.colocation import opens_beside_learner
-from deploy.recipe.loading import dump_recipe, load_recipe
-from deploy.recipe.recipe import Recipe
-from deploy.roles.ahead import EngineAhead
-from deploy.roles.joining import telling_what_lasts
-from deploy.roles.worker import _private_directory
-from learner.models.files import model_files
-from rollout_workers.model_files import write_model
+from headway.broker.errors import LASTING_EXIT, ConfigError
+from headway.broker.schema.weights import ModelFiles
+from headway.broker.user_code.roots import ImportRoots
+from headway.deploy.launch.base import AHEAD
+from headway.deploy.recipe.colocation import opens_beside_learner
+from headway.deploy.recipe.loading import dump_recipe, load_recipe
+from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.roles.ahead import EngineAhead
+from headway.deploy.roles.joining import telling_what_lasts
+from headway.deploy.roles.worker import _private_directory
+from headway.learner.models.files import model_files
+from headway.rollout_workers.model_files import write_model
 
 SIZED = "engine.options={kv_cache_memory_bytes: 1000000000}"
 WIDER = "model.random.config.moe_intermediate_size=32"

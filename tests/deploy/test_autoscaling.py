@@ -13,14 +13,14 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace as changed
 
-from broker import BlockingBroker
-from broker.schema.processes import PoolInfo
-from broker.schema.status import QueueAges
-from broker.server.embedded import EmbeddedServer
-from deploy.observe.autoscaling import Autoscaler, Load, Targets
-from deploy.observe.pools import workers_of
-from deploy.recipe.loading import load_recipe, recipe_to_bytes
-from deploy.roles.autoscaler import Autoscaling, keep_scaling
+from headway.broker import BlockingBroker
+from headway.broker.schema.processes import PoolInfo
+from headway.broker.schema.status import QueueAges
+from headway.broker.server.embedded import EmbeddedServer
+from headway.deploy.observe.autoscaling import Autoscaler, Load, Targets
+from headway.deploy.observe.pools import workers_of
+from headway.deploy.recipe.loading import load_recipe, recipe_to_bytes
+from headway.deploy.roles.autoscaler import Autoscaling, keep_scaling
 from tests.broker.scenario import FRESH, rules
 from tests.broker.test_codec import STEP, WORKER
 from tests.broker.topologies import wait_until
@@ -192,7 +192,7 @@ LONG_S = 50.0
 def test_what_it_decides_of_a_run_reaches_the_pools_supervisor(
     server: EmbeddedServer, run_name: str, monkeypatch: pytest.MonkeyPatch, dry_run: bool, wanted: int
 ) -> None:
-    monkeypatch.setattr("deploy.roles.autoscaler.LOOK_S", 0.01)
+    monkeypatch.setattr("headway.deploy.roles.autoscaler.LOOK_S", 0.01)
     client = BlockingBroker(server.url, run_name)
     broker = client.broker
     recipe = load_recipe("arithmetic.yaml")
@@ -245,7 +245,7 @@ def test_it_waits_for_a_learner_and_says_when_the_run_is_over(
     server: EmbeddedServer, run_name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     may_look = threading.Event()  # not between the two calls below
-    monkeypatch.setattr("deploy.roles.looking.time", SimpleNamespace(sleep=lambda _: may_look.wait(LONG_S)))
+    monkeypatch.setattr("headway.deploy.roles.looking.time", SimpleNamespace(sleep=lambda _: may_look.wait(LONG_S)))
 
     def keep() -> None:
         keep_scaling(server.url, run_name, "", TARGETS, cooldown_s=0.0, dry_run=True, as_json=False)

@@ -15,37 +15,42 @@ from typing import Any, get_args, get_origin
 import msgspec
 import pytest
 
-from broker.errors import ConfigError, HeadwayError
-from broker.user_code.options import typed_options
-from deploy.cli.main import answer
-from deploy.launch import local
-from deploy.printing import visible
-from deploy.recipe.limits import LIMITS
-from deploy.recipe.recipe import Recipe
-from deploy.recipe.words import _fields, _is_struct, _metas, _plain
-from deploy.roles import looking, server
-from deploy.run import in_use
-from deploy.run.directory import CONFIG, ENDPOINT, INCARNATION, held, last_incarnation
-from deploy.run.report import SUMMARY
-from learner.stages.supervised.options import ImitationOptions, PreferenceOptions, RewardModelOptions, UnpairedOptions
+from headway.broker.errors import ConfigError, HeadwayError
+from headway.broker.user_code.options import typed_options
+from headway.deploy.cli.main import answer
+from headway.deploy.launch import local
+from headway.deploy.printing import visible
+from headway.deploy.recipe.limits import LIMITS
+from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.recipe.words import _fields, _is_struct, _metas, _plain
+from headway.deploy.roles import looking, server
+from headway.deploy.run import in_use
+from headway.deploy.run.directory import CONFIG, ENDPOINT, INCARNATION, held, last_incarnation
+from headway.deploy.run.report import SUMMARY
+from headway.learner.stages.supervised.options import (
+    ImitationOptions,
+    PreferenceOptions,
+    RewardModelOptions,
+    UnpairedOptions,
+)
 
 from .bad_inputs import COMMANDS, DATA, DOUBLING, FILES, GARBAGE, NOWHERE, OVERRIDES, RECIPE, RUNS, VALUES, rows
 from .test_cli import clean_environment
 
 DEADLINE_S = 120
 OPTIONS = (
-    "deploy.recipe.ray_roles",
-    "deploy.recipe.sinks",
-    "learner.data.examples",
-    "learner.data.prompts.arithmetic",
-    "learner.data.prompts.files",
-    "learner.data.prompts.hub",
-    "learner.data.records.opening",
-    "learner.data.sources",
-    "learner.data.worked_solutions",
-    "learner.stages.supervised.options",
-    "rollout_workers.environments.second_try",
-    "rollout_workers.environments.single_turn",
+    "headway.deploy.recipe.ray_roles",
+    "headway.deploy.recipe.sinks",
+    "headway.learner.data.examples",
+    "headway.learner.data.prompts.arithmetic",
+    "headway.learner.data.prompts.files",
+    "headway.learner.data.prompts.hub",
+    "headway.learner.data.records.opening",
+    "headway.learner.data.sources",
+    "headway.learner.data.worked_solutions",
+    "headway.learner.stages.supervised.options",
+    "headway.rollout_workers.environments.second_try",
+    "headway.rollout_workers.environments.single_turn",
 )
 """The modules that declare options of kinds."""
 TO_NOWHERE = f"broker.url={NOWHERE}"
@@ -146,7 +151,7 @@ def test_a_process_of_its_own(arguments: list[str | bytes], expected: str, place
     (place / "bomb.yaml").write_text(f"x0: {'a' * 100}\n{DOUBLING}")
     (place / "half.jsonl").write_bytes(rows({"prompt": "a\udfffb", "ground_truth": "2"}))
     signal.alarm(0)
-    command = [sys.executable, "-m", "deploy", *arguments]
+    command = [sys.executable, "-m", "headway", *arguments]
     told = subprocess.run(command, capture_output=True, text=True, cwd=place, env=clean_environment(), check=False)
     assert told.returncode == 1, told.stderr
     (line,) = told.stderr.splitlines()

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from broker.errors import ConfigError
-from deploy.cli.main import answer
-from deploy.roles.chat import Chat
-from deploy.roles.engine import own_settings
-from deploy.run.trained import find_trained
-from rollout_workers.engines.embedded.decoder import Decoder, Sample
+from headway.broker.errors import ConfigError
+from headway.deploy.cli.main import answer
+from headway.deploy.roles.chat import Chat
+from headway.deploy.roles.engine import own_settings
+from headway.deploy.run.trained import find_trained
+from headway.rollout_workers.engines.embedded.decoder import Decoder, Sample
 
 from .tiny_model import SMALL, greedy, make_model
 
@@ -94,7 +94,7 @@ def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(model: Path, monke
     def press_ctrl_c(piece: str) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("rollout_workers.engines.embedded.engine.FLUSH_S", 0.0)
+    monkeypatch.setattr("headway.rollout_workers.engines.embedded.engine.FLUSH_S", 0.0)
     monkeypatch.setattr(Decoder, "step", decode)
     with opened(model, "engine.max_model_len=128", "sampling.max_new_tokens=100") as chat:
         stopped = chat.say("5", press_ctrl_c)

@@ -13,15 +13,15 @@ from typing import IO
 
 import pytest
 
-from broker import Broker
-from broker.owner import CheckpointMark, Owner
-from broker.schema import RunRules
-from broker.schema.processes import PoolInfo
-from broker.server.access import Role
-from broker.server.embedded import EmbeddedServer
-from deploy.recipe.loading import load_recipe, with_overrides
-from deploy.roles.alone import _own_of
-from deploy.run.directory import held
+from headway.broker import Broker
+from headway.broker.owner import CheckpointMark, Owner
+from headway.broker.schema import RunRules
+from headway.broker.schema.processes import PoolInfo
+from headway.broker.server.access import Role
+from headway.broker.server.embedded import EmbeddedServer
+from headway.deploy.recipe.loading import load_recipe, with_overrides
+from headway.deploy.roles.alone import _own_of
+from headway.deploy.run.directory import held
 
 from .runs import step_metrics, worker
 
@@ -68,7 +68,7 @@ NOWHERE = "redis://127.0.0.1:1"
 def headway(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run `headway` to its end."""
     return subprocess.run(
-        [sys.executable, "-m", "deploy", *arguments],
+        [sys.executable, "-m", "headway", *arguments],
         capture_output=True,
         text=True,
         cwd=cwd,
@@ -83,7 +83,7 @@ def clean_environment() -> dict[str, str]:
 
 def run_main(script: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run `main` in a process after `script`, which sees the command line as `cli`."""
-    text = f"import sys\nimport deploy.cli.main as cli\nsys.argv = ['headway', *{list(arguments)!r}]\n{script}"
+    text = f"import sys\nimport headway.deploy.cli.main as cli\nsys.argv = ['headway', *{list(arguments)!r}]\n{script}"
     return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=cwd, check=False)
 
 
@@ -262,7 +262,7 @@ def test_ctrl_c_exits_130_without_a_word(tmp_path: Path) -> None:
 
 def test_the_broker_serves_until_told_to_stop_and_keeps_its_data(tmp_path: Path) -> None:
     port = free_port()
-    arguments = [sys.executable, "-m", "deploy", "broker", "--port", str(port), "--directory", "data"]
+    arguments = [sys.executable, "-m", "headway", "broker", "--port", str(port), "--directory", "data"]
     with subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         url = f"redis://127.0.0.1:{port}"
@@ -370,7 +370,7 @@ def test_a_command_that_was_started_with_sigint_ignored_ends_at_it(tmp_path: Pat
     run = tmp_path / "runs" / "mine"
     run.mkdir(parents=True)
     (run / "config.yaml").write_text("run: {name: mine}\n")
-    line = 'trap "" INT; exec "$0" -m deploy dashboard runs/mine --port 0 --json'
+    line = 'trap "" INT; exec "$0" -m headway dashboard runs/mine --port 0 --json'
     process = subprocess.Popen(
         ["sh", "-c", line, sys.executable], stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=clean_environment()
     )
@@ -408,7 +408,7 @@ async def test_scale_waits_until_the_workers_work(broker: Broker, server: Embedd
 
 
 def watching_status(url: str, run: str, cwd: Path) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "deploy", "status", "--watch", "--json"]
+    command = [sys.executable, "-m", "headway", "status", "--watch", "--json"]
     environment = {**clean_environment(), "HEADWAY_BROKER": url, "HEADWAY_RUN": run}
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd, env=environment

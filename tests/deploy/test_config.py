@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from broker.errors import ConfigError
-from deploy.recipe import files, loading
-from deploy.recipe.files import shipped_recipes
-from deploy.recipe.loading import dump_recipe, load_recipe, recipe_from_bytes, recipe_to_bytes, with_overrides
-from deploy.recipe.recipe import Recipe
-from learner.algorithm_config import ADVANTAGES, CORRECTIONS, OBJECTIVES
+from headway.broker.errors import ConfigError
+from headway.deploy.recipe import files, loading
+from headway.deploy.recipe.files import shipped_recipes
+from headway.deploy.recipe.loading import dump_recipe, load_recipe, recipe_from_bytes, recipe_to_bytes, with_overrides
+from headway.deploy.recipe.recipe import Recipe
+from headway.learner.algorithm_config import ADVANTAGES, CORRECTIONS, OBJECTIVES
 
 MINIMAL = """
 model: {random: {architecture: qwen3, alphabet: "0123456789+"}}
@@ -467,7 +467,7 @@ def test_a_name_that_is_chosen_from_a_list_is_told_the_nearest(recipe_path: Path
 
 
 def test_the_parts_of_a_loss_have_the_names_of_the_catalogue() -> None:
-    from learner.objective.catalog import PARTS
+    from headway.learner.objective.catalog import PARTS
 
     for kind, names in {"advantage": ADVANTAGES, "objective": OBJECTIVES, "correction": CORRECTIONS}.items():
         assert set(names) == {*PARTS[kind], *(PARTS["preference"] if kind == "objective" else ())}

@@ -7,14 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from broker.errors import ConfigError
-from deploy.recipe.loading import load_recipe
-from deploy.recipe.recipe import Recipe
-from deploy.roles.backend import recipe_critic
-from learner.backends import open_backend
-from learner.ranks import Ranks
-from learner.rows.packing import concatenate
-from learner.stages.supervised.reward_model import with_state_behind
+from headway.broker.errors import ConfigError
+from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.roles.backend import recipe_critic
+from headway.learner.backends import open_backend
+from headway.learner.ranks import Ranks
+from headway.learner.rows.packing import concatenate
+from headway.learner.stages.supervised.reward_model import with_state_behind
 from tests.end_to_end.recipes import TINY, write_recipe
 from tests.learner.preferences import MODEL
 from tests.learner.scoring import by_transformers, responses

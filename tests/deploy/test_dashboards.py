@@ -14,13 +14,13 @@ import pytest
 import yaml
 from msgspec.structs import replace
 
-from broker.schema import WeightVersion
-from broker.schema.metrics import LagFigures
-from broker.schema.status import Tallies, VersionGroups
-from deploy.observe.prometheus.endpoint import MetricsEndpoint
-from deploy.observe.prometheus.run import RunCollector
-from deploy.observe.prometheus.worker import WorkerCollector
-from deploy.run.events import HeartbeatEvent
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.metrics import LagFigures
+from headway.broker.schema.status import Tallies, VersionGroups
+from headway.deploy.observe.prometheus.endpoint import MetricsEndpoint
+from headway.deploy.observe.prometheus.run import RunCollector
+from headway.deploy.observe.prometheus.worker import WorkerCollector
+from headway.deploy.run.events import HeartbeatEvent
 
 from .runs import POOL, SCORER, SCORING, evaluation, run_status, step_event, step_metrics
 from .sinks.scrapes import Sample, scrape
@@ -61,7 +61,7 @@ def served() -> dict[Sample, float]:
 
 
 def printed(option: str) -> str:
-    command = [sys.executable, "-m", "deploy", "metrics", option]
+    command = [sys.executable, "-m", "headway", "metrics", option]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -114,7 +114,7 @@ def test_the_dashboard_is_json_whose_panels_lie_beside_each_other() -> None:
 
 
 def test_one_of_the_files_must_be_named() -> None:
-    answer = subprocess.run([sys.executable, "-m", "deploy", "metrics"], capture_output=True, text=True, check=False)
+    answer = subprocess.run([sys.executable, "-m", "headway", "metrics"], capture_output=True, text=True, check=False)
     assert (answer.returncode, "Give --grafana or --alerts." in answer.stderr) == (2, True)
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from pyarrow import parquet
 
-from deploy.cli.main import answer
-from learner.config import PromptsConfig
-from learner.data.mathematics import INSTRUCTIONS, after_hashes, last_boxed
-from learner.data.prompts import open_source
+from headway.deploy.cli.main import answer
+from headway.learner.config import PromptsConfig
+from headway.learner.data.mathematics import INSTRUCTIONS, after_hashes, last_boxed
+from headway.learner.data.prompts import open_source
 from tests.learner.test_record_rendering import PLAIN, tokenizer_of
 
 USER, ANSWER = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}

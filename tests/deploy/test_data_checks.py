@@ -9,21 +9,21 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from broker.errors import ConfigError
-from broker.installation import version_of
-from deploy.recipe import data_checks
-from deploy.recipe.data_checks import check_data, check_models
-from deploy.recipe.loading import load_recipe
-from deploy.roles.backend import recipe_backend
-from learner.models.architectures import check_heads
+from headway.broker.errors import ConfigError
+from headway.broker.installation import version_of
+from headway.deploy.recipe import data_checks
+from headway.deploy.recipe.data_checks import check_data, check_models
+from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.roles.backend import recipe_backend
+from headway.learner.models.architectures import check_heads
 
 RECIPE = "smollm2-reasoning-gym.yaml"
 IMPORTS = """
 import sys
-from deploy.recipe.data_checks import check_data
-from deploy.recipe.loading import load_recipe
-from deploy.roles.backend import recipe_backend
-from learner.models.architectures import check_heads
+from headway.deploy.recipe.data_checks import check_data
+from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.roles.backend import recipe_backend
+from headway.learner.models.architectures import check_heads
 check_data(load_recipe(sys.argv[1], sys.argv[2:]))
 print("reasoning_gym" in sys.modules)
 """
@@ -60,14 +60,15 @@ def test_all_that_the_answer_depends_on_is_checked_anew(monkeypatch: pytest.Monk
     assert len(list(cache.iterdir())) == 2 * checked
     for number, changed in enumerate(("reasoning-gym", "headway"), start=3):
         monkeypatch.setattr(
-            "deploy.recipe.data_checks.version_of", lambda name, new=changed: "0" if name == new else version_of(name)
+            "headway.deploy.recipe.data_checks.version_of",
+            lambda name, new=changed: "0" if name == new else version_of(name),
         )
         check_data(load_recipe(RECIPE, []))
         assert len(list(cache.iterdir())) == number * checked
 
 
 def test_a_package_of_no_known_version_is_checked_each_time(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    monkeypatch.setattr("deploy.recipe.data_checks.version_of", lambda _: None)
+    monkeypatch.setattr("headway.deploy.recipe.data_checks.version_of", lambda _: None)
     check_data(load_recipe(RECIPE, []))
     assert not cache.exists()
 

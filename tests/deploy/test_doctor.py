@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from broker.installation import TorchFacts, version_of
-from deploy.cli import doctor
-from deploy.terminal import Terminal
-from rollout_workers.engines.sglang.abilities import SGLANG
+from headway.broker.installation import TorchFacts, version_of
+from headway.deploy.cli import doctor
+from headway.deploy.terminal import Terminal
+from headway.rollout_workers.engines.sglang.abilities import SGLANG
 
 
 def test_the_report_of_this_machine() -> None:
     answer = subprocess.run(
-        [sys.executable, "-m", "deploy", "doctor", "--json"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "headway", "doctor", "--json"], capture_output=True, text=True, check=True
     )
     report = json.loads(answer.stdout)
     found = {finding["name"]: finding["works"] for finding in report["servers"] + report["backends"]}

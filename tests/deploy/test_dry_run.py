@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.launch.base import Command
+from headway.deploy.launch.base import Command
 
 from .test_cli import headway
 
@@ -27,7 +27,7 @@ def test_a_runs_commands_come_in_the_order_of_start(tmp_path: Path) -> None:
         "worker-1",
     ]
     assert {command["environment"]["HEADWAY_RUN"] for command in commands[3:]} == {"arithmetic"}
-    assert all(command["argv"][:3] == [sys.executable, "-m", "deploy"] for command in commands)
+    assert all(command["argv"][:3] == [sys.executable, "-m", "headway"] for command in commands)
     assert commands[3]["resources"] == {"processes": 1, "threads": 1, "gpus": 0, "devices": None}
     assert list(tmp_path.iterdir()) == []
 

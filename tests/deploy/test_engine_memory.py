@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from broker.errors import ConfigError
-from deploy.cli.stage_memory import learner_part
-from deploy.recipe.engine_memory import engine_shares, memory_overrides, only_gpu_bytes
-from deploy.recipe.loading import load_recipe, with_overrides
-from deploy.recipe.placement import check_placement
-from deploy.recipe.pools import pools_of
-from rollout_workers.engines import abilities_of
+from headway.broker.errors import ConfigError
+from headway.deploy.cli.stage_memory import learner_part
+from headway.deploy.recipe.engine_memory import engine_shares, memory_overrides, only_gpu_bytes
+from headway.deploy.recipe.loading import load_recipe, with_overrides
+from headway.deploy.recipe.placement import check_placement
+from headway.deploy.recipe.pools import pools_of
+from headway.rollout_workers.engines import abilities_of
 
 from .test_cli import headway
 

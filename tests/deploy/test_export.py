@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 
-from deploy.cli.main import answer
-from deploy.recipe.loading import dump_recipe, load_recipe
-from learner.backends import open_backend
-from learner.backends.saving import Saving
-from learner.checkpoints.best import LINK
-from learner.checkpoints.checkpoint import LearnerState, seal
-from learner.checkpoints.weights_digest import saved_tensors, weights_digest
-from learner.ranks import Ranks
+from headway.deploy.cli.main import answer
+from headway.deploy.recipe.loading import dump_recipe, load_recipe
+from headway.learner.backends import open_backend
+from headway.learner.backends.saving import Saving
+from headway.learner.checkpoints.best import LINK
+from headway.learner.checkpoints.checkpoint import LearnerState, seal
+from headway.learner.checkpoints.weights_digest import saved_tensors, weights_digest
+from headway.learner.ranks import Ranks
 from tests.full_disk import no_files_over
 from tests.learner.tiny import OPTIMIZER, model_config
 

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from broker.errors import BUG_EXIT, HeadwayError
-from broker.schema.metrics import StepMetrics
-from deploy.cli import main
-from deploy.launch.base import Command
-from deploy.launch.local import Local
-from deploy.launch.processes import Child
-from deploy.launch.supervisor import RoleFailedError, Supervisor
-from deploy.observe.sinks.jsonl import JsonlSink
-from deploy.recipe.loading import load_recipe
-from deploy.run.directory import CONFIG, INCARNATION, note_incarnation, prepare
-from deploy.run.report import (
+from headway.broker.errors import BUG_EXIT, HeadwayError
+from headway.broker.schema.metrics import StepMetrics
+from headway.deploy.cli import main
+from headway.deploy.launch.base import Command
+from headway.deploy.launch.local import Local
+from headway.deploy.launch.processes import Child
+from headway.deploy.launch.supervisor import RoleFailedError, Supervisor
+from headway.deploy.observe.sinks.jsonl import JsonlSink
+from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.run.directory import CONFIG, INCARNATION, note_incarnation, prepare
+from headway.deploy.run.report import (
     METRICS,
     SUMMARY,
     TRAINED,
@@ -30,8 +30,8 @@ from deploy.run.report import (
     read_summary,
     summarize,
 )
-from deploy.run.stage_output import is_complete, mark_complete
-from deploy.terminal import Terminal
+from headway.deploy.run.stage_output import is_complete, mark_complete
+from headway.deploy.terminal import Terminal
 from tests.full_disk import small_disk
 
 from .runs import open_record, step_event

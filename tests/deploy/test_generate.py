@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from deploy.cli.main import answer
-from deploy.recipe.loading import dump_recipe, load_recipe
+from headway.deploy.cli.main import answer
+from headway.deploy.recipe.loading import dump_recipe, load_recipe
 from tests.full_disk import no_files_over
 from tests.rollout_workers.reward_models import save_model
 
@@ -158,7 +158,7 @@ def test_a_killed_process_is_continued_and_no_prompt_is_lost_or_answered_twice(
     count, out = 400, tmp_path / "a.jsonl"
     prompts = write(tmp_path / "many.jsonl", [f"{number}+1=" for number in range(count)])
     arguments = [str(model), str(prompts), "--out", str(out), "engine.max_model_len=64", "sampling.max_new_tokens=48"]
-    slow = subprocess.Popen([sys.executable, "-m", "deploy", "generate", *arguments, "engine.max_concurrent=2"])
+    slow = subprocess.Popen([sys.executable, "-m", "headway", "generate", *arguments, "engine.max_concurrent=2"])
     while not out.exists() or out.read_bytes().count(b"\n") < 5:
         assert slow.poll() is None, "the process has ended before it was killed"
         time.sleep(0.01)

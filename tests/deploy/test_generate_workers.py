@@ -18,22 +18,22 @@ import msgspec
 import psutil
 import pytest
 
-from broker import BlockingBroker, open_broker
-from broker.client.holding import Holder
-from broker.owner import CheckpointMark
-from broker.schema import RunRules, WeightVersion
-from broker.server.embedded import EmbeddedServer
-from broker.user_code.roots import ImportRoots
-from deploy.cli.main import answer
-from deploy.recipe.loading import recipe_from_bytes, recipe_to_bytes
-from deploy.roles.ahead import EngineAhead
-from deploy.roles.engine import PoolSettings
-from deploy.roles.generating_pool import run_name
-from deploy.roles.generating_workers import generation_recipe
-from deploy.roles.worker import _fetch_config, _work
-from deploy.run.answers import Answer, AnswerFile, AnswersError
-from deploy.run.trained import TrainedModel
-from rollout_workers.config import SamplingConfig
+from headway.broker import BlockingBroker, open_broker
+from headway.broker.client.holding import Holder
+from headway.broker.owner import CheckpointMark
+from headway.broker.schema import RunRules, WeightVersion
+from headway.broker.server.embedded import EmbeddedServer
+from headway.broker.user_code.roots import ImportRoots
+from headway.deploy.cli.main import answer
+from headway.deploy.recipe.loading import recipe_from_bytes, recipe_to_bytes
+from headway.deploy.roles.ahead import EngineAhead
+from headway.deploy.roles.engine import PoolSettings
+from headway.deploy.roles.generating_pool import run_name
+from headway.deploy.roles.generating_workers import generation_recipe
+from headway.deploy.roles.worker import _fetch_config, _work
+from headway.deploy.run.answers import Answer, AnswerFile, AnswersError
+from headway.deploy.run.trained import TrainedModel
+from headway.rollout_workers.config import SamplingConfig
 from tests.processes import kill
 
 from .tiny_model import make_model
@@ -71,7 +71,7 @@ def test_killed_workers_and_a_killed_writer_lose_no_prompt_and_answer_none_twice
     prompts, out, whole = write(tmp_path / "p.jsonl", MANY), tmp_path / "a.jsonl", tmp_path / "whole.jsonl"
     arguments = ["generate", str(model), str(prompts), "--out", str(out)]
     logs = tmp_path / "a.jsonl.logs"
-    writer = subprocess.Popen([sys.executable, "-m", "deploy", *arguments, "--workers", "2", *SLOW, LEASE])
+    writer = subprocess.Popen([sys.executable, "-m", "headway", *arguments, "--workers", "2", *SLOW, LEASE])
     until(lambda: sum("pulled" in log.read_text() for log in logs.glob("worker-*.log")) == 2, writer)
     processes = psutil.Process(writer.pid).children(recursive=True)
     next(one for one in processes if "worker-0" in one.cmdline()).kill()

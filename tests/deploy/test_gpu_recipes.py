@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from broker.errors import ConfigError
-from deploy.cli.memory_pages import report
-from deploy.recipe.files import SHIPPED
-from deploy.recipe.loading import load_recipe
-from deploy.recipe.placement import check_placement, placed
-from deploy.recipe.recipe import Recipe
-from learner.config import ModelConfig, RandomModelConfig
-from learner.models.model import load_tokenizer
-from learner.objective.composition import check_algorithm
+from headway.broker.errors import ConfigError
+from headway.deploy.cli.memory_pages import report
+from headway.deploy.recipe.files import SHIPPED
+from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe.placement import check_placement, placed
+from headway.deploy.recipe.recipe import Recipe
+from headway.learner.config import ModelConfig, RandomModelConfig
+from headway.learner.models.model import load_tokenizer
+from headway.learner.objective.composition import check_algorithm
 
 from .test_cli import headway
 

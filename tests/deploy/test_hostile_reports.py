@@ -8,17 +8,17 @@ import msgspec
 import pytest
 from msgspec.structs import fields, replace
 
-from broker.schema import WeightVersion
-from broker.schema.processes import Fault, PoolInfo, ScorerInfo
-from broker.schema.status import RunStatus
-from broker.wire.codec import decode, encode
-from deploy.observe.changes import changes
-from deploy.observe.live import panel
-from deploy.observe.page.watching import Watcher
-from deploy.observe.status import status_json, status_tables
-from deploy.run.events import HeartbeatEvent
-from deploy.terminal import Terminal
-from weightsync.publish.membership import eligible, still_missed
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.processes import Fault, PoolInfo, ScorerInfo
+from headway.broker.schema.status import RunStatus
+from headway.broker.wire.codec import decode, encode
+from headway.deploy.observe.changes import changes
+from headway.deploy.observe.live import panel
+from headway.deploy.observe.page.watching import Watcher
+from headway.deploy.observe.status import status_json, status_tables
+from headway.deploy.run.events import HeartbeatEvent
+from headway.deploy.terminal import Terminal
+from headway.weightsync.publish.membership import eligible, still_missed
 
 from .runs import run_status, worker
 from .test_printing import is_harmless

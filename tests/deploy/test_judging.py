@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from broker import BlockingBroker, Broker
-from broker.schema import WeightVersion
-from deploy.launch.judging import Judge
-from deploy.launch.pool import Pool, Slot
-from deploy.launch.processes import LocalLauncher
-from rollout_workers.config import WorkersConfig
+from headway.broker import BlockingBroker, Broker
+from headway.broker.schema import WeightVersion
+from headway.deploy.launch.judging import Judge
+from headway.deploy.launch.pool import Pool, Slot
+from headway.deploy.launch.processes import LocalLauncher
+from headway.rollout_workers.config import WorkersConfig
 from tests.broker.scenario import begin, rules
 
 from .runs import worker

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import redis
 
-from broker.connection.address import Address
-from broker.server.access import Role
-from broker.server.embedded import EmbeddedServer
-from deploy.launch import kept_server
-from deploy.launch.kept_server import MAX_RESTARTS, KeptServer, WriteWatch
-from deploy.launch.pool import Pool
-from deploy.launch.supervisor import RoleFailedError, Supervisor
+from headway.broker.connection.address import Address
+from headway.broker.server.access import Role
+from headway.broker.server.embedded import EmbeddedServer
+from headway.deploy.launch import kept_server
+from headway.deploy.launch.kept_server import MAX_RESTARTS, KeptServer, WriteWatch
+from headway.deploy.launch.pool import Pool
+from headway.deploy.launch.supervisor import RoleFailedError, Supervisor
 from tests.broker.topologies import wait_until
 from tests.full_disk import small_disk
 from tests.processes import children_left
@@ -142,7 +142,7 @@ def test_a_restarted_server_does_not_survive_a_killed_supervisor(tmp_path: Path)
     script = f"""
 import os, signal, time
 from pathlib import Path
-from deploy.launch.kept_server import KeptServer
+from headway.deploy.launch.kept_server import KeptServer
 with KeptServer(Path("broker"), print) as server:
     os.kill(server.pid, signal.SIGKILL)
     while server.restarts == 0:

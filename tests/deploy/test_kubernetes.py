@@ -18,15 +18,15 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from broker.connection.address import Address
-from broker.server.access import Role
-from deploy.cli.main import answer, cli
-from deploy.launch.kubernetes import METRICS_PORT, PULL_PORTS
-from deploy.launch.kubernetes_pods import AUTOSCALER_PORT
-from deploy.launch.pool import DRAIN_WORKER_S
-from deploy.recipe.loading import load_recipe
-from deploy.roles.alone import _own_of
-from deploy.roles.served_autoscaler import Wanted
+from headway.broker.connection.address import Address
+from headway.broker.server.access import Role
+from headway.deploy.cli.main import answer, cli
+from headway.deploy.launch.kubernetes import METRICS_PORT, PULL_PORTS
+from headway.deploy.launch.kubernetes_pods import AUTOSCALER_PORT
+from headway.deploy.launch.pool import DRAIN_WORKER_S
+from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.roles.alone import _own_of
+from headway.deploy.roles.served_autoscaler import Wanted
 
 from .kubernetes_objects import (
     BASE,

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 import redis
 
-from broker.server.access import Role
-from broker.server.embedded import find_server
-from deploy.cli.main import cli
+from headway.broker.server.access import Role
+from headway.broker.server.embedded import find_server
+from headway.deploy.cli.main import cli
 
 from .kubernetes_objects import BASE, headway_lines, launch, objects_in
 from .slurm_cluster import free_port
@@ -106,7 +106,7 @@ def test_the_brokers_arguments_start_a_server_that_knows_the_roles_and_nobody_el
         stranger.ping()
     password = (scripts / "secrets" / "passwords" / "learner").read_text().strip()
     url = f"redis://headway-learner:{password}@127.0.0.1:{port}"
-    checked = subprocess.run([sys.executable, "-m", "deploy", "broker", "--url", url], env=clean_environment())
+    checked = subprocess.run([sys.executable, "-m", "headway", "broker", "--url", url], env=clean_environment())
     assert checked.returncode == 0  # among others: noeviction
 
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from broker.errors import ConfigError
-from deploy.launch.base import Command, Handle, Launcher, Resources
-from deploy.launch.opening import open_launcher
-from deploy.launch.pool import Pool
-from deploy.launch.printed import PrintedLauncher
-from deploy.launch.supervisor import Supervisor
-from deploy.recipe.loading import dump_recipe, load_recipe, recipe_from_bytes, recipe_to_bytes
-from deploy.recipe.recipe import LauncherConfig
+from headway.broker.errors import ConfigError
+from headway.deploy.launch.base import Command, Handle, Launcher, Resources
+from headway.deploy.launch.opening import open_launcher
+from headway.deploy.launch.pool import Pool
+from headway.deploy.launch.printed import PrintedLauncher
+from headway.deploy.launch.supervisor import Supervisor
+from headway.deploy.recipe.loading import dump_recipe, load_recipe, recipe_from_bytes, recipe_to_bytes
+from headway.deploy.recipe.recipe import LauncherConfig
 from tests.processes import children_left
 from tests.ray_cluster import RAY, ray_cluster
 
@@ -148,8 +148,8 @@ def test_a_process_has_the_directory_and_variables_of_its_command(starting: Laun
 
 OWN = """
 from dataclasses import replace
-from deploy.launch.base import Launcher
-from deploy.launch.processes import LocalLauncher
+from headway.deploy.launch.base import Launcher
+from headway.deploy.launch.processes import LocalLauncher
 
 class Nice(Launcher):
     def __init__(self, niceness):

@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from broker.installation import SHARED_TMPDIR, shared_temporary_directory
-from deploy.launch.base import Command
-from deploy.launch.leftovers import IN_RAM, LONGEST_DIRECTORY, TemporaryFiles
-from deploy.launch.pool import Pool
-from deploy.launch.processes import LOOK_S, PATIENCE_S, Child
-from deploy.launch.supervisor import Supervisor
+from headway.broker.installation import SHARED_TMPDIR, shared_temporary_directory
+from headway.deploy.launch.base import Command
+from headway.deploy.launch.leftovers import IN_RAM, LONGEST_DIRECTORY, TemporaryFiles
+from headway.deploy.launch.pool import Pool
+from headway.deploy.launch.processes import LOOK_S, PATIENCE_S, Child
+from headway.deploy.launch.supervisor import Supervisor
 from tests.broker.topologies import wait_until
 from tests.processes import is_alive, shared_memory_of
 from tests.rollout_workers.models import make_model, save_config
@@ -71,8 +71,8 @@ signal.pause()
 OPENS = """
 import asyncio, sys
 from pathlib import Path
-from rollout_workers.config import EngineConfig
-from rollout_workers.engines import open_engine, preload
+from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines import open_engine, preload
 
 
 async def main():
@@ -182,7 +182,7 @@ def test_a_run_that_ends_waits_once_for_all_and_not_after_a_second_signal(
             pid, name = (slot.child.command.directory() / "keeper").read_text().split()
             keepers.append(psutil.Process(int(pid)))
             shared.append(IN_RAM / name)
-        monkeypatch.setattr("deploy.launch.processes.time", clock := Clock())
+        monkeypatch.setattr("headway.deploy.launch.processes.time", clock := Clock())
         if signals == 1:
             clock.on_wait = lambda: supervisor._stops.append(signal.SIGINT)
         supervisor._kill_all()

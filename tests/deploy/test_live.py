@@ -9,16 +9,16 @@ import pytest
 from msgspec.structs import replace
 from rich.console import RenderableType
 
-from broker.errors import BrokerUnavailableError, RunNotFoundError
-from broker.schema.metrics import StepMetrics
-from broker.schema.processes import Fault
-from broker.schema.status import DeadLetter, RunStatus
-from deploy.observe.changes import changes
-from deploy.observe.faults import FaultNews
-from deploy.observe.flat_rewards import FlatRewardNews, flat_reward_text
-from deploy.observe.live import NO_LEARNER, NOTHING_TRAINED, Monitor, panel, sparkline, step_line
-from deploy.observe.status import status_json, status_tables
-from deploy.terminal import Terminal
+from headway.broker.errors import BrokerUnavailableError, RunNotFoundError
+from headway.broker.schema.metrics import StepMetrics
+from headway.broker.schema.processes import Fault
+from headway.broker.schema.status import DeadLetter, RunStatus
+from headway.deploy.observe.changes import changes
+from headway.deploy.observe.faults import FaultNews
+from headway.deploy.observe.flat_rewards import FlatRewardNews, flat_reward_text
+from headway.deploy.observe.live import NO_LEARNER, NOTHING_TRAINED, Monitor, panel, sparkline, step_line
+from headway.deploy.observe.status import status_json, status_tables
+from headway.deploy.terminal import Terminal
 
 from .runs import run_status, step_metrics
 

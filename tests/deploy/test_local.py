@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from deploy.launch.commands import WorkerCommand, connection
-from deploy.launch.local import Local, program, run_stages
-from deploy.recipe.loading import load_recipe
-from deploy.roles.alone import _say_how_it_ended
-from deploy.run.directory import prepare
-from deploy.run.stage_output import after_stages
-from deploy.terminal import Terminal
-from learner.config import ModelConfig
-from learner.models.model import load_model, load_tokenizer
+from headway.deploy.launch.commands import WorkerCommand, connection
+from headway.deploy.launch.local import Local, program, run_stages
+from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.roles.alone import _say_how_it_ended
+from headway.deploy.run.directory import prepare
+from headway.deploy.run.stage_output import after_stages
+from headway.deploy.terminal import Terminal
+from headway.learner.config import ModelConfig
+from headway.learner.models.model import load_model, load_tokenizer
 from tests.end_to_end.recipes import MODEL, TINY
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.recipe.loading import load_recipe
-from deploy.roles.worker import _model_here
+from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.roles.worker import _model_here
 
 ADAPTER = "model.adapter={rank: 4, alpha: 8}"
 

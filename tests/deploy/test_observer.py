@@ -8,23 +8,23 @@ from unittest.mock import Mock
 import pytest
 from msgspec.structs import replace
 
-from broker.schema import WeightVersion
-from broker.schema.status import RunStatus
-from deploy.observe.sinks.delivery import Sinks
-from deploy.observe.sinks.jsonl import JsonlSink
-from deploy.recipe.loading import load_recipe
-from deploy.roles import observer as observing
-from deploy.roles.observer import RunObserver
-from deploy.roles.observer import step_event as event_of
-from deploy.run.events import Event, HeartbeatEvent, StepEvent
-from deploy.run.report import read_last_look
-from learner.experience.drift import length_class
-from learner.experience.stream import Experience
-from learner.objective.shaping import reward_stats
-from learner.objective.update import JudgedBatch, Update
-from learner.rows.packing import from_trajectory
-from learner.stages.loop import TrainedStep
-from learner.stages.stopwatch import Stopwatch
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.status import RunStatus
+from headway.deploy.observe.sinks.delivery import Sinks
+from headway.deploy.observe.sinks.jsonl import JsonlSink
+from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.roles import observer as observing
+from headway.deploy.roles.observer import RunObserver
+from headway.deploy.roles.observer import step_event as event_of
+from headway.deploy.run.events import Event, HeartbeatEvent, StepEvent
+from headway.deploy.run.report import read_last_look
+from headway.learner.experience.drift import length_class
+from headway.learner.experience.stream import Experience
+from headway.learner.objective.shaping import reward_stats
+from headway.learner.objective.update import JudgedBatch, Update
+from headway.learner.rows.packing import from_trajectory
+from headway.learner.stages.loop import TrainedStep
+from headway.learner.stages.stopwatch import Stopwatch
 from tests.learner.batches import group
 
 from .runs import run_status, sink_run, step_event

@@ -12,11 +12,11 @@ from typing import Any
 import psutil
 import pytest
 
-from broker.errors import ConfigError
-from deploy.launch.base import Command, Handle, Launcher, Resources
-from deploy.launch.opening import open_launcher
-from deploy.recipe.loading import load_recipe
-from deploy.recipe.recipe import LauncherConfig
+from headway.broker.errors import ConfigError
+from headway.deploy.launch.base import Command, Handle, Launcher, Resources
+from headway.deploy.launch.opening import open_launcher
+from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe.recipe import LauncherConfig
 from tests.ray_cluster import needs_ray, ray_cluster, raylet_of
 
 DEADLINE_S = 300.0
@@ -151,7 +151,7 @@ def test_a_command_says_its_farewell_after_another_of_its_directory_has_gone(
     last = (
         "import pathlib, time\nprint('here', flush=True)\n"
         f"while not pathlib.Path({str(go)!r}).exists(): time.sleep(0.05)\n"
-        "from deploy.launch.farewell import say_farewell\nsay_farewell()"
+        "from headway.deploy.launch.farewell import say_farewell\nsay_farewell()"
     )
     first = launcher.start(replace(waiting(private / "w"), log=tmp_path / "w.log", farewell=private / "w.farewell"))
     words_of(first)
@@ -235,6 +235,6 @@ def test_a_pool_lies_as_its_placement_says_and_grows_beside_its_group(cluster: A
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploy.launch.opening.is_installed", lambda module: False)
+    monkeypatch.setattr("headway.deploy.launch.opening.is_installed", lambda module: False)
     with pytest.raises(ConfigError, match=r"launcher\.kind=ray needs Ray.*pip install 'headway\[ray\]'"):
         open_launcher(LauncherConfig(kind="ray"))

@@ -11,11 +11,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from deploy.observe.bounded_server import MOST
-from deploy.observe.page.server import PageServer
-from deploy.observe.sinks.prometheus import PrometheusSink
-from deploy.recipe.sinks import PrometheusOptions
-from deploy.roles.served_autoscaler import Together, answering
+from headway.deploy.observe.bounded_server import MOST
+from headway.deploy.observe.page.server import PageServer
+from headway.deploy.observe.sinks.prometheus import PrometheusSink
+from headway.deploy.recipe.sinks import PrometheusOptions
+from headway.deploy.roles.served_autoscaler import Together, answering
 from tests.weightsync.test_transports import until
 
 IDLE = 150

@@ -5,19 +5,19 @@ import sys
 
 import pytest
 
-from broker import Broker
-from broker.client.batches import CheckpointMark
-from broker.errors import LASTING_EXIT, ConfigError
-from broker.schema import RunRules
-from deploy.recipe.loading import load_recipe, recipe_from_bytes, recipe_to_bytes, with_overrides
-from deploy.recipe.operators import (
+from headway.broker import Broker
+from headway.broker.client.batches import CheckpointMark
+from headway.broker.errors import LASTING_EXIT, ConfigError
+from headway.broker.schema import RunRules
+from headway.deploy.recipe.loading import load_recipe, recipe_from_bytes, recipe_to_bytes, with_overrides
+from headway.deploy.recipe.operators import (
     check_stored,
     check_stored_scorers,
     passed_on,
     passed_on_to_scorers,
     roots_of,
 )
-from deploy.recipe.recipe import Recipe
+from headway.deploy.recipe.recipe import Recipe
 
 
 def stored(*overrides: str) -> Recipe:
@@ -32,7 +32,7 @@ async def test_a_worker_that_finds_the_standard_library_in_its_configuration_run
     await broker.batches.claim(checkpoint=CheckpointMark(0, 0), rules=rules, config=config, resume=False)
     command = ("worker", "--broker", broker.url, "--run", broker.run)
     worker = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "deploy", *command, stderr=asyncio.subprocess.PIPE
+        sys.executable, "-m", "headway", *command, stderr=asyncio.subprocess.PIPE
     )
     _, said = await asyncio.wait_for(worker.communicate(), 60)
     assert worker.returncode == LASTING_EXIT

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from broker.errors import ConfigError
-from deploy.cli.main import answer
-from deploy.recipe.loading import load_recipe
+from headway.broker.errors import ConfigError
+from headway.deploy.cli.main import answer
+from headway.deploy.recipe.loading import load_recipe
 
 RECIPE = """
 model: {path: somewhere}

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from broker.errors import ConfigError
-from deploy.observe.sinks import open_sinks
-from deploy.recipe.loading import load_recipe
-from deploy.recipe.packages import check_packages
+from headway.broker.errors import ConfigError
+from headway.deploy.observe.sinks import open_sinks
+from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe.packages import check_packages
 
 from .runs import sink_run
 

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from broker.connection.address import PASSWORD, PASSWORD_FILE
-from broker.errors import LASTING_EXIT, BrokerError, HeadwayError, RefusedByServerError
-from broker.server.access import Role
-from broker.server.credentials import Credentials
-from broker.server.embedded import EmbeddedServer
-from deploy.launch.commands import WorkerCommand, learner_command
-from deploy.launch.server_traits import check_may_work
-from deploy.recipe.loading import dump_recipe, load_recipe, recipe_to_bytes
-from deploy.roles.alone import run_scorer, run_scorers, run_worker, run_workers
-from deploy.roles.looking import as_learner
-from deploy.run.directory import endpoint, prepare
+from headway.broker.connection.address import PASSWORD, PASSWORD_FILE
+from headway.broker.errors import LASTING_EXIT, BrokerError, HeadwayError, RefusedByServerError
+from headway.broker.server.access import Role
+from headway.broker.server.credentials import Credentials
+from headway.broker.server.embedded import EmbeddedServer
+from headway.deploy.launch.commands import WorkerCommand, learner_command
+from headway.deploy.launch.server_traits import check_may_work
+from headway.deploy.recipe.loading import dump_recipe, load_recipe, recipe_to_bytes
+from headway.deploy.roles.alone import run_scorer, run_scorers, run_worker, run_workers
+from headway.deploy.roles.looking import as_learner
+from headway.deploy.run.directory import endpoint, prepare
 from tests.broker.test_access import admit, url_of
 from tests.broker.topologies import LOCAL, ask, free_port, port_of
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from broker.errors import ConfigError
-from deploy.recipe import placement
-from deploy.recipe.loading import load_recipe
-from deploy.recipe.placement import check_gpus, check_placement, has_gpu
+from headway.broker.errors import ConfigError
+from headway.deploy.recipe import placement
+from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe.placement import check_gpus, check_placement, has_gpu
 
 from .test_cli import headway
 

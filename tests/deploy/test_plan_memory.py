@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from broker.errors import ConfigError
-from deploy.cli.memory_pages import as_builtins, page, report
-from deploy.recipe.loading import load_recipe
-from deploy.terminal import Terminal
-from learner.config import ModelConfig, RandomModelConfig
-from learner.models.model import load_config, load_tokenizer
-from rollout_workers.scorers.runtimes.vllm.start import bytes_of_token
+from headway.broker.errors import ConfigError
+from headway.deploy.cli.memory_pages import as_builtins, page, report
+from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.terminal import Terminal
+from headway.learner.config import ModelConfig, RandomModelConfig
+from headway.learner.models.model import load_config, load_tokenizer
+from headway.rollout_workers.scorers.runtimes.vllm.start import bytes_of_token
 from tests.deploy.test_cli import headway, run_main
 
 RECIPE = """

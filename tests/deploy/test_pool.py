@@ -14,16 +14,16 @@ from typing import Literal
 import msgspec
 import pytest
 
-from broker import BlockingBroker, Broker
-from broker.schema import WeightVersion
-from broker.schema.processes import PoolInfo
-from broker.server.embedded import EmbeddedServer
-from deploy.launch.base import Command
-from deploy.launch.following import burying, following
-from deploy.launch.pool import Pool
-from deploy.launch.processes import Child, LocalLauncher
-from deploy.launch.supervisor import Supervisor
-from deploy.recipe.ray_roles import SCORER
+from headway.broker import BlockingBroker, Broker
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.processes import PoolInfo
+from headway.broker.server.embedded import EmbeddedServer
+from headway.deploy.launch.base import Command
+from headway.deploy.launch.following import burying, following
+from headway.deploy.launch.pool import Pool
+from headway.deploy.launch.processes import Child, LocalLauncher
+from headway.deploy.launch.supervisor import Supervisor
+from headway.deploy.recipe.ray_roles import SCORER
 from tests.broker.scenario import FRESH, begin, rules
 from tests.broker.test_codec import WORKER
 from tests.broker.test_scoring import QUALITY, ask, lease
@@ -252,7 +252,7 @@ def test_a_worker_that_does_not_leave_in_time_hands_back_what_it_held_as_its_sup
 def test_a_pool_whose_name_another_supervisor_has_reports_once_it_is_free(
     claimed: BlockingBroker, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deploy.launch.following.TTL_S", 1.0)
+    monkeypatch.setattr("headway.deploy.launch.following.TTL_S", 1.0)
     info, broker = PoolInfo(pool="big", host="other", pid=1, running=1), claimed.broker
     assert claimed.call(broker.pools.report(info, 5, 6.0)) == 5
     pool = Pool("big", 1, workers(tmp_path))

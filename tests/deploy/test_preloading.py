@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.launch.preloading import ENGINE
+from headway.deploy.launch.preloading import ENGINE
 
-WORKER = ("-X", "importtime", "-m", "deploy", "worker", "--broker", "unix:///nowhere", "--run", "r", "--name", "a b")
+WORKER = ("-X", "importtime", "-m", "headway", "worker", "--broker", "unix:///nowhere", "--run", "r", "--name", "a b")
 """A worker that ends once all of its own modules are imported: its name is refused."""
 
 
@@ -31,11 +31,11 @@ def imports_of_a_worker(tmp_path: Path, **environment: str) -> list[str]:
 @pytest.mark.vllm
 def test_vllm_is_being_imported_before_the_workers_own_modules(tmp_path: Path) -> None:
     imported = imports_of_a_worker(tmp_path, **{ENGINE: "vllm"})
-    assert imported.index("multiprocessing.popen_forkserver") < imported.index("deploy.roles.alone")
+    assert imported.index("multiprocessing.popen_forkserver") < imported.index("headway.deploy.roles.alone")
     assert list(tmp_path.glob("pymp-*")) == [], "multiprocessing's own end was left out"
 
 
 def test_a_worker_whose_engine_is_not_known_imports_none(tmp_path: Path) -> None:
     imported = imports_of_a_worker(tmp_path)
-    assert "deploy.roles.alone" in imported
+    assert "headway.deploy.roles.alone" in imported
     assert "multiprocessing.popen_forkserver" not in imported

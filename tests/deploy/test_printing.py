@@ -12,14 +12,14 @@ import pytest
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from broker import Broker
-from broker.schema.status import RunStatus
-from broker.wire.codec import encode
-from deploy.observe.live import Monitor, panel
-from deploy.observe.status import status_tables
-from deploy.observe.waiting import Waiting
-from deploy.printing import paragraph, say, say_json, visible
-from deploy.terminal import Terminal, styled
+from headway.broker import Broker
+from headway.broker.schema.status import RunStatus
+from headway.broker.wire.codec import encode
+from headway.deploy.observe.live import Monitor, panel
+from headway.deploy.observe.status import status_tables
+from headway.deploy.observe.waiting import Waiting
+from headway.deploy.printing import paragraph, say, say_json, visible
+from headway.deploy.terminal import Terminal, styled
 
 from .runs import run_status, worker
 from .test_cli import clean_environment, headway
@@ -126,7 +126,7 @@ async def begin_with_hostile_workers(broker: Broker) -> None:
 
 def test_a_log_line_is_harmless(tmp_path: Path) -> None:
     script = (
-        "from deploy.printing import log_to_stderr, OF_ROLES; import logging\n"
+        "from headway.deploy.printing import log_to_stderr, OF_ROLES; import logging\n"
         "log_to_stderr(logging.INFO, OF_ROLES)\n"
         "logging.getLogger('x').info('worker %s', '\\x1b[2J')"
     )
@@ -144,7 +144,7 @@ def test_an_argument_that_is_no_text_is_shown(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["algorithms", "algorithms --json", "--help"])
 def test_an_output_that_takes_no_more_is_said(command: str, tmp_path: Path) -> None:
-    arguments = [sys.executable, "-m", "deploy", *command.split()]
+    arguments = [sys.executable, "-m", "headway", *command.split()]
     with open("/dev/full", "w") as full:
         answer = subprocess.run(
             arguments,
@@ -165,7 +165,7 @@ def test_an_output_that_takes_no_more_is_said(command: str, tmp_path: Path) -> N
 def test_a_reader_that_left_is_no_error(command: str, tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    arguments = [sys.executable, "-m", "deploy", *command.split()]
+    arguments = [sys.executable, "-m", "headway", *command.split()]
     answer = subprocess.run(
         arguments, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=clean_environment(), check=False
     )

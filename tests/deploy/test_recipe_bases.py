@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from broker.errors import ConfigError
-from deploy.recipe import files
-from deploy.recipe.loading import dump_recipe, hint_of, load_recipe
+from headway.broker.errors import ConfigError
+from headway.deploy.recipe import files
+from headway.deploy.recipe.loading import dump_recipe, hint_of, load_recipe
 
 
 def write(directory: Path, name: str, text: str) -> Path:

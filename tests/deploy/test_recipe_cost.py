@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.recipe.loading import load_recipe
-from deploy.roles.backend import recipe_cost
+from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.roles.backend import recipe_cost
 from tests.learner.adapted import saved_base
 from tests.learner.tiny import model_config
 

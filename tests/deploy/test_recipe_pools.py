@@ -2,9 +2,9 @@
 
 import pytest
 
-from broker.errors import ConfigError
-from deploy.recipe.loading import load_recipe, recipe_from_bytes, recipe_to_bytes, with_overrides
-from deploy.recipe.pools import pools_of
+from headway.broker.errors import ConfigError
+from headway.deploy.recipe.loading import load_recipe, recipe_from_bytes, recipe_to_bytes, with_overrides
+from headway.deploy.recipe.pools import pools_of
 
 
 @pytest.mark.parametrize(

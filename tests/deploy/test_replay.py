@@ -5,16 +5,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from broker.errors import ConfigError
-from deploy.recipe.loading import dump_recipe, load_recipe
-from deploy.roles.replay import Replay, replayed_recipe
-from deploy.run.comparison import ComparedWeights, Comparison, changed_settings, comparison_json, verdict
-from deploy.run.directory import find_run
-from deploy.run.trained import original_recipe
-from learner.algorithm_config import AggregationConfig
-from learner.config import LayoutConfig
-from learner.experience.log import ExperienceLog
-from learner.stages.replay import ReplayError
+from headway.broker.errors import ConfigError
+from headway.deploy.recipe.loading import dump_recipe, load_recipe
+from headway.deploy.roles.replay import Replay, replayed_recipe
+from headway.deploy.run.comparison import ComparedWeights, Comparison, changed_settings, comparison_json, verdict
+from headway.deploy.run.directory import find_run
+from headway.deploy.run.trained import original_recipe
+from headway.learner.algorithm_config import AggregationConfig
+from headway.learner.config import LayoutConfig
+from headway.learner.experience.log import ExperienceLog
+from headway.learner.stages.replay import ReplayError
 from tests.learner.batches import batch, damage
 
 from .runs import step_metrics

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from broker.schema.metrics import StepMetrics
-from deploy.run.figures import moving_average, trained_per_s_on_average
-from deploy.run.plots import plot
-from deploy.run.report import (
+from headway.broker.schema.metrics import StepMetrics
+from headway.deploy.run.figures import moving_average, trained_per_s_on_average
+from headway.deploy.run.plots import plot
+from headway.deploy.run.report import (
     METRICS,
     TRAINED,
     TrainedLine,

@@ -5,12 +5,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from broker.errors import ConfigError
-from deploy.recipe.loading import dump_recipe, load_recipe
-from deploy.recipe.recipe import Recipe
-from deploy.run.directory import prepare
-from deploy.run.resuming import ANEW, FIXED, FREE, RAISED, check_resumable, keys_of
-from learner.experience.rewind import Rewind
+from headway.broker.errors import ConfigError
+from headway.deploy.recipe.loading import dump_recipe, load_recipe
+from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.run.directory import prepare
+from headway.deploy.run.resuming import ANEW, FIXED, FREE, RAISED, check_resumable, keys_of
+from headway.learner.experience.rewind import Rewind
 
 
 def test_every_key_is_in_exactly_one_class() -> None:

@@ -5,18 +5,18 @@ from typing import Any
 
 import pytest
 
-from broker import Broker
-from broker.client.batches import CheckpointMark
-from broker.client.leases import NoMoreLeases
-from broker.errors import ConfigError
-from broker.schema import RunRules
-from deploy.recipe.loading import recipe_to_bytes
-from deploy.recipe.recipe import Recipe, RunConfig
-from deploy.roles import joining
-from deploy.roles import worker as rollout
-from learner.algorithm_config import AlgorithmConfig
-from learner.config import LearnerConfig, PromptsConfig
-from rollout_workers.config import RewardConfig, SamplingConfig
+from headway.broker import Broker
+from headway.broker.client.batches import CheckpointMark
+from headway.broker.client.leases import NoMoreLeases
+from headway.broker.errors import ConfigError
+from headway.broker.schema import RunRules
+from headway.deploy.recipe.loading import recipe_to_bytes
+from headway.deploy.recipe.recipe import Recipe, RunConfig
+from headway.deploy.roles import joining
+from headway.deploy.roles import worker as rollout
+from headway.learner.algorithm_config import AlgorithmConfig
+from headway.learner.config import LearnerConfig, PromptsConfig
+from headway.rollout_workers.config import RewardConfig, SamplingConfig
 from tests.broker.scenario import begin, rules
 
 A_MOMENT_S = 0.02

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from broker.errors import ConfigError, HeadwayError
-from deploy.recipe.loading import load_recipe, with_overrides
-from deploy.recipe.recipe import Recipe
-from deploy.run.directory import (
+from headway.broker.errors import ConfigError, HeadwayError
+from headway.deploy.recipe.loading import load_recipe, with_overrides
+from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.run.directory import (
     CONFIG,
     endpoint,
     find_endpoint,
@@ -20,7 +20,7 @@ from deploy.run.directory import (
     note_incarnation,
     prepare,
 )
-from deploy.run.stage_output import mark_complete
+from headway.deploy.run.stage_output import mark_complete
 
 
 @pytest.fixture

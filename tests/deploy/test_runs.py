@@ -9,10 +9,10 @@ import pytest
 import redis
 from click.testing import CliRunner, Result
 
-from broker import Broker, open_broker
-from broker.client.holding import Holder
-from broker.server.embedded import EmbeddedServer
-from deploy.cli.main import cli
+from headway.broker import Broker, open_broker
+from headway.broker.client.holding import Holder
+from headway.broker.server.embedded import EmbeddedServer
+from headway.deploy.cli.main import cli
 from tests.broker.scenario import begin, rules
 from tests.broker.topologies import is_redis_7_0
 

@@ -13,26 +13,26 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from broker.client.broker import Broker
-from broker.client.holding import Holder
-from broker.config import BrokerConfig
-from broker.errors import LASTING_EXIT, ConfigError
-from broker.schema.processes import PoolInfo
-from broker.schema.status import RunStatus
-from deploy.observe.pools import pool_of
-from deploy.observe.status import status_json, status_tables
-from deploy.observe.waiting import look
-from deploy.recipe.loading import recipe_to_bytes
-from deploy.recipe.recipe import Recipe, RunConfig
-from deploy.recipe.scorers import impossible_scorers
-from deploy.roles.learner import rules_of
-from deploy.roles.scorer import score
-from deploy.roles.worker import work
-from deploy.terminal import Terminal
-from learner.algorithm_config import AlgorithmConfig, DistillationConfig
-from learner.config import ModelConfig
-from learner.models.files import model_files
-from rollout_workers.config import (
+from headway.broker.client.broker import Broker
+from headway.broker.client.holding import Holder
+from headway.broker.config import BrokerConfig
+from headway.broker.errors import LASTING_EXIT, ConfigError
+from headway.broker.schema.processes import PoolInfo
+from headway.broker.schema.status import RunStatus
+from headway.deploy.observe.pools import pool_of
+from headway.deploy.observe.status import status_json, status_tables
+from headway.deploy.observe.waiting import look
+from headway.deploy.recipe.loading import recipe_to_bytes
+from headway.deploy.recipe.recipe import Recipe, RunConfig
+from headway.deploy.recipe.scorers import impossible_scorers
+from headway.deploy.roles.learner import rules_of
+from headway.deploy.roles.scorer import score
+from headway.deploy.roles.worker import work
+from headway.deploy.terminal import Terminal
+from headway.learner.algorithm_config import AlgorithmConfig, DistillationConfig
+from headway.learner.config import ModelConfig
+from headway.learner.models.files import model_files
+from headway.rollout_workers.config import (
     RewardConfig,
     SamplingConfig,
     ScorerEngineConfig,
@@ -40,9 +40,9 @@ from rollout_workers.config import (
     TeacherConfig,
     WorkersConfig,
 )
-from rollout_workers.outages import Outages
-from rollout_workers.scorers.asking import AskedScorer
-from rollout_workers.scorers.base import UnfitModelError
+from headway.rollout_workers.outages import Outages
+from headway.rollout_workers.scorers.asking import AskedScorer
+from headway.rollout_workers.scorers.base import UnfitModelError
 from tests.broker.scenario import FRESH
 from tests.rollout_workers.marks import VLLM
 from tests.rollout_workers.reward_models import TOKENS, save_model, score_of
@@ -109,7 +109,7 @@ async def begin(
 async def process(broker: Broker, name: str) -> AsyncIterator[asyncio.subprocess.Process]:
     """Yield a scorer's process, and kill it at the end if it still runs."""
     environment = {**os.environ, "HEADWAY_BROKER": broker.url, "HEADWAY_RUN": broker.run}
-    argv = [sys.executable, "-m", "deploy", "scorer", "--name", name]
+    argv = [sys.executable, "-m", "headway", "scorer", "--name", name]
     started = await asyncio.create_subprocess_exec(*argv, env=environment, stderr=asyncio.subprocess.PIPE)
     try:
         yield started

@@ -13,13 +13,13 @@ import msgspec
 import pytest
 from msgspec.structs import replace as changed
 
-from broker import BlockingBroker
-from broker.owner import Owner
-from broker.schema.processes import PoolInfo
-from broker.server.embedded import EmbeddedServer
-from deploy.observe.autoscaling import Targets
-from deploy.recipe.loading import load_recipe, recipe_to_bytes
-from deploy.roles.served_autoscaler import Together, answering, noticeable
+from headway.broker import BlockingBroker
+from headway.broker.owner import Owner
+from headway.broker.schema.processes import PoolInfo
+from headway.broker.server.embedded import EmbeddedServer
+from headway.deploy.observe.autoscaling import Targets
+from headway.deploy.recipe.loading import load_recipe, recipe_to_bytes
+from headway.deploy.roles.served_autoscaler import Together, answering, noticeable
 from tests.broker.scenario import FRESH, rules
 from tests.broker.test_codec import WORKER
 
@@ -97,7 +97,7 @@ def test_the_command_serves_until_it_is_stopped(
 ) -> None:
     begin(client)
     port = free_port()
-    command = [sys.executable, "-m", "deploy", "autoscale", "--pool=workers", "--most=8", "--serve", str(port)]
+    command = [sys.executable, "-m", "headway", "autoscale", "--pool=workers", "--most=8", "--serve", str(port)]
     environment = {**clean_environment(), "HEADWAY_BROKER": server.url, "HEADWAY_RUN": run_name}
     with subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + DEADLINE_S
@@ -115,7 +115,7 @@ def test_the_command_serves_until_it_is_stopped(
 
 
 def test_serving_needs_a_pool(capsys: pytest.CaptureFixture[str]) -> None:
-    from deploy.cli.main import answer
+    from headway.deploy.cli.main import answer
 
     assert answer(["autoscale", "--most", "4", "--serve", "8080"]) == 2
     assert "--serve needs --pool" in capsys.readouterr().err

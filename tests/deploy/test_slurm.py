@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 import redis
 
-from broker.server.access import Role
-from broker.server.embedded import EmbeddedServer
-from deploy.cli.main import answer
+from headway.broker.server.access import Role
+from headway.broker.server.embedded import EmbeddedServer
+from headway.deploy.cli.main import answer
 
 from .slurm_cluster import cluster, free_port, missing_programs
 from .test_cli import clean_environment
@@ -115,7 +115,7 @@ def test_each_scorer_has_a_script_with_its_gpu_and_password() -> None:
             "x",
             "--dry-run",
         ]
-        assert line.endswith('-m deploy scorers --count 1 --scorer "$SCORER" "${ARGUMENTS[@]}"')
+        assert line.endswith('-m headway scorers --count 1 --scorer "$SCORER" "${ARGUMENTS[@]}"')
         assert answer(words) == 0
     launch("teacher.path=T", "scorers.count=0")
     assert not list(scripts.glob("scorer-*.sh"))
@@ -229,7 +229,7 @@ def test_before_the_time_limit_a_job_drains_and_goes_back_into_the_queue(
     job: Callable[..., "subprocess.Popen[str]"],
 ) -> None:
     started = job()
-    assert first_line(started) == "working -m deploy workers --count 1 --pool workers-2\n"
+    assert first_line(started) == "working -m headway workers --count 1 --pool workers-2\n"
     started.send_signal(signal.SIGUSR1)
     said = started.communicate()[0]
     assert said.splitlines()[0] == "draining"

@@ -11,28 +11,28 @@ import torch
 import yaml
 from msgspec.structs import replace as replace_struct
 
-from broker.errors import ConfigError, HeadwayError
-from deploy.launch.commands import stage_command
-from deploy.launch.local import Local, stop_notice
-from deploy.recipe.data_checks import check_data
-from deploy.recipe.files import shipped_recipes
-from deploy.recipe.loading import dump_recipe, hint_of, load_recipe, with_overrides
-from deploy.recipe.recipe import Recipe
-from deploy.recipe.stage_graph import chain_of, impossible_starts, number_of, start_of
-from deploy.roles.stage import ProgressBars, fine_tune
-from deploy.run.directory import SETTINGS, prepare
-from deploy.run.record import read_record
-from deploy.run.resuming import check_resumable, stage_binding
-from deploy.run.stage_output import after_stages, check_made, is_of, mark_complete, origin, planned, starting_at
-from deploy.run.stage_record import StageRecord, record_of, tracker_identity
-from deploy.terminal import Terminal
-from learner.config import ModelConfig, RecordsConfig, StageConfig
-from learner.data.prompts.base import Message
-from learner.data.prompts.rendering import Renderer
-from learner.data.sources import open_pairs
-from learner.models.model import load_model, load_tokenizer
-from learner.stages.base import Progress
-from learner.stages.kinds import KNOWN
+from headway.broker.errors import ConfigError, HeadwayError
+from headway.deploy.launch.commands import stage_command
+from headway.deploy.launch.local import Local, stop_notice
+from headway.deploy.recipe.data_checks import check_data
+from headway.deploy.recipe.files import shipped_recipes
+from headway.deploy.recipe.loading import dump_recipe, hint_of, load_recipe, with_overrides
+from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.recipe.stage_graph import chain_of, impossible_starts, number_of, start_of
+from headway.deploy.roles.stage import ProgressBars, fine_tune
+from headway.deploy.run.directory import SETTINGS, prepare
+from headway.deploy.run.record import read_record
+from headway.deploy.run.resuming import check_resumable, stage_binding
+from headway.deploy.run.stage_output import after_stages, check_made, is_of, mark_complete, origin, planned, starting_at
+from headway.deploy.run.stage_record import StageRecord, record_of, tracker_identity
+from headway.deploy.terminal import Terminal
+from headway.learner.config import ModelConfig, RecordsConfig, StageConfig
+from headway.learner.data.prompts.base import Message
+from headway.learner.data.prompts.rendering import Renderer
+from headway.learner.data.sources import open_pairs
+from headway.learner.models.model import load_model, load_tokenizer
+from headway.learner.stages.base import Progress
+from headway.learner.stages.kinds import KNOWN
 from tests.deploy.runs import stage_event
 from tests.end_to_end.recipes import TINY
 
@@ -49,11 +49,11 @@ OWN_STAGE = '''
 
 import msgspec
 
-from learner.data.examples import Example
-from learner.objective.objective import supervised_loss
-from learner.rows.packing import pack
-from learner.stages.base import Progress, StageMetrics
-from learner.stages.sft import tokenize
+from headway.learner.data.examples import Example
+from headway.learner.objective.objective import supervised_loss
+from headway.learner.rows.packing import pack
+from headway.learner.stages.base import Progress, StageMetrics
+from headway.learner.stages.sft import tokenize
 
 
 class Repeat:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from deploy.launch import tether
-from deploy.roles.stop_request import STOPS, StopRequest
+from headway.deploy.launch import tether
+from headway.deploy.roles.stop_request import STOPS, StopRequest
 
 
 @pytest.fixture(autouse=True)

@@ -12,13 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from broker.errors import BUG_EXIT, LASTING_EXIT, SICK_EXIT, SIGNALLED_EXIT, VERSION_EXIT, HeadwayError
-from deploy.launch.base import Command
-from deploy.launch.farewell import DRAIN_NOTICE
-from deploy.launch.pool import Pool
-from deploy.launch.processes import Child, guarded
-from deploy.launch.supervisor import RoleFailedError, Supervisor
-from rollout_workers.health.rules import Verdict
+from headway.broker.errors import BUG_EXIT, LASTING_EXIT, SICK_EXIT, SIGNALLED_EXIT, VERSION_EXIT, HeadwayError
+from headway.deploy.launch.base import Command
+from headway.deploy.launch.farewell import DRAIN_NOTICE
+from headway.deploy.launch.pool import Pool
+from headway.deploy.launch.processes import Child, guarded
+from headway.deploy.launch.supervisor import RoleFailedError, Supervisor
+from headway.rollout_workers.health.rules import Verdict
 from tests.processes import children_left
 
 FOREVER = "import time\nwhile True: time.sleep(0.05)"
@@ -121,7 +121,7 @@ def test_a_worker_that_keeps_failing_stops_the_run_with_its_own_last_error(tmp_p
 
 LEAVES = (
     "import os, sys; sys.path.insert(0, {root!r})\n"
-    "from deploy.launch.farewell import say_farewell\n{work}\nsay_farewell()"
+    "from headway.deploy.launch.farewell import say_farewell\n{work}\nsay_farewell()"
 )
 
 
@@ -462,10 +462,10 @@ def test_nothing_survives_a_killed_supervisor(tmp_path: Path) -> None:
     script = f"""
 import sys
 from pathlib import Path
-from deploy.launch.base import Command
-from deploy.launch.pool import Pool
-from deploy.launch.processes import guarded
-from deploy.launch.supervisor import Supervisor
+from headway.deploy.launch.base import Command
+from headway.deploy.launch.pool import Pool
+from headway.deploy.launch.processes import guarded
+from headway.deploy.launch.supervisor import Supervisor
 import subprocess
 server = subprocess.Popen([sys.executable, "-c", {FOREVER!r}], start_new_session=True)
 Path("server.pid").write_text(str(server.pid))

@@ -11,17 +11,17 @@ from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType
 from rich.table import Table
 
-from broker.client.usage import RunUsage
-from broker.schema import WeightVersion
-from broker.schema.processes import PoolInfo
-from broker.schema.status import DeadLetter, RunStatus, Tallies
-from deploy.cli.memory_pages import page, report
-from deploy.cli.runs import _table
-from deploy.observe.status import status_json, status_tables
-from deploy.observe.waiting import Waiting
-from deploy.recipe.loading import load_recipe
-from deploy.tables import WholeWords
-from deploy.terminal import Terminal
+from headway.broker.client.usage import RunUsage
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.processes import PoolInfo
+from headway.broker.schema.status import DeadLetter, RunStatus, Tallies
+from headway.deploy.cli.memory_pages import page, report
+from headway.deploy.cli.runs import _table
+from headway.deploy.observe.status import status_json, status_tables
+from headway.deploy.observe.waiting import Waiting
+from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.tables import WholeWords
+from headway.deploy.terminal import Terminal
 
 from .runs import run_status, step_metrics, worker
 from .test_plan_memory import RECIPE

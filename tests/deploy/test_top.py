@@ -9,17 +9,17 @@ from msgspec.structs import replace
 from textual.pilot import Pilot
 from textual.widgets import DataTable, RichLog, Static
 
-from broker import BlockingBroker, Broker
-from broker.client.holding import Holder
-from broker.errors import BrokerUnavailableError
-from broker.schema import WeightVersion
-from broker.schema.processes import PoolInfo
-from broker.schema.status import DeadLetter, RunStatus
-from broker.server.access import Role
-from broker.server.embedded import EmbeddedServer
-from deploy.cli.top import Top, dismisser, scaler
-from deploy.observe.changes import changes
-from deploy.observe.waiting import Waiting, look
+from headway.broker import BlockingBroker, Broker
+from headway.broker.client.holding import Holder
+from headway.broker.errors import BrokerUnavailableError
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.processes import PoolInfo
+from headway.broker.schema.status import DeadLetter, RunStatus
+from headway.broker.server.access import Role
+from headway.broker.server.embedded import EmbeddedServer
+from headway.deploy.cli.top import Top, dismisser, scaler
+from headway.deploy.observe.changes import changes
+from headway.deploy.observe.waiting import Waiting, look
 from tests.broker.scenario import Scenario, begin, rules
 from tests.broker.test_access import admit, url_of
 

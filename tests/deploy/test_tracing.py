@@ -10,25 +10,25 @@ from typing import Any
 
 import pytest
 
-from broker.client.submissions import SubmitOutcome
-from broker.schema import Lease, Prompt, TrajectoryId, WeightVersion
-from deploy.observe import tracing
-from deploy.observe.tracing import tracing_samples, tracing_steps, wanted_endpoint
-from learner.stages.stopwatch import Lap, Stopwatch, seconds_by_phase
-from rollout_workers.engines.base import Chunk
-from rollout_workers.samples.recorder import Recorder
-from rollout_workers.samples.tracing import UNTRACED, SampleTracer
+from headway.broker.client.submissions import SubmitOutcome
+from headway.broker.schema import Lease, Prompt, TrajectoryId, WeightVersion
+from headway.deploy.observe import tracing
+from headway.deploy.observe.tracing import tracing_samples, tracing_steps, wanted_endpoint
+from headway.learner.stages.stopwatch import Lap, Stopwatch, seconds_by_phase
+from headway.rollout_workers.engines.base import Chunk
+from headway.rollout_workers.samples.recorder import Recorder
+from headway.rollout_workers.samples.tracing import UNTRACED, SampleTracer
 from tests.collector import Collector, collecting
 
 IDENTITY = "0123456789abcdef"
 PHASES = ("checkpoint", "evaluate", "take", "pack", "train", "publish")
 OFF = """
 import sys
-from deploy.observe.tracing import tracing_samples, tracing_steps
-from rollout_workers.samples.tracing import UNTRACED
+from headway.deploy.observe.tracing import tracing_samples, tracing_steps
+from headway.rollout_workers.samples.tracing import UNTRACED
 with tracing_samples("run", "w") as samples, tracing_steps("run", "id") as steps:
     assert (samples, steps) == (UNTRACED, None)
-assert "deploy.observe.tracing.provider" not in sys.modules
+assert "headway.deploy.observe.tracing.provider" not in sys.modules
 assert not [name for name in sys.modules if name.startswith("opentelemetry.exporter")]
 """
 
@@ -168,7 +168,7 @@ def test_a_collector_that_is_away_is_said_once(
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         if not is_open:
             silent.close()
-        monkeypatch.setattr("deploy.observe.tracing.provider.CLOSE_S", 2.0)
+        monkeypatch.setattr("headway.deploy.observe.tracing.provider.CLOSE_S", 2.0)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
         monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")

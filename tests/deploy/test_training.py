@@ -6,12 +6,12 @@ import msgspec
 import pytest
 import torch
 
-from broker.errors import ConfigError
-from deploy.recipe.loading import load_recipe
-from deploy.recipe.recipe import Recipe
-from deploy.roles.backend import beside_policy, recipe_backend, recipe_critic, recipe_scores
-from deploy.roles.learner import rules_of
-from learner.ranks import Ranks
+from headway.broker.errors import ConfigError
+from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.roles.backend import beside_policy, recipe_backend, recipe_critic, recipe_scores
+from headway.deploy.roles.learner import rules_of
+from headway.learner.ranks import Ranks
 
 
 def open_critic(recipe: Recipe) -> object:

@@ -12,17 +12,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from broker.errors import ConfigError, HeadwayError
-from deploy.launch.local import Local
-from deploy.recipe import trial
-from deploy.recipe.loading import load_recipe
-from deploy.recipe.recipe import LauncherConfig, Recipe
-from deploy.recipe.trial import tried
-from deploy.roles.alone import run_learner
-from deploy.roles.learner import train
-from deploy.terminal import Terminal
-from learner.config import PromptsConfig
-from learner.data.prompts import open_source
+from headway.broker.errors import ConfigError, HeadwayError
+from headway.deploy.launch.local import Local
+from headway.deploy.recipe import trial
+from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe.recipe import LauncherConfig, Recipe
+from headway.deploy.recipe.trial import tried
+from headway.deploy.roles.alone import run_learner
+from headway.deploy.roles.learner import train
+from headway.deploy.terminal import Terminal
+from headway.learner.config import PromptsConfig
+from headway.learner.data.prompts import open_source
 
 from .tiny_model import make_model
 
@@ -82,7 +82,7 @@ class Sums:
         pass
 
     def train(self, epoch, position):
-        from learner.data.prompts.base import Item
+        from headway.learner.data.prompts.base import Item
 
         return Item(content="2+3=", ground_truth=self.truth, data_source="sums")
 
@@ -193,8 +193,8 @@ def test_a_learner_without_its_workers_reads_all_truths_and_calls_what_is_on_its
     with pytest.raises(ConfigError, match=r"p\.jsonl:2: "):
         start(recipe("math_verify", ["5", ""]))
     prepared: list[Recipe] = []
-    monkeypatch.setattr("deploy.roles.alone.ping", lambda *_: None)
-    monkeypatch.setattr("deploy.roles.alone.prepare", lambda given, **_: prepared.append(given))
+    monkeypatch.setattr("headway.deploy.roles.alone.ping", lambda *_: None)
+    monkeypatch.setattr("headway.deploy.roles.alone.prepare", lambda given, **_: prepared.append(given))
     with pytest.raises(TypeError):  # there is no directory
         start(recipe("math_verify", ["5", "", "7"], unreadable="skip"))
     with pytest.raises(ConfigError, match=r"rewards\[0\]\.kind: own_trial:broken .*KeyError"):
@@ -207,7 +207,7 @@ def test_a_learner_without_its_workers_reads_all_truths_and_calls_what_is_on_its
     assert (here / "calls").read_text().count("\n") == 1
     assert "of_a_worker:right is not on this machine" in capsys.readouterr().out
     monkeypatch.setenv("RANK", "1")  # under the user's own torchrun
-    monkeypatch.setattr("deploy.roles.learner.train", lambda *_, **__: True)
+    monkeypatch.setattr("headway.deploy.roles.learner.train", lambda *_, **__: True)
     assert start(recipe("own_trial:broken", ["a"])) == 0
 
 
@@ -256,7 +256,7 @@ def test_truths_of_a_data_set_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_on_ray_all_truths_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     make_model(Path("m"))
-    monkeypatch.setattr("deploy.launch.local.check_packages", lambda *_, **__: None)  # Ray need not be here
+    monkeypatch.setattr("headway.deploy.launch.local.check_packages", lambda *_, **__: None)  # Ray need not be here
     given = msgspec.structs.replace(recipe("math_verify", ["5", ""]), launcher=LauncherConfig(kind="ray"))
     local = Local(given, "r.yaml", (), resume=False, overwrite=False, console=Terminal())
     with pytest.raises(ConfigError, match=r"p\.jsonl:2: "):
@@ -286,7 +286,7 @@ def test_special_tokens_are_checked_however_a_run_starts(
         return getattr(trial.Rendering(msgspec.to_builtins(given.model), ""), method)(argument)
 
     monkeypatch.setattr(trial, "_asked", asked)
-    monkeypatch.setattr("deploy.roles.learner.recipe_backend", pytest.fail)
+    monkeypatch.setattr("headway.deploy.roles.learner.recipe_backend", pytest.fail)
     given = keeping(load_recipe("arithmetic.yaml", []), "<eos>", wrong)
     local = Local(given, "r.yaml", (), resume=False, overwrite=False, console=Terminal())
     alone = partial(run_learner, url="redis://127.0.0.1:1", resume=False, overwrite=False, prepared=False, rewind=None)
@@ -305,6 +305,6 @@ def test_special_tokens_of_a_model_that_is_elsewhere_are_left_to_the_learner() -
 
 
 def test_prompts_that_a_built_in_reward_can_read_start_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("broker.user_code.pool.HostProcess.start", None)
+    monkeypatch.setattr("headway.broker.user_code.pool.HostProcess.start", None)
     for given in (recipe("math_verify", ["5", "-0.5"]), load_recipe("arithmetic.yaml", [])):
         assert tried(given, print) is given

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.recipe.loading import load_recipe
-from deploy.run.stage_output import mark_complete
+from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.run.stage_output import mark_complete
 from tests.end_to_end.recipes import MODEL
 from tests.learner.tiny import model_config
 
@@ -201,7 +201,7 @@ def test_a_model_that_cannot_be_opened_ends_a_run_before_it_begins(what: str, tm
 
 @pytest.mark.slow
 def test_a_checkpoint_without_a_tokenizer(tmp_path: Path) -> None:
-    from learner.models.model import load_model
+    from headway.learner.models.model import load_model
 
     load_model(model_config("qwen3")).save_pretrained(tmp_path / "model")
     check_error(

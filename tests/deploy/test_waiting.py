@@ -12,19 +12,19 @@ import pytest
 from click.testing import CliRunner
 from msgspec.structs import replace
 
-from broker import BlockingBroker, Broker, open_broker
-from broker.client.holding import Holder
-from broker.schema import RunRules, WeightVersion
-from broker.schema.processes import PoolInfo, WorkerInfo
-from broker.schema.status import RunStatus
-from broker.server.access import Role
-from broker.server.embedded import EmbeddedServer
-from deploy.cli.main import cli
-from deploy.observe.live import Monitor, panel
-from deploy.observe.status import status_json, status_tables
-from deploy.observe.waiting import REPEAT_S, Reminder, Waiting, look
-from deploy.observe.waiting_log import waits_logged
-from deploy.terminal import Terminal
+from headway.broker import BlockingBroker, Broker, open_broker
+from headway.broker.client.holding import Holder
+from headway.broker.schema import RunRules, WeightVersion
+from headway.broker.schema.processes import PoolInfo, WorkerInfo
+from headway.broker.schema.status import RunStatus
+from headway.broker.server.access import Role
+from headway.broker.server.embedded import EmbeddedServer
+from headway.deploy.cli.main import cli
+from headway.deploy.observe.live import Monitor, panel
+from headway.deploy.observe.status import status_json, status_tables
+from headway.deploy.observe.waiting import REPEAT_S, Reminder, Waiting, look
+from headway.deploy.observe.waiting_log import waits_logged
+from headway.deploy.terminal import Terminal
 from tests.broker.scenario import FRESH, Scenario, begin, group_id, hidden, rules
 from tests.broker.test_access import admit, url_of
 

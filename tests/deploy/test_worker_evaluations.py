@@ -7,16 +7,16 @@ from unittest.mock import Mock
 
 import pytest
 
-from broker.client.evaluations import EvaluationProgress, EvaluationResult
-from broker.schema import Prompt, WeightVersion
-from deploy.observe.sinks.delivery import Sinks
-from deploy.recipe.loading import load_recipe
-from deploy.roles import worker_evaluations
-from deploy.roles.observer import RunObserver
-from deploy.roles.worker_evaluations import WorkerEvaluations
-from deploy.run.events import EvaluationEvent, Event
-from learner.experience.outages import Interrupted
-from learner.experience.stream import Experience
+from headway.broker.client.evaluations import EvaluationProgress, EvaluationResult
+from headway.broker.schema import Prompt, WeightVersion
+from headway.deploy.observe.sinks.delivery import Sinks
+from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.roles import worker_evaluations
+from headway.deploy.roles.observer import RunObserver
+from headway.deploy.roles.worker_evaluations import WorkerEvaluations
+from headway.deploy.run.events import EvaluationEvent, Event
+from headway.learner.experience.outages import Interrupted
+from headway.learner.experience.stream import Experience
 
 RECIPE = load_recipe("arithmetic.yaml", ["evaluation.where=workers", "evaluation.every_steps=10", "learner.steps=20"])
 LONG_S = 1e6

@@ -9,15 +9,15 @@ from urllib.parse import urlsplit
 import pytest
 from msgspec.structs import replace
 
-from broker.client.broker import Broker
-from broker.client.submissions import SubmitOutcome
-from broker.errors import ConfigError
-from broker.schema import WeightVersion
-from broker.schema.processes import WorkerInfo
-from deploy.observe.prometheus.endpoint import MetricsEndpoint
-from deploy.observe.prometheus.families import STATES
-from deploy.observe.prometheus.worker import WorkerCollector, serving
-from rollout_workers.config import WorkersConfig
+from headway.broker.client.broker import Broker
+from headway.broker.client.submissions import SubmitOutcome
+from headway.broker.errors import ConfigError
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.processes import WorkerInfo
+from headway.deploy.observe.prometheus.endpoint import MetricsEndpoint
+from headway.deploy.observe.prometheus.families import STATES
+from headway.deploy.observe.prometheus.worker import WorkerCollector, serving
+from headway.rollout_workers.config import WorkersConfig
 from tests.rollout_workers.loop import Deliveries, Learner, make_engine, make_worker, running, until
 
 from .runs import worker

@@ -8,14 +8,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from broker.client.broker import Broker, open_broker
-from broker.errors import ConfigError, HeadwayError
-from broker.server.embedded import EmbeddedServer
-from broker.user_code.roots import ImportRoots
-from deploy.recipe.loading import load_recipe
-from deploy.roles.ahead import EngineAhead
-from deploy.roles.worker import _work, work
-from rollout_workers.model_files import FetchedModel
+from headway.broker.client.broker import Broker, open_broker
+from headway.broker.errors import ConfigError, HeadwayError
+from headway.broker.server.embedded import EmbeddedServer
+from headway.broker.user_code.roots import ImportRoots
+from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.roles.ahead import EngineAhead
+from headway.deploy.roles.worker import _work, work
+from headway.rollout_workers.model_files import FetchedModel
 
 from .test_scorers import begin
 from .tiny_model import make_model
@@ -50,11 +50,11 @@ async def test_a_worker_that_cannot_open_a_part_closes_the_others(
     async def fetched(broker: object, private: Path) -> FetchedModel:
         return FetchedModel(model, (18,))
 
-    monkeypatch.setattr("rollout_workers.model_files.fetch_model", fetched)
+    monkeypatch.setattr("headway.rollout_workers.model_files.fetch_model", fetched)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        monkeypatch.setattr("deploy.observe.prometheus.worker.PORTS", 1)
+        monkeypatch.setattr("headway.deploy.observe.prometheus.worker.PORTS", 1)
         wrong = {
             "environment": ["environment.kind=closed_parts:Closed"],
             "metrics": [f"workers.metrics_port={taken.getsockname()[1]}", "workers.metrics_host=127.0.0.1"],
@@ -112,11 +112,11 @@ async def test_an_engine_is_closed_first_and_its_error_does_not_hide_the_refusal
     def untraced(run: str, worker: str) -> None:
         raise HeadwayError("no traces")
 
-    monkeypatch.setattr("rollout_workers.model_files.fetch_model", fetched)
-    monkeypatch.setattr("weightsync.receive.subscriber.Subscriber.close", close)
-    monkeypatch.setattr("deploy.roles.worker.open_worker_engine", lambda *arguments: Engine(closed))
+    monkeypatch.setattr("headway.rollout_workers.model_files.fetch_model", fetched)
+    monkeypatch.setattr("headway.weightsync.receive.subscriber.Subscriber.close", close)
+    monkeypatch.setattr("headway.deploy.roles.worker.open_worker_engine", lambda *arguments: Engine(closed))
     if what == "tracing":
-        monkeypatch.setattr("deploy.observe.tracing.tracing_samples", untraced)
+        monkeypatch.setattr("headway.deploy.observe.tracing.tracing_samples", untraced)
     recipe = load_recipe("arithmetic.yaml", [f"run.name={run_name}", "environment.kind=closed_parts:Closed"])
     broker = await open_broker(server.url, run_name)
     ahead, roots = EngineAhead(run_name, "w-0", (), (), tmp_path), ImportRoots(("closed_parts",))

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import click
 import pytest
 
-from deploy.cli.main import cli
-from deploy.recipe.loading import load_recipe
+from headway.deploy.cli.main import cli
+from headway.deploy.recipe.loading import load_recipe
 
 from .pages import ROOT, markdown_pages, whole_recipe
 

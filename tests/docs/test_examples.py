@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from broker.schema import Prompt
-from broker.user_code.roots import ImportRoots
-from deploy.recipe.loading import load_recipe, recipe_to_bytes
-from deploy.recipe.recipe import Recipe
-from deploy.run.resuming import ANEW, FIXED, RAISED
-from rollout_workers.config import EnvironmentConfig
-from rollout_workers.environments import Episode, Step, open_environment
-from rollout_workers.rewards import open_reward
+from headway.broker.schema import Prompt
+from headway.broker.user_code.roots import ImportRoots
+from headway.deploy.recipe.loading import load_recipe, recipe_to_bytes
+from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.run.resuming import ANEW, FIXED, RAISED
+from headway.rollout_workers.config import EnvironmentConfig
+from headway.rollout_workers.environments import Episode, Step, open_environment
+from headway.rollout_workers.rewards import open_reward
 
 from .pages import ROOT, whole_recipe
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from deploy.cli.main import answer
+from headway.deploy.cli.main import answer
 
 from .pages import ROOT
 from .test_walk import Shape

@@ -4,9 +4,9 @@ import ast
 
 import pytest
 
-from deploy.flow.interface import INTERFACE, Name
-from deploy.flow.new import EXAMPLE, example_files
-from deploy.flow.signatures import described
+from headway.deploy.flow.interface import INTERFACE, Name
+from headway.deploy.flow.new import EXAMPLE, example_files
+from headway.deploy.flow.signatures import described
 
 from .pages import ROOMS, ROOT
 
@@ -41,9 +41,9 @@ def test_every_name_says_what_it_promises(name: Name) -> None:
 
 def test_a_name_or_a_member_that_does_not_exist_is_an_error() -> None:
     with pytest.raises(LookupError, match=r"algorithms\.tokens has no Token$"):
-        described(Name("algorithms.tokens:Token"))
+        described(Name("headway.algorithms.tokens:Token"))
     with pytest.raises(LookupError, match=r"algorithms\.tokens:Tokens lacks lag_T"):
-        described(Name("algorithms.tokens:Tokens", ("lag_T",)))
+        described(Name("headway.algorithms.tokens:Tokens", ("lag_T",)))
 
 
 @pytest.mark.parametrize("file", [file for file in example_files() if file.endswith(".py")])

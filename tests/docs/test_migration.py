@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from broker.errors import UnknownKeysError
-from deploy.cli.main import answer
-from deploy.recipe.loading import load_recipe
-from deploy.recipe.other_names import OTHER_NAMES
-from deploy.recipe.recipe import Recipe
-from deploy.run.resuming import keys_of
-from learner.data.prompts.files import FileOptions
-from learner.objective.catalog import functions
-from rollout_workers.engines.vllm.options import SIZES_AND_SWITCHES, WORDS
+from headway.broker.errors import UnknownKeysError
+from headway.deploy.cli.main import answer
+from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe.other_names import OTHER_NAMES
+from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.run.resuming import keys_of
+from headway.learner.data.prompts.files import FileOptions
+from headway.learner.objective.catalog import functions
+from headway.rollout_workers.engines.vllm.options import SIZES_AND_SWITCHES, WORDS
 
 from .pages import ROOT, whole_recipe
 

@@ -41,7 +41,7 @@ def test_keys_of_a_list_s_items_are_listed(generate: ModuleType) -> None:
 
 
 def test_values_are_written_as_a_recipe_takes_them(generate: ModuleType) -> None:
-    from learner.objective.catalog import compositions
+    from headway.learner.objective.catalog import compositions
 
     meanings = {key.path: key.meaning for key in generate.config_keys()}
     assert meanings["prompts.kind"].startswith("`arithmetic`, `jsonl`, `parquet`, `datasets`, `reasoning_gym`, or your")
@@ -58,7 +58,7 @@ def test_values_are_written_as_a_recipe_takes_them(generate: ModuleType) -> None
 
 
 def test_every_command_and_option_has_its_sentence(generate: ModuleType) -> None:
-    from deploy.cli.main import cli
+    from headway.deploy.cli.main import cli
 
     silent = []
     for command, context in generate.shown_commands(cli):
@@ -72,7 +72,7 @@ def test_every_command_and_option_has_its_sentence(generate: ModuleType) -> None
 
 
 def test_every_algorithm_has_its_equation_and_every_preset_its_source(generate: ModuleType) -> None:
-    from learner.objective.catalog import compositions, functions
+    from headway.learner.objective.catalog import compositions, functions
 
     assert not [one.name for one in functions() if not one.equation]
     assert not [one.name for one in compositions() if not (one.source or one.note)]
@@ -90,7 +90,7 @@ def test_every_struct_that_crosses_a_process_says_what_it_is(generate: ModuleTyp
 
 
 def test_the_table_of_redis_keys_is_read_whole(generate: ModuleType) -> None:
-    import broker.keys
+    import headway.broker.keys
 
     page = generate.keys()
     rows = [line for line in page.splitlines() if line.startswith("| `")]
@@ -98,7 +98,7 @@ def test_the_table_of_redis_keys_is_read_whole(generate: ModuleType) -> None:
     assert all(line.count(" | ") == 4 for line in rows)
     assert "| `payload:G:R:I:NONCE` | string |" in page
     assert "Fields of `group:G`" in page
-    assert broker.keys.__doc__ is not None
+    assert headway.broker.keys.__doc__ is not None
 
 
 def test_every_test_that_a_guarantee_names_exists(generate: ModuleType) -> None:

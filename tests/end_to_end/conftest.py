@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.server.embedded import EmbeddedServer
+from headway.broker.server.embedded import EmbeddedServer
 
 from .fixed_batches import STEPS, final_checkpoint, scripted_worker, start_learner
 from .terminals import Terminals

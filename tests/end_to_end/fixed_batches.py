@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from broker import BlockingBroker
-from broker.client.leases import SubmitOutcome
-from broker.schema import Lease, Trajectory, VersionSpan, WeightVersion
+from headway.broker import BlockingBroker
+from headway.broker.client.leases import SubmitOutcome
+from headway.broker.schema import Lease, Trajectory, VersionSpan, WeightVersion
 
 from .recipes import write_recipe
 from .terminals import DEADLINE_S, Terminal, Terminals

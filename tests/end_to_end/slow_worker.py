@@ -5,17 +5,17 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Sequence
 
-from broker.client.broker import open_broker
-from broker.schema import Prompt, WeightVersion
-from broker.schema.weights import Probe, WeightManifest
-from rollout_workers.config import SamplingConfig, WorkersConfig
-from rollout_workers.decoding import Decoding
-from rollout_workers.engines.base import Chunk, GenerationRequest, NamedTensors
-from rollout_workers.rewards.base import Score
-from rollout_workers.worker import Worker
-from weightsync.config import WeightsConfig
-from weightsync.receive.deliveries import Delivery
-from weightsync.tensors.landing import Landed
+from headway.broker.client.broker import open_broker
+from headway.broker.schema import Prompt, WeightVersion
+from headway.broker.schema.weights import Probe, WeightManifest
+from headway.rollout_workers.config import SamplingConfig, WorkersConfig
+from headway.rollout_workers.decoding import Decoding
+from headway.rollout_workers.engines.base import Chunk, GenerationRequest, NamedTensors
+from headway.rollout_workers.rewards.base import Score
+from headway.rollout_workers.worker import Worker
+from headway.weightsync.config import WeightsConfig
+from headway.weightsync.receive.deliveries import Delivery
+from headway.weightsync.tensors.landing import Landed
 
 VERSION = WeightVersion(1, 0)
 PROMPT_TOKENS = [3, 1, 4]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.server.embedded import EmbeddedServer
+from headway.broker.server.embedded import EmbeddedServer
 from tests.broker.topologies import free_port, wait_until
 
 from .recipes import write_recipe
@@ -16,11 +16,11 @@ from .terminals import DEADLINE_S, Terminal, Terminals
 pytestmark = pytest.mark.slow
 
 PATIENT = f"""#!{sys.executable}
-import broker.client.broker as client
+import headway.broker.client.broker as client
 
 client.BlockingBroker.__init__.__kwdefaults__["timeout_s"] = 10_000.0
 client.open_broker.__kwdefaults__["timeout_s"] = 10_000.0
-from deploy.cli.main import main
+from headway.deploy.cli.main import main
 
 main()
 """

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from learner.backends.adapter_files import open_weights
-from learner.config import ModelConfig, RandomModelConfig
+from headway.learner.backends.adapter_files import open_weights
+from headway.learner.config import ModelConfig, RandomModelConfig
 from tests.learner.adapted import saved_base
 
 from .recipes import MODEL, write_recipe

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.schema.status import RunStatus
+from headway.broker.schema.status import RunStatus
 
 from .recipes import write_recipe
 from .records import check_trained, summary
@@ -27,8 +27,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from algorithms.objectives.ppo_clip import ppo_clip
-from rollout_workers.engines.embedded.engine import open_embedded
+from headway.algorithms.objectives.ppo_clip import ppo_clip
+from headway.rollout_workers.engines.embedded.engine import open_embedded
 
 AILMENTS = {"worker-1": "fails", "worker-2": "hangs", "worker-3": "is slow", "worker-4": "computes otherwise"}
 TOKEN_S = {"is slow": 0.8}

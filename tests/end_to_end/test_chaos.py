@@ -41,13 +41,13 @@ from benchmarks.chaos.trail import Beginning, Lineage, StepRecord, Trail, Traine
 from benchmarks.chaos.trial import GROUP_SIZE, MAX_LAG
 from benchmarks.chaos.user_code import text_of
 from benchmarks.chaos.witness import Witness
-from broker import Broker
-from broker.client.batches import CheckpointMark
-from broker.client.leases import SubmitOutcome
-from broker.connection import verbs
-from broker.keys import Keys
-from broker.schema import Prompt, Trajectory, TrajectoryId, VersionSpan, WeightVersion
-from learner.data.prompts.cursor import group_at
+from headway.broker import Broker
+from headway.broker.client.batches import CheckpointMark
+from headway.broker.client.leases import SubmitOutcome
+from headway.broker.connection import verbs
+from headway.broker.keys import Keys
+from headway.broker.schema import Prompt, Trajectory, TrajectoryId, VersionSpan, WeightVersion
+from headway.learner.data.prompts.cursor import group_at
 from tests.broker.scenario import begin, rules
 
 STEPS = 6

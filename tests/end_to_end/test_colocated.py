@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from broker.server.embedded import EmbeddedServer
+from headway.broker.server.embedded import EmbeddedServer
 from tests.processes import children_left, kill
 
 from . import witness

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.run import report
-from deploy.run.events import EvaluationEvent
-from learner.checkpoints.best import read_best
+from headway.deploy.run import report
+from headway.deploy.run.events import EvaluationEvent
+from headway.learner.checkpoints.best import read_best
 from tests.broker.audit import Audit, Auditor
 
 from .recipes import write_recipe

@@ -12,10 +12,10 @@ pytestmark = pytest.mark.slow
 SOURCE = '''
 """Engines of one's own that do not fit the run."""
 
-from broker.errors import ConfigError, ForeignWeightsError
-from rollout_workers.config import EngineConfig
-from rollout_workers.engines.abilities import EngineAbilities
-from rollout_workers.engines.embedded.engine import EmbeddedEngine, open_embedded
+from headway.broker.errors import ConfigError, ForeignWeightsError
+from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines.abilities import EngineAbilities
+from headway.rollout_workers.engines.embedded.engine import EmbeddedEngine, open_embedded
 
 ABILITIES = EngineAbilities()
 

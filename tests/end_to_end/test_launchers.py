@@ -21,8 +21,8 @@ STEPS = 2
 NICE = """
 import json
 from dataclasses import replace
-from deploy.launch.base import Launcher
-from deploy.launch.processes import LocalLauncher
+from headway.deploy.launch.base import Launcher
+from headway.deploy.launch.processes import LocalLauncher
 
 class Nice(Launcher):
     def __init__(self, record):

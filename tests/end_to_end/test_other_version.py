@@ -8,26 +8,31 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from broker import Broker
-from broker.connection.verbs import protocol
-from broker.errors import VERSION_EXIT
-from deploy.cli.main import cli
+from headway.broker import Broker
+from headway.broker.connection.verbs import protocol
+from headway.broker.errors import VERSION_EXIT
+from headway.deploy.cli.main import cli
 from tests.broker.scenario import begin, rules
 
 from .terminals import DEADLINE_S, HEADWAY, machine_of
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("algorithms", "broker", "deploy", "learner", "rollout_workers", "weightsync")
+PACKAGES = (".namespace", "algorithms", "broker", "deploy", "learner", "rollout_workers", "weightsync")
 
 
 def other_version(directory: Path) -> dict[str, str]:
     """Return the environment of a machine with another version, one of whose scripts has a line more."""
     for package in PACKAGES:
-        shutil.copytree(ROOT / package, directory / package, ignore=shutil.ignore_patterns("__pycache__"))
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / package, directory / package, symlinks=True, ignore=ignored)
     with (directory / "broker/scripts/lease.lua").open("a") as script:
         script.write("-- another version\n")
     (directory / "home").mkdir()
-    return {**machine_of(directory / "home"), "PYTHONPATH": str(directory), "PYTHONDONTWRITEBYTECODE": "1"}
+    return {
+        **machine_of(directory / "home"),
+        "PYTHONPATH": str(directory / ".namespace"),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
 
 
 @pytest.fixture

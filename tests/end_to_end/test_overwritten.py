@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from broker.schema.processes import WorkerInfo
-from deploy.run.directory import identity_of
-from deploy.run.report import TRAINED, TrainedLine, read_lines
+from headway.broker.schema.processes import WorkerInfo
+from headway.deploy.run.directory import identity_of
+from headway.deploy.run.report import TRAINED, TrainedLine, read_lines
 
 from .recipes import write_recipe
 from .records import check_trained

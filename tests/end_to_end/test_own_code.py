@@ -104,8 +104,8 @@ def test_a_reward_that_ends_its_process_costs_the_samples_that_make_it_do_so(ter
 HANGS = """
 import os
 import time
-from learner.data.prompts.arithmetic import ArithmeticPrompts
-from rollout_workers.engines.base import EngineOptionsError
+from headway.learner.data.prompts.arithmetic import ArithmeticPrompts
+from headway.rollout_workers.engines.base import EngineOptionsError
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     time.sleep(600)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from learner.config import ModelConfig, RandomModelConfig
+from headway.learner.config import ModelConfig, RandomModelConfig
 from tests import plugged
 from tests.learner.adapted import saved_base
 

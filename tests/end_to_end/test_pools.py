@@ -8,8 +8,8 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from broker.schema.processes import PoolInfo, WorkerInfo
-from broker.schema.status import RunStatus
+from headway.broker.schema.processes import PoolInfo, WorkerInfo
+from headway.broker.schema.status import RunStatus
 from tests.rollout_workers.marks import VLLM
 
 from .recipes import MODEL, write_recipe

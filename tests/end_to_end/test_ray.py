@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from broker.schema.status import RunStatus
+from headway.broker.schema.status import RunStatus
 from tests.ray_cluster import needs_ray, ray_cluster, raylet_of
 
 from .recipes import write_recipe

@@ -12,21 +12,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deploy.recipe.loading import load_recipe
-from deploy.recipe.recipe import Recipe
-from deploy.roles.backend import recipe_backend
-from deploy.roles.evaluation import evaluate_checkpoint
-from deploy.roles.learner import recipe_updater, seed_generators
-from deploy.run.directory import EXPERIENCE
-from deploy.run.stage_output import after_stages
-from deploy.run.trained import original_recipe
-from learner.config import LayoutConfig
-from learner.experience.log import ExperienceLog
-from learner.objective.update import Updater
-from learner.ranks import Ranks
-from learner.stages.loop import TrainedStep
-from learner.stages.replay import replay
-from learner.stages.stage_checkpoints import checkpoints_of
+from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.roles.backend import recipe_backend
+from headway.deploy.roles.evaluation import evaluate_checkpoint
+from headway.deploy.roles.learner import recipe_updater, seed_generators
+from headway.deploy.run.directory import EXPERIENCE
+from headway.deploy.run.stage_output import after_stages
+from headway.deploy.run.trained import original_recipe
+from headway.learner.config import LayoutConfig
+from headway.learner.experience.log import ExperienceLog
+from headway.learner.objective.update import Updater
+from headway.learner.ranks import Ranks
+from headway.learner.stages.loop import TrainedStep
+from headway.learner.stages.replay import replay
+from headway.learner.stages.stage_checkpoints import checkpoints_of
 from tests.rollout_workers.reward_models import save_model
 
 from .recipes import DENSE, write_recipe

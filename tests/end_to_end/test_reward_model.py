@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from broker.schema import Trajectory
-from learner.experience.log import ExperienceLog
+from headway.broker.schema import Trajectory
+from headway.learner.experience.log import ExperienceLog
 from tests.rollout_workers.reward_models import save_model, score_of
 
 from .recipes import SEVENS, write_recipe

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from broker.schema import WeightVersion
-from broker.server.embedded import EmbeddedServer
+from headway.broker.schema import WeightVersion
+from headway.broker.server.embedded import EmbeddedServer
 
 from .fixed_batches import (
     GROUPS,

@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from broker.schema import Lease, Prompt, Trajectory, TrajectoryId
-from broker.wire.codec import decode_trajectory, encode_trajectory
-from learner.backends import open_backend
-from learner.config import ModelConfig, OptimizerConfig, RandomModelConfig
-from learner.models.model import load_config, load_model, load_tokenizer
-from learner.rows.batch import PackedBatch
-from learner.rows.packing import concatenate, from_trajectory
-from learner.rows.routing import routing_of
-from rollout_workers.config import EngineConfig
-from rollout_workers.engines import open_engine
-from rollout_workers.engines.base import GenerationRequest
-from rollout_workers.samples.generation import generate
-from rollout_workers.samples.recorder import Recorder
+from headway.broker.schema import Lease, Prompt, Trajectory, TrajectoryId
+from headway.broker.wire.codec import decode_trajectory, encode_trajectory
+from headway.learner.backends import open_backend
+from headway.learner.config import ModelConfig, OptimizerConfig, RandomModelConfig
+from headway.learner.models.model import load_config, load_model, load_tokenizer
+from headway.learner.rows.batch import PackedBatch
+from headway.learner.rows.packing import concatenate, from_trajectory
+from headway.learner.rows.routing import routing_of
+from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines import open_engine
+from headway.rollout_workers.engines.base import GenerationRequest
+from headway.rollout_workers.samples.generation import generate
+from headway.rollout_workers.samples.recorder import Recorder
 
 from .recipes import MODEL, write_recipe
 from .records import check_trained, lines

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from benchmarks.peers.engine_idle import idle, reports_of
-from broker.schema.status import RunStatus
-from deploy.recipe.loading import load_recipe
+from headway.broker.schema.status import RunStatus
+from headway.deploy.recipe.loading import load_recipe
 from tests.processes import children_left
 
 from .recipes import DENSE, write_recipe

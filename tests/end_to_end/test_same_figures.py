@@ -16,16 +16,16 @@ from urllib.error import URLError
 import pytest
 import yaml
 
-from broker import BlockingBroker
-from broker.schema.status import RunStatus
-from broker.server.access import Role
-from broker.server.credentials import url_as
-from deploy.observe.prometheus.families import Family
-from deploy.observe.prometheus.pools import POOL_STATES
-from deploy.observe.prometheus.run import AGES, BY_LAG, LAST_STEP, QUEUED, QUEUES, SUMS, TALLIES
-from deploy.observe.prometheus.worker import FIGURES
-from deploy.observe.status import RECENT_STEPS
-from deploy.run.directory import newest_endpoint
+from headway.broker import BlockingBroker
+from headway.broker.schema.status import RunStatus
+from headway.broker.server.access import Role
+from headway.broker.server.credentials import url_as
+from headway.deploy.observe.prometheus.families import Family
+from headway.deploy.observe.prometheus.pools import POOL_STATES
+from headway.deploy.observe.prometheus.run import AGES, BY_LAG, LAST_STEP, QUEUED, QUEUES, SUMS, TALLIES
+from headway.deploy.observe.prometheus.worker import FIGURES
+from headway.deploy.observe.status import RECENT_STEPS
+from headway.deploy.run.directory import newest_endpoint
 from tests.broker.topologies import wait_until
 from tests.deploy.page.test_dashboard import get_json
 from tests.deploy.sinks.curves import every_curve

@@ -2,7 +2,7 @@
 
 import pytest
 
-from learner.experience.log import ExperienceLog
+from headway.learner.experience.log import ExperienceLog
 
 from .recipes import write_recipe
 from .records import check_trained, lines, summary

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from broker import BlockingBroker
-from broker.client.batches import CheckpointMark, Owner, TakenBatch
-from broker.schema import Group, Prompt, RunRules, Trajectory
-from broker.schema.processes import WorkerInfo
+from headway.broker import BlockingBroker
+from headway.broker.client.batches import CheckpointMark, Owner, TakenBatch
+from headway.broker.schema import Group, Prompt, RunRules, Trajectory
+from headway.broker.schema.processes import WorkerInfo
 from tests.processes import tethered
 
 from .slow_worker import LENGTH, PROMPT_TOKENS, VERSION, logprob_of, manifest

@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from broker import BlockingBroker
-from broker.schema.processes import WorkerInfo
-from broker.schema.status import RunStatus
+from headway.broker import BlockingBroker
+from headway.broker.schema.processes import WorkerInfo
+from headway.broker.schema.status import RunStatus
 from tests.broker.topologies import wait_until
 
 from .recipes import write_recipe

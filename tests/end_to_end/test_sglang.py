@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from benchmarks.learns.apart import by_pool
-from broker.schema.status import RunStatus
+from headway.broker.schema.status import RunStatus
 from tests.broker.topologies import wait_until
 from tests.processes import is_alive, shared_memory_of
 from tests.rollout_workers.marks import SGLANG

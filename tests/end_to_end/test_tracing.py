@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.observe.tracing.ids import ids_of_trajectory
-from learner.experience.log import ExperienceLog
+from headway.deploy.observe.tracing.ids import ids_of_trajectory
+from headway.learner.experience.log import ExperienceLog
 from tests.collector import Collector, Received, collecting
 
 from .recipes import write_recipe

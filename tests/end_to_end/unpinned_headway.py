@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.launch import commands
-from deploy.launch.tether import ENVIRONMENT, tether
+from headway.deploy.launch import commands
+from headway.deploy.launch.tether import ENVIRONMENT, tether
 from tests.rollout_workers.unpinned_sglang import unpin
 
 
@@ -27,7 +27,7 @@ def main() -> None:
         tether()
     unpin(pytest.MonkeyPatch())
     commands.PYTHON = (sys.executable, "-m", __spec__.name, "--debug")
-    from deploy.cli.main import main as headway
+    from headway.deploy.cli.main import main as headway
 
     headway()
 

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from broker import BlockingBroker
-from broker.errors import RunNotFoundError
-from broker.schema import WeightVersion
-from broker.schema.status import RunStatus
-from deploy.run.directory import newest_endpoint
+from headway.broker import BlockingBroker
+from headway.broker.errors import RunNotFoundError
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.status import RunStatus
+from headway.deploy.run.directory import newest_endpoint
 
 from .terminals import DEADLINE_S, Terminal, Terminals
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from learner.backends.fsdp.backend import FsdpBackend
-from rollout_workers.engines.base import Chunk, GenerationRequest
-from rollout_workers.engines.embedded.engine import open_embedded
+from headway.learner.backends.fsdp.backend import FsdpBackend
+from headway.rollout_workers.engines.base import Chunk, GenerationRequest
+from headway.rollout_workers.engines.embedded.engine import open_embedded
 
 FILE = "WITNESS"
 """The variable that names the file."""

@@ -8,9 +8,9 @@ from msgspec.structs import replace
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from learner.config import AdapterConfig, ModelConfig
-from learner.models.adapters import Target, first_factor, targets_of
-from learner.models.model import load_model, load_tokenizer
+from headway.learner.config import AdapterConfig, ModelConfig
+from headway.learner.models.adapters import Target, first_factor, targets_of
+from headway.learner.models.model import load_model, load_tokenizer
 
 ADAPTER = AdapterConfig(rank=4, alpha=8.0)
 Factors = dict[str, torch.Tensor]

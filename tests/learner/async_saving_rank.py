@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from learner.backends import open_backend
-from learner.backends.base import Backend, Snapshot
-from learner.checkpoints.checkpoint import CheckpointError, CheckpointStore, LearnerState
-from learner.config import LayoutConfig
-from learner.ranks import Ranks
-from learner.rows.packing import pack
-from learner.stages.checkpoint_writer import CheckpointWriter
+from headway.learner.backends import open_backend
+from headway.learner.backends.base import Backend, Snapshot
+from headway.learner.checkpoints.checkpoint import CheckpointError, CheckpointStore, LearnerState
+from headway.learner.config import LayoutConfig
+from headway.learner.ranks import Ranks
+from headway.learner.rows.packing import pack
+from headway.learner.stages.checkpoint_writer import CheckpointWriter
 from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences
 
 LAYOUTS = {"fsdp": LayoutConfig(), "megatron": LayoutConfig(tensor=2)}

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from broker.schema import Group, Prompt, Trajectory, TrajectoryId, VersionSpan, WeightVersion
-from learner.experience.segments import BatchPlace, segments_in
+from headway.broker.schema import Group, Prompt, Trajectory, TrajectoryId, VersionSpan, WeightVersion
+from headway.learner.experience.segments import BatchPlace, segments_in
 from tests.learner.tiny import VOCABULARY
 
 

@@ -9,13 +9,13 @@ from unittest.mock import patch
 
 import torch
 
-import learner.backends.fsdp.row
-import learner.models.attention
-from learner.backends.fsdp.layers import prepare_layers
-from learner.backends.fsdp.policy import Policy
-from learner.config import ComputeConfig
-from learner.models.model import load_model
-from learner.rows.packing import concatenate
+import headway.learner.backends.fsdp.row
+import headway.learner.models.attention
+from headway.learner.backends.fsdp.layers import prepare_layers
+from headway.learner.backends.fsdp.policy import Policy
+from headway.learner.config import ComputeConfig
+from headway.learner.models.model import load_model
+from headway.learner.rows.packing import concatenate
 from tests.learner.tiny import alike, model_config, sequences, share
 
 CASES: tuple[tuple[str, Any], ...] = (("qwen3", "none"), ("qwen3", "full"), ("qwen3_moe", "selective"))
@@ -67,8 +67,8 @@ def check(architecture: str, recompute: Any) -> None:
 
 if __name__ == "__main__":
     with (
-        patch.object(learner.models.attention, "varlen_attn", kernel),
-        patch.object(learner.backends.fsdp.row, "check_alignment", lambda device: None),
+        patch.object(headway.learner.models.attention, "varlen_attn", kernel),
+        patch.object(headway.learner.backends.fsdp.row, "check_alignment", lambda device: None),
     ):
         for case in CASES:
             check(*case)

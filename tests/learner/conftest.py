@@ -2,8 +2,8 @@
 
 import pytest
 
-import learner.models.attention
-from learner.backends.fsdp import sharded_model
+import headway.learner.models.attention
+from headway.learner.backends.fsdp import sharded_model
 from tests.learner.recording import Repeated, kernel
 
 
@@ -11,7 +11,7 @@ from tests.learner.recording import Repeated, kernel
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Repeated:
     """Let a model on a CPU be recorded, whatever its dtype."""
     made = Repeated()
-    monkeypatch.setattr(learner.models.attention, "varlen_attn", kernel)
+    monkeypatch.setattr(headway.learner.models.attention, "varlen_attn", kernel)
     monkeypatch.setattr(sharded_model, "open_recorder", lambda _: made)
     monkeypatch.setattr(sharded_model, "why_launched", lambda *_, **__: "")
     return made

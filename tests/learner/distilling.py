@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from learner.backends.base import Backend
-from learner.config import RecordsConfig
-from learner.rows.units import Unit
-from learner.stages.supervised.distillation import DistillationTask
-from learner.stages.supervised.options import DistillationOptions
-from learner.stages.supervised.stage import TaskStage
+from headway.learner.backends.base import Backend
+from headway.learner.config import RecordsConfig
+from headway.learner.rows.units import Unit
+from headway.learner.stages.supervised.distillation import DistillationTask
+from headway.learner.stages.supervised.options import DistillationOptions
+from headway.learner.stages.supervised.stage import TaskStage
 from tests.learner.preferences import pairs, parts_of
 
 OPTIONS = DistillationOptions(

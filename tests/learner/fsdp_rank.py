@@ -9,12 +9,12 @@ import msgspec
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-import learner.backends.fsdp.sharding
-from learner.backends import open_backend
-from learner.backends.base import Backend
-from learner.backends.fsdp.backend import FsdpBackend
-from learner.config import AdapterConfig, ComputeConfig, LayoutConfig
-from learner.rows.packing import PackableSequence, concatenate, plan
+import headway.learner.backends.fsdp.sharding
+from headway.learner.backends import open_backend
+from headway.learner.backends.base import Backend
+from headway.learner.backends.fsdp.backend import FsdpBackend
+from headway.learner.config import AdapterConfig, ComputeConfig, LayoutConfig
+from headway.learner.rows.packing import PackableSequence, concatenate, plan
 from tests.learner.tiny import OPTIMIZER, alike, model_config, ratio_loss, sequences
 from tests.learner.torchrun import run_cases
 
@@ -47,8 +47,8 @@ class Result(msgspec.Struct):
 
 def run(case: Case, directory: Path) -> None:
     directory.mkdir(exist_ok=True)
-    learner.backends.fsdp.sharding.GATHERED_GRADIENT_BYTES = 0 if case.is_large else 1 << 30
-    learner.backends.fsdp.sharding.GATHERED_WEIGHT_BYTES = 0 if case.is_large else 1 << 30
+    headway.learner.backends.fsdp.sharding.GATHERED_GRADIENT_BYTES = 0 if case.is_large else 1 << 30
+    headway.learner.backends.fsdp.sharding.GATHERED_WEIGHT_BYTES = 0 if case.is_large else 1 << 30
     model = msgspec.structs.replace(model_config(case.architecture), adapter=case.adapter)
     backend = open_backend("fsdp", model, OPTIMIZER, seed=3, layout=case.layout, compute=case.compute)
     if case.checkpoint:

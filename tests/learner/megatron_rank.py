@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from learner.backends import open_backend
-from learner.backends.base import Backend
-from learner.backends.megatron import cpu_shim
-from learner.checkpoints.checkpoint import CheckpointError
-from learner.config import LayoutConfig, ModelConfig
-from learner.rows.batch import PackedBatch
-from learner.rows.packing import pack
+from headway.learner.backends import open_backend
+from headway.learner.backends.base import Backend
+from headway.learner.backends.megatron import cpu_shim
+from headway.learner.checkpoints.checkpoint import CheckpointError
+from headway.learner.config import LayoutConfig, ModelConfig
+from headway.learner.rows.batch import PackedBatch
+from headway.learner.rows.packing import pack
 from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences
 from tests.learner.torchrun import run_cases
 

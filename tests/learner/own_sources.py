@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from learner.data.examples import Example
-from learner.data.prompts.base import Item
+from headway.learner.data.examples import Example
+from headway.learner.data.prompts.base import Item
 
 
 class ThreeTasks:

@@ -12,9 +12,9 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from learner.backends.base import Backend
-from learner.rows.clusters import PrefixSharing
-from learner.stages.base import Stage
+from headway.learner.backends.base import Backend
+from headway.learner.rows.clusters import PrefixSharing
+from headway.learner.stages.base import Stage
 
 from . import distilling
 from .preferences import arithmetic, opened, opened_kto, opened_scores, opened_sft

@@ -7,21 +7,21 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from learner.backends import open_backend
-from learner.backends.base import Backend
-from learner.config import RecordsConfig, StageConfig
-from learner.data.prompts.rendering import Renderer
-from learner.models.model import load_tokenizer
-from learner.ranks import Ranks
-from learner.rows.clusters import PrefixSharing
-from learner.rows.packing import PackableSequence, labelled
-from learner.rows.units import Unit
-from learner.stages import open_stage
-from learner.stages.base import Progress, Stage, StageParts
-from learner.stages.stage_checkpoints import StageCheckpoints
-from learner.stages.supervised.options import LossConfig, PreferenceOptions
-from learner.stages.supervised.preferences import PreferenceTask
-from learner.stages.supervised.stage import TaskStage
+from headway.learner.backends import open_backend
+from headway.learner.backends.base import Backend
+from headway.learner.config import RecordsConfig, StageConfig
+from headway.learner.data.prompts.rendering import Renderer
+from headway.learner.models.model import load_tokenizer
+from headway.learner.ranks import Ranks
+from headway.learner.rows.clusters import PrefixSharing
+from headway.learner.rows.packing import PackableSequence, labelled
+from headway.learner.rows.units import Unit
+from headway.learner.stages import open_stage
+from headway.learner.stages.base import Progress, Stage, StageParts
+from headway.learner.stages.stage_checkpoints import StageCheckpoints
+from headway.learner.stages.supervised.options import LossConfig, PreferenceOptions
+from headway.learner.stages.supervised.preferences import PreferenceTask
+from headway.learner.stages.supervised.stage import TaskStage
 from tests.learner.tiny import OPTIMIZER, VOCABULARY, model_config
 
 MODEL = model_config("qwen3")

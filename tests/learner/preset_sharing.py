@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from algorithms.presets import PRESETS
-from broker.schema import Group
-from learner.objective.composition import needs_reference
-from learner.rows.clusters import PrefixSharing
+from headway.algorithms.presets import PRESETS
+from headway.broker.schema import Group
+from headway.learner.objective.composition import needs_reference
+from headway.learner.rows.clusters import PrefixSharing
 from tests.learner import test_presets
 from tests.learner.batches import group
 from tests.learner.tiny import OPTIMIZER

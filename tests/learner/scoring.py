@@ -7,10 +7,10 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from learner.backends.base import ValueBackend
-from learner.models.model import load_tokenizer
-from learner.rows.packing import concatenate
-from learner.stages.supervised.reward_model import with_state_behind
+from headway.learner.backends.base import ValueBackend
+from headway.learner.models.model import load_tokenizer
+from headway.learner.rows.packing import concatenate
+from headway.learner.stages.supervised.reward_model import with_state_behind
 
 from .preferences import MODEL
 from .tiny import sequences

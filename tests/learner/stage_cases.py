@@ -13,28 +13,28 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from algorithms.presets import PRESETS
-from broker.client.batches import TakenBatch
-from broker.schema import Group, WeightVersion
-from learner.algorithm_config import AlgorithmConfig
-from learner.backends import open_backend
-from learner.backends.base import Backend
-from learner.checkpoints.checkpoint import CheckpointStore
-from learner.checkpoints.weights_digest import weights_digest
-from learner.config import LearnerConfig, RecordsConfig, SftPhaseConfig, StageConfig
-from learner.data.prompts.cursor import PromptCursor
-from learner.experience.stream import Experience
-from learner.objective.composition import needs_critic, needs_reference
-from learner.objective.critic import Critic
-from learner.objective.objective import Objective
-from learner.objective.update import Updater
-from learner.ranks import Ranks
-from learner.stages import open_stage
-from learner.stages.base import Progress, Stage
-from learner.stages.loop import Learner, LoopConfig, TrainedStep
-from learner.stages.resuming import choose_origin
-from learner.stages.rl import RlStage
-from learner.stages.supervised.options import PreferenceOptions
+from headway.algorithms.presets import PRESETS
+from headway.broker.client.batches import TakenBatch
+from headway.broker.schema import Group, WeightVersion
+from headway.learner.algorithm_config import AlgorithmConfig
+from headway.learner.backends import open_backend
+from headway.learner.backends.base import Backend
+from headway.learner.checkpoints.checkpoint import CheckpointStore
+from headway.learner.checkpoints.weights_digest import weights_digest
+from headway.learner.config import LearnerConfig, RecordsConfig, SftPhaseConfig, StageConfig
+from headway.learner.data.prompts.cursor import PromptCursor
+from headway.learner.experience.stream import Experience
+from headway.learner.objective.composition import needs_critic, needs_reference
+from headway.learner.objective.critic import Critic
+from headway.learner.objective.objective import Objective
+from headway.learner.objective.update import Updater
+from headway.learner.ranks import Ranks
+from headway.learner.stages import open_stage
+from headway.learner.stages.base import Progress, Stage
+from headway.learner.stages.loop import Learner, LoopConfig, TrainedStep
+from headway.learner.stages.resuming import choose_origin
+from headway.learner.stages.rl import RlStage
+from headway.learner.stages.supervised.options import PreferenceOptions
 from tests.learner import distilling
 from tests.learner.batches import group
 from tests.learner.preferences import opened, opened_kto, opened_scores, opened_sft, parts_of

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from learner.algorithm_config import AlgorithmConfig
-from learner.backends import open_backend
-from learner.backends.base import Backend
-from learner.config import LearnerConfig
-from learner.models.model import load_model
-from learner.objective.agreement import EXACT, DisagreementError
-from learner.objective.objective import Objective
-from learner.objective.update import Updater
-from learner.ranks import Ranks
-from learner.rows.packing import PackableSequence, concatenate, pack
+from headway.learner.algorithm_config import AlgorithmConfig
+from headway.learner.backends import open_backend
+from headway.learner.backends.base import Backend
+from headway.learner.config import LearnerConfig
+from headway.learner.models.model import load_model
+from headway.learner.objective.agreement import EXACT, DisagreementError
+from headway.learner.objective.objective import Objective
+from headway.learner.objective.update import Updater
+from headway.learner.ranks import Ranks
+from headway.learner.rows.packing import PackableSequence, concatenate, pack
 from tests.learner.tiny import OPTIMIZER, model_config, sequences
 
 MODEL = model_config("qwen3", initializer_range=0.3)

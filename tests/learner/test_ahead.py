@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from learner.objective.ahead import Ahead
+from headway.learner.objective.ahead import Ahead
 
 
 def test_the_others_are_made_while_the_first_is_used() -> None:

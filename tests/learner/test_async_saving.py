@@ -14,14 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from broker.client.batches import CheckpointMark, TakenBatch
-from broker.schema import WeightVersion
-from learner.backends.base import Snapshot
-from learner.checkpoints.checkpoint import CheckpointError, CheckpointStore, LearnerState
-from learner.experience.waits import Wait
-from learner.ranks import Ranks
-from learner.stages.checkpoint_writer import CheckpointWriter
-from learner.stages.loop import Learner, LoopConfig
+from headway.broker.client.batches import CheckpointMark, TakenBatch
+from headway.broker.schema import WeightVersion
+from headway.learner.backends.base import Snapshot
+from headway.learner.checkpoints.checkpoint import CheckpointError, CheckpointStore, LearnerState
+from headway.learner.experience.waits import Wait
+from headway.learner.ranks import Ranks
+from headway.learner.stages.checkpoint_writer import CheckpointWriter
+from headway.learner.stages.loop import Learner, LoopConfig
 from tests.learner import async_saving_rank
 from tests.learner.async_saving_rank import Held, open_tiny, tensors
 from tests.learner.test_checkpoint import everything, seed_everything, train

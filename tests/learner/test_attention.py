@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.models import attention
-from learner.models.attention import PackedLayout, bucketed_attention, packed_attention, plan_buckets
+from headway.learner.models import attention
+from headway.learner.models.attention import PackedLayout, bucketed_attention, packed_attention, plan_buckets
 
 H, K, D = 4, 2, 8
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from learner.checkpoints.best import Best, BestCheckpoint, read_best
-from learner.checkpoints.checkpoint import CheckpointStore, LearnerState, seal
+from headway.learner.checkpoints.best import Best, BestCheckpoint, read_best
+from headway.learner.checkpoints.checkpoint import CheckpointStore, LearnerState, seal
 
 RATE = "evaluation/pass_rate"
 

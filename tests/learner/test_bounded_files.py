@@ -12,12 +12,12 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from broker.errors import ConfigError
-from learner.config import PromptsConfig
-from learner.data import bounded_files
-from learner.data.bounded_files import lines_of
-from learner.data.prompts import open_source
-from learner.data.records import Conversation, open_records
+from headway.broker.errors import ConfigError
+from headway.learner.config import PromptsConfig
+from headway.learner.data import bounded_files
+from headway.learner.data.bounded_files import lines_of
+from headway.learner.data.prompts import open_source
+from headway.learner.data.records import Conversation, open_records
 
 MOST = 50_000_000
 ROW = {"prompt": "1+1=", "ground_truth": "2", "completion": "2"}

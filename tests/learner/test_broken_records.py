@@ -10,8 +10,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from broker.errors import ConfigError
-from learner.data.records import Conversation, Labelled, Preference, Records, open_records
+from headway.broker.errors import ConfigError
+from headway.learner.data.records import Conversation, Labelled, Preference, Records, open_records
 
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 TOOL = {"role": "tool", "content": "4"}

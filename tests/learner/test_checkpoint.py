@@ -15,15 +15,15 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from learner.backends import open_backend
-from learner.backends.fsdp import training_state
-from learner.backends.fsdp.backend import FsdpBackend
-from learner.checkpoints.checkpoint import MOST_DESCRIBING_BYTES, CheckpointError, CheckpointStore, LearnerState
-from learner.checkpoints.digests import add_digests
-from learner.checkpoints.resumption import load_first
-from learner.ranks import Ranks
-from learner.rows.packing import pack
-from learner.stages.checkpoint_writer import CheckpointWriter
+from headway.learner.backends import open_backend
+from headway.learner.backends.fsdp import training_state
+from headway.learner.backends.fsdp.backend import FsdpBackend
+from headway.learner.checkpoints.checkpoint import MOST_DESCRIBING_BYTES, CheckpointError, CheckpointStore, LearnerState
+from headway.learner.checkpoints.digests import add_digests
+from headway.learner.checkpoints.resumption import load_first
+from headway.learner.ranks import Ranks
+from headway.learner.rows.packing import pack
+from headway.learner.stages.checkpoint_writer import CheckpointWriter
 from tests.broker.topologies import wait_until
 from tests.damage import flip_bits
 from tests.learner.full_disk import no_file_larger_than

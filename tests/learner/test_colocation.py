@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from broker import BlockingBroker
-from broker.client import phases
-from broker.client.batches import CheckpointMark, Owner
-from broker.client.phases import Phases
-from broker.schema import RunRules
-from broker.server.embedded import EmbeddedServer
-from learner.experience.outages import Interrupted
-from learner.ranks import Ranks
-from learner.stages import colocation
-from learner.stages.colocation import LentDevice, wait_for_device
+from headway.broker import BlockingBroker
+from headway.broker.client import phases
+from headway.broker.client.batches import CheckpointMark, Owner
+from headway.broker.client.phases import Phases
+from headway.broker.schema import RunRules
+from headway.broker.server.embedded import EmbeddedServer
+from headway.learner.experience.outages import Interrupted
+from headway.learner.ranks import Ranks
+from headway.learner.stages import colocation
+from headway.learner.stages.colocation import LentDevice, wait_for_device
 
 from .test_experience import experience, forget_everything
 

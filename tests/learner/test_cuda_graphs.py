@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-import learner.models.attention
-from algorithms.presets import PRESETS
-from broker.schema import Group
-from learner.backends.fsdp import sharded_model
-from learner.backends.fsdp.backend import FsdpBackend
-from learner.backends.fsdp.policy import Policy
-from learner.backends.fsdp.replayed_rows import ReplayedRows
-from learner.backends.fsdp.rounded import RoundedWeights
-from learner.backends.fsdp.sharding import local
-from learner.models.model import load_model
-from learner.objective.composition import needs_reference
-from learner.objective.update import Update
-from learner.rows.packing import concatenate
+import headway.learner.models.attention
+from headway.algorithms.presets import PRESETS
+from headway.broker.schema import Group
+from headway.learner.backends.fsdp import sharded_model
+from headway.learner.backends.fsdp.backend import FsdpBackend
+from headway.learner.backends.fsdp.policy import Policy
+from headway.learner.backends.fsdp.replayed_rows import ReplayedRows
+from headway.learner.backends.fsdp.rounded import RoundedWeights
+from headway.learner.backends.fsdp.sharding import local
+from headway.learner.models.model import load_model
+from headway.learner.objective.composition import needs_reference
+from headway.learner.objective.update import Update
+from headway.learner.rows.packing import concatenate
 from tests.learner.recording import ALWAYS, AUTO, NEVER, Repeated, given, kernel, opened, rows, trained
 from tests.learner.test_presets import build, configured, sampled
 from tests.learner.tiny import model_config
@@ -41,7 +41,7 @@ def test_replayed_rows_train_as_launched_ones(recorder: Repeated, has_adapter: b
 
 def test_replayed_gradients_are_those_of_the_plain_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last row takes the shape of a larger one."""
-    monkeypatch.setattr(learner.models.attention, "varlen_attn", kernel)
+    monkeypatch.setattr(headway.learner.models.attention, "varlen_attn", kernel)
     model: Any = load_model(model_config("qwen3"), 1)
     policy = Policy(model.double(), on_cpu=True, half_precision=False)
     weights = RoundedWeights(policy, torch.float64)

@@ -13,33 +13,33 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from broker import BlockingBroker
-from broker.client.batches import CheckpointMark, TakenBatch
-from broker.client.leases import SubmitOutcome
-from broker.errors import BrokerUnavailableError, FencedError, ServerRestartedError
-from broker.schema import Group, Lease, Prompt, RunRules, Trajectory, WeightVersion
-from broker.schema.status import Tallies
-from broker.schema.weights import Probe, WeightManifest
-from broker.server.embedded import EmbeddedServer
-from broker.wire.codec import encode_trajectory
-from learner.config import ModelConfig, PromptsConfig, RandomModelConfig
-from learner.data.prompts import open_prompts
-from learner.data.prompts.cursor import PromptCursor
-from learner.experience import feed, stream
-from learner.experience.drift import DriftWatch, length_drift
-from learner.experience.log import ExperienceLog
-from learner.experience.logged_batch import tids_of
-from learner.experience.outages import Interrupted
-from learner.experience.stream import Experience
-from learner.experience.waits import Wait
-from learner.models.model import load_tokenizer
+from headway.broker import BlockingBroker
+from headway.broker.client.batches import CheckpointMark, TakenBatch
+from headway.broker.client.leases import SubmitOutcome
+from headway.broker.errors import BrokerUnavailableError, FencedError, ServerRestartedError
+from headway.broker.schema import Group, Lease, Prompt, RunRules, Trajectory, WeightVersion
+from headway.broker.schema.status import Tallies
+from headway.broker.schema.weights import Probe, WeightManifest
+from headway.broker.server.embedded import EmbeddedServer
+from headway.broker.wire.codec import encode_trajectory
+from headway.learner.config import ModelConfig, PromptsConfig, RandomModelConfig
+from headway.learner.data.prompts import open_prompts
+from headway.learner.data.prompts.cursor import PromptCursor
+from headway.learner.experience import feed, stream
+from headway.learner.experience.drift import DriftWatch, length_drift
+from headway.learner.experience.log import ExperienceLog
+from headway.learner.experience.logged_batch import tids_of
+from headway.learner.experience.outages import Interrupted
+from headway.learner.experience.stream import Experience
+from headway.learner.experience.waits import Wait
+from headway.learner.models.model import load_tokenizer
+from headway.weightsync.config import WeightsConfig
+from headway.weightsync.publish.publisher import Publisher
+from headway.weightsync.tensors.fingerprint import fingerprint
 from tests.broker.scenario import trajectory
 from tests.deploy.runs import run_status
 from tests.learner.batches import damage
 from tests.processes import kill
-from weightsync.config import WeightsConfig
-from weightsync.publish.publisher import Publisher
-from weightsync.tensors.fingerprint import fingerprint
 
 GROUPS_PER_STEP, MAX_LAG = 4, 1
 DEADLINE_S = 30.0

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-import learner.experience.log as log_module
-from broker.schema import SCHEMA_VERSION, Group
-from broker.wire import frames
-from learner.experience.frames import GroupFrames
-from learner.experience.log import ExperienceLog
-from learner.experience.logged_batch import tids_of
-from learner.experience.segments import HEADER_BYTES, segments_in
+import headway.learner.experience.log as log_module
+from headway.broker.schema import SCHEMA_VERSION, Group
+from headway.broker.wire import frames
+from headway.learner.experience.frames import GroupFrames
+from headway.learner.experience.log import ExperienceLog
+from headway.learner.experience.logged_batch import tids_of
+from headway.learner.experience.segments import HEADER_BYTES, segments_in
 from tests.learner.batches import batch, change, group, place_of
 from tests.learner.full_disk import no_file_larger_than
 
@@ -203,7 +203,7 @@ def test_a_learner_that_is_killed_while_it_logs_leaves_every_step_before(tmp_pat
 ENDLESS = """
 import sys
 from pathlib import Path
-from learner.experience.log import ExperienceLog
+from headway.learner.experience.log import ExperienceLog
 from tests.learner.batches import batch
 log = ExperienceLog(Path(sys.argv[1]), 1 << 30)
 step = len(log.steps)

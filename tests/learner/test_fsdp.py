@@ -9,18 +9,18 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import learner.backends.fsdp.sharding
+import headway.learner.backends.fsdp.sharding
 import tests.learner.fsdp_rank as fsdp_rank
 import tests.learner.whole_rank as whole_rank
-from broker.errors import ConfigError
-from learner.backends import open_backend
-from learner.backends.base import Backend
-from learner.backends.fsdp.backend import FsdpBackend
-from learner.backends.fsdp.policy import FEW_EXPERTS, Policy
-from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
-from learner.models.model import load_model, load_tokenizer
-from learner.rows.batch import PackedBatch
-from learner.rows.packing import PackableSequence, concatenate, pack
+from headway.broker.errors import ConfigError
+from headway.learner.backends import open_backend
+from headway.learner.backends.base import Backend
+from headway.learner.backends.fsdp.backend import FsdpBackend
+from headway.learner.backends.fsdp.policy import FEW_EXPERTS, Policy
+from headway.learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
+from headway.learner.models.model import load_model, load_tokenizer
+from headway.learner.rows.batch import PackedBatch
+from headway.learner.rows.packing import PackableSequence, concatenate, pack
 from tests.learner.fsdp_rank import Case, Result
 from tests.learner.tiny import OPTIMIZER, VOCABULARY, model_config, ratio_loss, sequences, share
 from tests.learner.torchrun import run_ranks
@@ -137,7 +137,7 @@ def test_kept_weights_make_bit_equal_steps_and_are_never_stale(dtype: Any, monke
     always_shard(monkeypatch)
     config = model_config("qwen3", dtype=dtype)
     kept, follower = (open_backend("fsdp", config, OPTIMIZER, seed=3) for _ in range(2))
-    monkeypatch.setattr(learner.backends.fsdp.sharding, "GATHERED_WEIGHT_BYTES", 0)
+    monkeypatch.setattr(headway.learner.backends.fsdp.sharding, "GATHERED_WEIGHT_BYTES", 0)
     regathered = open_backend("fsdp", config, OPTIMIZER, seed=3)
     batches = pack(sequences(LENGTHS), 0, 1, 20)
     assert len(batches) > 2
@@ -180,7 +180,7 @@ def test_a_single_cpu_without_shards_makes_bit_equal_steps_and_checkpoints(
 
 def always_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shard models opened from now on by a single CPU, too."""
-    monkeypatch.setattr(learner.backends.fsdp.sharding, "needs_shards", lambda *_, **__: True)
+    monkeypatch.setattr(headway.learner.backends.fsdp.sharding, "needs_shards", lambda *_, **__: True)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])

@@ -9,17 +9,17 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from broker.errors import ConfigError
-from learner.backends import open_backend
-from learner.config import ModelConfig
-from learner.data.prompts.rendering import Renderer
-from learner.data.records import Conversation
-from learner.data.records.rendering import ConversationRenderer
-from learner.models.classifier import classifier_files
-from learner.models.directory import MOST_KEPT_BYTES, kept_paths
-from learner.models.end_tokens import EndTokens, end_tokens
-from learner.models.files import kept_files, model_files
-from learner.models.model import load_model, load_tokenizer
+from headway.broker.errors import ConfigError
+from headway.learner.backends import open_backend
+from headway.learner.config import ModelConfig
+from headway.learner.data.prompts.rendering import Renderer
+from headway.learner.data.records import Conversation
+from headway.learner.data.records.rendering import ConversationRenderer
+from headway.learner.models.classifier import classifier_files
+from headway.learner.models.directory import MOST_KEPT_BYTES, kept_paths
+from headway.learner.models.end_tokens import EndTokens, end_tokens
+from headway.learner.models.files import kept_files, model_files
+from headway.learner.models.model import load_model, load_tokenizer
 from tests.learner.tiny import OPTIMIZER, model_config
 
 CHATML = (

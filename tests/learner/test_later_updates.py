@@ -9,18 +9,18 @@ import msgspec
 import pytest
 import torch
 
-from algorithms.presets import PRESETS
-from learner.algorithm_config import AlgorithmConfig
-from learner.backends import open_backend
-from learner.backends.base import Backend, TokenLoss
-from learner.backends.fsdp.backend import FsdpBackend
-from learner.config import LearnerConfig
-from learner.objective.composition import needs_reference
-from learner.objective.critic import Critic
-from learner.objective.objective import Objective
-from learner.objective.update import Update, Updater
-from learner.ranks import Ranks
-from learner.rows.batch import PackedBatch
+from headway.algorithms.presets import PRESETS
+from headway.learner.algorithm_config import AlgorithmConfig
+from headway.learner.backends import open_backend
+from headway.learner.backends.base import Backend, TokenLoss
+from headway.learner.backends.fsdp.backend import FsdpBackend
+from headway.learner.config import LearnerConfig
+from headway.learner.objective.composition import needs_reference
+from headway.learner.objective.critic import Critic
+from headway.learner.objective.objective import Objective
+from headway.learner.objective.update import Update, Updater
+from headway.learner.ranks import Ranks
+from headway.learner.rows.batch import PackedBatch
 from tests.learner.preset_oracles import LOSSES, MAX_NEW_TOKENS, OF_PAIRS, Response, Token, loss_of
 from tests.learner.test_presets import CANDIDATES, sampled
 from tests.learner.tiny import OPTIMIZER, model_config

@@ -8,15 +8,15 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from learner.algorithm_config import AlgorithmConfig
-from learner.backends import open_backend
-from learner.backends.base import TokenLoss
-from learner.config import LearnerConfig
-from learner.learning_rate import Schedule, learning_rate
-from learner.objective.objective import Objective
-from learner.objective.update import Updater
-from learner.ranks import Ranks
-from learner.rows.batch import PackedBatch
+from headway.learner.algorithm_config import AlgorithmConfig
+from headway.learner.backends import open_backend
+from headway.learner.backends.base import TokenLoss
+from headway.learner.config import LearnerConfig
+from headway.learner.learning_rate import Schedule, learning_rate
+from headway.learner.objective.objective import Objective
+from headway.learner.objective.update import Updater
+from headway.learner.ranks import Ranks
+from headway.learner.rows.batch import PackedBatch
 from tests.learner.batches import group
 from tests.learner.tiny import OPTIMIZER, model_config
 

@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import tests.learner.megatron_rank as megatron_rank
-from broker.errors import ConfigError
-from learner.backends import open_backend
-from learner.backends.megatron import cpu_shim
-from learner.backends.megatron.architecture import Architecture, architecture_of
-from learner.backends.megatron.mapping import (
+from headway.broker.errors import ConfigError
+from headway.learner.backends import open_backend
+from headway.learner.backends.megatron import cpu_shim
+from headway.learner.backends.megatron.architecture import Architecture, architecture_of
+from headway.learner.backends.megatron.mapping import (
     HEAD,
     Along,
     Interleaved,
@@ -29,11 +29,11 @@ from learner.backends.megatron.mapping import (
     last_bindings,
     layer_bindings,
 )
-from learner.config import LayoutConfig, ModelConfig
-from learner.models.layout import check_layout
-from learner.models.model import load_config, load_model, load_tokenizer
-from learner.rows.batch import PackedBatch
-from learner.rows.packing import concatenate
+from headway.learner.config import LayoutConfig, ModelConfig
+from headway.learner.models.layout import check_layout
+from headway.learner.models.model import load_config, load_model, load_tokenizer
+from headway.learner.rows.batch import PackedBatch
+from headway.learner.rows.packing import concatenate
 from tests.learner.megatron_rank import DECAY, TEMPERATURE, Case, Result, batches_of
 from tests.learner.parity.layouts import described
 from tests.learner.test_fsdp import ordinary_logprobs

@@ -10,14 +10,14 @@ from msgspec.structs import replace
 from safetensors.torch import load_file
 
 import tests.learner.megatron_adapter_rank as megatron_adapter_rank
-from learner.backends import open_backend
-from learner.backends.adapter_files import open_weights
-from learner.config import ComputeConfig, LayoutConfig, LearnerConfig, ModelConfig
-from learner.models.model import load_config
-from learner.models.shape import adapter_parameters, shape_of
-from learner.planning.memory import plan_memory
-from learner.planning.planned import PlannedModel
-from learner.rows.packing import pack
+from headway.learner.backends import open_backend
+from headway.learner.backends.adapter_files import open_weights
+from headway.learner.config import ComputeConfig, LayoutConfig, LearnerConfig, ModelConfig
+from headway.learner.models.model import load_config
+from headway.learner.models.shape import adapter_parameters, shape_of
+from headway.learner.planning.memory import plan_memory
+from headway.learner.planning.planned import PlannedModel
+from headway.learner.rows.packing import pack
 from tests.learner import fsdp_rank
 from tests.learner.adapted import ADAPTER, saved_base
 from tests.learner.megatron_adapter_rank import Case, Outcome

@@ -16,21 +16,21 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-import learner.models.attention
-from broker.errors import ConfigError
-from learner.backends import open_backend
-from learner.backends.base import Teacher
-from learner.config import AdapterConfig, ComputeConfig, LayoutConfig, LearnerConfig
-from learner.models.attention import PackedLayout, varlen_attention
-from learner.models.model import load_config
-from learner.models.shape import adapter_parameters, shape_of
-from learner.planning.memory import plan_memory, plan_teaching, scored
-from learner.planning.planned import PlannedModel, RankMemory
-from learner.planning.scorer import scorer_bytes
-from learner.rows.packing import pack
-from learner.rows.tree import grow, labels_of
-from rollout_workers.config import ScorersConfig
-from rollout_workers.scorers.runtimes import open_runner
+import headway.learner.models.attention
+from headway.broker.errors import ConfigError
+from headway.learner.backends import open_backend
+from headway.learner.backends.base import Teacher
+from headway.learner.config import AdapterConfig, ComputeConfig, LayoutConfig, LearnerConfig
+from headway.learner.models.attention import PackedLayout, varlen_attention
+from headway.learner.models.model import load_config
+from headway.learner.models.shape import adapter_parameters, shape_of
+from headway.learner.planning.memory import plan_memory, plan_teaching, scored
+from headway.learner.planning.planned import PlannedModel, RankMemory
+from headway.learner.planning.scorer import scorer_bytes
+from headway.learner.rows.packing import pack
+from headway.learner.rows.tree import grow, labels_of
+from headway.rollout_workers.config import ScorersConfig
+from headway.rollout_workers.scorers.runtimes import open_runner
 from tests.learner.tiny import OPTIMIZER, model_config, sequences
 
 QWEN3_8B = Qwen3Config(
@@ -256,7 +256,9 @@ def test_shared_tokens_of_grouped_heads_take_no_more_than_separate_ones() -> Non
 
 def test_a_row_that_shares_tokens_keeps_what_the_plan_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention keeps queries, and a copy of key and value for each place of a path, and indices of all places."""
-    monkeypatch.setattr(learner.models.attention, "varlen_attn", lambda q, k, v, *_, **__: Kernel.apply(q, k, v))
+    monkeypatch.setattr(
+        headway.learner.models.attention, "varlen_attn", lambda q, k, v, *_, **__: Kernel.apply(q, k, v)
+    )
     prompt, ends = [*range(40)], ([1, 2], [3, 4], [5, 6])
     tree = grow([labels_of(np.array([*prompt, *end], np.int32)) for end in ends])
     assert tree is not None

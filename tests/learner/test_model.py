@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoTokenizer, CLIPConfig
 
-from broker.errors import ConfigError
-from learner.config import ModelConfig, RandomModelConfig
-from learner.models.files import model_files
-from learner.models.model import encode, load_config, load_model, load_tokenizer
+from headway.broker.errors import ConfigError
+from headway.learner.config import ModelConfig, RandomModelConfig
+from headway.learner.models.files import model_files
+from headway.learner.models.model import encode, load_config, load_model, load_tokenizer
 from tests.learner.tiny import ALPHABET, model_config
 
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from broker.errors import ConfigError
-from deploy.recipe.data_checks import check_data
-from deploy.recipe.loading import load_recipe
-from learner.config import ModelConfig, RandomModelConfig
-from learner.models import directory
-from learner.models.directory import check_files, positions_of, read_config
-from learner.models.model import load_config
-from learner.models.sizes import check_possible
-from learner.models.vocabulary import check_named_tokens
+from headway.broker.errors import ConfigError
+from headway.deploy.recipe.data_checks import check_data
+from headway.deploy.recipe.loading import load_recipe
+from headway.learner.config import ModelConfig, RandomModelConfig
+from headway.learner.models import directory
+from headway.learner.models.directory import check_files, positions_of, read_config
+from headway.learner.models.model import load_config
+from headway.learner.models.sizes import check_possible
+from headway.learner.models.vocabulary import check_named_tokens
 
 TEXT: Any = "1+1="
 MESSAGES: Any = [{"role": "user", "content": TEXT}]

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from algorithms.metrics import summarize, summarize_by_lag
-from algorithms.presets import PRESETS
-from algorithms.segments import spread
-from broker.errors import ConfigError, HeadwayError
-from broker.schema import Group, Prompt, Trajectory, TrajectoryId
-from learner.algorithm_config import AdvantageConfig, AlgorithmConfig, RewardShapingConfig
-from learner.objective import composition
-from learner.objective.composition import open_advantage, open_corrections
-from learner.objective.objective import Objective, supervised_loss, whole_report
-from learner.objective.shaping import MOST_NAMES, compared, reward_stats, shaped_rewards
-from learner.rows.batch import PackedBatch
+from headway.algorithms.metrics import summarize, summarize_by_lag
+from headway.algorithms.presets import PRESETS
+from headway.algorithms.segments import spread
+from headway.broker.errors import ConfigError, HeadwayError
+from headway.broker.schema import Group, Prompt, Trajectory, TrajectoryId
+from headway.learner.algorithm_config import AdvantageConfig, AlgorithmConfig, RewardShapingConfig
+from headway.learner.objective import composition
+from headway.learner.objective.composition import open_advantage, open_corrections
+from headway.learner.objective.objective import Objective, supervised_loss, whole_report
+from headway.learner.objective.shaping import MOST_NAMES, compared, reward_stats, shaped_rewards
+from headway.learner.rows.batch import PackedBatch
 
 LENGTHS = (5, 1, 12, 3, 7, 4)
 KL = {"kl": {"kind": "k3", "coefficient": 0.1}}

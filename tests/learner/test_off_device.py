@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from learner.backends import off_device, open_backend
-from learner.backends.base import Backend, Trained
-from learner.backends.fsdp.backend import FsdpBackend
-from learner.backends.off_device import OffDevice
-from learner.config import ComputeConfig
-from learner.rows.packing import pack
+from headway.learner.backends import off_device, open_backend
+from headway.learner.backends.base import Backend, Trained
+from headway.learner.backends.fsdp.backend import FsdpBackend
+from headway.learner.backends.off_device import OffDevice
+from headway.learner.config import ComputeConfig
+from headway.learner.rows.packing import pack
 from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences
 
 CPU = torch.device("cpu")

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from broker.errors import ConfigError, UserCodeError
-from learner.config import PromptsConfig, SftPhaseConfig
-from learner.data.examples import Example, open_examples
-from learner.data.prompts import open_source
-from learner.data.prompts.base import Item, PromptSource
+from headway.broker.errors import ConfigError, UserCodeError
+from headway.learner.config import PromptsConfig, SftPhaseConfig
+from headway.learner.data.examples import Example, open_examples
+from headway.learner.data.prompts import open_source
+from headway.learner.data.prompts.base import Item, PromptSource
 
 OWN = "tests.learner.own_sources"
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from msgspec import structs
 
-from broker.schema import Group
-from learner.algorithm_config import AlgorithmConfig
-from learner.backends import open_backend
-from learner.config import LearnerConfig
-from learner.objective.objective import Objective
-from learner.objective.update import JudgedBatch, Updater
-from learner.ranks import Ranks
+from headway.broker.schema import Group
+from headway.learner.algorithm_config import AlgorithmConfig
+from headway.learner.backends import open_backend
+from headway.learner.config import LearnerConfig
+from headway.learner.objective.objective import Objective
+from headway.learner.objective.update import JudgedBatch, Updater
+from headway.learner.ranks import Ranks
 from tests.learner.batches import group
 from tests.learner.test_later_updates import reference
 from tests.learner.test_presets import configured, sampled

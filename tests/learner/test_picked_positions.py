@@ -6,16 +6,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import learner.models.attention
-from learner.algorithm_config import AlgorithmConfig, ObjectiveConfig
-from learner.backends import open_backend
-from learner.backends.fsdp import sharded_model
-from learner.backends.fsdp.backend import FsdpBackend
-from learner.config import ComputeConfig
-from learner.objective.objective import Objective
-from learner.rows.batch import PackedBatch
-from learner.rows.packing import concatenate
-from learner.rows.padding import PaddedShape
+import headway.learner.models.attention
+from headway.learner.algorithm_config import AlgorithmConfig, ObjectiveConfig
+from headway.learner.backends import open_backend
+from headway.learner.backends.fsdp import sharded_model
+from headway.learner.backends.fsdp.backend import FsdpBackend
+from headway.learner.config import ComputeConfig
+from headway.learner.objective.objective import Objective
+from headway.learner.rows.batch import PackedBatch
+from headway.learner.rows.packing import concatenate
+from headway.learner.rows.padding import PaddedShape
 from tests.learner.recording import Repeated, kernel
 from tests.learner.test_prefix_trees import sharing
 from tests.learner.test_token_logprobs import Products
@@ -53,7 +53,7 @@ def trained(backend: FsdpBackend, *, only_trained: bool) -> list[torch.Tensor]:
 @pytest.mark.parametrize("is_replayed", [False, True])
 def test_an_update_is_the_same(is_replayed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_replayed:
-        monkeypatch.setattr(learner.models.attention, "varlen_attn", kernel)
+        monkeypatch.setattr(headway.learner.models.attention, "varlen_attn", kernel)
         monkeypatch.setattr(sharded_model, "open_recorder", lambda _: Repeated())
         monkeypatch.setattr(sharded_model, "why_launched", lambda *_, **__: "")
     whole, picked = opened(ComputeConfig()), opened(ComputeConfig(cuda_graphs="always"))
@@ -79,7 +79,7 @@ def test_the_head_computes_no_more_than_is_trained() -> None:
 
 def test_functions_of_a_recipe_read_what_they_like() -> None:
     assert Objective(AlgorithmConfig()).ignores_context
-    own = AlgorithmConfig(objective=ObjectiveConfig(kind="algorithms.objectives.unclipped:unclipped"))
+    own = AlgorithmConfig(objective=ObjectiveConfig(kind="headway.algorithms.objectives.unclipped:unclipped"))
     assert not Objective(own).ignores_context
 
 

@@ -13,26 +13,26 @@ from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
 
-import learner.models.attention
-from algorithms.presets import PRESETS
-from learner.backends import open_backend
-from learner.backends.fsdp.layers import prepare_layers
-from learner.backends.fsdp.policy import Policy
-from learner.config import ComputeConfig
-from learner.models.attention import (
+import headway.learner.models.attention
+from headway.algorithms.presets import PRESETS
+from headway.learner.backends import open_backend
+from headway.learner.backends.fsdp.layers import prepare_layers
+from headway.learner.backends.fsdp.policy import Policy
+from headway.learner.config import ComputeConfig
+from headway.learner.models.attention import (
     PackedLayout,
     UnsupportedModelError,
     bucketed_attention,
     check_alignment,
     varlen_attention,
 )
-from learner.models.model import load_model
-from learner.rows.batch import PackedBatch
-from learner.rows.clusters import PrefixSharing, clusters_of
-from learner.rows.cost import DEFAULT_COST
-from learner.rows.packing import Candidates, PackableSequence, concatenate
-from learner.rows.tree import PrefixTree, grow, labels_of, size_of
-from learner.rows.units import pack_units
+from headway.learner.models.model import load_model
+from headway.learner.rows.batch import PackedBatch
+from headway.learner.rows.clusters import PrefixSharing, clusters_of
+from headway.learner.rows.cost import DEFAULT_COST
+from headway.learner.rows.packing import Candidates, PackableSequence, concatenate
+from headway.learner.rows.tree import PrefixTree, grow, labels_of, size_of
+from headway.learner.rows.units import pack_units
 from tests.learner import preset_sharing
 from tests.learner.tiny import OPTIMIZER, VOCABULARY, alike, model_config, sequences, share
 from tests.learner.torchrun import run_ranks
@@ -125,7 +125,7 @@ def test_attention_along_paths_is_that_of_whole_sequences(varlen: bool, monkeypa
     """Written-out attention stands in for the kernel, which no CPU has."""
     if varlen:
         kernel = lambda q, k, v, cu, cu_keys, *_, scale, **__: one_by_one(q, k, v, cu, cu_keys, scale)  # noqa: E731
-        monkeypatch.setattr(learner.models.attention, "varlen_attn", kernel)
+        monkeypatch.setattr(headway.learner.models.attention, "varlen_attn", kernel)
     tree = tree_of([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 7, 8], [2, 2], [1, 2, 3, 9, 6], [1, 2, 3, 4, 5, 6, 1, 1]])
     assert tree is not None
     generator = torch.Generator().manual_seed(0)
@@ -151,7 +151,7 @@ def test_a_kernel_that_counts_causality_from_the_beginning_is_refused(
     def kernel(q: Any, k: Any, v: Any, cu: Any, cu_keys: Any, *_: Any, scale: float, **__: Any) -> torch.Tensor:
         return one_by_one(q, k, v, cu, cu_keys, scale) if is_from_the_end else v[:1]
 
-    monkeypatch.setattr(learner.models.attention, "varlen_attn", kernel)
+    monkeypatch.setattr(headway.learner.models.attention, "varlen_attn", kernel)
     check_alignment.cache_clear()
     expected = (
         contextlib.nullcontext() if is_from_the_end else pytest.raises(UnsupportedModelError, match="sharing=never")

@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from algorithms.presets import PRESETS
-from broker.schema import Group
-from learner.algorithm_config import AlgorithmConfig, KlConfig
-from learner.backends import open_backend
-from learner.backends.base import Backend
-from learner.config import LearnerConfig, OptimizerConfig
-from learner.objective.composition import needs_reference
-from learner.objective.critic import Critic
-from learner.objective.objective import Objective
-from learner.objective.update import Updater
-from learner.ranks import Ranks
-from learner.rows.clusters import PrefixSharing
-from learner.rows.packing import concatenate, from_trajectory
+from headway.algorithms.presets import PRESETS
+from headway.broker.schema import Group
+from headway.learner.algorithm_config import AlgorithmConfig, KlConfig
+from headway.learner.backends import open_backend
+from headway.learner.backends.base import Backend
+from headway.learner.config import LearnerConfig, OptimizerConfig
+from headway.learner.objective.composition import needs_reference
+from headway.learner.objective.critic import Critic
+from headway.learner.objective.objective import Objective
+from headway.learner.objective.update import Updater
+from headway.learner.ranks import Ranks
+from headway.learner.rows.clusters import PrefixSharing
+from headway.learner.rows.packing import concatenate, from_trajectory
 from tests.learner.batches import group
 from tests.learner.tiny import OPTIMIZER, VOCABULARY, model_config
 

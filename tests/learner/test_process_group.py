@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from broker.errors import ConfigError
-from learner.backends.process_group import join_ranks
+from headway.broker.errors import ConfigError
+from headway.learner.backends.process_group import join_ranks
 
 
 def test_more_ranks_than_devices_are_refused_with_both_figures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,15 +18,15 @@ from pyarrow import parquet
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from broker.errors import ConfigError
-from learner.config import PromptsConfig, SftPhaseConfig
-from learner.data.examples import Example, open_examples
-from learner.data.prompts import open_prompts, open_source
-from learner.data.prompts.arithmetic import apply
-from learner.data.prompts.base import Item, PromptSource, is_held_out
-from learner.data.prompts.cursor import PromptCursor
-from learner.data.prompts.rendering import Prompts, Renderer
-from learner.stages.sft import tokenize
+from headway.broker.errors import ConfigError
+from headway.learner.config import PromptsConfig, SftPhaseConfig
+from headway.learner.data.examples import Example, open_examples
+from headway.learner.data.prompts import open_prompts, open_source
+from headway.learner.data.prompts.arithmetic import apply
+from headway.learner.data.prompts.base import Item, PromptSource, is_held_out
+from headway.learner.data.prompts.cursor import PromptCursor
+from headway.learner.data.prompts.rendering import Prompts, Renderer
+from headway.learner.stages.sft import tokenize
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"

@@ -12,15 +12,15 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from learner.backends import open_backend
-from learner.config import ModelConfig, StageConfig
-from learner.data.prompts.rendering import Renderer
-from learner.data.records import Conversation, Labelled, Preference, open_records
-from learner.models.model import load_tokenizer
-from learner.ranks import Ranks
-from learner.stages import open_stage
-from learner.stages.base import Progress, StageParts
-from learner.stages.stage_checkpoints import StageCheckpoints
+from headway.learner.backends import open_backend
+from headway.learner.config import ModelConfig, StageConfig
+from headway.learner.data.prompts.rendering import Renderer
+from headway.learner.data.records import Conversation, Labelled, Preference, open_records
+from headway.learner.models.model import load_tokenizer
+from headway.learner.ranks import Ranks
+from headway.learner.stages import open_stage
+from headway.learner.stages.base import Progress, StageParts
+from headway.learner.stages.stage_checkpoints import StageCheckpoints
 
 from .tiny import OPTIMIZER
 

@@ -15,19 +15,19 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from broker.errors import ConfigError
-from broker.installation import is_installed
-from learner.backends import open_backend, quantized
-from learner.backends.adapter_files import adapted_model, open_weights
-from learner.backends.fsdp.quantized_base import is_quantized
-from learner.backends.fsdp.training_state import STATE_FOLDER
-from learner.backends.quantized import BLOCK, quantize, quantized_weights
-from learner.config import ComputeConfig, LearnerConfig, ModelConfig
-from learner.models.model import load_config
-from learner.models.shape import adapter_parameters, shape_of
-from learner.planning.memory import plan_memory
-from learner.planning.planned import PlannedModel
-from learner.rows.packing import pack
+from headway.broker.errors import ConfigError
+from headway.broker.installation import is_installed
+from headway.learner.backends import open_backend, quantized
+from headway.learner.backends.adapter_files import adapted_model, open_weights
+from headway.learner.backends.fsdp.quantized_base import is_quantized
+from headway.learner.backends.fsdp.training_state import STATE_FOLDER
+from headway.learner.backends.quantized import BLOCK, quantize, quantized_weights
+from headway.learner.config import ComputeConfig, LearnerConfig, ModelConfig
+from headway.learner.models.model import load_config
+from headway.learner.models.shape import adapter_parameters, shape_of
+from headway.learner.planning.memory import plan_memory
+from headway.learner.planning.planned import PlannedModel
+from headway.learner.rows.packing import pack
 from tests.learner.adapted import saved_base, with_adapter
 from tests.learner.test_fsdp import as_dict
 from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences

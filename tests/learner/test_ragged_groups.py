@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from learner.algorithm_config import AggregationConfig, AlgorithmConfig
-from learner.backends import open_backend
-from learner.config import LearnerConfig
-from learner.objective.objective import Objective
-from learner.objective.update import Updater
-from learner.ranks import Ranks
+from headway.learner.algorithm_config import AggregationConfig, AlgorithmConfig
+from headway.learner.backends import open_backend
+from headway.learner.config import LearnerConfig
+from headway.learner.objective.objective import Objective
+from headway.learner.objective.update import Updater
+from headway.learner.ranks import Ranks
 from tests.learner.batches import group
 from tests.learner.tiny import OPTIMIZER, model_config
 

@@ -7,12 +7,12 @@ from msgspec.structs import replace
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from broker.errors import ConfigError
-from learner.data.examples import Example
-from learner.data.prompts.rendering import Renderer
-from learner.data.records import Conversation, Preference
-from learner.data.records.rendering import ConversationRenderer, LengthLimit, Rendered
-from learner.stages.sft import tokenize
+from headway.broker.errors import ConfigError
+from headway.learner.data.examples import Example
+from headway.learner.data.prompts.rendering import Renderer
+from headway.learner.data.records import Conversation, Preference
+from headway.learner.data.records.rendering import ConversationRenderer, LengthLimit, Rendered
+from headway.learner.stages.sft import tokenize
 
 PLAIN = (
     "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% if m.role == 'assistant' %}~{% endif %}"

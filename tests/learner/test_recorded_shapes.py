@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from learner.backends import open_backend
-from learner.backends.fsdp import replayed_rows, sharded_model
-from learner.backends.fsdp.backend import FsdpValueBackend
-from learner.backends.fsdp.policy import Policy
-from learner.backends.fsdp.recording import why_launched
-from learner.backends.fsdp.row import FsdpRow
-from learner.config import ComputeConfig
-from learner.rows.packing import concatenate
-from learner.rows.padding import PaddedShape
+from headway.learner.backends import open_backend
+from headway.learner.backends.fsdp import replayed_rows, sharded_model
+from headway.learner.backends.fsdp.backend import FsdpValueBackend
+from headway.learner.backends.fsdp.policy import Policy
+from headway.learner.backends.fsdp.recording import why_launched
+from headway.learner.backends.fsdp.row import FsdpRow
+from headway.learner.config import ComputeConfig
+from headway.learner.rows.packing import concatenate
+from headway.learner.rows.padding import PaddedShape
 from tests.learner.recording import AUTO, NEVER, Repeated, given, opened, rows, trained
 from tests.learner.tiny import OPTIMIZER, model_config, sequences
 
@@ -48,7 +48,7 @@ def test_what_cannot_be_recorded_is_launched(
     else:
         monkeypatch.setattr(sharded_model, "open_recorder", lambda _: Unrecordable())
     backend = opened(AUTO)
-    with caplog.at_level("INFO", logger="learner"):
+    with caplog.at_level("INFO", logger="headway.learner"):
         found = trained(backend, steps=3)
     for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)

@@ -11,9 +11,9 @@ import pyarrow
 import pytest
 from pyarrow import feather, parquet
 
-from broker.errors import ConfigError
-from learner.data.records import Conversation, Labelled, Preference, open_records
-from learner.data.records.layouts import LAYOUTS
+from headway.broker.errors import ConfigError
+from headway.learner.data.records import Conversation, Labelled, Preference, open_records
+from headway.learner.data.records.layouts import LAYOUTS
 
 USER, ANSWER, WORSE = (
     {"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "a"), ("assistant", "b"))

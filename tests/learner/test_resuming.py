@@ -8,16 +8,16 @@ from typing import Any, cast
 
 import pytest
 
-from broker import BlockingBroker
-from broker.errors import ConfigError
-from broker.owner import Claim, Owner
-from broker.schema import RunRules, WeightVersion
-from learner.checkpoints.checkpoint import CheckpointError, CheckpointStore
-from learner.data.prompts.cursor import PromptCursor
-from learner.experience.log import ExperienceLog
-from learner.experience.rewind import Rewind
-from learner.ranks import Ranks
-from learner.stages.resuming import Claimed, Origin, choose_origin, claim_run, identify, open_log
+from headway.broker import BlockingBroker
+from headway.broker.errors import ConfigError
+from headway.broker.owner import Claim, Owner
+from headway.broker.schema import RunRules, WeightVersion
+from headway.learner.checkpoints.checkpoint import CheckpointError, CheckpointStore
+from headway.learner.data.prompts.cursor import PromptCursor
+from headway.learner.experience.log import ExperienceLog
+from headway.learner.experience.rewind import Rewind
+from headway.learner.ranks import Ranks
+from headway.learner.stages.resuming import Claimed, Origin, choose_origin, claim_run, identify, open_log
 from tests.learner.batches import batch
 
 RANKS = Ranks(0, 1, 0, 1, True)

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from algorithms.supervised.scores import bradley_terry
-from broker.errors import ConfigError
-from learner.backends import open_backend
-from learner.backends.base import ScoreBackend
-from learner.config import ModelConfig, RecordsConfig
-from learner.data.sources import open_pairs
-from learner.models.classifier import check_classifier
-from learner.models.model import load_tokenizer
-from learner.rows.packing import concatenate, labelled
-from learner.stages.base import Progress
-from learner.stages.supervised.order import Order
-from learner.stages.supervised.reward_model import completed, with_state_behind
+from headway.algorithms.supervised.scores import bradley_terry
+from headway.broker.errors import ConfigError
+from headway.learner.backends import open_backend
+from headway.learner.backends.base import ScoreBackend
+from headway.learner.config import ModelConfig, RecordsConfig
+from headway.learner.data.sources import open_pairs
+from headway.learner.models.classifier import check_classifier
+from headway.learner.models.model import load_tokenizer
+from headway.learner.rows.packing import concatenate, labelled
+from headway.learner.stages.base import Progress
+from headway.learner.stages.supervised.order import Order
+from headway.learner.stages.supervised.reward_model import completed, with_state_behind
 
 from .preferences import MODEL, arithmetic, opened_scores
 from .scoring import STOP, by_transformers, responses, scores

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from learner.checkpoints.checkpoint import CheckpointStore
-from learner.experience.log import ExperienceLog
-from learner.experience.rewind import Rewind, RewindError, check_rewind, rewound_to
+from headway.learner.checkpoints.checkpoint import CheckpointStore
+from headway.learner.experience.log import ExperienceLog
+from headway.learner.experience.rewind import Rewind, RewindError, check_rewind, rewound_to
 from tests.learner.batches import batch, damage
 
 

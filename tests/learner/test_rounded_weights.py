@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from learner.backends.fsdp import sharded_model
-from learner.backends.fsdp.rounded import RoundedWeights
-from learner.backends.fsdp.sharding import local
-from learner.config import ComputeConfig
+from headway.learner.backends.fsdp import sharded_model
+from headway.learner.backends.fsdp.rounded import RoundedWeights
+from headway.learner.backends.fsdp.sharding import local
+from headway.learner.config import ComputeConfig
 from tests.learner.recording import ALWAYS, AUTO, NEVER, Repeated, opened, trained
 
 

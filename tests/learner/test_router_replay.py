@@ -16,24 +16,24 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from broker.errors import ConfigError
-from broker.schema import Trajectory
-from learner.algorithm_config import AlgorithmConfig, KlConfig
-from learner.backends import open_backend
-from learner.backends.base import Backend
-from learner.backends.fsdp.layers import prepare_layers
-from learner.backends.fsdp.policy import FEW_EXPERTS, Policy, ValueModel
-from learner.backends.fsdp.replayed_router import _route
-from learner.backends.replayed_choice import Recorded
-from learner.config import ComputeConfig, LayoutConfig, LearnerConfig
-from learner.models.model import load_config, load_model
-from learner.objective.objective import Objective
-from learner.objective.update import Updater
-from learner.ranks import Ranks
-from learner.rows.batch import PackedBatch
-from learner.rows.packing import concatenate, from_trajectory
-from learner.rows.routing import Routing, RoutingError, routing_of
-from learner.rows.units import pack_units
+from headway.broker.errors import ConfigError
+from headway.broker.schema import Trajectory
+from headway.learner.algorithm_config import AlgorithmConfig, KlConfig
+from headway.learner.backends import open_backend
+from headway.learner.backends.base import Backend
+from headway.learner.backends.fsdp.layers import prepare_layers
+from headway.learner.backends.fsdp.policy import FEW_EXPERTS, Policy, ValueModel
+from headway.learner.backends.fsdp.replayed_router import _route
+from headway.learner.backends.replayed_choice import Recorded
+from headway.learner.config import ComputeConfig, LayoutConfig, LearnerConfig
+from headway.learner.models.model import load_config, load_model
+from headway.learner.objective.objective import Objective
+from headway.learner.objective.update import Updater
+from headway.learner.ranks import Ranks
+from headway.learner.rows.batch import PackedBatch
+from headway.learner.rows.packing import concatenate, from_trajectory
+from headway.learner.rows.routing import Routing, RoutingError, routing_of
+from headway.learner.rows.units import pack_units
 from tests.learner import replay_rank
 from tests.learner.batches import group
 from tests.learner.replay_rank import DENOMINATOR, Case, Result, batches_of, samples

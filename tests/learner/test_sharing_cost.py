@@ -10,10 +10,10 @@ from transformers import Qwen3Config
 
 from benchmarks.prefix_trees import samples
 from benchmarks.throughput.shapes import SHAPES
-from learner.models.shape import ModelShape, shape_of
-from learner.rows.clusters import PrefixSharing, clusters_of
-from learner.rows.cost import CostModel
-from learner.rows.tree import Size
+from headway.learner.models.shape import ModelShape, shape_of
+from headway.learner.rows.clusters import PrefixSharing, clusters_of
+from headway.learner.rows.cost import CostModel
+from headway.learner.rows.tree import Size
 
 SMOLLM2 = shape_of(Qwen3Config(**SHAPES["smollm2-135m"].config()))
 SETTINGS: tuple[PrefixSharing, ...] = ("auto", "always", "never")

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from broker.schema import WeightVersion
-from learner.experience import standing
-from learner.experience.standing import TRANSITIONS, Event, Standing, State
+from headway.broker.schema import WeightVersion
+from headway.learner.experience import standing
+from headway.learner.experience.standing import TRANSITIONS, Event, Standing, State
 
 VERSION = WeightVersion(1, 3)
 PUBLICATION: Any = object()

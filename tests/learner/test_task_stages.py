@@ -14,30 +14,30 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 import tests.learner.preference_rank as preference_rank
-from algorithms.supervised.preferences import dpo
-from broker.errors import ConfigError
-from learner.backends import open_backend
-from learner.backends.base import Backend, Teacher
-from learner.config import ModelConfig, RandomModelConfig, RecordsConfig, StageConfig
-from learner.data.own_examples import Example
-from learner.data.records import Conversation, Labelled, Preference
-from learner.data.sources import open_conversations, open_pairs
-from learner.models.model import load_tokenizer
-from learner.rows.batch import PackedBatch
-from learner.rows.clusters import PrefixSharing
-from learner.rows.packing import PackableSequence, concatenate, labelled
-from learner.rows.units import Row, Unit, pack_units
-from learner.stages import check_stages, open_stage
-from learner.stages.base import Progress, StageError
-from learner.stages.sft import tokenize
-from learner.stages.supervised.distillation import as_teacher
-from learner.stages.supervised.options import BestOptions, ImitationOptions, PreferenceOptions
-from learner.stages.supervised.order import Order
-from learner.stages.supervised.preferences import PreferenceStage
-from learner.stages.supervised.reading import read_units
-from learner.stages.supervised.reference import reference_logprobs
-from learner.stages.supervised.teacher import Teaching, ask, taught
-from learner.stages.supervised.unpaired import mismatches
+from headway.algorithms.supervised.preferences import dpo
+from headway.broker.errors import ConfigError
+from headway.learner.backends import open_backend
+from headway.learner.backends.base import Backend, Teacher
+from headway.learner.config import ModelConfig, RandomModelConfig, RecordsConfig, StageConfig
+from headway.learner.data.own_examples import Example
+from headway.learner.data.records import Conversation, Labelled, Preference
+from headway.learner.data.sources import open_conversations, open_pairs
+from headway.learner.models.model import load_tokenizer
+from headway.learner.rows.batch import PackedBatch
+from headway.learner.rows.clusters import PrefixSharing
+from headway.learner.rows.packing import PackableSequence, concatenate, labelled
+from headway.learner.rows.units import Row, Unit, pack_units
+from headway.learner.stages import check_stages, open_stage
+from headway.learner.stages.base import Progress, StageError
+from headway.learner.stages.sft import tokenize
+from headway.learner.stages.supervised.distillation import as_teacher
+from headway.learner.stages.supervised.options import BestOptions, ImitationOptions, PreferenceOptions
+from headway.learner.stages.supervised.order import Order
+from headway.learner.stages.supervised.preferences import PreferenceStage
+from headway.learner.stages.supervised.reading import read_units
+from headway.learner.stages.supervised.reference import reference_logprobs
+from headway.learner.stages.supervised.teacher import Teaching, ask, taught
+from headway.learner.stages.supervised.unpaired import mismatches
 
 from . import distilling, preferences
 from .preferences import opened, pairs, parts_of
@@ -109,7 +109,7 @@ def test_sequences_that_share_a_prompt_have_the_losses_and_gradients_of_separate
             trees |= {row.batch.tree is not None for row in rows if sum(len(units[unit]) for unit in row.units) > 1}
             return rows
 
-        monkeypatch.setattr("learner.stages.base.pack_units", pack)
+        monkeypatch.setattr("headway.learner.stages.base.pack_units", pack)
         stage, _ = preference_rank.OPEN[kind](
             tmp_path / sharing, micro_batch_tokens=4096, prefix_sharing=sharing, report=seen.append, **given
         )

@@ -10,21 +10,21 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from broker.errors import ConfigError
-from learner.config import PromptsConfig, SftPhaseConfig
-from learner.data.examples import Example, open_examples
-from learner.data.inspection import Inspection
-from learner.data.prompts import open_prompts
-from learner.data.prompts.base import Item
-from learner.data.prompts.rendering import Renderer
-from learner.data.records import Conversation, Labelled, Preference, RecordOptions, open_records
-from learner.data.records.rendering import ConversationRenderer
-from learner.data.texts.base import Templated
-from learner.data.texts.template import ChatTemplate
-from learner.models import chat_template
-from learner.models.chat_template import RenderWatch, read_chat_template
-from learner.stages.sft import tokenize
-from rollout_workers.decoding import load_decoding
+from headway.broker.errors import ConfigError
+from headway.learner.config import PromptsConfig, SftPhaseConfig
+from headway.learner.data.examples import Example, open_examples
+from headway.learner.data.inspection import Inspection
+from headway.learner.data.prompts import open_prompts
+from headway.learner.data.prompts.base import Item
+from headway.learner.data.prompts.rendering import Renderer
+from headway.learner.data.records import Conversation, Labelled, Preference, RecordOptions, open_records
+from headway.learner.data.records.rendering import ConversationRenderer
+from headway.learner.data.texts.base import Templated
+from headway.learner.data.texts.template import ChatTemplate
+from headway.learner.models import chat_template
+from headway.learner.models.chat_template import RenderWatch, read_chat_template
+from headway.learner.stages.sft import tokenize
+from headway.rollout_workers.decoding import load_decoding
 
 CHAT = (
     "{{ note }}{% if tools %}<t>{% for t in tools %}{{ t.function | tojson }}{% endfor %}</s>{% endif %}"

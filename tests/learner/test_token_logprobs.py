@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import learner.backends.token_logprobs as token_logprobs_module
-from learner.backends.token_logprobs import confident_logprobs, open_head, token_logprobs
+import headway.learner.backends.token_logprobs as token_logprobs_module
+from headway.learner.backends.token_logprobs import confident_logprobs, open_head, token_logprobs
 from tests.learner.torchrun import run_ranks
 
 TOKENS, WIDTH, VOCABULARY = 23, 8, 19

@@ -13,17 +13,17 @@ import pytest
 import torch
 from msgspec import structs
 
-from algorithms.presets import PRESETS
-from broker.schema import Group, Trajectory
-from learner.algorithm_config import AlgorithmConfig
-from learner.backends import open_backend
-from learner.config import LearnerConfig
-from learner.objective.composition import needs_critic, needs_reference
-from learner.objective.critic import Critic
-from learner.objective.objective import Objective
-from learner.objective.update import JudgedBatch, Updater
-from learner.ranks import Ranks
-from learner.rows.clusters import PrefixSharing
+from headway.algorithms.presets import PRESETS
+from headway.broker.schema import Group, Trajectory
+from headway.learner.algorithm_config import AlgorithmConfig
+from headway.learner.backends import open_backend
+from headway.learner.config import LearnerConfig
+from headway.learner.objective.composition import needs_critic, needs_reference
+from headway.learner.objective.critic import Critic
+from headway.learner.objective.objective import Objective
+from headway.learner.objective.update import JudgedBatch, Updater
+from headway.learner.ranks import Ranks
+from headway.learner.rows.clusters import PrefixSharing
 from tests.learner.preset_oracles import MAX_NEW_TOKENS, Token, loss_of
 from tests.learner.test_later_updates import Seen, watch
 from tests.learner.test_pairs import rewarded, samples

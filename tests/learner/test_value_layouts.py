@@ -7,8 +7,8 @@ import msgspec
 import pytest
 import torch
 
-from learner.backends import open_backend
-from learner.config import LayoutConfig, ModelConfig
+from headway.learner.backends import open_backend
+from headway.learner.config import LayoutConfig, ModelConfig
 
 from . import values_rank
 from .scoring import by_transformers, responses, scores

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-import learner.models.attention
-from learner.backends.fsdp import sharded_model
-from learner.backends.fsdp.backend import FsdpBackend
-from learner.config import ComputeConfig
+import headway.learner.models.attention
+from headway.learner.backends.fsdp import sharded_model
+from headway.learner.backends.fsdp.backend import FsdpBackend
+from headway.learner.config import ComputeConfig
 from tests.learner import test_picked_positions
 from tests.learner.recording import kernel, opened, rows, trained
 from tests.learner.tiny import ratio_loss
@@ -131,4 +131,4 @@ def test_graphs_end_when_it_leaves_its_device(monkeypatch: pytest.MonkeyPatch, d
 def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand in for the variable-length kernel on a CPU."""
     if request.node.callspec.params["device"] == "cpu":
-        monkeypatch.setattr(learner.models.attention, "varlen_attn", kernel)
+        monkeypatch.setattr(headway.learner.models.attention, "varlen_attn", kernel)

@@ -7,10 +7,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from learner.backends.base import TokenLoss
-from learner.config import ModelConfig, OptimizerConfig, RandomModelConfig
-from learner.rows.batch import PackedBatch
-from learner.rows.packing import PackableSequence
+from headway.learner.backends.base import TokenLoss
+from headway.learner.config import ModelConfig, OptimizerConfig, RandomModelConfig
+from headway.learner.rows.batch import PackedBatch
+from headway.learner.rows.packing import PackableSequence
 
 ALPHABET = "0123456789+-*=,#^"
 VOCABULARY = len(ALPHABET) + 2

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from learner.backends.fsdp.sharding import whole
+from headway.learner.backends.fsdp.sharding import whole
 
 SHAPES = [(1,), (2,), (3, 5), (4,), (5, 3), (7, 2, 3), (9, 1), (10, 0), (0, 4), (128, 4, 2)]
 """Shapes: some have fewer rows than there are ranks, most leave the last rank fewer than the first, two are empty."""

@@ -1,22 +1,25 @@
 """A release: a source archive, the wheel built from it, and an environment that has only this wheel of Headway."""
 
+import json
 import os
 import re
 import subprocess
 import sys
 import sysconfig
 import tarfile
-import tomllib
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from headway import __version__
+
 REPOSITORY = Path(__file__).parents[2]
-PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 ROOMS = ["algorithms", "broker", "deploy", "learner", "rollout_workers", "weightsync"]
+OF_THE_PACKAGE = {"headway/__init__.py", "headway/__main__.py", "headway/py.typed"}
 SHIPPED_SUFFIXES = {".py", ".lua", ".yaml", ".json", ".html", ".css", ".js", ".sh", ".typed"}
+SHADOW = "raise SystemExit('a module of the user was imported in the place of ours')"
 SEMANTIC = r"\d+\.\d+\.\d+(-[\w.]+)?"
 
 
@@ -28,12 +31,12 @@ class Installation:
     elsewhere: Path
     """A directory outside of the repository."""
 
-    def run(self, program: str, *arguments: str) -> str:
+    def run(self, program: str, *arguments: str, cwd: Path | None = None) -> str:
         """Return the output of `program` of this environment. Raises CalledProcessError if it fails."""
         command = [str(self.programs / program), *arguments]
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HEADWAY_"))}
         return subprocess.run(
-            command, cwd=self.elsewhere, env=environment, stdout=subprocess.PIPE, text=True, check=True
+            command, cwd=cwd or self.elsewhere, env=environment, stdout=subprocess.PIPE, text=True, check=True
         ).stdout
 
 
@@ -44,7 +47,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     unpacked = tmp_path_factory.mktemp("source")
     with tarfile.open(archive) as opened:
         opened.extractall(unpacked, filter="data")
-    return unpacked / f"headway-{PROJECT['version']}"
+    return unpacked / f"headway-{__version__}"
 
 
 @pytest.fixture(scope="module")
@@ -67,29 +70,34 @@ def installation(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Insta
 def test_the_wheel_holds_the_rooms_with_their_scripts_and_recipes_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as opened:
         names = {name for name in opened.namelist() if ".dist-info/" not in name}
-    assert names == {
-        str(path.relative_to(REPOSITORY))
-        for room in ROOMS
-        for path in (REPOSITORY / room).rglob("*")
-        if path.suffix in SHIPPED_SUFFIXES
-    }
+    assert (
+        names
+        == {
+            f"headway/{path.relative_to(REPOSITORY)}"
+            for room in ROOMS
+            for path in (REPOSITORY / room).rglob("*")
+            if path.suffix in SHIPPED_SUFFIXES
+        }
+        | OF_THE_PACKAGE
+    )
     assert any(name.endswith(".lua") for name in names)
-    assert "deploy/recipes/arithmetic.yaml" in names
-    assert {f"{room}/py.typed" for room in ROOMS} <= names, "type checkers take all of a package without it for Any"
+    assert "headway/deploy/recipes/arithmetic.yaml" in names
 
 
-def test_the_source_archive_holds_the_tests_and_what_make_needs(source: Path) -> None:
-    for name in ("Makefile", "constraints.txt", "CHANGELOG.md", "tests/conftest.py", "benchmarks/RESULTS.md"):
-        assert (source / name).is_file(), name
+def test_the_source_archive_holds_what_a_packager_needs_and_no_tests(source: Path) -> None:
+    others = {"pyproject.toml", "PKG-INFO", "README.md", "LICENSE", "CHANGELOG.md", "constraints.txt", ".gitignore"}
+    assert {path.name for path in source.iterdir()} == {".namespace", *ROOMS, *others}
 
 
 def test_the_rooms_are_imported_from_the_wheel(installation: Installation) -> None:
-    files = installation.run("python", "-c", f"import {','.join(ROOMS)}; print({'.__file__,'.join(ROOMS)}.__file__)")
+    files = installation.run(
+        "python", "-c", f"from headway import {','.join(ROOMS)}; print({'.__file__,'.join(ROOMS)}.__file__)"
+    )
     assert all(Path(file).is_relative_to(installation.programs.parent) for file in files.split())
 
 
 def test_the_command_answers_with_its_version_and_its_help(installation: Installation) -> None:
-    assert installation.run("headway", "--version") == f"headway {PROJECT['version']}\n"
+    assert installation.run("headway", "--version") == f"headway {__version__}\n"
     assert "plan-memory" in installation.run("headway", "--help")
 
 
@@ -97,8 +105,30 @@ def test_a_shipped_recipe_is_found_from_any_directory(installation: Installation
     assert "parameters in float32" in installation.run("headway", "plan-memory", "arithmetic.yaml")
 
 
+@pytest.mark.slow
+def test_a_run_is_not_disturbed_by_files_of_the_user_that_have_names_of_ours(installation: Installation) -> None:
+    home = installation.elsewhere / "home"
+    for folder in ("broker", "algorithms", "weightsync"):
+        (home / folder).mkdir(parents=True)
+        (home / folder / "__init__.py").write_text(SHADOW)
+    for name in ("learner", "rollout_workers", "headway", "queue", "types", "logging"):
+        (home / f"{name}.py").write_text(SHADOW)
+    (home / "deploy.py").write_text("def of_length(solution_str): return float(len(solution_str) % 2)")
+    short = (
+        "stages=[]",
+        "learner.steps=2",
+        "learner.groups_per_step=4",
+        "evaluation.prompts=0",
+        "run.directory=runs",
+    )
+    installation.run("headway", "run", "arithmetic.yaml", *short, "rewards=[{kind: 'deploy:of_length'}]", cwd=home)
+    (metrics,) = home.glob("runs/*/metrics.jsonl")
+    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert max(step["step"] for step in steps if "step" in step) >= 1
+
+
 def test_every_verb_of_the_broker_is_shipped(installation: Installation) -> None:
-    listing = "from broker.connection.verbs import script_names; print(*script_names())"
+    listing = "from headway.broker.connection.verbs import script_names; print(*script_names())"
     shipped = {path.stem for path in (REPOSITORY / "broker" / "scripts").glob("*.lua")}
     assert set(installation.run("python", "-c", listing).split()) == {
         name for name in shipped if not name.startswith("lib_")
@@ -106,7 +136,7 @@ def test_every_verb_of_the_broker_is_shipped(installation: Installation) -> None
 
 
 def test_the_changelog_tells_of_this_semantic_version() -> None:
-    version = PROJECT["version"]
+    version = __version__
     assert re.fullmatch(SEMANTIC, version)
     headings = re.findall(r"^## \[(.+?)\]", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[:2] == ["Unreleased", version]

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from benchmarks.peers import engine_idle
-from broker import BlockingBroker
-from broker.errors import BrokerError
-from broker.schema.status import RunStatus
-from broker.server.embedded import EmbeddedServer
-from deploy.run.directory import endpoint
+from headway.broker import BlockingBroker
+from headway.broker.errors import BrokerError
+from headway.broker.schema.status import RunStatus
+from headway.broker.server.embedded import EmbeddedServer
+from headway.deploy.run.directory import endpoint
 from tests.broker.scenario import FRESH, rules
 from tests.broker.topologies import wait_until
 from tests.peers.races import told

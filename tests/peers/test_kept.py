@@ -16,8 +16,8 @@ from benchmarks.peers.__main__ import main as peers
 from benchmarks.peers.figures import Figures, figures_of
 from benchmarks.peers.kept import BEFORE, Kept
 from benchmarks.peers.race import LONG_TAILED, Race
-from broker.errors import ConfigError
-from deploy.run.stage_output import mark_complete
+from headway.broker.errors import ConfigError
+from headway.deploy.run.stage_output import mark_complete
 from tests.peers.races import race_in, steps_of
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from benchmarks.peers import comparison, of_headway
 from benchmarks.peers.figures import Figures, Step, figures_of
 from benchmarks.peers.gpu_idle import Look, idle, looking
 from benchmarks.peers.of_trl import Clock
-from deploy.run.events import HeartbeatEvent, StepEvent
+from headway.deploy.run.events import HeartbeatEvent, StepEvent
 from tests.deploy.runs import bare_metrics, open_record, run_status
 from tests.peers.races import steps_of, told
 

@@ -16,11 +16,11 @@ from benchmarks.peers.__main__ import main as peers
 from benchmarks.peers.of_trl import Clock, TrlSetting, Verifier, config_of, prompts_of, row_of
 from benchmarks.peers.processes import finish_group
 from benchmarks.peers.race import LONG_TAILED, SHORT, TASKS, Race
-from broker.errors import ConfigError
-from deploy.recipe.loading import load_recipe
-from learner.data.examples import open_examples
-from learner.data.prompts import open_source
-from learner.models.model import load_tokenizer
+from headway.broker.errors import ConfigError
+from headway.deploy.recipe.loading import load_recipe
+from headway.learner.data.examples import open_examples
+from headway.learner.data.prompts import open_source
+from headway.learner.models.model import load_tokenizer
 from tests.learner.tiny import model_config
 from tests.peers.races import race_in
 

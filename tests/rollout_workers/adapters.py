@@ -6,7 +6,7 @@ import torch
 from msgspec.structs import replace
 from transformers import PreTrainedModel
 
-from broker.schema import WeightVersion
+from headway.broker.schema import WeightVersion
 
 from .loop import Delivery, delivery, manifest
 from .models import Architecture, make_model, named_tensors

@@ -4,8 +4,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from broker.client.broker import Broker
-from broker.server.embedded import EmbeddedServer
+from headway.broker.client.broker import Broker
+from headway.broker.server.embedded import EmbeddedServer
 
 
 @pytest.fixture

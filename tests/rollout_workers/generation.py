@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from broker.errors import WeightSyncError
-from broker.schema import TrajectoryId, WeightVersion
-from broker.wire.codec import decode_segment, encode_segment
-from rollout_workers.engines.base import Check, Chunk, Engine, GenerationRequest, Parts
-from rollout_workers.samples.generation import generate
-from rollout_workers.samples.recorder import Recorder
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema import TrajectoryId, WeightVersion
+from headway.broker.wire.codec import decode_segment, encode_segment
+from headway.rollout_workers.engines.base import Check, Chunk, Engine, GenerationRequest, Parts
+from headway.rollout_workers.samples.generation import generate
+from headway.rollout_workers.samples.recorder import Recorder
 
 from .models import STOP, forward_logprobs, named_tensors
 

@@ -9,21 +9,21 @@ from typing import Any, NamedTuple, Self
 import torch
 from transformers import PreTrainedModel
 
-from broker.client.batches import CheckpointMark, TakenBatch
-from broker.client.broker import Broker
-from broker.owner import Owner
-from broker.schema import Group, Prompt, RunRules, TrajectoryId, WeightVersion
-from broker.schema.weights import Probe, TensorSpec, WeightManifest
-from rollout_workers.config import EngineConfig, EvalConfig, SamplingConfig, WorkersConfig
-from rollout_workers.decoding import Decoding
-from rollout_workers.engines import open_engine
-from rollout_workers.engines.base import NamedTensors
-from rollout_workers.rewards.base import Score
-from rollout_workers.samples.taught import AskedTeacher
-from rollout_workers.worker import FAREWELL_S, Worker
-from weightsync.config import WeightsConfig
-from weightsync.publish.publisher import PublishReport
-from weightsync.tensors.fingerprint import fingerprint
+from headway.broker.client.batches import CheckpointMark, TakenBatch
+from headway.broker.client.broker import Broker
+from headway.broker.owner import Owner
+from headway.broker.schema import Group, Prompt, RunRules, TrajectoryId, WeightVersion
+from headway.broker.schema.weights import Probe, TensorSpec, WeightManifest
+from headway.rollout_workers.config import EngineConfig, EvalConfig, SamplingConfig, WorkersConfig
+from headway.rollout_workers.decoding import Decoding
+from headway.rollout_workers.engines import open_engine
+from headway.rollout_workers.engines.base import NamedTensors
+from headway.rollout_workers.rewards.base import Score
+from headway.rollout_workers.samples.taught import AskedTeacher
+from headway.rollout_workers.worker import FAREWELL_S, Worker
+from headway.weightsync.config import WeightsConfig
+from headway.weightsync.publish.publisher import PublishReport
+from headway.weightsync.tensors.fingerprint import fingerprint
 
 from .models import Architecture, forward_logprobs, make_model, named_tensors, save_config
 

@@ -13,8 +13,8 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from learner.config import ModelConfig, RandomModelConfig
-from learner.models.model import load_tokenizer
+from headway.learner.config import ModelConfig, RandomModelConfig
+from headway.learner.models.model import load_tokenizer
 
 ALPHABET = "0123456789+-*=,#^"
 TOKENS = len(ALPHABET) + 2

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rollout_workers.config import EngineConfig
+from headway.rollout_workers.config import EngineConfig
 
 from .models import Architecture, make_model
 

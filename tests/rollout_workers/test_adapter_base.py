@@ -6,16 +6,16 @@ from typing import Any, cast
 import pytest
 import torch
 
-from broker.errors import NoRoomError, WeightSyncError
-from broker.schema import WeightVersion
-from broker.schema.weights import Probe, WeightManifest
-from rollout_workers.engines.base import Check, Engine, NamedTensors
-from rollout_workers.outages import Outages
-from rollout_workers.swaps.adapter_base import AdapterBase
-from weightsync.receive.deliveries import Delivery
-from weightsync.receive.subscriber import Subscriber
-from weightsync.tensors.landing import Landed
-from weightsync.tensors.staging import stage
+from headway.broker.errors import NoRoomError, WeightSyncError
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.weights import Probe, WeightManifest
+from headway.rollout_workers.engines.base import Check, Engine, NamedTensors
+from headway.rollout_workers.outages import Outages
+from headway.rollout_workers.swaps.adapter_base import AdapterBase
+from headway.weightsync.receive.deliveries import Delivery
+from headway.weightsync.receive.subscriber import Subscriber
+from headway.weightsync.tensors.landing import Landed
+from headway.weightsync.tensors.staging import stage
 
 
 def base_of(value: float) -> Delivery:

@@ -13,19 +13,19 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import save_file
 
-from broker.client.broker import BlockingBroker, Broker
-from broker.errors import WeightSyncError
-from broker.schema import Group, WeightVersion
-from broker.server.embedded import EmbeddedServer
-from learner.stages.probe import TOLERANCE as ROUNDING
-from rollout_workers.config import EngineConfig
-from rollout_workers.engines import open_engine
-from rollout_workers.engines.base import Check
-from rollout_workers.worker import Worker
-from weightsync.config import WeightsConfig
-from weightsync.publish.publisher import Publisher, PublishReport
-from weightsync.receive.subscriber import Subscriber
-from weightsync.tensors import shared_memory
+from headway.broker.client.broker import BlockingBroker, Broker
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema import Group, WeightVersion
+from headway.broker.server.embedded import EmbeddedServer
+from headway.learner.stages.probe import TOLERANCE as ROUNDING
+from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines import open_engine
+from headway.rollout_workers.engines.base import Check
+from headway.rollout_workers.worker import Worker
+from headway.weightsync.config import WeightsConfig
+from headway.weightsync.publish.publisher import Publisher, PublishReport
+from headway.weightsync.receive.subscriber import Subscriber
+from headway.weightsync.tensors import shared_memory
 
 from .adapters import RANK, SCALE, NamedTensors, adapter_delivery, base_tensors, make_adapter, merged
 from .loop import CAPACITY, Learner, make_worker, running, until, until_a_group_forms

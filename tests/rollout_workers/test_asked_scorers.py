@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from broker.client.broker import Broker
-from broker.client.scoring import Scores
-from broker.errors import BrokerError
-from broker.schema import ScoreRequest
-from broker.server.embedded import EmbeddedServer
-from rollout_workers.outages import Outages
-from rollout_workers.rewards.base import RewardError, UnscoredError
-from rollout_workers.samples.recorder import Recorder
-from rollout_workers.samples.taught import TEACHER, AskedTeacher
-from rollout_workers.scorers.asking import AskedScorer
-from rollout_workers.scorers.base import ScoringError
-from rollout_workers.scorers.candidates import joined
+from headway.broker.client.broker import Broker
+from headway.broker.client.scoring import Scores
+from headway.broker.errors import BrokerError
+from headway.broker.schema import ScoreRequest
+from headway.broker.server.embedded import EmbeddedServer
+from headway.rollout_workers.outages import Outages
+from headway.rollout_workers.rewards.base import RewardError, UnscoredError
+from headway.rollout_workers.samples.recorder import Recorder
+from headway.rollout_workers.samples.taught import TEACHER, AskedTeacher
+from headway.rollout_workers.scorers.asking import AskedScorer
+from headway.rollout_workers.scorers.base import ScoringError
+from headway.rollout_workers.scorers.candidates import joined
 
 from .loop import GROUP_SIZE, HANGS_AFTER_S, Deliveries, Learner, make_engine, make_worker, prompts, running, until
 

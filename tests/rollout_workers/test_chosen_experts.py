@@ -10,15 +10,15 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from broker.errors import HeadwayError
-from broker.schema import Experts, Segment, TrajectoryId, WeightVersion
-from broker.wire.codec import decode_segment, encode_segment
-from rollout_workers.config import EngineConfig
-from rollout_workers.engines import open_engine
-from rollout_workers.engines.base import Chunk, Engine, GenerationRequest
-from rollout_workers.samples.chosen_experts import MissingExpertsError
-from rollout_workers.samples.generation import generate
-from rollout_workers.samples.recorder import EngineOutputError, Recorder
+from headway.broker.errors import HeadwayError
+from headway.broker.schema import Experts, Segment, TrajectoryId, WeightVersion
+from headway.broker.wire.codec import decode_segment, encode_segment
+from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines import open_engine
+from headway.rollout_workers.engines.base import Chunk, Engine, GenerationRequest
+from headway.rollout_workers.samples.chosen_experts import MissingExpertsError
+from headway.rollout_workers.samples.generation import generate
+from headway.rollout_workers.samples.recorder import EngineOutputError, Recorder
 
 from .generation import PROMPTS, hold, request
 from .models import make_model, save_config

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from broker.client.broker import Broker
-from broker.server.embedded import EmbeddedServer
-from rollout_workers.outages import Outages
-from rollout_workers.swaps import colocation
-from rollout_workers.swaps.colocation import staying_awake, until_engine_may_open
-from rollout_workers.worker import Worker
+from headway.broker.client.broker import Broker
+from headway.broker.server.embedded import EmbeddedServer
+from headway.rollout_workers.outages import Outages
+from headway.rollout_workers.swaps import colocation
+from headway.rollout_workers.swaps.colocation import staying_awake, until_engine_may_open
+from headway.rollout_workers.worker import Worker
 
 from .loop import Deliveries, Learner, make_engine, make_worker, running, until
 

@@ -6,10 +6,10 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from broker.errors import ConfigError, HeadwayError
-from learner.models.model import load_tokenizer
-from rollout_workers.decoding import Decoding, load_decoding, response_text
-from rollout_workers.samples.throughput import Throughput
+from headway.broker.errors import ConfigError, HeadwayError
+from headway.learner.models.model import load_tokenizer
+from headway.rollout_workers.decoding import Decoding, load_decoding, response_text
+from headway.rollout_workers.samples.throughput import Throughput
 from tests.learner.tiny import model_config
 
 END = 257

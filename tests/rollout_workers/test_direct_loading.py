@@ -9,21 +9,21 @@ import pytest_asyncio
 import torch
 from transformers import PreTrainedModel
 
-from broker.errors import WeightSyncError
-from broker.schema import WeightVersion
-from broker.schema.weights import Probe, TensorSpec, WeightManifest
-from rollout_workers.config import EngineConfig
-from rollout_workers.engines import open_engine
-from rollout_workers.engines.base import Engine
-from rollout_workers.engines.held import Held
-from rollout_workers.engines.placing import held_rows
-from rollout_workers.engines.placing.direct_loading import DirectLoading
-from rollout_workers.swaps.tensors import refuse_other_tensors, tells_all
-from weightsync.deadline import Deadline
-from weightsync.tensors.buckets import views
-from weightsync.tensors.deltas import encode, patch
-from weightsync.tensors.fingerprint import fingerprint
-from weightsync.tensors.staging import stage
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.weights import Probe, TensorSpec, WeightManifest
+from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines import open_engine
+from headway.rollout_workers.engines.base import Engine
+from headway.rollout_workers.engines.held import Held
+from headway.rollout_workers.engines.placing import held_rows
+from headway.rollout_workers.engines.placing.direct_loading import DirectLoading
+from headway.rollout_workers.swaps.tensors import refuse_other_tensors, tells_all
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.tensors.buckets import views
+from headway.weightsync.tensors.deltas import encode, patch
+from headway.weightsync.tensors.fingerprint import fingerprint
+from headway.weightsync.tensors.staging import stage
 
 from .generation import PROMPTS, difference, hold, hold_in_parts, run_all
 from .marks import VLLM

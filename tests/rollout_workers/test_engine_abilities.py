@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from broker.errors import ConfigError, HeadwayError
-from broker.user_code.roots import ImportRoots
-from deploy.recipe.colocation import worker_gpus
-from deploy.recipe.loading import load_recipe
-from deploy.recipe.packages import check_packages
-from rollout_workers.config import EngineConfig
-from rollout_workers.engines import ENGINES, abilities_of, open_engine
-from rollout_workers.engines.abilities import EngineAbilities
-from rollout_workers.engines.gpus import gpus_of
-from rollout_workers.engines.sglang.start import open_sglang
+from headway.broker.errors import ConfigError, HeadwayError
+from headway.broker.user_code.roots import ImportRoots
+from headway.deploy.recipe.colocation import worker_gpus
+from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe.packages import check_packages
+from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines import ENGINES, abilities_of, open_engine
+from headway.rollout_workers.engines.abilities import EngineAbilities
+from headway.rollout_workers.engines.gpus import gpus_of
+from headway.rollout_workers.engines.sglang.start import open_sglang
 from tests import plugged
 
 from .models import make_model, save_config
@@ -33,8 +33,8 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_engines_and_transports_state_is_known_without_torch() -> None:
     program = (
-        "import sys, rollout_workers.engines.gpus, weightsync.transports.abilities, learner.backends;"
-        "import deploy.recipe.checks;"
+        "import sys, headway.rollout_workers.engines.gpus, headway.weightsync.transports.abilities;"
+        "import headway.deploy.recipe.checks, headway.learner.backends;"
         "sys.exit(str({'torch', 'vllm', 'sglang', 'transformers'} & set(sys.modules)))"
     )
     asked = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
@@ -114,7 +114,7 @@ async def test_options_that_an_engine_states_are_checked_before_it_starts(
     ):
         open_engine(EngineConfig(options={"devices": 1}), tmp_path, seed=0)
     stated = "lambda config, model_dir, *, seed: None"
-    source = f"from rollout_workers.engines.abilities import EngineAbilities\nopened = {stated}\n"
+    source = f"from headway.rollout_workers.engines.abilities import EngineAbilities\nopened = {stated}\n"
     (tmp_path / "stating.py").write_text(f"{source}opened.abilities = EngineAbilities(options=('taste',))\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     own, roots = EngineConfig(kind="stating:opened", options={"tast": 1}), ImportRoots(("stating:opened",))

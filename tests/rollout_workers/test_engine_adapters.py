@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from broker.errors import WeightSyncError
-from broker.schema import WeightVersion
-from rollout_workers.config import EngineConfig
-from rollout_workers.engines import open_engine
-from rollout_workers.engines.base import AdaptedEngine
-from rollout_workers.engines.embedded.adapters import Adapter
-from rollout_workers.engines.held import Held
-from rollout_workers.swaps.probes import refuse_other_logprobs, refuse_unused_adapter
-from rollout_workers.swaps.tensors import refuse_other_tensors
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema import WeightVersion
+from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines import open_engine
+from headway.rollout_workers.engines.base import AdaptedEngine
+from headway.rollout_workers.engines.embedded.adapters import Adapter
+from headway.rollout_workers.engines.held import Held
+from headway.rollout_workers.swaps.probes import refuse_other_logprobs, refuse_unused_adapter
+from headway.rollout_workers.swaps.tensors import refuse_other_tensors
 
 from .adapters import RANK, SCALE, NamedTensors, adapter_delivery, base_tensors, make_adapter, merged, of_attention
 from .generation import PROMPTS, begin, difference, hold, run_all
@@ -35,8 +35,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """Options with which vLLM takes the base as on a GPU: by copies, whose places were traced."""
 NAMES = {
-    "vllm": "rollout_workers.engines.vllm.engine.adapter_request",
-    "sglang": "rollout_workers.engines.sglang.requests.adapter_name",
+    "vllm": "headway.rollout_workers.engines.vllm.engine.adapter_request",
+    "sglang": "headway.rollout_workers.engines.sglang.requests.adapter_name",
 }
 """Import paths of what engines name a request's adapter by."""
 

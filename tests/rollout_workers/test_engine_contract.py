@@ -14,14 +14,14 @@ import pytest_asyncio
 import torch
 from transformers import PreTrainedModel
 
-from broker.errors import HeadwayError, WeightSyncError
-from broker.schema import VersionSpan, WeightVersion
-from broker.user_code.roots import ImportRoots
-from rollout_workers.config import EngineConfig
-from rollout_workers.engines import abilities_of, open_engine
-from rollout_workers.engines.base import Engine, NamedTensors
-from rollout_workers.samples.generation import generate
-from rollout_workers.samples.recorder import Recorder
+from headway.broker.errors import HeadwayError, WeightSyncError
+from headway.broker.schema import VersionSpan, WeightVersion
+from headway.broker.user_code.roots import ImportRoots
+from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines import abilities_of, open_engine
+from headway.rollout_workers.engines.base import Engine, NamedTensors
+from headway.rollout_workers.samples.generation import generate
+from headway.rollout_workers.samples.recorder import Recorder
 from tests import plugged
 from tests.processes import children_left
 

@@ -10,16 +10,16 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from broker.errors import ConfigError, HeadwayError, WeightSyncError
-from broker.schema import WeightVersion
-from rollout_workers.config import EngineConfig
-from rollout_workers.engines import open_engine
-from rollout_workers.engines.embedded import all_experts
-from rollout_workers.engines.embedded import engine as embedded
-from rollout_workers.engines.embedded.all_experts import EXPERTS
-from rollout_workers.engines.embedded.engine import EmbeddedEngine
-from rollout_workers.engines.embedded.slot_cache import ATTENTION
-from rollout_workers.engines.placing.loading import load_tensors, one_by_one
+from headway.broker.errors import ConfigError, HeadwayError, WeightSyncError
+from headway.broker.schema import WeightVersion
+from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines import open_engine
+from headway.rollout_workers.engines.embedded import all_experts
+from headway.rollout_workers.engines.embedded import engine as embedded
+from headway.rollout_workers.engines.embedded.all_experts import EXPERTS
+from headway.rollout_workers.engines.embedded.engine import EmbeddedEngine
+from headway.rollout_workers.engines.embedded.slot_cache import ATTENTION
+from headway.rollout_workers.engines.placing.loading import load_tensors, one_by_one
 
 from .generation import PROMPTS, difference, hold, request, run, run_all
 from .models import make_model, named_tensors, save_config

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rollout_workers.engines.base import GenerationRequest
-from rollout_workers.engines.embedded.sampling import Sampler, cut
+from headway.rollout_workers.engines.base import GenerationRequest
+from headway.rollout_workers.engines.embedded.sampling import Sampler, cut
 
 from .generation import request
 

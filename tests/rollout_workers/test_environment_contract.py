@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from broker.errors import ConfigError
-from broker.schema import Prompt
-from broker.user_code.roots import ImportRoots
-from rollout_workers.config import EnvironmentConfig
-from rollout_workers.environments import Environment, Episode, open_environment
-from rollout_workers.rewards.base import RewardError, UnscoredError
+from headway.broker.errors import ConfigError
+from headway.broker.schema import Prompt
+from headway.broker.user_code.roots import ImportRoots
+from headway.rollout_workers.config import EnvironmentConfig
+from headway.rollout_workers.environments import Environment, Episode, open_environment
+from headway.rollout_workers.rewards.base import RewardError, UnscoredError
 
 OWN = '''
 import os
@@ -21,7 +21,7 @@ import time
 
 import numpy as np
 
-from rollout_workers.environments import Step
+from headway.rollout_workers.environments import Step
 
 
 class Countdown:

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from broker.client.broker import Broker
-from broker.schema import Trajectory, WeightVersion
-from rollout_workers.config import SamplingConfig
-from rollout_workers.engines.base import Chunk
-from rollout_workers.environments import Episode, Step
-from rollout_workers.evaluate import evaluate
-from rollout_workers.rewards.base import RewardError, UnscoredError
-from rollout_workers.samples.episode import Episodes
-from rollout_workers.samples.recorder import Recorder
-from rollout_workers.worker import Worker
+from headway.broker.client.broker import Broker
+from headway.broker.schema import Trajectory, WeightVersion
+from headway.rollout_workers.config import SamplingConfig
+from headway.rollout_workers.engines.base import Chunk
+from headway.rollout_workers.environments import Episode, Step
+from headway.rollout_workers.evaluate import evaluate
+from headway.rollout_workers.rewards.base import RewardError, UnscoredError
+from headway.rollout_workers.samples.episode import Episodes
+from headway.rollout_workers.samples.recorder import Recorder
+from headway.rollout_workers.worker import Worker
 
 from .generation import hold
 from .loop import (

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from broker.client.evaluations import EvaluationResult
-from broker.schema import Prompt, WeightVersion
-from rollout_workers.config import EngineConfig, EvalConfig, SamplingConfig
-from rollout_workers.decoding import Decoding
-from rollout_workers.engines import open_engine
-from rollout_workers.engines.base import Chunk, Engine, GenerationRequest
-from rollout_workers.evaluate import EvalResult, evaluate, summarize
-from rollout_workers.rewards.base import RewardError, Score
-from rollout_workers.samples.held_out import evaluation_sampling
+from headway.broker.client.evaluations import EvaluationResult
+from headway.broker.schema import Prompt, WeightVersion
+from headway.rollout_workers.config import EngineConfig, EvalConfig, SamplingConfig
+from headway.rollout_workers.decoding import Decoding
+from headway.rollout_workers.engines import open_engine
+from headway.rollout_workers.engines.base import Chunk, Engine, GenerationRequest
+from headway.rollout_workers.evaluate import EvalResult, evaluate, summarize
+from headway.rollout_workers.rewards.base import RewardError, Score
+from headway.rollout_workers.samples.held_out import evaluation_sampling
 
 from .models import STOP, make_model, named_tensors, save_config
 

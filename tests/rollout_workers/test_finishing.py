@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from broker.errors import WeightSyncError
-from broker.schema import WeightVersion
-from rollout_workers.config import EngineConfig
-from rollout_workers.engines import open_engine
-from rollout_workers.engines.base import AdaptedEngine
-from rollout_workers.engines.placing.adapter_places import AdapterPlaces
-from rollout_workers.swaps.probes import refuse_other_logprobs
-from rollout_workers.swaps.tensors import refuse_other_tensors
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema import WeightVersion
+from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines import open_engine
+from headway.rollout_workers.engines.base import AdaptedEngine
+from headway.rollout_workers.engines.placing.adapter_places import AdapterPlaces
+from headway.rollout_workers.swaps.probes import refuse_other_logprobs
+from headway.rollout_workers.swaps.tensors import refuse_other_tensors
 
 from .adapters import RANK, SCALE, NamedTensors, adapter_delivery, base_tensors, make_adapter, merged, of_attention
 from .generation import PROMPTS, Response, begin, difference

@@ -10,17 +10,17 @@ import torch
 from msgspec.structs import replace
 from transformers import PreTrainedModel
 
-from broker.errors import HeadwayError
-from broker.user_code.roots import ImportRoots
-from rollout_workers.config import EngineConfig
-from rollout_workers.engines import open_engine
-from rollout_workers.engines.abilities import REQUESTS
-from rollout_workers.engines.base import EngineOptionsError
-from rollout_workers.engines.fitting import fitting_requests
-from rollout_workers.engines.sglang.start import MOST_FITTING, open_sglang
-from rollout_workers.engines.sglang.start import engine_arguments as sglang_arguments
-from rollout_workers.engines.vllm.start import GRAPHED, explained
-from rollout_workers.engines.vllm.start import engine_arguments as vllm_arguments
+from headway.broker.errors import HeadwayError
+from headway.broker.user_code.roots import ImportRoots
+from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines import open_engine
+from headway.rollout_workers.engines.abilities import REQUESTS
+from headway.rollout_workers.engines.base import EngineOptionsError
+from headway.rollout_workers.engines.fitting import fitting_requests
+from headway.rollout_workers.engines.sglang.start import MOST_FITTING, open_sglang
+from headway.rollout_workers.engines.sglang.start import engine_arguments as sglang_arguments
+from headway.rollout_workers.engines.vllm.start import GRAPHED, explained
+from headway.rollout_workers.engines.vllm.start import engine_arguments as vllm_arguments
 from tests import plugged
 
 from .generation import PROMPTS, hold, run_all
@@ -155,7 +155,7 @@ async def test_an_option_is_looked_for_among_the_arguments_that_sglang_says_it_h
     def arguments(model_path: str, tp_size: int = 1) -> None:
         raise AssertionError("SGLang is started")
 
-    monkeypatch.setattr("rollout_workers.engines.sglang.start.prepare_environment", lambda threads: None)
+    monkeypatch.setattr("headway.rollout_workers.engines.sglang.start.prepare_environment", lambda threads: None)
     for name in ("sglang", "sglang.srt", "sglang.srt.server_args"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setattr(sys.modules["sglang.srt.server_args"], "ServerArgs", arguments, raising=False)
@@ -175,7 +175,7 @@ async def check_cache_decides(
     config: EngineConfig, model: PreTrainedModel, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Open the engine: it takes FITTING requests, says why, and serves them and one more that waits."""
-    with caplog.at_level(logging.INFO, logger="rollout_workers.engines.fitting"):
+    with caplog.at_level(logging.INFO, logger="headway.rollout_workers.engines.fitting"):
         engine = open_engine(config, save_config(model, directory), seed=0)
     try:
         assert engine.capacity == FITTING

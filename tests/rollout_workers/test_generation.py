@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from broker.schema import VersionSpan, WeightVersion
-from rollout_workers.engines.base import Chunk, GenerationRequest
-from rollout_workers.samples import generation
-from rollout_workers.samples.generation import generate
-from rollout_workers.samples.recorder import EngineOutputError, Recorder
+from headway.broker.schema import VersionSpan, WeightVersion
+from headway.rollout_workers.engines.base import Chunk, GenerationRequest
+from headway.rollout_workers.samples import generation
+from headway.rollout_workers.samples.generation import generate
+from headway.rollout_workers.samples.recorder import EngineOutputError, Recorder
 
 V1, V2 = WeightVersion(1, 1), WeightVersion(1, 2)
 STOP = 9

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from broker.errors import ConfigError
-from rollout_workers.config import EngineConfig
-from rollout_workers.engines.gpus import shares, starting_alone
-from rollout_workers.engines.sglang.start import named_gpus
-from rollout_workers.engines.vllm.start import measured_gpus
+from headway.broker.errors import ConfigError
+from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines.gpus import shares, starting_alone
+from headway.rollout_workers.engines.sglang.start import named_gpus
+from headway.rollout_workers.engines.vllm.start import measured_gpus
 
 
 def vllm(**options: object) -> EngineConfig:
@@ -57,7 +57,7 @@ def test_engines_start_on_a_gpu_one_after_the_other(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     program = f"""
 import tempfile, time
-from rollout_workers.engines.gpus import starting_alone
+from headway.rollout_workers.engines.gpus import starting_alone
 tempfile.tempdir = {str(tmp_path)!r}
 with starting_alone(["b", "a"]):
     print("starting", flush=True)

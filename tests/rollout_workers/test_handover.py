@@ -2,9 +2,9 @@
 
 import torch
 
-from rollout_workers.engines.placing.loading import one_by_one
-from rollout_workers.engines.placing.shared_tensors import Handover, Mapped
-from weightsync.tensors.landing import attachable_buckets
+from headway.rollout_workers.engines.placing.loading import one_by_one
+from headway.rollout_workers.engines.placing.shared_tensors import Handover, Mapped
+from headway.weightsync.tensors.landing import attachable_buckets
 
 EXPERTS = "layers.0.experts"
 

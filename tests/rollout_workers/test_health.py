@@ -2,8 +2,8 @@
 
 import pytest
 
-from rollout_workers.health.own import EngineHealth
-from rollout_workers.health.rules import ERRORS_WITHIN_S, GenerationPace, failing, silent, slowest, stalled
+from headway.rollout_workers.health.own import EngineHealth
+from headway.rollout_workers.health.rules import ERRORS_WITHIN_S, GenerationPace, failing, silent, slowest, stalled
 
 
 @pytest.mark.parametrize(

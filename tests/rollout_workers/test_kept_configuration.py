@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout_workers.engines.vllm.forking import new_processes
-from rollout_workers.engines.vllm.kept_configuration import kept_configuration
+from headway.rollout_workers.engines.vllm.forking import new_processes
+from headway.rollout_workers.engines.vllm.kept_configuration import kept_configuration
 
 from .marks import VLLM
 from .models import make_model, save_config

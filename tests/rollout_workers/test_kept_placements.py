@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from broker.installation import cache_directory
-from rollout_workers.engines.placing.direct_loading import DirectLoading
-from rollout_workers.engines.placing.kept_placements import KeptPlacements, kept_placements
-from rollout_workers.engines.placing.placement import Block, Placement
+from headway.broker.installation import cache_directory
+from headway.rollout_workers.engines.placing.direct_loading import DirectLoading
+from headway.rollout_workers.engines.placing.kept_placements import KeptPlacements, kept_placements
+from headway.rollout_workers.engines.placing.placement import Block, Placement
 
 from .test_placement import SHAPES, Shard, published, version
 
@@ -148,7 +148,7 @@ def test_it_needs_no_disk(tmp_path: Path) -> None:
 
 
 def test_the_oldest_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout_workers.engines.placing.kept_placements.MOST_FILES", 2)
+    monkeypatch.setattr("headway.rollout_workers.engines.placing.kept_placements.MOST_FILES", 2)
     engine = Engine(tmp_path)
     assert engine.holds(beginning())
     (first,) = tmp_path.iterdir()

@@ -16,11 +16,11 @@ import psutil
 import pytest
 import uvloop
 
-from broker.errors import LASTING_EXIT, ConfigError, UserCodeError
-from broker.schema import Prompt
-from rollout_workers.config import RewardConfig
-from rollout_workers.rewards import open_reward
-from rollout_workers.rewards.base import RewardError, Score, UnscoredError
+from headway.broker.errors import LASTING_EXIT, ConfigError, UserCodeError
+from headway.broker.schema import Prompt
+from headway.rollout_workers.config import RewardConfig
+from headway.rollout_workers.rewards import open_reward
+from headway.rollout_workers.rewards.base import RewardError, Score, UnscoredError
 
 OWN = "tests.rollout_workers.own_rewards"
 HANGS_S, PLENTY_S = 1.5, 60.0
@@ -110,7 +110,7 @@ async def test_one_that_has_worked_has_as_long_as_a_call_may_take(
     open_own: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock_s = 0.0
-    monkeypatch.setattr("rollout_workers.rewards.failures.time", SimpleNamespace(monotonic=lambda: clock_s))
+    monkeypatch.setattr("headway.rollout_workers.rewards.failures.time", SimpleNamespace(monotonic=lambda: clock_s))
     score = await open_own("exits", deadline_s=20.0)
     await score("7")
     for _ in range(3):
@@ -203,9 +203,9 @@ def test_calls_to_a_process_that_has_just_ended_are_made_in_another_one() -> Non
 
 DIES = f"""
 import asyncio, os, signal
-from broker.schema import Prompt
-from rollout_workers.config import RewardConfig
-from rollout_workers.rewards import open_reward
+from headway.broker.schema import Prompt
+from headway.rollout_workers.config import RewardConfig
+from headway.rollout_workers.rewards import open_reward
 
 async def main():
     reward = await open_reward([RewardConfig(kind="{OWN}:hangs_on")])

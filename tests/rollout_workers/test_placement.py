@@ -5,8 +5,8 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from broker.errors import WeightSyncError
-from rollout_workers.engines.placing.placement import Placement, Published, trace
+from headway.broker.errors import WeightSyncError
+from headway.rollout_workers.engines.placing.placement import Placement, Published, trace
 
 WIDTH, HEADS, EXPERTS, INNER, VOCABULARY = 8, 4, 3, 6, 10
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from broker.client.broker import Broker
-from deploy.observe.autoscaling import busy_share
-from rollout_workers.samples.places import LEAST, SharedPlaces
+from headway.broker.client.broker import Broker
+from headway.deploy.observe.autoscaling import busy_share
+from headway.rollout_workers.samples.places import LEAST, SharedPlaces
 
 from .loop import GROUP_SIZE, LONG, Deliveries, Learner, make_engine, make_worker, running, until
 
@@ -29,7 +29,7 @@ def test_a_worker_takes_its_share(batched: int, under_way: int, serving: int, pl
 async def test_a_worker_that_joins_gets_samples_of_one_that_has_them_all(
     brokers: tuple[Broker, Broker], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger="rollout_workers.samples.places")
+    caplog.set_level(logging.INFO, logger="headway.rollout_workers.samples.places")
     learner = await Learner.start(brokers[0], groups=2 * UNDER_WAY, max_lag=MAX_LAG)
     deliveries = Deliveries(), Deliveries()
     first, second = (

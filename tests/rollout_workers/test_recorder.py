@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.schema import Lease, Prompt, TrajectoryId, Turn, VersionSpan, WeightVersion
-from broker.wire.codec import decode_segment, encode_segment
-from rollout_workers.engines.base import Chunk
-from rollout_workers.samples.recorder import EngineOutputError, Recorder
+from headway.broker.schema import Lease, Prompt, TrajectoryId, Turn, VersionSpan, WeightVersion
+from headway.broker.wire.codec import decode_segment, encode_segment
+from headway.rollout_workers.engines.base import Chunk
+from headway.rollout_workers.samples.recorder import EngineOutputError, Recorder
 
 V1, V2 = WeightVersion(1, 1), WeightVersion(1, 2)
 LEASE = Lease(

@@ -17,20 +17,20 @@ import psutil
 import pytest
 import reasoning_gym
 
-from broker.client.scoring import Scores
-from broker.errors import ConfigError
-from broker.schema import Prompt
-from broker.user_code.host_process import MOST_OUTPUT_BYTES, HostProcess
-from broker.user_code.pool import Host
-from broker.user_code.roots import ImportRoots
-from broker.wire.codec import decode, encode
-from rollout_workers.config import RewardConfig
-from rollout_workers.rewards import open_reward
-from rollout_workers.rewards.arithmetic import ArithmeticReward
-from rollout_workers.rewards.base import Reward, RewardError, Score, UnscoredError
-from rollout_workers.rewards.math_verify import MathVerifyReward
-from rollout_workers.rewards.reasoning_gym import ReasoningGymReward
-from rollout_workers.scorers import ScoringError
+from headway.broker.client.scoring import Scores
+from headway.broker.errors import ConfigError
+from headway.broker.schema import Prompt
+from headway.broker.user_code.host_process import MOST_OUTPUT_BYTES, HostProcess
+from headway.broker.user_code.pool import Host
+from headway.broker.user_code.roots import ImportRoots
+from headway.broker.wire.codec import decode, encode
+from headway.rollout_workers.config import RewardConfig
+from headway.rollout_workers.rewards import open_reward
+from headway.rollout_workers.rewards.arithmetic import ArithmeticReward
+from headway.rollout_workers.rewards.base import Reward, RewardError, Score, UnscoredError
+from headway.rollout_workers.rewards.math_verify import MathVerifyReward
+from headway.rollout_workers.rewards.reasoning_gym import ReasoningGymReward
+from headway.rollout_workers.scorers import ScoringError
 
 OWN = "tests.rollout_workers.own_rewards"
 PLENTY_S = 120.0

@@ -18,16 +18,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from broker.errors import ConfigError
-from broker.schema import ScoreRequest
-from broker.user_code.roots import ImportRoots
-from rollout_workers.config import ScorerEngineConfig, ScorersConfig
-from rollout_workers.scorers.base import Runner, ScoringModel, UnfitModelError
-from rollout_workers.scorers.candidates import parted
-from rollout_workers.scorers.own import OwnScorer
-from rollout_workers.scorers.runtimes import RUNTIMES, abilities_of, gpus_of, open_runner
-from rollout_workers.scorers.runtimes.cache import BLOCK_TOKENS
-from rollout_workers.scorers.runtimes.vllm.start import SEQUENCES, arguments_of
+from headway.broker.errors import ConfigError
+from headway.broker.schema import ScoreRequest
+from headway.broker.user_code.roots import ImportRoots
+from headway.rollout_workers.config import ScorerEngineConfig, ScorersConfig
+from headway.rollout_workers.scorers.base import Runner, ScoringModel, UnfitModelError
+from headway.rollout_workers.scorers.candidates import parted
+from headway.rollout_workers.scorers.own import OwnScorer
+from headway.rollout_workers.scorers.runtimes import RUNTIMES, abilities_of, gpus_of, open_runner
+from headway.rollout_workers.scorers.runtimes.cache import BLOCK_TOKENS
+from headway.rollout_workers.scorers.runtimes.vllm.start import SEQUENCES, arguments_of
 from tests import plugged
 
 from .marks import VLLM
@@ -117,7 +117,7 @@ def test_a_reward_models_score_is_read_at_the_last_token_whatever_that_is(case: 
 def test_a_teacher_gives_the_logprob_of_each_token_at_the_sampling_temperature(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout_workers.scorers.runtimes.transformers.teacher._LOGITS_AT_A_TIME", 4 * TOKENS)
+    monkeypatch.setattr("headway.rollout_workers.scorers.runtimes.transformers.teacher._LOGITS_AT_A_TIME", 4 * TOKENS)
     for temperature in case.temperatures():
         asked = requests([(3, 1), (2, 30), (9, 11), (31, 32)], temperature=temperature)
         for one, found in zip(asked, case.teaching.score(asked), strict=True):
@@ -245,9 +245,8 @@ def test_vllm_reserves_on_each_gpu_the_cache_of_what_a_scorer_is_asked_for(tmp_p
 
 
 def test_what_runtimes_state_is_known_without_torch() -> None:
-    program = (
-        "import sys, rollout_workers.scorers.runtimes; print({'torch', 'vllm', 'transformers'} & set(sys.modules))"
-    )
+    imported = "import sys, headway.rollout_workers.scorers.runtimes"
+    program = f"{imported}; print({{'torch', 'vllm', 'transformers'}} & set(sys.modules))"
     asked = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert asked.stdout.strip() == "set()"
     assert not RUNTIMES["vllm"].abilities.takes_stored("worker_cls", "my.Worker")

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from broker.client.broker import Broker
-from broker.client.scoring import Scores
-from broker.schema import ScoreRequest
-from broker.server.embedded import EmbeddedServer
-from rollout_workers.outages import Outages
-from rollout_workers.scorers import serving
-from rollout_workers.scorers.asking import AskedScorer
-from rollout_workers.scorers.base import ScoringError
-from rollout_workers.scorers.fitness import RequestLimits
-from rollout_workers.scorers.serving import ModelFailedError, Serving
+from headway.broker.client.broker import Broker
+from headway.broker.client.scoring import Scores
+from headway.broker.schema import ScoreRequest
+from headway.broker.server.embedded import EmbeddedServer
+from headway.rollout_workers.outages import Outages
+from headway.rollout_workers.scorers import serving
+from headway.rollout_workers.scorers.asking import AskedScorer
+from headway.rollout_workers.scorers.base import ScoringError
+from headway.rollout_workers.scorers.fitness import RequestLimits
+from headway.rollout_workers.scorers.serving import ModelFailedError, Serving
 
 from .loop import Learner
 

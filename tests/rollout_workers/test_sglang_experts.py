@@ -14,14 +14,14 @@ import pytest
 import pytest_asyncio
 import torch
 
-from broker.errors import HeadwayError
-from broker.schema import Experts
-from rollout_workers.engines import open_engine
-from rollout_workers.engines.base import Engine
-from rollout_workers.engines.routed_layers import RoutedLayers
-from rollout_workers.engines.sglang import requests
-from rollout_workers.engines.sglang.experts import told
-from rollout_workers.samples.recorder import Recorder
+from headway.broker.errors import HeadwayError
+from headway.broker.schema import Experts
+from headway.rollout_workers.engines import open_engine
+from headway.rollout_workers.engines.base import Engine
+from headway.rollout_workers.engines.routed_layers import RoutedLayers
+from headway.rollout_workers.engines.sglang import requests
+from headway.rollout_workers.engines.sglang.experts import told
+from headway.rollout_workers.samples.recorder import Recorder
 
 from .generation import PROMPTS, hold, request
 from .marks import needs_sglang

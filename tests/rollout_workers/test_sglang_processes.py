@@ -22,11 +22,11 @@ import msgspec
 import psutil
 import pytest
 
-from broker.errors import HeadwayError
-from rollout_workers.engines import open_engine
-from rollout_workers.engines.sglang.engine import SglangEngine
-from rollout_workers.engines.sglang.processes import SglangProcesses, own_log, own_sockets
-from rollout_workers.engines.sglang.start import prepare_environment
+from headway.broker.errors import HeadwayError
+from headway.rollout_workers.engines import open_engine
+from headway.rollout_workers.engines.sglang.engine import SglangEngine
+from headway.rollout_workers.engines.sglang.processes import SglangProcesses, own_log, own_sockets
+from headway.rollout_workers.engines.sglang.start import prepare_environment
 from tests.processes import is_alive, tethered
 
 from .marks import needs_sglang
@@ -39,7 +39,7 @@ DEADLINE_S = 400.0
 OPENS = """
 import asyncio, logging, sys
 from pathlib import Path
-from rollout_workers.engines import open_engine
+from headway.rollout_workers.engines import open_engine
 from tests.rollout_workers.sglang_settings import sglang_config
 
 
@@ -47,7 +47,7 @@ async def main():
     logging.basicConfig(level=logging.INFO, format="ours: %(message)s")
     open_engine(sglang_config(max_concurrent=2, max_model_len=64), Path(sys.argv[1]), seed=0)
     logging.getLogger("sglang.srt").info("SGLang is told to log errors alone")
-    logging.getLogger("rollout_workers").info("the engine is up")
+    logging.getLogger("headway.rollout_workers").info("the engine is up")
     print("up", flush=True)
     await asyncio.sleep(600)
 

@@ -7,10 +7,10 @@ import msgspec
 import pytest
 import torch
 
-from broker.errors import WeightSyncError
-from rollout_workers.engines import open_engine
-from rollout_workers.engines.held import Held
-from rollout_workers.swaps.tensors import refuse_other_tensors
+from headway.broker.errors import WeightSyncError
+from headway.rollout_workers.engines import open_engine
+from headway.rollout_workers.engines.held import Held
+from headway.rollout_workers.swaps.tensors import refuse_other_tensors
 
 from .generation import PROMPTS, begin, difference, hold
 from .marks import SGLANG

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from rollout_workers.config import EngineConfig
-from rollout_workers.engines.placing.sleeping import Kept, gaps
-from rollout_workers.engines.vllm.start import BETWEEN_MIXED, engine_arguments, spaced_sizes
+from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines.placing.sleeping import Kept, gaps
+from headway.rollout_workers.engines.vllm.start import BETWEEN_MIXED, engine_arguments, spaced_sizes
 
 
 def test_gaps_are_the_rows_between_runs() -> None:

@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from broker.client.broker import Broker
-from broker.schema import WeightVersion
-from broker.server.embedded import EmbeddedServer
-from rollout_workers.swaps import turns
-from rollout_workers.worker import Worker
+from headway.broker.client.broker import Broker
+from headway.broker.schema import WeightVersion
+from headway.broker.server.embedded import EmbeddedServer
+from headway.rollout_workers.swaps import turns
+from headway.rollout_workers.worker import Worker
+from headway.weightsync.config import WeightsConfig
 from tests.broker.test_codec import WORKER
-from weightsync.config import WeightsConfig
 
 from .loop import Deliveries, Learner, delivery, make_engine, make_worker, running, until
 from .models import make_model

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from broker.client.broker import BlockingBroker, Broker
-from broker.errors import WeightSyncError
-from broker.schema import Trajectory, WeightVersion
-from broker.server.embedded import EmbeddedServer
-from rollout_workers.engines.base import Parts
-from rollout_workers.worker import Worker
-from weightsync.config import WeightsConfig
-from weightsync.publish import publisher as publisher_module
-from weightsync.publish.publisher import Publisher, PublishReport, _on_the_wire
-from weightsync.receive.subscriber import Subscriber
-from weightsync.tensors.gathering import Gathering
+from headway.broker.client.broker import BlockingBroker, Broker
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema import Trajectory, WeightVersion
+from headway.broker.server.embedded import EmbeddedServer
+from headway.rollout_workers.engines.base import Parts
+from headway.rollout_workers.worker import Worker
+from headway.weightsync.config import WeightsConfig
+from headway.weightsync.publish import publisher as publisher_module
+from headway.weightsync.publish.publisher import Publisher, PublishReport, _on_the_wire
+from headway.weightsync.receive.subscriber import Subscriber
+from headway.weightsync.tensors.gathering import Gathering
 
 from .loop import LONG, Learner, delivery, make_engine, make_worker, running, until
 from .models import make_model

@@ -10,14 +10,14 @@ import pytest
 import pytest_asyncio
 import torch
 
-from broker.errors import WeightSyncError
-from broker.schema import WeightVersion
-from broker.schema.weights import Probe
-from learner.stages.probe import TOLERANCE
-from rollout_workers.config import EngineConfig
-from rollout_workers.engines import open_engine
-from rollout_workers.swaps.probes import refuse_other_logprobs, refuse_unused_adapter
-from rollout_workers.swaps.tensors import refuse_other_tensors
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.weights import Probe
+from headway.learner.stages.probe import TOLERANCE
+from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines import open_engine
+from headway.rollout_workers.swaps.probes import refuse_other_logprobs, refuse_unused_adapter
+from headway.rollout_workers.swaps.tensors import refuse_other_tensors
 
 from .adapters import RANK, SCALE, NamedTensors, base_tensors, make_adapter, merged
 from .loop import manifest

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from broker.errors import HeadwayError
+from headway.broker.errors import HeadwayError
 
 from .marks import VLLM
 from .models import make_model
@@ -18,7 +18,7 @@ def test_a_loader_that_sees_no_base_of_a_wrapped_layer_finds_its_weights() -> No
     from vllm.lora.layers import BaseLayerWithLoRA
     from vllm.model_executor.models.utils import AutoWeightsLoader
 
-    from rollout_workers.engines.vllm.adapters import unwrapped
+    from headway.rollout_workers.engines.vllm.adapters import unwrapped
 
     class Wrapper(BaseLayerWithLoRA):
         load_weights = None
@@ -44,7 +44,7 @@ def test_a_loader_that_sees_no_base_of_a_wrapped_layer_finds_its_weights() -> No
 def test_a_gpu_takes_no_adapters_of_a_model_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.platforms import current_platform
 
-    from rollout_workers.engines.vllm.adapters import engine_arguments
+    from headway.rollout_workers.engines.vllm.adapters import engine_arguments
 
     shapes = make_model("dense", 0)
     assert engine_arguments(16, 1, shapes, "float32")["max_lora_rank"] == 16

@@ -16,18 +16,18 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.worker_overhead.paced import PacedCore
-from broker.errors import HeadwayError
-from broker.schema import Experts, WeightVersion
-from rollout_workers.config import EngineConfig
-from rollout_workers.engines import open_engine
-from rollout_workers.engines.base import GenerationRequest
-from rollout_workers.engines.routed_layers import RoutedLayers, routed_layers
-from rollout_workers.engines.vllm.chunks import split
-from rollout_workers.engines.vllm.engine import VllmEngine
-from rollout_workers.engines.vllm.environment import prepare_environment
-from rollout_workers.engines.vllm.experts import new_rows, take
-from rollout_workers.engines.vllm.start import open_vllm
-from rollout_workers.samples.recorder import Recorder
+from headway.broker.errors import HeadwayError
+from headway.broker.schema import Experts, WeightVersion
+from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines import open_engine
+from headway.rollout_workers.engines.base import GenerationRequest
+from headway.rollout_workers.engines.routed_layers import RoutedLayers, routed_layers
+from headway.rollout_workers.engines.vllm.chunks import split
+from headway.rollout_workers.engines.vllm.engine import VllmEngine
+from headway.rollout_workers.engines.vllm.environment import prepare_environment
+from headway.rollout_workers.engines.vllm.experts import new_rows, take
+from headway.rollout_workers.engines.vllm.start import open_vllm
+from headway.rollout_workers.samples.recorder import Recorder
 
 from .generation import PROMPTS, hold, request
 from .models import make_model, named_tensors, save_config

@@ -11,9 +11,9 @@ import msgspec
 import psutil
 import pytest
 
-from rollout_workers.config import EngineConfig
-from rollout_workers.engines import libraries_of, open_engine, preload
-from rollout_workers.engines.vllm.environment import METHOD
+from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines import libraries_of, open_engine, preload
+from headway.rollout_workers.engines.vllm.environment import METHOD
 from tests.processes import is_alive
 
 from .marks import VLLM
@@ -24,8 +24,8 @@ DEADLINE_S = 120.0
 """A deadline for steps that take seconds: a machine may be busy, but nothing waits for ever."""
 FORKS = """
 import json, os, sys, time
-from rollout_workers.engines import preload
-from rollout_workers.engines.vllm import forking
+from headway.rollout_workers.engines import preload
+from headway.rollout_workers.engines.vllm import forking
 
 
 def tell():
@@ -102,7 +102,7 @@ def test_processes_are_spawned_where_the_servers_socket_has_too_long_a_path(tmp_
     long = tmp_path / ("d" * 90)
     long.mkdir()
     told = (
-        "import os; from rollout_workers.engines import preload; preload('vllm', 1); print(os.environ['"
+        "import os; from headway.rollout_workers.engines import preload; preload('vllm', 1); print(os.environ['"
         + METHOD
         + "'])"
     )

@@ -11,17 +11,17 @@ import psutil
 import pytest
 import torch
 
-from broker.errors import WeightSyncError
-from broker.schema import WeightVersion
-from rollout_workers.config import EngineConfig
-from rollout_workers.engines import open_engine
-from rollout_workers.engines.base import AdaptedEngine, Engine
-from rollout_workers.engines.held import Held
-from rollout_workers.engines.vllm.engine import VllmEngine
-from rollout_workers.engines.vllm.environment import METHOD
-from rollout_workers.engines.vllm.start import STREAM_INTERVAL
-from rollout_workers.swaps.probes import refuse_other_logprobs
-from rollout_workers.swaps.tensors import refuse_other_tensors
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema import WeightVersion
+from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines import open_engine
+from headway.rollout_workers.engines.base import AdaptedEngine, Engine
+from headway.rollout_workers.engines.held import Held
+from headway.rollout_workers.engines.vllm.engine import VllmEngine
+from headway.rollout_workers.engines.vllm.environment import METHOD
+from headway.rollout_workers.engines.vllm.start import STREAM_INTERVAL
+from headway.rollout_workers.swaps.probes import refuse_other_logprobs
+from headway.rollout_workers.swaps.tensors import refuse_other_tensors
 
 from .adapters import RANK, SCALE, NamedTensors, adapter_delivery, base_tensors, make_adapter, merged
 from .generation import PROMPTS, begin, difference, hold, run_all

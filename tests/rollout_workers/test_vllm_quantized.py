@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from learner.stages.probe import TOLERANCE
-from rollout_workers.config import EngineConfig
-from rollout_workers.engines import open_engine
-from rollout_workers.engines.base import Engine
+from headway.learner.stages.probe import TOLERANCE
+from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines import open_engine
+from headway.rollout_workers.engines.base import Engine
 
 from .generation import PROMPTS, difference, hold, run_all
 from .marks import VLLM

@@ -10,16 +10,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from broker.client.broker import Broker
-from broker.errors import ServerRestartedError, SickWorkerError
-from broker.schema import Group, Prompt, WeightVersion
-from broker.schema.weights import ModelFiles
-from broker.server.embedded import EmbeddedServer
-from rollout_workers import worker as worker_module
-from rollout_workers.engines.base import Chunk, Engine, GenerationRequest
-from rollout_workers.model_files import ModelFilesError, fetch_model, write_model
-from rollout_workers.rewards.base import RewardError, Score, UnscoredError
-from rollout_workers.worker import MOST_UNSUBMITTED
+from headway.broker.client.broker import Broker
+from headway.broker.errors import ServerRestartedError, SickWorkerError
+from headway.broker.schema import Group, Prompt, WeightVersion
+from headway.broker.schema.weights import ModelFiles
+from headway.broker.server.embedded import EmbeddedServer
+from headway.rollout_workers import worker as worker_module
+from headway.rollout_workers.engines.base import Chunk, Engine, GenerationRequest
+from headway.rollout_workers.model_files import ModelFilesError, fetch_model, write_model
+from headway.rollout_workers.rewards.base import RewardError, Score, UnscoredError
+from headway.rollout_workers.worker import MOST_UNSUBMITTED
 
 from .loop import CAPACITY, GROUP_SIZE, LONG, Deliveries, Learner, OneReward, make_engine, make_worker, running, until
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from broker.client.broker import Broker
-from broker.client.evaluations import EvaluationProgress
-from broker.schema import Prompt, WeightVersion
-from rollout_workers.config import EvalConfig, SamplingConfig
-from rollout_workers.evaluate import EvalResult, evaluate, summarize
-from rollout_workers.rewards.base import Score, UnscoredError
-from rollout_workers.samples.held_out import evaluation_sampling
+from headway.broker.client.broker import Broker
+from headway.broker.client.evaluations import EvaluationProgress
+from headway.broker.schema import Prompt, WeightVersion
+from headway.rollout_workers.config import EvalConfig, SamplingConfig
+from headway.rollout_workers.evaluate import EvalResult, evaluate, summarize
+from headway.rollout_workers.rewards.base import Score, UnscoredError
+from headway.rollout_workers.samples.held_out import evaluation_sampling
 
 from .loop import LONG, LONGER, Deliveries, Learner, decoding, make_engine, make_worker, running, until
 from .models import named_tensors

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from broker.client.broker import Broker
-from broker.errors import WeightSyncError
-from broker.schema import Group, Trajectory, WeightVersion
-from rollout_workers.samples.chosen_experts import MissingExpertsError
-from rollout_workers.worker import Worker
+from headway.broker.client.broker import Broker
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema import Group, Trajectory, WeightVersion
+from headway.rollout_workers.samples.chosen_experts import MissingExpertsError
+from headway.rollout_workers.worker import Worker
 
 from .loop import CAPACITY, LONG, LONGER, Deliveries, Learner, make_engine, make_worker, until
 from .models import forward_logprobs

@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from broker.client.broker import BlockingBroker, Broker
-from broker.errors import WeightSyncError
-from broker.schema import Trajectory, WeightVersion
-from broker.schema.processes import WorkerInfo
-from broker.schema.weights import Probe
-from broker.server.embedded import EmbeddedServer
-from rollout_workers.engines.base import Chunk, GenerationRequest
-from rollout_workers.engines.placing.shared_tensors import Handover
-from rollout_workers.swaps import weights
-from rollout_workers.swaps.probes import refuse_other_logprobs
+from headway.broker.client.broker import BlockingBroker, Broker
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema import Trajectory, WeightVersion
+from headway.broker.schema.processes import WorkerInfo
+from headway.broker.schema.weights import Probe
+from headway.broker.server.embedded import EmbeddedServer
+from headway.rollout_workers.engines.base import Chunk, GenerationRequest
+from headway.rollout_workers.engines.placing.shared_tensors import Handover
+from headway.rollout_workers.swaps import weights
+from headway.rollout_workers.swaps.probes import refuse_other_logprobs
+from headway.weightsync.config import WeightsConfig
+from headway.weightsync.publish.publisher import Publisher, PublishReport
+from headway.weightsync.receive.subscriber import Subscriber
 from tests.full_disk import no_files_over
-from weightsync.config import WeightsConfig
-from weightsync.publish.publisher import Publisher, PublishReport
-from weightsync.receive.subscriber import Subscriber
 
 from .loop import (
     CAPACITY,

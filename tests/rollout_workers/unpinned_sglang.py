@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from rollout_workers.engines.sglang import adapters, experts
-from rollout_workers.engines.sglang.tied import TIED, Tied
+from headway.rollout_workers.engines.sglang import adapters, experts
+from headway.rollout_workers.engines.sglang.tied import TIED, Tied
 
 
 def unpin(patch: pytest.MonkeyPatch) -> None:

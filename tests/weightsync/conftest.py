@@ -12,21 +12,21 @@ import torch
 from msgspec.structs import replace
 
 from benchmarks.gpus import gpu_names, on_host
-from broker import BlockingBroker, Broker
-from broker.client.batches import CheckpointMark
-from broker.owner import Owner
-from broker.schema import RunRules, WeightVersion
-from broker.schema.weights import Probe, WeightManifest
+from headway.broker import BlockingBroker, Broker
+from headway.broker.client.batches import CheckpointMark
+from headway.broker.owner import Owner
+from headway.broker.schema import RunRules, WeightVersion
+from headway.broker.schema.weights import Probe, WeightManifest
+from headway.weightsync.config import WeightsConfig
+from headway.weightsync.publish.publisher import Publisher, PublishReport
+from headway.weightsync.receive.deliveries import Delivery
+from headway.weightsync.receive.subscriber import Subscriber
+from headway.weightsync.transports.http.requests import Found
+from headway.weightsync.transports.rendezvous import Board
 from tests.weightsync import worker_process
 from tests.weightsync.interruptions import Interruptions
 from tests.weightsync.processes import ForkedProcess
 from tests.weightsync.worker_process import HEARTBEAT_TTL_S, fingerprint, worker_info
-from weightsync.config import WeightsConfig
-from weightsync.publish.publisher import Publisher, PublishReport
-from weightsync.receive.deliveries import Delivery
-from weightsync.receive.subscriber import Subscriber
-from weightsync.transports.http.requests import Found
-from weightsync.transports.rendezvous import Board
 
 TIMEOUT_S = 2.0
 PATIENCE_S = 240.0

@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from broker.schema import WeightVersion
-from broker.schema.weights import WeightManifest
-from weightsync.deadline import Deadline
-from weightsync.publish import publisher
-from weightsync.publish.publisher import _on_the_wire
-from weightsync.publish.sender import Sender, Wire
-from weightsync.receive import receiver
-from weightsync.receive.receiver import JoinedGroup
-from weightsync.tensors.gathering import Gathering
-from weightsync.transports.base import BroadcastGroupTransport
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.weights import WeightManifest
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.publish import publisher
+from headway.weightsync.publish.publisher import _on_the_wire
+from headway.weightsync.publish.sender import Sender, Wire
+from headway.weightsync.receive import receiver
+from headway.weightsync.receive.receiver import JoinedGroup
+from headway.weightsync.tensors.gathering import Gathering
+from headway.weightsync.transports.base import BroadcastGroupTransport
 
 
 class Place(NamedTuple):

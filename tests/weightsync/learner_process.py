@@ -7,12 +7,12 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from learner.backends.process_group import join_ranks
+from headway.learner.backends.process_group import join_ranks
+from headway.weightsync.config import WeightsConfig
+from headway.weightsync.tensors.shared_memory import host_buffer
+from headway.weightsync.transports import collective
 from tests.weightsync.conftest import Learner
 from tests.weightsync.interruptions import Interruptions, interrupt_sending
-from weightsync.config import WeightsConfig
-from weightsync.tensors.shared_memory import host_buffer
-from weightsync.transports import collective
 
 WATCHDOG_PATIENCE = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 """The variable for the seconds that torch waits before it ends a process whose group has failed."""

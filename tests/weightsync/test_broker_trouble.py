@@ -9,8 +9,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from broker.errors import BrokerError, BrokerUnavailableError
-from broker.schema import WeightVersion
+from headway.broker.errors import BrokerError, BrokerUnavailableError
+from headway.broker.schema import WeightVersion
 from tests.weightsync.conftest import (
     CONFIG,
     PATIENCE_S,

@@ -9,14 +9,14 @@ import msgspec
 import pytest
 import torch
 
-from broker.errors import WeightSyncError
-from broker.schema import WeightVersion
-from broker.schema.weights import Probe, TensorSpec, WeightManifest
-from weightsync.tensors.buckets import ALIGNMENT, check_manifest, verify, views
-from weightsync.tensors.fingerprint import fingerprint
-from weightsync.tensors.gathering import OtherTensorsError, Staging
-from weightsync.tensors.landing import Landing
-from weightsync.tensors.staging import StagedWeights, stage
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.weights import Probe, TensorSpec, WeightManifest
+from headway.weightsync.tensors.buckets import ALIGNMENT, check_manifest, verify, views
+from headway.weightsync.tensors.fingerprint import fingerprint
+from headway.weightsync.tensors.gathering import OtherTensorsError, Staging
+from headway.weightsync.tensors.landing import Landing
+from headway.weightsync.tensors.staging import StagedWeights, stage
 
 BUCKET_BYTES = 4096
 

@@ -14,14 +14,14 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from broker.errors import WeightSyncError
-from broker.schema import WeightVersion
-from weightsync.deadline import Deadline
-from weightsync.tensors import chain, deltas
-from weightsync.tensors.buckets import DTYPES
-from weightsync.tensors.chain import Delta, DeltaChain
-from weightsync.tensors.deltas import by_bucket, encode, patch
-from weightsync.tensors.staging import StagedWeights, stage
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema import WeightVersion
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.tensors import chain, deltas
+from headway.weightsync.tensors.buckets import DTYPES
+from headway.weightsync.tensors.chain import Delta, DeltaChain
+from headway.weightsync.tensors.deltas import by_bucket, encode, patch
+from headway.weightsync.tensors.staging import StagedWeights, stage
 
 FOREVER = Deadline(math.inf)
 V = [WeightVersion(1, step) for step in range(12)]

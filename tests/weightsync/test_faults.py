@@ -14,9 +14,11 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from broker import Broker
-from broker.errors import NoRoomError
-from broker.schema import WeightVersion
+from headway.broker import Broker
+from headway.broker.errors import NoRoomError
+from headway.broker.schema import WeightVersion
+from headway.weightsync.config import WeightsConfig
+from headway.weightsync.tensors.landing import Landed
 from tests.full_disk import no_files_over
 from tests.weightsync.conftest import (
     CONFIG,
@@ -31,8 +33,6 @@ from tests.weightsync.interruptions import Place, damaged_bucket
 from tests.weightsync.learner_process import publish
 from tests.weightsync.processes import ForkedProcess
 from tests.weightsync.worker_process import fingerprint
-from weightsync.config import WeightsConfig
-from weightsync.tensors.landing import Landed
 
 StartWorker = Callable[..., WorkerProcess]
 SHORT_S = 0.7

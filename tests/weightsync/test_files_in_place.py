@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from broker.errors import WeightSyncError
-from weightsync.deadline import Deadline
-from weightsync.receive.files_in_place import base_in_files, verify_base
-from weightsync.tensors.shared_memory import handle_of
+from headway.broker.errors import WeightSyncError
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.receive.files_in_place import base_in_files, verify_base
+from headway.weightsync.tensors.shared_memory import handle_of
 
 from .test_model_files import Tensors, Told, trained
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from weightsync.tensors.fingerprint import MODULUS, fingerprint, fingerprint_part
+from headway.weightsync.tensors.fingerprint import MODULUS, fingerprint, fingerprint_part
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.bool]
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}

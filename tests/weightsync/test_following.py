@@ -9,10 +9,16 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from broker import Broker
-from broker.errors import WeightSyncError
-from broker.schema import WeightVersion
-from broker.schema.weights import WeightManifest
+from headway.broker import Broker
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.weights import WeightManifest
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.receive.puller import Pulled, Puller
+from headway.weightsync.tensors import chain
+from headway.weightsync.tensors.buckets import views
+from headway.weightsync.tensors.staging import stage
+from headway.weightsync.transports.http.pull import HttpPull
 from tests.weightsync.conftest import (
     CONFIG,
     TIMEOUT_S,
@@ -24,12 +30,6 @@ from tests.weightsync.conftest import (
     weights,
 )
 from tests.weightsync.worker_process import HEARTBEAT_TTL_S, fingerprint, worker_info
-from weightsync.deadline import Deadline
-from weightsync.receive.puller import Pulled, Puller
-from weightsync.tensors import chain
-from weightsync.tensors.buckets import views
-from weightsync.tensors.staging import stage
-from weightsync.transports.http.pull import HttpPull
 
 PULLING = replace(CONFIG, follow="pull")
 WHOLE_BYTES = stage(weights(0), CONFIG.bucket_bytes).nbytes

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from benchmarks.gpus import gpu_names
-from weightsync.tensors.buckets import fingerprints
-from weightsync.tensors.fingerprint import MatrixParts, fingerprint, fingerprint_parts
-from weightsync.tensors.gathering import Staging
-from weightsync.tensors.shared_memory import gpu_handle
-from weightsync.tensors.staging import stage
-from weightsync.transports.http.served import ServedVersion
+from headway.weightsync.tensors.buckets import fingerprints
+from headway.weightsync.tensors.fingerprint import MatrixParts, fingerprint, fingerprint_parts
+from headway.weightsync.tensors.gathering import Staging
+from headway.weightsync.tensors.shared_memory import gpu_handle
+from headway.weightsync.tensors.staging import stage
+from headway.weightsync.transports.http.served import ServedVersion
 
 from .conftest import ON_GPUS
 from .test_buckets import awkward_tensors
@@ -73,7 +73,7 @@ def test_what_is_read_of_a_version_on_a_gpu_outlives_its_memory() -> None:
 COPY = """
 import sys
 import torch
-from weightsync.tensors.shared_memory import attach
+from headway.weightsync.tensors.shared_memory import attach
 there = attach(bytes.fromhex(sys.argv[1]))
 here = torch.empty(there.shape, dtype=torch.uint8, device="cuda").copy_(there)
 torch.cuda.synchronize(there.device)

@@ -11,18 +11,18 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from broker import BlockingBroker
-from broker.errors import WeightSyncError
-from broker.schema.weights import BroadcastGroup
-from weightsync.config import WeightsConfig
-from weightsync.deadline import Deadline
-from weightsync.publish.sender import Sender
-from weightsync.receive.receiver import join
-from weightsync.tensors.landing import Landing
-from weightsync.transports.forming import form_group
-from weightsync.transports.pipeline import seal
-from weightsync.transports.rendezvous import Board, Rendezvous
-from weightsync.transports.words import words_of
+from headway.broker import BlockingBroker
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema.weights import BroadcastGroup
+from headway.weightsync.config import WeightsConfig
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.publish.sender import Sender
+from headway.weightsync.receive.receiver import join
+from headway.weightsync.tensors.landing import Landing
+from headway.weightsync.transports.forming import form_group
+from headway.weightsync.transports.pipeline import seal
+from headway.weightsync.transports.rendezvous import Board, Rendezvous
+from headway.weightsync.transports.words import words_of
 
 from .conftest import TIMEOUT_S
 from .test_transports import CPU, DATA, LOCAL, V0, V1, WEIGHTS, group, manifest

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from benchmarks.gpus import on_host
-from broker.schema import WeightVersion
+from headway.broker.schema import WeightVersion
 from tests.weightsync.conftest import CONFIG, ON_GPUS, WorkerProcess
 from tests.weightsync.learner_process import WATCHDOG_PATIENCE, outlive
 from tests.weightsync.processes import ForkedProcess

@@ -1,10 +1,10 @@
 """The inbox gives an engine the newest version next, and frees the memory of versions that it replaces."""
 
-from broker.schema import WeightVersion
-from broker.schema.weights import Probe, WeightManifest
-from weightsync.receive.deliveries import Delivery
-from weightsync.receive.inbox import Inbox
-from weightsync.tensors.landing import Landed, Landing
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.weights import Probe, WeightManifest
+from headway.weightsync.receive.deliveries import Delivery
+from headway.weightsync.receive.inbox import Inbox
+from headway.weightsync.tensors.landing import Landed, Landing
 
 V1, V2, V3 = (WeightVersion(1, step) for step in (1, 2, 3))
 

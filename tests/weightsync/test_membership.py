@@ -4,10 +4,10 @@ from typing import Any
 
 import msgspec
 
-from broker.schema import WeightVersion
-from broker.schema.processes import WorkerInfo
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.processes import WorkerInfo
+from headway.weightsync.publish.membership import Member, eligible, follows_by_pull, still_missed
 from tests.weightsync.worker_process import worker_info
-from weightsync.publish.membership import Member, eligible, follows_by_pull, still_missed
 
 V1, V2 = WeightVersion(1, 1), WeightVersion(1, 2)
 

@@ -14,14 +14,14 @@ from msgspec.structs import replace
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from broker.errors import WeightSyncError
-from broker.schema import WeightVersion
-from broker.schema.weights import DeltaSpec, Probe, WeightManifest
-from weightsync.deadline import Deadline
-from weightsync.receive import model_files
-from weightsync.receive.model_files import FilesPull
-from weightsync.tensors.buckets import allocate, verify, views
-from weightsync.tensors.staging import stage
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.weights import DeltaSpec, Probe, WeightManifest
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.receive import model_files
+from headway.weightsync.receive.model_files import FilesPull
+from headway.weightsync.tensors.buckets import allocate, verify, views
+from headway.weightsync.tensors.staging import stage
 
 from .conftest import CONFIG, InProcessWorker, Learner, served_bytes, weights
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch's stubs do not re-export it
 
-from broker.errors import WeightSyncError
-from weightsync.deadline import Deadline
-from weightsync.transports import collective
-from weightsync.transports.collective import ProcessGroupTransport
+from headway.broker.errors import WeightSyncError
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.transports import collective
+from headway.weightsync.transports.collective import ProcessGroupTransport
 
 LOCAL = "127.0.0.1"
 CPU = torch.device("cpu")

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from weightsync.deadline import Deadline
-from weightsync.pace import Pace
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.pace import Pace
 
 
 class Clock(Deadline):

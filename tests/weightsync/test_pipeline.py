@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from broker.errors import WeightSyncError
-from broker.schema import WeightVersion
-from weightsync.deadline import Deadline
-from weightsync.transports.pipeline import empty_seal, pipelined, seal, unsealed
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema import WeightVersion
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.transports.pipeline import empty_seal, pipelined, seal, unsealed
 
 
 class Noting:

@@ -16,15 +16,15 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from broker.errors import WeightSyncError
+from headway.broker.errors import WeightSyncError
+from headway.weightsync.transports.addresses import learner_address
+from headway.weightsync.transports.http import requests
+from headway.weightsync.transports.http.certificate import new_identity, trusting
+from headway.weightsync.transports.http.pull_server import PullServer
+from headway.weightsync.transports.http.visits import STRANGERS
+from headway.weightsync.transports.listening import allow_many_files, listen
 from tests.weightsync.conftest import CONFIG, InProcessWorker, Learner, pull_then_receive
 from tests.weightsync.test_transports import DATA, LOCAL, V0, listening, manifest, pull, until
-from weightsync.transports.addresses import learner_address
-from weightsync.transports.http import requests
-from weightsync.transports.http.certificate import new_identity, trusting
-from weightsync.transports.http.pull_server import PullServer
-from weightsync.transports.http.visits import STRANGERS
-from weightsync.transports.listening import allow_many_files, listen
 
 IDLE = 1100
 TIMEOUT_S = 30.0

@@ -11,16 +11,16 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from broker.errors import WeightSyncError
-from broker.schema import WeightVersion
-from broker.schema.weights import DeltaSpec, Probe, WeightManifest
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.weights import DeltaSpec, Probe, WeightManifest
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.receive.puller import Pulled, Puller
+from headway.weightsync.tensors.buckets import digest_bytes
+from headway.weightsync.tensors.deltas import encode
+from headway.weightsync.tensors.staging import StagedWeights, stage
+from headway.weightsync.transports.base import SupersededError, UnreachableError
 from tests.weightsync.processes import ForkedProcess
-from weightsync.deadline import Deadline
-from weightsync.receive.puller import Pulled, Puller
-from weightsync.tensors.buckets import digest_bytes
-from weightsync.tensors.deltas import encode
-from weightsync.tensors.staging import StagedWeights, stage
-from weightsync.transports.base import SupersededError, UnreachableError
 
 FOREVER = Deadline(math.inf)
 BUCKETS = 4

@@ -9,11 +9,11 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from broker.schema import WeightVersion
-from broker.schema.weights import WeightManifest
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.weights import WeightManifest
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.receive.deliveries import Delivery
 from tests.weightsync.conftest import CONFIG, PATIENCE_S, InProcessWorker, Learner, pull_then_receive
-from weightsync.deadline import Deadline
-from weightsync.receive.deliveries import Delivery
 
 StartInside = Callable[[str], InProcessWorker]
 HOLD_S = 0.3

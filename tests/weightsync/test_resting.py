@@ -4,16 +4,16 @@ import types
 
 import pytest
 
-from broker import BlockingBroker
-from broker.errors import WeightSyncError
-from broker.schema import WeightVersion
-from broker.schema.weights import BroadcastGroup
+from headway.broker import BlockingBroker
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.weights import BroadcastGroup
+from headway.weightsync import deadline
+from headway.weightsync.config import WeightsConfig
+from headway.weightsync.publish import sender
+from headway.weightsync.publish.sender import Sender
+from headway.weightsync.transports.rendezvous import Board, Rendezvous
 from tests.weightsync.worker_process import HEARTBEAT_TTL_S, worker_info
-from weightsync import deadline
-from weightsync.config import WeightsConfig
-from weightsync.publish import sender
-from weightsync.publish.sender import Sender
-from weightsync.transports.rendezvous import Board, Rendezvous
 
 LOCAL = "127.0.0.1"
 V0, V1 = WeightVersion(1, 0), WeightVersion(1, 1)

@@ -9,13 +9,10 @@ import msgspec
 import pytest
 import torch
 
-from broker.errors import NoRoomError, WeightSyncError
-from tests.full_disk import no_files_over
-from tests.weightsync.learner_process import hold_buffer
-from tests.weightsync.processes import ForkedProcess
-from weightsync.tensors.buckets import allocate
-from weightsync.tensors.landing import attachable_buckets
-from weightsync.tensors.shared_memory import (
+from headway.broker.errors import NoRoomError, WeightSyncError
+from headway.weightsync.tensors.buckets import allocate
+from headway.weightsync.tensors.landing import attachable_buckets
+from headway.weightsync.tensors.shared_memory import (
     _decode,
     attach,
     attachable_file,
@@ -23,6 +20,9 @@ from weightsync.tensors.shared_memory import (
     handle_of,
     host_buffer,
 )
+from tests.full_disk import no_files_over
+from tests.weightsync.learner_process import hold_buffer
+from tests.weightsync.processes import ForkedProcess
 
 NBYTES = 12_345_678
 

@@ -9,14 +9,14 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from broker import Broker
-from broker.errors import BrokerUnavailableError, FencedError, VersionRegressionError
-from broker.schema import WeightVersion
-from broker.schema.weights import BroadcastGroup, Probe, WeightManifest
+from headway.broker import Broker
+from headway.broker.errors import BrokerUnavailableError, FencedError, VersionRegressionError
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.weights import BroadcastGroup, Probe, WeightManifest
+from headway.weightsync.receive import puller
 from tests.weightsync.conftest import CONFIG, InProcessWorker, Learner, pull_then_receive, served_bytes, weights
 from tests.weightsync.interruptions import damaged_bucket
 from tests.weightsync.worker_process import HEARTBEAT_TTL_S, worker_info
-from weightsync.receive import puller
 
 StartInside = Callable[..., InProcessWorker]
 

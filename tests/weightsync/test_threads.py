@@ -6,8 +6,8 @@ import threading
 import weakref
 from contextlib import suppress
 
-from broker.errors import WeightSyncError
-from weightsync.transports.threads import BoundedThreads
+from headway.broker.errors import WeightSyncError
+from headway.weightsync.transports.threads import BoundedThreads
 
 
 class Memory:

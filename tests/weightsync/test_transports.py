@@ -18,30 +18,30 @@ import torch
 import torch.distributed
 from msgspec.structs import replace
 
-from broker.errors import WeightSyncError
-from broker.schema import WeightVersion
-from broker.schema.weights import BroadcastGroup, Probe, WeightManifest
-from broker.user_code.roots import ImportRoots
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.weights import BroadcastGroup, Probe, WeightManifest
+from headway.broker.user_code.roots import ImportRoots
+from headway.weightsync.config import WeightsConfig
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.publish.sender import Sender
+from headway.weightsync.receive.puller import Puller
+from headway.weightsync.receive.receiver import join
+from headway.weightsync.tensors.landing import Landing
+from headway.weightsync.tensors.staging import stage
+from headway.weightsync.transports.abilities import abilities_of
+from headway.weightsync.transports.addresses import learner_address
+from headway.weightsync.transports.base import BroadcastGroupTransport, SupersededError
+from headway.weightsync.transports.forming import check_transport, form_group
+from headway.weightsync.transports.http import served
+from headway.weightsync.transports.http.pull import HttpPull
+from headway.weightsync.transports.http.pull_server import PullServer
+from headway.weightsync.transports.listening import listen
+from headway.weightsync.transports.pipeline import seal
+from headway.weightsync.transports.rendezvous import Board, Rendezvous
 from tests import plugged
 from tests.weightsync.conftest import TIMEOUT_S
 from tests.weightsync.worker_process import worker_info
-from weightsync.config import WeightsConfig
-from weightsync.deadline import Deadline
-from weightsync.publish.sender import Sender
-from weightsync.receive.puller import Puller
-from weightsync.receive.receiver import join
-from weightsync.tensors.landing import Landing
-from weightsync.tensors.staging import stage
-from weightsync.transports.abilities import abilities_of
-from weightsync.transports.addresses import learner_address
-from weightsync.transports.base import BroadcastGroupTransport, SupersededError
-from weightsync.transports.forming import check_transport, form_group
-from weightsync.transports.http import served
-from weightsync.transports.http.pull import HttpPull
-from weightsync.transports.http.pull_server import PullServer
-from weightsync.transports.listening import listen
-from weightsync.transports.pipeline import seal
-from weightsync.transports.rendezvous import Board, Rendezvous
 
 V0, V1, V2, V3 = (WeightVersion(1, step) for step in range(4))
 LOCAL = "127.0.0.1"

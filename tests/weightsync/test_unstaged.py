@@ -13,16 +13,16 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from broker.schema import WeightVersion
-from broker.server.embedded import EmbeddedServer
+from headway.broker.schema import WeightVersion
+from headway.broker.server.embedded import EmbeddedServer
+from headway.weightsync.config import WeightsConfig
+from headway.weightsync.tensors.landing import Window
 from tests.broker.topologies import ask
 from tests.weightsync.conftest import CONFIG, Learner, WorkerProcess
 from tests.weightsync.interruptions import Place, damaged_bucket
 from tests.weightsync.learner_process import publish
 from tests.weightsync.processes import ForkedProcess
 from tests.weightsync.test_faults import SHORT_S, three_members, until_all_receive, weights_without_c
-from weightsync.config import WeightsConfig
-from weightsync.tensors.landing import Window
 
 StartWorker = Callable[..., WorkerProcess]
 TOGETHER = 1.0

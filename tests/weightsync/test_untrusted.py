@@ -12,16 +12,16 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import save_file
 
-from broker import Broker
-from broker.errors import WeightSyncError
-from broker.schema.weights import DeltaSpec, WeightManifest
-from weightsync.deadline import Deadline
-from weightsync.receive.model_files import FilesPull
-from weightsync.receive.puller import Puller
-from weightsync.tensors.base_weights import described, manifest_of_base
-from weightsync.tensors.buckets import check_manifest, fingerprints, sha256_of, verify
-from weightsync.tensors.staging import StagedWeights, stage
-from weightsync.transports.http.requests import Found
+from headway.broker import Broker
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema.weights import DeltaSpec, WeightManifest
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.receive.model_files import FilesPull
+from headway.weightsync.receive.puller import Puller
+from headway.weightsync.tensors.base_weights import described, manifest_of_base
+from headway.weightsync.tensors.buckets import check_manifest, fingerprints, sha256_of, verify
+from headway.weightsync.tensors.staging import StagedWeights, stage
+from headway.weightsync.transports.http.requests import Found
 
 from .conftest import CONFIG, InProcessWorker, Learner, announced, weights
 from .test_transports import V0, manifest

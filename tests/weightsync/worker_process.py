@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 import torch
 
-from broker import open_broker
-from broker.errors import WeightSyncError
-from broker.schema import WeightVersion
-from broker.schema.processes import WorkerInfo
-from broker.schema.weights import WeightManifest
+from headway.broker import open_broker
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.processes import WorkerInfo
+from headway.broker.schema.weights import WeightManifest
+from headway.weightsync.config import WeightsConfig
+from headway.weightsync.receive.deliveries import Arriving, Delivery
+from headway.weightsync.receive.subscriber import Subscriber
 from tests.weightsync.interruptions import Interruptions, interrupt_receiving
-from weightsync.config import WeightsConfig
-from weightsync.receive.deliveries import Arriving, Delivery
-from weightsync.receive.subscriber import Subscriber
 
 HEARTBEAT_S = 0.1
 HEARTBEAT_TTL_S = 20.0

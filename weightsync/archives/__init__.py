@@ -16,8 +16,8 @@ blob that is missing or damaged in the archive from the learner.
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from broker import BlockingBroker, Broker
-from broker.owner import Owner
+from headway.broker import BlockingBroker, Broker
+from headway.broker.owner import Owner
 
 from .base import Archive, ArchiveReader
 

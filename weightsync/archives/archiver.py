@@ -11,13 +11,13 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 
-from broker.errors import HeadwayError
-from broker.schema import WeightVersion
-from broker.schema.weights import Archived
-from weightsync.deadline import Deadline
-from weightsync.tensors.buckets import as_bytes, digest_bytes
-from weightsync.tensors.chain import Delta
-from weightsync.tensors.staging import StagedWeights
+from headway.broker.errors import HeadwayError
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.weights import Archived
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.tensors.buckets import as_bytes, digest_bytes
+from headway.weightsync.tensors.chain import Delta
+from headway.weightsync.tensors.staging import StagedWeights
 
 from .base import Archive, anchor_name, anchor_names, delta_name
 

@@ -7,10 +7,10 @@ its digest, so it is never written with two contents.
 from collections.abc import Set
 from typing import Protocol
 
-from broker.schema import WeightVersion
-from broker.schema.weights import Archived, DeltaSpec
-from weightsync.deadline import Deadline
-from weightsync.pace import Pace
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.weights import Archived, DeltaSpec
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.pace import Pace
 
 
 class Archive(Protocol):

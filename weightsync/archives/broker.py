@@ -6,14 +6,14 @@ import threading
 from collections.abc import Coroutine, Set
 from typing import Any
 
-from broker import BlockingBroker, Broker
-from broker.client.archive import PIECE_BYTES
-from broker.errors import BrokerError, WeightSyncError
-from broker.owner import Owner
-from weightsync.deadline import Deadline
-from weightsync.pace import Pace
-from weightsync.transports.base import SupersededError, UnreachableError
-from weightsync.transports.threads import in_time
+from headway.broker import BlockingBroker, Broker
+from headway.broker.client.archive import PIECE_BYTES
+from headway.broker.errors import BrokerError, WeightSyncError
+from headway.broker.owner import Owner
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.pace import Pace
+from headway.weightsync.transports.base import SupersededError, UnreachableError
+from headway.weightsync.transports.threads import in_time
 
 _SHARE = 2
 """The archive takes at most `broker.max_bytes` divided by this."""

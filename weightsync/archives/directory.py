@@ -13,11 +13,11 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import BinaryIO
 
-from broker.errors import WeightSyncError
-from weightsync.deadline import Deadline
-from weightsync.pace import Pace
-from weightsync.transports.base import SupersededError, UnreachableError
-from weightsync.transports.threads import DaemonPool, in_time
+from headway.broker.errors import WeightSyncError
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.pace import Pace
+from headway.weightsync.transports.base import SupersededError, UnreachableError
+from headway.weightsync.transports.threads import DaemonPool, in_time
 
 _NAME = re.compile(r"(?:anchor|delta)-(\d+)\.\d+(?:-\d+)?-[0-9a-f]{32}")
 _UNFINISHED = ".part"

@@ -9,14 +9,14 @@ from typing import TypeVar
 
 import torch
 
-from broker.errors import NoRoomError, WeightSyncError
-from broker.schema.weights import Archived, DeltaSpec, WeightManifest
-from weightsync.deadline import Deadline
-from weightsync.pace import Pace
-from weightsync.tensors.buckets import allocate, as_bytes, digest_bytes, verify
-from weightsync.tensors.chain import chain_from
-from weightsync.tensors.deltas import by_bucket, patch
-from weightsync.transports.base import PullTransport, SupersededError, UnreachableError
+from headway.broker.errors import NoRoomError, WeightSyncError
+from headway.broker.schema.weights import Archived, DeltaSpec, WeightManifest
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.pace import Pace
+from headway.weightsync.tensors.buckets import allocate, as_bytes, digest_bytes, verify
+from headway.weightsync.tensors.chain import chain_from
+from headway.weightsync.tensors.deltas import by_bucket, patch
+from headway.weightsync.transports.base import PullTransport, SupersededError, UnreachableError
 
 from .base import ArchiveReader, anchor_names, delta_name
 

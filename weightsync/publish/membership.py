@@ -7,8 +7,8 @@ missed: it has pulled, so it runs again. This needs no clock.
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from broker.schema import WeightVersion
-from broker.schema.processes import WorkerInfo
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.processes import WorkerInfo
 
 
 class Member(NamedTuple):

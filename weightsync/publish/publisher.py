@@ -15,28 +15,28 @@ from dataclasses import dataclass, replace
 import msgspec
 import torch
 
-from broker import BlockingBroker
-from broker.errors import VersionRegressionError
-from broker.owner import Owner
-from broker.schema import WeightVersion
-from broker.schema.processes import WorkerInfo
-from broker.schema.weights import Archived, BaseWeights, BroadcastGroup, Probe, TensorSpec, WeightManifest
-from broker.user_code.roots import ImportRoots
-from weightsync.archives import open_archive
-from weightsync.archives.archiver import Archiver
-from weightsync.config import WeightsConfig
-from weightsync.deadline import Deadline
-from weightsync.tensors.base_weights import BASE, described
-from weightsync.tensors.buckets import sha256_of
-from weightsync.tensors.chain import Delta, DeltaChain
-from weightsync.tensors.gathering import Gathering, Staging
-from weightsync.tensors.staging import StagedWeights, stage
-from weightsync.transports.abilities import abilities_of, broadcast_device
-from weightsync.transports.addresses import learner_address
-from weightsync.transports.http.pull_server import PullServer
-from weightsync.transports.pipeline import seal
-from weightsync.transports.rendezvous import Board
-from weightsync.transports.threads import DaemonPool
+from headway.broker import BlockingBroker
+from headway.broker.errors import VersionRegressionError
+from headway.broker.owner import Owner
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.processes import WorkerInfo
+from headway.broker.schema.weights import Archived, BaseWeights, BroadcastGroup, Probe, TensorSpec, WeightManifest
+from headway.broker.user_code.roots import ImportRoots
+from headway.weightsync.archives import open_archive
+from headway.weightsync.archives.archiver import Archiver
+from headway.weightsync.config import WeightsConfig
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.tensors.base_weights import BASE, described
+from headway.weightsync.tensors.buckets import sha256_of
+from headway.weightsync.tensors.chain import Delta, DeltaChain
+from headway.weightsync.tensors.gathering import Gathering, Staging
+from headway.weightsync.tensors.staging import StagedWeights, stage
+from headway.weightsync.transports.abilities import abilities_of, broadcast_device
+from headway.weightsync.transports.addresses import learner_address
+from headway.weightsync.transports.http.pull_server import PullServer
+from headway.weightsync.transports.pipeline import seal
+from headway.weightsync.transports.rendezvous import Board
+from headway.weightsync.transports.threads import DaemonPool
 
 from .membership import follows_by_pull
 from .sender import Sender

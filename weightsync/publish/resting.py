@@ -1,7 +1,7 @@
 """Members that all checked in but cannot connect to each other are left to pull for a while: every attempt costs a
 deadline."""
 
-from weightsync.deadline import Deadline
+from headway.weightsync.deadline import Deadline
 
 from .membership import Member
 

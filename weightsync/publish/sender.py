@@ -17,17 +17,17 @@ from typing import NamedTuple
 
 import torch
 
-from broker.errors import BrokerError, WeightSyncError
-from broker.schema import WeightVersion
-from broker.schema.processes import WorkerInfo
-from broker.schema.weights import BroadcastGroup
-from broker.user_code.roots import ImportRoots
-from weightsync.config import WeightsConfig
-from weightsync.deadline import Deadline
-from weightsync.transports.base import BroadcastGroupTransport
-from weightsync.transports.forming import check_transport, form_group
-from weightsync.transports.pipeline import pipelined
-from weightsync.transports.rendezvous import Board, Rendezvous
+from headway.broker.errors import BrokerError, WeightSyncError
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.processes import WorkerInfo
+from headway.broker.schema.weights import BroadcastGroup
+from headway.broker.user_code.roots import ImportRoots
+from headway.weightsync.config import WeightsConfig
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.transports.base import BroadcastGroupTransport
+from headway.weightsync.transports.forming import check_transport, form_group
+from headway.weightsync.transports.pipeline import pipelined
+from headway.weightsync.transports.rendezvous import Board, Rendezvous
 
 from .membership import Member, eligible, still_missed
 from .resting import Resting

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from broker.errors import NoRoomError, WeightSyncError
-from broker.schema.weights import WeightManifest
-from weightsync.deadline import Deadline
-from weightsync.tensors.landing import Landed
+from headway.broker.errors import NoRoomError, WeightSyncError
+from headway.broker.schema.weights import WeightManifest
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.tensors.landing import Landed
 
 _WAIT_S = 0.05
 """Time between two checks of the deadline; the thread notices at once when the engine is done with a bucket."""

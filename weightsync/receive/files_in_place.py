@@ -15,14 +15,14 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
-from broker.errors import WeightSyncError
-from broker.schema.weights import TensorSpec, WeightManifest
-from weightsync.deadline import Deadline
-from weightsync.tensors.buckets import DTYPES, as_bytes
-from weightsync.tensors.fingerprint import fingerprint
-from weightsync.tensors.landing import Landed
-from weightsync.tensors.shared_memory import attachable_file
-from weightsync.transports.threads import all_of
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema.weights import TensorSpec, WeightManifest
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.tensors.buckets import DTYPES, as_bytes
+from headway.weightsync.tensors.fingerprint import fingerprint
+from headway.weightsync.tensors.landing import Landed
+from headway.weightsync.tensors.shared_memory import attachable_file
+from headway.weightsync.transports.threads import all_of
 
 from .deliveries import Delivery
 

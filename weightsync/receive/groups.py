@@ -4,12 +4,12 @@ import asyncio
 import logging
 import threading
 
-from broker import Broker
-from broker.errors import WeightSyncError
-from broker.schema.weights import BroadcastGroup, WeightManifest
-from broker.user_code.roots import ImportRoots
-from weightsync.transports.rendezvous import Board
-from weightsync.transports.threads import BoundedThreads, for_threads
+from headway.broker import Broker
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema.weights import BroadcastGroup, WeightManifest
+from headway.broker.user_code.roots import ImportRoots
+from headway.weightsync.transports.rendezvous import Board
+from headway.weightsync.transports.threads import BoundedThreads, for_threads
 
 from .receiver import JoinedGroup, join
 

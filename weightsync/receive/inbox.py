@@ -4,8 +4,8 @@ put ─► waiting ─► take ─► lent ─► hold ─► kept ─► take_k
                                              └──► drop_kept: another version comes, into its memory
 """
 
-from broker.schema import WeightVersion
-from weightsync.tensors.landing import Landing
+from headway.broker.schema import WeightVersion
+from headway.weightsync.tensors.landing import Landing
 
 from .deliveries import Arriving, Delivery
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from broker.errors import WeightSyncError
-from broker.schema.weights import DeltaSpec, TensorSpec, WeightManifest
-from weightsync.deadline import Deadline
-from weightsync.tensors.base_weights import BASE
-from weightsync.tensors.buckets import DTYPES, aligned, verify, view
-from weightsync.transports.base import PullTransport
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema.weights import DeltaSpec, TensorSpec, WeightManifest
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.tensors.base_weights import BASE
+from headway.weightsync.tensors.buckets import DTYPES, aligned, verify, view
+from headway.weightsync.transports.base import PullTransport
 
 _EXPERTS = re.compile(r"(?P<experts>.*\.experts)\.(?P<part>gate_up_proj|down_proj)")
 """The tensor of all experts of a layer, which files hold one by one."""

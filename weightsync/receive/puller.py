@@ -12,15 +12,15 @@ from functools import partial
 
 import torch
 
-from broker.errors import NoRoomError, WeightSyncError
-from broker.schema import WeightVersion
-from broker.schema.weights import DeltaSpec, TensorSpec, WeightManifest
-from weightsync.deadline import Deadline
-from weightsync.tensors.buckets import allocate, check_manifest, verify
-from weightsync.tensors.chain import chain_from
-from weightsync.tensors.deltas import patch
-from weightsync.transports.base import PullTransport, SupersededError, UnreachableError
-from weightsync.transports.threads import all_of
+from headway.broker.errors import NoRoomError, WeightSyncError
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.weights import DeltaSpec, TensorSpec, WeightManifest
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.tensors.buckets import allocate, check_manifest, verify
+from headway.weightsync.tensors.chain import chain_from
+from headway.weightsync.tensors.deltas import patch
+from headway.weightsync.transports.base import PullTransport, SupersededError, UnreachableError
+from headway.weightsync.transports.threads import all_of
 
 AT_ONCE = 4
 """Connections of one pull. A single one does not fill the line: each bucket is copied, sent, copied and verified."""

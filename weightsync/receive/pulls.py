@@ -7,19 +7,19 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from broker import Broker
-from broker.errors import WeightSyncError
-from broker.schema import WeightVersion
-from broker.schema.weights import WeightManifest
-from weightsync.archives import open_reader
-from weightsync.archives.pull import ArchivePull
-from weightsync.config import WeightsConfig
-from weightsync.deadline import Deadline
-from weightsync.pace import Pace
-from weightsync.tensors.landing import Landed, Landing
-from weightsync.transports.base import PullTransport, SupersededError
-from weightsync.transports.http.pull import HttpPull
-from weightsync.transports.threads import BoundedThreads
+from headway.broker import Broker
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.weights import WeightManifest
+from headway.weightsync.archives import open_reader
+from headway.weightsync.archives.pull import ArchivePull
+from headway.weightsync.config import WeightsConfig
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.pace import Pace
+from headway.weightsync.tensors.landing import Landed, Landing
+from headway.weightsync.transports.base import PullTransport, SupersededError
+from headway.weightsync.transports.http.pull import HttpPull
+from headway.weightsync.transports.threads import BoundedThreads
 
 from .deliveries import Delivery
 from .model_files import files_first

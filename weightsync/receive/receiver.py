@@ -12,18 +12,18 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from msgspec.structs import replace
 
-from broker.errors import BrokerError, WeightSyncError
-from broker.schema import WeightVersion
-from broker.schema.weights import BroadcastGroup, TensorSpec, WeightManifest
-from broker.user_code.roots import ImportRoots
-from weightsync.deadline import Deadline
-from weightsync.tensors.buckets import Fingerprints, check_offer, compare
-from weightsync.tensors.landing import Landed, Landing, Window
-from weightsync.transports.addresses import address_towards
-from weightsync.transports.base import BroadcastGroupTransport
-from weightsync.transports.forming import form_group
-from weightsync.transports.pipeline import empty_seal, pipelined, unsealed
-from weightsync.transports.rendezvous import Board, Rendezvous, translated
+from headway.broker.errors import BrokerError, WeightSyncError
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.weights import BroadcastGroup, TensorSpec, WeightManifest
+from headway.broker.user_code.roots import ImportRoots
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.tensors.buckets import Fingerprints, check_offer, compare
+from headway.weightsync.tensors.landing import Landed, Landing, Window
+from headway.weightsync.transports.addresses import address_towards
+from headway.weightsync.transports.base import BroadcastGroupTransport
+from headway.weightsync.transports.forming import form_group
+from headway.weightsync.transports.pipeline import empty_seal, pipelined, unsealed
+from headway.weightsync.transports.rendezvous import Board, Rendezvous, translated
 
 from .deliveries import Arriving
 

@@ -18,21 +18,21 @@ from typing import TypeVar
 import torch
 from msgspec.structs import replace
 
-from broker import Broker
-from broker.client.versions import Glance
-from broker.errors import BrokerError, BrokerUnavailableError, WeightSyncError
-from broker.schema import WeightVersion
-from broker.schema.weights import WeightManifest
-from broker.user_code.roots import ImportRoots
-from weightsync.config import WeightsConfig
-from weightsync.deadline import Deadline
-from weightsync.pace import Pace
-from weightsync.tensors.base_weights import BASE, manifest_of_base
-from weightsync.tensors.buckets import allocate, check_manifest
-from weightsync.tensors.landing import Landed, Landing, Window, attachable_buckets
-from weightsync.transports.abilities import abilities_of, broadcast_device
-from weightsync.transports.http.pull import HttpPull
-from weightsync.transports.threads import BoundedThreads
+from headway.broker import Broker
+from headway.broker.client.versions import Glance
+from headway.broker.errors import BrokerError, BrokerUnavailableError, WeightSyncError
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.weights import WeightManifest
+from headway.broker.user_code.roots import ImportRoots
+from headway.weightsync.config import WeightsConfig
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.pace import Pace
+from headway.weightsync.tensors.base_weights import BASE, manifest_of_base
+from headway.weightsync.tensors.buckets import allocate, check_manifest
+from headway.weightsync.tensors.landing import Landed, Landing, Window, attachable_buckets
+from headway.weightsync.transports.abilities import abilities_of, broadcast_device
+from headway.weightsync.transports.http.pull import HttpPull
+from headway.weightsync.transports.threads import BoundedThreads
 
 from .deliveries import Arriving, Delivery
 from .files_in_place import base_in_files, verify_base

@@ -2,8 +2,8 @@
 
 import msgspec
 
-from broker.schema import WeightVersion
-from broker.schema.weights import BaseWeights, WeightManifest
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.weights import BaseWeights, WeightManifest
 
 from .staging import StagedWeights
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from broker.errors import NoRoomError, WeightSyncError
-from broker.schema.weights import TensorSpec, WeightManifest
+from headway.broker.errors import NoRoomError, WeightSyncError
+from headway.broker.schema.weights import TensorSpec, WeightManifest
 
 from .fingerprint import MODULUS, UNSIGNED, MatrixParts, fingerprint_parts
 

@@ -8,10 +8,10 @@ import itertools
 import logging
 from typing import NamedTuple
 
-from broker.errors import WeightSyncError
-from broker.schema import WeightVersion
-from broker.schema.weights import DeltaSpec, WeightManifest
-from weightsync.deadline import Deadline
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.weights import DeltaSpec, WeightManifest
+from headway.weightsync.deadline import Deadline
 
 from .buckets import digest_bytes
 from .deltas import encode

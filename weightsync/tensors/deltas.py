@@ -17,9 +17,9 @@ import torch
 import zstandard
 from numpy.typing import NDArray
 
-from broker.errors import WeightSyncError
-from broker.schema.weights import TensorSpec
-from weightsync.deadline import Deadline
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema.weights import TensorSpec
+from headway.weightsync.deadline import Deadline
 
 from .buckets import DTYPES
 from .staging import StagedWeights

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from broker.errors import WeightSyncError
+from headway.broker.errors import WeightSyncError
 
 from .buckets import Fingerprints, allocate
 from .staging import Named, Places, StagedWeights, stage

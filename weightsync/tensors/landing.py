@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from broker.errors import NoRoomError
-from broker.schema.weights import TensorSpec
+from headway.broker.errors import NoRoomError
+from headway.broker.schema.weights import TensorSpec
 
 from .buckets import allocate, views
 from .shared_memory import attachable_memory

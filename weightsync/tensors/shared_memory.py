@@ -18,7 +18,7 @@ from typing import IO, Any
 import msgspec
 import torch
 
-from broker.errors import NoRoomError, WeightSyncError
+from headway.broker.errors import NoRoomError, WeightSyncError
 
 IN_RAM = "/dev/shm"
 

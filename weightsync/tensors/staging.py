@@ -7,8 +7,8 @@ from functools import cached_property
 
 import torch
 
-from broker.errors import WeightSyncError
-from broker.schema.weights import TensorSpec
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema.weights import TensorSpec
 
 from .buckets import DTYPES, aligned, allocate, fingerprints, view, views
 from .fingerprint import MODULUS, fingerprint_sum

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from broker.installation import TorchFacts
-from broker.user_code.roots import ImportRoots
-from weightsync.config import WeightsConfig
+from headway.broker.installation import TorchFacts
+from headway.broker.user_code.roots import ImportRoots
+from headway.weightsync.config import WeightsConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ import ipaddress
 import socket
 from urllib.parse import urlsplit
 
-from broker.errors import WeightSyncError
+from headway.broker.errors import WeightSyncError
 
 from .listening import listen
 

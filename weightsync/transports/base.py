@@ -9,9 +9,9 @@ from typing import Protocol
 
 import torch
 
-from broker.errors import WeightSyncError
-from broker.schema.weights import DeltaSpec, WeightManifest
-from weightsync.deadline import Deadline
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema.weights import DeltaSpec, WeightManifest
+from headway.weightsync.deadline import Deadline
 
 
 class SupersededError(WeightSyncError):

@@ -20,9 +20,9 @@ import torch.distributed
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # torch's stubs do not re-export them
 from torch.distributed.distributed_c10d import BroadcastOptions
 
-from broker.errors import WeightSyncError
-from weightsync.deadline import Deadline
-from weightsync.transports.deafness import Port
+from headway.broker.errors import WeightSyncError
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.transports.deafness import Port
 
 _WAIT_S = 0.0005
 _OVERDUE_S = 0.5

@@ -2,15 +2,15 @@
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs do not re-export it
 
-from broker.errors import ConfigError, WeightSyncError
-from broker.user_code.kinds import unknown_kind
-from broker.user_code.own import make_own
-from broker.user_code.roots import ImportRoots
-from weightsync.deadline import Deadline
-from weightsync.transports.abilities import TRANSPORTS
-from weightsync.transports.base import BroadcastGroupTransport
-from weightsync.transports.collective import COLLECTIVES, ProcessGroupTransport, backend_class
-from weightsync.transports.ipc import IpcTransport
+from headway.broker.errors import ConfigError, WeightSyncError
+from headway.broker.user_code.kinds import unknown_kind
+from headway.broker.user_code.own import make_own
+from headway.broker.user_code.roots import ImportRoots
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.transports.abilities import TRANSPORTS
+from headway.weightsync.transports.base import BroadcastGroupTransport
+from headway.weightsync.transports.collective import COLLECTIVES, ProcessGroupTransport, backend_class
+from headway.weightsync.transports.ipc import IpcTransport
 
 _KEY = "weights.transport"
 

@@ -16,9 +16,9 @@ from tempfile import TemporaryDirectory
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs do not re-export it
 
-from broker.errors import WeightSyncError
-from weightsync.deadline import Deadline
-from weightsync.tensors.shared_memory import attach, gpu_handle, host_buffer
+from headway.broker.errors import WeightSyncError
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.tensors.shared_memory import attach, gpu_handle, host_buffer
 
 _LOOK_S = 0.1
 _SAME, _MOVED, _TAKEN, _FORMED = b"=", b"+", b"t", b"f"

@@ -6,7 +6,7 @@ import resource
 import socket
 from contextlib import suppress
 
-from broker.errors import WeightSyncError
+from headway.broker.errors import WeightSyncError
 
 _WAITING = 128
 """Connections that the system holds until they are accepted."""

@@ -11,9 +11,9 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from broker.errors import WeightSyncError
-from broker.schema import WeightVersion
-from weightsync.deadline import Deadline
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema import WeightVersion
+from headway.weightsync.deadline import Deadline
 
 from .base import BroadcastGroupTransport
 

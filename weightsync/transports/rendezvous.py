@@ -17,13 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from broker.client.meetings import LEARNER, Meetings
-from broker.errors import BrokerError, WeightSyncError
-from broker.schema import WeightVersion
-from broker.schema.weights import BroadcastGroup
-from weightsync.deadline import Deadline
-from weightsync.transports.store import BrokerStore
-from weightsync.transports.words import words_of
+from headway.broker.client.meetings import LEARNER, Meetings
+from headway.broker.errors import BrokerError, WeightSyncError
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.weights import BroadcastGroup
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.transports.store import BrokerStore
+from headway.weightsync.transports.words import words_of
 
 T = TypeVar("T")
 _OPEN, _GO, _VOID = b"open", b"go", b"void"

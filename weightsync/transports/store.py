@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs do not re-export it
 
-from broker.client.meetings import NUMBERS, Meetings
-from broker.errors import BrokerError
+from headway.broker.client.meetings import NUMBERS, Meetings
+from headway.broker.errors import BrokerError
 
 from .words import LONGEST_WORD, Words
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from broker.errors import WeightSyncError
-from weightsync.deadline import Deadline
+from headway.broker.errors import WeightSyncError
+from headway.weightsync.deadline import Deadline
 
 from .base import UnreachableError
 from .rendezvous import BrokerCall

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.broker_bench.payloads import Payloads, number_of, payloads_of
-from broker.schema import Trajectory
+from headway.broker.schema import Trajectory
 
 PRODUCERS = 64
 """Coroutines that each hand over one trajectory at a time."""

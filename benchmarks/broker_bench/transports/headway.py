@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from benchmarks.broker_bench.learner import Learner, Run
 from benchmarks.broker_bench.payloads import GROUP_SIZE
 from benchmarks.broker_bench.worker import Worker
-from broker import open_broker
+from headway.broker import open_broker
 
 from .base import PRODUCERS, Consume, Produce, Receipt, Task
 

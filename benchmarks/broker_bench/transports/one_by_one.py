@@ -9,7 +9,7 @@ import numpy as np
 import redis as blocking_redis
 
 from benchmarks.broker_bench.payloads import number_of
-from broker.schema import Trajectory
+from headway.broker.schema import Trajectory
 
 from .base import Consume, Produce, Receipt, Task, in_coroutines
 from .streams import STREAM, connect

@@ -11,7 +11,7 @@ from typing import Any
 
 import redis.asyncio as redis
 
-from broker.wire.codec import decode_trajectory, encode_trajectory
+from headway.broker.wire.codec import decode_trajectory, encode_trajectory
 
 from .base import BATCH, PRODUCERS, Consume, Produce, Receipt, Task, in_coroutines
 

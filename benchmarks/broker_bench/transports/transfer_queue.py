@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 
 from benchmarks.broker_bench.payloads import number_of
-from broker.schema import Trajectory
+from headway.broker.schema import Trajectory
 
 from .base import BATCH, Consume, Produce, Receipt, Task, in_coroutines
 from .ray_cluster import join

@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 import zmq
 
-from broker.wire.codec import decode_trajectory, encode_trajectory
+from headway.broker.wire.codec import decode_trajectory, encode_trajectory
 
 from .base import Consume, Produce, Receipt, Task, in_coroutines
 

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import click
 
-from deploy.printing import say, say_json
+from headway.deploy.printing import say, say_json
 
 from .options import json_option
 
@@ -39,8 +39,8 @@ def inspect(file: str, recipe: str, model: str, layout: str, dataset: str, split
     dataset_info.json, hf:OWNER/NAME or modelscope:OWNER/NAME. With --recipe or --model, three examples follow, with the
     trained tokens marked. The exit code is 1 if no stage can train on it.
     """
-    from deploy.cli.data_pages import inspect_data, page
-    from deploy.terminal import Terminal
+    from headway.deploy.cli.data_pages import inspect_data, page
+    from headway.deploy.terminal import Terminal
 
     report = inspect_data(file, {"format": layout, "dataset": dataset, "split": split}, recipe, model)
     if as_json:
@@ -117,7 +117,7 @@ def _write(
     skip_broken: bool,
     as_json: bool,
 ) -> None:
-    from learner.data.mathematics import prepare, write_rows
+    from headway.learner.data.mathematics import prepare, write_rows
 
     on_bad_row = "skip" if skip_broken else "refuse"
     prepared = prepare(

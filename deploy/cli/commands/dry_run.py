@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from deploy.launch.base import Command, Launcher
-from deploy.launch.printed import PrintedLauncher, as_builtins, as_text
-from deploy.printing import say, say_json
+from headway.deploy.launch.base import Command, Launcher
+from headway.deploy.launch.printed import PrintedLauncher, as_builtins, as_text
+from headway.deploy.printing import say, say_json
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from deploy.printing import say, say_json
+from headway.deploy.printing import say, say_json
 
 from .options import json_option, overrides_argument
 
@@ -69,8 +69,8 @@ def slurm(
     The directory must have the same path on every node, and only you may read it: the passwords are in it. Jobs drain
     before their time limit, go back into the queue and go on.
     """
-    from deploy.launch.slurm import SlurmOptions, slurm_scripts, write_slurm_scripts
-    from deploy.recipe.loading import load_recipe
+    from headway.deploy.launch.slurm import SlurmOptions, slurm_scripts, write_slurm_scripts
+    from headway.deploy.recipe.loading import load_recipe
 
     loaded = load_recipe(recipe, overrides)
     options = SlurmOptions(nodes=nodes, pools=_counts(pools), time=time, grace_s=grace_s, port=port, sbatch=sbatch)
@@ -118,8 +118,8 @@ def kubernetes(
 
     Only you may read the directory's secrets: passwords, and the key of the broker's certificate.
     """
-    from deploy.launch.kubernetes import KubernetesOptions, manifests, write_manifests
-    from deploy.recipe.loading import load_recipe
+    from headway.deploy.launch.kubernetes import KubernetesOptions, manifests, write_manifests
+    from headway.deploy.recipe.loading import load_recipe
 
     loaded = load_recipe(recipe, overrides)
     options = KubernetesOptions(
@@ -146,7 +146,7 @@ def _print_files(texts: Mapping[str, str], head: str, as_json: bool) -> None:
 
 def _counts(pools: tuple[str, ...], option: str = "--pool") -> dict[str, int]:
     """Return the number of workers of each pool that the option names. Raises UsageError."""
-    from deploy.recipe.pools import MAIN
+    from headway.deploy.recipe.pools import MAIN
 
     counts = {}
     for pool in pools:

@@ -8,7 +8,7 @@ import click
 from .options import F, json_option, overrides_argument
 
 if TYPE_CHECKING:
-    from deploy.roles.export import Dtype
+    from headway.deploy.roles.export import Dtype
 
 DTYPES: "dict[str, Dtype]" = {"bf16": "bfloat16", "fp32": "float32"}
 
@@ -64,7 +64,7 @@ def export(
     process. The directory appears whole or not at all.
     """
     chosen = _step(step, best)
-    from deploy.cli.models import write_export
+    from headway.deploy.cli.models import write_export
 
     kept = DTYPES[dtype] if dtype else None
     write_export(
@@ -138,7 +138,7 @@ def generate(
         raise click.UsageError("--workers 0 needs --broker: no worker would generate.")
     if workers is not None and shard != (1, 1):
         raise click.UsageError("--shard and --workers exclude each other: workers share the prompts themselves.")
-    from deploy.cli.models import answer_prompts
+    from headway.deploy.cli.models import answer_prompts
 
     return answer_prompts(
         model, chosen, prompts, out, overrides, samples=samples, temperature=temperature, seed=seed, shard=shard,
@@ -169,6 +169,6 @@ def chat(
     for a model of no run; overrides change both.
     """
     chosen = _step(step, best)
-    from deploy.cli.chat import converse
+    from headway.deploy.cli.chat import converse
 
     converse(model, chosen, overrides, system=system, temperature=temperature, as_json=as_json)

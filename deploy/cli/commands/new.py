@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from deploy.printing import say, say_json
+from headway.deploy.printing import say, say_json
 
 from .options import json_option
 
@@ -23,7 +23,7 @@ def flow(directory: Path, as_json: bool) -> None:
     It has a prompt source, a reward, an environment, an objective, a stage and a metric sink, each in a short file,
     with tests and a recipe that trains a tiny model on a CPU in less than a minute.
     """
-    from deploy.flow.new import write_flow
+    from headway.deploy.flow.new import write_flow
 
     files = write_flow(directory)
     if as_json:

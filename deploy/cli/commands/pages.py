@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from deploy.printing import complain
+from headway.deploy.printing import complain
 
 from .options import json_option
 
@@ -32,7 +32,7 @@ def report(run: str | None, output: Path | None, as_json: bool) -> None:
     resumed last; it may be running. The page needs no network. --json prints what the page shows, and writes it only
     with --output.
     """
-    from deploy.cli.pages import newest, write_page
+    from headway.deploy.cli.pages import newest, write_page
 
     write_page([run or newest()], output, as_json=as_json)
 
@@ -51,7 +51,7 @@ def compare(runs: tuple[str, ...], output: Path | None, as_json: bool) -> None:
     It draws their curves over each other, and lists their summary figures and the settings that differ. RUN, --json and
     --output are those of `headway report`.
     """
-    from deploy.cli.pages import write_page
+    from headway.deploy.cli.pages import write_page
 
     write_page(runs, output, as_json=as_json)
 
@@ -71,6 +71,6 @@ def dashboard(directory: str | None, url: str | None, run: str | None, host: str
     """
     if not as_json:
         complain("Loading, and looking for the run; its page's address follows ...")
-    from deploy.cli.dashboard import serve_dashboard
+    from headway.deploy.cli.dashboard import serve_dashboard
 
     serve_dashboard(directory, url, run, host=host, port=port, as_json=as_json)

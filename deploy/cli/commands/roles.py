@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from deploy.printing import OF_ROLES, log_to_stderr
+from headway.deploy.printing import OF_ROLES, log_to_stderr
 
 from .options import (
     allow_import_option,
@@ -34,8 +34,8 @@ def broker(directory: Path, port: int, host: str | None, url: str | None) -> int
     """Run the embedded server alone, or check your own Redis or Valkey."""
     if host and not port:
         raise click.UsageError("--host needs a port.")
-    from broker.server.embedded import LOOPBACK
-    from deploy.roles.server import check_server, run_server
+    from headway.broker.server.embedded import LOOPBACK
+    from headway.deploy.roles.server import check_server, run_server
 
     return check_server(url) if url else run_server(directory, port or None, host or LOOPBACK)
 
@@ -64,13 +64,13 @@ def learner(
 
     It gives the resolved RECIPE to the workers through the broker.
     """
-    from deploy.recipe.loading import load_recipe
+    from headway.deploy.recipe.loading import load_recipe
 
     rewind = rewind_of(resume, overwrite, rewind_to, regenerate)
     _log_to_stderr()
     ranks = (f"learner.processes={processes}",) if processes else ()
     loaded = load_recipe(recipe, (*overrides, f"run.name='{run}'", *ranks))
-    from deploy.roles.alone import run_learner
+    from headway.deploy.roles.alone import run_learner
 
     return run_learner(
         loaded, url, resume=resume, overwrite=overwrite, prepared=prepared, rewind=rewind, is_forced=force
@@ -113,7 +113,7 @@ def workers(
     and leave and join while it trains; `headway scale` changes their number. At Ctrl-C or SIGTERM they hand
     their work back and stop.
     """
-    from deploy.roles.alone import run_workers
+    from headway.deploy.roles.alone import run_workers
 
     if not dry_run:
         if as_json:
@@ -143,7 +143,7 @@ def scorers(
     run's own configuration, which the broker holds. They may start before the learner, and leave and join while it
     trains. At Ctrl-C they hand their work back and stop.
     """
-    from deploy.roles.alone import run_scorers
+    from headway.deploy.roles.alone import run_scorers
 
     if not dry_run:
         if as_json:
@@ -163,7 +163,7 @@ def scorers(
 def scorer(overrides: tuple[str, ...], url: str, run: str, scorer: str, name: str) -> int:
     """Run one process of a scorer, as `run` and `scorers` start it."""
     _log_to_stderr()
-    from deploy.roles.alone import run_scorer
+    from headway.deploy.roles.alone import run_scorer
 
     return run_scorer(url, run, scorer, name, overrides)
 
@@ -177,7 +177,7 @@ def scorer(overrides: tuple[str, ...], url: str, run: str, scorer: str, name: st
 def worker(overrides: tuple[str, ...], url: str, run: str, allowed: tuple[str, ...], name: str, grace_s: float) -> int:
     """Run one worker in this process, as `run` and `workers` start it."""
     _log_to_stderr()
-    from deploy.roles.alone import run_worker
+    from headway.deploy.roles.alone import run_worker
 
     return run_worker(url, run, name, overrides, allowed, grace_s)
 
@@ -198,7 +198,7 @@ class _Train(click.Command):
     def format_help_text(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the description, and the kinds."""
         super().format_help_text(context, formatter)
-        from learner.stages.kinds import KNOWN
+        from headway.learner.stages.kinds import KNOWN
 
         formatter.write_paragraph()
         with formatter.indentation():
@@ -219,12 +219,12 @@ def train(stage: str, recipe: str, overrides: tuple[str, ...], output: Path | No
 
 
 def _train(recipe: str, overrides: tuple[str, ...], output: Path | None, stage: str) -> int:
-    from deploy.recipe.loading import load_recipe
+    from headway.deploy.recipe.loading import load_recipe
 
     loaded = load_recipe(recipe, overrides)
-    from deploy.recipe.stage_graph import number_of
-    from deploy.roles.alone import run_sft
-    from deploy.run.stage_output import directory_of
+    from headway.deploy.recipe.stage_graph import number_of
+    from headway.deploy.roles.alone import run_sft
+    from headway.deploy.run.stage_output import directory_of
 
     number = number_of(loaded.plan, stage)
     directory = output or directory_of(loaded, number)
@@ -242,10 +242,10 @@ def _train(recipe: str, overrides: tuple[str, ...], output: Path | None, stage: 
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def evaluate(recipe: str, overrides: tuple[str, ...], checkpoint: Path, prompts: int | None, as_json: bool) -> None:
     """Measure a model's pass rate on the held-out prompts of RECIPE."""
-    from deploy.recipe.loading import load_recipe
+    from headway.deploy.recipe.loading import load_recipe
 
     loaded = load_recipe(recipe, overrides)
-    from deploy.roles.alone import run_eval
+    from headway.deploy.roles.alone import run_eval
 
     run_eval(loaded, checkpoint, prompts, as_json=as_json)
 
@@ -274,7 +274,7 @@ def replay(
     the exit code is 1. With another loss the replay shows what that loss makes of the same experience.
     """
     _log_to_stderr()
-    from deploy.roles.alone import run_replay
+    from headway.deploy.roles.alone import run_replay
 
     return run_replay(run, preset, overrides, first_step=first_step, steps=steps, as_json=as_json)
 

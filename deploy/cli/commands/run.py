@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from deploy.printing import complain, say_json
+from headway.deploy.printing import complain, say_json
 
 from .options import beginning, of_a_run, overrides_argument, rewind_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from deploy.launch.base import Launcher
-    from deploy.recipe.recipe import Recipe
-    from learner.experience.rewind import Rewind
+    from headway.deploy.launch.base import Launcher
+    from headway.deploy.recipe.recipe import Recipe
+    from headway.learner.experience.rewind import Rewind
 
 
 @click.command()
@@ -74,16 +74,16 @@ def execute(
     last: str | None = None,
 ) -> int:
     """Run the recipe with the launcher that it names, and return the exit code."""
-    from deploy.recipe.loading import hint_of, load_recipe
+    from headway.deploy.recipe.loading import hint_of, load_recipe
 
     loaded = load_recipe(recipe, overrides)
     if hint := hint_of(recipe):
         complain(hint)
-    from deploy.launch.local import Local
-    from deploy.launch.opening import open_launcher
-    from deploy.recipe.stage_graph import number_of
-    from deploy.run.report import read_summary
-    from deploy.terminal import Terminal
+    from headway.deploy.launch.local import Local
+    from headway.deploy.launch.opening import open_launcher
+    from headway.deploy.recipe.stage_graph import number_of
+    from headway.deploy.run.report import read_summary
+    from headway.deploy.terminal import Terminal
 
     terminal = Terminal(stderr=as_json)
     begins = number_of(loaded.plan, first) if first is not None else 0
@@ -110,14 +110,14 @@ def execute(
 
 def _shares(recipe: "Recipe") -> "Mapping[str, float]":
     """Return what the engines of each pool get of the GPUs that they share on this machine."""
-    from deploy.recipe.engine_memory import engine_shares, only_gpu_bytes
+    from headway.deploy.recipe.engine_memory import engine_shares, only_gpu_bytes
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
     def part_of_learner(_: str) -> float | None:
         if (device_bytes := only_gpu_bytes(visible)) is None:
             return None
-        from deploy.cli.stage_memory import learner_part  # it takes seconds to import
+        from headway.deploy.cli.stage_memory import learner_part  # it takes seconds to import
 
         return learner_part(recipe, device_bytes)
 
@@ -139,10 +139,10 @@ def prepare(
 ) -> None:
     """Make the run's directory, as `run` does before it starts anything."""
     rewind = rewind_of(resume, overwrite, rewind_to, regenerate)
-    from deploy.recipe.loading import load_recipe
+    from headway.deploy.recipe.loading import load_recipe
 
     loaded = load_recipe(recipe, overrides)
-    from deploy.launch.local import Local
-    from deploy.terminal import Terminal
+    from headway.deploy.launch.local import Local
+    from headway.deploy.terminal import Terminal
 
     Local(loaded, recipe, overrides, resume, overwrite, Terminal(), rewind, force).prepare()

@@ -2,7 +2,7 @@
 
 import click
 
-from deploy.printing import complain
+from headway.deploy.printing import complain
 
 from .options import F, json_option, server_option
 
@@ -21,7 +21,7 @@ def _run_options(command: F) -> F:
 @click.option("--watch", is_flag=True, help="Look again every second, until Ctrl-C; with --json, a line each.")
 def status(url: str | None, run: str | None, as_json: bool, watch: bool) -> None:
     """Show a run's versions, queues, workers, lag and throughput."""
-    from deploy.roles.looking import show_status
+    from headway.deploy.roles.looking import show_status
 
     show_status(url, run, as_json=as_json, watch=watch)
 
@@ -36,7 +36,7 @@ def top(url: str | None, run: str | None) -> None:
     the run as it is.
     """
     complain("Loading, and looking for the run ...")
-    from deploy.cli.top import watch_on_screen
+    from headway.deploy.cli.top import watch_on_screen
 
     watch_on_screen(url, run)
 
@@ -53,7 +53,7 @@ def scale(workers: str, pool: str, url: str | None, run: str | None, wait: bool,
     N: so many in all; +N or -N: more or fewer than are wanted now. Workers that leave hand their work back first.
     It needs the learner's password; `headway status` shows the pools.
     """
-    from deploy.cli.scaling import ask_for_workers
+    from headway.deploy.cli.scaling import ask_for_workers
 
     ask_for_workers(workers, pool, url, run, until_done=wait, as_json=as_json)
 
@@ -112,17 +112,17 @@ def autoscale(
     """
     if least > most:
         raise click.UsageError("--least is above --most.")
-    from deploy.observe.autoscaling import Targets
+    from headway.deploy.observe.autoscaling import Targets
 
     targets = Targets(least=least, most=most, wait=wait, busy=busy, steps=steps)
     if serve is not None:
         if dry_run or as_json or not pool:
             raise click.UsageError("--serve needs --pool, and excludes --dry-run and --json.")
-        from deploy.roles.served_autoscaler import serve_autoscale
+        from headway.deploy.roles.served_autoscaler import serve_autoscale
 
         serve_autoscale(url, run, pool, targets, host=host, port=serve, cooldown_s=cooldown_s)
         return
-    from deploy.roles.autoscaler import keep_scaling
+    from headway.deploy.roles.autoscaler import keep_scaling
 
     keep_scaling(url, run, pool, targets, cooldown_s=cooldown_s, dry_run=dry_run, as_json=as_json)
 
@@ -137,7 +137,7 @@ def drain(workers: tuple[str, ...], url: str | None, run: str | None, as_json: b
     WORKER is a worker's name, or a part that no other worker's name has; `headway status` names them. Their pool does
     not replace them until it is scaled. It needs the learner's password.
     """
-    from deploy.cli.scaling import dismiss
+    from headway.deploy.cli.scaling import dismiss
 
     dismiss(workers, "drain", url, run, as_json=as_json)
 
@@ -152,7 +152,7 @@ def quarantine(workers: tuple[str, ...], url: str | None, run: str | None, as_js
     A worker in quarantine ends, and its supervisor starts another process in its place. WORKER is a worker's name, or a
     part that no other worker's name has. It needs the learner's password.
     """
-    from deploy.cli.scaling import dismiss
+    from headway.deploy.cli.scaling import dismiss
 
     dismiss(workers, "quarantine", url, run, as_json=as_json)
 
@@ -167,7 +167,7 @@ def runs() -> None:
 @click.option("--json", "as_json", is_flag=True, help="A JSON array.")
 def list_runs(url: str, as_json: bool) -> None:
     """Print a line for every run: state, weights, reward, workers, bytes, and how long it has been idle."""
-    from deploy.cli.runs import print_runs
+    from headway.deploy.cli.runs import print_runs
 
     print_runs(url, as_json=as_json)
 
@@ -178,7 +178,7 @@ def list_runs(url: str, as_json: bool) -> None:
 @json_option
 def show_run(run: str, url: str, as_json: bool) -> None:
     """Show everything about RUN."""
-    from deploy.cli.runs import print_run
+    from headway.deploy.cli.runs import print_run
 
     print_run(url, run, as_json=as_json)
 
@@ -191,7 +191,7 @@ def show_run(run: str, url: str, as_json: bool) -> None:
 @json_option
 def delete_run(run: str, url: str, yes: bool, force: bool, as_json: bool) -> None:
     """Remove RUN from the broker. What it wrote to disks (checkpoints, logs) stays."""
-    from deploy.cli.runs import remove_run
+    from headway.deploy.cli.runs import remove_run
 
     def confirm(question: str) -> None:
         if not yes:

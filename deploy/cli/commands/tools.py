@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from deploy.printing import say, say_json
+from headway.deploy.printing import say, say_json
 
 from .options import overrides_argument
 
@@ -27,7 +27,7 @@ def acl(run: str | None, passwords: Path | None, as_file: bool, is_for_7_0: bool
     these work. Then give each role a URL such as redis://headway-worker@host:6379?password_file=FILE, or its
     password in HEADWAY_BROKER_PASSWORD.
     """
-    from deploy.cli.acl import print_acl
+    from headway.deploy.cli.acl import print_acl
 
     print_acl(run, passwords, as_file=as_file, is_for_7_0=is_for_7_0)
 
@@ -40,9 +40,9 @@ def algorithms(name: str | None, as_json: bool) -> None:
 
     With NAME, show one preset or one function in full.
     """
-    from deploy.cli.algorithm_pages import overview, page
-    from deploy.terminal import Terminal
-    from learner.objective.catalog import compositions, find, functions
+    from headway.deploy.cli.algorithm_pages import overview, page
+    from headway.deploy.terminal import Terminal
+    from headway.learner.objective.catalog import compositions, find, functions
 
     if as_json:
         found = find(name) if name else [*compositions(), *functions()]
@@ -74,9 +74,9 @@ def plan_memory(recipe: str, overrides: tuple[str, ...], device_memory: float | 
 
     Neither weights nor a GPU are needed. The exit code is 1 if --device-memory is too little.
     """
-    from deploy.cli.memory_pages import as_builtins, page, report
-    from deploy.recipe.loading import load_recipe
-    from deploy.terminal import Terminal
+    from headway.deploy.cli.memory_pages import as_builtins, page, report
+    from headway.deploy.recipe.loading import load_recipe
+    from headway.deploy.terminal import Terminal
 
     found = report(load_recipe(recipe, overrides), device_memory)
     if as_json:
@@ -98,7 +98,7 @@ def metrics(file: str | None) -> None:
         raise click.UsageError("Give --grafana or --alerts.")
     from importlib.resources import files
 
-    say(files("deploy.observe.prometheus").joinpath(file).read_text().rstrip())
+    say(files("headway.deploy.observe.prometheus").joinpath(file).read_text().rstrip())
 
 
 @click.command()
@@ -108,8 +108,8 @@ def doctor(as_json: bool) -> None:
 
     It also shows what is installed, and how to install the rest.
     """
-    from deploy.cli.doctor import examine, report_tables
-    from deploy.terminal import Terminal
+    from headway.deploy.cli.doctor import examine, report_tables
+    from headway.deploy.terminal import Terminal
 
     report = examine()
     if as_json:

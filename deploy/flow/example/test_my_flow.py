@@ -7,9 +7,9 @@ from my_flow.objective import clipped
 from my_flow.prompts import Sums
 from my_flow.rewards import right
 
-from algorithms.tokens import Tokens
-from broker.schema import Prompt
-from rollout_workers.environments import Episode
+from headway.algorithms.tokens import Tokens
+from headway.broker.schema import Prompt
+from headway.rollout_workers.environments import Episode
 
 PROMPT = Prompt(group="0-0", token_ids=[1], text="3+4=", ground_truth="7", data_source="sums", num_samples=1)
 

@@ -8,17 +8,22 @@ from typing import Any
 
 import msgspec
 
-from broker.schema.metrics import StepMetrics
-from broker.schema.status import Tallies
-from deploy.observe.status import RECENT_STEPS, workers_json
-from deploy.printing import visible
-from deploy.recipe.files import to_yaml
-from deploy.run.comparison import leaves
-from deploy.run.events import EvaluationEvent, HeartbeatEvent, StageEvent
-from deploy.run.figures import moving_average, trained_by_response_length, trained_per_s, trained_per_s_on_average
-from deploy.run.history import Happening, happenings
-from deploy.run.record import Record
-from deploy.run.samples import ShownSample, samples_of
+from headway.broker.schema.metrics import StepMetrics
+from headway.broker.schema.status import Tallies
+from headway.deploy.observe.status import RECENT_STEPS, workers_json
+from headway.deploy.printing import visible
+from headway.deploy.recipe.files import to_yaml
+from headway.deploy.run.comparison import leaves
+from headway.deploy.run.events import EvaluationEvent, HeartbeatEvent, StageEvent
+from headway.deploy.run.figures import (
+    moving_average,
+    trained_by_response_length,
+    trained_per_s,
+    trained_per_s_on_average,
+)
+from headway.deploy.run.history import Happening, happenings
+from headway.deploy.run.record import Record
+from headway.deploy.run.samples import ShownSample, samples_of
 
 from .thinning import COLUMNS, POINTS, Curve, LagMap, curve, lag_map, spans
 from .versions import HeldVersion, held_versions

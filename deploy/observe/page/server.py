@@ -10,8 +10,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
-from broker.errors import ConfigError
-from deploy.observe.bounded_server import BoundedServer, Quiet
+from headway.broker.errors import ConfigError
+from headway.deploy.observe.bounded_server import BoundedServer, Quiet
 
 from .document import document
 from .watching import Watcher

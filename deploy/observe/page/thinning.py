@@ -6,8 +6,8 @@ from statistics import fmean
 
 import msgspec
 
-from broker.schema.metrics import StepMetrics
-from deploy.run.figures import lag_histogram
+from headway.broker.schema.metrics import StepMetrics
+from headway.deploy.run.figures import lag_histogram
 
 POINTS = 400
 """Most points of a curve."""

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from broker.schema.metrics import StepMetrics
-from broker.schema.processes import WorkerInfo
-from broker.schema.status import RunStatus, VersionGroups
-from deploy.observe.status import version_text
-from deploy.run.events import HeartbeatEvent
-from deploy.run.figures import trained_by_step_of_weights, trained_tokens_by_step_of_weights
+from headway.broker.schema.metrics import StepMetrics
+from headway.broker.schema.processes import WorkerInfo
+from headway.broker.schema.status import RunStatus, VersionGroups
+from headway.deploy.observe.status import version_text
+from headway.deploy.run.events import HeartbeatEvent
+from headway.deploy.run.figures import trained_by_step_of_weights, trained_tokens_by_step_of_weights
 
 _NO_GROUPS = VersionGroups(step=0, generating=0, ready=0, dropped=0)
 

@@ -11,13 +11,13 @@ from typing import Any, Self
 
 import msgspec
 
-from broker.errors import HeadwayError
-from broker.schema.status import RunStatus
-from deploy.observe.status import recent, status_json
-from deploy.observe.waiting import Waiting
-from deploy.run.figures import generated_per_s, trained_per_s
-from deploy.run.record import Record
-from deploy.run.samples import SampleReader
+from headway.broker.errors import HeadwayError
+from headway.broker.schema.status import RunStatus
+from headway.deploy.observe.status import recent, status_json
+from headway.deploy.observe.waiting import Waiting
+from headway.deploy.run.figures import generated_per_s, trained_per_s
+from headway.deploy.run.record import Record
+from headway.deploy.run.samples import SampleReader
 
 from .picture import SHOWN_WORKERS, Page, page_of
 from .versions import HeldVersion, held_versions

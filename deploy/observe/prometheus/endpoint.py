@@ -5,8 +5,8 @@ import errno
 from prometheus_client import CollectorRegistry, MetricsHandler, ProcessCollector
 from prometheus_client.registry import Collector
 
-from broker.errors import ConfigError
-from deploy.observe.bounded_server import TIMEOUT_S, BoundedServer
+from headway.broker.errors import ConfigError
+from headway.deploy.observe.bounded_server import TIMEOUT_S, BoundedServer
 
 
 class MetricsEndpoint:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import Metric
 
-from deploy.run.events import HeartbeatEvent
+from headway.deploy.run.events import HeartbeatEvent
 
 from .families import by_name, metric
 

@@ -9,9 +9,9 @@ import msgspec
 from prometheus_client.core import HistogramMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from deploy.run.events import EvaluationEvent, Event, HeartbeatEvent, StageEvent, StepEvent
-from deploy.run.figures import generated_per_s
-from learner.experience.drift import drift_of
+from headway.deploy.run.events import EvaluationEvent, Event, HeartbeatEvent, StageEvent, StepEvent
+from headway.deploy.run.figures import generated_per_s
+from headway.learner.experience.drift import drift_of
 
 from .families import STATES, Family, metric, shown
 from .pools import of_pools, of_scorers

@@ -8,9 +8,9 @@ import msgspec
 from prometheus_client.core import InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from broker.client.submissions import SubmitOutcome
-from broker.schema.processes import WorkerInfo
-from rollout_workers.config import WorkersConfig
+from headway.broker.client.submissions import SubmitOutcome
+from headway.broker.schema.processes import WorkerInfo
+from headway.rollout_workers.config import WorkersConfig
 
 from .endpoint import MetricsEndpoint
 from .families import STATES, Family, metric, shown

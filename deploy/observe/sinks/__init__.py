@@ -13,10 +13,10 @@ gave it the recipe. Workers have theirs from the broker, and import no sinks.
 
 from collections.abc import Sequence
 
-from broker.user_code.kinds import unknown_kind
-from broker.user_code.options import typed_options
-from broker.user_code.own import in_one_paragraph, make_own
-from deploy.recipe.sinks import (
+from headway.broker.user_code.kinds import unknown_kind
+from headway.broker.user_code.options import typed_options
+from headway.broker.user_code.own import in_one_paragraph, make_own
+from headway.deploy.recipe.sinks import (
     SINKS,
     JsonlOptions,
     MlflowOptions,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from deploy.run.events import Event
+from headway.deploy.run.events import Event
 
 
 @dataclass(frozen=True, kw_only=True)

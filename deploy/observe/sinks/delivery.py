@@ -9,7 +9,7 @@ from threading import Thread
 from types import TracebackType
 from typing import Self
 
-from deploy.run.events import Event
+from headway.deploy.run.events import Event
 
 from .base import MetricSink, SinkRun
 

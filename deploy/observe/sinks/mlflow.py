@@ -4,8 +4,8 @@ import re
 import time
 from typing import Any
 
-from deploy.recipe.sinks import MlflowOptions
-from deploy.run.events import Event
+from headway.deploy.recipe.sinks import MlflowOptions
+from headway.deploy.run.events import Event
 
 from .base import SinkRun
 from .points import points, step_of

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import msgspec
 
-from broker.schema.metrics import StepMetrics
-from deploy.run.events import EvaluationEvent, Event, HeartbeatEvent, StageEvent, StepEvent
-from deploy.run.figures import generated_per_s, trained_per_s, wait_fraction
+from headway.broker.schema.metrics import StepMetrics
+from headway.deploy.run.events import EvaluationEvent, Event, HeartbeatEvent, StageEvent, StepEvent
+from headway.deploy.run.figures import generated_per_s, trained_per_s, wait_fraction
 
 HISTOGRAMS = {"lag_histogram", "token_lag_histogram", "response_length_histogram"}
 NO_CURVES = {"incarnation", "step", "total_steps", *HISTOGRAMS, "by_lag", "algorithm", "reward", "reward_samples"}

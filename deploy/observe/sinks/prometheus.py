@@ -2,10 +2,10 @@
 
 import logging
 
-from deploy.observe.prometheus.endpoint import MetricsEndpoint
-from deploy.observe.prometheus.run import RunCollector
-from deploy.recipe.sinks import PrometheusOptions
-from deploy.run.events import Event
+from headway.deploy.observe.prometheus.endpoint import MetricsEndpoint
+from headway.deploy.observe.prometheus.run import RunCollector
+from headway.deploy.recipe.sinks import PrometheusOptions
+from headway.deploy.run.events import Event
 
 from .base import SinkRun
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.recipe.sinks import TensorBoardOptions
-from deploy.run.events import Event
+from headway.deploy.recipe.sinks import TensorBoardOptions
+from headway.deploy.run.events import Event
 
 from .base import SinkRun
 from .points import points, step_of

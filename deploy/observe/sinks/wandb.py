@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from deploy.recipe.sinks import WandbOptions
-from deploy.run.events import Event
+from headway.deploy.recipe.sinks import WandbOptions
+from headway.deploy.run.events import Event
 
 from .base import SinkRun
 from .points import points, step_of

@@ -20,10 +20,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from broker.installation import is_installed
+from headway.broker.installation import is_installed
 
 if TYPE_CHECKING:
-    from rollout_workers.samples.tracing import SampleTracer
+    from headway.rollout_workers.samples.tracing import SampleTracer
 
     from .provider import Spans
     from .steps import TracedSteps
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 @contextmanager
 def tracing_samples(run: str, worker: str) -> Iterator["SampleTracer"]:
     """Yield what traces the samples of this worker's process; it does nothing where the environment wants no traces."""
-    from rollout_workers.samples.tracing import UNTRACED
+    from headway.rollout_workers.samples.tracing import UNTRACED
 
     with _open_spans("headway-worker", {"headway.run": run, "service.instance.id": worker}) as spans:
         if spans is None:

@@ -3,7 +3,7 @@
 from hashlib import blake2b
 from typing import NamedTuple
 
-from broker.schema import TrajectoryId, WeightVersion
+from headway.broker.schema import TrajectoryId, WeightVersion
 
 TRAJECTORY = "trajectory"
 """The name of a trajectory's root span."""

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 
 from opentelemetry.trace import Span, Status, StatusCode
 
-from broker.client.submissions import SubmitOutcome
-from broker.schema import Lease, Trajectory
-from rollout_workers.samples.recorder import Recorder
+from headway.broker.client.submissions import SubmitOutcome
+from headway.broker.schema import Lease, Trajectory
+from headway.rollout_workers.samples.recorder import Recorder
 
 from .ids import TRAJECTORY, ids_of_trajectory
 from .provider import Attributes, Spans

@@ -2,8 +2,8 @@
 
 from opentelemetry.trace import Link
 
-from broker.schema import TrajectoryId
-from learner.stages.loop import TrainedStep
+from headway.broker.schema import TrajectoryId
+from headway.learner.stages.loop import TrainedStep
 
 from .ids import TRAJECTORY, ids_of_step, ids_of_trajectory
 from .provider import Spans

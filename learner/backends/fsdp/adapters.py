@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.integrations.moe import _grouped_mm
 
-from broker.errors import ConfigError
-from learner.backends.expert_rows import ExpertChange, collect, experts_forward, route, row_offsets, spread
-from learner.backends.quantized import Quantized, frozen_grouped_product
-from learner.config import AdapterConfig
-from learner.models.adapters import FACTORS, Target, factor_name, first_factor, peft_config, targets_of
+from headway.broker.errors import ConfigError
+from headway.learner.backends.expert_rows import ExpertChange, collect, experts_forward, route, row_offsets, spread
+from headway.learner.backends.quantized import Quantized, frozen_grouped_product
+from headway.learner.config import AdapterConfig
+from headway.learner.models.adapters import FACTORS, Target, factor_name, first_factor, peft_config, targets_of
 
 from .experts import is_plain
 from .quantized_base import QuantizedBase, weight_of

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from learner.backends.adapter_files import write_adapter
-from learner.backends.base import Backend, Likeliest, TokenLoss
-from learner.backends.hugging_face_files import write_tensors
-from learner.backends.rng import load_rng, snapshot_rng
-from learner.backends.saving import NamedTensors, snapshot_gathered
-from learner.backends.score_head import SCORE_WEIGHT, first_head
-from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
-from learner.models.adapters import zeroed
-from learner.models.classifier import check_classifier, classifier_files
-from learner.models.files import kept_files, write_files
-from learner.rows.batch import PackedBatch
+from headway.learner.backends.adapter_files import write_adapter
+from headway.learner.backends.base import Backend, Likeliest, TokenLoss
+from headway.learner.backends.hugging_face_files import write_tensors
+from headway.learner.backends.rng import load_rng, snapshot_rng
+from headway.learner.backends.saving import NamedTensors, snapshot_gathered
+from headway.learner.backends.score_head import SCORE_WEIGHT, first_head
+from headway.learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
+from headway.learner.models.adapters import zeroed
+from headway.learner.models.classifier import check_classifier, classifier_files
+from headway.learner.models.files import kept_files, write_files
+from headway.learner.rows.batch import PackedBatch
 
 from .export import HuggingFaceExport
 from .policy import Policy, ScoreModel, ValueModel

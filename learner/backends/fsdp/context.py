@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from learner.models.layout import check_context
+from headway.learner.models.layout import check_context
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

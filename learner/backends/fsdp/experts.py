@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
-from learner.backends.expert_rows import grouped_experts
-from learner.models.shape import num_experts
+from headway.learner.backends.expert_rows import grouped_experts
+from headway.learner.models.shape import num_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

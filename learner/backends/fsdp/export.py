@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from learner.models.adapters import is_factor, merged, peft_names, to_peft
+from headway.learner.models.adapters import is_factor, merged, peft_names, to_peft
 
 from .adapters import Adapters
 from .sharding import whole

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from learner.config import ComputeConfig
+from headway.learner.config import ComputeConfig
 
 EXPENSIVE = frozenset(
     {

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from learner.config import OptimizerConfig
+from headway.learner.config import OptimizerConfig
 
 from .sharding import local
 

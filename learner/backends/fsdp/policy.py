@@ -12,14 +12,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from broker.errors import ConfigError
-from learner.backends.candidate_logprobs import candidate_logprobs, likeliest, own_first
-from learner.backends.replayed_choice import Recorded
-from learner.backends.token_logprobs import confident_logprobs, token_logprobs
-from learner.models.architectures import SCALED_LOGITS
-from learner.models.attention import ATTENTION_NAME, PackedLayout, RowsAt, check_asked, register_packed_attention
-from learner.rows.batch import PackedBatch
-from learner.rows.padding import PaddedShape
+from headway.broker.errors import ConfigError
+from headway.learner.backends.candidate_logprobs import candidate_logprobs, likeliest, own_first
+from headway.learner.backends.replayed_choice import Recorded
+from headway.learner.backends.token_logprobs import confident_logprobs, token_logprobs
+from headway.learner.models.architectures import SCALED_LOGITS
+from headway.learner.models.attention import (
+    ATTENTION_NAME,
+    PackedLayout,
+    RowsAt,
+    check_asked,
+    register_packed_attention,
+)
+from headway.learner.rows.batch import PackedBatch
+from headway.learner.rows.padding import PaddedShape
 
 from .context import ContextGroup
 from .experts import experts_implementation

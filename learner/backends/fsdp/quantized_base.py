@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from broker.errors import ConfigError
-from learner.backends.quantized import Quantized, check_blocks, check_quantizer, empty, frozen_product, quantize
-from learner.models.adapters import Target, adaptable
+from headway.broker.errors import ConfigError
+from headway.learner.backends.quantized import Quantized, check_blocks, check_quantizer, empty, frozen_product, quantize
+from headway.learner.models.adapters import Target, adaptable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from learner.config import ComputeConfig
+from headway.learner.config import ComputeConfig
 
 ROOM = 2
 """The device must have this many times the memory of all graphs free, for rows of other shapes."""

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from learner.backends.replayed_choice import Recorded
-from learner.rows.routing import SOFTMAX_ROUTED
+from headway.learner.backends.replayed_choice import Recorded
+from headway.learner.rows.routing import SOFTMAX_ROUTED
 
 
 def replayable_routers(layers: Iterable[nn.Module], model_type: str) -> list[nn.Module]:

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from learner.rows.batch import PackedBatch
-from learner.rows.padding import PaddedShape
+from headway.learner.rows.batch import PackedBatch
+from headway.learner.rows.padding import PaddedShape
 
 from .policy import Policy
 from .recording import PassRecorder

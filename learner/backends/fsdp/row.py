@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from learner.models.attention import PackedLayout, check_alignment
-from learner.rows.batch import PackedBatch
-from learner.rows.padding import PaddedShape
-from learner.rows.positions import Positions
+from headway.learner.models.attention import PackedLayout, check_alignment
+from headway.learner.rows.batch import PackedBatch
+from headway.learner.rows.padding import PaddedShape
+from headway.learner.rows.positions import Positions
 
 from .context import ContextGroup
 

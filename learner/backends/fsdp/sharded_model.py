@@ -10,19 +10,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from broker.errors import ConfigError
-from learner.backends.abilities import BACKENDS
-from learner.backends.base import Snapshot, TokenLoss
-from learner.backends.off_device import OffDevice
-from learner.backends.process_group import check_same_count, count_ranks, join_ranks, sum_over_ranks
-from learner.backends.replayed_choice import disagreement
-from learner.backends.saving import save
-from learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
-from learner.models.adapters import check_recomputation
-from learner.models.layout import check_ranks, check_splits
-from learner.models.model import load_model
-from learner.models.shape import has_window, num_experts
-from learner.rows.batch import PackedBatch
+from headway.broker.errors import ConfigError
+from headway.learner.backends.abilities import BACKENDS
+from headway.learner.backends.base import Snapshot, TokenLoss
+from headway.learner.backends.off_device import OffDevice
+from headway.learner.backends.process_group import check_same_count, count_ranks, join_ranks, sum_over_ranks
+from headway.learner.backends.replayed_choice import disagreement
+from headway.learner.backends.saving import save
+from headway.learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
+from headway.learner.models.adapters import check_recomputation
+from headway.learner.models.layout import check_ranks, check_splits
+from headway.learner.models.model import load_model
+from headway.learner.models.shape import has_window, num_experts
+from headway.learner.rows.batch import PackedBatch
 
 from .adapters import Adapters
 from .context import ContextGroup

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
-from learner.backends.process_group import sum_over_ranks
-from learner.config import LayoutConfig
+from headway.learner.backends.process_group import sum_over_ranks
+from headway.learner.config import LayoutConfig
 
 from .context import ContextGroup
 from .policy import PackedModel, ValueModel

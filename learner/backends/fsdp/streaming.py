@@ -18,12 +18,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from broker.errors import ConfigError
-from learner.backends.adapter_files import Weights, open_weights
-from learner.backends.hugging_face_files import check_tied
-from learner.config import ModelConfig
-from learner.models.adapters import is_factor
-from learner.models.model import built, load_config
+from headway.broker.errors import ConfigError
+from headway.learner.backends.adapter_files import Weights, open_weights
+from headway.learner.backends.hugging_face_files import check_tied
+from headway.learner.config import ModelConfig
+from headway.learner.models.adapters import is_factor
+from headway.learner.models.model import built, load_config
 
 from .quantized_base import QuantizedBase
 

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import WriteResult
 
-from learner.backends.saving import in_host_memory
-from learner.checkpoints.checkpoint import CheckpointError
+from headway.learner.backends.saving import in_host_memory
+from headway.learner.checkpoints.checkpoint import CheckpointError
 
 from .optimizer import allocate_moments
 from .quantized_base import is_quantized

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from learner.models.adapters import Target, merged, peft_names, to_peft
+from headway.learner.models.adapters import Target, merged, peft_names, to_peft
 
 from .adapter_mapping import LAYER, factor_names, layer_of
 from .adapters import LayerAdapters

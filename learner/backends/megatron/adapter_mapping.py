@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from learner.models.adapters import FACTORS, Target, factor_name
+from headway.learner.models.adapters import FACTORS, Target, factor_name
 
 from .mapping import Along, Binding, Sharing, Stacked, Whole
 

@@ -25,11 +25,11 @@ from megatron.core.tensor_parallel import (
 )
 from torch import nn
 
-from learner.backends.expert_rows import ExpertChange
-from learner.backends.hugging_face_files import Read
-from learner.config import AdapterConfig, LayoutConfig
-from learner.models.adapters import FACTORS, Target, first_factor, peft_config, targets_of
-from learner.models.model import unfilled
+from headway.learner.backends.expert_rows import ExpertChange
+from headway.learner.backends.hugging_face_files import Read
+from headway.learner.config import AdapterConfig, LayoutConfig
+from headway.learner.models.adapters import FACTORS, Target, first_factor, peft_config, targets_of
+from headway.learner.models.model import unfilled
 
 from . import groups
 from .adapter_mapping import ADAPTER, factor_bindings, factor_names, layer_of, place_of, short_name

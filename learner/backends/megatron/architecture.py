@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from broker.errors import ConfigError
-from learner.models.architectures import MEGATRON
+from headway.broker.errors import ConfigError
+from headway.learner.models.architectures import MEGATRON
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

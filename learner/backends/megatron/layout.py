@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from learner.config import LayoutConfig
+from headway.learner.config import LayoutConfig
 
 _joined: list[LayoutConfig] = []
 """The joined layout, at most one: Megatron keeps its groups process-wide."""

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from learner.backends.score_head import SCORE_BIAS, SCORE_WEIGHT
+from headway.learner.backends.score_head import SCORE_BIAS, SCORE_WEIGHT
 
 from .architecture import Architecture
 

@@ -27,9 +27,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import nn
 
-from learner.backends.candidate_logprobs import candidate_logprobs, likeliest, own_first
-from learner.backends.token_logprobs import confident_logprobs, token_logprobs
-from learner.config import ComputeConfig, LayoutConfig
+from headway.learner.backends.candidate_logprobs import candidate_logprobs, likeliest, own_first
+from headway.learner.backends.token_logprobs import confident_logprobs, token_logprobs
+from headway.learner.config import ComputeConfig, LayoutConfig
 
 from . import groups
 from .architecture import Architecture

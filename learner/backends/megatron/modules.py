@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from learner.backends.expert_rows import (
+from headway.learner.backends.expert_rows import (
     collect,
     experts_forward,
     fused,
@@ -24,7 +24,7 @@ from learner.backends.expert_rows import (
     row_offsets,
     spread,
 )
-from learner.models.attention import bucketed_attention, varlen_attention
+from headway.learner.models.attention import bucketed_attention, varlen_attention
 
 from .row import MegatronRow
 

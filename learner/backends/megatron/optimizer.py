@@ -18,7 +18,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer import TransformerConfig
 
-from learner.config import OptimizerConfig
+from headway.learner.config import OptimizerConfig
 
 from . import groups
 from .model import PackedGpt

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from learner.backends.replayed_choice import Recorded
+from headway.learner.backends.replayed_choice import Recorded
 
 from . import groups
 from .row import MegatronRow

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from learner.backends.replayed_choice import Recorded
-from learner.models.attention import PackedLayout, check_alignment
-from learner.rows.batch import PackedBatch
-from learner.rows.positions import Positions
+from headway.learner.backends.replayed_choice import Recorded
+from headway.learner.models.attention import PackedLayout, check_alignment
+from headway.learner.rows.batch import PackedBatch
+from headway.learner.rows.positions import Positions
 
 
 @dataclass

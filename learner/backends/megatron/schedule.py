@@ -11,11 +11,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import nn
 
-from learner.backends.base import TokenLoss
-from learner.backends.process_group import sum_over_ranks
-from learner.backends.replayed_choice import disagreement
-from learner.config import LayoutConfig
-from learner.rows.batch import PackedBatch
+from headway.learner.backends.base import TokenLoss
+from headway.learner.backends.process_group import sum_over_ranks
+from headway.learner.backends.replayed_choice import disagreement
+from headway.learner.config import LayoutConfig
+from headway.learner.rows.batch import PackedBatch
 
 from . import groups
 from .row import MegatronRow, make_row, padded_length

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from broker.errors import ConfigError
-from learner.backends.hugging_face_files import Read
-from learner.config import LayoutConfig
+from headway.broker.errors import ConfigError
+from headway.learner.backends.hugging_face_files import Read
+from headway.learner.config import LayoutConfig
 
 from . import groups
 from .architecture import Architecture

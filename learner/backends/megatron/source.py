@@ -2,12 +2,12 @@
 
 import torch
 
-from broker.errors import ConfigError
-from learner.backends.adapter_files import open_weights
-from learner.backends.hugging_face_files import Read, check_tied
-from learner.backends.score_head import SCORE_BIAS, SCORE_WEIGHT
-from learner.config import ModelConfig
-from learner.models.model import load_config, load_model
+from headway.broker.errors import ConfigError
+from headway.learner.backends.adapter_files import open_weights
+from headway.learner.backends.hugging_face_files import Read, check_tied
+from headway.learner.backends.score_head import SCORE_BIAS, SCORE_WEIGHT
+from headway.learner.config import ModelConfig
+from headway.learner.models.model import load_config, load_model
 
 
 def open_source(model: ModelConfig, seed: int) -> Read:

@@ -15,10 +15,10 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from broker.errors import ConfigError
-from learner.backends.hugging_face_files import Read, TensorFiles, file_parts
-from learner.backends.saving import NamedTensors, snapshot_gathered
-from learner.checkpoints.checkpoint import CheckpointError
+from headway.broker.errors import ConfigError
+from headway.learner.backends.hugging_face_files import Read, TensorFiles, file_parts
+from headway.learner.backends.saving import NamedTensors, snapshot_gathered
+from headway.learner.checkpoints.checkpoint import CheckpointError
 
 from .model import PackedGpt
 from .optimizer import MASTER, MOMENTS, MasterState, ShardedAdam, replicas_of

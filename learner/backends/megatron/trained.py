@@ -9,17 +9,17 @@ from pathlib import Path
 
 import torch
 
-from broker.errors import ConfigError
-from learner.backends.base import Snapshot, TokenLoss
-from learner.backends.hugging_face_files import Read
-from learner.backends.off_device import OffDevice
-from learner.backends.process_group import check_same_count, count_ranks, join_ranks
-from learner.backends.saving import save
-from learner.config import AdapterConfig, ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
-from learner.models.adapters import check_recomputation
-from learner.models.layout import check_layout
-from learner.models.model import load_config
-from learner.rows.batch import PackedBatch
+from headway.broker.errors import ConfigError
+from headway.learner.backends.base import Snapshot, TokenLoss
+from headway.learner.backends.hugging_face_files import Read
+from headway.learner.backends.off_device import OffDevice
+from headway.learner.backends.process_group import check_same_count, count_ranks, join_ranks
+from headway.learner.backends.saving import save
+from headway.learner.config import AdapterConfig, ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
+from headway.learner.models.adapters import check_recomputation
+from headway.learner.models.layout import check_layout
+from headway.learner.models.model import load_config
+from headway.learner.rows.batch import PackedBatch
 
 from .architecture import Head, architecture_of
 from .cpu_shim import install_cpu_shim

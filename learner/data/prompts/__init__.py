@@ -12,8 +12,8 @@ call of it has a deadline (`own.py`); see `base.PromptSource`.
 
 from typing import TYPE_CHECKING
 
-from broker.user_code.kinds import unknown_kind
-from learner.config import PROMPTS, PromptsConfig
+from headway.broker.user_code.kinds import unknown_kind
+from headway.learner.config import PROMPTS, PromptsConfig
 
 from .base import PromptSource
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from broker.errors import ConfigError
-from broker.user_code.options import typed_options
+from headway.broker.errors import ConfigError
+from headway.broker.user_code.options import typed_options
 
 from .base import Item, is_held_out
 

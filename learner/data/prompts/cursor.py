@@ -10,8 +10,8 @@ import random
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from broker.errors import ConfigError
-from broker.schema import Prompt
+from headway.broker.errors import ConfigError
+from headway.broker.schema import Prompt
 
 from .rendering import Prompts
 

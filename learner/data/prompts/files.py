@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from broker.errors import ConfigError
-from broker.user_code.options import typed_options
+from headway.broker.errors import ConfigError
+from headway.broker.user_code.options import typed_options
 
 from .base import Item, held_out_places
 from .rows import RowFields, read_rows, to_items

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from broker.errors import ConfigError
-from broker.user_code.options import typed_options
-from learner.data.arrow_rows import dataset_rows
+from headway.broker.errors import ConfigError
+from headway.broker.user_code.options import typed_options
+from headway.learner.data.arrow_rows import dataset_rows
 
 from .files import ListedPrompts
 from .rows import Row, RowFields, to_items

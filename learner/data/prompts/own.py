@@ -4,11 +4,11 @@ from typing import Any
 
 import msgspec
 
-from broker.user_code.blocking import BlockingHost
-from broker.user_code.own import make_own
-from broker.user_code.roots import import_directory
-from broker.user_code.wire import Program
-from learner.config import PromptsConfig
+from headway.broker.user_code.blocking import BlockingHost
+from headway.broker.user_code.own import make_own
+from headway.broker.user_code.roots import import_directory
+from headway.broker.user_code.wire import Program
+from headway.learner.config import PromptsConfig
 
 from .base import Item, PromptSource
 

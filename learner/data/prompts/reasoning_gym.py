@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from broker.errors import ConfigError
-from broker.user_code.kinds import did_you_mean
+from headway.broker.errors import ConfigError
+from headway.broker.user_code.kinds import did_you_mean
 
 from .base import Item, PromptSource, is_held_out
 

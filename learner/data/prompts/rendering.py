@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from itertools import compress
 from typing import TYPE_CHECKING
 
-from broker.errors import ConfigError
-from broker.schema import Prompt
-from learner.data.texts.base import NOTHING, Content, Templated
-from learner.data.texts.messages import Tags, is_begun, read_prompt
-from learner.data.texts.template import ChatTemplate, refuse_for_text
-from learner.data.texts.tokens import Continued, TextTokens
-from learner.models.end_tokens import end_tokens
+from headway.broker.errors import ConfigError
+from headway.broker.schema import Prompt
+from headway.learner.data.texts.base import NOTHING, Content, Templated
+from headway.learner.data.texts.messages import Tags, is_begun, read_prompt
+from headway.learner.data.texts.template import ChatTemplate, refuse_for_text
+from headway.learner.data.texts.tokens import Continued, TextTokens
+from headway.learner.models.end_tokens import end_tokens
 
 from .base import Item, Message, PromptSource
 from .files import ListedPrompts

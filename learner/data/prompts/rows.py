@@ -14,12 +14,12 @@ from typing import Any
 
 import msgspec
 
-from broker.errors import ConfigError
-from broker.user_code.options import typed_options
-from learner.data.arrow_rows import parquet_rows
-from learner.data.bounded_files import check_file, lines_of
-from learner.data.texts.base import Content
-from learner.data.texts.messages import Tags, read_prompt, to_kwargs, to_tools, under_system
+from headway.broker.errors import ConfigError
+from headway.broker.user_code.options import typed_options
+from headway.learner.data.arrow_rows import parquet_rows
+from headway.learner.data.bounded_files import check_file, lines_of
+from headway.learner.data.texts.base import Content
+from headway.learner.data.texts.messages import Tags, read_prompt, to_kwargs, to_tools, under_system
 
 from .base import Item
 from .sendable import check_sendable

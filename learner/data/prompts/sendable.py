@@ -2,7 +2,7 @@
 
 import msgspec
 
-from broker.errors import ConfigError
+from headway.broker.errors import ConfigError
 
 
 def check_sendable(value: msgspec.Struct, what: str) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from learner.data.texts.base import Content, Message, RowError, Templated, shown
+from headway.learner.data.texts.base import Content, Message, RowError, Templated, shown
 
 __all__ = [
     "Content",

@@ -10,11 +10,11 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, overload
 import msgspec
 from msgspec import Meta
 
-from broker.errors import ConfigError
-from broker.user_code.kinds import did_you_mean
-from broker.user_code.options import typed_options
-from learner.data.prompts.sendable import check_sendable
-from learner.data.texts.messages import Tags, to_kwargs, to_tools, under_system
+from headway.broker.errors import ConfigError
+from headway.broker.user_code.kinds import did_you_mean
+from headway.broker.user_code.options import typed_options
+from headway.learner.data.prompts.sendable import check_sendable
+from headway.learner.data.texts.messages import Tags, to_kwargs, to_tools, under_system
 
 from .base import Conversation, Row, RowError, Skipped, Trained, columns_of
 from .layouts import CALLED, LAYOUTS, Layout, Record, RowReader, is_layout_of, is_prompt_of_rl

@@ -17,11 +17,11 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from broker.errors import ConfigError
-from learner.data.prompts.rendering import Renderer
-from learner.data.texts.base import Templated
-from learner.data.texts.template import Span, refuse_for_text
-from learner.data.texts.tokens import Ends
+from headway.broker.errors import ConfigError
+from headway.learner.data.prompts.rendering import Renderer
+from headway.learner.data.texts.base import Templated
+from headway.learner.data.texts.template import Span, refuse_for_text
+from headway.learner.data.texts.tokens import Ends
 
 from .base import Conversation, Message, Skipped
 
@@ -204,7 +204,7 @@ class ConversationRenderer:
         Where a token would lie across a span's border, both sides are encoded by themselves: a model that answers a
         prompt goes on after the prompt's own tokens.
         """
-        from learner.models.model import encoding  # imports torch, which callers that only read do not need
+        from headway.learner.models.model import encoding  # imports torch, which callers that only read do not need
 
         whole = encoding(self._tokenizer, text, what, add_special_tokens=False)
         token_ids = list(whole.input_ids)

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from broker.errors import ConfigError
+from headway.broker.errors import ConfigError
 
 Message = dict[str, Any]
 """`{"role": ..., "content": ...}`, as chat templates take it."""

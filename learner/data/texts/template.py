@@ -9,8 +9,8 @@ from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from broker.errors import ConfigError
-from learner.models.chat_template import RenderWatch
+from headway.broker.errors import ConfigError
+from headway.learner.models.chat_template import RenderWatch
 
 from .base import NOTHING, Message, Templated
 from .messages import is_begun

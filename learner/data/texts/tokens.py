@@ -6,8 +6,8 @@ import re
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from broker.errors import ConfigError
-from learner.models.end_tokens import end_tokens
+from headway.broker.errors import ConfigError
+from headway.learner.models.end_tokens import end_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,7 +64,7 @@ class TextTokens:
 
     def plain(self, text: str, what: str) -> list[int]:
         """Returns a text's own tokens."""
-        from learner.models.model import encode  # imports torch, which callers that only read do not need
+        from headway.learner.models.model import encode  # imports torch, which callers that only read do not need
 
         return encode(self._tokenizer, text, what, add_special_tokens=False)
 

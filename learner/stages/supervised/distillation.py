@@ -12,18 +12,18 @@ from collections.abc import Mapping, Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from algorithms.metrics import Metrics, masked_mean, read
-from algorithms.supervised.distillation import top_k_distillation
-from algorithms.supervised.imitation import sft
-from broker.errors import ConfigError
-from learner.backends.base import Backend, Teacher, TokenLoss
-from learner.config import ModelConfig
-from learner.data.records import Conversation
-from learner.data.sources import open_conversations
-from learner.models.model import load_tokenizer
-from learner.rows.batch import PackedBatch
-from learner.rows.units import Row, Unit
-from learner.stages.base import StageError, StageParts
+from headway.algorithms.metrics import Metrics, masked_mean, read
+from headway.algorithms.supervised.distillation import top_k_distillation
+from headway.algorithms.supervised.imitation import sft
+from headway.broker.errors import ConfigError
+from headway.learner.backends.base import Backend, Teacher, TokenLoss
+from headway.learner.config import ModelConfig
+from headway.learner.data.records import Conversation
+from headway.learner.data.sources import open_conversations
+from headway.learner.models.model import load_tokenizer
+from headway.learner.rows.batch import PackedBatch
+from headway.learner.rows.units import Row, Unit
+from headway.learner.stages.base import StageError, StageParts
 
 from .options import DistillationOptions
 from .reading import read_units
@@ -131,7 +131,7 @@ def as_teacher(backend: Backend) -> Teacher:
     if not isinstance(backend, Teacher):
         raise ConfigError(
             f"learner.backend: {type(backend).__name__} has no `likeliest`, by which a teacher tells its likeliest"
-            " tokens (learner.backends.base.Teacher). Add it, or take learner.backend=fsdp."
+            " tokens (headway.learner.backends.base.Teacher). Add it, or take learner.backend=fsdp."
         )
     return backend
 

@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import torch
 
-from algorithms.metrics import Metrics, masked_mean, read
-from algorithms.supervised.imitation import sft
-from learner.backends.base import TokenLoss
-from learner.data.records import Conversation
-from learner.data.sources import open_conversations
-from learner.rows.units import Row, Unit
-from learner.stages.base import StageParts
+from headway.algorithms.metrics import Metrics, masked_mean, read
+from headway.algorithms.supervised.imitation import sft
+from headway.learner.backends.base import TokenLoss
+from headway.learner.data.records import Conversation
+from headway.learner.data.sources import open_conversations
+from headway.learner.rows.units import Row, Unit
+from headway.learner.stages.base import StageParts
 
 from .options import ImitationOptions
 from .reading import read_units

@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from broker.config import MAX_TOKENS
-from learner.config import RecordsConfig
-from learner.learning_rate import Schedule
+from headway.broker.config import MAX_TOKENS
+from headway.learner.config import RecordsConfig
+from headway.learner.learning_rate import Schedule
 
 MOST_COUNT = 2**53
 """A count keeps its value in JSON up to there."""

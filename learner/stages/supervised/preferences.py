@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 import torch
 
-from algorithms.metrics import Metrics, read
-from algorithms.supervised.preferences import PREFERENCES, REFERENCE_FREE
-from learner.backends.base import TokenLoss
-from learner.data.records import Conversation, Preference
-from learner.data.sources import open_pairs
-from learner.objective.composition import open_part
-from learner.rows.units import Row, Unit, row_values
-from learner.stages.base import StageParts
+from headway.algorithms.metrics import Metrics, read
+from headway.algorithms.supervised.preferences import PREFERENCES, REFERENCE_FREE
+from headway.learner.backends.base import TokenLoss
+from headway.learner.data.records import Conversation, Preference
+from headway.learner.data.sources import open_pairs
+from headway.learner.objective.composition import open_part
+from headway.learner.rows.units import Row, Unit, row_values
+from headway.learner.stages.base import StageParts
 
 from .options import PreferenceOptions
 from .reading import read_units

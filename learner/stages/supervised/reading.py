@@ -4,14 +4,14 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from broker.errors import ConfigError
-from learner.config import RecordsConfig
-from learner.data.prompts.base import held_out_places
-from learner.data.records import Conversation
-from learner.data.records.rendering import ConversationRenderer, LengthLimit
-from learner.rows.packing import PackableSequence, labelled
-from learner.rows.units import Unit
-from learner.stages.base import StageParts
+from headway.broker.errors import ConfigError
+from headway.learner.config import RecordsConfig
+from headway.learner.data.prompts.base import held_out_places
+from headway.learner.data.records import Conversation
+from headway.learner.data.records.rendering import ConversationRenderer, LengthLimit
+from headway.learner.rows.packing import PackableSequence, labelled
+from headway.learner.rows.units import Unit
+from headway.learner.stages.base import StageParts
 
 from .options import TrainingOptions
 

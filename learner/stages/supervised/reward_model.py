@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 
-from algorithms.metrics import read
-from algorithms.supervised.scores import bradley_terry
-from broker.errors import ConfigError
-from learner.backends.base import ScoreBackend, TokenLoss
-from learner.data.records import Conversation, Preference
-from learner.data.sources import open_pairs
-from learner.models.end_tokens import end_tokens
-from learner.rows.batch import PackedBatch
-from learner.rows.packing import PackableSequence, labelled
-from learner.rows.units import Row, Unit
-from learner.stages.base import StageParts
+from headway.algorithms.metrics import read
+from headway.algorithms.supervised.scores import bradley_terry
+from headway.broker.errors import ConfigError
+from headway.learner.backends.base import ScoreBackend, TokenLoss
+from headway.learner.data.records import Conversation, Preference
+from headway.learner.data.sources import open_pairs
+from headway.learner.models.end_tokens import end_tokens
+from headway.learner.rows.batch import PackedBatch
+from headway.learner.rows.packing import PackableSequence, labelled
+from headway.learner.rows.units import Row, Unit
+from headway.learner.stages.base import StageParts
 
 from .options import RewardModelOptions
 from .reading import Units, read_units

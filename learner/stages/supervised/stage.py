@@ -11,17 +11,17 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from algorithms.metrics import Metrics, read, summarize
-from broker.errors import ConfigError
-from broker.user_code.kinds import unknown_kind
-from learner.backends.base import TokenLoss
-from learner.data.sources import digest_of
-from learner.learning_rate import learning_rate
-from learner.objective.objective import Objective
-from learner.rows.batch import PackedBatch
-from learner.rows.packing import concatenate
-from learner.rows.units import Row, Unit
-from learner.stages.base import Progress, StageMetrics, StageParts
+from headway.algorithms.metrics import Metrics, read, summarize
+from headway.broker.errors import ConfigError
+from headway.broker.user_code.kinds import unknown_kind
+from headway.learner.backends.base import TokenLoss
+from headway.learner.data.sources import digest_of
+from headway.learner.learning_rate import learning_rate
+from headway.learner.objective.objective import Objective
+from headway.learner.rows.batch import PackedBatch
+from headway.learner.rows.packing import concatenate
+from headway.learner.rows.units import Row, Unit
+from headway.learner.stages.base import Progress, StageMetrics, StageParts
 
 from .kept_values import digest_of_units
 from .options import HELD_OUT, BestOptions, TrainingOptions

@@ -17,11 +17,11 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from learner.backends.base import Likeliest, Teacher
-from learner.checkpoints.disk import sync
-from learner.ranks import Ranks
-from learner.rows.packing import Candidates, PackableSequence, concatenate, plan
-from learner.rows.units import Unit
+from headway.learner.backends.base import Likeliest, Teacher
+from headway.learner.checkpoints.disk import sync
+from headway.learner.ranks import Ranks
+from headway.learner.rows.packing import Candidates, PackableSequence, concatenate, plan
+from headway.learner.rows.units import Unit
 
 from .kept_values import ValuePlaces, keys_of, response_lengths
 

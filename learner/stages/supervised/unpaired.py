@@ -11,16 +11,16 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from algorithms.metrics import read
-from algorithms.supervised.unpaired import kto, reference_point_of, reference_point_sums
-from broker.errors import ConfigError
-from learner.backends.base import TokenLoss
-from learner.config import RecordsConfig
-from learner.data.records import Conversation, Labelled
-from learner.data.records.base import Content
-from learner.data.sources import open_labelled
-from learner.rows.units import Row, Unit, row_values
-from learner.stages.base import StageParts
+from headway.algorithms.metrics import read
+from headway.algorithms.supervised.unpaired import kto, reference_point_of, reference_point_sums
+from headway.broker.errors import ConfigError
+from headway.learner.backends.base import TokenLoss
+from headway.learner.config import RecordsConfig
+from headway.learner.data.records import Conversation, Labelled
+from headway.learner.data.records.base import Content
+from headway.learner.data.sources import open_labelled
+from headway.learner.rows.units import Row, Unit, row_values
+from headway.learner.stages.base import StageParts
 
 from .options import UnpairedOptions
 from .reading import Units, read_units

@@ -1,7 +1,7 @@
 """The abilities of the embedded engine. This module does not import the engine."""
 
-from broker.installation import TorchFacts, version_of
-from rollout_workers.engines.abilities import EngineAbilities, KnownEngine
+from headway.broker.installation import TorchFacts, version_of
+from headway.rollout_workers.engines.abilities import EngineAbilities, KnownEngine
 
 
 def _examine(torch: TorchFacts) -> tuple[bool, str]:
@@ -11,7 +11,7 @@ def _examine(torch: TorchFacts) -> tuple[bool, str]:
 
 
 EMBEDDED = KnownEngine(
-    opener="rollout_workers.engines.embedded.engine:open_embedded",
+    opener="headway.rollout_workers.engines.embedded.engine:open_embedded",
     abilities=EngineAbilities(options=(), follows_device=True, takes_adapters=True),
     remedy="pip install headway installs both.",
     examine=_examine,

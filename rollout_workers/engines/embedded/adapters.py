@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rollout_workers.engines.base import NamedTensors
-from rollout_workers.engines.held import Held
-from rollout_workers.engines.placing.adapters import FACTOR_NAME
-from weightsync.tensors.fingerprint import fingerprint
+from headway.rollout_workers.engines.base import NamedTensors
+from headway.rollout_workers.engines.held import Held
+from headway.rollout_workers.engines.placing.adapters import FACTOR_NAME
+from headway.weightsync.tensors.fingerprint import fingerprint
 
 
 class Adapter:

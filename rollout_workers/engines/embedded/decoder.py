@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from broker.schema import Experts, WeightVersion
-from rollout_workers.engines.base import EngineOptionsError, GenerationRequest
+from headway.broker.schema import Experts, WeightVersion
+from headway.rollout_workers.engines.base import EngineOptionsError, GenerationRequest
 
 from .router_tap import RouterTap
 from .sampling import Sampler

@@ -2,7 +2,7 @@
 
 import torch
 
-from broker.errors import ConfigError
+from headway.broker.errors import ConfigError
 
 
 def device_named(name: str, key: str) -> torch.device:

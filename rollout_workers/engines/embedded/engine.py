@@ -26,13 +26,20 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from broker.errors import HeadwayError, WeightSyncError
-from broker.schema import WeightVersion
-from rollout_workers.config import EngineConfig
-from rollout_workers.engines.abilities import REQUESTS
-from rollout_workers.engines.base import Check, Chunk, EngineOptionsError, GenerationRequest, NamedTensors, Parts
-from rollout_workers.engines.placing.adapters import check_adapter
-from rollout_workers.engines.placing.loading import Filling, fill, held_tensors
+from headway.broker.errors import HeadwayError, WeightSyncError
+from headway.broker.schema import WeightVersion
+from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines.abilities import REQUESTS
+from headway.rollout_workers.engines.base import (
+    Check,
+    Chunk,
+    EngineOptionsError,
+    GenerationRequest,
+    NamedTensors,
+    Parts,
+)
+from headway.rollout_workers.engines.placing.adapters import check_adapter
+from headway.rollout_workers.engines.placing.loading import Filling, fill, held_tensors
 
 from .adapters import Adapter
 from .all_experts import EXPERTS

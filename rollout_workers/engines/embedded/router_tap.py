@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from broker.schema import Experts
+from headway.broker.schema import Experts
 
 
 class RouterTap:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rollout_workers.engines.base import GenerationRequest
+from headway.rollout_workers.engines.base import GenerationRequest
 
 
 class Sampler:

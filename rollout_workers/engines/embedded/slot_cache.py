@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface
 
-from rollout_workers.engines.base import EngineOptionsError
+from headway.rollout_workers.engines.base import EngineOptionsError
 
 ATTENTION = "headway_slots"
 

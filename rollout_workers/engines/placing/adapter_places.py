@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from broker.errors import WeightSyncError
-from broker.schema import WeightVersion
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema import WeightVersion
 
 
 class AdapterPlaces:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from broker.errors import WeightSyncError
-from rollout_workers.engines.base import NamedTensors
-from rollout_workers.engines.held import Held
-from weightsync.tensors.fingerprint import fingerprint_part
+from headway.broker.errors import WeightSyncError
+from headway.rollout_workers.engines.base import NamedTensors
+from headway.rollout_workers.engines.held import Held
+from headway.weightsync.tensors.fingerprint import fingerprint_part
 
 FACTOR_NAME = re.compile(r"(?P<module>.+)\.(?P<weight>gate_up_proj_|down_proj_|)lora_(?P<factor>[AB])")
 """The name of A or B: the module that holds the weight, the weight's name if it is that of experts, the factor."""

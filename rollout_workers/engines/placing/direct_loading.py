@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from broker.errors import WeightSyncError
-from rollout_workers.engines.held import Held
-from weightsync.tensors.fingerprint import fingerprint
+from headway.broker.errors import WeightSyncError
+from headway.rollout_workers.engines.held import Held
+from headway.weightsync.tensors.fingerprint import fingerprint
 
 from .held_rows import HeldRows
 from .kept_placements import KeptPlacements

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from rollout_workers.engines.held import Held
-from weightsync.tensors.fingerprint import MatrixParts, fingerprint_parts
+from headway.rollout_workers.engines.held import Held
+from headway.weightsync.tensors.fingerprint import MatrixParts, fingerprint_parts
 
 from .placement import Block, Placement, rows_of
 

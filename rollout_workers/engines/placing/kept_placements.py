@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
-from broker.installation import cache_directory
+from headway.broker.installation import cache_directory
 
 from .placement import Block, Placement, Published, rows_of
 

@@ -8,10 +8,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from broker.errors import ForeignWeightsError, WeightSyncError
-from rollout_workers.engines.base import NamedTensors
-from rollout_workers.engines.held import Held
-from weightsync.tensors.fingerprint import fingerprint
+from headway.broker.errors import ForeignWeightsError, WeightSyncError
+from headway.rollout_workers.engines.base import NamedTensors
+from headway.rollout_workers.engines.held import Held
+from headway.weightsync.tensors.fingerprint import fingerprint
 
 _TABLES: "WeakKeyDictionary[nn.Module, Mapping[str, _Place]]" = WeakKeyDictionary()
 """The places in each model that lives, which are found once."""

@@ -2,7 +2,7 @@
 
 import torch
 
-from rollout_workers.engines.base import NamedTensors
+from headway.rollout_workers.engines.base import NamedTensors
 
 from .loading import find_places, one_by_one, tied_names
 

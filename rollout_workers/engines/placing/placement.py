@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from broker.errors import WeightSyncError
+from headway.broker.errors import WeightSyncError
 
 NUMBERS = 1 << 16
 SECOND = 1 << 15

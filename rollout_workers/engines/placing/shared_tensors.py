@@ -17,9 +17,9 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from rollout_workers.engines.base import NamedTensors
-from weightsync.tensors.buckets import ALIGNMENT, DTYPES
-from weightsync.tensors.shared_memory import attach, gpu_handle, handle_of, host_buffer
+from headway.rollout_workers.engines.base import NamedTensors
+from headway.weightsync.tensors.buckets import ALIGNMENT, DTYPES
+from headway.weightsync.tensors.shared_memory import attach, gpu_handle, handle_of, host_buffer
 
 KEPT = 2
 """Sets of memory that stay mapped: the engine may receive into one while it swaps the other in."""

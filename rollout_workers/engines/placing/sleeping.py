@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from weightsync.tensors.fingerprint import UNSIGNED
+from headway.weightsync.tensors.fingerprint import UNSIGNED
 
 from .placement import rows_of
 

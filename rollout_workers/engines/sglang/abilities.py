@@ -3,8 +3,8 @@
 from importlib.util import find_spec
 from pathlib import Path
 
-from broker.installation import TorchFacts, is_installed, version_of
-from rollout_workers.engines.abilities import EngineAbilities, KnownEngine
+from headway.broker.installation import TorchFacts, is_installed, version_of
+from headway.rollout_workers.engines.abilities import EngineAbilities, KnownEngine
 
 from .options import is_harmless
 
@@ -34,7 +34,7 @@ def _missing_kernels() -> list[str]:
 
 
 SGLANG = KnownEngine(
-    opener="rollout_workers.engines.sglang.start:open_sglang",
+    opener="headway.rollout_workers.engines.sglang.start:open_sglang",
     abilities=EngineAbilities(
         gpu_options=("tp_size",),
         sleep_option="enable_memory_saver",

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from broker.errors import HeadwayError, WeightSyncError
-from rollout_workers.engines.held import Held
-from rollout_workers.engines.placing.adapters import decoder_linears, held_adapter
+from headway.broker.errors import HeadwayError, WeightSyncError
+from headway.rollout_workers.engines.held import Held
+from headway.rollout_workers.engines.placing.adapters import decoder_linears, held_adapter
 
 PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """SGLang's layers in which the factors of several are stacked, in this order."""

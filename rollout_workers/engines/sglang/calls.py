@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 import torch
 
-from broker.errors import WeightSyncError
-from rollout_workers.engines.base import Check
-from rollout_workers.engines.deadline import EngineCalls
-from rollout_workers.engines.placing.held_rows import whole
+from headway.broker.errors import WeightSyncError
+from headway.rollout_workers.engines.base import Check
+from headway.rollout_workers.engines.deadline import EngineCalls
+from headway.rollout_workers.engines.placing.held_rows import whole
 
 from .loader import LOADER, LoaderOrder, Told
 

@@ -22,16 +22,16 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any, Literal
 
-from broker.errors import HeadwayError, NoRoomError, WeightSyncError
-from broker.schema import Experts, WeightVersion
-from rollout_workers.config import EngineConfig
-from rollout_workers.engines.base import Check, Chunk, FinishReason, GenerationRequest, NamedTensors, Parts
-from rollout_workers.engines.deadline import DEADLINE_S
-from rollout_workers.engines.placing.adapter_places import AdapterPlaces
-from rollout_workers.engines.placing.adapters import wanted_adapter
-from rollout_workers.engines.placing.names import renamed, tied_head, wanted_tensors
-from rollout_workers.engines.placing.shared_tensors import Handover
-from rollout_workers.engines.routed_layers import RoutedLayers
+from headway.broker.errors import HeadwayError, NoRoomError, WeightSyncError
+from headway.broker.schema import Experts, WeightVersion
+from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines.base import Check, Chunk, FinishReason, GenerationRequest, NamedTensors, Parts
+from headway.rollout_workers.engines.deadline import DEADLINE_S
+from headway.rollout_workers.engines.placing.adapter_places import AdapterPlaces
+from headway.rollout_workers.engines.placing.adapters import wanted_adapter
+from headway.rollout_workers.engines.placing.names import renamed, tied_head, wanted_tensors
+from headway.rollout_workers.engines.placing.shared_tensors import Handover
+from headway.rollout_workers.engines.routed_layers import RoutedLayers
 
 from .adapters import make_known
 from .calls import ordered, prove, session, sleep, wake

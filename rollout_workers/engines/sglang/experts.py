@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from broker.errors import HeadwayError
-from broker.schema import Experts
-from rollout_workers.engines.routed_layers import RoutedLayers
+from headway.broker.errors import HeadwayError
+from headway.broker.schema import Experts
+from headway.rollout_workers.engines.routed_layers import RoutedLayers
 
 OPTION = "enable_return_routed_experts"
 START = "routed_experts_start_len"

@@ -12,14 +12,14 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from rollout_workers.engines.held import Held
-from rollout_workers.engines.placing.direct_loading import DirectLoading
-from rollout_workers.engines.placing.shared_tensors import Mapped
-from rollout_workers.engines.placing.sleeping import Kept, derived_tensors
+from headway.rollout_workers.engines.held import Held
+from headway.rollout_workers.engines.placing.direct_loading import DirectLoading
+from headway.rollout_workers.engines.placing.shared_tensors import Mapped
+from headway.rollout_workers.engines.placing.sleeping import Kept, derived_tensors
 
 from .adapters import PooledAdapters
 
-LOADER = "rollout_workers.engines.sglang.loader.load"
+LOADER = "headway.rollout_workers.engines.sglang.loader.load"
 """The import path by which SGLang finds `load`."""
 
 NAME = "headway"

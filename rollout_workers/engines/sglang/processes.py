@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from broker.errors import HeadwayError
+from headway.broker.errors import HeadwayError
 
 WATCH_S = 0.5
 """Seconds between two looks at the processes."""

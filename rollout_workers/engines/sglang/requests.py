@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from broker.errors import HeadwayError
-from rollout_workers.engines.base import FinishReason, GenerationRequest
+from headway.broker.errors import HeadwayError
+from headway.rollout_workers.engines.base import FinishReason, GenerationRequest
 
 from .adapters import adapter_name
 from .experts import asking

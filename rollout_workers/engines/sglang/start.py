@@ -13,14 +13,14 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from broker.errors import HeadwayError
-from broker.installation import version_of
-from rollout_workers.config import EngineConfig
-from rollout_workers.engines.abilities import REQUESTS
-from rollout_workers.engines.base import EngineOptionsError, check_arguments
-from rollout_workers.engines.fitting import fitting_requests
-from rollout_workers.engines.gpus import gpus_of, starting_alone
-from rollout_workers.engines.routed_layers import routed_layers
+from headway.broker.errors import HeadwayError
+from headway.broker.installation import version_of
+from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines.abilities import REQUESTS
+from headway.rollout_workers.engines.base import EngineOptionsError, check_arguments
+from headway.rollout_workers.engines.fitting import fitting_requests
+from headway.rollout_workers.engines.gpus import gpus_of, starting_alone
+from headway.rollout_workers.engines.routed_layers import routed_layers
 
 from .abilities import SGLANG
 from .adapters import engine_arguments as arguments_for_adapters

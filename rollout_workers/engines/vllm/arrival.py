@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from broker.errors import WeightSyncError
+from headway.broker.errors import WeightSyncError
 
 
 class Arrival:

@@ -4,10 +4,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from broker.errors import WeightSyncError
-from rollout_workers.engines.base import Check
-from rollout_workers.engines.deadline import EngineCalls
-from rollout_workers.engines.placing.held_rows import whole
+from headway.broker.errors import WeightSyncError
+from headway.rollout_workers.engines.base import Check
+from headway.rollout_workers.engines.deadline import EngineCalls
+from headway.rollout_workers.engines.placing.held_rows import whole
 
 answered = EngineCalls("vLLM").answered
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from broker.errors import HeadwayError
-from broker.schema import Experts, WeightVersion
-from rollout_workers.engines.base import Chunk, FinishReason, GenerationRequest
+from headway.broker.errors import HeadwayError
+from headway.broker.schema import Experts, WeightVersion
+from headway.rollout_workers.engines.base import Chunk, FinishReason, GenerationRequest
 
 VersionStarts = Sequence[tuple[WeightVersion, int]]
 """The versions that sampled a response, each with the position of the first token that is or would have been its own.

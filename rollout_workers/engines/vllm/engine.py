@@ -19,15 +19,15 @@ from typing import Any
 
 import torch
 
-from broker.errors import HeadwayError, NoRoomError, WeightSyncError
-from broker.schema import Experts, WeightVersion
-from rollout_workers.config import EngineConfig
-from rollout_workers.engines.base import Check, Chunk, GenerationRequest, NamedTensors, Parts
-from rollout_workers.engines.placing.adapter_places import AdapterPlaces
-from rollout_workers.engines.placing.adapters import wanted_adapter
-from rollout_workers.engines.placing.names import renamed, tied_head, wanted_tensors
-from rollout_workers.engines.placing.shared_tensors import Handover
-from rollout_workers.engines.routed_layers import RoutedLayers
+from headway.broker.errors import HeadwayError, NoRoomError, WeightSyncError
+from headway.broker.schema import Experts, WeightVersion
+from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines.base import Check, Chunk, GenerationRequest, NamedTensors, Parts
+from headway.rollout_workers.engines.placing.adapter_places import AdapterPlaces
+from headway.rollout_workers.engines.placing.adapters import wanted_adapter
+from headway.rollout_workers.engines.placing.names import renamed, tied_head, wanted_tensors
+from headway.rollout_workers.engines.placing.shared_tensors import Handover
+from headway.rollout_workers.engines.routed_layers import RoutedLayers
 
 from .adapters import adapter_request
 from .arrival import Arrival

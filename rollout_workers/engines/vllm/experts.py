@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from broker.errors import HeadwayError
-from broker.schema import Experts
-from rollout_workers.engines.base import GenerationRequest
+from headway.broker.errors import HeadwayError
+from headway.broker.schema import Experts
+from headway.rollout_workers.engines.base import GenerationRequest
 
 
 def engine_arguments(options: Mapping[str, object]) -> dict[str, Any]:

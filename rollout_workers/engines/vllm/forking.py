@@ -28,7 +28,7 @@ from .environment import BIND, METHOD, NO_BIND, SPAWN, prepare_environment
 SHARDS_ON_GPUS = "HEADWAY_FORK_VLLM"
 """The variable that is 1 to have the processes that share a model forked on GPUs, too, where no run has shown it."""
 DRIVER = "libcuda.so.1"
-PRELOADED = "rollout_workers.engines.vllm.preloaded"
+PRELOADED = "headway.rollout_workers.engines.vllm.preloaded"
 """The module that the server imports."""
 PR_SET_PDEATHSIG = 1
 NOT_INITIALIZED = 3

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from broker.installation import cache_directory
+from headway.broker.installation import cache_directory
 
 FILES = ("config.json", "generation_config.json", "hf_quant_config.json")
 """The files of a model that vLLM reads without its tokenizer and its weights."""

@@ -17,7 +17,7 @@ OF_EVERY_PROCESS = (
     "vllm.model_executor.models.llama",
     "vllm.model_executor.models.qwen3",
     "vllm.model_executor.models.qwen3_moe",
-    "rollout_workers.engines.vllm.extension",
+    "headway.rollout_workers.engines.vllm.extension",
 )
 OF_CUDA = ("vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu.model_runner", "vllm.v1.attention.backends.flash_attn")
 OF_CPUS = ("vllm.v1.worker.cpu_worker",)

@@ -13,14 +13,14 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from broker.errors import HeadwayError
-from broker.installation import version_of
-from rollout_workers.config import EngineConfig
-from rollout_workers.engines.abilities import REQUESTS
-from rollout_workers.engines.base import EngineOptionsError, check_arguments
-from rollout_workers.engines.fitting import fitting_requests
-from rollout_workers.engines.gpus import gpus_of, starting_alone
-from rollout_workers.engines.routed_layers import routed_layers
+from headway.broker.errors import HeadwayError
+from headway.broker.installation import version_of
+from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines.abilities import REQUESTS
+from headway.rollout_workers.engines.base import EngineOptionsError, check_arguments
+from headway.rollout_workers.engines.fitting import fitting_requests
+from headway.rollout_workers.engines.gpus import gpus_of, starting_alone
+from headway.rollout_workers.engines.routed_layers import routed_layers
 
 from .abilities import VLLM
 from .adapters import engine_arguments as arguments_for_adapters
@@ -70,11 +70,11 @@ def engine_arguments(
         "max_num_seqs": sequences,
         "seed": seed,
         "logprobs_mode": "processed_logprobs",
-        "worker_extension_cls": "rollout_workers.engines.vllm.extension.WeightExtension",
+        "worker_extension_cls": "headway.rollout_workers.engines.vllm.extension.WeightExtension",
         "weight_transfer_config": {"backend": "headway"},
         "disable_log_stats": True,
         "stream_interval": STREAM_INTERVAL,
-        "scheduler_cls": "rollout_workers.engines.vllm.scheduling.scheduler",
+        "scheduler_cls": "headway.rollout_workers.engines.vllm.scheduling.scheduler",
     }
     if torch.cuda.is_available():
         tokens = min(BATCHED_TOKENS, sequences * config.max_model_len)

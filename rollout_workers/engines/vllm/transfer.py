@@ -21,11 +21,11 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from rollout_workers.engines.held import Held
-from rollout_workers.engines.placing.direct_loading import DirectLoading
-from rollout_workers.engines.placing.kept_placements import kept_placements
-from rollout_workers.engines.placing.shared_tensors import Mapped
-from rollout_workers.engines.placing.sleeping import Kept, derived_tensors
+from headway.rollout_workers.engines.held import Held
+from headway.rollout_workers.engines.placing.direct_loading import DirectLoading
+from headway.rollout_workers.engines.placing.kept_placements import kept_placements
+from headway.rollout_workers.engines.placing.shared_tensors import Mapped
+from headway.rollout_workers.engines.placing.sleeping import Kept, derived_tensors
 
 from .adapters import unwrapped
 

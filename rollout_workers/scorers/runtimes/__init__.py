@@ -13,13 +13,13 @@ The invariant: all runtimes give a request the same scores, but for rounding.
 from pathlib import Path
 from typing import Any
 
-from broker.user_code.kinds import unknown_kind
-from broker.user_code.options import unknown_option
-from broker.user_code.own import make_own
-from broker.user_code.roots import ImportRoots, load
-from rollout_workers.config import ScorerEngineConfig, ScorersConfig
-from rollout_workers.engines.abilities import KnownEngine, gpus_with
-from rollout_workers.scorers.base import Runner, ScoringModel
+from headway.broker.user_code.kinds import unknown_kind
+from headway.broker.user_code.options import unknown_option
+from headway.broker.user_code.own import make_own
+from headway.broker.user_code.roots import ImportRoots, load
+from headway.rollout_workers.config import ScorerEngineConfig, ScorersConfig
+from headway.rollout_workers.engines.abilities import KnownEngine, gpus_with
+from headway.rollout_workers.scorers.base import Runner, ScoringModel
 
 from .abilities import RuntimeAbilities
 from .transformers.abilities import TRANSFORMERS

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from rollout_workers.engines.abilities import takes_all
+from headway.rollout_workers.engines.abilities import takes_all
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from broker.schema import ScoreRequest
+from headway.broker.schema import ScoreRequest
 
 
 def sequence(request: ScoreRequest) -> NDArray[np.int32]:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from deploy.cli.main import cli
-from deploy.recipe.loading import dump_recipe, load_recipe
-from deploy.run.report import summarize
+from headway.deploy.cli.main import cli
+from headway.deploy.recipe.loading import dump_recipe, load_recipe
+from headway.deploy.run.report import summarize
 from tests.deploy.runs import write_resumed_run
 
 

@@ -19,26 +19,26 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 
-from broker import Broker, open_broker
-from broker.errors import BrokerError, ConfigError
-from broker.schema import WeightVersion
-from broker.schema.status import DeadLetter, RunStatus, Tallies, VersionGroups
-from broker.server.access import Role
-from broker.server.embedded import EmbeddedServer
-from deploy.cli.dashboard import Source
-from deploy.launch.following import following
-from deploy.launch.pool import Pool
-from deploy.launch.processes import Child, LocalLauncher
-from deploy.observe.page import server as page_server
-from deploy.observe.page import watching
-from deploy.observe.page.server import PageServer
-from deploy.observe.page.versions import held_versions
-from deploy.observe.page.watching import Look, Watcher
-from deploy.observe.status import recent, state_text
-from deploy.observe.waiting import Waiting
-from deploy.run.directory import held
-from deploy.run.events import HeartbeatEvent, StepEvent
-from deploy.run.record import Record, read_record
+from headway.broker import Broker, open_broker
+from headway.broker.errors import BrokerError, ConfigError
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.status import DeadLetter, RunStatus, Tallies, VersionGroups
+from headway.broker.server.access import Role
+from headway.broker.server.embedded import EmbeddedServer
+from headway.deploy.cli.dashboard import Source
+from headway.deploy.launch.following import following
+from headway.deploy.launch.pool import Pool
+from headway.deploy.launch.processes import Child, LocalLauncher
+from headway.deploy.observe.page import server as page_server
+from headway.deploy.observe.page import watching
+from headway.deploy.observe.page.server import PageServer
+from headway.deploy.observe.page.versions import held_versions
+from headway.deploy.observe.page.watching import Look, Watcher
+from headway.deploy.observe.status import recent, state_text
+from headway.deploy.observe.waiting import Waiting
+from headway.deploy.run.directory import held
+from headway.deploy.run.events import HeartbeatEvent, StepEvent
+from headway.deploy.run.record import Record, read_record
 from tests.broker.scenario import begin, rules
 from tests.broker.test_access import admit, url_of
 from tests.deploy.runs import open_record, run_status, step_event, step_metrics, worker
@@ -367,7 +367,7 @@ def test_a_taken_port_is_an_error_with_a_remedy() -> None:
 @contextmanager
 def dashboard(*arguments: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
     """Yield a dashboard in a process of its own, which Ctrl-C ends."""
-    command = [sys.executable, "-m", "deploy", "dashboard", *arguments, "--port", "0"]
+    command = [sys.executable, "-m", "headway", "dashboard", *arguments, "--port", "0"]
     with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, cwd=cwd) as process:
         try:
             yield process

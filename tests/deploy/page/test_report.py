@@ -11,14 +11,14 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from broker.errors import ConfigError
-from deploy.cli.main import cli
-from deploy.observe.page.picture import SHOWN_PARTS
-from deploy.observe.page.thinning import COLUMNS, POINTS, ROWS, curve, lag_map, spans
-from deploy.recipe.loading import load_recipe
-from deploy.run.directory import held
-from deploy.run.report import LAST_LOOK, METRICS, TRAINED, read_summary
-from deploy.run.stage_record import StageRecord, record_of
+from headway.broker.errors import ConfigError
+from headway.deploy.cli.main import cli
+from headway.deploy.observe.page.picture import SHOWN_PARTS
+from headway.deploy.observe.page.thinning import COLUMNS, POINTS, ROWS, curve, lag_map, spans
+from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.run.directory import held
+from headway.deploy.run.report import LAST_LOOK, METRICS, TRAINED, read_summary
+from headway.deploy.run.stage_record import StageRecord, record_of
 from tests.deploy.runs import open_record, stage_event, step_event, step_metrics
 
 from .pages import Elements, headway, write_run

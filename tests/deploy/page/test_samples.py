@@ -10,13 +10,13 @@ from msgspec.structs import replace
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from broker.schema import Group, VersionSpan, WeightVersion
-from deploy.run.directory import CHECKPOINTS, EXPERIENCE
-from deploy.run.samples import GROUPS, Piece, SampleReader, samples_of
-from learner.experience import logged_batch
-from learner.experience.frames import GroupFrames
-from learner.experience.log import ExperienceLog
-from learner.experience.segments import HEADER_BYTES
+from headway.broker.schema import Group, VersionSpan, WeightVersion
+from headway.deploy.run.directory import CHECKPOINTS, EXPERIENCE
+from headway.deploy.run.samples import GROUPS, Piece, SampleReader, samples_of
+from headway.learner.experience import logged_batch
+from headway.learner.experience.frames import GroupFrames
+from headway.learner.experience.log import ExperienceLog
+from headway.learner.experience.segments import HEADER_BYTES
 from tests.learner.batches import change, group, place_of
 
 PLENTY = 1 << 20

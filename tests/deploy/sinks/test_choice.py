@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from broker.errors import ConfigError
-from deploy.observe.sinks import make_sink, open_sinks
-from deploy.observe.sinks.jsonl import JsonlSink
-from deploy.recipe.loading import dump_recipe, load_recipe
-from deploy.recipe.operators import check_paths
-from deploy.recipe.sinks import SinkConfig
+from headway.broker.errors import ConfigError
+from headway.deploy.observe.sinks import make_sink, open_sinks
+from headway.deploy.observe.sinks.jsonl import JsonlSink
+from headway.deploy.recipe.loading import dump_recipe, load_recipe
+from headway.deploy.recipe.operators import check_paths
+from headway.deploy.recipe.sinks import SinkConfig
 from tests.deploy.runs import sink_run, step_event
 
 TOY = """
@@ -75,7 +75,7 @@ def test_ones_own_sink_gets_its_options_and_every_event(toy: str, tmp_path: Path
         (
             "toy_sinks:Half",
             {},
-            "makes a Half, which lacks close, open, wants_heartbeats; .* in deploy.observe.sinks.base:MetricSink",
+            "makes a Half, which lacks close, open, wants_heartbeats; .*deploy.observe.sinks.base:MetricSink",
         ),
         ("subprocess:Popen", {}, "Python's standard library, which no configuration may call"),
     ],

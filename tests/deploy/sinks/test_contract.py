@@ -11,17 +11,17 @@ from typing import Any, Protocol
 import pytest
 from msgspec.structs import replace
 
-from broker.schema.metrics import StepMetrics
-from deploy.observe.sinks import make_sink
-from deploy.observe.sinks.base import MetricSink, SinkRun
-from deploy.observe.sinks.jsonl import JsonlSink
-from deploy.observe.sinks.points import points, step_of
-from deploy.observe.sinks.prometheus import PrometheusSink
-from deploy.observe.sinks.tensorboard import TensorBoardSink
-from deploy.recipe.sinks import PrometheusOptions, SinkConfig, TensorBoardOptions
-from deploy.run.events import EvaluationEvent, Event, HeartbeatEvent
-from deploy.run.report import EVALUATIONS, METRICS, lineage, read_lines
-from deploy.run.stage_record import record_of
+from headway.broker.schema.metrics import StepMetrics
+from headway.deploy.observe.sinks import make_sink
+from headway.deploy.observe.sinks.base import MetricSink, SinkRun
+from headway.deploy.observe.sinks.jsonl import JsonlSink
+from headway.deploy.observe.sinks.points import points, step_of
+from headway.deploy.observe.sinks.prometheus import PrometheusSink
+from headway.deploy.observe.sinks.tensorboard import TensorBoardSink
+from headway.deploy.recipe.sinks import PrometheusOptions, SinkConfig, TensorBoardOptions
+from headway.deploy.run.events import EvaluationEvent, Event, HeartbeatEvent
+from headway.deploy.run.report import EVALUATIONS, METRICS, lineage, read_lines
+from headway.deploy.run.stage_record import record_of
 from tests.deploy.runs import evaluation, run_status, sink_run, stage_event, step_event, step_metrics
 
 from .curves import Figures, curve, curves

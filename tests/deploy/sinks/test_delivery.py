@@ -7,10 +7,10 @@ from threading import Event as Flag
 
 import pytest
 
-from broker.errors import HeadwayError
-from deploy.observe.sinks.base import SinkRun
-from deploy.observe.sinks.delivery import Sinks
-from deploy.run.events import Event
+from headway.broker.errors import HeadwayError
+from headway.deploy.observe.sinks.base import SinkRun
+from headway.deploy.observe.sinks.delivery import Sinks
+from headway.deploy.run.events import Event
 from tests.deploy.runs import sink_run, step_event
 
 

@@ -12,20 +12,20 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from algorithms import metrics as of_loss
-from broker.errors import ConfigError
-from broker.schema import WeightVersion
-from broker.schema.metrics import LagFigures, StepMetrics
-from broker.schema.processes import Silence
-from broker.schema.status import QueueAges, QueueDepths, Tallies, VersionGroups
-from deploy.observe.prometheus.pools import POOL_STATES
-from deploy.observe.prometheus.run import AGES, BY_LAG, LAG_BUCKETS, LAST_STEP, QUEUES, SUMS
-from deploy.observe.sinks import open_sinks
-from deploy.observe.sinks.delivery import Sinks
-from deploy.observe.sinks.prometheus import PrometheusSink
-from deploy.recipe.sinks import PrometheusOptions, SinkConfig
-from deploy.run.events import Event, HeartbeatEvent
-from learner.experience.drift import drift_of
+from headway.algorithms import metrics as of_loss
+from headway.broker.errors import ConfigError
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.metrics import LagFigures, StepMetrics
+from headway.broker.schema.processes import Silence
+from headway.broker.schema.status import QueueAges, QueueDepths, Tallies, VersionGroups
+from headway.deploy.observe.prometheus.pools import POOL_STATES
+from headway.deploy.observe.prometheus.run import AGES, BY_LAG, LAG_BUCKETS, LAST_STEP, QUEUES, SUMS
+from headway.deploy.observe.sinks import open_sinks
+from headway.deploy.observe.sinks.delivery import Sinks
+from headway.deploy.observe.sinks.prometheus import PrometheusSink
+from headway.deploy.recipe.sinks import PrometheusOptions, SinkConfig
+from headway.deploy.run.events import Event, HeartbeatEvent
+from headway.learner.experience.drift import drift_of
 from tests.deploy.runs import (
     POOL,
     SCORER,

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from broker.errors import ConfigError
-from deploy.observe.sinks import open_sinks
-from deploy.observe.sinks.mlflow import name_of as mlflow_name
-from deploy.observe.sinks.points import points
-from deploy.recipe.sinks import SinkConfig
-from deploy.run.events import Event, HeartbeatEvent
+from headway.broker.errors import ConfigError
+from headway.deploy.observe.sinks import open_sinks
+from headway.deploy.observe.sinks.mlflow import name_of as mlflow_name
+from headway.deploy.observe.sinks.points import points
+from headway.deploy.recipe.sinks import SinkConfig
+from headway.deploy.run.events import Event, HeartbeatEvent
 from tests.deploy.runs import evaluation, run_status, sink_run, step_metrics
 
 from .trackers import judged

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from broker.schema.metrics import StepMetrics
-from deploy.observe.sinks import open_sinks
-from deploy.recipe.sinks import SinkConfig
-from deploy.run.events import HeartbeatEvent, StepEvent
-from deploy.run.report import METRICS, read_lines
+from headway.broker.schema.metrics import StepMetrics
+from headway.deploy.observe.sinks import open_sinks
+from headway.deploy.recipe.sinks import SinkConfig
+from headway.deploy.run.events import HeartbeatEvent, StepEvent
+from headway.deploy.run.report import METRICS, read_lines
 from tests.deploy.runs import evaluation, run_status, sink_run, step_event, step_metrics
 
 IDENTITY = "0123456789abcdef"

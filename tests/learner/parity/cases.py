@@ -7,11 +7,11 @@ from typing import Literal
 
 import msgspec
 
-from broker.errors import ConfigError
-from learner.backends.megatron.architecture import Architecture, architecture_of
-from learner.config import LayoutConfig, OptimizerConfig
-from learner.models.layout import check_layout
-from learner.models.model import load_config
+from headway.broker.errors import ConfigError
+from headway.learner.backends.megatron.architecture import Architecture, architecture_of
+from headway.learner.config import LayoutConfig, OptimizerConfig
+from headway.learner.models.layout import check_layout
+from headway.learner.models.model import load_config
 
 from .layouts import described, layouts, replicas
 from .models import MODELS, SHAPES, random_model

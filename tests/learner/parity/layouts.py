@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
 
-from learner.config import LayoutConfig
+from headway.learner.config import LayoutConfig
 
 Sizes = dict[str, int]
 Feature = str | tuple[str, str]

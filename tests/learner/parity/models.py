@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from learner.config import ModelConfig, RandomModelConfig
-from learner.models.model import load_model, load_tokenizer
+from headway.learner.config import ModelConfig, RandomModelConfig
+from headway.learner.models.model import load_model, load_tokenizer
 from tests.learner.tiny import ALPHABET
 
 SEED = 5

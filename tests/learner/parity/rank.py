@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from broker.errors import ConfigError
-from learner.backends import open_backend
-from learner.backends.base import Backend
-from learner.config import ComputeConfig, ModelConfig
-from learner.rows.batch import PackedBatch
-from learner.rows.packing import concatenate, plan
+from headway.broker.errors import ConfigError
+from headway.learner.backends import open_backend
+from headway.learner.backends.base import Backend
+from headway.learner.config import ComputeConfig, ModelConfig
+from headway.learner.rows.batch import PackedBatch
+from headway.learner.rows.packing import concatenate, plan
 from tests.learner.tiny import ratio_loss
 
 from .cases import LEARNING_RATE, OPTIMIZER, TEMPERATURE, Job, read_jobs

@@ -2,7 +2,7 @@ from itertools import combinations
 
 import pytest
 
-from learner.config import LayoutConfig
+from headway.learner.config import LayoutConfig
 
 from .layouts import covering, described, layouts, pairs, replicas
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from broker import Broker
+from headway.broker import Broker
+from headway.weightsync.config import WeightsConfig
 from tests.weightsync.conftest import CONFIG, Learner
 from tests.weightsync.worker_process import HEARTBEAT_TTL_S, worker_info
-from weightsync.config import WeightsConfig
 
 
 @pytest.fixture(params=["file", "broker"])

@@ -10,20 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from broker import Broker
-from broker.schema.weights import Archived, WeightManifest
+from headway.broker import Broker
+from headway.broker.schema.weights import Archived, WeightManifest
+from headway.weightsync.archives import open_reader
+from headway.weightsync.archives.base import ArchiveReader
+from headway.weightsync.archives.pull import ArchivePull
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.pace import Pace
+from headway.weightsync.receive.puller import Pulled, Puller
+from headway.weightsync.tensors.buckets import views
+from headway.weightsync.tensors.staging import stage
+from headway.weightsync.transports.base import UnreachableError
+from headway.weightsync.transports.http.pull import HttpPull
 from tests.weightsync.conftest import CONFIG, TIMEOUT_S, Learner, announced, weights
 from tests.weightsync.worker_process import fingerprint
-from weightsync.archives import open_reader
-from weightsync.archives.base import ArchiveReader
-from weightsync.archives.pull import ArchivePull
-from weightsync.deadline import Deadline
-from weightsync.pace import Pace
-from weightsync.receive.puller import Pulled, Puller
-from weightsync.tensors.buckets import views
-from weightsync.tensors.staging import stage
-from weightsync.transports.base import UnreachableError
-from weightsync.transports.http.pull import HttpPull
 
 FOREVER = Deadline(math.inf)
 WHOLE_BYTES = stage(weights(0), CONFIG.bucket_bytes).nbytes

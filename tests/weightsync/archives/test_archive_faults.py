@@ -11,8 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from broker import Broker
-from broker.errors import WeightSyncError
+from headway.broker import Broker
+from headway.broker.errors import WeightSyncError
+from headway.weightsync.archives.base import anchor_names, delta_name
+from headway.weightsync.archives.directory import DirectoryArchive, DirectoryReader
+from headway.weightsync.config import WeightsConfig
+from headway.weightsync.pace import Pace
+from headway.weightsync.receive import puller
+from headway.weightsync.transports.base import SupersededError, UnreachableError
 from tests.weightsync.archives.follower import (
     FOREVER,
     NAME,
@@ -24,12 +30,6 @@ from tests.weightsync.archives.follower import (
     publish,
 )
 from tests.weightsync.conftest import TIMEOUT_S, Learner, announced
-from weightsync.archives.base import anchor_names, delta_name
-from weightsync.archives.directory import DirectoryArchive, DirectoryReader
-from weightsync.config import WeightsConfig
-from weightsync.pace import Pace
-from weightsync.receive import puller
-from weightsync.transports.base import SupersededError, UnreachableError
 
 
 @in_directory

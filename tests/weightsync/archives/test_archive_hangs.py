@@ -10,7 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from broker import Broker
+from headway.broker import Broker
+from headway.weightsync.archives.directory import DirectoryReader
+from headway.weightsync.config import WeightsConfig
+from headway.weightsync.pace import Pace
+from headway.weightsync.transports.base import UnreachableError
 from tests.weightsync.archives.follower import (
     FOREVER,
     NAME,
@@ -23,10 +27,6 @@ from tests.weightsync.archives.follower import (
     publish,
 )
 from tests.weightsync.conftest import TIMEOUT_S, Learner, WorkerProcess, announced
-from weightsync.archives.directory import DirectoryReader
-from weightsync.config import WeightsConfig
-from weightsync.pace import Pace
-from weightsync.transports.base import UnreachableError
 
 OTHER = f"delta-1.1-{'0' * 32}"
 

@@ -6,8 +6,12 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from broker import Broker
-from broker.client.archive import PIECE_BYTES
+from headway.broker import Broker
+from headway.broker.client.archive import PIECE_BYTES
+from headway.weightsync.archives import open_archive, open_reader
+from headway.weightsync.config import WeightsConfig
+from headway.weightsync.pace import Pace
+from headway.weightsync.transports.base import SupersededError
 from tests.broker.scenario import hidden
 from tests.weightsync.archives.follower import (
     FOREVER,
@@ -19,10 +23,6 @@ from tests.weightsync.archives.follower import (
     publish,
 )
 from tests.weightsync.conftest import TIMEOUT_S, Learner, announced
-from weightsync.archives import open_archive, open_reader
-from weightsync.config import WeightsConfig
-from weightsync.pace import Pace
-from weightsync.transports.base import SupersededError
 
 
 @in_broker

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from broker import Broker
-from broker.errors import WeightSyncError
-from broker.schema import WeightVersion
-from broker.schema.weights import Archived, DeltaSpec
+from headway.broker import Broker
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.weights import Archived, DeltaSpec
+from headway.weightsync.archives.archiver import Archiver
+from headway.weightsync.config import WeightsConfig
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.tensors.chain import Delta
+from headway.weightsync.tensors.staging import StagedWeights, stage
 from tests.broker.scenario import hidden
 from tests.weightsync.archives.follower import Follower, archived, files, in_broker, in_directory, publish
 from tests.weightsync.conftest import CONFIG, TIMEOUT_S, Learner, announced, weights
 from tests.weightsync.worker_process import HEARTBEAT_TTL_S, worker_info
-from weightsync.archives.archiver import Archiver
-from weightsync.config import WeightsConfig
-from weightsync.deadline import Deadline
-from weightsync.tensors.chain import Delta
-from weightsync.tensors.staging import StagedWeights, stage
 
 FIRST, SECOND = WeightVersion(1, 0), WeightVersion(1, 1)
 DELTA = Delta(DeltaSpec(FIRST, SECOND, 1, "0" * 32), b"x")

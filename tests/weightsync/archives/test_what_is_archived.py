@@ -9,7 +9,13 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from broker import Broker
+from headway.broker import Broker
+from headway.weightsync.archives.base import anchor_names, delta_name
+from headway.weightsync.config import WeightsConfig
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.pace import Pace
+from headway.weightsync.receive import pulls
+from headway.weightsync.transports.base import SupersededError
 from tests.weightsync.archives.follower import (
     FOREVER,
     NAME,
@@ -22,12 +28,6 @@ from tests.weightsync.archives.follower import (
     publish,
 )
 from tests.weightsync.conftest import InProcessWorker, Learner, WorkerProcess, announced
-from weightsync.archives.base import anchor_names, delta_name
-from weightsync.config import WeightsConfig
-from weightsync.deadline import Deadline
-from weightsync.pace import Pace
-from weightsync.receive import pulls
-from weightsync.transports.base import SupersededError
 
 
 @pytest.mark.parametrize("keeps_base", [True, False])

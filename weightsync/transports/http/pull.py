@@ -13,13 +13,13 @@ from urllib.parse import urlsplit
 
 import torch
 
-from broker.errors import WeightSyncError
-from broker.schema import WeightVersion
-from broker.schema.weights import DeltaSpec, WeightManifest
-from weightsync.deadline import Deadline
-from weightsync.pace import Pace
-from weightsync.tensors.buckets import as_bytes, digest_bytes, verify
-from weightsync.transports.base import SupersededError, UnreachableError
+from headway.broker.errors import WeightSyncError
+from headway.broker.schema import WeightVersion
+from headway.broker.schema.weights import DeltaSpec, WeightManifest
+from headway.weightsync.deadline import Deadline
+from headway.weightsync.pace import Pace
+from headway.weightsync.tensors.buckets import as_bytes, digest_bytes, verify
+from headway.weightsync.transports.base import SupersededError, UnreachableError
 
 from .certificate import trusting
 from .pull_server import DELTA

@@ -5,8 +5,8 @@ from contextlib import nullcontext
 
 import torch
 
-from broker.schema import WeightVersion
-from weightsync.transports.listening import Ports, is_loopback, listen
+from headway.broker.schema import WeightVersion
+from headway.weightsync.transports.listening import Ports, is_loopback, listen
 
 from .certificate import new_identity
 from .requests import Found, Requests

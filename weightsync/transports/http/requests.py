@@ -11,7 +11,7 @@ from http import HTTPStatus
 from http.client import parse_headers
 from typing import NamedTuple
 
-from weightsync.deadline import Deadline
+from headway.weightsync.deadline import Deadline
 
 from .visits import PAUSE, READ, WRITE, Visit, Visitor, when_ready
 

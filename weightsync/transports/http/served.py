@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from weightsync.tensors.buckets import as_bytes
+from headway.weightsync.tensors.buckets import as_bytes
 
 logger = logging.getLogger(__name__)
 PATIENCE_S = 10.0

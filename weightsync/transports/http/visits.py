@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from weightsync.deadline import Deadline
+from headway.weightsync.deadline import Deadline
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

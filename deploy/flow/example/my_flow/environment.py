@@ -1,6 +1,6 @@
 """An environment: it answers each answer of the model."""
 
-from rollout_workers.environments import Episode, Step
+from headway.rollout_workers.environments import Episode, Step
 
 
 class TwoTries:

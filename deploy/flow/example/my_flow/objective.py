@@ -2,8 +2,8 @@
 
 import torch
 
-from algorithms.metrics import Metrics, masked_mean
-from algorithms.tokens import Tokens
+from headway.algorithms.metrics import Metrics, masked_mean
+from headway.algorithms.tokens import Tokens
 
 
 def clipped(

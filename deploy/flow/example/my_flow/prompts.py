@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator
 
-from learner.data.prompts.base import Item
+from headway.learner.data.prompts.base import Item
 
 HELD_OUT_ONE_IN = 8
 

@@ -3,8 +3,8 @@
 import csv
 from pathlib import Path
 
-from deploy.observe.sinks.base import SinkRun
-from deploy.run.events import Event, StepEvent
+from headway.deploy.observe.sinks.base import SinkRun
+from headway.deploy.run.events import Event, StepEvent
 
 
 class Csv:

@@ -5,11 +5,11 @@ from typing import Any
 
 import msgspec
 
-from learner.data.examples import Example
-from learner.objective.objective import supervised_loss
-from learner.rows.packing import pack
-from learner.stages.base import Progress, StageMetrics, StageParts
-from learner.stages.sft import tokenize
+from headway.learner.data.examples import Example
+from headway.learner.objective.objective import supervised_loss
+from headway.learner.rows.packing import pack
+from headway.learner.stages.base import Progress, StageMetrics, StageParts
+from headway.learner.stages.sft import tokenize
 
 from .prompts import Sums
 

@@ -11,7 +11,7 @@ The invariant: a row becomes whole records, or a RowError that says what it lack
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from learner.data.records.base import Conversation, Labelled, Preference, Row
+from headway.learner.data.records.base import Conversation, Labelled, Preference, Row
 
 from . import conversations, labelled, preferences
 from .reader import RowReader

@@ -1,7 +1,7 @@
 """Rows that hold one conversation, as supervised training takes it."""
 
-from learner.data.records.base import Conversation, Message
-from learner.data.texts.messages import check_turns
+from headway.learner.data.records.base import Conversation, Message
+from headway.learner.data.texts.messages import check_turns
 
 from .reader import RowReader, alike, alpaca_prompt, said
 

@@ -1,7 +1,7 @@
 """Rows that hold a completion that is desirable or not."""
 
-from learner.data.records.base import Labelled, Message
-from learner.data.texts.messages import check_turns
+from headway.learner.data.records.base import Labelled, Message
+from headway.learner.data.texts.messages import check_turns
 
 from .reader import RowReader, alike, alpaca_prompt, said
 

@@ -2,8 +2,8 @@
 
 from itertools import combinations
 
-from learner.data.records.base import Content, Message, Preference, RowError, columns_of, shown
-from learner.data.texts.messages import OPENING, check_turns
+from headway.learner.data.records.base import Content, Message, Preference, RowError, columns_of, shown
+from headway.learner.data.texts.messages import OPENING, check_turns
 
 from .reader import RowReader, alike, alpaca_prompt, said
 

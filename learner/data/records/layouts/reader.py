@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
-from learner.data.records.base import Content, Message, Row, RowError, shown
-from learner.data.texts.messages import Tags, check_turns, read_content, to_messages
+from headway.learner.data.records.base import Content, Message, Row, RowError, shown
+from headway.learner.data.texts.messages import Tags, check_turns, read_content, to_messages
 
 
 class RowReader:

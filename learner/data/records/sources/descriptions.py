@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from broker.errors import ConfigError
-from broker.user_code.kinds import did_you_mean
-from learner.data.texts.messages import Tags
+from headway.broker.errors import ConfigError
+from headway.broker.user_code.kinds import did_you_mean
+from headway.learner.data.texts.messages import Tags
 
 FILE_NAME = "dataset_info.json"
 _COLUMNS = {

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from broker.errors import ConfigError
-from learner.data.arrow_rows import parquet_rows, placed_rows
-from learner.data.bounded_files import check_file, lines_of
-from learner.data.prompts.rows import fault_of
-from learner.data.records.base import Row, RowError
+from headway.broker.errors import ConfigError
+from headway.learner.data.arrow_rows import parquet_rows, placed_rows
+from headway.learner.data.bounded_files import check_file, lines_of
+from headway.learner.data.prompts.rows import fault_of
+from headway.learner.data.records.base import Row, RowError
 
 PlacedRow = tuple[str, Row | RowError]
 """The place of a row, and the row, or the reason why it cannot be read."""

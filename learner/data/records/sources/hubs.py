@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from broker.errors import ConfigError
-from learner.data.arrow_rows import dataset_rows
+from headway.broker.errors import ConfigError
+from headway.learner.data.arrow_rows import dataset_rows
 
 from .files import PlacedRow
 

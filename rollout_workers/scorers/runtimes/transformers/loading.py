@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollout_workers.config import ScorersConfig
-from rollout_workers.engines.embedded.device import device_named
-from rollout_workers.scorers.base import ScoringModel, UnfitModelError
-from rollout_workers.scorers.runtimes.files import no_weights, reading
+from headway.rollout_workers.config import ScorersConfig
+from headway.rollout_workers.engines.embedded.device import device_named
+from headway.rollout_workers.scorers.base import ScoringModel, UnfitModelError
+from headway.rollout_workers.scorers.runtimes.files import no_weights, reading
 
 
 def load(model_class: Any, asked: ScoringModel, config: ScorersConfig, **options: Any) -> Any:

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from broker.client.scoring import Scores
-from broker.schema import ScoreRequest
-from rollout_workers.config import ScorersConfig
-from rollout_workers.scorers.base import ScoringModel
-from rollout_workers.scorers.runtimes.files import check_labels, longest_of
-from rollout_workers.scorers.runtimes.sequences import sequence
+from headway.broker.client.scoring import Scores
+from headway.broker.schema import ScoreRequest
+from headway.rollout_workers.config import ScorersConfig
+from headway.rollout_workers.scorers.base import ScoringModel
+from headway.rollout_workers.scorers.runtimes.files import check_labels, longest_of
+from headway.rollout_workers.scorers.runtimes.sequences import sequence
 
 from .loading import load, padded
 

@@ -1,7 +1,7 @@
 """Loads the model of a scorer's kind by transformers."""
 
-from rollout_workers.config import ScorersConfig
-from rollout_workers.scorers.base import Runner, ScoringModel
+from headway.rollout_workers.config import ScorersConfig
+from headway.rollout_workers.scorers.base import Runner, ScoringModel
 
 from .reward_model import RewardModel
 from .teacher import TeacherModel

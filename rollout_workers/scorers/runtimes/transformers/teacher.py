@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from broker.client.scoring import Scores
-from broker.schema import ScoreRequest
-from rollout_workers.config import ScorersConfig
-from rollout_workers.scorers.base import ScoringModel, UnfitModelError
-from rollout_workers.scorers.candidates import joined
-from rollout_workers.scorers.runtimes.files import longest_of, shared_tokens
-from rollout_workers.scorers.runtimes.sequences import sequence
+from headway.broker.client.scoring import Scores
+from headway.broker.schema import ScoreRequest
+from headway.rollout_workers.config import ScorersConfig
+from headway.rollout_workers.scorers.base import ScoringModel, UnfitModelError
+from headway.rollout_workers.scorers.candidates import joined
+from headway.rollout_workers.scorers.runtimes.files import longest_of, shared_tokens
+from headway.rollout_workers.scorers.runtimes.sequences import sequence
 
 from .loading import load, padded
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from broker.client.scoring import Scores
-from broker.schema import ScoreRequest
-from rollout_workers.scorers.runtimes.sequences import sequence
+from headway.broker.client.scoring import Scores
+from headway.broker.schema import ScoreRequest
+from headway.rollout_workers.scorers.runtimes.sequences import sequence
 
 from .engine import BatchEngine
 

@@ -3,14 +3,14 @@
 import os
 from typing import Any
 
-from broker.errors import ConfigError
-from rollout_workers.config import ScorersConfig
-from rollout_workers.engines.abilities import gpus_with
-from rollout_workers.engines.vllm.environment import prepare_environment
-from rollout_workers.engines.vllm.start import check_head_dim
-from rollout_workers.scorers.base import Runner, ScoringModel, UnfitModelError
-from rollout_workers.scorers.runtimes.cache import cache_tokens
-from rollout_workers.scorers.runtimes.files import check_head, check_labels, longest_of, reading, shared_tokens
+from headway.broker.errors import ConfigError
+from headway.rollout_workers.config import ScorersConfig
+from headway.rollout_workers.engines.abilities import gpus_with
+from headway.rollout_workers.engines.vllm.environment import prepare_environment
+from headway.rollout_workers.engines.vllm.start import check_head_dim
+from headway.rollout_workers.scorers.base import Runner, ScoringModel, UnfitModelError
+from headway.rollout_workers.scorers.runtimes.cache import cache_tokens
+from headway.rollout_workers.scorers.runtimes.files import check_head, check_labels, longest_of, reading, shared_tokens
 
 from .abilities import STEP_TOKENS, VLLM
 from .engine import BatchEngine

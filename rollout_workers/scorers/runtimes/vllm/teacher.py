@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from broker.client.scoring import Scores
-from broker.schema import ScoreRequest
-from rollout_workers.scorers.candidates import joined
-from rollout_workers.scorers.runtimes.sequences import sequence
+from headway.broker.client.scoring import Scores
+from headway.broker.schema import ScoreRequest
+from headway.rollout_workers.scorers.candidates import joined
+from headway.rollout_workers.scorers.runtimes.sequences import sequence
 
 from .engine import BatchEngine
 
