@@ -2,7 +2,6 @@
 
 import ast
 import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,7 @@ SOURCES = {
     "deploy/main.py": "import learner.train\nfrom broker.keys import x\n",
 }
 
-MOST_ROOT_FILES = dict.fromkeys(ROOMS, 8) | {"algorithms": 11}  # equations, of which each has its own file
 MOST_FUNCTION_LINES = 67
-MOST_FILE_LINES = 500
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +29,9 @@ def headway() -> dict[str, Any]:
     return measure(ROOT)
 
 
-def test_a_room_shows_few_files_and_no_two_folders_import_each_other(headway: dict[str, Any]) -> None:
-    assert not {room: n for room, n in headway["root_files"].items() if n > MOST_ROOT_FILES[room]}
-    assert headway["mutual_folders"] == []
-
-
-def test_functions_and_files_are_short(headway: dict[str, Any]) -> None:
+def test_functions_are_short_and_no_two_folders_import_each_other(headway: dict[str, Any]) -> None:
     assert headway["function_lines"]["max"] <= MOST_FUNCTION_LINES
-    sizes = {path: (ROOT / path).read_text().count("\n") for path in tracked_files() if path.endswith(".py")}
-    assert not {path for path, lines in sizes.items() if lines > MOST_FILE_LINES and path.split("/")[0] in ROOMS}
+    assert headway["mutual_folders"] == []
 
 
 def test_every_folder_has_a_page_with_its_invariant() -> None:
@@ -48,18 +39,6 @@ def test_every_folder_has_a_page_with_its_invariant() -> None:
     written = {path: ast.get_docstring(ast.parse((ROOT / path).read_text())) or "" for path in pages}
     poor = {path for path, page in written.items() if not re.search("[Ii]nvariants?: ", page) or page.count("\n") < 4}
     assert poor == {"deploy/flow/example/my_flow/__init__.py"}, "what `headway new flow` writes is the user's own"
-
-
-def test_a_contract_names_all_that_lies_in_a_folder_of_folders() -> None:
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    exhaustive = {name for one in contracts if one.get("exhaustive") for name in one["containers"]}
-    packages = {Path(path).parent for path in tracked_files() if path.endswith("/__init__.py")}
-    holding = {
-        ".".join(("headway", *one.parent.parts)) for one in packages if one.parent in packages and one.parts[0] in ROOMS
-    }
-    assert holding - exhaustive == set()
-    [acyclic] = [set(one["ancestors"]) for one in contracts if one["type"] == "acyclic_siblings"]
-    assert acyclic == {f"headway.{room}" for room in ROOMS}
 
 
 def test_all_code_imports_the_rooms_from_the_one_package() -> None:
