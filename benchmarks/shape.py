@@ -2,15 +2,16 @@
 
     python -m benchmarks.shape [--root DIRECTORY]
 
-`root_files` counts the modules that lie directly in each room. `one_importer` names the modules that a single module
-imports. `mutual_folders` names pairs of folders whose modules import each other. Sizes are lines, of the six rooms.
+`files` and `lines` are those of the six rooms. `names_of_several_files` counts files of one name, without `base.py`,
+the name of every seam. `root_files` counts the modules that lie directly in each room. `one_importer` names the modules
+that a single module imports. `mutual_folders` names pairs of folders whose modules import each other.
 Nothing is imported: DIRECTORY may hold any version of Headway.
 """
 
 import argparse
 import ast
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from math import ceil
@@ -31,7 +32,16 @@ def measure(root: Path) -> dict[str, Any]:
     modules = {_dotted(path.relative_to(root)): ast.parse(path.read_text()) for path in files}
     importers = importers_of(modules, packages)
     functions = [_lines(node) for tree in modules.values() for node in ast.walk(tree) if _is_function(node)]
+    names = Counter(path.name for path in files if path.name not in {"__init__.py", "base.py"})
+    lines = sum(path.read_text().count("\n") for path in files)
     return {
+        "files": len(files),
+        "lines": lines,
+        "benchmark_lines": _lines_below(root / "benchmarks"),
+        "test_lines": _lines_below(root / "tests"),
+        "markdown_words": sum(len(path.read_text().split()) for path in _documents(root)),
+        "names_of_several_files": {name: count for name, count in sorted(names.items()) if count > 1},
+        "public_names_per_1000_lines": round(1000 * sum(map(_public_names, modules.values())) / lines, 1),
         "root_files": {room: sum(path.parent == root / room for path in files) - 1 for room in ROOMS},
         "modules": len(modules),
         "one_importer": sorted(name for name, by in importers.items() if len(by) == 1 and name not in packages),
@@ -84,6 +94,16 @@ def _imports(name: str, tree: ast.Module, is_package: bool) -> Iterator[tuple[st
             parents = name.split(".")[: len(name.split(".")) - node.level + is_package] if node.level else []
             source = ".".join([*parents, *([node.module] if node.module else [])]).removeprefix("headway.")
             yield from ((f"{source}.{alias.name}", source) for alias in node.names)
+
+
+def _lines_below(folder: Path) -> int:
+    return sum(path.read_text().count("\n") for path in folder.rglob("*.py"))
+
+
+def _public_names(tree: ast.Module) -> int:
+    """Return how many functions and classes of a module others may use."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return sum(isinstance(node, kinds) and not node.name.startswith("_") for node in tree.body)
 
 
 def _dotted(path: Path) -> str:
