@@ -9,15 +9,15 @@ where each sequence begins, `loss_mask_T` is 1 where a token is trained. pi is t
     rewards ─ advantages.py ─► A_S              comparisons: with the group, the others in it, the batch
     rewards, values ─ returns.py ─► A_T         a critic's: generalized estimation, whitening, turns
     logprobs ─ ratios.py ─► r_T, s_S            of a token; of a sequence: product, geometric mean, GSPO's token form
-    r_T, A_T ─ objectives/ ─► losses_T          PPO's and GSPO's clip, CISPO, TOPR, ASPO, SAPO, DPPO, plain gradient
+    r_T, A_T ─ objectives/ ─► losses_T          clipped (PPO, GSPO, DPPO, SAPO), weighted (CISPO, TOPR, ASPO, no clip)
     pi_prox / mu ─ corrections/ ─► weights_T    importance weights, masks, rejection, second moment, age
     pi, mu, lag ─ proximal.py ─► pi_prox        interpolated by age instead of a forward pass
-    kl.py ─► penalty_T                          k1, k2, k3
+    logprobs ─ ratios.py ─► penalty_T           estimates of a KL divergence: k1, k2, k3
     aggregation.py ─► shares_T                  means, sums over a sequence, fixed denominator: loss = sum(w * losses)
-    supervised/                                 SFT, preferences, scores, values, distillation, on the same rows
+    preferences.py                              losses of pairs (DPO), of single responses (KTO), of scores
+    distillation.py                             cross-entropy with given tokens (SFT), distillation from a teacher
     metrics.py                                  sums that add up over micro-batches and ranks; ESS; tokens left by masks
-    segments.py                                 sums, means and broadcasts over the sequences of a row
-    tokens.py                                   the inputs of objectives and corrections
+    tokens.py                                   the inputs of objectives and corrections; sums and means over a sequence
     presets.py                                  published names -> compositions; imports no torch
 
 The invariant: a loss never depends on how sequences were packed, split into micro-batches or spread over

@@ -88,7 +88,7 @@ def best_against_worst(rewards_S: torch.Tensor, group_S: torch.Tensor) -> tuple[
     """A_i = 1 for the sample of i's group with the largest reward, -1 for the one with the smallest, 0 for the others.
 
     The first of several that are equal counts; where all rewards of a group are equal, every sample has 0. Losses of
-    pairs (`supervised.preferences`) take the two as chosen and rejected, and no other sample. Other objectives learn
+    pairs (`preferences`) take the two as chosen and rejected, and no other sample. Other objectives learn
     from the two alone.
 
     Source: the pair of online DPO, Guo et al. 2024 (arXiv:2402.04792), for more than two samples: the best and the

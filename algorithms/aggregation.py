@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from .segments import segment_sum, spread
+from .tokens import segment_sum, spread
 
 
 def token_mean(loss_mask_T: torch.Tensor, cu_seqlens: torch.Tensor, *, tokens: float, sequences: float) -> torch.Tensor:

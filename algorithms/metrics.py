@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from .ratios import token_log_ratio
-from .segments import segment_sum, sequence_of_token, spread
-from .tokens import Tokens
+from .tokens import Tokens, segment_sum, sequence_of_token, spread
 
 Metrics = dict[str, torch.Tensor]
 """Sums of one micro-batch by name: `X_sum` and `X_count` for a mean X; any other name is a maximum."""

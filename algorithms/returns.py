@@ -1,4 +1,4 @@
-"""Advantages and returns of tokens from rewards of tokens or turns, with a critic (`gae`) or without.
+"""Advantages and returns of tokens from rewards of tokens or turns, with a critic (`gae`) or without; a critic's loss.
 
 Only trained tokens are steps. Masked ones, such as a tool's output between two turns, are skipped as if they were
 absent: after a trained token comes the sequence's next trained token, and a reward at a masked token counts for
@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .segments import sequence_of_token
+from .metrics import Metrics, masked_mean
+from .tokens import sequence_of_token, trained
 
 
 def gae(
@@ -155,3 +156,29 @@ def _discounted_sums(values_N: torch.Tensor, ahead_N: torch.Tensor, *, discount:
 def _placed(values_N: torch.Tensor, at_N: torch.Tensor, like_T: torch.Tensor) -> torch.Tensor:
     """[T] the values at their places, 0 elsewhere."""
     return torch.zeros_like(like_T).index_copy(0, at_N, values_N)
+
+
+def clipped_value_loss(
+    values_T: torch.Tensor,
+    old_values_T: torch.Tensor,
+    returns_T: torch.Tensor,
+    loss_mask_T: torch.Tensor,
+    *,
+    clip: float = 0.2,
+) -> tuple[torch.Tensor, Metrics]:
+    """loss_t = max((V_t - R_t)^2, (V_old_t + clip(V_t - V_old_t, -clip, clip) - R_t)^2) / 2.
+
+    The critic's part of PPO: a value that has moved by more than `clip` since the batch was scored is no longer pulled
+    towards the return. `clip` is in units of the return. Metric: `value_clip_fraction`, the share of trained tokens
+    that lose their gradient by it.
+
+    Source: OpenAI's PPO implementation (baselines, ppo2), not the paper; described in Engstrom et al. 2020
+    (arXiv:2005.12729). 0.2 is the policy's clip, which that implementation shares, and torchtune's; verl takes 0.5.
+    """
+    values_T, old_values_T, returns_T = (trained(x, loss_mask_T) for x in (values_T, old_values_T, returns_T))
+    moved_T = values_T - old_values_T
+    errors_T = (values_T - returns_T) ** 2
+    clipped_errors_T = (old_values_T + moved_T.clamp(-clip, clip) - returns_T) ** 2
+    is_clipped_T = (moved_T.abs() > clip) & (clipped_errors_T > errors_T)
+    losses_T = torch.maximum(errors_T, clipped_errors_T) / 2
+    return losses_T, masked_mean("value_clip_fraction", is_clipped_T, loss_mask_T)

@@ -1,13 +1,13 @@
 """Terms that are added to a reward before it becomes an advantage: length and distance from the reference policy.
 
-Rewards, lengths (tokens of the response) and penalties are [S], KL estimates (`algorithms.kl`) [T]. Nothing here has
-a gradient. Results have the dtype of the rewards; the penalty, which is given none, is float64.
+Rewards, lengths (tokens of the response) and penalties are [S], KL estimates (`algorithms.ratios`) [T]. Nothing here
+has a gradient. Results have the dtype of the rewards; the penalty, which is given none, is float64.
 """
 
 import torch
 
 from .returns import trained_ahead
-from .segments import segment_sum, spread
+from .tokens import segment_sum, spread
 
 
 def overlong_penalty(lengths_S: torch.Tensor, *, limit: int, buffer: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch.func import functional_call
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from headway.weightsync.deadline import Deadline
+from headway.weightsync.limits import Deadline
 from headway.weightsync.tensors.deltas import encode, patch
 from headway.weightsync.tensors.staging import StagedWeights, stage
 

@@ -21,11 +21,11 @@ import torch
 
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.weights import Probe, WeightManifest
-from headway.weightsync.deadline import Deadline
-from headway.weightsync.receive.puller import Puller
+from headway.weightsync.limits import Deadline
+from headway.weightsync.puller import Puller
 from headway.weightsync.tensors.staging import stage
-from headway.weightsync.transports.http.pull import HttpPull
-from headway.weightsync.transports.http.pull_server import PullServer
+from headway.weightsync.transports.http.client import HttpPull
+from headway.weightsync.transports.http.server import PullServer
 
 _TIMEOUT_S = 60.0
 _VERSION = WeightVersion(1, 0)

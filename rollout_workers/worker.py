@@ -19,7 +19,7 @@ from headway.broker.errors import SickWorkerError
 from headway.broker.schema import Lease
 from headway.broker.schema.processes import WorkerInfo
 from headway.weightsync.config import WeightsConfig
-from headway.weightsync.receive.subscriber import Subscriber
+from headway.weightsync.subscriber import Subscriber
 
 from .config import EvalConfig, SamplingConfig, WorkersConfig
 from .decoding import Decoding

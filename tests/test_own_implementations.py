@@ -24,8 +24,8 @@ from headway.rollout_workers.config import EngineConfig, EnvironmentConfig, Rewa
 from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.environments import open_environment
 from headway.rollout_workers.rewards import open_reward
-from headway.weightsync.deadline import Deadline
-from headway.weightsync.transports.forming import form_group
+from headway.weightsync.limits import Deadline
+from headway.weightsync.transports.broadcast import form_group
 
 SOURCE = """
 import msgspec

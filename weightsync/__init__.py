@@ -2,7 +2,7 @@
 
     learner: begin(version, tensors)                        worker: wait_for_version(current)
 
-      offer ──────────── broker, its bell ──────────────────► notice
+      offer ──────────── broker, notification ──────────────► notice
         │                                                        │ member of the offered epoch
       gather k + 1 │ broadcast k, through the epoch's group ──► receive k + 1 │ fingerprint k
         │                                                        │
@@ -34,13 +34,21 @@
 
     heartbeats ─► membership: the next epoch's members (newcomers, and workers that missed a deadline, pull first)
 
-    publish/      the learner's side: a version offered, gathered, broadcast to the current group, announced
-    receive/      a worker's side: one version after the other, received or pulled, verified, handed to the engine
-    tensors/      a version as bytes: buckets, staging, fingerprints, deltas, memory in which versions arrive
-    transports/   how bytes travel: broadcast to a group that formed through the broker, or pulled over HTTP
-    archives/     where versions lie besides the learner's memory
-    deadline.py, pace.py   how long an operation may take; how fast a worker may pull
-    config.py     what users can choose
+    publisher.py     the learner's side: a version is offered, gathered, broadcast to the current group, announced
+    sender.py        an epoch's group: its members, formed, sent to; backoff where members cannot connect
+    subscriber.py    a worker's side: one version after the other, received or pulled, verified; the inbox of its engine
+    receiver.py      the epochs that name this worker, and a broadcast, in a thread
+    puller.py        versions and deltas over HTTP or from an archive, in the background
+    model_files.py   what of the first version, or of the base of adapters, the model's own files hold
+    deliveries.py    what the engine gets: a whole version, or one that still arrives (`staging: none`)
+    tensors/         a version as bytes: buckets, staging, fingerprints, deltas, memory in which versions arrive
+    transports/      how bytes travel: broadcast to a group that formed through the broker, or pulled over HTTP
+    archives/        where versions lie besides the learner's memory
+    limits.py        how long an operation may take; how fast a worker may pull
+    config.py        what users can choose
+
+A broadcast that fails costs its deadline, is told as a text, and leaves its workers to pull the version. Broadcasts and
+pulls meet in the inbox, where a newer version takes the place of one that still waits.
 
 Invariant: an engine samples with exactly one complete version, verified tensor by tensor; versions never regress; no
 process waits for ever: every step above has a deadline, after which the learner goes on without the workers that

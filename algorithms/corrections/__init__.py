@@ -7,12 +7,10 @@ All have one signature, which your own (`package.module:function` in a recipe) s
 `tokens` is an `algorithms.tokens.Tokens`. The numerator is the learner's policy without gradient: the proximal
 logprobs where the objective has a ratio to these, else the current ones, detached; a trust region looks at the current
 ones in any case. The denominator is always the behavior policy. Weights multiply the objective's losses; 0 masks a
-token. `of_batch.py` has the statistics that some corrections need of all micro-batches of an update.
+token. `BATCH_STATISTICS` in `masks.py` are those that some corrections need of all micro-batches of an update.
 
-    importance.py       pi / mu itself, capped, normalized or masked: at most one (WEIGHTS)
-    masks.py            0 or 1 by token, sequence, KL estimate, worst token, advantage
-    second_moment.py    0 or 1 by the batch's mean of (log r)^2
-    age.py              a function of lag alone
+    weights.py    pi / mu itself, capped, normalized or masked: at most one (WEIGHTS); a function of lag alone
+    masks.py      0 or 1 by token, sequence, KL estimate, worst token, advantage, the batch's mean of (log r)^2
 
 The invariant: no two of WEIGHTS together, since each is the whole ratio and lag would count twice. Masks and age may
 be combined with any of them and with each other.
@@ -24,8 +22,9 @@ import torch
 
 from headway.algorithms.metrics import Metrics
 
-from .age import age_weight
-from .importance import (
+from .masks import geometric_sequence_mask, kl_rejection, m2po, opsm, token_mask, veto
+from .weights import (
+    age_weight,
     decoupled,
     geometric_truncated_is,
     icepop,
@@ -34,8 +33,6 @@ from .importance import (
     sequence_truncated_is,
     truncated_is,
 )
-from .masks import geometric_sequence_mask, kl_rejection, opsm, token_mask, veto
-from .second_moment import m2po
 
 CORRECTIONS: dict[str, Callable[..., tuple[torch.Tensor, Metrics]]] = {
     "truncated_is": truncated_is,

@@ -4,18 +4,25 @@ All compare the learner's policy pi (the proximal logprobs, or the current ones)
 sampled, r_t = pi(y_t) / mu(y_t). Aggregation still divides by the tokens and sequences before masking, as the published
 masks do, so a masked token is a loss of 0; verl removes rejected tokens from the response mask, and divides by the
 remaining ones. Estimates of KL(mu || pi) clamp each token's log r_t to +-20.
+
+M2PO's mask and `self_normalized_is` need statistics of the whole batch (`BATCH_STATISTICS`), which are sums that add up
+over micro-batches and ranks:
+
+    sums(policy_logprobs_T, tokens, **options) of all micro-batches, added up ─ settle(sums, **options) ─► an option
+
+So an update's batch gives the same weights however it is cut into micro-batches. The logprobs are those that the
+correction itself uses: of the current policy, before the update, or of the proximal one.
 """
 
 import math
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from headway.algorithms import kl
 from headway.algorithms.metrics import Metrics, masked_mean
-from headway.algorithms.ratios import geometric_sequence_ratio, token_log_ratio, token_ratio
-from headway.algorithms.segments import segment_mean, segment_sum, sequence_of_token, spread
-from headway.algorithms.tokens import Tokens
+from headway.algorithms.ratios import KL_ESTIMATORS, geometric_sequence_ratio, k1, token_log_ratio, token_ratio
+from headway.algorithms.tokens import Tokens, segment_mean, segment_sum, sequence_of_token, spread
 
 
 def token_mask(
@@ -76,7 +83,7 @@ def kl_rejection(
     Source: verl's rollout_rs (token_k1, seq_mean_k3, ...); defaults are its preset decoupled_k3_rs. verl gives
     k1 a lower and an upper bound, as ratios mu / pi: its "0.5_3.0" keeps r from 1 / 3 to 2. It has no seq_max_k1.
     """
-    estimates_T = kl.ESTIMATORS[kind](tokens.behavior_logprobs_T, policy_logprobs_T.detach(), tokens.loss_mask_T)
+    estimates_T = KL_ESTIMATORS[kind](tokens.behavior_logprobs_T, policy_logprobs_T.detach(), tokens.loss_mask_T)
     is_masked_T = _LEVELS[level](estimates_T, tokens).abs() > threshold
     return as_weights("kl_masked_fraction", is_masked_T, tokens)
 
@@ -116,7 +123,7 @@ def opsm(
     delta. 1e-4 is the default of slime and miles and masks nearly all bad responses that have become less
     likely; TRL suggests 0.5, which acts on extremes only.
     """
-    drift_T = kl.k1(tokens.behavior_logprobs_T, policy_logprobs_T.detach(), tokens.loss_mask_T)
+    drift_T = k1(tokens.behavior_logprobs_T, policy_logprobs_T.detach(), tokens.loss_mask_T)
     drift_S = segment_mean(drift_T, tokens.loss_mask_T, tokens.cu_seqlens)
     is_masked_T = (tokens.advantages_T < 0) & spread(drift_S > delta, tokens.cu_seqlens)
     return as_weights("opsm_masked_fraction", is_masked_T, tokens)
@@ -151,3 +158,119 @@ _LEVELS = {
     "sequence_sum": _sequence_sum,
     "sequence_max": _sequence_max,
 }
+
+
+def m2po(
+    policy_logprobs_T: torch.Tensor,
+    tokens: Tokens,
+    *,
+    budget: float = 0.04,
+    limit: float = -1.0,
+) -> tuple[torch.Tensor, Metrics]:
+    """w_t = 0 if t is outward and |log r_t| > limit, else 1; r_t = pi(y_t) / mu(y_t), and the limit is the largest that
+    keeps the mean of (log r_u)^2 over the outward u with |log r_u| <= limit within the budget.
+
+    Anchored to the behavior policy; meant for an objective that does not clip. Outward are the tokens where
+    PPO's clip could act: A > 0 and r > 1, or A < 0 and r < 1. Only they may be masked, the largest first. pi is the
+    current policy, also beside an objective that is anchored to the proximal one, so every update of a step is held.
+
+    The budget holds for the whole batch. With `limit` below 0 this function computes the limit of this micro-batch
+    alone, which is the same only if the batch is one micro-batch; otherwise it may mask more tokens than the batch's
+    mean requires. In a recipe the learner passes the limit of all tokens of an update, which it computes by a forward
+    pass before the update, to 0.2% (`BATCH_STATISTICS`); `m2po_threshold` is exact.
+
+    Source: Zheng et al. 2025, "Prosperity before Collapse" (arXiv:2510.01161), algorithm 1; 0.04 is theirs.
+    AReaL masks any trained token, whatever its advantage, by the proximal policy; the outward ones and the current
+    policy are the paper's. Tokens with equal |log r| are masked together.
+    """
+    log_ratio_T = token_log_ratio(policy_logprobs_T.detach(), tokens.behavior_logprobs_T, tokens.loss_mask_T)
+    is_outward_T = is_outward(log_ratio_T, tokens.loss_mask_T, tokens.advantages_T)
+    largest = _threshold(log_ratio_T, is_outward_T, budget) if limit < 0 else limit
+    weights_T, metrics = as_weights("m2po_masked_fraction", is_outward_T & (log_ratio_T.abs() > largest), tokens)
+    before = masked_mean("m2po_second_moment", log_ratio_T**2, is_outward_T.to(tokens.loss_mask_T.dtype))
+    return weights_T, {**metrics, **before}
+
+
+def m2po_threshold(
+    log_ratio_T: torch.Tensor, mask_T: torch.Tensor, advantages_T: torch.Tensor, *, budget: float = 0.04
+) -> float:
+    """limit = the largest |log r_t| for which mean((log r_u)^2 over outward u with |log r_u| <= |log r_t|) <= budget,
+    or 0.
+
+    The value for `limit` of `m2po` over a whole batch: pass `algorithms.ratios.token_log_ratio`, the loss mask and the
+    advantages of all micro-batches and ranks, concatenated. O(T log T), waits for the device.
+
+    Source: as `m2po`.
+    """
+    return float(_threshold(log_ratio_T, is_outward(log_ratio_T, mask_T, advantages_T), budget))
+
+
+def is_outward(log_ratio_T: torch.Tensor, mask_T: torch.Tensor, advantages_T: torch.Tensor) -> torch.Tensor:
+    """A_t > 0 and log r_t > 0, or A_t < 0 and log r_t < 0, of trained tokens: [T] bool. PPO's clip acts nowhere else.
+
+    Source: as `m2po`.
+    """
+    is_further_T = ((advantages_T > 0) & (log_ratio_T > 0)) | ((advantages_T < 0) & (log_ratio_T < 0))
+    return is_further_T & (mask_T > 0)
+
+
+def _threshold(log_ratio_T: torch.Tensor, is_outward_T: torch.Tensor, budget: float) -> torch.Tensor:
+    """Scalar. The mean of the first n sorted squares never falls with n, so the last mean within the budget counts."""
+    infinite = log_ratio_T.new_full((1,), torch.inf)
+    sizes_T = torch.where(is_outward_T, log_ratio_T.abs(), infinite).sort().values
+    counts_T = torch.arange(1, sizes_T.numel() + 1, device=sizes_T.device)
+    fits_T = (sizes_T.double() ** 2).cumsum(0) / counts_T <= budget
+    is_last_of_equals_T = sizes_T < torch.cat([sizes_T[1:], infinite[: sizes_T.numel()]])
+    kept_T = torch.where(fits_T & is_last_of_equals_T, sizes_T, torch.zeros_like(sizes_T))
+    return torch.cat([kept_T, log_ratio_T.new_zeros(1)]).max()
+
+
+_SMALLEST, _LARGEST, _BINS = 1e-5, 20.0, 1 << 13
+"""The range of |log r| and the number of its bins, each 0.2% wide."""
+
+
+class BatchStatistic(NamedTuple):
+    """The two functions of a correction: its sums over tokens, and the option that is computed from them."""
+
+    sums: Callable[..., torch.Tensor]
+    """(policy_logprobs_T, tokens, **options) -> [n] float64 sums, which are added over micro-batches and ranks."""
+    settle: Callable[..., dict[str, float]]
+
+
+def _weight_sums(policy_logprobs_T: torch.Tensor, tokens: Tokens, *, cap: float = 2.0) -> torch.Tensor:
+    weights_T = token_ratio(policy_logprobs_T.detach(), tokens.behavior_logprobs_T, tokens.loss_mask_T).clamp(max=cap)
+    return torch.stack([(weights_T * tokens.loss_mask_T).double().sum(), tokens.loss_mask_T.double().sum()])
+
+
+def _mean_weight(sums: torch.Tensor, **_: Any) -> dict[str, float]:
+    total, count = sums.tolist()
+    return {"mean_weight": total / count if total else 1.0}
+
+
+def _second_moments(policy_logprobs_T: torch.Tensor, tokens: Tokens, **_: Any) -> torch.Tensor:
+    """Returns the count of outward tokens and the sum of their (log r)^2, by bins of |log r|."""
+    log_ratio_T = token_log_ratio(policy_logprobs_T.detach(), tokens.behavior_logprobs_T, tokens.loss_mask_T)
+    outward = log_ratio_T[is_outward(log_ratio_T, tokens.loss_mask_T, tokens.advantages_T)].double().abs().cpu()
+    bins = torch.bucketize(outward, _edges()).clamp(max=_BINS - 1)
+    counts = torch.zeros(_BINS, dtype=torch.float64).index_add(0, bins, torch.ones_like(outward))
+    squares = torch.zeros(_BINS, dtype=torch.float64).index_add(0, bins, outward**2)
+    return torch.cat([counts, squares])
+
+
+def _limit(sums: torch.Tensor, *, budget: float = 0.04, **_: Any) -> dict[str, float]:
+    """Returns the upper edge of the last bin up to which the mean square is within the budget; 0 if there is none."""
+    counts, squares = sums.cpu().view(2, _BINS).cumsum(1)
+    fits = (squares <= budget * counts).nonzero().flatten()
+    return {"limit": float(_edges()[int(fits[-1])]) if fits.numel() else 0.0}
+
+
+def _edges() -> torch.Tensor:
+    """[BINS] the largest |log r| of each bin."""
+    return torch.logspace(math.log10(_SMALLEST), math.log10(_LARGEST), _BINS, dtype=torch.float64)
+
+
+BATCH_STATISTICS = {
+    "self_normalized_is": BatchStatistic(_weight_sums, _mean_weight),
+    "m2po": BatchStatistic(_second_moments, _limit),
+}
+"""Batch statistics by the name of the correction."""

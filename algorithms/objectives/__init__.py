@@ -15,6 +15,9 @@ or the proximal policy's logprobs. Losses must be finite where the mask is 0, wh
     a smooth gate                     sapo
     nothing                           unclipped (token ratio), policy_gradient (no ratio)
 
+    clipped.py       ppo_clip, gspo, gspo_token, sequence_clip, dppo, sapo, unclipped
+    weighted.py      cispo, topr, aspo, policy_gradient
+
 The invariant: a token's loss depends on its own sequence alone, so neither packing nor the number of ranks changes it.
 """
 
@@ -24,16 +27,8 @@ import torch
 
 from headway.algorithms.metrics import Metrics
 
-from .aspo import aspo
-from .cispo import cispo
-from .dppo import dppo
-from .gspo import gspo, gspo_token
-from .policy_gradient import policy_gradient
-from .ppo_clip import ppo_clip
-from .sapo import sapo
-from .sequence_clip import sequence_clip
-from .topr import topr
-from .unclipped import unclipped
+from .clipped import dppo, gspo, gspo_token, ppo_clip, sapo, sequence_clip, unclipped
+from .weighted import aspo, cispo, policy_gradient, topr
 
 OBJECTIVES: dict[str, Callable[..., tuple[torch.Tensor, Metrics]]] = {
     "ppo_clip": ppo_clip,

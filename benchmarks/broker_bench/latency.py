@@ -209,7 +209,7 @@ class _Crowd:
 
 
 class _Worker:
-    """A worker beside its samples, with the calls of `rollout_workers.worker` and `weightsync.receive.subscriber`."""
+    """A worker beside its samples, with the calls of `rollout_workers.worker` and `weightsync.subscriber`."""
 
     def __init__(self, broker: Broker, name: str) -> None:
         self.broker = broker

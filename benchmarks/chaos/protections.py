@@ -19,8 +19,8 @@ from headway.broker.schema.weights import Probe
 from headway.broker.wire import frames
 from headway.learner.experience.stream import Experience
 from headway.learner.rows import packing
-from headway.weightsync.publish.publisher import Publication, Publisher
-from headway.weightsync.tensors.gathering import Gathering
+from headway.weightsync.publisher import Publication, Publisher
+from headway.weightsync.tensors.staging import Gathering
 
 from .mix import MEAN_S
 

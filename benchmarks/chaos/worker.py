@@ -23,9 +23,9 @@ from headway.broker.schema.weights import WeightManifest
 from headway.deploy.roles import worker as rollout
 from headway.deploy.roles.joining import ConfigChangedError
 from headway.rollout_workers.worker import Worker
-from headway.weightsync.receive import receiver
-from headway.weightsync.receive.receiver import JoinedGroup
-from headway.weightsync.tensors.landing import Landed, Landing
+from headway.weightsync import receiver
+from headway.weightsync.receiver import GroupMembership
+from headway.weightsync.tensors.receive_buffers import BufferPool, BufferSet
 
 from .engine import SlowEngine, Tally
 from .process import BEGIN_ANEW, enter
@@ -48,7 +48,7 @@ def run_worker(trial: Trial, url: str, name: str, process: str, tally: Tally) ->
     SlowEngine.tally = tally
     patch.object(client, "Leases", ErraticLeases).start()
     patch.object(client, "StatusBoard", ErraticStatus).start()
-    patch.object(receiver, "JoinedGroup", CountingGroup).start()
+    patch.object(receiver, "GroupMembership", CountingGroup).start()
     if not trial.broadcasts:
         patch.object(headway.rollout_workers.worker, "Worker", PullingWorker).start()
     patch.object(rollout, "open_broker", partial(client.open_broker, timeout_s=BROKER_TIMEOUT_S)).start()
@@ -66,12 +66,12 @@ class PullingWorker(Worker):
         return msgspec.structs.replace(super().info(), wants_broadcast=False)
 
 
-class CountingGroup(JoinedGroup):
+class CountingGroup(GroupMembership):
     """Counts the versions that it has received."""
 
     def receive(
-        self, offer: WeightManifest, landing: Landing, cancelled: threading.Event
-    ) -> tuple[WeightManifest, Landed]:
+        self, offer: WeightManifest, landing: BufferPool, cancelled: threading.Event
+    ) -> tuple[WeightManifest, BufferSet]:
         received = super().receive(offer, landing, cancelled)
         SlowEngine.tally.received += 1
         return received

@@ -12,7 +12,7 @@ import torch
 from trl.experimental.gkd.gkd_trainer import GKDTrainer
 from trl.experimental.server_distillation import server_distillation_trainer as by_server
 
-from headway.algorithms.supervised.distillation import top_k_distillation
+from headway.algorithms.distillation import top_k_distillation
 
 from .of_verl import Setting
 from .ours import Side

@@ -17,8 +17,8 @@ from trl.trainer import rloo_trainer
 from trl.trainer.rloo_trainer import RLOOTrainer
 
 from headway.algorithms.advantages import leave_one_out
-from headway.algorithms.kl import ESTIMATORS
 from headway.algorithms.presets import PRESETS
+from headway.algorithms.ratios import KL_ESTIMATORS
 from headway.algorithms.rewards import kl_shaped
 
 from .of_verl import Setting
@@ -87,7 +87,7 @@ def advantages(beta: float) -> Side:
 
     def side(sample: Sample) -> Outcome:
         everywhere_T = torch.ones_like(sample.mask_T)
-        penalty_T = ESTIMATORS["k1"](sample.behavior_T, sample.reference_T, everywhere_T)
+        penalty_T = KL_ESTIMATORS["k1"](sample.behavior_T, sample.reference_T, everywhere_T)
         rewards_S = kl_shaped(sample.rewards_S, penalty_T, everywhere_T, sample.cu_seqlens, coefficient=beta)
         return Outcome(leave_one_out(rewards_S, torch.arange(len(LENGTHS)) // GROUP_SIZE)[0])
 

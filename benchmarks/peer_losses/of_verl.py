@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from headway.algorithms.kl import ESTIMATORS
+from headway.algorithms.ratios import KL_ESTIMATORS
 
 from . import ours, verl_calls
 from .ours import Side, composed
@@ -129,6 +129,6 @@ def estimated() -> Iterator[Setting]:
         yield f"gae {gamma:g} {lam:g}", ours.generalized(gamma, lam), verl_calls.generalized(gamma, lam)
     for gamma in (1.0, 0.9):
         yield f"reinforce_plus_plus {gamma:g}", ours.reinforce_plus_plus(gamma), verl_calls.reinforce_plus_plus(gamma)
-    for kind in ESTIMATORS:
+    for kind in KL_ESTIMATORS:
         yield f"kl {kind}", ours.kl(kind), verl_calls.kl(kind)
     yield "value loss", ours.value_loss(0.5), verl_calls.value_loss(0.5)

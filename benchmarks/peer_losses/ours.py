@@ -8,15 +8,12 @@ import torch
 
 from headway.algorithms.advantages import ADVANTAGES
 from headway.algorithms.corrections import CORRECTIONS
-from headway.algorithms.kl import ESTIMATORS
 from headway.algorithms.metrics import Metrics, summarize
+from headway.algorithms.preferences import PREFERENCES, bradley_terry, kto, reference_point_of, reference_point_sums
 from headway.algorithms.presets import PRESETS
-from headway.algorithms.returns import gae, returns_to_go, whiten, whitening_sums
-from headway.algorithms.segments import segment_sum
-from headway.algorithms.supervised.preferences import PREFERENCES
-from headway.algorithms.supervised.scores import bradley_terry
-from headway.algorithms.supervised.unpaired import kto, reference_point_of, reference_point_sums
-from headway.algorithms.supervised.values import clipped_value_loss
+from headway.algorithms.ratios import KL_ESTIMATORS
+from headway.algorithms.returns import clipped_value_loss, gae, returns_to_go, whiten, whitening_sums
+from headway.algorithms.tokens import segment_sum
 from headway.learner.algorithm_config import AlgorithmConfig
 from headway.learner.objective.objective import Objective
 
@@ -122,7 +119,7 @@ def kl(kind: str) -> Side:
     """Return the mean over trained tokens."""
 
     def loss(current_T: torch.Tensor, sample: Sample) -> torch.Tensor:
-        estimates_T = ESTIMATORS[kind](current_T, sample.reference_T, sample.mask_T)
+        estimates_T = KL_ESTIMATORS[kind](current_T, sample.reference_T, sample.mask_T)
         return estimates_T.sum() / sample.mask_T.sum()
 
     return lambda sample: differentiated(sample, lambda current_T: loss(current_T, sample))

@@ -28,8 +28,8 @@ from headway.rollout_workers.outages import Outages
 from headway.rollout_workers.swaps.turns import SwapTurns
 from headway.rollout_workers.swaps.weights import HeldWeights
 from headway.weightsync.config import WeightsConfig
-from headway.weightsync.receive.deliveries import Arriving, Delivery
-from headway.weightsync.receive.subscriber import Subscriber
+from headway.weightsync.deliveries import Delivery, StreamedDelivery
+from headway.weightsync.subscriber import Subscriber
 
 from .order import REST_S, Order
 
@@ -149,7 +149,7 @@ class _Noting(Subscriber):
         super().__init__(broker, worker, config)
         self.at: dict[WeightVersion, float] = {}
 
-    async def wait_for_version(self, current: WeightVersion | None) -> Delivery | Arriving:
+    async def wait_for_version(self, current: WeightVersion | None) -> Delivery | StreamedDelivery:
         delivery = await super().wait_for_version(current)
         self.at[delivery.manifest.version] = time.monotonic()
         return delivery

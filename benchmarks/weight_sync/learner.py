@@ -23,7 +23,7 @@ from headway.broker.schema import RunRules, WeightVersion
 from headway.broker.schema.weights import Probe
 from headway.learner.backends.process_group import join_ranks
 from headway.weightsync.config import WeightsConfig
-from headway.weightsync.publish.publisher import Publisher
+from headway.weightsync.publisher import Publisher
 
 from .order import REST_S, Order
 from .tensors import Named, Sharded, Whole

@@ -37,7 +37,7 @@ from headway.learner.experience.outages import RepeatedCalls
 from headway.learner.models.files import model_files
 from headway.learner.models.model import load_config
 from headway.rollout_workers.config import EvalConfig
-from headway.weightsync.publish.publisher import Publisher
+from headway.weightsync.publisher import Publisher
 
 from .engine import PoolSettings, own_decoding
 from .generating import Add, response_of

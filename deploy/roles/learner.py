@@ -66,8 +66,8 @@ from headway.learner.stages.resuming import Claimed, Origin, Start, choose_origi
 from headway.learner.stages.rl import RlStage
 from headway.learner.stages.supervised.distillation import as_teacher
 from headway.rollout_workers.decoding import check_kept
-from headway.weightsync.publish.publisher import Publisher
-from headway.weightsync.transports.listening import allow_many_files
+from headway.weightsync.publisher import Publisher
+from headway.weightsync.transports.addresses import allow_many_files
 
 from .backend import recipe_backend, recipe_cost, recipe_critic, recipe_routing
 from .evaluation import Evaluator

@@ -198,7 +198,7 @@ async def _work(
     from headway.rollout_workers.model_files import fetch_model
     from headway.rollout_workers.swaps.colocation import staying_awake
     from headway.rollout_workers.worker import Worker
-    from headway.weightsync.receive.subscriber import Subscriber
+    from headway.weightsync.subscriber import Subscriber
 
     from .asked import open_teacher
 

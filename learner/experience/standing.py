@@ -14,7 +14,7 @@ meanwhile. From then on it publishes one version after the other. A dot marks an
 from enum import Enum, auto
 
 from headway.broker.schema import WeightVersion
-from headway.weightsync.publish.publisher import Publication
+from headway.weightsync.publisher import Publication
 
 
 class State(Enum):

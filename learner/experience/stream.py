@@ -24,7 +24,7 @@ from headway.broker.schema.status import RunStatus
 from headway.broker.schema.weights import Probe
 from headway.learner.data.prompts.cursor import PromptCursor
 from headway.learner.objective.shaping import teaches
-from headway.weightsync.publish.publisher import Publisher
+from headway.weightsync.publisher import Publisher
 
 from .drift import DriftWatch
 from .feed import PromptFeed

@@ -9,13 +9,13 @@ import msgspec
 from headway.algorithms.advantages import ADVANTAGES
 from headway.algorithms.aggregation import AGGREGATIONS, pair_mean
 from headway.algorithms.corrections import CORRECTIONS, PAIR_CORRECTIONS, WEIGHTS
-from headway.algorithms.kl import ESTIMATORS
+from headway.algorithms.distillation import DISTILLATION
 from headway.algorithms.objectives import OBJECTIVES
+from headway.algorithms.preferences import PREFERENCES
 from headway.algorithms.presets import PRESETS, Preset
 from headway.algorithms.proximal import PROXIMAL
+from headway.algorithms.ratios import KL_ESTIMATORS
 from headway.algorithms.returns import gae
-from headway.algorithms.supervised.distillation import DISTILLATION
-from headway.algorithms.supervised.preferences import PREFERENCES
 from headway.broker.errors import HeadwayError
 from headway.broker.user_code.kinds import did_you_mean
 
@@ -28,7 +28,7 @@ PARTS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "correction": {**CORRECTIONS, **PAIR_CORRECTIONS},
     "proximal": PROXIMAL,
     "aggregation": {**AGGREGATIONS, PAIR_MEAN: pair_mean},
-    "kl": ESTIMATORS,
+    "kl": KL_ESTIMATORS,
     "preference": PREFERENCES,
     "distillation": DISTILLATION,
 }

@@ -14,12 +14,12 @@ from msgspec import structs
 from headway.algorithms.advantages import ADVANTAGES
 from headway.algorithms.aggregation import AGGREGATIONS, pair_mean
 from headway.algorithms.corrections import CORRECTIONS, PAIR_CORRECTIONS, TRUST_REGIONS, WEIGHTS
-from headway.algorithms.corrections.of_batch import OF_BATCH
+from headway.algorithms.corrections.masks import BATCH_STATISTICS
 from headway.algorithms.metrics import Metrics
 from headway.algorithms.objectives import IGNORES_ANCHOR, OBJECTIVES
+from headway.algorithms.preferences import PREFERENCES
 from headway.algorithms.proximal import PROXIMAL
 from headway.algorithms.returns import gae
-from headway.algorithms.supervised.preferences import PREFERENCES
 from headway.algorithms.tokens import Tokens
 from headway.broker.errors import ConfigError
 from headway.broker.user_code.kinds import unknown_kind
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 Surrogate = Callable[..., tuple[torch.Tensor, Metrics]]
 """The signature of objectives, users' own too; `algorithms.objectives` describes it. A loss of pairs has that of
-`algorithms.supervised.preferences`."""
+`algorithms.preferences`."""
 Correction = Callable[..., tuple[torch.Tensor, Metrics]]
 """The signature of corrections; `algorithms.corrections` describes it."""
 Advantage = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, Metrics]]
@@ -63,7 +63,7 @@ class BoundCorrection:
     @property
     def needs_batch(self) -> bool:
         """True if the correction needs statistics of the whole update before the loss of its first micro-batch."""
-        return self.kind in OF_BATCH
+        return self.kind in BATCH_STATISTICS
 
     @property
     def is_trust_region(self) -> bool:
@@ -78,7 +78,7 @@ class BoundCorrection:
         """
         if not self.needs_batch:
             return self
-        statistic, options = OF_BATCH[self.kind], self.function.keywords
+        statistic, options = BATCH_STATISTICS[self.kind], self.function.keywords
         parts = [statistic.sums(*part, **options) for part in zip(policy_logprobs, batches, strict=True)]
         whole = torch.tensor(sum_over_ranks(torch.stack(parts).sum(0).tolist()), dtype=torch.float64)
         return replace(self, function=functools.partial(self.function, **statistic.settle(whole, **options)))
@@ -129,7 +129,7 @@ def check_algorithm(config: AlgorithmConfig) -> None:
     _check_distillation(config)
     _check_entropy(config)
     _check_corrections(config)
-    of_batch = [correction.kind for correction in config.corrections if correction.kind in OF_BATCH]
+    of_batch = [correction.kind for correction in config.corrections if correction.kind in BATCH_STATISTICS]
     if config.proximal != "recompute" and of_batch:
         raise ConfigError(
             f"algorithm.corrections: {' and '.join(of_batch)} looks at the whole batch before the first loss, which "

@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from headway.algorithms.returns import gae, whiten, whitening_sums
+from headway.algorithms.returns import clipped_value_loss, gae, whiten, whitening_sums
 from headway.algorithms.rewards import at_last_trained
-from headway.algorithms.supervised.values import clipped_value_loss
 from headway.learner.backends.base import Snapshot, ValueBackend
 from headway.learner.ranks import Ranks
 from headway.learner.rows.batch import PackedBatch

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from headway.algorithms import aggregation
-from headway.algorithms.kl import ESTIMATORS
+from headway.algorithms.distillation import reverse_kl_distillation, sft, teacher_advantages, top_k_distillation
 from headway.algorithms.metrics import (
     Metrics,
     is_additive,
@@ -33,9 +33,7 @@ from headway.algorithms.metrics import (
     summarize,
     survival,
 )
-from headway.algorithms.ratios import token_ratio
-from headway.algorithms.supervised.distillation import reverse_kl_distillation, teacher_advantages, top_k_distillation
-from headway.algorithms.supervised.imitation import sft
+from headway.algorithms.ratios import KL_ESTIMATORS, token_ratio
 from headway.algorithms.tokens import Tokens
 from headway.broker.errors import HeadwayError
 from headway.learner.algorithm_config import AlgorithmConfig
@@ -121,7 +119,7 @@ class Objective:
         self.needs_current = any(c.needs_batch and self._is_of_current(c) for c in self._corrections)
         self._approximate_proximal = open_proximal(config)
         self._aggregate = open_aggregation(config, max_new_tokens)
-        self._penalty = ESTIMATORS[config.kl.kind]
+        self._penalty = KL_ESTIMATORS[config.kl.kind]
         self._kl_coefficient = config.kl.coefficient
         self._entropy_coefficient = config.entropy_coefficient
         self.needs_entropy = config.entropy_coefficient > 0

@@ -8,7 +8,7 @@ The two sequences of a pair lie in one micro-batch (`learner.rows.units`). No ot
 from collections.abc import Sequence
 
 from headway.algorithms.corrections import PAIR_CORRECTIONS
-from headway.algorithms.supervised.preferences import PREFERENCES, REFERENCE_FREE
+from headway.algorithms.preferences import PREFERENCES, REFERENCE_FREE
 from headway.broker.errors import ConfigError
 from headway.broker.schema import Group
 from headway.learner.algorithm_config import AlgorithmConfig

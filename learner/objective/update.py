@@ -13,8 +13,8 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from headway.algorithms.kl import ESTIMATORS
 from headway.algorithms.metrics import summarize, summarize_by_lag
+from headway.algorithms.ratios import KL_ESTIMATORS
 from headway.algorithms.rewards import kl_shaped
 from headway.broker.schema import Group, Trajectory
 from headway.learner.algorithm_config import AlgorithmConfig
@@ -127,7 +127,7 @@ class Updater:
         self._masks_truncated = algorithm.mask_truncated
         self._kl = algorithm.kl
         is_in_reward = algorithm.kl.coefficient > 0 and algorithm.kl.place == "reward"
-        self._reward_kl = ESTIMATORS[algorithm.kl.kind] if reference and is_in_reward else None
+        self._reward_kl = KL_ESTIMATORS[algorithm.kl.kind] if reference and is_in_reward else None
         self._learner = learner
         self._prefix_sharing = prefix_sharing_of(learner)
         self._optimizer = optimizer

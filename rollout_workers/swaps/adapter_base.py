@@ -6,8 +6,8 @@ from headway.broker.errors import NoRoomError, WeightSyncError
 from headway.rollout_workers.engines.base import AdaptedEngine, Engine, attaches_memory, takes_adapters
 from headway.rollout_workers.engines.held import Held
 from headway.rollout_workers.outages import Outages
-from headway.weightsync.receive.deliveries import Delivery
-from headway.weightsync.receive.subscriber import Subscriber
+from headway.weightsync.deliveries import Delivery
+from headway.weightsync.subscriber import Subscriber
 
 from .tensors import refuse_other_tensors, tells_all
 

@@ -13,8 +13,8 @@ from headway.broker.schema import WeightVersion
 from headway.broker.schema.weights import WeightManifest
 from headway.rollout_workers.engines.base import Engine, rounding_of, takes_adapters
 from headway.rollout_workers.outages import Outages
-from headway.weightsync.receive.deliveries import Arriving, Delivery
-from headway.weightsync.receive.subscriber import Subscriber
+from headway.weightsync.deliveries import Delivery, StreamedDelivery
+from headway.weightsync.subscriber import Subscriber
 
 from .adapter_base import AdapterBase
 from .probes import refuse_other_logprobs, refuse_unused_adapter
@@ -141,7 +141,7 @@ class HeldWeights:
     def _lacks_weights(self) -> bool:
         return self._contents in ("nothing", "mixture")
 
-    async def _next_delivery(self) -> Delivery | Arriving:
+    async def _next_delivery(self) -> Delivery | StreamedDelivery:
         """Return the next delivery that may be loaded. Refused and failed deliveries are logged, and followed by a
         wait."""
         while True:
@@ -155,7 +155,7 @@ class HeldWeights:
             else:
                 return delivery
 
-    async def _delivery(self) -> Delivery | Arriving:
+    async def _delivery(self) -> Delivery | StreamedDelivery:
         """Return the next newer version, or the newest version of all as soon as the engine has lost the one that it
         held."""
         if self._lacks_weights():
@@ -171,11 +171,11 @@ class HeldWeights:
                 await asyncio.wait((newer,))
         return await self._subscriber.wait_for_version(None) if newer.cancelled() else newer.result()
 
-    def _turn(self, delivery: Delivery | Arriving) -> AbstractAsyncContextManager[bool]:
+    def _turn(self, delivery: Delivery | StreamedDelivery) -> AbstractAsyncContextManager[bool]:
         """Return the turn to hold while `delivery` is swapped in. No turn is needed if the engine has no weights, as
         the swap then interrupts no sample, nor if the version arrives in parts, as the learner then lets few members of
         its group receive at once."""
-        if self.usable is None or isinstance(delivery, Arriving):
+        if self.usable is None or isinstance(delivery, StreamedDelivery):
             return nullcontext(False)
         return self._turns.turn(lambda: self._subscriber.is_arriving)
 
@@ -184,7 +184,7 @@ class HeldWeights:
         if self.version is not None and version <= self.version and not is_again:
             raise VersionRegressionError(f"version {version} was delivered, but {self.version} is held; it was ignored")
 
-    async def _load_newest(self, delivery: Delivery | Arriving) -> Delivery | Arriving | None:
+    async def _load_newest(self, delivery: Delivery | StreamedDelivery) -> Delivery | StreamedDelivery | None:
         """Load `delivery`, or a newer version that came during the wait for a turn or for memory. Returns the loaded
         one, or None if it did not arrive as a whole."""
         while True:
@@ -199,7 +199,7 @@ class HeldWeights:
                 await asyncio.sleep(RETRY_S)
                 delivery = self._subscriber.newer() or delivery
 
-    async def _swap_in_parts(self, arriving: Arriving) -> bool:
+    async def _swap_in_parts(self, arriving: StreamedDelivery) -> bool:
         """Swap in a version as it arrives. If that fails halfway, the engine samples nothing until it has another
         version."""
         try:
@@ -226,7 +226,7 @@ class HeldWeights:
             return False
         return True
 
-    async def _load(self, delivery: Delivery | Arriving) -> bool:
+    async def _load(self, delivery: Delivery | StreamedDelivery) -> bool:
         """Swap and probe; a whole version that fails is swapped once more. Returns False if the version did not arrive.
         Raises NoRoomError if the engine is unchanged."""
         began_s = time.monotonic()
@@ -242,8 +242,8 @@ class HeldWeights:
             raise
         return True
 
-    async def _swap(self, delivery: Delivery | Arriving) -> bool:
-        if isinstance(delivery, Arriving):
+    async def _swap(self, delivery: Delivery | StreamedDelivery) -> bool:
+        if isinstance(delivery, StreamedDelivery):
             return await self._swap_in_parts(delivery)
         await self._swap_whole(delivery)
         return True

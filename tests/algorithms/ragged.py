@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from headway.algorithms.segments import spread
-from headway.algorithms.tokens import Tokens
+from headway.algorithms.tokens import Tokens, spread
 
 CASES = ("ragged", "empty", "one_token", "all_masked", "some_masked", "extreme")
 every_case = pytest.mark.parametrize("case", CASES)

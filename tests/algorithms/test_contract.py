@@ -12,12 +12,14 @@ import torch
 from headway.algorithms.advantages import ADVANTAGES
 from headway.algorithms.aggregation import AGGREGATIONS, pair_mean
 from headway.algorithms.corrections import CORRECTIONS, PAIR_CORRECTIONS
-from headway.algorithms.corrections.of_batch import OF_BATCH
-from headway.algorithms.kl import ESTIMATORS
+from headway.algorithms.corrections.masks import BATCH_STATISTICS
+from headway.algorithms.distillation import reverse_kl_distillation, sft, teacher_advantages, top_k_distillation
 from headway.algorithms.metrics import masked_mean, policy_gap, share, survival
 from headway.algorithms.objectives import OBJECTIVES
+from headway.algorithms.preferences import PREFERENCES, bradley_terry, kto, reference_point_sums
 from headway.algorithms.proximal import PROXIMAL
 from headway.algorithms.ratios import (
+    KL_ESTIMATORS,
     geometric_sequence_ratio,
     gspo_token_ratio,
     log_difference,
@@ -25,16 +27,17 @@ from headway.algorithms.ratios import (
     token_log_ratio,
     token_ratio,
 )
-from headway.algorithms.returns import at_turn_ends, gae, returns_to_go, turn_of_token, whiten, whitening_sums
+from headway.algorithms.returns import (
+    at_turn_ends,
+    clipped_value_loss,
+    gae,
+    returns_to_go,
+    turn_of_token,
+    whiten,
+    whitening_sums,
+)
 from headway.algorithms.rewards import at_last_trained, kl_shaped, kl_shaped_tokens, length_normalized, overlong_penalty
-from headway.algorithms.segments import lengths, segment_mean
-from headway.algorithms.supervised.distillation import reverse_kl_distillation, teacher_advantages, top_k_distillation
-from headway.algorithms.supervised.imitation import sft
-from headway.algorithms.supervised.preferences import PREFERENCES
-from headway.algorithms.supervised.scores import bradley_terry
-from headway.algorithms.supervised.unpaired import kto, reference_point_sums
-from headway.algorithms.supervised.values import clipped_value_loss
-from headway.algorithms.tokens import Tokens
+from headway.algorithms.tokens import Tokens, lengths, segment_mean
 from tests.algorithms.ragged import make
 from tests.algorithms.test_corrections import ACTIVE, ACTIVE_SEED
 
@@ -103,9 +106,12 @@ CALLS: dict[str, Call] = {
         for name, function in PAIR_CORRECTIONS.items()
     },
     "correction m2po alone": lambda g: CORRECTIONS["m2po"](g.current_T, g.tokens, budget=0.01),
-    **{f"of batch {name}": lambda g, f=one.sums: f(g.current_T, g.tokens) for name, one in OF_BATCH.items()},
+    **{f"of batch {name}": lambda g, f=one.sums: f(g.current_T, g.tokens) for name, one in BATCH_STATISTICS.items()},
     **{f"proximal {name}": lambda g, f=function: f(g.current_T, g.tokens) for name, function in PROXIMAL.items()},
-    **{f"kl {name}": lambda g, f=function: f(g.current_T, g.anchor_T, g.mask) for name, function in ESTIMATORS.items()},
+    **{
+        f"kl {name}": lambda g, f=function: f(g.current_T, g.anchor_T, g.mask)
+        for name, function in KL_ESTIMATORS.items()
+    },
     **{
         f"aggregation {name}": lambda g, f=function, o=options: f(g.mask, g.cu_seqlens, **COUNTS, **o)
         for name, function in AGGREGATIONS.items()

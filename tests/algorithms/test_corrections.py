@@ -8,8 +8,17 @@ import pytest
 import torch
 
 from headway.algorithms.corrections import CORRECTIONS, WEIGHTS
-from headway.algorithms.corrections.age import age_weight
-from headway.algorithms.corrections.importance import (
+from headway.algorithms.corrections.masks import (
+    geometric_sequence_mask,
+    kl_rejection,
+    m2po,
+    m2po_threshold,
+    opsm,
+    token_mask,
+    veto,
+)
+from headway.algorithms.corrections.weights import (
+    age_weight,
     decoupled,
     geometric_truncated_is,
     icepop,
@@ -18,8 +27,6 @@ from headway.algorithms.corrections.importance import (
     sequence_truncated_is,
     truncated_is,
 )
-from headway.algorithms.corrections.masks import geometric_sequence_mask, kl_rejection, opsm, token_mask, veto
-from headway.algorithms.corrections.second_moment import m2po, m2po_threshold
 from headway.algorithms.metrics import merge, summarize
 from headway.algorithms.ratios import token_log_ratio
 from headway.algorithms.tokens import Tokens

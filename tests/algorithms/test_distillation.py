@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from headway.algorithms.distillation import top_k_distillation
 from headway.algorithms.metrics import Metrics, summarize
-from headway.algorithms.supervised.distillation import top_k_distillation
 
 TOKENS, VOCABULARY = 9, 7
 SETTINGS: tuple[dict[str, Any], ...] = (

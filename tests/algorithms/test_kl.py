@@ -4,7 +4,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from headway.algorithms.kl import ESTIMATORS, k1, k2, k3
+from headway.algorithms.ratios import KL_ESTIMATORS, k1, k2, k3
 from tests.algorithms import oracles
 from tests.algorithms.ragged import Ragged, assert_same, every_case, make, stack
 
@@ -39,7 +39,7 @@ def test_k1_and_k3_have_the_kl_as_expectation() -> None:
 def test_as_an_on_policy_loss_k2_has_the_gradient_of_the_kl_and_k1_none() -> None:
     logits, reference = torch.tensor([0.5, -0.3, 0.1]), torch.tensor([0.2, 0.3, 0.5])
     gradients = {}
-    for name, estimator in ESTIMATORS.items():
+    for name, estimator in KL_ESTIMATORS.items():
         free = logits.clone().requires_grad_()
         logprobs = free.log_softmax(0)
         expectation = (logprobs.exp().detach() * estimator(logprobs, reference.log(), torch.ones(3))).sum()
@@ -51,7 +51,7 @@ def test_as_an_on_policy_loss_k2_has_the_gradient_of_the_kl_and_k1_none() -> Non
     torch.testing.assert_close(gradients["k1"], torch.zeros(3))
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS.values())
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS.values())
 def test_bfloat16_is_close(estimator: Callable[..., torch.Tensor]) -> None:
     batch = make("ragged")
     rough = estimator(batch.current_T.bfloat16(), batch.anchor_T.bfloat16(), batch.mask_T)

@@ -9,14 +9,16 @@ import pytest
 import torch
 
 from headway.algorithms.metrics import Metrics, merge, summarize
-from headway.algorithms.supervised.preferences import (
+from headway.algorithms.preferences import (
     PREFERENCES,
     REFERENCE_FREE,
+    kto,
     length_desensitized_dpo,
     orpo,
+    reference_point_of,
+    reference_point_sums,
     robust_dpo,
 )
-from headway.algorithms.supervised.unpaired import kto, reference_point_of, reference_point_sums
 from tests.algorithms import oracles
 from tests.algorithms.ragged import Ragged, assert_same, every_case, make, stack
 

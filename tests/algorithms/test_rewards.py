@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from headway.algorithms.kl import k1
+from headway.algorithms.ratios import k1
 from headway.algorithms.returns import returns_to_go
 from headway.algorithms.rewards import kl_shaped, kl_shaped_tokens, length_normalized, overlong_penalty
-from headway.algorithms.segments import segment_sum
+from headway.algorithms.tokens import segment_sum
 from tests.algorithms.ragged import Ragged, every_case, make
 
 

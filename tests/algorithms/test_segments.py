@@ -1,6 +1,6 @@
 import torch
 
-from headway.algorithms.segments import segment_mean, segment_sum, sequence_of_token, spread
+from headway.algorithms.tokens import segment_mean, segment_sum, sequence_of_token, spread
 from tests.algorithms.oracles import at_tokens
 from tests.algorithms.ragged import assert_same, every_case, make, stack
 

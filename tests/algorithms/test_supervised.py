@@ -6,11 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from headway.algorithms.distillation import reverse_kl_distillation, sft, teacher_advantages, top_k_distillation
 from headway.algorithms.metrics import Metrics, read, summarize
-from headway.algorithms.supervised.distillation import reverse_kl_distillation, teacher_advantages, top_k_distillation
-from headway.algorithms.supervised.imitation import sft
-from headway.algorithms.supervised.scores import bradley_terry
-from headway.algorithms.supervised.values import clipped_value_loss
+from headway.algorithms.preferences import bradley_terry
+from headway.algorithms.returns import clipped_value_loss
 from headway.algorithms.tokens import Tokens
 from tests.algorithms import oracles
 from tests.algorithms.ragged import Ragged, assert_same, every_case, make, stack

@@ -18,7 +18,7 @@ from headway.deploy.observe.page.watching import Watcher
 from headway.deploy.observe.status import status_json, status_tables
 from headway.deploy.run.events import HeartbeatEvent
 from headway.deploy.terminal import Terminal
-from headway.weightsync.publish.membership import eligible, still_missed
+from headway.weightsync.sender import eligible, still_missed
 
 from .runs import run_status, worker
 from .test_printing import is_harmless

@@ -113,7 +113,7 @@ async def test_an_engine_is_closed_first_and_its_error_does_not_hide_the_refusal
         raise HeadwayError("no traces")
 
     monkeypatch.setattr("headway.rollout_workers.model_files.fetch_model", fetched)
-    monkeypatch.setattr("headway.weightsync.receive.subscriber.Subscriber.close", close)
+    monkeypatch.setattr("headway.weightsync.subscriber.Subscriber.close", close)
     monkeypatch.setattr("headway.deploy.roles.worker.open_worker_engine", lambda *arguments: Engine(closed))
     if what == "tracing":
         monkeypatch.setattr("headway.deploy.observe.tracing.tracing_samples", untraced)

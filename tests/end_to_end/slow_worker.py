@@ -14,8 +14,8 @@ from headway.rollout_workers.engines.base import Chunk, GenerationRequest, Named
 from headway.rollout_workers.rewards.base import Score
 from headway.rollout_workers.worker import Worker
 from headway.weightsync.config import WeightsConfig
-from headway.weightsync.receive.deliveries import Delivery
-from headway.weightsync.tensors.landing import Landed
+from headway.weightsync.deliveries import Delivery
+from headway.weightsync.tensors.receive_buffers import BufferSet
 
 VERSION = WeightVersion(1, 0)
 PROMPT_TOKENS = [3, 1, 4]
@@ -67,7 +67,7 @@ class OneVersion:
     async def wait_for_version(self, current: WeightVersion | None) -> Delivery:
         if current is not None:
             await asyncio.Event().wait()
-        return Delivery(manifest(), Landed(()), may_be_reused=True)
+        return Delivery(manifest(), BufferSet(()), may_be_reused=True)
 
     def newer(self) -> None:
         """There is no other."""

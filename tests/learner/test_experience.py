@@ -34,7 +34,7 @@ from headway.learner.experience.stream import Experience
 from headway.learner.experience.waits import Wait
 from headway.learner.models.model import load_tokenizer
 from headway.weightsync.config import WeightsConfig
-from headway.weightsync.publish.publisher import Publisher
+from headway.weightsync.publisher import Publisher
 from headway.weightsync.tensors.fingerprint import fingerprint
 from tests.broker.scenario import trajectory
 from tests.deploy.runs import run_status

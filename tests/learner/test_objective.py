@@ -11,7 +11,7 @@ import torch
 
 from headway.algorithms.metrics import summarize, summarize_by_lag
 from headway.algorithms.presets import PRESETS
-from headway.algorithms.segments import spread
+from headway.algorithms.tokens import spread
 from headway.broker.errors import ConfigError, HeadwayError
 from headway.broker.schema import Group, Prompt, Trajectory, TrajectoryId
 from headway.learner.algorithm_config import AdvantageConfig, AlgorithmConfig, RewardShapingConfig

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from headway.algorithms.supervised.scores import bradley_terry
+from headway.algorithms.preferences import bradley_terry
 from headway.broker.errors import ConfigError
 from headway.learner.backends import open_backend
 from headway.learner.backends.base import ScoreBackend

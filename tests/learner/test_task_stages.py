@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 import tests.learner.preference_rank as preference_rank
-from headway.algorithms.supervised.preferences import dpo
+from headway.algorithms.preferences import dpo
 from headway.broker.errors import ConfigError
 from headway.learner.backends import open_backend
 from headway.learner.backends.base import Backend, Teacher

@@ -22,7 +22,7 @@ from headway.rollout_workers.rewards.base import Score
 from headway.rollout_workers.samples.taught import AskedTeacher
 from headway.rollout_workers.worker import FAREWELL_S, Worker
 from headway.weightsync.config import WeightsConfig
-from headway.weightsync.publish.publisher import PublishReport
+from headway.weightsync.publisher import PublishReport
 from headway.weightsync.tensors.fingerprint import fingerprint
 
 from .models import Architecture, forward_logprobs, make_model, named_tensors, save_config

@@ -12,9 +12,9 @@ from headway.broker.schema.weights import Probe, WeightManifest
 from headway.rollout_workers.engines.base import Check, Engine, NamedTensors
 from headway.rollout_workers.outages import Outages
 from headway.rollout_workers.swaps.adapter_base import AdapterBase
-from headway.weightsync.receive.deliveries import Delivery
-from headway.weightsync.receive.subscriber import Subscriber
-from headway.weightsync.tensors.landing import Landed
+from headway.weightsync.deliveries import Delivery
+from headway.weightsync.subscriber import Subscriber
+from headway.weightsync.tensors.receive_buffers import BufferSet
 from headway.weightsync.tensors.staging import stage
 
 
@@ -30,7 +30,7 @@ def base_of(value: float) -> Delivery:
         pull_token="",
         fingerprints=staged.fingerprints,
     )
-    return Delivery(manifest, Landed(staged.buckets), may_be_reused=False)
+    return Delivery(manifest, BufferSet(staged.buckets), may_be_reused=False)
 
 
 class Announced:

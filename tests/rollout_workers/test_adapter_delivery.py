@@ -23,8 +23,8 @@ from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.base import Check
 from headway.rollout_workers.worker import Worker
 from headway.weightsync.config import WeightsConfig
-from headway.weightsync.publish.publisher import Publisher, PublishReport
-from headway.weightsync.receive.subscriber import Subscriber
+from headway.weightsync.publisher import Publisher, PublishReport
+from headway.weightsync.subscriber import Subscriber
 from headway.weightsync.tensors import shared_memory
 
 from .adapters import RANK, SCALE, NamedTensors, adapter_delivery, base_tensors, make_adapter, merged
@@ -123,8 +123,8 @@ async def test_an_engine_loads_the_base_from_the_models_files_if_they_hold_it(
     if not is_right:
         tensors["model.layers.0.self_attn.q_proj.weight"].add_(1)
     save_file(tensors, tmp_path / "model" / "model.safetensors")
-    served, find = list[str](), run.publisher._pulls.find
-    run.publisher._pulls.find = lambda path: served.append(path) or find(path)  # type: ignore[func-returns-value, method-assign]
+    served, find = list[str](), run.publisher._pull_server.find
+    run.publisher._pull_server.find = lambda path: served.append(path) or find(path)  # type: ignore[func-returns-value, method-assign]
     are_mapped = list[bool]()
 
     async def noted(tensors: NamedTensors, *, check: Check | None) -> None:
@@ -148,14 +148,14 @@ async def test_an_engine_loads_the_base_from_the_models_files_if_they_hold_it(
 
 @pytest.mark.parametrize("run", ["embedded"], indirect=True)
 async def test_a_base_whose_pulls_fail_lies_in_memory_once(run: AdapterRun, brokers: tuple[Broker, Broker]) -> None:
-    failures, find = 3, run.publisher._pulls.find
+    failures, find = 3, run.publisher._pull_server.find
 
     def failing(path: str) -> Any:
         nonlocal failures
         failures -= 1
         return find(path) if failures < 0 else None
 
-    run.publisher._pulls.find = failing  # type: ignore[method-assign]
+    run.publisher._pull_server.find = failing  # type: ignore[method-assign]
     await run.publish(0)
     subscriber = Subscriber(brokers[1], "worker-2", WeightsConfig(poll_s=0.05))
     before = set(shared_memory._attachable)

@@ -19,7 +19,7 @@ from headway.rollout_workers.engines.held import Held
 from headway.rollout_workers.engines.placing import held_rows
 from headway.rollout_workers.engines.placing.direct_loading import DirectLoading
 from headway.rollout_workers.swaps.tensors import refuse_other_tensors, tells_all
-from headway.weightsync.deadline import Deadline
+from headway.weightsync.limits import Deadline
 from headway.weightsync.tensors.buckets import views
 from headway.weightsync.tensors.deltas import encode, patch
 from headway.weightsync.tensors.fingerprint import fingerprint

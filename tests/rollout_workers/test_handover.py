@@ -4,7 +4,7 @@ import torch
 
 from headway.rollout_workers.engines.placing.loading import one_by_one
 from headway.rollout_workers.engines.placing.shared_tensors import Handover, Mapped
-from headway.weightsync.tensors.landing import attachable_buckets
+from headway.weightsync.tensors.receive_buffers import attachable_buckets
 
 EXPERTS = "layers.0.experts"
 

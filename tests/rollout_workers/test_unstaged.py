@@ -17,11 +17,11 @@ from headway.broker.schema import Trajectory, WeightVersion
 from headway.broker.server.embedded import EmbeddedServer
 from headway.rollout_workers.engines.base import Parts
 from headway.rollout_workers.worker import Worker
+from headway.weightsync import publisher as publisher_module
 from headway.weightsync.config import WeightsConfig
-from headway.weightsync.publish import publisher as publisher_module
-from headway.weightsync.publish.publisher import Publisher, PublishReport, _on_the_wire
-from headway.weightsync.receive.subscriber import Subscriber
-from headway.weightsync.tensors.gathering import Gathering
+from headway.weightsync.publisher import Publisher, PublishReport, _on_the_wire
+from headway.weightsync.subscriber import Subscriber
+from headway.weightsync.tensors.staging import Gathering
 
 from .loop import LONG, Learner, delivery, make_engine, make_worker, running, until
 from .models import make_model
@@ -131,7 +131,7 @@ async def test_an_engine_that_was_left_in_the_middle_samples_nothing_until_it_is
 ) -> None:
     worker, _, subscriber = member(brokers[1], tmp_path)
     may_pull = threading.Event()
-    pull = subscriber._pulls._puller.pull
+    pull = subscriber._background_puller._puller.pull
 
     def pull_when_allowed(*arguments: Any) -> Any:
         may_pull.wait(60)
@@ -148,7 +148,7 @@ async def test_an_engine_that_was_left_in_the_middle_samples_nothing_until_it_is
         await learner.publish_to("worker-1")
         before = learner.version
         await until(lambda: is_held(worker, before) and worker.info().active > 0)
-        monkeypatch.setattr(subscriber._pulls._puller, "pull", pull_when_allowed)
+        monkeypatch.setattr(subscriber._background_puller._puller, "pull", pull_when_allowed)
         with monkeypatch.context() as patched:
             patched.setattr(publisher_module, "_on_the_wire", cut_off)
             # On a busy machine its heartbeat may have lapsed, and the first versions are sent to no worker.

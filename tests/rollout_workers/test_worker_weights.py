@@ -21,8 +21,8 @@ from headway.rollout_workers.engines.placing.shared_tensors import Handover
 from headway.rollout_workers.swaps import weights
 from headway.rollout_workers.swaps.probes import refuse_other_logprobs
 from headway.weightsync.config import WeightsConfig
-from headway.weightsync.publish.publisher import Publisher, PublishReport
-from headway.weightsync.receive.subscriber import Subscriber
+from headway.weightsync.publisher import Publisher, PublishReport
+from headway.weightsync.subscriber import Subscriber
 from tests.full_disk import no_files_over
 
 from .loop import (

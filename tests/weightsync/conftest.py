@@ -18,11 +18,11 @@ from headway.broker.owner import Owner
 from headway.broker.schema import RunRules, WeightVersion
 from headway.broker.schema.weights import Probe, WeightManifest
 from headway.weightsync.config import WeightsConfig
-from headway.weightsync.publish.publisher import Publisher, PublishReport
-from headway.weightsync.receive.deliveries import Delivery
-from headway.weightsync.receive.subscriber import Subscriber
-from headway.weightsync.transports.http.requests import Found
-from headway.weightsync.transports.rendezvous import Board
+from headway.weightsync.deliveries import Delivery
+from headway.weightsync.publisher import Publisher, PublishReport
+from headway.weightsync.subscriber import Subscriber
+from headway.weightsync.transports.http.connections import Content
+from headway.weightsync.transports.rendezvous import BlockingStore
 from tests.weightsync import worker_process
 from tests.weightsync.interruptions import Interruptions
 from tests.weightsync.processes import ForkedProcess
@@ -104,14 +104,14 @@ class Learner:
 
 def served_bytes(learner: Learner) -> list[int]:
     """Return a list that gets the size of each answer of this learner from now on."""
-    find, sizes = learner.publisher._pulls.find, list[int]()
+    find, sizes = learner.publisher._pull_server.find, list[int]()
 
-    def noted(path: str) -> Found | None:
+    def noted(path: str) -> Content | None:
         found = find(path)
         sizes.append(0 if found is None else len(found.data))
         return found
 
-    learner.publisher._pulls.find = noted  # type: ignore[method-assign]
+    learner.publisher._pull_server.find = noted  # type: ignore[method-assign]
     return sizes
 
 
@@ -206,12 +206,12 @@ async def announced(broker: Broker) -> WeightManifest:
 
 
 @pytest.fixture
-def board(blocking: BlockingBroker) -> Board:
-    """Return a board for both ends of a group, in threads of the test: the learner's, and that of the living worker
+def blocking_store(blocking: BlockingBroker) -> BlockingStore:
+    """Return a store for both ends of a group, in threads of the test: the learner's, and that of the living worker
     `w`."""
     claim(blocking)
     blocking.call(blocking.broker.status.heartbeat(worker_info("w", None, 0), HEARTBEAT_TTL_S))
-    return Board(blocking.call, blocking.broker.meetings)
+    return BlockingStore(blocking.call, blocking.broker.meetings)
 
 
 @pytest.fixture

@@ -12,13 +12,12 @@ import torch
 
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.weights import WeightManifest
-from headway.weightsync.deadline import Deadline
-from headway.weightsync.publish import publisher
-from headway.weightsync.publish.publisher import _on_the_wire
-from headway.weightsync.publish.sender import Sender, Wire
-from headway.weightsync.receive import receiver
-from headway.weightsync.receive.receiver import JoinedGroup
-from headway.weightsync.tensors.gathering import Gathering
+from headway.weightsync import publisher, receiver
+from headway.weightsync.limits import Deadline
+from headway.weightsync.publisher import _on_the_wire
+from headway.weightsync.receiver import GroupMembership
+from headway.weightsync.sender import Sender, Wire
+from headway.weightsync.tensors.staging import Gathering
 from headway.weightsync.transports.base import BroadcastGroupTransport
 
 
@@ -42,7 +41,7 @@ def interrupt_receiving(interruptions: Interruptions) -> None:
     When all buckets have passed, it has not acknowledged the version yet.
     """
 
-    class Interrupted(JoinedGroup):
+    class Interrupted(GroupMembership):
         _counted: _Counted | None = None
 
         def _receive_into(self, buckets: Any, device: Any, offer: WeightManifest, *how: Any) -> WeightManifest:
@@ -58,7 +57,7 @@ def interrupt_receiving(interruptions: Interruptions) -> None:
                 self._counted.interrupt()
             super()._acknowledge(version, failure)
 
-    receiver.JoinedGroup = Interrupted  # type: ignore[misc]
+    receiver.GroupMembership = Interrupted  # type: ignore[misc]
 
 
 def interrupt_sending(interruptions: Interruptions) -> None:

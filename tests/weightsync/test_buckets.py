@@ -14,9 +14,8 @@ from headway.broker.schema import WeightVersion
 from headway.broker.schema.weights import Probe, TensorSpec, WeightManifest
 from headway.weightsync.tensors.buckets import ALIGNMENT, check_manifest, verify, views
 from headway.weightsync.tensors.fingerprint import fingerprint
-from headway.weightsync.tensors.gathering import OtherTensorsError, Staging
-from headway.weightsync.tensors.landing import Landing
-from headway.weightsync.tensors.staging import StagedWeights, stage
+from headway.weightsync.tensors.receive_buffers import BufferPool
+from headway.weightsync.tensors.staging import OtherTensorsError, StagedWeights, Staging, stage
 
 BUCKET_BYTES = 4096
 
@@ -240,7 +239,7 @@ def test_tensors_that_fail_to_come_are_no_version() -> None:
 
 
 def test_memory_that_was_given_back_is_used_again() -> None:
-    landing = Landing(torch.device("cpu"))
+    landing = BufferPool(torch.device("cpu"))
     first, second = landing.take((256, 512)), landing.take((256, 512))
     assert first is not second
     landing.give_back(first)
@@ -256,4 +255,4 @@ def test_memory_that_was_given_back_is_used_again() -> None:
 
 def test_no_room_is_said_with_a_remedy() -> None:
     with pytest.raises(WeightSyncError, match=r"no memory on cpu for 4611686018427387904 bytes.*weights\.staging=host"):
-        Landing(torch.device("cpu")).take((1 << 62,))
+        BufferPool(torch.device("cpu")).take((1 << 62,))

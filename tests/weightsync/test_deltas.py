@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 
 from headway.broker.errors import WeightSyncError
 from headway.broker.schema import WeightVersion
-from headway.weightsync.deadline import Deadline
-from headway.weightsync.tensors import chain, deltas
+from headway.weightsync.limits import Deadline
+from headway.weightsync.tensors import deltas
 from headway.weightsync.tensors.buckets import DTYPES
-from headway.weightsync.tensors.chain import Delta, DeltaChain
-from headway.weightsync.tensors.deltas import by_bucket, encode, patch
+from headway.weightsync.tensors.deltas import Delta, DeltaChain, by_bucket, encode, patch
 from headway.weightsync.tensors.staging import StagedWeights, stage
 
 FOREVER = Deadline(math.inf)
@@ -260,5 +259,5 @@ def test_other_tensors_and_a_deadline_that_is_missed_begin_a_chain_anew(monkeypa
     assert growing.extended(V[1], b, Deadline(0.0)) == ()
     growing.advance(V[1], b, ())
     assert len(growing.extended(V[2], c, FOREVER)) == 1
-    monkeypatch.setattr(chain, "encode", lambda *_: None)
+    monkeypatch.setattr(deltas, "encode", lambda *_: None)
     assert growing.extended(V[2], c, FOREVER) == ()

@@ -18,7 +18,7 @@ from headway.broker import Broker
 from headway.broker.errors import NoRoomError
 from headway.broker.schema import WeightVersion
 from headway.weightsync.config import WeightsConfig
-from headway.weightsync.tensors.landing import Landed
+from headway.weightsync.tensors.receive_buffers import BufferSet
 from tests.full_disk import no_files_over
 from tests.weightsync.conftest import (
     CONFIG,
@@ -268,7 +268,7 @@ async def test_a_member_without_memory_keeps_nobody_waiting(
     learner, worker = patient_learner, start_inside("w", SMALL)
     await pull_then_receive(learner, worker)
 
-    def no_room(_: Sequence[int]) -> Landed:
+    def no_room(_: Sequence[int]) -> BufferSet:
         monkeypatch.undo()
         raise NoRoomError("no memory here")
 

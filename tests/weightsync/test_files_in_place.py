@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from headway.broker.errors import WeightSyncError
-from headway.weightsync.deadline import Deadline
-from headway.weightsync.receive.files_in_place import base_in_files, verify_base
+from headway.weightsync.limits import Deadline
+from headway.weightsync.model_files import base_in_files, verify_base
 from headway.weightsync.tensors.shared_memory import handle_of
 
 from .test_model_files import Tensors, Told, trained

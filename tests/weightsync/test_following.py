@@ -13,12 +13,12 @@ from headway.broker import Broker
 from headway.broker.errors import WeightSyncError
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.weights import WeightManifest
-from headway.weightsync.deadline import Deadline
-from headway.weightsync.receive.puller import Pulled, Puller
-from headway.weightsync.tensors import chain
+from headway.weightsync.limits import Deadline
+from headway.weightsync.puller import Puller, PullResult
+from headway.weightsync.tensors import deltas as deltas_module
 from headway.weightsync.tensors.buckets import views
 from headway.weightsync.tensors.staging import stage
-from headway.weightsync.transports.http.pull import HttpPull
+from headway.weightsync.transports.http.client import HttpPull
 from tests.weightsync.conftest import (
     CONFIG,
     TIMEOUT_S,
@@ -48,7 +48,7 @@ class Follower:
         self.nbytes = 0
         """The bytes that the last pull got from the learner."""
 
-    async def pull(self) -> Pulled:
+    async def pull(self) -> PullResult:
         """Pull the announced version, and assert that its tensors are right."""
         manifest = await announced(self._broker)
         self._served.clear()
@@ -115,7 +115,7 @@ async def test_the_group_has_its_buckets_before_deltas_are_encoded(
 ) -> None:
     await start_inside("near").next()
     order: list[str] = []
-    for owner, name in ((learner.publisher._sender, "send"), (chain, "encode")):
+    for owner, name in ((learner.publisher._sender, "send"), (deltas_module, "encode")):
         _note_calls(monkeypatch, owner, name, order)
     assert (await asyncio.to_thread(learner.publish)).members == ("near",)
     assert order == ["send", "encode"]
@@ -132,7 +132,7 @@ def _note_calls(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, order
 
 
 async def test_deltas_are_served_by_the_time_they_are_announced(learner: Learner, follower: Follower) -> None:
-    learner.publisher._pulls.keep_only = lambda *_: None  # type: ignore[method-assign]  # it follows the announcement
+    learner.publisher._pull_server.keep_only = lambda *_: None  # type: ignore[method-assign]  # it follows the announcement
     await publish(learner)
     assert (await follower.pull()).deltas == 1
 
@@ -179,7 +179,7 @@ async def test_a_delta_that_was_not_ready_in_time_is_left_out(
     def late(*_: object) -> None:
         raise WeightSyncError("not done within 2 s")
 
-    monkeypatch.setattr(chain, "encode", late)
+    monkeypatch.setattr(deltas_module, "encode", late)
     await publish(learner)
     assert (await announced(broker)).deltas == ()
     assert (await follower.pull()).deltas == 0
@@ -210,7 +210,7 @@ async def test_a_damaged_delta_falls_back_to_the_whole_version(
 
 def _damage_next_delta(learner: Learner) -> threading.Event:
     """Flip one bit of the next delta, on the way into the server."""
-    pulls, damaged = learner.publisher._pulls, threading.Event()
+    pulls, damaged = learner.publisher._pull_server, threading.Event()
     serve_deltas, keep_only = pulls.serve_deltas, pulls.keep_only
 
     def spoil(deltas: dict[WeightVersion, bytes]) -> dict[WeightVersion, bytes]:

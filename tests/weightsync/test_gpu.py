@@ -13,10 +13,9 @@ import torch
 from benchmarks.gpus import gpu_names
 from headway.weightsync.tensors.buckets import fingerprints
 from headway.weightsync.tensors.fingerprint import MatrixParts, fingerprint, fingerprint_parts
-from headway.weightsync.tensors.gathering import Staging
 from headway.weightsync.tensors.shared_memory import gpu_handle
-from headway.weightsync.tensors.staging import stage
-from headway.weightsync.transports.http.served import ServedVersion
+from headway.weightsync.tensors.staging import Staging, stage
+from headway.weightsync.transports.http.server import ServedVersion
 
 from .conftest import ON_GPUS
 from .test_buckets import awkward_tensors

@@ -2,18 +2,18 @@
 
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.weights import Probe, WeightManifest
-from headway.weightsync.receive.deliveries import Delivery
-from headway.weightsync.receive.inbox import Inbox
-from headway.weightsync.tensors.landing import Landed, Landing
+from headway.weightsync.deliveries import Delivery
+from headway.weightsync.subscriber import Inbox
+from headway.weightsync.tensors.receive_buffers import BufferPool, BufferSet
 
 V1, V2, V3 = (WeightVersion(1, step) for step in (1, 2, 3))
 
 
-class NotedLanding(Landing):
+class NotedLanding(BufferPool):
     def __init__(self) -> None:
-        self.given_back: list[Landed] = []
+        self.given_back: list[BufferSet] = []
 
-    def give_back(self, landed: Landed) -> None:
+    def give_back(self, landed: BufferSet) -> None:
         self.given_back.append(landed)
 
 
@@ -22,7 +22,7 @@ def delivery(version: WeightVersion, *, may_be_reused: bool = True) -> Delivery:
     manifest = WeightManifest(
         version=version, tensors=(), buckets=(), probe=probe, group_epoch=0, pull_url="", pull_token=""
     )
-    return Delivery(manifest, Landed(()), may_be_reused)
+    return Delivery(manifest, BufferSet(()), may_be_reused)
 
 
 def test_a_newer_version_replaces_what_waits_and_an_older_one_is_refused() -> None:

@@ -6,7 +6,7 @@ import msgspec
 
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.processes import WorkerInfo
-from headway.weightsync.publish.membership import Member, eligible, follows_by_pull, still_missed
+from headway.weightsync.sender import Member, eligible, follows_by_pull, still_missed
 from tests.weightsync.worker_process import worker_info
 
 V1, V2 = WeightVersion(1, 1), WeightVersion(1, 2)

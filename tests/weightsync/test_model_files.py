@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from headway.broker.errors import WeightSyncError
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.weights import DeltaSpec, Probe, WeightManifest
-from headway.weightsync.deadline import Deadline
-from headway.weightsync.receive import model_files
-from headway.weightsync.receive.model_files import FilesPull
+from headway.weightsync import model_files
+from headway.weightsync.limits import Deadline
+from headway.weightsync.model_files import FilesPull
 from headway.weightsync.tensors.buckets import allocate, verify, views
 from headway.weightsync.tensors.staging import stage
 

@@ -9,7 +9,7 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch's stubs do not re-export it
 
 from headway.broker.errors import WeightSyncError
-from headway.weightsync.deadline import Deadline
+from headway.weightsync.limits import Deadline
 from headway.weightsync.transports import collective
 from headway.weightsync.transports.collective import ProcessGroupTransport
 

@@ -7,8 +7,8 @@ import torch
 
 from headway.broker.errors import WeightSyncError
 from headway.broker.schema import WeightVersion
-from headway.weightsync.deadline import Deadline
-from headway.weightsync.transports.pipeline import empty_seal, pipelined, seal, unsealed
+from headway.weightsync.limits import Deadline
+from headway.weightsync.transports.broadcast import empty_seal, pipelined, seal, unsealed
 
 
 class Noting:

@@ -17,12 +17,11 @@ import torch
 from msgspec.structs import replace
 
 from headway.broker.errors import WeightSyncError
-from headway.weightsync.transports.addresses import learner_address
-from headway.weightsync.transports.http import requests
+from headway.weightsync.transports.addresses import allow_many_files, learner_address, listen
+from headway.weightsync.transports.http import connections
 from headway.weightsync.transports.http.certificate import new_identity, trusting
-from headway.weightsync.transports.http.pull_server import PullServer
-from headway.weightsync.transports.http.visits import STRANGERS
-from headway.weightsync.transports.listening import allow_many_files, listen
+from headway.weightsync.transports.http.connections import MAX_UNAUTHENTICATED
+from headway.weightsync.transports.http.server import PullServer
 from tests.weightsync.conftest import CONFIG, InProcessWorker, Learner, pull_then_receive
 from tests.weightsync.test_transports import DATA, LOCAL, V0, listening, manifest, pull, until
 
@@ -95,7 +94,7 @@ def test_who_connects_and_says_nothing_of_use_keeps_nobody_out(pulls: PullServer
         for _ in range(idle):
             open_ones.enter_context(connect(pulls, says))
         assert_pulled(pulls)
-        until(lambda: kept_by(pulls) <= 4 * STRANGERS + 1)
+        until(lambda: kept_by(pulls) <= 4 * MAX_UNAUTHENTICATED + 1)
         assert threading.active_count() == before
 
 
@@ -132,18 +131,18 @@ def test_who_does_not_read_costs_no_thread_and_keeps_nobody_out(pulls: PullServe
     with ExitStack() as open_ones:
         for _ in range(200):
             open_ones.enter_context(connect(pulls, GET))
-        until(lambda: pulls._requests.answered == 200)
+        until(lambda: pulls._responder.answered == 200)
         assert_pulled(pulls)
         assert threading.active_count() == before
-    until(lambda: pulls._requests.answered == 0)
+    until(lambda: pulls._responder.answered == 0)
 
 
 def test_more_than_there_is_room_for_are_asked_to_come_again(
     pulls: PullServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(requests, "MOST", 5)
+    monkeypatch.setattr(connections, "MOST", 5)
     readers = [connect(pulls, GET) for _ in range(5)]
-    until(lambda: pulls._requests.answered == 5)
+    until(lambda: pulls._responder.answered == 5)
     with connect(pulls, GET) as late:
         answer = late.recv(1000)
         assert answer.startswith(b"HTTP/1.1 503 ")
@@ -194,7 +193,7 @@ def test_whoever_does_not_show_the_learners_certificate_is_not_told_the_secret(k
         WeightSyncError, match="does not show the learner's certificate" if knows != "none" else "failed"
     ):
         pull(promised)
-    assert impostor._requests.answered == 0
+    assert impostor._responder.answered == 0
     impostor.close()
 
 
@@ -288,5 +287,5 @@ async def test_versions_reach_members_and_newcomers_beside_idle_connections_to_e
         assert (report.members, report.failed) == (("w",), "")
         assert await worker.next() == learner.version
         assert await start_inside("newcomer").next() == learner.version
-        assert kept_by(learner.publisher._pulls) <= 4 * STRANGERS + 4
+        assert kept_by(learner.publisher._pull_server) <= 4 * MAX_UNAUTHENTICATED + 4
     await asyncio.to_thread(learner.close)

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from headway.broker.errors import WeightSyncError
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.weights import DeltaSpec, Probe, WeightManifest
-from headway.weightsync.deadline import Deadline
-from headway.weightsync.receive.puller import Pulled, Puller
+from headway.weightsync.limits import Deadline
+from headway.weightsync.puller import Puller, PullResult
 from headway.weightsync.tensors.buckets import digest_bytes
 from headway.weightsync.tensors.deltas import encode
 from headway.weightsync.tensors.staging import StagedWeights, stage
@@ -86,7 +86,7 @@ class Line:
         return DeltaSpec(WeightVersion(1, step - 1), WeightVersion(1, step), len(data), digest_bytes(data))
 
 
-def pull(line: Line, puller: Puller, manifest: WeightManifest) -> tuple[Pulled, list[str]]:
+def pull(line: Line, puller: Puller, manifest: WeightManifest) -> tuple[PullResult, list[str]]:
     """Pull, assert that the tensors are right, and return them with the requests that it took."""
     line.asked = []
     pulled = puller.pull(manifest, FOREVER)

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.weights import WeightManifest
-from headway.weightsync.deadline import Deadline
-from headway.weightsync.receive.deliveries import Delivery
+from headway.weightsync.deliveries import Delivery
+from headway.weightsync.limits import Deadline
 from tests.weightsync.conftest import CONFIG, PATIENCE_S, InProcessWorker, Learner, pull_then_receive
 
 StartInside = Callable[[str], InProcessWorker]
@@ -31,7 +31,7 @@ async def pulling_again(
 ) -> None:
     """Bring a group's member to the point where its engine has lost the version and is to pull it by `pull`."""
     await pull_then_receive(learner, worker)
-    monkeypatch.setattr(worker.subscriber._pulls._puller, "pull", pull)
+    monkeypatch.setattr(worker.subscriber._background_puller._puller, "pull", pull)
     worker.version = None
 
 
@@ -70,7 +70,7 @@ async def test_a_pull_that_hangs_holds_up_no_broadcast_and_is_not_joined_by_anot
     learner: Learner, start_inside: StartInside, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = start_inside("w")
-    puller = worker.subscriber._pulls._puller
+    puller = worker.subscriber._background_puller._puller
     pull, hangs, may_end, under_way = puller.pull, threading.Event(), threading.Event(), list[int]()
 
     def pull_late(*arguments: Any) -> Any:

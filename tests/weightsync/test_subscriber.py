@@ -13,7 +13,7 @@ from headway.broker import Broker
 from headway.broker.errors import BrokerUnavailableError, FencedError, VersionRegressionError
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.weights import BroadcastGroup, Probe, WeightManifest
-from headway.weightsync.receive import puller
+from headway.weightsync import puller
 from tests.weightsync.conftest import CONFIG, InProcessWorker, Learner, pull_then_receive, served_bytes, weights
 from tests.weightsync.interruptions import damaged_bucket
 from tests.weightsync.worker_process import HEARTBEAT_TTL_S, worker_info
@@ -144,7 +144,7 @@ async def test_a_superseded_version_is_looked_up_again(
 
 async def test_damaged_bytes_are_never_delivered(learner: Learner, start_inside: StartInside) -> None:
     await asyncio.to_thread(learner.publish)
-    found = learner.publisher._pulls.find("/1/0/1")
+    found = learner.publisher._pull_server.find("/1/0/1")
     assert found is not None
     found.data[5] ^= 64
     worker = start_inside("w")

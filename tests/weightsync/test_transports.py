@@ -23,22 +23,20 @@ from headway.broker.schema import WeightVersion
 from headway.broker.schema.weights import BroadcastGroup, Probe, WeightManifest
 from headway.broker.user_code.roots import ImportRoots
 from headway.weightsync.config import WeightsConfig
-from headway.weightsync.deadline import Deadline
-from headway.weightsync.publish.sender import Sender
-from headway.weightsync.receive.puller import Puller
-from headway.weightsync.receive.receiver import join
-from headway.weightsync.tensors.landing import Landing
+from headway.weightsync.limits import Deadline
+from headway.weightsync.puller import Puller
+from headway.weightsync.receiver import join
+from headway.weightsync.sender import Sender
+from headway.weightsync.tensors.receive_buffers import BufferPool
 from headway.weightsync.tensors.staging import stage
 from headway.weightsync.transports.abilities import abilities_of
-from headway.weightsync.transports.addresses import learner_address
+from headway.weightsync.transports.addresses import learner_address, listen
 from headway.weightsync.transports.base import BroadcastGroupTransport, SupersededError
-from headway.weightsync.transports.forming import check_transport, form_group
-from headway.weightsync.transports.http import served
-from headway.weightsync.transports.http.pull import HttpPull
-from headway.weightsync.transports.http.pull_server import PullServer
-from headway.weightsync.transports.listening import listen
-from headway.weightsync.transports.pipeline import seal
-from headway.weightsync.transports.rendezvous import Board, Rendezvous
+from headway.weightsync.transports.broadcast import check_transport, form_group, seal
+from headway.weightsync.transports.http import server
+from headway.weightsync.transports.http.client import HttpPull
+from headway.weightsync.transports.http.server import PullServer
+from headway.weightsync.transports.rendezvous import BlockingStore, Rendezvous
 from tests import plugged
 from tests.weightsync.conftest import TIMEOUT_S
 from tests.weightsync.worker_process import worker_info
@@ -91,7 +89,7 @@ def manifest(version: WeightVersion, url: str = "") -> WeightManifest:
 
 
 def broadcast(
-    board: Board,
+    blocking_store: BlockingStore,
     sent: tuple[torch.Tensor, ...],
     promised: WeightManifest,
     transport: str = "gloo",
@@ -110,10 +108,10 @@ def broadcast(
 
     def receive() -> object:
         put.wait()
-        joined = join(board, "w", groups[0], threading.Event())
+        joined = join(blocking_store, "w", groups[0], threading.Event())
         assert joined is not None
         try:
-            manifest, landed = joined.receive(replace(promised, fingerprints=()), Landing(CPU), threading.Event())
+            manifest, landed = joined.receive(replace(promised, fingerprints=()), BufferPool(CPU), threading.Event())
             assert manifest == promised
             return landed.buckets
         except WeightSyncError as error:
@@ -122,7 +120,7 @@ def broadcast(
             joined.close()
 
     config = WeightsConfig(transport=transport, broadcast_timeout_s=TIMEOUT_S)
-    sender = Sender(board, 1, 0, LOCAL, config, put_group)
+    sender = Sender(blocking_store, 1, 0, LOCAL, config, put_group)
     with ThreadPoolExecutor(1) as threads:
         received = threads.submit(receive)
         assert sender.prepare(lambda: [worker_info("w", V0, 0)], promised.version) == (1, "")
@@ -135,83 +133,83 @@ def broadcast(
 
 @pytest.mark.parametrize("transport", ["gloo", "ipc", plugged.TRANSPORT])
 @pytest.mark.usefixtures("outside")
-def test_bytes_arrive_without_a_default_group(board: Board, transport: str) -> None:
+def test_bytes_arrive_without_a_default_group(blocking_store: BlockingStore, transport: str) -> None:
     assert not torch.distributed.is_initialized()
-    got, report = broadcast(board, DATA, manifest(V1), transport)
+    got, report = broadcast(blocking_store, DATA, manifest(V1), transport)
     assert isinstance(got, tuple)
     assert all(torch.equal(a, b) for a, b in zip(got, DATA, strict=True))
     assert report == (("w",), "")
 
 
-def test_bytes_arrive_beside_a_default_group(board: Board, tmp_path: Path) -> None:
+def test_bytes_arrive_beside_a_default_group(blocking_store: BlockingStore, tmp_path: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        _, report = broadcast(board, DATA, manifest(V1))
+        _, report = broadcast(blocking_store, DATA, manifest(V1))
         assert report == (("w",), "")
         torch.distributed.barrier()
     finally:
         torch.distributed.destroy_process_group()
 
 
-def test_damage_on_the_way_is_found_and_told(board: Board) -> None:
+def test_damage_on_the_way_is_found_and_told(blocking_store: BlockingStore) -> None:
     damaged = (DATA[0].clone(), DATA[1])
     damaged[0][4_999_999] = 7
-    got, (reached, failed) = broadcast(board, damaged, manifest(V1))
+    got, (reached, failed) = broadcast(blocking_store, damaged, manifest(V1))
     assert isinstance(got, str)
     assert "a in bucket 0 arrived damaged" in got
     assert reached == ()
     assert "w (a in bucket 0 arrived damaged" in failed
 
 
-def test_the_fingerprints_of_another_version_are_refused(board: Board) -> None:
-    got, (reached, _) = broadcast(board, DATA, manifest(V1), sealed_as=V0)
+def test_the_fingerprints_of_another_version_are_refused(blocking_store: BlockingStore) -> None:
+    got, (reached, _) = broadcast(blocking_store, DATA, manifest(V1), sealed_as=V0)
     assert got == f"version {V0} arrived where {V1} was offered"
     assert reached == ()
 
 
 @pytest.mark.parametrize("transport", ["gloo", "ipc", plugged.TRANSPORT])
 @pytest.mark.usefixtures("outside")
-def test_a_member_that_never_comes_ends_with_the_deadline(board: Board, transport: str) -> None:
+def test_a_member_that_never_comes_ends_with_the_deadline(blocking_store: BlockingStore, transport: str) -> None:
     for rank in range(2):
         of_kind = replace(group(rank), transport=transport)
-        Rendezvous(board, of_kind).open()
-        store = Rendezvous(board, of_kind, WHO[rank]).store_of(0)
+        Rendezvous(blocking_store, of_kind).open()
+        store = Rendezvous(blocking_store, of_kind, WHO[rank]).store_of(0)
         with pytest.raises(WeightSyncError, match=r"0\.3 s"):
             form_group(transport, store, rank, 2, LOCAL, Deadline(0.3))
 
 
-def test_an_epoch_admits_each_name_once_and_nobody_after_its_end(board: Board) -> None:
-    assert join(board, "w", group(), threading.Event()) is None  # no sender has opened it
-    host = Rendezvous(board, group())
+def test_an_epoch_admits_each_name_once_and_nobody_after_its_end(blocking_store: BlockingStore) -> None:
+    assert join(blocking_store, "w", group(), threading.Event()) is None  # no sender has opened it
+    host = Rendezvous(blocking_store, group())
     host.open()
     assert host.await_members(["w"], Deadline(0.05)) == ("w",)
     host.decide(stands=False)
-    assert join(board, "w", group(), threading.Event()) is None  # late: the answer is that the epoch is void
-    Rendezvous(board, group(2)).open()
-    guest = Rendezvous(board, group(2), "w")
-    assert not Rendezvous(board, group(2), "another").check_in()
+    assert join(blocking_store, "w", group(), threading.Event()) is None  # late: the answer is that the epoch is void
+    Rendezvous(blocking_store, group(2)).open()
+    guest = Rendezvous(blocking_store, group(2), "w")
+    assert not Rendezvous(blocking_store, group(2), "another").check_in()
     assert guest.check_in()
     assert not guest.check_in()
-    assert join(board, "w", group(2), threading.Event()) is None
-    Rendezvous(board, group(2)).end()
+    assert join(blocking_store, "w", group(2), threading.Event()) is None
+    Rendezvous(blocking_store, group(2)).end()
     assert not guest.check_in()
 
 
-def test_what_the_learner_has_said_no_member_says_otherwise(board: Board) -> None:
-    host, guest = (Rendezvous(board, group(), who) for who in WHO)
+def test_what_the_learner_has_said_no_member_says_otherwise(blocking_store: BlockingStore) -> None:
+    host, guest = (Rendezvous(blocking_store, group(), who) for who in WHO)
     host.open()
     guest.decide(stands=True)
-    assert guest._hear([("", "verdict")]) == [b"open"]
-    stores = [Rendezvous(board, replace(group(), transport="ipc"), who).store_of(0) for who in WHO]
+    assert guest._read([("", "verdict")]) == [b"open"]
+    stores = [Rendezvous(blocking_store, replace(group(), transport="ipc"), who).store_of(0) for who in WHO]
     stores[1].set("socket", "/proc/1/fd/1/s")
     assert not stores[1].check(["socket"])
     stores[0].set("socket", "/proc/2/fd/2/s")
     assert stores[1].get("socket") == b"/proc/2/fd/2/s"
 
 
-def test_a_store_in_the_broker_does_what_torch_wants_of_one(board: Board) -> None:
-    Rendezvous(board, OWN).open()
-    host, guest = (Rendezvous(board, OWN, who).store_of(0) for who in WHO)
+def test_a_store_in_the_broker_does_what_torch_wants_of_one(blocking_store: BlockingStore) -> None:
+    Rendezvous(blocking_store, OWN).open()
+    host, guest = (Rendezvous(blocking_store, OWN, who).store_of(0) for who in WHO)
     assert (host.add("n", 2), guest.add("n", 3)) == (2, 5)
     assert host.get("n") == b"5"
     guest.set("key", b"\x00\xff")
@@ -221,30 +219,30 @@ def test_a_store_in_the_broker_does_what_torch_wants_of_one(board: Board) -> Non
     assert host.get("key") == b"\x00\xff"
     assert host.delete_key("key")
     assert not host.delete_key("key")
-    with pytest.raises(RuntimeError, match=r"nothing was said under key within 0\.1 s"):
+    with pytest.raises(RuntimeError, match=r"no message came under key within 0\.1 s"):
         host.wait(["key"], timedelta(seconds=0.1))
     with pytest.raises(RuntimeError, match="out of bounds"):
         guest.set("key", b"x" * 100_000)
     host.set("key", b"x" * 100_000)
-    with pytest.raises(RuntimeError, match="nothing was said"):
+    with pytest.raises(RuntimeError, match="no message came"):
         host.wait(["key"], timedelta(seconds=0.1))  # torch never sends so much
 
 
-def test_a_member_waiting_for_the_verdict_can_be_cancelled(board: Board) -> None:
+def test_a_member_waiting_for_the_verdict_can_be_cancelled(blocking_store: BlockingStore) -> None:
     cancelled = threading.Event()
-    host = Rendezvous(board, group())
+    host = Rendezvous(blocking_store, group())
     host.open()
     with ThreadPoolExecutor(1) as threads:
-        joining = threads.submit(join, board, "w", group(), cancelled)
+        joining = threads.submit(join, blocking_store, "w", group(), cancelled)
         assert host.await_members(["w"], Deadline(10)) == ()
         cancelled.set()
         with pytest.raises(WeightSyncError, match="cancelled"):
             joining.result()
 
 
-def test_nobody_connects_to_a_gloo_group_that_is_formed(board: Board) -> None:
-    Rendezvous(board, group()).open()
-    stores = [Rendezvous(board, group(), who).store_of(0) for who in WHO]
+def test_nobody_connects_to_a_gloo_group_that_is_formed(blocking_store: BlockingStore) -> None:
+    Rendezvous(blocking_store, group()).open()
+    stores = [Rendezvous(blocking_store, group(), who).store_of(0) for who in WHO]
     before = listening()
     with ThreadPoolExecutor(2) as threads:  # of ports that are opened at once, all are left alone
         forming = [
@@ -279,14 +277,14 @@ def listening() -> set[int]:
 
 @pytest.mark.parametrize("transport", ["gloo", "ipc", plugged.TRANSPORT])
 @pytest.mark.usefixtures("outside")
-def test_one_that_notices_deaths_does_so_before_the_deadline(board: Board, transport: str) -> None:
+def test_one_that_notices_deaths_does_so_before_the_deadline(blocking_store: BlockingStore, transport: str) -> None:
     of_kind = replace(group(), transport=transport)
     assert abilities_of(transport, ImportRoots()).notices_deaths
 
-    Rendezvous(board, of_kind).open()
+    Rendezvous(blocking_store, of_kind).open()
 
     def form(rank: int) -> BroadcastGroupTransport:
-        store = Rendezvous(board, of_kind, WHO[rank]).store_of(0)
+        store = Rendezvous(blocking_store, of_kind, WHO[rank]).store_of(0)
         return form_group(transport, store, rank, 2, LOCAL, Deadline(30))
 
     with ThreadPoolExecutor(2) as threads:
@@ -299,20 +297,20 @@ def test_one_that_notices_deaths_does_so_before_the_deadline(board: Board, trans
     member.close()
 
 
-def test_a_group_of_a_transport_that_a_worker_does_not_import_is_not_joined(board: Board) -> None:
-    store = Rendezvous(board, group(), "w").store_of(0)
+def test_a_group_of_a_transport_that_a_worker_does_not_import_is_not_joined(blocking_store: BlockingStore) -> None:
+    store = Rendezvous(blocking_store, group(), "w").store_of(0)
     with pytest.raises(WeightSyncError, match=r"weights\.transport: 'subprocess:Popen' is not imported"):
         form_group("subprocess:Popen", store, 1, 2, LOCAL, Deadline(1))
     with pytest.raises(WeightSyncError, match=r"weights\.transport: there is no 'glo'; did you mean 'gloo'\?"):
         form_group("glo", store, 1, 2, LOCAL, Deadline(1))
 
 
-def test_an_ipc_group_is_told_at_once_that_its_learner_is_gone(board: Board) -> None:
+def test_an_ipc_group_is_told_at_once_that_its_learner_is_gone(blocking_store: BlockingStore) -> None:
     ipc = replace(group(), transport="ipc")
-    Rendezvous(board, ipc).open()
+    Rendezvous(blocking_store, ipc).open()
 
     def member() -> str:
-        transport = form_group("ipc", Rendezvous(board, ipc, "w").store_of(0), 1, 2, LOCAL, Deadline(1e6))
+        transport = form_group("ipc", Rendezvous(blocking_store, ipc, "w").store_of(0), 1, 2, LOCAL, Deadline(1e6))
         with pytest.raises(WeightSyncError, match="closed by another member") as told:
             transport.start(DATA[0].clone(), Deadline(1e6))()
         transport.close()
@@ -320,7 +318,7 @@ def test_an_ipc_group_is_told_at_once_that_its_learner_is_gone(board: Board) -> 
 
     with ThreadPoolExecutor(1) as threads:
         joining = threads.submit(member)
-        form_group("ipc", Rendezvous(board, ipc).store_of(0), 0, 2, LOCAL, Deadline(30)).close()
+        form_group("ipc", Rendezvous(blocking_store, ipc).store_of(0), 0, 2, LOCAL, Deadline(30)).close()
         assert "ipc broadcast of 5000192 bytes" in joining.result(30)
 
 
@@ -396,7 +394,7 @@ def test_who_is_in_the_middle_of_a_version_gets_it_to_its_end(
     pulls.keep_only(V1, {})
     got = pull(manifest(V0, pulls.url))
     assert all(torch.equal(a, b) for a, b in zip(got, DATA, strict=True))
-    monkeypatch.setattr(served, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(server, "PATIENCE_S", 0.0)
     until(lambda: not pulls._versions[V0].is_needed)
     pulls.keep_only(V1, {})
     with pytest.raises(SupersededError):
@@ -434,7 +432,7 @@ def test_versions_that_were_read_make_room_for_one_that_is(pulls: PullServer) ->
 def test_a_version_is_needed_until_a_slow_reader_has_all_of_it(
     pulls: PullServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(served, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(server, "PATIENCE_S", 0.0)
     pulls.serve(V0, DATA)
     with socket.create_connection((LOCAL, urlsplit(pulls.url).port or 0)) as reader:
         reader.sendall(b"GET /1/0/1 HTTP/1.0\r\nAuthorization: Bearer secret\r\n\r\n")
@@ -456,15 +454,15 @@ def test_what_was_not_copied_in_time_is_served_no_more() -> None:
 
 def test_what_is_forgotten_is_copied_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that seemed to fail announced the version, which a worker reads while its memory may be overwritten."""
-    is_copying, goes_on, copy = threading.Event(), threading.Event(), served.ServedVersion._copy
+    is_copying, goes_on, copy = threading.Event(), threading.Event(), server.ServedVersion._copy
 
-    def slow_copy(self: served.ServedVersion, bucket: torch.Tensor) -> torch.Tensor | None:
+    def slow_copy(self: server.ServedVersion, bucket: torch.Tensor) -> torch.Tensor | None:
         if bucket is memory[1]:
             is_copying.set()
             goes_on.wait(TIMEOUT_S)
         return copy(self, bucket)
 
-    monkeypatch.setattr(served.ServedVersion, "_copy", slow_copy)
+    monkeypatch.setattr(server.ServedVersion, "_copy", slow_copy)
     pulls = PullServer(LOCAL, "secret", TIMEOUT_S, memory_is_reused=True)
     memory = tuple(bucket.clone() for bucket in DATA)
     pulls.serve(V0, memory)

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from headway.broker.schema import WeightVersion
 from headway.broker.server.embedded import EmbeddedServer
 from headway.weightsync.config import WeightsConfig
-from headway.weightsync.tensors.landing import Window
+from headway.weightsync.tensors.receive_buffers import DoubleBuffer
 from tests.broker.topologies import ask
 from tests.weightsync.conftest import CONFIG, Learner, WorkerProcess
 from tests.weightsync.interruptions import Place, damaged_bucket
@@ -185,7 +185,7 @@ def test_other_tensors_than_before_are_pulled_by_all_waves(
 
 
 def test_a_version_passes_through_two_buckets() -> None:
-    window = Window(torch.device("cpu"))
+    window = DoubleBuffer(torch.device("cpu"))
     sizes = (256, 1024, 512, 256)
     places = [(bucket.numel(), bucket.data_ptr()) for bucket in window.buckets(sizes)]
     assert [size for size, _ in places] == list(sizes)

@@ -15,13 +15,12 @@ from safetensors.torch import save_file
 from headway.broker import Broker
 from headway.broker.errors import WeightSyncError
 from headway.broker.schema.weights import DeltaSpec, WeightManifest
-from headway.weightsync.deadline import Deadline
-from headway.weightsync.receive.model_files import FilesPull
-from headway.weightsync.receive.puller import Puller
-from headway.weightsync.tensors.base_weights import described, manifest_of_base
+from headway.weightsync.limits import Deadline
+from headway.weightsync.model_files import FilesPull
+from headway.weightsync.puller import Puller
 from headway.weightsync.tensors.buckets import check_manifest, fingerprints, sha256_of, verify
-from headway.weightsync.tensors.staging import StagedWeights, stage
-from headway.weightsync.transports.http.requests import Found
+from headway.weightsync.tensors.staging import StagedWeights, describe_base, manifest_of_base, stage
+from headway.weightsync.transports.http.connections import Content
 
 from .conftest import CONFIG, InProcessWorker, Learner, announced, weights
 from .test_transports import V0, manifest
@@ -101,7 +100,7 @@ def test_altered_model_files_are_not_taken(tmp_path: Path, kind: str, of: str) -
     """They may lie on a disk that other users write."""
     promised, honest = signed(STAGED), Relay(torch.clone)
     if of != "version":
-        base = described(STAGED, promised.digests)
+        base = describe_base(STAGED, promised.digests)
         promised = manifest_of_base(replace(promised, base=base, digests=()))
     changed = dict(weights(0))
     flat = ALTERED[kind](changed["a"].reshape(-1).view(torch.uint8))
@@ -143,17 +142,17 @@ async def test_no_worker_gets_into_a_group_and_each_pulls_over_tls(
 async def test_what_was_altered_on_its_way_is_refused_and_fetched_again(
     learner: Learner, start_inside: Callable[..., InProcessWorker], kind: str
 ) -> None:
-    find, once = learner.publisher._pulls.find, threading.Event()
+    find, once = learner.publisher._pull_server.find, threading.Event()
 
-    def between(path: str) -> Found | None:
+    def between(path: str) -> Content | None:
         found = find(path)
         if found is None or once.is_set() or not path.endswith("/0"):
             return found
         once.set()
         bucket = torch.frombuffer(bytearray(found.data), dtype=torch.uint8)
-        return Found(memoryview(ALTERED[kind](bucket).numpy().tobytes()), found.being_read)
+        return Content(memoryview(ALTERED[kind](bucket).numpy().tobytes()), found.being_read)
 
-    learner.publisher._pulls.find = between  # type: ignore[method-assign]
+    learner.publisher._pull_server.find = between  # type: ignore[method-assign]
     worker = start_inside("w", UNTRUSTED)
     await asyncio.to_thread(learner.publish)
     waiting = asyncio.create_task(worker.next())

@@ -14,8 +14,8 @@ from headway.broker.schema import WeightVersion
 from headway.broker.schema.processes import WorkerInfo
 from headway.broker.schema.weights import WeightManifest
 from headway.weightsync.config import WeightsConfig
-from headway.weightsync.receive.deliveries import Arriving, Delivery
-from headway.weightsync.receive.subscriber import Subscriber
+from headway.weightsync.deliveries import Delivery, StreamedDelivery
+from headway.weightsync.subscriber import Subscriber
 from tests.weightsync.interruptions import Interruptions, interrupt_receiving
 
 HEARTBEAT_S = 0.1
@@ -54,7 +54,7 @@ class Held(NamedTuple):
     tensors: list[tuple[str, torch.Tensor]]
 
 
-async def received(arriving: Arriving, held: Delivery | Held | None) -> tuple[Delivery | Held | None, str]:
+async def received(arriving: StreamedDelivery, held: Delivery | Held | None) -> tuple[Delivery | Held | None, str]:
     """Return (the version that an engine holds afterwards, the reason why it is not the arriving one)."""
     tensors = []
     try:
@@ -83,7 +83,7 @@ async def follow(url: str, run: str, worker: str, config: WeightsConfig, connect
         while True:
             version = held.manifest.version if held else None
             delivery = await subscriber.wait_for_version(version)
-            if isinstance(delivery, Arriving):
+            if isinstance(delivery, StreamedDelivery):
                 held, broken = await received(delivery, held)
                 if held is None:
                     connection.send({"broken": broken})

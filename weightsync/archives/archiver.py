@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from headway.broker.errors import HeadwayError
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.weights import Archived
-from headway.weightsync.deadline import Deadline
+from headway.weightsync.limits import Deadline
 from headway.weightsync.tensors.buckets import as_bytes, digest_bytes
-from headway.weightsync.tensors.chain import Delta
+from headway.weightsync.tensors.deltas import Delta
 from headway.weightsync.tensors.staging import StagedWeights
 
 from .base import Archive, anchor_name, anchor_names, delta_name
@@ -48,7 +48,7 @@ class Archiver:
         """The blobs of the anchor that is being written. Guarded by the lock, so that none is removed as a
         left-over."""
         self._lock = threading.Lock()
-        self._told = ""
+        self._warned = ""
 
     def add(self, version: WeightVersion, staged: StagedWeights, deltas: Sequence[Delta]) -> Archived | None:
         """Archive the deltas of `version`, and begin an anchor where one is due. Returns what a manifest says of it, or
@@ -58,7 +58,7 @@ class Archiver:
         bases = [delta.spec.base for delta in deltas]
         if self._anchor.anchor not in bases:
             if self._anchor.anchor is not None and bases:
-                self._tell("writing a whole version takes longer than the chain lasts: raise weights.delta_chain")
+                self._warn_once("writing a whole version takes longer than the chain lasts: raise weights.delta_chain")
             self._anchor = NOTHING
         is_there = self._put(deltas)
         is_due = self._anchor.anchor is None or len(bases) - bases.index(self._anchor.anchor) >= self._every
@@ -68,7 +68,7 @@ class Archiver:
             )
         return self._anchor if is_there and deltas else None
 
-    def rest(self) -> None:
+    def clear(self) -> None:
         """Empty the archive until the next `add`, as no worker pulls. Does nothing where it is already empty."""
         if self._is_empty:
             return
@@ -89,7 +89,7 @@ class Archiver:
     def _put(self, deltas: Sequence[Delta]) -> bool:
         """Return whether all `deltas` are archived in time. Forgets the anchor if it was lost."""
         if self._putting is not None and self._putting.is_alive():
-            self._tell("what was archived for an earlier version has not ended yet")
+            self._warn_once("what was archived for an earlier version has not ended yet")
             return False
         anchor = frozenset(anchor_names(self._anchor))
         named = anchor | {delta_name(delta.spec) for delta in deltas}
@@ -102,7 +102,7 @@ class Archiver:
         self._named = named
         if not anchor <= there:
             self._anchor = NOTHING
-        self._tell(failure)
+        self._warn_once(failure)
         return not failure
 
     def _put_missing(self, deltas: Sequence[Delta], named: frozenset[str], there: set[str], deadline: Deadline) -> None:
@@ -135,13 +135,13 @@ class Archiver:
             return
         if job.result is not None:
             self._anchor = job.result
-        self._tell(job.failure)
+        self._warn_once(job.failure)
 
-    def _tell(self, failure: str) -> None:
+    def _warn_once(self, failure: str) -> None:
         """Log `failure`, once for as long as it stays the same."""
-        if failure and failure != self._told:
+        if failure and failure != self._warned:
             logger.warning("workers fetch weights from the learner, not from weights.archive: %s", failure)
-        self._told = failure or self._told
+        self._warned = failure or self._warned
 
 
 class _Job(threading.Thread):

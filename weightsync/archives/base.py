@@ -9,8 +9,7 @@ from typing import Protocol
 
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.weights import Archived, DeltaSpec
-from headway.weightsync.deadline import Deadline
-from headway.weightsync.pace import Pace
+from headway.weightsync.limits import Deadline, RateLimiter
 
 
 class Archive(Protocol):
@@ -33,7 +32,7 @@ class Archive(Protocol):
 class ArchiveReader(Protocol):
     """A worker's end of an archive. Calls block; they may come from several threads at the same time."""
 
-    def read(self, name: str, data: memoryview, pace: Pace, deadline: Deadline) -> None:
+    def read(self, name: str, data: memoryview, rate_limiter: RateLimiter, deadline: Deadline) -> None:
         """Fill `data` with the blob. Raises SupersededError where it is gone, UnreachableError where the archive has
         not answered for its time limit, and WeightSyncError where the blob has another size or cannot be read. `data`
         is not written to after the call."""

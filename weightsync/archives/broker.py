@@ -10,8 +10,7 @@ from headway.broker import BlockingBroker, Broker
 from headway.broker.client.archive import PIECE_BYTES
 from headway.broker.errors import BrokerError, WeightSyncError
 from headway.broker.owner import Owner
-from headway.weightsync.deadline import Deadline
-from headway.weightsync.pace import Pace
+from headway.weightsync.limits import Deadline, RateLimiter
 from headway.weightsync.transports.base import SupersededError, UnreachableError
 from headway.weightsync.transports.threads import in_time
 
@@ -81,7 +80,7 @@ class BrokerReader:
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
 
-    def read(self, name: str, data: memoryview, pace: Pace, deadline: Deadline) -> None:
+    def read(self, name: str, data: memoryview, rate_limiter: RateLimiter, deadline: Deadline) -> None:
         """See ArchiveReader."""
         done = 0
 
@@ -92,7 +91,7 @@ class BrokerReader:
             done += len(piece)
             return len(piece)
 
-        if pace.fill(data, read_into, deadline) < len(data):
+        if rate_limiter.fill(data, read_into, deadline) < len(data):
             raise SupersededError(f"{name} is in the broker no longer, after {done} of {len(data)} bytes")
 
     def _ask(self, coroutine: Coroutine[Any, Any, bytes], deadline: Deadline) -> bytes:

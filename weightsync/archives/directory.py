@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from headway.broker.errors import WeightSyncError
-from headway.weightsync.deadline import Deadline
-from headway.weightsync.pace import Pace
+from headway.weightsync.limits import Deadline, RateLimiter
 from headway.weightsync.transports.base import SupersededError, UnreachableError
 from headway.weightsync.transports.threads import DaemonPool, in_time
 
@@ -94,17 +93,17 @@ class DirectoryReader:
         self._timeout_s = timeout_s
         self._left: set[Future[bytes]] = set()
 
-    def read(self, name: str, data: memoryview, pace: Pace, deadline: Deadline) -> None:
+    def read(self, name: str, data: memoryview, rate_limiter: RateLimiter, deadline: Deadline) -> None:
         """See ArchiveReader."""
         if not _NAME.fullmatch(name):
             raise WeightSyncError(f"{name!r} is no name of anything in an archive")
         thread, done = DaemonPool("archive", 1), 0
-        pieces = _pieces(self._folder / name, len(data), pace.piece(_PIECE_BYTES))
+        pieces = _pieces(self._folder / name, len(data), rate_limiter.chunk_bytes(_PIECE_BYTES))
         try:
             while piece := self._in_time(thread, lambda: next(pieces, b""), deadline):
                 data[done : done + len(piece)] = piece
                 done += len(piece)
-                pace.keep(len(piece), deadline)
+                rate_limiter.wait(len(piece), deadline)
         finally:
             thread.submit(pieces.close)
             thread.close()

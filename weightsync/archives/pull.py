@@ -11,11 +11,9 @@ import torch
 
 from headway.broker.errors import NoRoomError, WeightSyncError
 from headway.broker.schema.weights import Archived, DeltaSpec, WeightManifest
-from headway.weightsync.deadline import Deadline
-from headway.weightsync.pace import Pace
+from headway.weightsync.limits import Deadline, RateLimiter
 from headway.weightsync.tensors.buckets import allocate, as_bytes, digest_bytes, verify
-from headway.weightsync.tensors.chain import chain_from
-from headway.weightsync.tensors.deltas import by_bucket, patch
+from headway.weightsync.tensors.deltas import by_bucket, chain_from, patch
 from headway.weightsync.transports.base import PullTransport, SupersededError, UnreachableError
 
 from .base import ArchiveReader, anchor_names, delta_name
@@ -29,10 +27,10 @@ class ArchivePull:
     ends and begins once more with the newest manifest, and if a blob is missing again, asks the learner. Once the
     archive has not answered, the rest of that pull asks the learner, too."""
 
-    def __init__(self, reader: ArchiveReader, learner: PullTransport, pace: Pace) -> None:
+    def __init__(self, reader: ArchiveReader, learner: PullTransport, rate_limiter: RateLimiter) -> None:
         self._reader = reader
         self._learner = learner
-        self._pace = pace
+        self._rate_limiter = rate_limiter
         self._has_missed = self._is_missing = False
         """A blob was missing in the previous pull; a blob was missing in this one."""
         self._deltas: dict[DeltaSpec, dict[int, memoryview]] = {}
@@ -124,6 +122,6 @@ class ArchivePull:
             return parts
 
     def _read(self, name: str, data: memoryview, digest: str, deadline: Deadline) -> None:
-        self._reader.read(name, data, self._pace, deadline)
+        self._reader.read(name, data, self._rate_limiter, deadline)
         if (found := digest_bytes(data)) != digest:
             raise WeightSyncError(f"{name} is damaged in the archive: its digest is {found}")

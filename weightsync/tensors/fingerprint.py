@@ -98,7 +98,7 @@ def _row_sums(matrices: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Ten
     """Return each row's sum of bit patterns, and its sum of bit patterns times their columns: int64 [R] each."""
     bits = [rows.view(UNSIGNED[rows.element_size()]) for rows in matrices]
     if bits[0].is_cuda:
-        from .row_sums import row_sums
+        from .fingerprint_kernel import row_sums
 
         return row_sums(bits, [MASKS[rows.element_size()] for rows in matrices])
     sums, weighted = zip(*map(_sums_by_words, bits), strict=True)

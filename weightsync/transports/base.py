@@ -11,7 +11,7 @@ import torch
 
 from headway.broker.errors import WeightSyncError
 from headway.broker.schema.weights import DeltaSpec, WeightManifest
-from headway.weightsync.deadline import Deadline
+from headway.weightsync.limits import Deadline
 
 
 class SupersededError(WeightSyncError):

@@ -17,12 +17,12 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs do not re-export it
 
 from headway.broker.errors import WeightSyncError
-from headway.weightsync.deadline import Deadline
+from headway.weightsync.limits import Deadline
 from headway.weightsync.tensors.shared_memory import attach, gpu_handle, host_buffer
 
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _SAME, _MOVED, _TAKEN, _FORMED = b"=", b"+", b"t", b"f"
-_LONGEST_WORD = 4096
+_MAX_MESSAGE_BYTES = 4096
 
 
 class IpcTransport:
@@ -61,32 +61,32 @@ class IpcTransport:
 
     def _send(self, bucket: torch.Tensor, count: int, deadline: Deadline, what: str) -> None:
         self._await_taken(count - 1, deadline, what)
-        buffer, words = self._buffer, [_SAME] * len(self._peers)
+        buffer, messages = self._buffer, [_SAME] * len(self._peers)
         if buffer is None or buffer.numel() < bucket.numel() or buffer.device != bucket.device:
             buffer, handles = self._shared(bucket)
-            self._buffer, words = buffer, [_MOVED + handle for handle in handles]
+            self._buffer, messages = buffer, [_MOVED + handle for handle in handles]
         buffer[: bucket.numel()].copy_(bucket)
         _finish(buffer)
-        with _told(what):
-            for peer, word in zip(self._peers, words, strict=True):
-                peer.send(word)
+        with _peer_errors(what):
+            for peer, message in zip(self._peers, messages, strict=True):
+                peer.send(message)
 
     def _await_taken(self, count: int, deadline: Deadline, what: str) -> None:
         for number, peer in enumerate(self._peers):
             while self._taken[number] < count:
-                _word(peer, deadline, what)
+                _receive_message(peer, deadline, what)
                 self._taken[number] += 1
 
     def _receive(self, bucket: torch.Tensor, deadline: Deadline, what: str) -> None:
-        word = _word(self._peers[0], deadline, what)
+        message = _receive_message(self._peers[0], deadline, what)
         buffer = self._buffer  # kept here, as `close` may be called meanwhile
-        if buffer is None or word != _SAME:
-            buffer = self._buffer = attach(word.removeprefix(_MOVED))
+        if buffer is None or message != _SAME:
+            buffer = self._buffer = attach(message.removeprefix(_MOVED))
         if buffer.numel() < bucket.numel():
             raise WeightSyncError(f"{what}: the learner's buffer has {buffer.numel()} bytes only")
         bucket.copy_(buffer[: bucket.numel()])
         _finish(buffer)
-        with _told(what):
+        with _peer_errors(what):
             self._peers[0].send(_TAKEN)
 
     def _shared(self, bucket: torch.Tensor) -> tuple[torch.Tensor, list[bytes]]:
@@ -109,7 +109,7 @@ def _accepted(store: Store, receivers: int, deadline: Deadline) -> list[socket.s
         while len(peers) < receivers:
             with suppress(TimeoutError):
                 peers.append(listener.accept()[0])
-                peers[-1].settimeout(_LOOK_S)
+                peers[-1].settimeout(_POLL_S)
             deadline.check(f"an ipc group of which {len(peers)} of {receivers} members are there")
     for peer in peers:
         peer.send(_FORMED)
@@ -123,7 +123,7 @@ def _connected(store: Store, deadline: Deadline) -> socket.socket:
     peer = _socket()
     try:
         peer.connect(path)
-        _word(peer, deadline, "an ipc group that forms")
+        _receive_message(peer, deadline, "an ipc group that forms")
     except BaseException:
         peer.close()
         raise
@@ -133,7 +133,7 @@ def _connected(store: Store, deadline: Deadline) -> socket.socket:
 def _socket() -> socket.socket:
     """Return a socket for whole messages whose calls time out soon, so that the caller can check its deadline."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    made.settimeout(_LOOK_S)
+    made.settimeout(_POLL_S)
     return made
 
 
@@ -146,22 +146,22 @@ def _opened(directory: str) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _word(peer: socket.socket, deadline: Deadline, what: str) -> bytes:
+def _receive_message(peer: socket.socket, deadline: Deadline, what: str) -> bytes:
     """Return the next message from `peer`. Raises WeightSyncError where it has closed, or the deadline is over."""
     while True:
-        with _told(what):
+        with _peer_errors(what):
             try:
-                word = peer.recv(_LONGEST_WORD)
+                message = peer.recv(_MAX_MESSAGE_BYTES)
             except TimeoutError:
                 deadline.check(what)
                 continue
-        if not word:
+        if not message:
             raise WeightSyncError(f"{what}: the ipc group was closed by another member")
-        return word
+        return message
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
+def _peer_errors(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:

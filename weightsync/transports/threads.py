@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from headway.broker.errors import WeightSyncError
-from headway.weightsync.deadline import Deadline
+from headway.weightsync.limits import Deadline
 
 from .base import UnreachableError
 from .rendezvous import BrokerCall
 
 T = TypeVar("T")
 _JOIN_S = 1.0
-_LOOK_S = 0.2
+_POLL_S = 0.2
 _STANDS_STILL_S = 60.0
 """Longer than the broker lets any call wait."""
 
@@ -131,7 +131,7 @@ def in_time(future: concurrent.futures.Future[T], timeout_s: float, deadline: De
     once the deadline is over, both with `what` in the message."""
     patience = Deadline(timeout_s)
     try:
-        while not concurrent.futures.wait([future], min(_LOOK_S, patience.remaining())).done:
+        while not concurrent.futures.wait([future], min(_POLL_S, patience.remaining())).done:
             deadline.check(what)
             if patience.is_over():
                 raise UnreachableError(f"{what}: nothing came for {timeout_s:g} s")

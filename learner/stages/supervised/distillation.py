@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from headway.algorithms.distillation import sft, top_k_distillation
 from headway.algorithms.metrics import Metrics, masked_mean, read
-from headway.algorithms.supervised.distillation import top_k_distillation
-from headway.algorithms.supervised.imitation import sft
 from headway.broker.errors import ConfigError
 from headway.learner.backends.base import Backend, Teacher, TokenLoss
 from headway.learner.config import ModelConfig

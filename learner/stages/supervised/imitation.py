@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import torch
 
+from headway.algorithms.distillation import sft
 from headway.algorithms.metrics import Metrics, masked_mean, read
-from headway.algorithms.supervised.imitation import sft
 from headway.learner.backends.base import TokenLoss
 from headway.learner.data.records import Conversation
 from headway.learner.data.sources import open_conversations

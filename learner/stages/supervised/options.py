@@ -95,7 +95,7 @@ class PreferenceOptions(TrainingOptions, frozen=True, kw_only=True):
 
 
 class RewardModelOptions(TrainingOptions, frozen=True, kw_only=True):
-    """The pairs, and the options of their Bradley-Terry loss (`algorithms.supervised.scores.bradley_terry`)."""
+    """The pairs, and the options of their Bradley-Terry loss (`algorithms.preferences.bradley_terry`)."""
 
     too_long: Literal["refuse", "drop", "cut_prompt"] = "refuse"
     """A pair with a longer sequence is an error, is left out, or loses the first tokens of its prompt: a score stands
@@ -110,7 +110,7 @@ class RewardModelOptions(TrainingOptions, frozen=True, kw_only=True):
 
 
 class UnpairedOptions(TrainingOptions, frozen=True, kw_only=True):
-    """The responses with their judgements, and the options of KTO (`algorithms.supervised.unpaired.kto`)."""
+    """The responses with their judgements, and the options of KTO (`algorithms.preferences.kto`)."""
 
     beta: Annotated[float, Meta(gt=0, le=MOST_FACTOR)] = 0.1
     """The strength with which the model is held to its reference."""
@@ -121,7 +121,7 @@ class UnpairedOptions(TrainingOptions, frozen=True, kw_only=True):
 
 
 class DistillationOptions(TrainingOptions, frozen=True, kw_only=True):
-    """The conversations, the teacher, and the loss (`algorithms.supervised.distillation.top_k_distillation`)."""
+    """The conversations, the teacher, and the loss (`algorithms.distillation.top_k_distillation`)."""
 
     teacher: Annotated[str, Meta(min_length=1)]
     """A model of the same vocabulary: a directory, a hub id, or stage:NAME."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from headway.algorithms.metrics import Metrics, read
-from headway.algorithms.supervised.preferences import PREFERENCES, REFERENCE_FREE
+from headway.algorithms.preferences import PREFERENCES, REFERENCE_FREE
 from headway.learner.backends.base import TokenLoss
 from headway.learner.data.records import Conversation, Preference
 from headway.learner.data.sources import open_pairs

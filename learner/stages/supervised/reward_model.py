@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from headway.algorithms.metrics import read
-from headway.algorithms.supervised.scores import bradley_terry
+from headway.algorithms.preferences import bradley_terry
 from headway.broker.errors import ConfigError
 from headway.learner.backends.base import ScoreBackend, TokenLoss
 from headway.learner.data.records import Conversation, Preference

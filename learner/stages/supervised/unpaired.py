@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from headway.algorithms.metrics import read
-from headway.algorithms.supervised.unpaired import kto, reference_point_of, reference_point_sums
+from headway.algorithms.preferences import kto, reference_point_of, reference_point_sums
 from headway.broker.errors import ConfigError
 from headway.learner.backends.base import TokenLoss
 from headway.learner.config import RecordsConfig

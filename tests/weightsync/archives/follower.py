@@ -15,13 +15,12 @@ from headway.broker.schema.weights import Archived, WeightManifest
 from headway.weightsync.archives import open_reader
 from headway.weightsync.archives.base import ArchiveReader
 from headway.weightsync.archives.pull import ArchivePull
-from headway.weightsync.deadline import Deadline
-from headway.weightsync.pace import Pace
-from headway.weightsync.receive.puller import Pulled, Puller
+from headway.weightsync.limits import Deadline, RateLimiter
+from headway.weightsync.puller import Puller, PullResult
 from headway.weightsync.tensors.buckets import views
 from headway.weightsync.tensors.staging import stage
 from headway.weightsync.transports.base import UnreachableError
-from headway.weightsync.transports.http.pull import HttpPull
+from headway.weightsync.transports.http.client import HttpPull
 from tests.weightsync.conftest import CONFIG, TIMEOUT_S, Learner, announced, weights
 from tests.weightsync.worker_process import fingerprint
 
@@ -45,8 +44,8 @@ class NoLearner:
         """There is nothing to forget."""
 
 
-class CountingPace(Pace):
-    """A pace without a limit, which counts the bytes."""
+class CountingRateLimiter(RateLimiter):
+    """A rate limiter without a limit, which counts the bytes."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -56,7 +55,7 @@ class CountingPace(Pace):
     def nbytes(self) -> int:
         return sum(self._pieces)
 
-    def keep(self, moved: int, deadline: Deadline) -> None:
+    def wait(self, moved: int, deadline: Deadline) -> None:
         self._pieces.append(moved)
 
 
@@ -65,20 +64,20 @@ class Follower:
 
     def __init__(self, broker: Broker, archive: str, *, keeps_base: bool = True, only_archive: bool = True) -> None:
         self._broker = broker
-        self.pace = CountingPace()
+        self.rate_limiter = CountingRateLimiter()
         reader = open_reader(archive, broker, TIMEOUT_S)
         assert reader is not None
         self.reader: ArchiveReader = reader
-        learner = NoLearner() if only_archive else HttpPull(TIMEOUT_S, self.pace)
-        self._puller = Puller(ArchivePull(reader, learner, self.pace), keeps_base)
+        learner = NoLearner() if only_archive else HttpPull(TIMEOUT_S, self.rate_limiter)
+        self._puller = Puller(ArchivePull(reader, learner, self.rate_limiter), keeps_base)
         self.nbytes = 0
 
-    async def pull(self, manifest: WeightManifest | None = None) -> Pulled:
+    async def pull(self, manifest: WeightManifest | None = None) -> PullResult:
         """Pull the announced version, or this one, and assert that its tensors are right."""
         manifest = manifest or await announced(self._broker)
-        before = self.pace.nbytes
+        before = self.rate_limiter.nbytes
         pulled = await asyncio.to_thread(self._puller.pull, manifest, Deadline(math.inf))
-        self.nbytes = self.pace.nbytes - before
+        self.nbytes = self.rate_limiter.nbytes - before
         assert fingerprint(views(manifest.tensors, pulled.buckets)) == fingerprint(weights(manifest.version.step))
         return pulled
 

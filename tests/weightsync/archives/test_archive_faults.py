@@ -13,11 +13,11 @@ import pytest
 
 from headway.broker import Broker
 from headway.broker.errors import WeightSyncError
+from headway.weightsync import puller
 from headway.weightsync.archives.base import anchor_names, delta_name
 from headway.weightsync.archives.directory import DirectoryArchive, DirectoryReader
 from headway.weightsync.config import WeightsConfig
-from headway.weightsync.pace import Pace
-from headway.weightsync.receive import puller
+from headway.weightsync.limits import RateLimiter
 from headway.weightsync.transports.base import SupersededError, UnreachableError
 from tests.weightsync.archives.follower import (
     FOREVER,
@@ -207,7 +207,9 @@ def test_names_lead_out_of_no_folder(tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"x")
     (tmp_path / "run").mkdir()
     with pytest.raises(WeightSyncError, match="is no name of anything in an archive"):
-        DirectoryReader(tmp_path, "run", TIMEOUT_S).read("../secret", memoryview(bytearray(1)), Pace(None), FOREVER)
+        DirectoryReader(tmp_path, "run", TIMEOUT_S).read(
+            "../secret", memoryview(bytearray(1)), RateLimiter(None), FOREVER
+        )
 
 
 def test_a_device_that_is_full_keeps_nothing(tmp_path: Path) -> None:

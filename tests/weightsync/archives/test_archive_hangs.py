@@ -13,7 +13,7 @@ import pytest
 from headway.broker import Broker
 from headway.weightsync.archives.directory import DirectoryReader
 from headway.weightsync.config import WeightsConfig
-from headway.weightsync.pace import Pace
+from headway.weightsync.limits import RateLimiter
 from headway.weightsync.transports.base import UnreachableError
 from tests.weightsync.archives.follower import (
     FOREVER,
@@ -53,7 +53,7 @@ def release(fifo: Path) -> None:
 
 def read(reader: DirectoryReader, name: str, nbytes: int) -> bytearray:
     data = bytearray(nbytes)
-    reader.read(name, memoryview(data), Pace(None), FOREVER)
+    reader.read(name, memoryview(data), RateLimiter(None), FOREVER)
     return data
 
 
@@ -151,7 +151,7 @@ def test_what_comes_too_late_touches_nothing(
     with monkeypatch.context() as patched:
         patched.setattr(os, "fstat", lambda _: SimpleNamespace(st_size=len(data)))
         with pytest.raises(UnreachableError):
-            reader.read(NAME, memoryview(data), Pace(None), FOREVER)
+            reader.read(NAME, memoryview(data), RateLimiter(None), FOREVER)
     (late,) = reader._left
     os.write(writer, b"time")
     assert late.result() == b"time"

@@ -10,7 +10,7 @@ from headway.broker import Broker
 from headway.broker.client.archive import PIECE_BYTES
 from headway.weightsync.archives import open_archive, open_reader
 from headway.weightsync.config import WeightsConfig
-from headway.weightsync.pace import Pace
+from headway.weightsync.limits import RateLimiter
 from headway.weightsync.transports.base import SupersededError
 from tests.broker.scenario import hidden
 from tests.weightsync.archives.follower import (
@@ -81,5 +81,5 @@ async def test_large_blobs_come_in_pieces(learner: Learner, broker: Broker) -> N
     reader = open_reader("broker", broker, TIMEOUT_S)
     assert reader is not None
     found = memoryview(bytearray(len(data)))
-    await asyncio.to_thread(reader.read, NAME, found, Pace(None), FOREVER)
+    await asyncio.to_thread(reader.read, NAME, found, RateLimiter(None), FOREVER)
     assert found == data

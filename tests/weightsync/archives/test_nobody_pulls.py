@@ -14,8 +14,8 @@ from headway.broker.schema import WeightVersion
 from headway.broker.schema.weights import Archived, DeltaSpec
 from headway.weightsync.archives.archiver import Archiver
 from headway.weightsync.config import WeightsConfig
-from headway.weightsync.deadline import Deadline
-from headway.weightsync.tensors.chain import Delta
+from headway.weightsync.limits import Deadline
+from headway.weightsync.tensors.deltas import Delta
 from headway.weightsync.tensors.staging import StagedWeights, stage
 from tests.broker.scenario import hidden
 from tests.weightsync.archives.follower import Follower, archived, files, in_broker, in_directory, publish
@@ -117,9 +117,9 @@ async def test_what_a_learner_before_has_left_goes_even_if_nobody_pulls(
 def test_an_empty_archive_is_not_asked_again(archiver: Archiver, shelf: Shelf) -> None:
     archiver.add(FIRST, staged(), ())
     until_anchor_ends(archiver)
-    archiver.rest()
+    archiver.clear()
     asked = shelf.tidied
-    archiver.rest()
+    archiver.clear()
     assert (shelf.blobs, shelf.tidied) == ({}, asked)
 
 
@@ -134,9 +134,9 @@ def test_what_could_not_be_removed_is_removed_later(
 
     with monkeypatch.context() as patched:
         patched.setattr(shelf, "keep_only", fail)
-        archiver.rest()
+        archiver.clear()
     assert shelf.blobs
-    archiver.rest()
+    archiver.clear()
     assert not shelf.blobs
 
 
@@ -155,10 +155,10 @@ def test_an_anchor_that_nobody_waits_for_is_given_up(
     archiver.add(FIRST, staged(), ())
     writes.wait()
     writing = archiver._writing
-    archiver.rest()
+    archiver.clear()
     assert writing is not None
     writing.join()
-    archiver.rest()
+    archiver.clear()
     assert (shelf.blobs, caplog.text) == ({}, "")
 
 

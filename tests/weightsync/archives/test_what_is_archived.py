@@ -10,11 +10,10 @@ import torch
 from msgspec.structs import replace
 
 from headway.broker import Broker
+from headway.weightsync import puller
 from headway.weightsync.archives.base import anchor_names, delta_name
 from headway.weightsync.config import WeightsConfig
-from headway.weightsync.deadline import Deadline
-from headway.weightsync.pace import Pace
-from headway.weightsync.receive import pulls
+from headway.weightsync.limits import Deadline, RateLimiter
 from headway.weightsync.transports.base import SupersededError
 from tests.weightsync.archives.follower import (
     FOREVER,
@@ -68,7 +67,7 @@ async def test_what_no_chain_needs_is_removed(learner: Learner, config: WeightsC
     await publish(learner, 8)
     for name in (*anchor_names(early.archived), delta_name(early.deltas[0])):
         with pytest.raises(SupersededError):
-            await asyncio.to_thread(follower.reader.read, name, memoryview(bytearray(1)), Pace(None), FOREVER)
+            await asyncio.to_thread(follower.reader.read, name, memoryview(bytearray(1)), RateLimiter(None), FOREVER)
     await follower.pull()
 
 
@@ -122,7 +121,7 @@ async def test_a_slow_line_is_kept_under_its_rate(learner: Learner, config: Weig
 
     await publish(learner, 2)
     rate, manifest = 1 << 16, await announced(broker)
-    transport = pulls._open_pull(broker, replace(config, pull_bytes_per_s=rate))
+    transport = puller._open_pull(broker, replace(config, pull_bytes_per_s=rate))
     bucket = torch.empty(manifest.buckets[0], dtype=torch.uint8)
     await asyncio.to_thread(transport.pull_bucket, manifest, 0, bucket, Clock(math.inf))
     assert paused > bucket.numel() / rate / 2 > 0.25
@@ -135,7 +134,7 @@ async def test_real_workers_follow_by_the_archive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     await publish(learner, 2)
-    monkeypatch.setattr(pulls, "HttpPull", lambda *_, **__: NoLearner())
+    monkeypatch.setattr(puller, "HttpPull", lambda *_, **__: NoLearner())
     worker = start_inside("far", replace(config, follow="pull", pull_bytes_per_s=1 << 30))
     for _ in range(6):
         await worker.next()
@@ -147,7 +146,7 @@ async def test_processes_follow_a_learner_that_serves_nothing(
     learner: Learner, config: WeightsConfig, start_worker: Callable[..., WorkerProcess]
 ) -> None:
     """One process follows by pull; the other joins groups once it has pulled its first version."""
-    learner.publisher._pulls.find = lambda path: None  # type: ignore[method-assign]
+    learner.publisher._pull_server.find = lambda path: None  # type: ignore[method-assign]
     await publish(learner, 2)
     far = start_worker("far", "pull", archive=config.archive)
     joiner = start_worker("joiner", archive=config.archive)

@@ -1,8 +1,7 @@
 """Pulls: the learner serves its versions over HTTPS, and workers fetch the versions that they missed.
 
-    learner   pull_server.py ─┬─ requests.py ─► visits.py   connections, on a few threads
-                              └─ served.py                  a version, and how long it is kept
-    worker    pull.py ──GET incarnation/step/bucket──►      both: certificate.py, which the manifest carries
+    learner   server.py ─► connections.py               versions, and how long they are kept; a few threads that answer
+    worker    client.py ──GET incarnation/step/bucket──►  both: certificate.py, which the manifest carries
 
 The archives of versions (`weightsync/archives/`) answer the same questions without a learner.
 
