@@ -40,9 +40,9 @@ from .samples.places import SharedPlaces
 from .samples.submissions import WorkerSubmissions
 from .samples.taught import AskedTeacher
 from .samples.tracing import UNTRACED, SampleTracer
-from .swaps.colocation import BorrowedDevice
+from .swaps.colocation import EngineDeviceLock
 from .swaps.turns import SwapTurns
-from .swaps.weights import HeldWeights
+from .swaps.weights import EngineWeights
 
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.02, 0.5
 """Seconds between two requests for leases: the shortest after a success, up to the longest after refusals."""
@@ -119,10 +119,10 @@ class Worker:
         self._run_end = RunEnd(config.patience_s)
         self._end = ""
 
-    def _held_weights(self, weights: WeightsConfig) -> HeldWeights:
+    def _held_weights(self, weights: WeightsConfig) -> EngineWeights:
         """Return the engine's weights, which are swapped when it is this worker's turn."""
         turns = self._broker.swap_turns
-        return HeldWeights(
+        return EngineWeights(
             self._engine,
             self._subscriber,
             self._outages,
@@ -139,9 +139,9 @@ class Worker:
         health = EngineHealth(look_s=config.heartbeat_s, stall_s=config.stall_s, errors=config.engine_errors)
         return EngineUse(self._engine, health, lambda: self._weights.may_sample, self._fall_sick)
 
-    def _borrowed_device(self) -> BorrowedDevice:
+    def _borrowed_device(self) -> EngineDeviceLock:
         """Return the device that the engine shares with the learner, in turns."""
-        return BorrowedDevice(self._broker, self._engine, self._worker, self._outages, self._weights, self._set_aside)
+        return EngineDeviceLock(self._broker, self._engine, self._worker, self._outages, self._weights, self._set_aside)
 
     def _leased_samples(self, records_experts: bool, tracer: SampleTracer) -> LeasedSamples:
         """Return the samples that may be trained."""

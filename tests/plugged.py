@@ -16,10 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from headway.broker.errors import HeadwayError, WeightSyncError
 from headway.rollout_workers.engines.abilities import EngineAbilities
-from headway.rollout_workers.engines.base import Chunk
-from headway.rollout_workers.engines.held import Held
-from headway.rollout_workers.engines.placing.loading import Filling, fill, load_tensors
-from headway.rollout_workers.scorers.candidates import joined
+from headway.rollout_workers.engines.base import Chunk, WeightFingerprints
+from headway.rollout_workers.engines.weight_loading.named_tensors import Filling, fill, load_tensors
+from headway.rollout_workers.scorers.base import pack_candidates
 from headway.weightsync.tensors.fingerprint import fingerprint
 from headway.weightsync.transports.abilities import TransportAbilities
 
@@ -117,7 +116,7 @@ class AdaptedForwardEngine(ForwardEngine):
                 first, second = factors[name], factors[name[:-1] + "B"]
                 module.forward = lambda x, m=module, a=first, b=second: type(m).forward(m, x) + (x @ a.T) @ b.T * scale
         held = {name: (fingerprint(tensor), tensor.numel()) for name, tensor in factors.items()}
-        self._hold(version, check, Held.of(held))
+        self._hold(version, check, WeightFingerprints.of(held))
 
     async def score_base(self, token_ids):
         changed = [(m, m.__dict__.pop("forward")) for m in self._model.modules() if "forward" in m.__dict__]
@@ -202,7 +201,7 @@ class ForwardRunner:
         logprobs = logits.log_softmax(-1)
         best = logprobs[:, : self._shared].topk(request.top_k)
         own = logprobs.gather(1, torch.tensor(tokens[start:])[:, None])[:, 0]
-        return joined(own.numpy(), best.indices.numpy(), best.values.numpy())
+        return pack_candidates(own.numpy(), best.indices.numpy(), best.values.numpy())
 
     def _tokens(self, request):
         return [*request.prompt_tokens.tolist(), *request.response_tokens.tolist()]

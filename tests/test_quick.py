@@ -10,7 +10,7 @@ SEAMS = {
     "tests/deploy/sinks/test_contract.py",
     "tests/learner/test_prompts.py",
     "tests/learner/test_stage_contract.py",
-    "tests/rollout_workers/test_asked_scorers.py",
+    "tests/rollout_workers/test_scorer_client.py",
     "tests/rollout_workers/test_engine_embedded.py",
     "tests/rollout_workers/test_episodes.py",
     "tests/rollout_workers/test_scorer_engines.py",

@@ -12,8 +12,14 @@ from headway.broker.errors import WeightSyncError
 from headway.broker.schema import TrajectoryId, WeightVersion
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines.abilities import EngineAbilities
-from headway.rollout_workers.engines.base import Check, Chunk, GenerationRequest, NamedTensors, Parts
-from headway.rollout_workers.engines.held import Held
+from headway.rollout_workers.engines.base import (
+    Check,
+    Chunk,
+    GenerationRequest,
+    NamedTensors,
+    Parts,
+    WeightFingerprints,
+)
 from headway.weightsync.tensors.fingerprint import fingerprint
 
 from .backend import token_logprobs
@@ -81,7 +87,7 @@ class SlowEngine:
         ((name, weights),) = tensors
         self._weights, self._name = weights.clone(), name
         if check is not None:
-            check(Held.of({name: (fingerprint(self._weights), self._weights.numel())}))
+            check(WeightFingerprints.of({name: (fingerprint(self._weights), self._weights.numel())}))
         self._version = version
 
     async def swap_in_parts(

@@ -15,10 +15,9 @@ from headway.deploy.roles.engine import own_decoding
 from headway.learner.config import ModelConfig
 from headway.rollout_workers.decoding import response_text
 from headway.rollout_workers.engines.base import FinishReason, GenerationRequest, NamedTensors
-from headway.rollout_workers.engines.embedded.decoder import Decoder, Sample
-from headway.rollout_workers.engines.embedded.sampling import Sampler
+from headway.rollout_workers.engines.embedded.decoder import Decoder, Sample, Sampler
 from headway.rollout_workers.engines.embedded.slot_cache import ATTENTION
-from headway.rollout_workers.engines.placing.loading import load_tensors
+from headway.rollout_workers.engines.weight_loading.named_tensors import load_tensors
 from headway.rollout_workers.rewards import Score, open_reward
 
 CPU = torch.device("cpu")

@@ -26,7 +26,7 @@ from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.base import Engine, GenerationRequest
 from headway.rollout_workers.outages import Outages
 from headway.rollout_workers.swaps.turns import SwapTurns
-from headway.rollout_workers.swaps.weights import HeldWeights
+from headway.rollout_workers.swaps.weights import EngineWeights
 from headway.weightsync.config import WeightsConfig
 from headway.weightsync.deliveries import Delivery, StreamedDelivery
 from headway.weightsync.subscriber import Subscriber
@@ -80,7 +80,7 @@ async def follow(url: str, run: str, order: Order) -> None:
     verified: dict[WeightVersion | None, float] = {}
     turns = SwapTurns(broker.swap_turns, "engine", outages, share=1.0, ttl_s=5.0)
     swapping = _Swapping(engine)
-    held = HeldWeights(
+    held = EngineWeights(
         cast(Engine, swapping),
         subscriber,
         outages,
@@ -174,7 +174,7 @@ async def _generate(engine: Engine, order: Order, number: int, clock: Clock) -> 
                 clock.note(chunk.version, len(chunk.token_ids))
 
 
-async def _beat(broker: Broker, subscriber: Subscriber, held: HeldWeights) -> None:
+async def _beat(broker: Broker, subscriber: Subscriber, held: EngineWeights) -> None:
     while True:
         info: dict[str, Any] = {
             "worker": "engine",

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks.throughput.shapes import Shape
 from headway.learner.backends.fsdp.export import HuggingFaceExport
 from headway.learner.backends.fsdp.sharding import local
-from headway.rollout_workers.engines.placing.loading import one_by_one
+from headway.rollout_workers.engines.weight_loading.named_tensors import one_by_one
 
 Named = tuple[str, torch.Tensor]
 SCALE = 0.02

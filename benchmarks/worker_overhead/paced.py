@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines.abilities import REQUESTS
 from headway.rollout_workers.engines.vllm.engine import VllmEngine
-from headway.rollout_workers.engines.vllm.environment import prepare_environment
+from headway.rollout_workers.engines.vllm.processes import prepare_environment
 from headway.rollout_workers.engines.vllm.start import open_vllm
 
 KIND = "benchmarks.worker_overhead.paced:open_paced"

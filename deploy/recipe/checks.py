@@ -16,7 +16,7 @@ from headway.learner.models.layout import check_ranks, check_splits
 from headway.learner.stages.kinds import options_of
 from headway.rollout_workers.config import READERS, REWARDS, EngineConfig
 from headway.rollout_workers.engines import ENGINES, abilities_of, check_options
-from headway.rollout_workers.engines.gpus import shares
+from headway.rollout_workers.engines.gpus import visible_devices
 from headway.rollout_workers.environments import check_environment
 from headway.rollout_workers.scorers.runtimes import RUNTIMES
 from headway.rollout_workers.scorers.runtimes import check_options as check_runtime_options
@@ -252,9 +252,9 @@ def _device_of(engine: EngineConfig) -> str:
 
 def _impossible_shares(recipe: Recipe) -> Iterator[str]:
     try:
-        shares(recipe.workers.devices, recipe.engine)
+        visible_devices(recipe.workers.devices, recipe.engine)
         for pool in pools_of(recipe):
-            shares(pool.recipe.workers.devices, pool.recipe.engine)
+            visible_devices(pool.recipe.workers.devices, pool.recipe.engine)
     except ConfigError as error:
         yield str(error)
 

@@ -9,7 +9,7 @@ from typing import Any
 from headway.broker.errors import ConfigError
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import abilities_of
-from headway.rollout_workers.engines.gpus import gpus_of, shares
+from headway.rollout_workers.engines.gpus import gpus_of, visible_devices
 from headway.weightsync.transports.abilities import abilities_of as transport_abilities
 
 from .operators import roots_of
@@ -79,14 +79,14 @@ def worker_gpus(recipe: Recipe, visible: str) -> list[str]:
     roots = roots_of(recipe)
     abilities = abilities_of(engine, roots)
     if learner.device == "cpu":
-        return shares(recipe.workers.devices, engine, abilities)
+        return visible_devices(recipe.workers.devices, engine, abilities)
     ranks = visible.split(",") if visible else [str(rank) for rank in range(learner.processes)]
     devices: Sequence[int | str] = recipe.workers.devices
     if recipe.run.is_colocated:
         devices = devices or ranks[: recipe.workers.count * gpus_of(engine, abilities)]
     is_mapped = weights.staging == "device" and transport_abilities(weights.transport, roots).maps_memory
     first = ranks[0] if is_mapped else ""
-    given = shares(devices, engine, abilities)
+    given = visible_devices(devices, engine, abilities)
     return [gpus if first in ("", *gpus.split(",")) else f"{gpus},{first}" for gpus in given]
 
 

@@ -2,7 +2,7 @@
 
 from headway.broker.user_code.roots import ImportRoots
 from headway.learner.backends import check_installed as check_backend_installed
-from headway.rollout_workers.engines import abilities_of, check_asked, check_installed
+from headway.rollout_workers.engines import abilities_of, check_installed, check_requirements
 from headway.rollout_workers.scorers.runtimes import check_installed as check_runtime_installed
 
 from .adapters import check_own_engine
@@ -31,7 +31,7 @@ def check_packages(recipe: Recipe, *, has_workers: bool) -> None:
             check_runtime_installed(recipe.scorers.engine.kind)
         for one in (recipe, *(pool.recipe for pool in pools_of(recipe))):
             check_installed(one.engine.kind)
-            check_asked(
+            check_requirements(
                 one.engine.kind,
                 abilities_of(one.engine, roots_of(one)),
                 tells_experts=one.algorithm.router_replay,

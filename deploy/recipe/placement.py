@@ -18,7 +18,7 @@ from pathlib import Path
 
 from headway.broker.errors import ConfigError
 from headway.rollout_workers.engines import abilities_of
-from headway.rollout_workers.engines.gpus import gpus_of, shares
+from headway.rollout_workers.engines.gpus import gpus_of, visible_devices
 from headway.weightsync.transports.abilities import abilities_of as transport_abilities
 
 from .operators import roots_of
@@ -144,7 +144,7 @@ def placed_workers(
     if abilities.follows_device and engine.device == "cpu":
         return
     said = abilities.said(engine.options).get(abilities.memory_option, share or abilities.memory_share)
-    own = shares(workers.devices, engine, abilities) or [",".join(_first(gpus_of(engine, abilities), seen))]
+    own = visible_devices(workers.devices, engine, abilities) or [",".join(_first(gpus_of(engine, abilities), seen))]
     for number in range(workers.count):
         for gpu in own[number % len(own)].split(","):
             key = _told(f"{section}.devices", workers.devices)

@@ -67,7 +67,7 @@ class _Opened:
     model: Path
 
 
-class EngineAhead:
+class PrewarmedEngine:
     """The engine that a worker has opened before the learner claimed the run, if it could."""
 
     def __init__(self, run: str, worker: str, overrides: Sequence[str], allowed: Sequence[str], private: Path) -> None:

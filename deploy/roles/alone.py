@@ -44,7 +44,7 @@ from headway.deploy.run.stage_output import after_stages, check_made, is_complet
 from headway.deploy.terminal import Terminal
 from headway.learner.experience.rewind import Rewind
 from headway.rollout_workers.config import EngineConfig, ScorersConfig, WorkersConfig
-from headway.rollout_workers.engines.gpus import shares
+from headway.rollout_workers.engines.gpus import visible_devices
 from headway.weightsync.config import WeightsConfig
 
 from .joining import ConfigChangedError
@@ -158,7 +158,7 @@ def run_workers(
     A launcher that starts no processes only gets their commands.
     """
     own = _own_of(overrides)
-    devices = shares(own.workers.devices, own.engine)
+    devices = visible_devices(own.workers.devices, own.engine)
     prefix = check_pool_name(pool or UNNAMED)[:MOST_OF_PREFIX]
     pool = pool or f"{_host()}-{os.getpid()}"
     named = [argument for module in allowed for argument in ("--allow-import", module)]

@@ -26,14 +26,16 @@ def asking(broker: Broker, worker: str = "") -> "ScorerOpener":
 
 def holding(recipe: Recipe) -> "ScorerOpener":
     """Return what opens reward models in this process, for commands that have no broker."""
-    from headway.rollout_workers.scorers.own import OwnScorer
     from headway.rollout_workers.scorers.runtimes import open_runner
+    from headway.rollout_workers.scorers.scorer_client import InProcessScorer
 
     keys = {scorer.name: scorer.key for scorer in scorers_of(recipe)}
 
     def opened(name: str, config: RewardConfig) -> "TokenScorer":
         open_one = partial(open_runner, REWARD_MODEL, config.path, recipe.scorers, key=keys[name])
-        return OwnScorer(partial(open_one, most_tokens=recipe.engine.max_model_len, roots=roots_of_scorers(recipe)))
+        return InProcessScorer(
+            partial(open_one, most_tokens=recipe.engine.max_model_len, roots=roots_of_scorers(recipe))
+        )
 
     return opened
 
@@ -55,6 +57,6 @@ def open_teacher(broker: Broker, recipe: Recipe, worker: str) -> "AskedTeacher |
 
 def _asked(broker: Broker, worker: str, name: str, hold_s: float) -> "TokenScorer":
     from headway.rollout_workers.outages import Outages
-    from headway.rollout_workers.scorers.asking import AskedScorer
+    from headway.rollout_workers.scorers.scorer_client import ScorerClient
 
-    return AskedScorer(broker.scoring, Outages(broker.url), name, hold_s=hold_s, worker=worker)
+    return ScorerClient(broker.scoring, Outages(broker.url), name, hold_s=hold_s, worker=worker)

@@ -59,7 +59,7 @@ from headway.learner.objective.composition import needs_critic, needs_reference,
 from headway.learner.objective.objective import Objective
 from headway.learner.objective.update import Updater
 from headway.learner.ranks import Ranks
-from headway.learner.stages.colocation import LentDevice, wait_for_device
+from headway.learner.stages.colocation import LearnerDeviceLock, wait_for_device
 from headway.learner.stages.loop import Learner, LoopConfig
 from headway.learner.stages.probe import TOLERANCE
 from headway.learner.stages.resuming import Claimed, Origin, Start, choose_origin, claim_run, identify, open_log
@@ -324,7 +324,7 @@ def _learner(
         observer=observer,
         should_stop=parts.should_stop,
         version=start.version,
-        lent_device=LentDevice(phases, parts.updater.models, parts.ranks, experience)
+        lent_device=LearnerDeviceLock(phases, parts.updater.models, parts.ranks, experience)
         if recipe.run.is_colocated
         else None,
     )

@@ -67,9 +67,8 @@ async def _serve(
     roots: ImportRoots,
 ) -> None:
     from headway.rollout_workers.model_files import fetch_model
-    from headway.rollout_workers.scorers.fitness import RequestLimits
     from headway.rollout_workers.scorers.runtimes import open_runner
-    from headway.rollout_workers.scorers.serving import Serving
+    from headway.rollout_workers.scorers.serving import RequestLimits, ScorerServer
 
     await broker.scoring.report(_loading(recipe, scorer, process), LOADING_S)
     with TemporaryDirectory(prefix="headway-scorer-") as private:
@@ -94,7 +93,7 @@ async def _serve(
             await broker.scoring.leave(process)
             raise
     log.info("scorer %s: %s holds %s", process, scorer.name, scorer.path)
-    serving = Serving(
+    serving = ScorerServer(
         broker,
         runner,
         scorer=scorer.name,

@@ -30,7 +30,7 @@ from headway.deploy.recipe.operators import check_stored
 from headway.deploy.recipe.recipe import Recipe
 from headway.rollout_workers.engines import libraries_of
 
-from .ahead import EngineAhead, open_worker_engine, sent_rank
+from .ahead import PrewarmedEngine, open_worker_engine, sent_rank
 from .closing import WorkerPart, closed_by, closing_parts
 from .joining import Signals, drained_when_changed, fetch_config, or_drained, telling_what_lasts
 
@@ -119,17 +119,17 @@ def _end_soon() -> None:
 @asynccontextmanager
 async def _private_directory(
     run: str, worker: str, overrides: Sequence[str], allowed: Sequence[str]
-) -> AsyncIterator[tuple[Path, EngineAhead]]:
+) -> AsyncIterator[tuple[Path, PrewarmedEngine]]:
     """Yield a directory of this worker's own, and what may open an engine in it ahead of the learner."""
     with TemporaryDirectory(prefix="headway-worker-") as private:
-        ahead = EngineAhead(run, worker, overrides, allowed, Path(private))
+        ahead = PrewarmedEngine(run, worker, overrides, allowed, Path(private))
         try:
             yield Path(private), ahead
         finally:
             await ahead.close()
 
 
-async def _fetch_config(broker: Broker, ahead: EngineAhead) -> bytes:
+async def _fetch_config(broker: Broker, ahead: PrewarmedEngine) -> bytes:
     """Fetch the configuration. The libraries are imported meanwhile, which takes seconds, and if there is no
     configuration then, an engine is opened."""
     fetching = asyncio.create_task(fetch_config(broker))
@@ -189,7 +189,7 @@ async def _work(
     private: Path,
     drain: asyncio.Event,
     roots: ImportRoots,
-    ahead: EngineAhead,
+    ahead: PrewarmedEngine,
     farewell_s: float = DRAIN_WORKER_S / PARTS_OF_GRACE,
 ) -> None:
     from headway.deploy.observe.tracing import tracing_samples

@@ -28,7 +28,7 @@ AGAIN_S = 1.0
 log = logging.getLogger(__name__)
 
 
-class LentDevice:
+class LearnerDeviceLock:
     """One rank's device, which engines use while the learner waits for a batch. The first rank alone speaks to the
     broker (`experience`)."""
 

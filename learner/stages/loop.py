@@ -25,7 +25,7 @@ from headway.learner.objective.update import JudgedBatch, Update, Updater
 from headway.learner.ranks import Ranks
 
 from .checkpoint_writer import CheckpointWriter
-from .colocation import LentDevice
+from .colocation import LearnerDeviceLock
 from .probe import measure_logprobs, measure_probe
 from .stopwatch import Lap, Stopwatch
 
@@ -93,7 +93,7 @@ class Learner:
     observer: Observer
     should_stop: Callable[[], bool]
     version: WeightVersion
-    lent_device: LentDevice | None = None
+    lent_device: LearnerDeviceLock | None = None
     """The device that engines use while the learner waits for a batch; None where they have others."""
 
     def __post_init__(self) -> None:

@@ -1,11 +1,11 @@
 """Inference engines turn prompts into tokens, each with its logprob and its weight version.
 
     worker ── generate ──► engine ── Chunk(tokens, logprobs, version) ──► worker
-             swap_weights ──┘  requests go on; their caches are computed anew, or kept
+             swap_weights ──┘  requests go on; their caches are recomputed, or kept
 
 `base.py` is the seam. `embedded/` runs any transformers model in this process (`decoder.py` is one step of it), `vllm/`
-runs vLLM, and `sglang/` SGLang. Each states its abilities in a module that imports neither torch nor the engine, and is
-registered in `ENGINES`.
+runs vLLM, and `sglang/` SGLang. `weight_loading/` brings a version's tensors into their memory. `abilities.py` states
+what each can do; it imports neither torch nor an engine. `ENGINES` registers them.
 
 The invariant: a token is sampled by exactly the weights that its chunk names, and its logprob is the one that it was
 sampled with. Keys and values come from the same weights, unless a swap was told to keep older ones.
@@ -24,10 +24,7 @@ from headway.broker.user_code.own import make_own
 from headway.broker.user_code.roots import ImportRoots, load
 from headway.rollout_workers.config import EngineConfig
 
-from .abilities import REQUESTS, EngineAbilities, KnownEngine
-from .embedded.abilities import EMBEDDED
-from .sglang.abilities import SGLANG
-from .vllm.abilities import VLLM
+from .abilities import EMBEDDED, REQUESTS, SGLANG, VLLM, EngineAbilities, KnownEngine
 
 if TYPE_CHECKING:
     from .base import Engine
@@ -74,7 +71,7 @@ def _has(abilities: EngineAbilities, name: str, value: object) -> bool:
     return abilities.options is None and abilities.takes_stored(name, value)
 
 
-def check_asked(kind: str, abilities: EngineAbilities, *, tells_experts: bool, sleeps: bool) -> None:
+def check_requirements(kind: str, abilities: EngineAbilities, *, tells_experts: bool, sleeps: bool) -> None:
     """Raise ConfigError if the run would ask the engine for something that its abilities exclude."""
     if tells_experts and not abilities.tells_experts:
         raise ConfigError(
@@ -131,7 +128,7 @@ def open_engine(
     check_installed(config.kind)
     abilities = abilities_of(config, roots)
     check_options(config, abilities)
-    check_asked(config.kind, abilities, **asked)
+    check_requirements(config.kind, abilities, **asked)
     if config.max_concurrent is None and not abilities.fits_requests:
         config = msgspec.structs.replace(config, max_concurrent=REQUESTS)
 

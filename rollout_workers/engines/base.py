@@ -1,16 +1,51 @@
 """The seam between a worker and the engine that generates its tokens."""
 
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol, TypeGuard, runtime_checkable
 
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from headway.broker.errors import LASTING_EXIT, ConfigError
 from headway.broker.schema import Experts, WeightVersion
 from headway.broker.user_code.kinds import did_you_mean
 
-from .held import Held
+Fingerprints = NDArray[np.uint64]
+Elements = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class WeightFingerprints:
+    """The fingerprints and sizes of the tensors that all shards of an engine hold together, or one shard. They are in
+    arrays: there may be tens of thousands of tensors. N tensors."""
+
+    names: tuple[str, ...]
+    fingerprints_N: Fingerprints
+    """The sum of the fingerprints of each tensor's parts, mod 2^64 (`weightsync.tensors.fingerprint`)."""
+    elements_N: Elements
+    """Elements held of each tensor: a multiple of its size if shards have copies; 0 if none of it is held."""
+
+    @staticmethod
+    def of(tensors: Mapping[str, tuple[int, int]]) -> "WeightFingerprints":
+        """Build one from (fingerprint, elements) by name."""
+        fingerprints = np.array([fingerprint for fingerprint, _ in tensors.values()], np.uint64)
+        return WeightFingerprints(
+            tuple(tensors), fingerprints, np.array([elements for _, elements in tensors.values()], np.int64)
+        )
+
+    @staticmethod
+    def together(shards: Iterable["WeightFingerprints"]) -> "WeightFingerprints":
+        """Add up shards that were given the same tensors. There must be at least one shard."""
+        first, *others = shards
+        fingerprints_N, elements_N = first.fingerprints_N.copy(), first.elements_N.copy()
+        for other in others:
+            fingerprints_N += other.fingerprints_N
+            elements_N += other.elements_N
+        return WeightFingerprints(first.names, fingerprints_N, elements_N)
+
 
 FinishReason = Literal["stop", "length"]
 """The end of a response: at a stop token, or at its longest length."""
@@ -57,7 +92,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     engine gave the request up, and another request can go on after these tokens."""
 
 
-Check = Callable[[Held | None], None]
+Check = Callable[[WeightFingerprints | None], None]
 """Checks what an engine holds of every tensor of a swap, read from the memory that it computes with; the argument is
 None if the engine keeps weights in another form than they were published in. Raises WeightSyncError if the engine may
 not sample with them."""
@@ -199,3 +234,14 @@ class AdaptedEngine(Engine, Protocol):
 def takes_adapters(engine: Engine) -> TypeGuard[AdaptedEngine]:
     """Return whether an engine has what an `AdaptedEngine` adds. It may lack methods that it states not to offer."""
     return all(hasattr(engine, name) for name in ("load_base", "swap_adapter", "score_base"))
+
+
+def usable_device(name: str, key: str) -> torch.device:
+    """Return the device. Raises ConfigError, with the `key` that names it, if torch cannot use it in this process."""
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # a torch without CUDA asserts that it has it
+        why = str(error).partition("\n")[0].rstrip(".")
+        raise ConfigError(f"{key} is {name}, which torch cannot use here: {why}. Set {key}=cpu.") from error
+    return device

@@ -20,7 +20,9 @@ def gpus_of(engine: EngineConfig, abilities: EngineAbilities | None = None) -> i
     return gpus_with(engine.options, (abilities or abilities_of(engine)).gpu_options, "engine.options")
 
 
-def shares(devices: Sequence[int | str], engine: EngineConfig, abilities: EngineAbilities | None = None) -> list[str]:
+def visible_devices(
+    devices: Sequence[int | str], engine: EngineConfig, abilities: EngineAbilities | None = None
+) -> list[str]:
     """Return CUDA_VISIBLE_DEVICES for each worker: as many consecutive GPUs as an engine takes, or those that one entry
     names together.
 
@@ -48,7 +50,7 @@ def shares(devices: Sequence[int | str], engine: EngineConfig, abilities: Engine
 
 
 @contextmanager
-def starting_alone(uuids: Iterable[str]) -> Iterator[None]:
+def start_lock(uuids: Iterable[str]) -> Iterator[None]:
     """Wait until no engine of this user is starting on any of these GPUs; other engines wait for the end of the block.
 
     vLLM measures free memory while it starts, and fails if another engine changes it meanwhile. The lock of a killed

@@ -8,8 +8,7 @@ from numpy.typing import NDArray
 from headway.broker.possible import LOGPROB_ROUNDING
 from headway.broker.schema import Prompt
 from headway.rollout_workers.rewards.failures import Failures
-from headway.rollout_workers.scorers.base import ScoringError, TokenScorer
-from headway.rollout_workers.scorers.candidates import parted
+from headway.rollout_workers.scorers.base import ScoringError, TokenScorer, unpack_candidates
 
 from .recorder import Recorder
 
@@ -48,7 +47,7 @@ class AskedTeacher:
         """
         try:
             found = await self._scorer.score(prompt.token_ids, recorder.tokens, self._temperature, self._top_k)
-            logprobs, tokens, candidates = parted(found, len(recorder.tokens), self._top_k)
+            logprobs, tokens, candidates = unpack_candidates(found, len(recorder.tokens), self._top_k)
             highest = max(float(logprobs.max()), float(candidates.max(initial=-np.inf)))
             if highest > LOGPROB_ROUNDING:
                 raise ScoringError(f"it answers with logprobs of up to {highest:g}")

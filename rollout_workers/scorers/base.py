@@ -5,9 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headway.broker.client.scoring import Scores
 from headway.broker.errors import LASTING_EXIT, HeadwayError
 from headway.broker.schema import ScoreRequest
+from headway.broker.wire.checks import MAX_TOKEN_ID
 
 
 class ScoringError(HeadwayError):
@@ -27,7 +31,7 @@ class TokenScorer(Protocol):
         self, prompt_tokens: Sequence[int], response_tokens: Sequence[int], temperature: float = 1.0, top_k: int = 0
     ) -> Scores:
         """Return the scores of a response of R tokens: [1] of a reward model, [R] of a teacher, [R * (1 + 2K)] of one
-        that is asked for K = `top_k` candidates (`candidates.parted` reads these); finite.
+        that is asked for K = `top_k` candidates (`unpack_candidates` reads these); finite.
 
         Many callers may wait at once. It waits for as long as no scorer is alive; cancelling it forgets the request.
         Raises ScoringError where several scorers could not answer.
@@ -69,3 +73,29 @@ class Runner(Protocol):
         """Return the scores of each request, which do not depend on the others but for rounding. Blocks; one thread
         calls it at a time."""
         ...
+
+
+def pack_candidates(
+    logprobs_R: NDArray[np.float32], tokens_RK: NDArray[np.int64], candidates_RK: NDArray[np.float32]
+) -> Scores:
+    """Return the answer: of each token its own logprob, its candidates and their logprobs."""
+    return np.concatenate([logprobs_R[:, None], tokens_RK, candidates_RK], axis=1).astype(np.float32).reshape(-1)
+
+
+def unpack_candidates(
+    scores: Scores, length: int, top_k: int
+) -> tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.float32]]:
+    """Return what `pack_candidates` was given for `length` tokens with `top_k` candidates each. Raises ScoringError
+    for an answer of another size or of impossible tokens."""
+    if scores.size != length * (1 + 2 * top_k):
+        raise ScoringError(f"it answers with {scores.size} numbers for {length} tokens with {top_k} candidates each")
+    rows = scores.reshape(length, 1 + 2 * top_k)
+    tokens = rows[:, 1 : 1 + top_k]
+    if not ((tokens >= 0) & (tokens <= MAX_TOKEN_ID) & (tokens == np.floor(tokens))).all():
+        raise ScoringError("it names a candidate that is no token")
+    return rows[:, 0], tokens.astype(np.int32), rows[:, 1 + top_k :]
+
+
+def tokens_of(request: ScoreRequest) -> NDArray[np.int32]:
+    """Return [P + R] tokens."""
+    return np.concatenate([request.prompt_tokens, request.response_tokens])

@@ -2,6 +2,8 @@
 
 Three tasks share one event loop: one leases and renews, one scores (the model runs in a thread), one reports. A broker
 that is away ends none of them. A scorer that is told to leave finishes its batch and hands the rest back.
+
+A scorer takes only fit requests to its model: any program may hold a worker's password, so no request is trusted.
 """
 
 import asyncio
@@ -10,18 +12,65 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from headway.broker.client.broker import Broker
 from headway.broker.client.scoring import ScoreLease, Scores
 from headway.broker.errors import HeadwayError
+from headway.broker.schema import ScoreRequest
 from headway.broker.schema.processes import ScorerInfo
 from headway.rollout_workers.outages import Outages
 from headway.rollout_workers.run_end import RunEnd
 
 from .base import Runner
-from .fitness import RequestLimits, probe, why_unfit
+
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 1e-3, 1e3
+"""Those of `sampling.temperature`: logits are divided by it, in float32."""
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """The bounds of an honest request of the run."""
+
+    most_response_tokens: int
+    """`sampling.max_new_tokens`"""
+    most_tokens: int
+    """The most tokens of prompt and response: `engine.max_model_len`."""
+    most_candidates: int = 0
+    """`algorithm.distillation.top_k`"""
+
+
+def rejection_reason(request: ScoreRequest, runner: Runner, limits: RequestLimits, kind: str) -> str:
+    """Return why this model is not asked; "" where it can score the request."""
+    prompt, response = len(request.prompt_tokens), len(request.response_tokens)
+    if not prompt:
+        return "it has no prompt tokens, after which a response would have a probability"
+    if not LOWEST_TEMPERATURE <= request.temperature <= HIGHEST_TEMPERATURE:
+        return f"its temperature is {request.temperature:g}, outside {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}"
+    highest = max(int(part.max()) for part in (request.prompt_tokens, request.response_tokens))
+    if highest >= runner.vocabulary:
+        return f"it has token {highest}, and the vocabulary of the {kind} ends at {runner.vocabulary}"
+    if prompt + response > runner.longest:
+        return f"it has {prompt + response} tokens, and the {kind} reads {runner.longest} at most"
+    if response > limits.most_response_tokens:
+        return f"its response has {response} tokens, and sampling.max_new_tokens is {limits.most_response_tokens}"
+    if prompt + response > limits.most_tokens:
+        return f"it has {prompt + response} tokens, and engine.max_model_len is {limits.most_tokens}"
+    if request.top_k > min(limits.most_candidates, runner.vocabulary):
+        return (
+            f"it wants {request.top_k} candidates in each place; algorithm.distillation.top_k is"
+            f" {limits.most_candidates}, and the {kind} knows {runner.vocabulary} tokens"
+        )
+    return ""
+
+
+def probe() -> ScoreRequest:
+    """Return a request that every model can score unless it is broken."""
+    token = np.zeros(1, np.int32)
+    return ScoreRequest(prompt_tokens=token, response_tokens=token)
+
 
 BATCHES_AHEAD = 2
 """Batches that a scorer has leased at most, the one that it scores among them."""
@@ -44,7 +93,7 @@ class ModelFailedError(HeadwayError):
     """The scorer's model fails even at a request that this process makes itself."""
 
 
-class Serving:
+class ScorerServer:
     """Answers the requests of one scorer with one model."""
 
     def __init__(
@@ -169,7 +218,7 @@ class Serving:
         return len(reply.leases)
 
     def _unfit(self, lease: ScoreLease) -> str:
-        return why_unfit(lease.request, self._runner, self._limits, self._kind)
+        return rejection_reason(lease.request, self._runner, self._limits, self._kind)
 
     async def _score_on(self) -> None:
         while not self._end:

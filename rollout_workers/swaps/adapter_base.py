@@ -3,8 +3,13 @@
 import logging
 
 from headway.broker.errors import NoRoomError, WeightSyncError
-from headway.rollout_workers.engines.base import AdaptedEngine, Engine, attaches_memory, takes_adapters
-from headway.rollout_workers.engines.held import Held
+from headway.rollout_workers.engines.base import (
+    AdaptedEngine,
+    Engine,
+    WeightFingerprints,
+    attaches_memory,
+    takes_adapters,
+)
 from headway.rollout_workers.outages import Outages
 from headway.weightsync.deliveries import Delivery
 from headway.weightsync.subscriber import Subscriber
@@ -57,9 +62,9 @@ class AdapterBase:
 
     async def _is_loaded(self, engine: AdaptedEngine, base: Delivery) -> bool:
         """Load a base. Returns False if it lay in the model's files and is not what was published."""
-        told: Held | None = None
+        told: WeightFingerprints | None = None
 
-        def check(held: Held | None) -> None:
+        def check(held: WeightFingerprints | None) -> None:
             nonlocal told
             told = held
             refuse_other_tensors(base.manifest, held)

@@ -18,7 +18,7 @@ from headway.broker.errors import BrokerError
 from headway.rollout_workers.engines.base import Engine
 from headway.rollout_workers.outages import Outages
 
-from .weights import HeldWeights
+from .weights import EngineWeights
 
 POLL_S = 0.01
 """Seconds between two questions for the phase. A change of phase takes two answers."""
@@ -28,7 +28,7 @@ FAREWELL_S = 5.0
 log = logging.getLogger(__name__)
 
 
-class BorrowedDevice:
+class EngineDeviceLock:
     """The learner's device, on which a worker's engine generates in turns with it. The engine was opened after
     `until_engine_may_open` returned."""
 
@@ -38,7 +38,7 @@ class BorrowedDevice:
         engine: Engine,
         worker: str,
         outages: Outages,
-        weights: HeldWeights,
+        weights: EngineWeights,
         set_aside: Callable[[], Awaitable[None]],
     ) -> None:
         """`set_aside` ends the engine's requests so that a worker can continue them later."""

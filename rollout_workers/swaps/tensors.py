@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 
 from headway.broker.errors import WeightSyncError
 from headway.broker.schema.weights import TensorSpec, WeightManifest
-from headway.rollout_workers.engines.held import Held
-from headway.rollout_workers.engines.placing.loading import is_fused
+from headway.rollout_workers.engines.base import WeightFingerprints
+from headway.rollout_workers.engines.weight_loading.named_tensors import is_fused
 
 
-def refuse_other_tensors(manifest: WeightManifest, held: Held | None) -> None:
+def refuse_other_tensors(manifest: WeightManifest, held: WeightFingerprints | None) -> None:
     """Raise WeightSyncError for the first tensor that the engine holds otherwise than it was published."""
     if held is None or not manifest.fingerprints:
         return
@@ -31,7 +31,7 @@ def refuse_other_tensors(manifest: WeightManifest, held: Held | None) -> None:
         )
 
 
-def tells_all(manifest: WeightManifest, held: Held | None) -> bool:
+def tells_all(manifest: WeightManifest, held: WeightFingerprints | None) -> bool:
     """Return whether `refuse_other_tensors` compares every tensor: the engine says what it holds, under the names that
     were published."""
     return held is not None and bool(_where(manifest.tensors, held.names)[2].all())

@@ -36,7 +36,7 @@ it sleeps."""
 log = logging.getLogger(__name__)
 
 
-class HeldWeights:
+class EngineWeights:
     """Keeps the engine's version as new as the subscriber delivers."""
 
     def __init__(

@@ -11,7 +11,7 @@ from headway.deploy.launch.base import AHEAD
 from headway.deploy.recipe.colocation import opens_beside_learner
 from headway.deploy.recipe.loading import dump_recipe, load_recipe
 from headway.deploy.recipe.recipe import Recipe
-from headway.deploy.roles.ahead import EngineAhead
+from headway.deploy.roles.ahead import PrewarmedEngine
 from headway.deploy.roles.joining import telling_what_lasts
 from headway.deploy.roles.worker import _private_directory
 from headway.learner.models.files import model_files
@@ -36,8 +36,8 @@ def stored(recipe: Recipe, directory: Path) -> Path:
     return write_model(ModelFiles(files=dict(files.files)), directory)
 
 
-def ahead(private: Path, *overrides: str) -> EngineAhead:
-    return EngineAhead("r", "host-0", overrides, (), private)
+def ahead(private: Path, *overrides: str) -> PrewarmedEngine:
+    return PrewarmedEngine("r", "host-0", overrides, (), private)
 
 
 async def test_the_worker_goes_on_with_the_engine_that_it_has_opened(recipe: Recipe, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from headway.broker.installation import TorchFacts, version_of
 from headway.deploy.cli import doctor
 from headway.deploy.terminal import Terminal
-from headway.rollout_workers.engines.sglang.abilities import SGLANG
+from headway.rollout_workers.engines.abilities import SGLANG
 
 
 def test_the_report_of_this_machine() -> None:

@@ -26,7 +26,7 @@ from headway.broker.server.embedded import EmbeddedServer
 from headway.broker.user_code.roots import ImportRoots
 from headway.deploy.cli.main import answer
 from headway.deploy.recipe.loading import recipe_from_bytes, recipe_to_bytes
-from headway.deploy.roles.ahead import EngineAhead
+from headway.deploy.roles.ahead import PrewarmedEngine
 from headway.deploy.roles.engine import PoolSettings
 from headway.deploy.roles.generating_pool import run_name
 from headway.deploy.roles.generating_workers import generation_recipe
@@ -97,7 +97,7 @@ def worker_elsewhere(url: str, run: str, private: Path) -> Iterator[None]:
     async def work() -> None:
         broker = await open_broker(url, run)
         try:
-            ahead = EngineAhead(run, "elsewhere-0", (), (), private)
+            ahead = PrewarmedEngine(run, "elsewhere-0", (), (), private)
             recipe = recipe_from_bytes(await _fetch_config(broker, ahead))
             await _work(broker, recipe, recipe, "elsewhere-0", private, asyncio.Event(), ImportRoots(), ahead)
         finally:

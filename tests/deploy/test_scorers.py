@@ -41,8 +41,8 @@ from headway.rollout_workers.config import (
     WorkersConfig,
 )
 from headway.rollout_workers.outages import Outages
-from headway.rollout_workers.scorers.asking import AskedScorer
 from headway.rollout_workers.scorers.base import UnfitModelError
+from headway.rollout_workers.scorers.scorer_client import ScorerClient
 from tests.broker.scenario import FRESH
 from tests.rollout_workers.marks import VLLM
 from tests.rollout_workers.reward_models import TOKENS, save_model, score_of
@@ -138,7 +138,7 @@ async def test_every_sample_is_scored_once_while_scorers_are_missing_killed_and_
 ) -> None:
     model = save_model(tmp_path / "rm", scores=True)
     await begin(broker, tmp_path, tmp_path / "rm")
-    asked = AskedScorer(broker.scoring, Outages(broker.url), NAME, hold_s=30)
+    asked = ScorerClient(broker.scoring, Outages(broker.url), NAME, hold_s=30)
     rng = np.random.default_rng(0)
     tokens = [rng.integers(0, TOKENS, 2 + n % 40).tolist() for n in range(80)]
     waiting = [asyncio.ensure_future(asked.score(each[:1], each[1:])) for each in tokens[:10]]
@@ -176,7 +176,7 @@ async def test_a_scorer_on_another_engine_answers_and_leaves_when_it_is_told(
 ) -> None:
     model = save_model(tmp_path / "rm", scores=True)
     await begin(broker, tmp_path, tmp_path / "rm", engine=engine)
-    asked = AskedScorer(broker.scoring, Outages(broker.url), NAME, hold_s=30)
+    asked = ScorerClient(broker.scoring, Outages(broker.url), NAME, hold_s=30)
     rng = np.random.default_rng(0)
     tokens = [rng.integers(0, TOKENS, 2 + n).tolist() for n in range(40)]
     async with process(broker, "first") as first, asyncio.timeout(180):

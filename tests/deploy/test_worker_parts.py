@@ -13,7 +13,7 @@ from headway.broker.errors import ConfigError, HeadwayError
 from headway.broker.server.embedded import EmbeddedServer
 from headway.broker.user_code.roots import ImportRoots
 from headway.deploy.recipe.loading import load_recipe
-from headway.deploy.roles.ahead import EngineAhead
+from headway.deploy.roles.ahead import PrewarmedEngine
 from headway.deploy.roles.worker import _work, work
 from headway.rollout_workers.model_files import FetchedModel
 
@@ -63,7 +63,7 @@ async def test_a_worker_that_cannot_open_a_part_closes_the_others(
         recipe = load_recipe("arithmetic.yaml", [f"run.name={run_name}", "engine.max_model_len=64", *named])
         before = processes(), engines()
         broker = await open_broker(server.url, run_name)
-        ahead = EngineAhead(run_name, "w-0", (), (), tmp_path)
+        ahead = PrewarmedEngine(run_name, "w-0", (), (), tmp_path)
         refusal = {"environment": (HeadwayError, "the sandbox is not there"), "metrics": (ConfigError, "port")}
         try:
             with pytest.raises(refusal[what][0], match=refusal[what][1]):
@@ -119,7 +119,7 @@ async def test_an_engine_is_closed_first_and_its_error_does_not_hide_the_refusal
         monkeypatch.setattr("headway.deploy.observe.tracing.tracing_samples", untraced)
     recipe = load_recipe("arithmetic.yaml", [f"run.name={run_name}", "environment.kind=closed_parts:Closed"])
     broker = await open_broker(server.url, run_name)
-    ahead, roots = EngineAhead(run_name, "w-0", (), (), tmp_path), ImportRoots(("closed_parts",))
+    ahead, roots = PrewarmedEngine(run_name, "w-0", (), (), tmp_path), ImportRoots(("closed_parts",))
     try:
         with pytest.raises(HeadwayError, match=refusal):
             await _work(broker, recipe, recipe, "w-0", tmp_path, asyncio.Event(), roots, ahead)

@@ -15,7 +15,7 @@ from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.run.resuming import keys_of
 from headway.learner.data.prompts.files import FileOptions
 from headway.learner.objective.catalog import functions
-from headway.rollout_workers.engines.vllm.options import SIZES_AND_SWITCHES, WORDS
+from headway.rollout_workers.engines.abilities import VLLM_SIZES_AND_SWITCHES, VLLM_WORDS
 
 from .pages import ROOT, whole_recipe
 
@@ -63,7 +63,7 @@ def test_every_answer_is_a_key_of_a_recipe_or_a_sentence() -> None:
         assert not ours.remark or ours.remark.endswith("."), name
         section, options, option = ours.key.rpartition(".options.")
         if section == "engine":
-            assert option in {*SIZES_AND_SWITCHES, *WORDS}, name
+            assert option in {*VLLM_SIZES_AND_SWITCHES, *VLLM_WORDS}, name
         elif section == "prompts":
             assert option in FileOptions.__struct_fields__, name
         elif options:

@@ -21,7 +21,7 @@ from headway.broker.server.embedded import EmbeddedServer
 from headway.learner.experience.outages import Interrupted
 from headway.learner.ranks import Ranks
 from headway.learner.stages import colocation
-from headway.learner.stages.colocation import LentDevice, wait_for_device
+from headway.learner.stages.colocation import LearnerDeviceLock, wait_for_device
 
 from .test_experience import experience, forget_everything
 
@@ -47,10 +47,10 @@ class Model:
         self.is_here = True
 
 
-def of_one_rank(blocking: BlockingBroker, owner: Owner, *models: Any) -> LentDevice:
+def of_one_rank(blocking: BlockingBroker, owner: Owner, *models: Any) -> LearnerDeviceLock:
     """Return a device for one rank, whose experience only asks the broker."""
     asks: Any = SimpleNamespace(owner=owner, insist=lambda verb: blocking.call(verb()))
-    return LentDevice(blocking.broker.phases, models, Ranks(0, 1, 0, 1, True), asks)
+    return LearnerDeviceLock(blocking.broker.phases, models, Ranks(0, 1, 0, 1, True), asks)
 
 
 class Clock:
@@ -181,7 +181,7 @@ def test_engines_that_the_server_has_forgotten_are_waited_for(
             return answer
 
         monkeypatch.setattr(blocking.broker.phases, "train", noted)
-        with LentDevice(blocking.broker.phases, [model], Ranks(0, 1, 0, 1, True), learner).engines_work():
+        with LearnerDeviceLock(blocking.broker.phases, [model], Ranks(0, 1, 0, 1, True), learner).engines_work():
             assert may_generate(worker)
             forget_everything(server, tmp_path / "server")
             living.start()

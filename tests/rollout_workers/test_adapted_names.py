@@ -3,7 +3,7 @@
 import torch
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
-from headway.rollout_workers.engines.placing.adapters import decoder_linears
+from headway.rollout_workers.engines.weight_loading.engine_adapters import decoder_linears
 
 from .models import make_model
 

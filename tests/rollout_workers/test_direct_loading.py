@@ -14,10 +14,9 @@ from headway.broker.schema import WeightVersion
 from headway.broker.schema.weights import Probe, TensorSpec, WeightManifest
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import open_engine
-from headway.rollout_workers.engines.base import Engine
-from headway.rollout_workers.engines.held import Held
-from headway.rollout_workers.engines.placing import held_rows
-from headway.rollout_workers.engines.placing.direct_loading import DirectLoading
+from headway.rollout_workers.engines.base import Engine, WeightFingerprints
+from headway.rollout_workers.engines.weight_loading import direct_loading
+from headway.rollout_workers.engines.weight_loading.direct_loading import DirectLoading
 from headway.rollout_workers.swaps.tensors import refuse_other_tensors, tells_all
 from headway.weightsync.limits import Deadline
 from headway.weightsync.tensors.buckets import views
@@ -180,25 +179,27 @@ def test_what_a_loader_derives_is_not_left_as_it_was() -> None:
 
 def test_a_tensor_that_the_engine_does_not_hold_is_missed() -> None:
     manifest = published([("a", torch.ones(8)), ("layers.0.mlp.experts.down_proj", torch.ones(2, 3, 4))])
-    refuse_other_tensors(manifest, Held.of({"a": (fingerprint(torch.ones(8)), 8)}))
+    refuse_other_tensors(manifest, WeightFingerprints.of({"a": (fingerprint(torch.ones(8)), 8)}))
     with pytest.raises(WeightSyncError, match="holds another a"):
-        refuse_other_tensors(manifest, Held.of({}))
+        refuse_other_tensors(manifest, WeightFingerprints.of({}))
 
 
 def test_an_engine_tells_all_only_under_the_names_that_were_published() -> None:
     experts = "layers.0.mlp.experts.down_proj"
     manifest = published([("a", torch.ones(8)), (experts, torch.ones(2, 3, 4))])
-    assert tells_all(manifest, Held.of({"a": (1, 8), experts: (1, 24)}))
-    assert not tells_all(manifest, Held.of({"a": (1, 8), "layers.0.mlp.experts.0.down_proj.weight": (1, 12)}))
+    assert tells_all(manifest, WeightFingerprints.of({"a": (1, 8), experts: (1, 24)}))
+    assert not tells_all(
+        manifest, WeightFingerprints.of({"a": (1, 8), "layers.0.mlp.experts.0.down_proj.weight": (1, 12)})
+    )
     assert not tells_all(manifest, None)
 
 
-def whole(loadings: Iterable[DirectLoading]) -> Held:
+def whole(loadings: Iterable[DirectLoading]) -> WeightFingerprints:
     shards = [loading.held() for loading in loadings]
-    return Held.together(shard for shard in shards if shard is not None)
+    return WeightFingerprints.together(shard for shard in shards if shard is not None)
 
 
-def elements(held: Held) -> dict[str, int]:
+def elements(held: WeightFingerprints) -> dict[str, int]:
     return dict(zip(held.names, held.elements_N.tolist(), strict=True))
 
 
@@ -221,7 +222,7 @@ def test_shards_together_hold_what_was_published() -> None:
 def test_it_does_not_matter_how_many_parameters_are_added_up_together(
     monkeypatch: pytest.MonkeyPatch, rows_at_once: int
 ) -> None:
-    monkeypatch.setattr(held_rows, "ROWS_AT_ONCE", rows_at_once)
+    monkeypatch.setattr(direct_loading, "ROWS_AT_ONCE", rows_at_once)
     shard, sent = Shard(0, 1, torch.bfloat16), version(torch.bfloat16, 1)
     loading = DirectLoading(shard.load, lambda: shard.parameters)
     loading.load(sent)
@@ -234,10 +235,10 @@ def test_it_does_not_matter_how_many_parameters_are_added_up_together(
 def test_half_a_tensor_is_not_the_tensor() -> None:
     tensor = torch.cat([torch.ones(4), torch.zeros(4)])
     manifest = published([("a", tensor)])
-    refuse_other_tensors(manifest, Held.of({"a": (fingerprint(tensor), 8)}))
+    refuse_other_tensors(manifest, WeightFingerprints.of({"a": (fingerprint(tensor), 8)}))
     for count in (0, 4, 12):
         with pytest.raises(WeightSyncError, match="holds another a"):
-            refuse_other_tensors(manifest, Held.of({"a": (fingerprint(tensor), count)}))
+            refuse_other_tensors(manifest, WeightFingerprints.of({"a": (fingerprint(tensor), count)}))
 
 
 @pytest_asyncio.fixture(
@@ -275,7 +276,7 @@ async def test_an_engine_holds_what_it_was_given(
 ) -> None:
     engine, _, models = case
     for model in models:
-        found: list[Held | None] = []
+        found: list[WeightFingerprints | None] = []
         await give(engine, model, check=found.append)
         (held,) = found
         assert held is not None

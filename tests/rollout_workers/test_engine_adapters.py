@@ -14,9 +14,8 @@ from headway.broker.errors import WeightSyncError
 from headway.broker.schema import WeightVersion
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import open_engine
-from headway.rollout_workers.engines.base import AdaptedEngine
-from headway.rollout_workers.engines.embedded.adapters import Adapter
-from headway.rollout_workers.engines.held import Held
+from headway.rollout_workers.engines.base import AdaptedEngine, WeightFingerprints
+from headway.rollout_workers.engines.embedded.lora_layers import Adapter
 from headway.rollout_workers.swaps.probes import refuse_other_logprobs, refuse_unused_adapter
 from headway.rollout_workers.swaps.tensors import refuse_other_tensors
 
@@ -95,7 +94,7 @@ async def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     assert isinstance(engine, AdaptedEngine)
     base = base_tensors(architecture)
     check = functools.partial(refuse_other_tensors, delivery(WeightVersion(1, 0), make_model(architecture, 0)).manifest)
-    held: list[Held | None] = []
+    held: list[WeightFingerprints | None] = []
     await engine.load_base(base, check=held.append)
     assert held[0] is not None, "it does not know what it holds"
     check(held[0])

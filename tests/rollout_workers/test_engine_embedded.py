@@ -14,12 +14,12 @@ from headway.broker.errors import ConfigError, HeadwayError, WeightSyncError
 from headway.broker.schema import WeightVersion
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import open_engine
-from headway.rollout_workers.engines.embedded import all_experts
 from headway.rollout_workers.engines.embedded import engine as embedded
-from headway.rollout_workers.engines.embedded.all_experts import EXPERTS
+from headway.rollout_workers.engines.embedded import experts as embedded_experts
 from headway.rollout_workers.engines.embedded.engine import EmbeddedEngine
+from headway.rollout_workers.engines.embedded.experts import EXPERTS
 from headway.rollout_workers.engines.embedded.slot_cache import ATTENTION
-from headway.rollout_workers.engines.placing.loading import load_tensors, one_by_one
+from headway.rollout_workers.engines.weight_loading.named_tensors import load_tensors, one_by_one
 
 from .generation import PROMPTS, difference, hold, request, run, run_all
 from .models import make_model, named_tensors, save_config
@@ -160,7 +160,7 @@ def test_few_experts_and_many_give_the_same_as_transformers(experts: int) -> Non
         results.append(part(tokens, chosen, weights))
     assert (results[0] - results[1]).abs().max() < 1e-5
     del part._is_expert_parallel  # older versions of transformers have none
-    assert all_experts._is_for(part, 2) == (experts <= all_experts.MOST_WASTED * 2)
+    assert embedded_experts._is_for(part, 2) == (experts <= embedded_experts.MOST_WASTED * 2)
 
 
 async def test_seeds_repeat(tmp_path: Path) -> None:

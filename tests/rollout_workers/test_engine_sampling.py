@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from headway.rollout_workers.engines.base import GenerationRequest
-from headway.rollout_workers.engines.embedded.sampling import Sampler, cut
+from headway.rollout_workers.engines.embedded.decoder import Sampler, cut
 
 from .generation import request
 

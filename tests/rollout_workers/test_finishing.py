@@ -15,7 +15,7 @@ from headway.broker.schema import WeightVersion
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.base import AdaptedEngine
-from headway.rollout_workers.engines.placing.adapter_places import AdapterPlaces
+from headway.rollout_workers.engines.weight_loading.engine_adapters import AdapterPlaces
 from headway.rollout_workers.swaps.probes import refuse_other_logprobs
 from headway.rollout_workers.swaps.tensors import refuse_other_tensors
 

@@ -16,7 +16,7 @@ from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.abilities import REQUESTS
 from headway.rollout_workers.engines.base import EngineOptionsError
-from headway.rollout_workers.engines.fitting import fitting_requests
+from headway.rollout_workers.engines.external_engine import fitting_requests
 from headway.rollout_workers.engines.sglang.start import MOST_FITTING, open_sglang
 from headway.rollout_workers.engines.sglang.start import engine_arguments as sglang_arguments
 from headway.rollout_workers.engines.vllm.start import GRAPHED, explained
@@ -175,7 +175,7 @@ async def check_cache_decides(
     config: EngineConfig, model: PreTrainedModel, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Open the engine: it takes FITTING requests, says why, and serves them and one more that waits."""
-    with caplog.at_level(logging.INFO, logger="headway.rollout_workers.engines.fitting"):
+    with caplog.at_level(logging.INFO, logger="headway.rollout_workers.engines.external_engine"):
         engine = open_engine(config, save_config(model, directory), seed=0)
     try:
         assert engine.capacity == FITTING

@@ -9,7 +9,7 @@ import pytest
 
 from headway.broker.errors import ConfigError
 from headway.rollout_workers.config import EngineConfig
-from headway.rollout_workers.engines.gpus import shares, starting_alone
+from headway.rollout_workers.engines.gpus import start_lock, visible_devices
 from headway.rollout_workers.engines.sglang.start import named_gpus
 from headway.rollout_workers.engines.vllm.start import measured_gpus
 
@@ -33,7 +33,7 @@ def vllm(**options: object) -> EngineConfig:
 def test_consecutive_gpus_go_to_one_worker(
     devices: tuple[int | str, ...], engine: EngineConfig, expected: list[str]
 ) -> None:
-    assert shares(devices, engine) == expected
+    assert visible_devices(devices, engine) == expected
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_what_does_not_come_out_even_is_refused(
     devices: tuple[int | str, ...], engine: EngineConfig, complaint: str
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        shares(devices, engine)
+        visible_devices(devices, engine)
 
 
 def test_engines_start_on_a_gpu_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,16 +57,16 @@ def test_engines_start_on_a_gpu_one_after_the_other(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     program = f"""
 import tempfile, time
-from headway.rollout_workers.engines.gpus import starting_alone
+from headway.rollout_workers.engines.gpus import start_lock
 tempfile.tempdir = {str(tmp_path)!r}
-with starting_alone(["b", "a"]):
+with start_lock(["b", "a"]):
     print("starting", flush=True)
     time.sleep(600)
 """
     order: list[str] = []
 
     def start(name: str, gpu: str) -> None:
-        with starting_alone([gpu]):
+        with start_lock([gpu]):
             order.append(name)
 
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as first:

@@ -2,8 +2,8 @@
 
 import torch
 
-from headway.rollout_workers.engines.placing.loading import one_by_one
-from headway.rollout_workers.engines.placing.shared_tensors import Handover, Mapped
+from headway.rollout_workers.engines.weight_loading.named_tensors import one_by_one
+from headway.rollout_workers.engines.weight_loading.shared_tensors import Handover, TensorMapper
 from headway.weightsync.tensors.receive_buffers import attachable_buckets
 
 EXPERTS = "layers.0.experts"
@@ -22,7 +22,7 @@ def tensors_in(*buckets: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
 def test_tensors_in_attachable_memory_are_not_copied() -> None:
     tensors = tensors_in(*attachable_buckets([1024, 2048]))
     with Handover(lambda given: list(one_by_one(given))).of(tensors) as given:
-        mapped = Mapped().tensors(given.shared)
+        mapped = TensorMapper().tensors(given.shared)
         assert list(mapped) == ["matrix", *(f"{EXPERTS}.{n}.{p}_proj.weight" for n in range(2) for p in ("gate", "up"))]
         assert torch.equal(mapped[f"{EXPERTS}.1.up_proj.weight"], torch.arange(18.0, 24.0).view(2, 3))
         tensors[0][1].fill_(-1.0)
@@ -36,7 +36,7 @@ def test_all_tensors_are_copied_if_one_lies_elsewhere_or_has_gaps() -> None:
     for tensors in (elsewhere, gaps):
         expected = {name: tensor.clone() for name, tensor in tensors}
         with Handover(lambda given: given).of(tensors) as given:
-            mapped = Mapped().tensors(given.shared)
+            mapped = TensorMapper().tensors(given.shared)
             there[0][1].zero_()
             assert all(torch.equal(mapped[name], tensor) for name, tensor in expected.items())
         there[0][1].copy_(expected["matrix"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headway.broker.errors import WeightSyncError
-from headway.rollout_workers.engines.placing.placement import Placement, Published, trace
+from headway.rollout_workers.engines.weight_loading.placement import Placement, PublishedTensor, trace
 
 WIDTH, HEADS, EXPERTS, INNER, VOCABULARY = 8, 4, 3, 6, 10
 
@@ -90,8 +90,8 @@ class Shard:
         self.parameters["down_transposed"][expert] = self._own(tensor, 1).T
 
 
-def published(dtype: torch.dtype) -> list[Published]:
-    return [Published(name, shape, dtype) for name, shape in SHAPES.items()]
+def published(dtype: torch.dtype) -> list[PublishedTensor]:
+    return [PublishedTensor(name, shape, dtype) for name, shape in SHAPES.items()]
 
 
 def version(dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
@@ -149,7 +149,7 @@ def test_more_elements_than_a_number_has_bits() -> None:
         for _, tensor in tensors:
             weight.copy_(tensor.flip(0))
 
-    (source,) = [Published("a", (300, 500), torch.bfloat16)]
+    (source,) = [PublishedTensor("a", (300, 500), torch.bfloat16)]
     placement = trace(load, {"weight": weight}, [source])
     given = torch.randn(300, 500).bfloat16()
     placement.copies({"weight": weight}, {"a": given}).make()
@@ -176,7 +176,7 @@ def test_a_loader_that_does_more_than_copying_is_refused(change, words: str) -> 
             change(weight, tensor)
 
     with pytest.raises(WeightSyncError, match=words):
-        trace(load, {"weight": weight}, [Published("a", (4, 6), torch.float32)])
+        trace(load, {"weight": weight}, [PublishedTensor("a", (4, 6), torch.float32)])
 
 
 def test_another_number_format_is_the_loaders_work() -> None:

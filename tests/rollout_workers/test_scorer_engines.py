@@ -22,12 +22,11 @@ from headway.broker.errors import ConfigError
 from headway.broker.schema import ScoreRequest
 from headway.broker.user_code.roots import ImportRoots
 from headway.rollout_workers.config import ScorerEngineConfig, ScorersConfig
-from headway.rollout_workers.scorers.base import Runner, ScoringModel, UnfitModelError
-from headway.rollout_workers.scorers.candidates import parted
-from headway.rollout_workers.scorers.own import OwnScorer
+from headway.rollout_workers.scorers.base import Runner, ScoringModel, UnfitModelError, unpack_candidates
 from headway.rollout_workers.scorers.runtimes import RUNTIMES, abilities_of, gpus_of, open_runner
-from headway.rollout_workers.scorers.runtimes.cache import BLOCK_TOKENS
-from headway.rollout_workers.scorers.runtimes.vllm.start import SEQUENCES, arguments_of
+from headway.rollout_workers.scorers.runtimes.abilities import BLOCK_TOKENS
+from headway.rollout_workers.scorers.runtimes.vllm_runtime import SEQUENCES, arguments_of
+from headway.rollout_workers.scorers.scorer_client import InProcessScorer
 from tests import plugged
 
 from .marks import VLLM
@@ -117,7 +116,7 @@ def test_a_reward_models_score_is_read_at_the_last_token_whatever_that_is(case: 
 def test_a_teacher_gives_the_logprob_of_each_token_at_the_sampling_temperature(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headway.rollout_workers.scorers.runtimes.transformers.teacher._LOGITS_AT_A_TIME", 4 * TOKENS)
+    monkeypatch.setattr("headway.rollout_workers.scorers.runtimes.transformers_runtime._LOGITS_AT_A_TIME", 4 * TOKENS)
     for temperature in case.temperatures():
         asked = requests([(3, 1), (2, 30), (9, 11), (31, 32)], temperature=temperature)
         for one, found in zip(asked, case.teaching.score(asked), strict=True):
@@ -132,7 +131,7 @@ def test_a_teacher_names_the_likeliest_tokens_of_the_policys_vocabulary(case: Ca
     asked = requests([(3, 1), (2, 30), (9, 11)])
     asked = [msgspec.structs.replace(one, top_k=top_k) for one, top_k in zip(asked, (4, 4, 2), strict=True)]
     for one, found in zip(asked, case.teaching.score(asked), strict=True):
-        logprobs, tokens, candidates = parted(found, len(one.response_tokens), one.top_k)
+        logprobs, tokens, candidates = unpack_candidates(found, len(one.response_tokens), one.top_k)
         whole = torch.tensor([[*one.prompt_tokens, *one.response_tokens]])
         wanted_RV = case.teacher(whole).logits[0, len(one.prompt_tokens) - 1 : -1].log_softmax(-1).detach()
         best = wanted_RV[:, :POLICYS_TOKENS].topk(one.top_k)
@@ -173,7 +172,7 @@ def test_a_runtime_that_knows_one_temperature_refuses_others_with_the_remedy(cas
 
 async def test_a_command_without_a_broker_scores_in_its_own_process(tmp_path: Path) -> None:
     model = save_model(tmp_path, scores=True)
-    scorer = OwnScorer(lambda: open_runner("reward_model", str(tmp_path), CONFIG, key=KEY))
+    scorer = InProcessScorer(lambda: open_runner("reward_model", str(tmp_path), CONFIG, key=KEY))
     assert float((await scorer.score([1, 2], [3, 4]))[0]) == pytest.approx(score_of(model, [1, 2, 3, 4]), abs=1e-5)
 
 

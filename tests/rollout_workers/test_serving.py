@@ -15,10 +15,9 @@ from headway.broker.schema import ScoreRequest
 from headway.broker.server.embedded import EmbeddedServer
 from headway.rollout_workers.outages import Outages
 from headway.rollout_workers.scorers import serving
-from headway.rollout_workers.scorers.asking import AskedScorer
 from headway.rollout_workers.scorers.base import ScoringError
-from headway.rollout_workers.scorers.fitness import RequestLimits
-from headway.rollout_workers.scorers.serving import ModelFailedError, Serving
+from headway.rollout_workers.scorers.scorer_client import ScorerClient
+from headway.rollout_workers.scorers.serving import ModelFailedError, RequestLimits, ScorerServer
 
 from .loop import Learner
 
@@ -48,8 +47,8 @@ class Lengths:
         return [np.array([len(request.response_tokens)], np.float32) for request in requests]
 
 
-def serve(broker: Broker, runner: Lengths, *, hold_s: float = 30.0) -> Serving:
-    return Serving(
+def serve(broker: Broker, runner: Lengths, *, hold_s: float = 30.0) -> ScorerServer:
+    return ScorerServer(
         broker,
         runner,
         scorer=NAME,
@@ -72,7 +71,7 @@ async def test_a_scorer_slower_than_its_askers_takes_batches_that_it_answers_in_
     monkeypatch.setattr(serving, "FIRST_BATCH_TOKENS", 40)
     await Learner.start(brokers[0], groups=1)
     runner, hold_s = Lengths(token_s=0.004), 1.5
-    asked = AskedScorer(brokers[1].scoring, Outages(brokers[1].url), NAME, hold_s=hold_s)
+    asked = ScorerClient(brokers[1].scoring, Outages(brokers[1].url), NAME, hold_s=hold_s)
     waiting = asyncio.gather(*(asked.score([1], [2] * 19) for _ in range(40)))
     scorer = serve(brokers[0], runner, hold_s=hold_s)
     running = asyncio.create_task(scorer.run())
@@ -91,7 +90,7 @@ async def test_requests_that_the_model_cannot_score_cost_the_others_nothing_and_
 ) -> None:
     """Any program with a worker's password may ask, so the number of such requests has no limit."""
     await Learner.start(brokers[0], groups=1)
-    asked = AskedScorer(brokers[1].scoring, Outages(brokers[1].url), NAME, hold_s=30)
+    asked = ScorerClient(brokers[1].scoring, Outages(brokers[1].url), NAME, hold_s=30)
     empty: list[int] = []
     told: list[tuple[list[int], list[int], float, int, str]] = [
         *(([1], [66, n], 1, 0, "the reward_model failed: ValueError: out of memory") for n in range(4)),
@@ -123,7 +122,7 @@ async def test_a_model_that_fails_at_the_scorers_own_request_ends_its_process(
     brokers: tuple[Broker, Broker],
 ) -> None:
     await Learner.start(brokers[0], groups=1)
-    asked = AskedScorer(brokers[1].scoring, Outages(brokers[1].url), NAME, hold_s=30)
+    asked = ScorerClient(brokers[1].scoring, Outages(brokers[1].url), NAME, hold_s=30)
     waiting = asyncio.ensure_future(asked.score([1], [66]))
     async with asyncio.timeout(240):
         with pytest.raises(ModelFailedError, match=r"failed at a request .*out of memory.* then at a probe"):

@@ -18,9 +18,9 @@ from headway.broker.errors import HeadwayError
 from headway.broker.schema import Experts
 from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.base import Engine
-from headway.rollout_workers.engines.routed_layers import RoutedLayers
+from headway.rollout_workers.engines.external_engine import RoutedLayers
 from headway.rollout_workers.engines.sglang import requests
-from headway.rollout_workers.engines.sglang.experts import told
+from headway.rollout_workers.engines.sglang.requests import routed_expert_rows
 from headway.rollout_workers.samples.recorder import Recorder
 
 from .generation import PROMPTS, hold, request
@@ -41,13 +41,13 @@ def output(*experts: int) -> dict[str, object]:
 
 
 def test_rows_are_of_every_layer_and_those_with_experts_are_kept() -> None:
-    found = told(output(0, 0, 5, 2, 0, 0, 7, 1), RoutedLayers((1,), is_byte=True), 2, 2)
+    found = routed_expert_rows(output(0, 0, 5, 2, 0, 0, 7, 1), RoutedLayers((1,), is_byte=True), 2, 2)
     assert found is not None
     np.testing.assert_array_equal(found, np.array([[[5, 2]], [[7, 1]]], np.uint8))
     assert found.dtype == np.uint8
-    assert told({"meta_info": {}}, RoutedLayers((1,), is_byte=True), 2, 2) is None
+    assert routed_expert_rows({"meta_info": {}}, RoutedLayers((1,), is_byte=True), 2, 2) is None
     with pytest.raises(HeadwayError, match="told 6 experts for 2 tokens of 2 layers"):
-        told(output(0, 0, 5, 2, 0, 0), RoutedLayers((1,), is_byte=True), 2, 2)
+        routed_expert_rows(output(0, 0, 5, 2, 0, 0), RoutedLayers((1,), is_byte=True), 2, 2)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -9,7 +9,7 @@ import torch
 
 from headway.broker.errors import WeightSyncError
 from headway.rollout_workers.engines import open_engine
-from headway.rollout_workers.engines.held import Held
+from headway.rollout_workers.engines.base import WeightFingerprints
 from headway.rollout_workers.swaps.tensors import refuse_other_tensors
 
 from .generation import PROMPTS, begin, difference, hold
@@ -29,7 +29,7 @@ async def test_shards_are_swapped_in_flight_and_proved(tmp_path: Path, monkeypat
     config = msgspec.structs.replace(sglang_config(8, 512), options={"tp_size": 2})
     engine = open_engine(config, save_config(models[0], tmp_path), seed=0)
     try:
-        held: list[Held | None] = []
+        held: list[WeightFingerprints | None] = []
         old = await hold(engine, models[0], check=held.append)
         responses, running = await begin(engine, PROMPTS)
         new = await hold(engine, models[1], check=held.append)

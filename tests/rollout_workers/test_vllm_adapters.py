@@ -18,7 +18,7 @@ def test_a_loader_that_sees_no_base_of_a_wrapped_layer_finds_its_weights() -> No
     from vllm.lora.layers import BaseLayerWithLoRA
     from vllm.model_executor.models.utils import AutoWeightsLoader
 
-    from headway.rollout_workers.engines.vllm.adapters import unwrapped
+    from headway.rollout_workers.engines.vllm.lora_buffers import unwrapped
 
     class Wrapper(BaseLayerWithLoRA):
         load_weights = None
@@ -44,12 +44,12 @@ def test_a_loader_that_sees_no_base_of_a_wrapped_layer_finds_its_weights() -> No
 def test_a_gpu_takes_no_adapters_of_a_model_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.platforms import current_platform
 
-    from headway.rollout_workers.engines.vllm.adapters import engine_arguments
+    from headway.rollout_workers.engines.vllm.lora_buffers import adapter_arguments
 
     shapes = make_model("dense", 0)
-    assert engine_arguments(16, 1, shapes, "float32")["max_lora_rank"] == 16
+    assert adapter_arguments(16, 1, shapes, "float32")["max_lora_rank"] == 16
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda platform: False)
-    assert engine_arguments(17, 2, shapes, "bfloat16")["max_lora_rank"] == 32
-    assert engine_arguments(0, 1, shapes, "float32") == {}
+    assert adapter_arguments(17, 2, shapes, "bfloat16")["max_lora_rank"] == 32
+    assert adapter_arguments(0, 1, shapes, "float32") == {}
     with pytest.raises(HeadwayError, match=r"engine\.dtype=bfloat16, or weights\.adapter=merged"):
-        engine_arguments(16, 1, shapes, "float32")
+        adapter_arguments(16, 1, shapes, "float32")

@@ -21,11 +21,10 @@ from headway.broker.schema import Experts, WeightVersion
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.base import GenerationRequest
-from headway.rollout_workers.engines.routed_layers import RoutedLayers, routed_layers
-from headway.rollout_workers.engines.vllm.chunks import split
+from headway.rollout_workers.engines.external_engine import RoutedLayers, routed_layers
 from headway.rollout_workers.engines.vllm.engine import VllmEngine
-from headway.rollout_workers.engines.vllm.environment import prepare_environment
-from headway.rollout_workers.engines.vllm.experts import new_rows, take
+from headway.rollout_workers.engines.vllm.processes import prepare_environment
+from headway.rollout_workers.engines.vllm.requests import new_rows, split, take_rows
 from headway.rollout_workers.engines.vllm.start import open_vllm
 from headway.rollout_workers.samples.recorder import Recorder
 
@@ -59,12 +58,12 @@ def test_as_many_rows_as_tokens_were_fed() -> None:
 
 def test_rows_are_taken_from_the_front_and_the_rest_stays() -> None:
     gathered = [rows(0, 1, 2), rows(3), rows(4)]
-    np.testing.assert_array_equal(take(gathered, 4), rows(0, 1, 2, 3))
+    np.testing.assert_array_equal(take_rows(gathered, 4), rows(0, 1, 2, 3))
     gathered.append(rows(5))
-    np.testing.assert_array_equal(take(gathered, 2), rows(4, 5))
+    np.testing.assert_array_equal(take_rows(gathered, 2), rows(4, 5))
     assert gathered == []
     with pytest.raises(HeadwayError, match="the experts of 1 tokens where it fed 2"):
-        take([rows(6)], 2)
+        take_rows([rows(6)], 2)
 
 
 @pytest.mark.parametrize("switch", [1, 2, 3])

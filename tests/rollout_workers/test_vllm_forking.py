@@ -13,7 +13,7 @@ import pytest
 
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import libraries_of, open_engine, preload
-from headway.rollout_workers.engines.vllm.environment import METHOD
+from headway.rollout_workers.engines.vllm.processes import METHOD
 from tests.processes import is_alive
 
 from .marks import VLLM
@@ -25,21 +25,21 @@ DEADLINE_S = 120.0
 FORKS = """
 import json, os, sys, time
 from headway.rollout_workers.engines import preload
-from headway.rollout_workers.engines.vllm import forking
+from headway.rollout_workers.engines.vllm import processes
 
 
 def tell():
-    here = "vllm.v1.engine.core" in sys.modules, os.environ["LATER"], os.environ[forking.METHOD]
+    here = "vllm.v1.engine.core" in sys.modules, os.environ["LATER"], os.environ[processes.METHOD]
     print(json.dumps([os.getpid(), os.getppid(), *here]), flush=True)
     time.sleep(600)
 
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        forking.PRELOADED = sys.argv[1]
+        processes.PRELOADED = sys.argv[1]
     preload("vllm", 1)
     os.environ["LATER"] = "told"
-    process = forking.Forking().Process(target=tell)
+    process = processes.Forking().Process(target=tell)
     process.start()
     process.join()
 """

@@ -15,10 +15,9 @@ from headway.broker.errors import WeightSyncError
 from headway.broker.schema import WeightVersion
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import open_engine
-from headway.rollout_workers.engines.base import AdaptedEngine, Engine
-from headway.rollout_workers.engines.held import Held
+from headway.rollout_workers.engines.base import AdaptedEngine, Engine, WeightFingerprints
 from headway.rollout_workers.engines.vllm.engine import VllmEngine
-from headway.rollout_workers.engines.vllm.environment import METHOD
+from headway.rollout_workers.engines.vllm.processes import METHOD
 from headway.rollout_workers.engines.vllm.start import STREAM_INTERVAL
 from headway.rollout_workers.swaps.probes import refuse_other_logprobs
 from headway.rollout_workers.swaps.tensors import refuse_other_tensors
@@ -132,7 +131,7 @@ async def check_tokens_come_together(engine: Engine) -> None:
 
 async def check_what_is_held(engine: Engine, models: list[Any]) -> None:
     for model in models:
-        found: list[Held | None] = []
+        found: list[WeightFingerprints | None] = []
         await hold(engine, model, check=found.append)
         (held,) = found
         assert held is not None
@@ -148,7 +147,7 @@ async def check_an_error_in_one_process(engine: Any, models: list[Any]) -> None:
     await engine._llm.collective_rpc("fail_in_one_process")
     with pytest.raises(WeightSyncError, match="RuntimeError: told to fail"):
         await hold(engine, models[0])
-    found: list[Held | None] = []
+    found: list[WeightFingerprints | None] = []
     version = await hold(engine, models[0], check=found.append)
     refuse_other_tensors(published(named_tensors(models[0])), found[0])
     for response in await run_all(engine, PROMPTS):
@@ -172,7 +171,7 @@ async def test_stages_together_hold_what_was_published(tmp_path: Path) -> None:
     options: dict[str, Any] = {"pipeline_parallel_size": 2, "worker_extension_cls": EXTENSION}
     async with opened(models[0], tmp_path, **options) as engine:
         for model in models:
-            found: list[Held | None] = []
+            found: list[WeightFingerprints | None] = []
             await hold(engine, model, check=found.append)
             (held,) = found
             assert held is not None

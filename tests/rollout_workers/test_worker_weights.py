@@ -17,7 +17,7 @@ from headway.broker.schema.processes import WorkerInfo
 from headway.broker.schema.weights import Probe
 from headway.broker.server.embedded import EmbeddedServer
 from headway.rollout_workers.engines.base import Chunk, GenerationRequest
-from headway.rollout_workers.engines.placing.shared_tensors import Handover
+from headway.rollout_workers.engines.weight_loading.shared_tensors import Handover
 from headway.rollout_workers.swaps import weights
 from headway.rollout_workers.swaps.probes import refuse_other_logprobs
 from headway.weightsync.config import WeightsConfig

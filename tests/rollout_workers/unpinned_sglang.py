@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from headway.rollout_workers.engines.sglang import adapters, experts
-from headway.rollout_workers.engines.sglang.tied import TIED, Tied
+from headway.rollout_workers.engines.sglang import lora_pool, requests
+from headway.rollout_workers.engines.sglang.processes import PARENT_BOUND, ParentBoundFunction
 
 
 def unpin(patch: pytest.MonkeyPatch) -> None:
     """Let SGLang start with this scheduler where there is no GPU."""
     if not torch.cuda.is_available():
-        for module in (adapters, experts):
+        for module in (lora_pool, requests):
             patch.setattr(module, "can_pin", lambda: True)
-        scheduler = Tied("tests.rollout_workers.unpinned_sglang", "run_scheduler_process")
-        patch.setitem(TIED, "run_scheduler_process_func", scheduler)
+        scheduler = ParentBoundFunction("tests.rollout_workers.unpinned_sglang", "run_scheduler_process")
+        patch.setitem(PARENT_BOUND, "run_scheduler_process_func", scheduler)
 
 
 def run_scheduler_process(*arguments: Any, **named: Any) -> Any:

@@ -3,7 +3,7 @@
 The forward takes the newest token of every sample and, for a sample whose keys are not cached (a new sample, or one
 cached under older weights), all tokens before it. So a weight swap only forgets what was cached, or not even that.
 Samples that begin together with the same tokens, such as those of one group, have these computed once; no sample uses
-what another one has cached.
+what another one has cached. `Sampler` chooses the next tokens of all samples at once. N sequences, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,73 @@ from torch import nn
 from headway.broker.schema import Experts, WeightVersion
 from headway.rollout_workers.engines.base import EngineOptionsError, GenerationRequest
 
-from .router_tap import RouterTap
-from .sampling import Sampler
+from .experts import RouterTap
 from .slot_cache import Decode, Prefill, SlotCache, SlotLayout
+
+
+class Sampler:
+    """Samples with one generator for all requests; a request with a seed gets a generator of its own."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._generator = torch.Generator(device).manual_seed(seed)
+        self._device = device
+
+    def own_generator(self, request: GenerationRequest) -> torch.Generator | None:
+        """Return the generator of a seeded request, so that its tokens do not depend on the requests beside it."""
+        return None if request.seed is None else torch.Generator(self._device).manual_seed(request.seed)
+
+    def sample(
+        self,
+        logits_NV: torch.Tensor,
+        requests: Sequence[GenerationRequest],
+        generators: Sequence[torch.Generator | None],
+    ) -> tuple[list[int], list[float]]:
+        """Return tokens and their logprobs (fp32, temperature applied, before the cuts of top-k and top-p)."""
+        temperatures = [request.temperature or 1.0 for request in requests]
+        temperature_N = torch.tensor(temperatures, device=self._device)
+        logprobs_NV = torch.log_softmax(logits_NV.float() / temperature_N[:, None], dim=-1)
+        weights_NV = cut(logprobs_NV, requests).exp()
+        if any(request.temperature > 0 for request in requests):
+            weights_NV = weights_NV / self._noise(weights_NV, requests, generators)
+        tokens_N = weights_NV.argmax(dim=-1)
+        sampled_N = logprobs_NV.gather(1, tokens_N[:, None])[:, 0]
+        return tokens_N.tolist(), sampled_N.tolist()
+
+    def _noise(
+        self,
+        weights_NV: torch.Tensor,
+        requests: Sequence[GenerationRequest],
+        generators: Sequence[torch.Generator | None],
+    ) -> torch.Tensor:
+        """Return [N, V] noise from Exp(1): argmax(p / noise) is a sample of p. A greedy request has ones."""
+        noise_NV = torch.empty_like(weights_NV).exponential_(generator=self._generator)
+        for row, (request, generator) in enumerate(zip(requests, generators, strict=True)):
+            if request.temperature == 0:
+                noise_NV[row] = 1.0
+            elif generator is not None:
+                noise_NV[row].exponential_(generator=generator)
+        return noise_NV
+
+
+def cut(logprobs_NV: torch.Tensor, requests: Sequence[GenerationRequest]) -> torch.Tensor:
+    """Set logprobs to -inf outside each request's top-k and nucleus. The likeliest token always stays."""
+    rows = [row for row, request in enumerate(requests) if request.top_k > 0 or request.top_p < 1]
+    if not rows:
+        return logprobs_NV
+    vocabulary = logprobs_NV.shape[1]
+    kept = [requests[row].top_k or vocabulary for row in rows]
+    top_k = torch.tensor(kept, device=logprobs_NV.device)[:, None]
+    top_p = torch.tensor([requests[row].top_p for row in rows], device=logprobs_NV.device)[:, None]
+    ordered, order = logprobs_NV[rows].sort(dim=-1, descending=True)
+    ordered = ordered.masked_fill(torch.arange(vocabulary, device=ordered.device) >= top_k, -torch.inf)
+    probabilities = ordered.softmax(dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    beyond = before >= top_p
+    beyond[:, 0] = False
+    result = logprobs_NV.clone()
+    result[rows] = torch.empty_like(ordered).scatter_(1, order, ordered.masked_fill(beyond, -torch.inf))
+    return result
+
 
 Beginnings = dict[tuple[int, ...], list[int]]
 """Tokens to compute before the newest ones: each different sequence, with the slots that begin with it."""
@@ -160,7 +224,9 @@ class Decoder:
         that attend."""
         tokens_T = torch.tensor(token_ids, device=self.device)
         position_T = torch.arange(len(token_ids), device=self.device)
-        layout = SlotLayout(None, position_T, position_T, None, whole([len(token_ids)], position_T), None, asked)
+        layout = SlotLayout(
+            None, position_T, position_T, None, prefill_layout([len(token_ids)], position_T), None, asked
+        )
         logits_TV = self._call(tokens_T, position_T, layout, keep=len(token_ids))[:-1]
         logprobs_TV = torch.log_softmax(logits_TV.float(), dim=-1)
         scores: list[float] = logprobs_TV.gather(1, tokens_T[1:, None])[:, 0].tolist()
@@ -199,8 +265,8 @@ class Decoder:
             slot_P,
             position_P,
             places,
-            whole(lengths, position_T[:new]) if before else None,
-            one_each(slots, position_T[new:], max(ends) + 1),
+            prefill_layout(lengths, position_T[:new]) if before else None,
+            decode_layout(slots, position_T[new:], max(ends) + 1),
         )
         return self._call(tokens_T, position_T, layout, keep=len(slots))
 
@@ -262,14 +328,14 @@ class Decoder:
         return logits
 
 
-def whole(lengths: Sequence[int], position_T: torch.Tensor) -> Prefill:
+def prefill_layout(lengths: Sequence[int], position_T: torch.Tensor) -> Prefill:
     """Return the layout of packed sequences of these lengths."""
     counts = torch.tensor(lengths, device=position_T.device)
     sequence_T = torch.repeat_interleave(torch.arange(len(lengths), device=position_T.device), counts)
     return Prefill(len(position_T), sequence_T, position_T, len(lengths), max(lengths))
 
 
-def one_each(slots: list[int], position_N: torch.Tensor, length: int) -> Decode:
+def decode_layout(slots: list[int], position_N: torch.Tensor, length: int) -> Decode:
     """Return the layout of the newest token of each of these slots, at these positions below `length`."""
     is_prefix = slots[-1] == len(slots) - 1
     reach = torch.arange(length, device=position_N.device)

@@ -37,15 +37,14 @@ from headway.rollout_workers.engines.base import (
     GenerationRequest,
     NamedTensors,
     Parts,
+    usable_device,
 )
-from headway.rollout_workers.engines.placing.adapters import check_adapter
-from headway.rollout_workers.engines.placing.loading import Filling, fill, held_tensors
+from headway.rollout_workers.engines.weight_loading.engine_adapters import check_adapter
+from headway.rollout_workers.engines.weight_loading.named_tensors import Filling, fill, held_tensors
 
-from .adapters import Adapter
-from .all_experts import EXPERTS
-from .decoder import Decoder, Sample
-from .device import device_named
-from .sampling import Sampler
+from .decoder import Decoder, Sample, Sampler
+from .experts import EXPERTS
+from .lora_layers import Adapter
 from .slot_cache import ATTENTION
 
 T = TypeVar("T")
@@ -97,7 +96,7 @@ class EmbeddedEngine:
         self.max_model_len = config.max_model_len
         self._threads = config.threads
         self._vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-        device = device_named(config.device, "engine.device")
+        device = usable_device(config.device, "engine.device")
         model = model.to(device).eval().requires_grad_(False)
         self._decoder = Decoder(model, self.capacity, self.max_model_len, Sampler(seed, device), device, version)
         self._adapter = Adapter(model)

@@ -26,19 +26,15 @@ from headway.broker.errors import HeadwayError, NoRoomError, WeightSyncError
 from headway.broker.schema import Experts, WeightVersion
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines.base import Check, Chunk, FinishReason, GenerationRequest, NamedTensors, Parts
-from headway.rollout_workers.engines.deadline import DEADLINE_S
-from headway.rollout_workers.engines.placing.adapter_places import AdapterPlaces
-from headway.rollout_workers.engines.placing.adapters import wanted_adapter
-from headway.rollout_workers.engines.placing.names import renamed, tied_head, wanted_tensors
-from headway.rollout_workers.engines.placing.shared_tensors import Handover
-from headway.rollout_workers.engines.routed_layers import RoutedLayers
+from headway.rollout_workers.engines.external_engine import DEADLINE_S, RoutedLayers
+from headway.rollout_workers.engines.weight_loading.engine_adapters import AdapterPlaces, wanted_adapter
+from headway.rollout_workers.engines.weight_loading.named_tensors import renamed, tied_head, wanted_tensors
+from headway.rollout_workers.engines.weight_loading.shared_tensors import Handover
 
-from .adapters import make_known
-from .calls import ordered, prove, session, sleep, wake
-from .experts import told
-from .loader import LoaderOrder
+from .lora_pool import make_known
 from .processes import SglangProcesses
-from .requests import Stretched, ending, new_tokens, scoring
+from .requests import SampleRequests, ending, new_tokens, routed_expert_rows, scoring
+from .weight_transfer import LoaderOrder, ordered, prove, session, sleep, wake
 
 AGAIN_S = 0.2
 """Seconds between two demands that SGLang ends its requests: one that reaches it before a request does is lost."""
@@ -101,7 +97,7 @@ class SglangEngine:
             raise HeadwayError("this engine was not opened to tell which experts it chooses")
         self._check(request.prompt_tokens, self.max_model_len - 1)
         limit = min(request.max_new_tokens, self.max_model_len - len(request.prompt_tokens))
-        sample, chunks = Stretched(request, limit, self._swaps), asyncio.Queue[Item]()
+        sample, chunks = SampleRequests(request, limit, self._swaps), asyncio.Queue[Item]()
         reading = asyncio.create_task(self._read(sample, chunks))
         self._readers[reading] = chunks
         try:
@@ -280,7 +276,7 @@ class SglangEngine:
         if self._ended is not None:
             raise WeightSyncError(str(self._ended))
 
-    async def _read(self, sample: Stretched, chunks: asyncio.Queue[Item]) -> None:
+    async def _read(self, sample: SampleRequests, chunks: asyncio.Queue[Item]) -> None:
         """Generate a sample, one request after the other, whether or not its reader takes the chunks."""
         try:
             await self._until_it_may_sample()  # a sample that begins in a swap is of the new version
@@ -296,7 +292,7 @@ class SglangEngine:
         finally:
             self._readers.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
 
-    async def _read_stretch(self, sample: Stretched, chunks: asyncio.Queue[Item]) -> bool:
+    async def _read_stretch(self, sample: SampleRequests, chunks: asyncio.Queue[Item]) -> bool:
         """Generate until the sample or its request ends; return whether the sample has ended."""
         version, seen = self._places.version(sample.place), 0
         sample.request_id = self._next_id()
@@ -330,12 +326,12 @@ class SglangEngine:
                     return True
         return False
 
-    def _experts(self, sample: Stretched, output: Any, count: int) -> Experts | None:
+    def _experts(self, sample: SampleRequests, output: Any, count: int) -> Experts | None:
         """Return the experts of the tokens that were fed to sample the `count` tokens of a request's last output."""
         if self._routed is None or sample.first_row is None or not count:
             return None
         rows = len(sample.asked.prompt_tokens) + len(sample.tokens) + count - 1 - sample.first_row
-        return told(output, self._routed, self._layers, rows)
+        return routed_expert_rows(output, self._routed, self._layers, rows)
 
     async def _outputs(self, request: Any) -> AsyncGenerator[Any, None]:
         """Yield a request's outputs. Raises HeadwayError if SGLang refuses it."""
@@ -385,7 +381,7 @@ class SglangEngine:
             raise HeadwayError(f"token ids must lie in [0, {self._vocabulary}): another model's tokenizer?")
 
 
-def _finish(sample: Stretched, reason: FinishReason | Literal["abort"] | None) -> FinishReason | None:
+def _finish(sample: SampleRequests, reason: FinishReason | Literal["abort"] | None) -> FinishReason | None:
     """Return why the sample ends with the request that has ended for this reason; None if it goes on."""
     if reason == "abort" or (reason == "length" and sample.first_row is not None):
         return "length" if len(sample.tokens) >= sample.limit else None

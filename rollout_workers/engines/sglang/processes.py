@@ -3,17 +3,26 @@
 SGLang's front end takes over SIGTERM, and where one of its processes dies it kills the whole tree. Here its loop runs
 as a task of ours, and a task that watches the processes tells the engine that they are gone. It also replaces the log
 of this process by its own, which gets that log back.
+
+SGLang's processes end with the worker from their first moment on, and make no file outside of the directory of their
+sockets. They ask the kernel to end them together with the process that started them, but only once they have imported
+everything. If the worker is killed before, the scheduler fails to report and sends SIGQUIT to the process that is now
+its parent, which may be the machine's first, and the detokenizer stays for ever. `ParentBoundFunction` mends that.
 """
 
 import asyncio
 import atexit
+import ctypes
 import gc
+import importlib
 import logging
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -159,3 +168,47 @@ class SglangProcesses:
         for held in (*vars(self.front).values(), *vars(self._sglang).values()):
             if type(held).__module__.startswith("zmq.") and hasattr(held, "setsockopt"):
                 held.close(linger=0)
+
+
+PR_SET_PDEATHSIG = 1
+LOADS = "sglang.srt.managers.load_snapshot"
+"""SGLang's module by which a scheduler tells its load to those who balance it, in a file of shared memory that it never
+removes. A worker asks for no load."""
+
+
+class ParentBoundFunction:
+    """A function of SGLang's that runs in a new process. Python's unpickling of it there binds the process to its
+    parent, before it imports SGLang."""
+
+    def __init__(self, module: str, name: str, directory: str = "") -> None:
+        """`directory`: that of files which outlive the process; empty: where SGLang makes them."""
+        self._path = module, name
+        self._directory = directory
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        module, name = self._path
+        if self._directory and find_spec(LOADS):
+            own = os.path.join(self._directory, "loads")
+            setattr(importlib.import_module(LOADS), "shm_path_for", lambda _: own)  # noqa: B010 - theirs
+        return getattr(importlib.import_module(module), name)(*arguments, **named)
+
+    def __reduce__(self) -> Any:
+        """SGLang is started while its sockets' directory is that of temporary files (`own_sockets`)."""
+        return bound_to_parent, (*self._path, os.getpid(), tempfile.gettempdir())
+
+
+PARENT_BOUND = {
+    "run_scheduler_process_func": ParentBoundFunction("sglang.srt.managers.scheduler", "run_scheduler_process"),
+    "run_detokenizer_process_func": ParentBoundFunction(
+        "sglang.srt.managers.detokenizer_manager", "run_detokenizer_process"
+    ),
+}
+"""The attributes of `sglang.Engine` that run in processes of their own."""
+
+
+def bound_to_parent(module: str, name: str, parent: int, directory: str) -> ParentBoundFunction:
+    """Return the function, in a process that ends with its parent from now on; at once if that has ended already."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+    return ParentBoundFunction(module, name, directory)

@@ -16,19 +16,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from headway.broker.errors import HeadwayError
 from headway.broker.installation import version_of
 from headway.rollout_workers.config import EngineConfig
-from headway.rollout_workers.engines.abilities import REQUESTS
+from headway.rollout_workers.engines.abilities import REQUESTS, SGLANG
 from headway.rollout_workers.engines.base import EngineOptionsError, check_arguments
-from headway.rollout_workers.engines.fitting import fitting_requests
-from headway.rollout_workers.engines.gpus import gpus_of, starting_alone
-from headway.rollout_workers.engines.routed_layers import routed_layers
+from headway.rollout_workers.engines.external_engine import fitting_requests, routed_layers
+from headway.rollout_workers.engines.gpus import gpus_of, start_lock
 
-from .abilities import SGLANG
-from .adapters import engine_arguments as arguments_for_adapters
 from .engine import SglangEngine
-from .experts import engine_arguments as arguments_for_experts
-from .loader import LOADER
-from .processes import SglangProcesses, end, ignore_signal, own_log, own_sockets
-from .tied import TIED
+from .lora_pool import adapter_arguments
+from .processes import PARENT_BOUND, SglangProcesses, end, ignore_signal, own_log, own_sockets
+from .requests import expert_arguments
+from .weight_transfer import LOADER
 
 STREAM_INTERVAL = 16
 """Tokens of a request that arrive together. One by one they would take the worker's event loop longer than a GPU takes
@@ -142,10 +139,10 @@ def open_sglang(
     arguments = engine_arguments(config, model_dir, type(shapes).__name__, seed, sleeps=sleeps)
     routed = routed_layers(shapes) if tells_experts else None
     if routed is not None:
-        arguments |= arguments_for_experts()
-    arguments |= arguments_for_adapters(adapter_rank, adapters_held, shapes)
+        arguments |= expert_arguments()
+    arguments |= adapter_arguments(adapter_rank, adapters_held, shapes)
     ranks, adapters = gpus_of(config, SGLANG.abilities), adapters_held if adapter_rank else 0
-    with starting_alone(named_gpus(ranks) if torch.cuda.is_available() else []):
+    with start_lock(named_gpus(ranks) if torch.cuda.is_available() else []):
         processes = started(arguments)
     if config.max_concurrent is None:
         most = max(1, arguments["max_running_requests"] - 1)
@@ -172,7 +169,7 @@ def importing() -> Iterator[None]:
 
 
 def named_gpus(count: int) -> list[str]:
-    """Return names of the first `count` visible GPUs, for `starting_alone`: SGLang measures free memory twice, and
+    """Return names of the first `count` visible GPUs, for `start_lock`: SGLang measures free memory twice, and
     fails if another engine takes some in between. CUDA is not asked, as its context would take memory here."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = visible.split(",") if visible else [str(number) for number in range(count)]
@@ -190,7 +187,7 @@ def started(arguments: dict[str, Any]) -> SglangProcesses:
     others = set(active_children())
     try:
         with own_log(), own_sockets() as sockets:
-            sglang = type("TiedEngine", (Engine,), TIED)(**arguments)
+            sglang = type("ParentBoundEngine", (Engine,), PARENT_BOUND)(**arguments)
     except Exception as error:
         end(set(active_children()) - others)
         raise HeadwayError(

@@ -4,9 +4,9 @@ Logprobs are vLLM's `processed_logprobs`: the temperature is applied. With top_p
 cut distribution, which is the one exception to `Chunk.logprobs`.
 
 A swap pauses generation with every request kept, has vLLM's processes map the tensors' memory and copy their parts of
-it (`transfer.py`), and resumes with the caches kept, or cleared so that vLLM computes running requests anew. While vLLM
-is paused and all that it sampled has arrived, the engine counts each request's tokens, and so takes a chunk apart that
-was merged across the swap.
+it (`weight_transfer.py`), and resumes with the caches kept, or cleared so that vLLM recomputes running requests. While
+vLLM is paused and all that it sampled has arrived, the engine counts each request's tokens, and so takes a chunk apart
+that was merged across the swap.
 """
 
 import asyncio
@@ -23,17 +23,14 @@ from headway.broker.errors import HeadwayError, NoRoomError, WeightSyncError
 from headway.broker.schema import Experts, WeightVersion
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines.base import Check, Chunk, GenerationRequest, NamedTensors, Parts
-from headway.rollout_workers.engines.placing.adapter_places import AdapterPlaces
-from headway.rollout_workers.engines.placing.adapters import wanted_adapter
-from headway.rollout_workers.engines.placing.names import renamed, tied_head, wanted_tensors
-from headway.rollout_workers.engines.placing.shared_tensors import Handover
-from headway.rollout_workers.engines.routed_layers import RoutedLayers
+from headway.rollout_workers.engines.external_engine import RoutedLayers
+from headway.rollout_workers.engines.weight_loading.engine_adapters import AdapterPlaces, wanted_adapter
+from headway.rollout_workers.engines.weight_loading.named_tensors import renamed, tied_head, wanted_tensors
+from headway.rollout_workers.engines.weight_loading.shared_tensors import Handover
 
-from .adapters import adapter_request
-from .arrival import Arrival
-from .calls import Load, answered, load_adapter, loading, prove, sleep, vllm_errors, wake
-from .chunks import VersionStarts, ending, sampling, split
-from .experts import new_rows, take
+from .calls import Load, OutputDrain, answered, load_adapter, loading, prove, sleep, vllm_errors, wake
+from .lora_buffers import adapter_request
+from .requests import VersionStarts, ending, new_rows, sampling, split, take_rows
 
 CLOSE_S = 1.0
 """Seconds for vLLM to end. Then its process is killed: with requests running it does not end by itself."""
@@ -75,7 +72,7 @@ class VllmEngine:
         self._swapping = asyncio.Lock()
         self._running: dict[Any, tuple[int, list[tuple[WeightVersion, int]]]] = {}
         """The place of each request's adapter, and the versions that it was sampled with since so many tokens."""
-        self._arrival = Arrival(llm)
+        self._output_drain = OutputDrain(llm)
         self._scored = 0
         self._handover = Handover(functools.partial(wanted_tensors, shapes))
         self._given: tuple[str, ...] = ()
@@ -203,7 +200,7 @@ class VllmEngine:
 
     async def _pause(self, keep_cache: bool) -> None:
         await answered("pause for new weights", self._llm.pause_generation(mode="keep", clear_cache=not keep_cache))
-        await answered("hand over what it sampled with", self._arrival.of_everything())
+        await answered("hand over what it sampled with", self._output_drain.until_empty())
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """See Engine. The sequence must be one token shorter than the longest, since vLLM insists on generating one."""
@@ -224,7 +221,7 @@ class VllmEngine:
         return [float(entry[token].logprob) for entry, token in entries]
 
     async def sleep(self) -> None:
-        """See Engine. Addresses stay, and waking restores what is no weight (`placing/sleeping.py`)."""
+        """See Engine. Addresses stay, and waking restores what is no weight (`weight_loading/sleep_backup.py`)."""
         async with self._swapping:
             self._version = None
             await sleep(self._llm)
@@ -241,7 +238,7 @@ class VllmEngine:
             return
         for collector in self._running:
             collector.put(HeadwayError("the engine was closed"))
-        self._arrival.forget()
+        self._output_drain.forget()
         await asyncio.to_thread(llm.shutdown, CLOSE_S)
         for process in self._processes:  # vLLM kills without waiting, which would leave a zombie
             await asyncio.to_thread(process.join, CLOSE_S)
@@ -297,7 +294,7 @@ class VllmEngine:
         """Return the experts of the tokens that were fed to sample `count` tokens from `position` on."""
         if request.experts_from is None or self._routed is None or not count:
             return None
-        return self._routed.rows(take(routed, new_rows(request, position, count)))
+        return self._routed.rows(take_rows(routed, new_rows(request, position, count)))
 
     def _check(self, prompt: Sequence[int]) -> None:
         if not 1 <= len(prompt) < self.max_model_len:

@@ -1,33 +1,39 @@
-"""Starts vLLM as an engine: its environment, its arguments, and what it cannot do."""
+"""Starts vLLM as an engine: its environment, its arguments, and what it cannot do.
 
+vLLM keeps compiled code by the path of the model. A worker writes the run's configuration into a directory of its own,
+with a new name every time. Under that name vLLM would find nothing of what it has compiled before, by this worker or by
+another one, and compile for 20 s again. So each configuration has one path (`cached_configuration`).
+"""
+
+import logging
 import os
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
+from hashlib import blake2b
 from json import JSONDecodeError
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headway.broker.errors import HeadwayError
-from headway.broker.installation import version_of
+from headway.broker.installation import cache_directory, version_of
 from headway.rollout_workers.config import EngineConfig
-from headway.rollout_workers.engines.abilities import REQUESTS
+from headway.rollout_workers.engines.abilities import REQUESTS, VLLM
 from headway.rollout_workers.engines.base import EngineOptionsError, check_arguments
-from headway.rollout_workers.engines.fitting import fitting_requests
-from headway.rollout_workers.engines.gpus import gpus_of, starting_alone
-from headway.rollout_workers.engines.routed_layers import routed_layers
+from headway.rollout_workers.engines.external_engine import fitting_requests, routed_layers
+from headway.rollout_workers.engines.gpus import gpus_of, start_lock
 
-from .abilities import VLLM
-from .adapters import engine_arguments as arguments_for_adapters
 from .engine import VllmEngine
-from .experts import engine_arguments as arguments_for_experts
-from .forking import new_processes, preload
-from .kept_configuration import kept_configuration
+from .lora_buffers import adapter_arguments
+from .processes import new_processes, preload
+from .requests import expert_arguments
 
 STREAM_INTERVAL = 16
 """Tokens of a request that arrive together, except its first and its last. One by one, with 512 requests at once, they
@@ -70,11 +76,11 @@ def engine_arguments(
         "max_num_seqs": sequences,
         "seed": seed,
         "logprobs_mode": "processed_logprobs",
-        "worker_extension_cls": "headway.rollout_workers.engines.vllm.extension.WeightExtension",
+        "worker_extension_cls": "headway.rollout_workers.engines.vllm.weight_transfer.WeightExtension",
         "weight_transfer_config": {"backend": "headway"},
         "disable_log_stats": True,
         "stream_interval": STREAM_INTERVAL,
-        "scheduler_cls": "headway.rollout_workers.engines.vllm.scheduling.scheduler",
+        "scheduler_cls": "headway.rollout_workers.engines.vllm.scheduler.scheduler",
     }
     if torch.cuda.is_available():
         tokens = min(BATCHED_TOKENS, sequences * config.max_model_len)
@@ -91,7 +97,12 @@ def engine_arguments(
     return arguments
 
 
-SIZING = {"cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config", "speculative_config"}
+GRAPH_SIZE_OPTIONS = {
+    "cudagraph_capture_sizes",
+    "max_cudagraph_capture_size",
+    "compilation_config",
+    "speculative_config",
+}
 """Options of vLLM that say something of its CUDA graphs' sizes."""
 
 
@@ -102,7 +113,7 @@ def graphs_of(sequences: int, options: Mapping[str, Any], *, has_adapters: bool 
     Each graph of a model with adapters takes several times as long to record, and a start records all of them. So there
     are fewer.
     """
-    if SIZING & options.keys():
+    if GRAPH_SIZE_OPTIONS & options.keys():
         return {}
     rounded = min(MOST_GRAPHED, -(-sequences // BETWEEN_GRAPHS) * BETWEEN_GRAPHS)
     if has_adapters:
@@ -147,21 +158,21 @@ def open_vllm(
     check_head_dim(shapes.config)
     arguments = engine_arguments(
         config,
-        kept_configuration(model_dir),
+        cached_configuration(model_dir),
         type(shapes).__name__,
         seed,
         sleeps=sleeps,
         has_adapters=adapter_rank > 0,
     )
-    arguments |= arguments_for_adapters(adapter_rank, adapters_held, shapes, arguments["dtype"])
+    arguments |= adapter_arguments(adapter_rank, adapters_held, shapes, arguments["dtype"])
     routed = None
     if tells_experts:
         routed = routed_layers(shapes)
-        arguments |= arguments_for_experts(config.options)
+        arguments |= expert_arguments(config.options)
     others = set(active_children())
     check_arguments(config.options, [field.name for field in fields(AsyncEngineArgs)], f"vLLM {installed()}")
     measured = measured_gpus(arguments, gpus_of(config, VLLM.abilities))
-    with starting_alone(measured), new_processes(arguments):
+    with start_lock(measured), new_processes(arguments):
         with refusing():
             given = AsyncEngineArgs(**arguments)
             settings = given.create_engine_config(UsageContext.ENGINE_CONTEXT)
@@ -244,3 +255,45 @@ def check_head_dim(architecture: Any, remedy: str = "engine.kind=embedded") -> N
             f"vLLM's CPU attention has no kernel for head_dim={head_dim}, only for {sizes}: change the model's "
             f"head_dim or use {remedy}"
         )
+
+
+FILES = ("config.json", "generation_config.json", "hf_quant_config.json")
+"""The files of a model that vLLM reads without its tokenizer and its weights."""
+
+log = logging.getLogger(__name__)
+
+
+def cached_configuration(model_dir: Path) -> Path:
+    """Return a directory with the configuration of the model in `model_dir`, the same one for the same content;
+    `model_dir` itself where the disk has no place for it."""
+    files = {name: (model_dir / name).read_bytes() for name in FILES if (model_dir / name).is_file()}
+    base = cache_directory()
+    if base is None:
+        return model_dir
+    digest = blake2b(msgspec.msgpack.encode(sorted(files.items())), digest_size=20).hexdigest()
+    kept = base / "configurations" / digest
+    try:
+        if not _has(kept, files):
+            _write(kept, files)
+        return kept if _has(kept, files) else model_dir
+    except OSError as error:
+        log.info("the model's configuration is not kept, so vLLM compiles again at the next start: %s", error)
+        return model_dir
+
+
+def _has(directory: Path, files: dict[str, bytes]) -> bool:
+    with suppress(OSError):
+        return {one.name: one.read_bytes() for one in directory.iterdir()} == files
+    return False
+
+
+def _write(directory: Path, files: dict[str, bytes]) -> None:
+    """Write the files under another name first: other workers may do the same, or read."""
+    directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".") as private:
+        new = Path(private, "new")
+        new.mkdir(mode=0o700)
+        for name, content in files.items():
+            (new / name).write_bytes(content)
+        with suppress(OSError):  # another worker was faster
+            os.rename(new, directory)

@@ -1,11 +1,11 @@
 """Runtimes load the models of scorers and run them; a recipe chooses one by `scorers.engine.kind`.
 
-    open_runner ── ScoringModel, ScorersConfig ──► transformers/ or vllm/ ──► Runner, which `serving.py` asks
+    open_runner ── ScoringModel, ScorersConfig ──► one of the two runtimes ──► Runner, which `serving.py` asks
 
-`base.py` of the room above has the seam, `Runner`. `transformers/` runs on CPUs and GPUs, one padded batch at a time;
-`vllm/` packs batches and keeps the prompts that the samples of a group share. Each states its abilities in a module
-that imports neither torch nor the library, and is registered in `RUNTIMES`. `files.py` reads what a model's files say,
-for both.
+`base.py` of the room above has the seam, `Runner`. `transformers_runtime.py` runs on CPUs and GPUs, one padded batch at
+a time; `vllm_runtime.py` packs batches and keeps the prompts that the samples of a group share. `abilities.py` states
+what each can do; it imports neither torch nor a library. `RUNTIMES` registers them. `model_checks.py` reads what a
+model's files say, for both.
 
 The invariant: all runtimes give a request the same scores, but for rounding.
 """
@@ -21,9 +21,7 @@ from headway.rollout_workers.config import ScorerEngineConfig, ScorersConfig
 from headway.rollout_workers.engines.abilities import KnownEngine, gpus_with
 from headway.rollout_workers.scorers.base import Runner, ScoringModel
 
-from .abilities import RuntimeAbilities
-from .transformers.abilities import TRANSFORMERS
-from .vllm.abilities import VLLM
+from .abilities import TRANSFORMERS, VLLM, RuntimeAbilities
 
 KINDS = ("reward_model", "teacher")
 KEY = "scorers.engine.kind"
@@ -77,7 +75,7 @@ def open_runner(
     a model that is missing, of another kind or of another vocabulary, and ConfigError for a runtime that cannot be
     opened.
     """
-    from .files import check_reads_to_the_end, check_same_tokenizer
+    from .model_checks import check_reads_to_the_end, check_same_tokenizer
 
     assert kind in KINDS, kind
     engine = config.engine
