@@ -31,8 +31,7 @@ from headway.broker.schema import (
     WeightVersion,
 )
 from headway.broker.schema.metrics import LagFigures, StepMetrics
-from headway.broker.schema.processes import PoolInfo, ScorerInfo, WorkerInfo
-from headway.broker.schema.status import QueueDepths, RunStatus
+from headway.broker.schema.status import PoolInfo, QueueDepths, RunStatus, ScorerInfo, WorkerInfo
 from headway.broker.schema.weights import BroadcastGroup, DeltaSpec, ModelFiles, Probe, TensorSpec, WeightManifest
 from headway.broker.wire import codec
 

@@ -24,8 +24,15 @@ from prometheus_client.registry import Collector
 from headway.broker.client.broker import BlockingBroker
 from headway.broker.client.submissions import SubmitOutcome
 from headway.broker.schema import WeightVersion
-from headway.broker.schema.processes import PoolInfo, ScorerInfo, WorkerInfo
-from headway.broker.schema.status import QueueDepths, ScoringQueue, Tallies, VersionGroups
+from headway.broker.schema.status import (
+    PoolInfo,
+    QueueDepths,
+    ScorerInfo,
+    ScoringQueue,
+    Tallies,
+    VersionGroups,
+    WorkerInfo,
+)
 from headway.broker.server.embedded import EmbeddedServer
 from headway.deploy.observe.prometheus.run import RunCollector
 from headway.deploy.observe.prometheus.worker import WorkerCollector

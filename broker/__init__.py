@@ -9,8 +9,8 @@ step is durable. Workers lease samples, append segments, submit trajectories, an
 
     schema/, keys.py        the contract: the structs that cross a process, and the keys in the server
     staleness.py            the bound on lag, in integers; scripts/lease.lua and scripts/take.lua apply it
-    possible.py             refuses samples that cannot be samples of the run
     config.py, errors.py, owner.py   the settings; the errors; which learner may write
+    security/               stands against hostile workers: sample validation, garbage collection
     wire/                   frames: structs and arrays as bytes and back, checked and bounded
     connection/             the connection to a server or cluster: address, routes, round trips, outages
     client/                 the verbs: leases and submissions of workers, batches and versions of the learner,

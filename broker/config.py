@@ -1,5 +1,6 @@
 """The settings of the broker, with their defaults."""
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import msgspec
@@ -50,6 +51,16 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def is_embedded(self) -> bool:
         """True if the run starts a server of its own."""
         return self.url == "embedded"
+
+
+@dataclass
+class BlobStorage:
+    """See the settings of the same names in `BrokerConfig`; `payload_shards` is the same for all processes of a run."""
+
+    payload_ttl_s: float = 600.0
+    """The server forgets after so long a blob that no script has recorded."""
+    payload_shards: int = 1
+    replicas: int = 0
 
 
 class StalenessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

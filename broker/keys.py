@@ -13,7 +13,7 @@ secret                string  SECRET, part of the names of hidden keys          
 verbs                 string  protocol, and name of the library of functions     the run         claim
 identity              string  which run has the name now: 16 hexadecimal digits  the run         claim
 hidden:of:IDENTITY    none    tells functions to which run the caller belongs    never stored    no process
-holder                string  the learner's process: host, pid, user, since      30 s            holding (SET)
+holder                string  the learner's process: host, pid, user, since      30 s            LearnerHeartbeat
 owner                 string  a digest of the owner's token                      the run         claim
 tally*                hash    groups and samples, by length and lag              the run         lease, submit...
 config                string  the resolved recipe                                the run         claim
@@ -30,18 +30,18 @@ forks*                hash    incarnation -> the step that a rewind took it to  
 settled*              zset    groups trained that may be fed again               to watermark    commit
 dropped*              zset    groups dropped that may be fed again               to watermark    take, drop
 given_up*             zset    groups dropped, by floor: for displays             32 versions     take, drop
-lost*                 set     groups to feed again: their prompt was damaged     until fed       lose, reject
+lost*                 set     groups to feed again: their prompt was damaged     until fed       mark_lost...
 segments:G:R:I*       list    sample I's: `name bytes tokens author steps` each  until submit    append
 segment:G:R:I:NONCE   string  a segment (frame)                                  TTL, submit     append (SET)
 payload:G:R:I:NONCE   string  sample I of round R of group G (frame)             TTL, settled    submit (SET)
-garbage*              list    blobs on other shards that are not needed          until swept     most scripts
+garbage*              list    blobs on other shards that are not needed          until freed     most scripts
 stage:NONCE           string  a blob on its way to its key                       60 s            SET
 manifest:offered      string  the weights being sent (frame)                     the run         offer
 manifest:announced    string  the newest complete weights (frame)                the run         announce
 broadcast             string  the broadcast group (frame)                        the run         put_group
-meeting:NAME          hash    the learner's words to a group's members           an hour         say (HSET)
-joining:NAME:W*       hash    member W's words to the learner and to the others  an hour         say
-joining:NAME*         hash    numbers that its members and the learner add to    an hour         say
+meeting:NAME          hash    the learner's words to a group's members           an hour         create, set
+joining:NAME:W*       hash    member W's words to the learner and to the others  an hour         rendezvous_set
+joining:NAME*         hash    numbers that its members and the learner add to    an hour         rendezvous_set
 fault:N               string  why a worker was set aside (JSON); N: 0 to f       an hour         report (SET)
 durable               string  empty; a client waits until its write is on disk   1 s             make_durable
 bell                  stream  one entry, new with every version and group         the run         version, put
@@ -52,8 +52,8 @@ steps*                list    the last 512 StepMetrics (frames)                 
 worker:W*             string  worker W's report of itself (frame)                heartbeat TTL   heartbeat
 session:W*            string  the session that worker W's name belongs to        2 minutes       heartbeat
 workers*              set     names of workers                                   a day           heartbeat
-serving*              set     workers with a version that do not drain           a day           heartbeat, turn
-dismissed*            hash    worker -> the session that was asked to drain      a day           dismiss
+serving*              set     workers with a version that do not drain           a day           heartbeat...
+dismissed*            hash    worker -> the session that was asked to drain      a day           exclude
 pool:NAME*            string  the report of pool NAME's supervisor (frame)       its TTL         pool
 pools*                set     names of pools                                     a day           pool
 supervisors*          hash    pool -> the session of its supervisor              a day           pool
@@ -75,12 +75,12 @@ scoring:askers:NAME*  hash    asker -> the bytes of its requests                
 scoring:counts:NAME*  hash    bytes, answered, failed, expired                   a day           score_*
 scoring:scorer:W*     string  scorer process W's report of itself (frame)        its TTL         scorer
 scoring:scorers*      set     names of scorer processes                          a day           scorer
-turns*                zset    tokens of swap turns, by deadline                  its last turn   turn
-turns:begun*          zset    these, by when they began                          its last turn   turn
-turns:others*         zset    tokens of turns that no serving worker asked for   its last turn   turn
-turns:begun:others*   zset    these, by when they began                          its last turn   turn
-turns:asking*         zset    workers that wait for a turn, by when they asked   a minute        turn
-turns:last*           zset    workers by when they last got a turn               an hour         turn
+turns*                zset    tokens of swap turns, by deadline                  its last turn   swap_turn
+turns:begun*          zset    these, by when they began                          its last turn   swap_turn
+turns:others*         zset    tokens of turns that no serving worker asked for   its last turn   swap_turn
+turns:begun:others*   zset    these, by when they began                          its last turn   swap_turn
+turns:asking*         zset    workers that wait for a turn, by when they asked   a minute        swap_turn
+turns:last*           zset    workers by when they last got a turn               an hour         swap_turn
 phase*                string  in a colocated run: engines may generate (server's id)  until renewed   phase
 awake*                zset    in a colocated run: awake workers (holders), by deadline  a day         awake, phase
 dead*                 stream  dead letters: tid, worker, reason, first bytes     last 1000       reject...
@@ -127,7 +127,7 @@ them over its nodes. Their names then begin with `N/`, scripts put names of blob
 the learner frees these.
 
 A worker's user can store more than this table says: hidden keys without the secret, blobs that no script records, or
-with no time to live. The learner frees these once a minute (`strays`).
+with no time to live. The learner frees these once a minute (`free_orphans`).
 """
 
 import re

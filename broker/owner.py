@@ -22,7 +22,7 @@ class CheckpointMark:
 
 
 @dataclass(frozen=True)
-class Contains:
+class CheckpointGroups:
     """The groups that a checkpoint contains: all below the watermark, and those named."""
 
     watermark: str

@@ -17,7 +17,7 @@ from headway.broker.client.broker import Broker
 from headway.broker.client.leases import SubmitOutcome
 from headway.broker.errors import SickWorkerError
 from headway.broker.schema import Lease
-from headway.broker.schema.processes import WorkerInfo
+from headway.broker.schema.status import WorkerInfo
 from headway.weightsync.config import WeightsConfig
 from headway.weightsync.subscriber import Subscriber
 
@@ -275,7 +275,7 @@ class Worker:
             with self._outages:
                 heard = await self._held.report(self._broker.status, self.info(), self._alive_s)
                 self._places.hear(heard.serving)
-                if heard.is_dismissed:
+                if heard.must_drain:
                     self.request_drain()
                 self._note_state(heard.state)
             self._wake.set()

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from headway.broker.errors import HeadwayError
+from headway.broker.user_code.import_paths import ImportRoots
 from headway.broker.user_code.kinds import check_offers
-from headway.broker.user_code.roots import ImportRoots
 from headway.deploy.launch.opening import open_launcher
 from headway.deploy.observe.sinks import make_sink
 from headway.deploy.recipe.recipe import LauncherConfig

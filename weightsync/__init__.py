@@ -30,7 +30,7 @@
     that quantizes does so as it loads them.
 
     A swap turn is the right, which a worker takes from the broker, to swap weights while others generate
-    (`broker/client/turns.py`). With `staging: none` the learner gives each wave its turn to receive instead.
+    (`broker/client/engine_pauses.py`). With `staging: none` the learner gives each wave its turn to receive instead.
 
     heartbeats ─► membership: the next epoch's members (newcomers, and workers that missed a deadline, pull first)
 

@@ -19,9 +19,9 @@ from headway.broker import BlockingBroker
 from headway.broker.errors import VersionRegressionError
 from headway.broker.owner import Owner
 from headway.broker.schema import WeightVersion
-from headway.broker.schema.processes import WorkerInfo
+from headway.broker.schema.status import WorkerInfo
 from headway.broker.schema.weights import Archived, BaseWeights, BroadcastGroup, Probe, TensorSpec, WeightManifest
-from headway.broker.user_code.roots import ImportRoots
+from headway.broker.user_code.import_paths import ImportRoots
 from headway.weightsync.archives import open_archive
 from headway.weightsync.archives.archiver import Archiver
 from headway.weightsync.config import WeightsConfig
@@ -105,7 +105,7 @@ class Publisher:
         archive = open_archive(config.archive, broker, owner)
         address = learner_address(config.host, broker.broker.url)
         self._sender = Sender(
-            BlockingStore(broker.call, broker.broker.meetings),
+            BlockingStore(broker.call, broker.broker.rendezvous),
             owner.incarnation,
             self._last_epoch(),
             address,

@@ -18,7 +18,7 @@ from headway.broker import Broker
 from headway.broker.errors import BrokerError, WeightSyncError
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.weights import BroadcastGroup, TensorSpec, WeightManifest
-from headway.broker.user_code.roots import ImportRoots
+from headway.broker.user_code.import_paths import ImportRoots
 
 from .deliveries import StreamedDelivery
 from .limits import Deadline
@@ -196,7 +196,7 @@ class GroupFollower:
         self._worker = worker
         self._threads = threads
         self._read: bytes | None = None
-        """Names the group that was read last: see `broker.client.versions.Glance`."""
+        """Names the group that was read last: see `broker.client.weights.VersionsPeek`."""
         self._seen: BroadcastGroup | None = None
         """The newest group of the run, whether it names this worker or not."""
         self._joined: GroupMembership | None = None
@@ -247,7 +247,7 @@ class GroupFollower:
 
     async def _join(self, group: BroadcastGroup) -> None:
         cancelled = threading.Event()
-        blocking_store = BlockingStore(for_threads(asyncio.get_running_loop()), self._broker.meetings)
+        blocking_store = BlockingStore(for_threads(asyncio.get_running_loop()), self._broker.rendezvous)
         try:
             self._joined = await self._threads.run(
                 "join",

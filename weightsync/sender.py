@@ -22,9 +22,9 @@ import torch
 
 from headway.broker.errors import BrokerError, WeightSyncError
 from headway.broker.schema import WeightVersion
-from headway.broker.schema.processes import WorkerInfo
+from headway.broker.schema.status import WorkerInfo
 from headway.broker.schema.weights import BroadcastGroup
-from headway.broker.user_code.roots import ImportRoots
+from headway.broker.user_code.import_paths import ImportRoots
 
 from .config import WeightsConfig
 from .limits import Deadline

@@ -24,11 +24,11 @@ import torch
 from msgspec.structs import replace
 
 from headway.broker import Broker
-from headway.broker.client.versions import Glance
+from headway.broker.client.weights import VersionsPeek
 from headway.broker.errors import BrokerError, BrokerUnavailableError, WeightSyncError
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.weights import WeightManifest
-from headway.broker.user_code.roots import ImportRoots
+from headway.broker.user_code.import_paths import ImportRoots
 
 from .config import WeightsConfig
 from .deliveries import Delivery, StreamedDelivery
@@ -97,7 +97,7 @@ class Subscriber:
         """The error that keeps the background work from the broker."""
         self._is_notified = asyncio.Event()
         """Set by a notification: there is news, so poll before `poll_s` is over."""
-        self._glance = Glance(None, None, None)
+        self._glance = VersionsPeek(None, None, None)
         """The learner's records at the last poll."""
         self._has_polled = asyncio.Event()
         self.last_error = ""
@@ -237,7 +237,7 @@ class Subscriber:
         seen = b"0"
         while True:
             try:
-                newest = await self._broker.meetings.wait_for_bell(seen)
+                newest = await self._broker.rendezvous.wait_for_notification(seen)
             except BrokerError:
                 await asyncio.sleep(_AFTER_OUTAGE_S)
                 continue
@@ -249,7 +249,7 @@ class Subscriber:
         """Poll for versions and groups, also while a version is received: the learner may begin a group meanwhile."""
         while True:
             self._is_notified.clear()
-            self._glance = await self._broker.versions.glance()
+            self._glance = await self._broker.versions.peek()
             if self.joins_groups:
                 await self._groups.refresh(self._glance.group)
             self._has_polled.set()

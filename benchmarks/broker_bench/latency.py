@@ -4,8 +4,8 @@ The workers are coroutines of a few processes, each with a `Broker` and so with 
 process; the learner is another process. One worker more has a process to itself, as real ones do: its durations are the
 server's doing, and those of the crowd also that of a busy Python process. A worker holds one sample at a time and
 "generates" it in a random time, so that the load is that of so many workers, not the most that the server can bear. It
-waits at the bell and looks for versions as real workers do. The server's own time per command tells its work from that
-of the clients, which share the machine's cores with it.
+waits for a notification and looks for versions as real workers do. The server's own time per command tells its
+work from that of the clients, which share the machine's cores with it.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ import uvloop
 from headway.broker import Broker, open_broker
 from headway.broker.client.leases import SubmitOutcome
 from headway.broker.schema import Lease, WeightVersion
-from headway.broker.schema.processes import WorkerInfo
+from headway.broker.schema.status import WorkerInfo
 
 from .learner import BATCH, Learner, Run
 from .payloads import GROUP_SIZE, payloads_of
@@ -221,13 +221,13 @@ class _Worker:
     async def hear(self) -> None:
         heard = b"0"
         while True:
-            heard = await self.broker.meetings.wait_for_bell(heard)
+            heard = await self.broker.rendezvous.wait_for_notification(heard)
             self._was_rung.set()
 
     async def look(self) -> None:
         while True:
             self._was_rung.clear()
-            self.version = (await self.broker.versions.glance()).announced or self.version
+            self.version = (await self.broker.versions.peek()).announced or self.version
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_S):
                     await self._was_rung.wait()

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from headway.broker import Broker
-from headway.broker.client.batches import CheckpointMark, Owner, TakenBatch
+from headway.broker.client.learner import CheckpointMark, Owner, TakenBatch
 from headway.broker.schema import RunRules, WeightVersion
 from headway.broker.schema.weights import Probe, WeightManifest
 

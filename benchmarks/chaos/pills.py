@@ -16,8 +16,7 @@ from msgspec.structs import replace
 
 from headway.broker import Broker
 from headway.broker.client.scoring import new_request_name
-from headway.broker.client.submissions import measures_of
-from headway.broker.client.unconfirmed import Submission
+from headway.broker.client.submissions import Submission, measures_of
 from headway.broker.errors import BrokerError, QuarantinedError
 from headway.broker.schema import Lease, ScoreRequest, Segment, Trajectory, TrajectoryId, VersionSpan, WeightVersion
 from headway.broker.wire.codec import encode_trajectory

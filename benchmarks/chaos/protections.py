@@ -10,13 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from headway.broker.client import batches, leases
+from headway.broker.client import learner, leases
 from headway.broker.client.leases import Leases
-from headway.broker.connection import connection, verbs
-from headway.broker.possible import check_possible
+from headway.broker.connection import connection, function_library
 from headway.broker.schema import Trajectory, WeightVersion
 from headway.broker.schema.weights import Probe
-from headway.broker.wire import frames
+from headway.broker.security.sample_validation import validate_sample
+from headway.broker.wire import codec
 from headway.learner.experience.stream import Experience
 from headway.learner.rows import packing
 from headway.weightsync.publisher import Publication, Publisher
@@ -94,7 +94,7 @@ def _over_bound_check() -> None:
     _edit("take", "  sweep_old(queue)\n", "")
     _edit("take", "if need > 0 and must_wait(ready, need) then", "if false then")
     patch.object(packing, "is_too_stale", lambda version, step, max_lag: False).start()
-    patch.object(batches, "check_lag", lambda trajectory, step, max_lag: None).start()
+    patch.object(learner, "check_lag", lambda trajectory, step, max_lag: None).start()
 
 
 def _lease_expiry() -> None:
@@ -119,7 +119,7 @@ def _rewind_fork() -> None:
 
 def _frame_checksum() -> None:
     """Decode frames without a check of their bytes."""
-    patch.object(frames, "zlib", SimpleNamespace(crc32=lambda body, kind: 0)).start()
+    patch.object(codec, "zlib", SimpleNamespace(crc32=lambda body, kind: 0)).start()
 
 
 def _identity_check() -> None:
@@ -130,10 +130,10 @@ def _identity_check() -> None:
         self.identity = self.identity or identity
 
     def check_all_else(trajectory: Trajectory, *what: Any, identity: str, newest: WeightVersion) -> None:
-        check_possible(trajectory, *what, identity=trajectory.identity, newest=newest)
+        validate_sample(trajectory, *what, identity=trajectory.identity, newest=newest)
 
     patch.object(connection.Connection, "check_identity", keep).start()
-    patch.object(batches, "check_possible", check_all_else).start()
+    patch.object(learner, "validate_sample", check_all_else).start()
 
 
 def _possible_check() -> None:
@@ -141,9 +141,9 @@ def _possible_check() -> None:
 
     def nothing(*what: Any, **named: Any) -> None: ...
 
-    patch.object(batches, "check_possible", nothing).start()
-    patch.object(batches, "check_lag", nothing).start()
-    patch.object(leases, "check_possible_segment", nothing).start()
+    patch.object(learner, "validate_sample", nothing).start()
+    patch.object(learner, "check_lag", nothing).start()
+    patch.object(leases, "validate_segment", nothing).start()
 
 
 def _quarantine() -> None:
@@ -187,12 +187,12 @@ def _publish_again() -> None:
 
 def _edit(script: str, old: str, new: str) -> None:
     """Replace `old` in the script, and in the parts that scripts share."""
-    original = verbs.script_source
-    parts = (script, *verbs.included(script))
+    original = function_library.script_source
+    parts = (script, *function_library.included(script))
     assert any(old in original(part) for part in parts), f"{script}.lua has changed: {old!r} is not in it any more"
 
     @cache
     def edited(name: str) -> str:
         return original(name).replace(old, new)
 
-    patch.object(verbs, "script_source", edited).start()
+    patch.object(function_library, "script_source", edited).start()

@@ -15,10 +15,10 @@ import torch
 import headway.rollout_workers.worker
 from headway.broker.client import broker as client
 from headway.broker.client.leases import Leases, SubmitOutcome
-from headway.broker.client.status import Heard, StatusBoard
+from headway.broker.client.status import HeartbeatReply, StatusVerbs
 from headway.broker.errors import BrokerError, ForeignRunError
 from headway.broker.schema import Lease, Trajectory
-from headway.broker.schema.processes import WorkerInfo
+from headway.broker.schema.status import WorkerInfo
 from headway.broker.schema.weights import WeightManifest
 from headway.deploy.roles import worker as rollout
 from headway.deploy.roles.joining import ConfigChangedError
@@ -47,7 +47,7 @@ def run_worker(trial: Trial, url: str, name: str, process: str, tally: Tally) ->
     torch.set_num_threads(1)
     SlowEngine.tally = tally
     patch.object(client, "Leases", ErraticLeases).start()
-    patch.object(client, "StatusBoard", ErraticStatus).start()
+    patch.object(client, "StatusVerbs", ErraticStatus).start()
     patch.object(receiver, "GroupMembership", CountingGroup).start()
     if not trial.broadcasts:
         patch.object(headway.rollout_workers.worker, "Worker", PullingWorker).start()
@@ -77,12 +77,12 @@ class CountingGroup(GroupMembership):
         return received
 
 
-class ErraticStatus(StatusBoard):
+class ErraticStatus(StatusVerbs):
     """Forgets to renew some leases."""
 
     async def heartbeat(
         self, info: WorkerInfo, ttl_s: float, leases: Sequence[Lease] = (), lease_ttl_s: float = 0.0
-    ) -> Heard:
+    ) -> HeartbeatReply:
         """Renew all but the forgotten ones."""
         renewed = [one for one in leases if not _is_chosen(one, "forgotten", FORGOTTEN)]
         SlowEngine.tally.forgotten += len(leases) - len(renewed)

@@ -96,7 +96,7 @@ class Hold:
         if self._is_over:
             return
         try:
-            workers = broker.call(broker.broker.status.snapshot(whichever=True)).workers
+            workers = broker.call(broker.broker.status.snapshot(any_identity=True)).workers
         except RunNotFoundError:
             return
         if len({pool_of(one.worker) for one in workers}) == self._pools:

@@ -13,11 +13,11 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from headway.broker.client.batches import CheckpointMark
 from headway.broker.client.broker import BlockingBroker
+from headway.broker.client.learner import CheckpointMark
 from headway.broker.schema import Group, Prompt, RunRules, Trajectory, TrajectoryId, VersionSpan, WeightVersion
 from headway.broker.schema.metrics import LagFigures, StepMetrics
-from headway.broker.schema.processes import WorkerInfo
+from headway.broker.schema.status import WorkerInfo
 from headway.broker.server.embedded import EmbeddedServer
 from headway.deploy.recipe.loading import dump_recipe, load_recipe
 from headway.deploy.run.directory import CHECKPOINTS, EXPERIENCE, held

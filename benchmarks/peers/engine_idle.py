@@ -68,7 +68,7 @@ class _Reader:
 
 def _look(broker: BlockingBroker, reports: dict[str, list[Report]]) -> None:
     """Add what the workers have reported since the last look."""
-    status = broker.call(broker.broker.status.snapshot(whichever=True))
+    status = broker.call(broker.broker.status.snapshot(any_identity=True))
     now = time.time()
     for worker in status.workers:
         silence = status.silences.get(worker.worker)

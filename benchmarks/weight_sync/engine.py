@@ -20,7 +20,7 @@ import msgspec
 
 from headway.broker.client.broker import Broker, open_broker
 from headway.broker.schema import WeightVersion
-from headway.broker.schema.processes import WorkerInfo
+from headway.broker.schema.status import WorkerInfo
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.base import Engine, GenerationRequest

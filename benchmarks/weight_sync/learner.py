@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from headway.broker import BlockingBroker
-from headway.broker.client.batches import CheckpointMark
+from headway.broker.client.learner import CheckpointMark
 from headway.broker.schema import RunRules, WeightVersion
 from headway.broker.schema.weights import Probe
 from headway.learner.backends.process_group import join_ranks

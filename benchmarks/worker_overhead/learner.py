@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 
 from headway.broker import BlockingBroker
-from headway.broker.client.batches import CheckpointMark, TakenBatch
+from headway.broker.client.learner import CheckpointMark, TakenBatch
 from headway.broker.schema import Prompt, RunRules, WeightVersion
-from headway.broker.schema.processes import WorkerInfo
+from headway.broker.schema.status import WorkerInfo
 from headway.broker.schema.weights import Probe
 from headway.deploy.recipe.loading import recipe_to_bytes
 from headway.deploy.recipe.recipe import Recipe

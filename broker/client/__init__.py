@@ -1,10 +1,11 @@
-"""The verbs, one file for each kind: what learner, workers, scorers and observers do with a run.
+"""The verbs of a run, by who calls them: learner, workers, scorers, supervisors and observers.
 
     broker.py: Broker, BlockingBroker
-       ├─ learner    prompts.py, batches.py, versions.py, archive.py, strays.py, holding.py, phases.py, waits.py
-       ├─ workers    leases.py, blobs.py, submissions.py, unconfirmed.py, turns.py, meetings.py
-       ├─ both       evaluations.py, scoring.py
-       └─ observers  status.py, pools.py, faults.py, usage.py
+       ├─ learner      learner.py (claim, prompts, batches), weights.py (versions, archive, rendezvous store)
+       ├─ workers      leases.py, submissions.py
+       ├─ both         engine_pauses.py (swap turns, phases of a colocated run), evaluations.py, scoring.py
+       ├─ supervisors  supervision.py (pools, faults)
+       └─ observers    status.py, progress.py, usage.py (the learner's heartbeat, users and bytes of a run)
 
 The invariant: a verb may be repeated after a lost reply. Each is one script on the server (`broker/scripts/`), which
 checks the lease's token or the learner's incarnation before it writes anything.

@@ -10,24 +10,18 @@ import uvloop
 
 from headway.broker.connection.connection import ANSWER_S, Connection, without_password
 from headway.broker.errors import BrokerError
+from headway.broker.security.garbage_collection import GarbageCollector
 
-from .archive import ArchivedBlobs
-from .batches import Batches
+from .engine_pauses import Phases, SwapTurnVerbs
 from .evaluations import Evaluations
-from .faults import Faults
-from .holding import Holding
+from .learner import Batches, PromptVerbs
 from .leases import Leases
-from .meetings import Meetings
-from .phases import Phases
-from .pools import Pools
-from .prompts import PromptVerbs
+from .progress import ProgressVerbs
 from .scoring import Scoring
-from .status import StatusBoard
-from .strays import Strays
-from .turns import SwapTurnVerbs
-from .usage import Usage
-from .versions import Versions
-from .waits import Waits
+from .status import StatusVerbs
+from .supervision import Faults, Pools
+from .usage import LearnerHeartbeat, Usage
+from .weights import ArchivedBlobs, RendezvousStore, Versions
 
 T = TypeVar("T")
 
@@ -47,7 +41,7 @@ class Broker:
         self.leases = Leases(self._connection)
         self.versions = Versions(self._connection)
         self.batches = Batches(self._connection, self.versions)
-        self.status = StatusBoard(self._connection)
+        self.status = StatusVerbs(self._connection)
         self.archive = ArchivedBlobs(self._connection)
         self.swap_turns = SwapTurnVerbs(self._connection)
         self.phases = Phases(self._connection)
@@ -56,10 +50,10 @@ class Broker:
         self.pools = Pools(self._connection)
         self.faults = Faults(self._connection)
         self.usage = Usage(self._connection)
-        self.waits = Waits(self._connection)
-        self.holding = Holding(self._connection)
-        self.strays = Strays(self._connection)
-        self.meetings = Meetings(self._connection, timeout_s)
+        self.progress = ProgressVerbs(self._connection)
+        self.heartbeat = LearnerHeartbeat(self._connection)
+        self.garbage = GarbageCollector(self._connection)
+        self.rendezvous = RendezvousStore(self._connection, timeout_s)
 
     @property
     def session(self) -> str:
@@ -91,8 +85,8 @@ class Broker:
         self._connection.end_when(is_ending, patience_s)
 
     async def close(self) -> None:
-        await self.strays.end()
-        await self.holding.end()
+        await self.garbage.end()
+        await self.heartbeat.end()
         await self.leases.close()
         await self._connection.close()
 

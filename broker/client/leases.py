@@ -1,6 +1,6 @@
 """The worker's verbs: lease a sample, append segments, submit the trajectory, or hand the lease back.
 
-A worker's heartbeat renews its leases (`StatusBoard.heartbeat`).
+A worker's heartbeat renews its leases (`StatusVerbs.heartbeat`).
 
 A lease expires on the server's clock and then goes to another worker under a new token, together with the
 segments that were appended; a worker that comes late is fenced.
@@ -19,6 +19,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from headway.broker.config import BlobStorage
 from headway.broker.connection.connection import Command, Connection
 from headway.broker.errors import (
     BrokerError,
@@ -28,12 +29,11 @@ from headway.broker.errors import (
     QuarantinedError,
     SchemaMismatchError,
 )
-from headway.broker.possible import check_possible_segment
 from headway.broker.schema import Lease, Prompt, SampleLimits, Segment, Trajectory, TrajectoryId, WeightVersion
+from headway.broker.security.sample_validation import validate_segment
 from headway.broker.wire.codec import decode, decode_segment, encode_segment
 
-from .blobs import Blobs, Storage
-from .submissions import ATTEMPTS, Submissions, SubmitOutcome, measures_of
+from .submissions import ATTEMPTS, Blobs, Submissions, SubmitOutcome, measures_of
 
 __all__ = ["AppendOutcome", "AppendReply", "LeaseReply", "Leases", "NoMoreLeases", "SubmitOutcome", "parse_tid"]
 
@@ -106,7 +106,7 @@ class Leases:
         """The bounds of this run's samples; the caller sets them before the first lease."""
 
     @property
-    def storage(self) -> Storage:
+    def storage(self) -> BlobStorage:
         """The way in which payloads and segments are stored; the caller sets it before the first lease."""
         return self._blobs.storage
 
@@ -118,7 +118,7 @@ class Leases:
 
     def obey(self, config: bytes) -> None:
         """Tells the server with every request for leases that this process obeys the configuration that
-        `StatusBoard.config` returned. One that never says it is given leases under any."""
+        `StatusVerbs.config` returned. One that never says it is given leases under any."""
         self._connection.recipe = sha1(config, usedforsecurity=False).hexdigest()
         self._connection.recipe_changed.clear()
 
@@ -143,7 +143,7 @@ class Leases:
         newest = WeightVersion(incarnation, max(version.step, highest_step))
         if reason == NoMoreLeases.RECIPE.encode():
             self._connection.recipe_changed.set()
-        leases = await self._fetched([_Granted.read(one) for one in granted], worker, newest, ttl_s)
+        leases = await self._fetched([_LeaseGrant.read(one) for one in granted], worker, newest, ttl_s)
         held.update((lease.tid, lease.token) for lease in leases)
         return LeaseReply(leases, state.decode(), NoMoreLeases(reason.decode()) if reason else None)
 
@@ -219,10 +219,10 @@ class Leases:
         for lease in leases:
             self._forget(lease)
 
-    async def bury(self, session: str) -> int:
+    async def report_death(self, session: str) -> int:
         """Hands back at once what the process with this session held, and returns how many leases that were. The caller
         has seen that process end, and made its session: no other process knows that."""
-        return int(await self._connection.script("bury", session, absent=0))
+        return int(await self._connection.script("report_death", session, absent=0))
 
     async def give_up(self, lease: Lease, reason: str) -> None:
         """Hands back a sample that cannot be used, to be generated anew from its start; the dead letters say why."""
@@ -239,7 +239,7 @@ class Leases:
                 del held[lease.tid]
 
     async def _fetched(
-        self, granted: "Sequence[_Granted]", worker: str, newest: WeightVersion, ttl_s: float
+        self, granted: "Sequence[_LeaseGrant]", worker: str, newest: WeightVersion, ttl_s: float
     ) -> tuple[Lease, ...]:
         """Fetches as `_fetch` does, and hands the leases back where that fails: otherwise no worker could have them
         until they expire."""
@@ -251,13 +251,13 @@ class Leases:
             raise
 
     async def _fetch(
-        self, granted: "Sequence[_Granted]", worker: str, newest: WeightVersion, ttl_s: float
+        self, granted: "Sequence[_LeaseGrant]", worker: str, newest: WeightVersion, ttl_s: float
     ) -> tuple[Lease, ...]:
         """Returns the leases with their prompts and segments; it reports a damaged prompt or segment and leaves it
         out."""
         if not granted:
             return ()
-        keys, first = self._connection.keys, dict[str, _Granted]()
+        keys, first = self._connection.keys, dict[str, _LeaseGrant]()
         for one in granted:
             first.setdefault(one.tid.group, one)
         commands: list[Command] = [("GET", keys.blob(name)) for one in granted for name in one.segments]
@@ -278,13 +278,13 @@ class Leases:
                 leases.append(await self._with_segments(lease, frames, one.oldest, newest))
         return tuple(leases)
 
-    async def _prompt(self, one: "_Granted", blob: bytes | None) -> Prompt | None:
+    async def _prompt(self, one: "_LeaseGrant", blob: bytes | None) -> Prompt | None:
         try:
             return None if blob is None else decode(blob, Prompt)
         except SchemaMismatchError:
             raise  # this process is at fault, not the segment
         except FrameError as error:
-            await self._connection.script("lose", str(one.tid), one.token, str(error), (blob or b"")[:_HEAD_BYTES])
+            await self._connection.script("mark_lost", str(one.tid), one.token, str(error), (blob or b"")[:_HEAD_BYTES])
             return None
 
     async def _with_segments(
@@ -296,7 +296,7 @@ class Leases:
         for index, frame in enumerate(frames):
             try:
                 segment = _decode_next(lease.tid, segments, frame)
-                check_possible_segment(segment, lease, self.limits, oldest=oldest, newest=newest)
+                validate_segment(segment, lease, self.limits, oldest=oldest, newest=newest)
                 segments.append(segment)
             except FrameError as error:
                 log.warning("%s is begun anew, as its segments cannot be gone on from: %s", lease.tid, error)
@@ -306,7 +306,7 @@ class Leases:
 
 
 @dataclass(frozen=True)
-class _Granted:
+class _LeaseGrant:
     """A lease as the script tells it."""
 
     tid: TrajectoryId
@@ -317,7 +317,7 @@ class _Granted:
     """The names of the segments' blobs."""
 
     @classmethod
-    def read(cls, reply: Sequence[Any]) -> "_Granted":
+    def read(cls, reply: Sequence[Any]) -> "_LeaseGrant":
         member, token, oldest, *segments = (*reply, 0) if len(reply) == 2 else reply
         return cls(parse_tid(member), token.decode(), int(oldest), tuple(name.decode() for name in segments))
 
@@ -346,6 +346,6 @@ def _choices(segment: Segment) -> tuple[object, ...] | None:
     return None if segment.experts is None else (*segment.experts.shape[1:], segment.experts.dtype)
 
 
-def members(leases: "Sequence[Lease | _Granted]") -> list[str]:
+def members(leases: "Sequence[Lease | _LeaseGrant]") -> list[str]:
     """Returns {member, token}... as scripts take them."""
     return [argument for lease in leases for argument in (str(lease.tid), lease.token)]

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from headway.broker.connection.connection import Argument, Connection, text
 from headway.broker.errors import FrameError
 from headway.broker.schema import ScoreRequest
-from headway.broker.schema.processes import ScorerInfo
+from headway.broker.schema.status import ScorerInfo
 from headway.broker.wire.codec import decode_score_request, encode, encode_score_request
 
 Scores = NDArray[np.float32]
@@ -67,7 +67,7 @@ class ScoringReply:
 
 
 @dataclass(frozen=True)
-class Collected:
+class ScoringResult:
     """The progress of a request."""
 
     state: Literal["waiting", "unknown", "answered", "failed"]
@@ -111,7 +111,7 @@ class Scoring:
 
     async def collect(
         self, scorer: str, names: Sequence[str], *, ttl_s: float, forget: Sequence[str] = ()
-    ) -> dict[str, Collected]:
+    ) -> dict[str, ScoringResult]:
         """Tells how far requests are, and forgets others, whose answers the asker has or no longer needs."""
         said: list[Argument] = [scorer, ttl_s, len(forget), *forget, *names]
         replies = await self._connection.script("score_collect", *said)
@@ -159,10 +159,10 @@ class Scoring:
         """Takes a scorer process that stops on purpose off the list at once."""
         await self._connection.script("scorer", process, 1, b"", absent=None)
 
-    async def bury(self, session: str) -> int:
+    async def report_death(self, session: str) -> int:
         """Gives back at once what the scorer process with this session held, and returns how many requests those were.
         The caller has seen that process end, and made its session: no other process knows that."""
-        return int(await self._connection.script("score_bury", session, absent=0))
+        return int(await self._connection.script("score_report_death", session, absent=0))
 
     async def _release(self, scorer: str, held: Sequence[Argument], reason: str) -> None:
         await self._connection.script("score_release", scorer, reason, *held, absent=None)
@@ -177,16 +177,16 @@ def _held(leases: Sequence[ScoreLease]) -> list[Argument]:
     return [argument for lease in leases for argument in (lease.name, lease.token)]
 
 
-def _collected(state: bytes, value: bytes = b"") -> Collected:
+def _collected(state: bytes, value: bytes = b"") -> ScoringResult:
     match state:
         case b"answered":
             whole = value[: len(value) // 4 * 4]
-            return Collected("answered", scores=np.frombuffer(whole, "<f4").astype(np.float32))
+            return ScoringResult("answered", scores=np.frombuffer(whole, "<f4").astype(np.float32))
         case b"failed":
-            return Collected("failed", reason=text(value))
+            return ScoringResult("failed", reason=text(value))
         case b"unknown":
-            return Collected("unknown")
-    return Collected("waiting")
+            return ScoringResult("unknown")
+    return ScoringResult("waiting")
 
 
 def _by_bytes(frames: Mapping[str, bytes]) -> list[list[str]]:

@@ -11,27 +11,30 @@ from msgspec.structs import replace
 from redis.exceptions import NoPermissionError
 
 from headway.broker.connection.connection import Connection, pairs, text
-from headway.broker.connection.verbs import Verbs
+from headway.broker.connection.function_library import Verbs
 from headway.broker.errors import BrokerError, FrameError, RunNotFoundError
 from headway.broker.keys import RUNS, check_worker_name, is_name
 from headway.broker.owner import Owner
 from headway.broker.schema import Lease, WeightVersion
 from headway.broker.schema.metrics import StepMetrics
-from headway.broker.schema.processes import PoolInfo, ScorerInfo, Silence, WorkerInfo
 from headway.broker.schema.status import (
     DeadLetter,
+    PoolInfo,
     QueueAges,
     QueueDepths,
     RunStatus,
+    ScorerInfo,
     ScoringQueue,
+    Silence,
     Tallies,
     VersionGroups,
+    WorkerInfo,
 )
 from headway.broker.wire.codec import decode, encode
 
-from .faults import read_faults
 from .leases import members
-from .versions import put_blob
+from .supervision import read_faults
+from .weights import put_blob
 
 _KEPT_STEPS = 512
 _ERROR_CHARACTERS = 2000
@@ -49,11 +52,11 @@ T = TypeVar("T", bound=msgspec.Struct)
 log = logging.getLogger(__name__)
 
 
-class Heard(NamedTuple):
+class HeartbeatReply(NamedTuple):
     """The server's answer to a worker's report."""
 
-    is_dismissed: bool
-    """Whether `dismiss` asked the worker to drain."""
+    must_drain: bool
+    """Whether `exclude` asked the worker to drain."""
     state: str
     """The state of the run; "absent" where no learner has claimed it yet."""
     serving: int
@@ -62,7 +65,7 @@ class Heard(NamedTuple):
     """The tokens of lost leases, whose generation must stop."""
 
 
-class StatusBoard:
+class StatusVerbs:
     """The facts that displays show and no decision rests on."""
 
     def __init__(self, connection: Connection) -> None:
@@ -88,7 +91,7 @@ class StatusBoard:
 
     async def heartbeat(
         self, info: WorkerInfo, ttl_s: float, leases: Sequence[Lease] = (), lease_ttl_s: float = 0.0
-    ) -> Heard:
+    ) -> HeartbeatReply:
         """Reports that a worker is alive for so long, and moves the deadlines of its leases. Raises ForeignRunError,
         and BrokerError for an invalid name or a report that is refused; leases are renewed then, too."""
         check_worker_name(info.worker)
@@ -105,14 +108,14 @@ class StatusBoard:
         standing, state, serving, *lost = await asyncio.shield(beat)
         if standing == 0:
             self._warn_once(f"name {info.worker}", f"Another worker {info.worker} is alive: this one is not listed.")
-        return Heard(standing == 2, state.decode(), serving, frozenset(token.decode() for token in lost))
+        return HeartbeatReply(standing == 2, state.decode(), serving, frozenset(token.decode() for token in lost))
 
-    async def dismiss(self, worker: str, manner: Literal["drain", "quarantine"]) -> bool:
+    async def exclude(self, worker: str, manner: Literal["drain", "quarantine"]) -> bool:
         """Asks a living worker to hand its work back and leave, or lets it have no more leases.
 
         It holds for that process only. Returns False where no worker of that name is alive. Needs the learner's user.
         """
-        return bool(await self._connection.script("dismiss", check_worker_name(worker), manner, absent=0))
+        return bool(await self._connection.script("exclude", check_worker_name(worker), manner, absent=0))
 
     async def leave(self, worker: str) -> None:
         """Takes a worker that stops on purpose off the list of workers at once."""
@@ -178,19 +181,20 @@ class StatusBoard:
 
     async def state(self) -> str:
         """Returns the state of the run; "absent" where no learner has claimed it yet."""
-        state, *_ = await self._connection.script("glance", absent=[None])
+        state, *_ = await self._connection.script("peek", absent=[None])
         return state.decode() if state else "absent"
 
     async def set_state(self, owner: Owner, state: str) -> None:
         """Sets the state: claimed, warming up, training, finished or stopped."""
         await self._connection.learner_script("state", owner, state)
 
-    async def snapshot(self, *, whichever: bool = False) -> RunStatus:
+    async def snapshot(self, *, any_identity: bool = False) -> RunStatus:
         """Returns everything in one look. Raises RunNotFoundError, which lists the server's runs.
 
-        With `whichever` it shows the run that has the name now: for a display that goes on when a run is overwritten.
+        With `any_identity` it shows the run that has the name now: for a display that goes on when a run is
+        overwritten.
         """
-        if whichever:
+        if any_identity:
             self._connection.identity = ""
         reply = await self._connection.script("snapshot", absent=None)
         meta = dict(pairs(reply[0])) if reply else {}

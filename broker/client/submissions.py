@@ -1,24 +1,113 @@
-"""A worker hands in several finished samples in one call, and keeps each until the server cannot lose it."""
+"""A worker hands in several finished samples in one call, and keeps each until the server cannot lose it.
+
+It stores a payload or segment for a while, under a name that a script then records (`Blobs`). A server that
+fsyncs once a second, or a replica that takes over, can lose what it has acknowledged. The worker submits it again; a
+trajectory that was not lost is then a duplicate, and free (`UnconfirmedSubmissions`).
+"""
 
 import struct
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 from msgspec.structs import replace
 
+from headway.broker.config import BlobStorage
 from headway.broker.connection.connection import Argument, Command, Connection
-from headway.broker.connection.sharing import SharedCalls
-from headway.broker.schema import Lease, Trajectory, VersionSpan, WeightVersion
+from headway.broker.connection.round_trips import SharedCalls
+from headway.broker.errors import BrokerError
+from headway.broker.keys import blob_name
+from headway.broker.schema import Lease, Trajectory, TrajectoryId, VersionSpan, WeightVersion
 from headway.broker.wire.codec import encode_trajectory
 
-from .blobs import Blobs, shard_of
-from .unconfirmed import Submission, Unconfirmed
+UNCONFIRMED_BYTES = 64 << 20
+"""Beyond this the worker forgets the oldest submissions: if the server loses one of them, it is generated again."""
+UNCONFIRMED_S = 10.0
+"""The age at which a submission counts as durable where the server cannot say: several times what `everysec` loses."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A finished sample as it was handed in."""
+
+    lease: Lease
+    payload: bytes
+    measures: bytes
+    """The payload's measures, as `submit.lua` takes them (`measures_of`)."""
+    at: float
+
+
+class UnconfirmedSubmissions:
+    """Submissions in the order in which they were accepted."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Submission] = {}
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, submission: Submission) -> None:
+        """Keeps a submission that the server has accepted. Idempotent."""
+        if submission.lease.token in self._kept:
+            return
+        self._kept[submission.lease.token] = submission
+        self._bytes += len(submission.payload)
+        while self._bytes > UNCONFIRMED_BYTES:
+            self.forget([next(iter(self._kept.values()))])
+
+    def all(self) -> list[Submission]:
+        """Returns the submissions, oldest first."""
+        return list(self._kept.values())
+
+    def forget(self, submissions: Sequence[Submission]) -> None:
+        """Forgets submissions that are durable or void."""
+        for submission in submissions:
+            if self._kept.pop(submission.lease.token, None) is not None:
+                self._bytes -= len(submission.payload)
+
+    def forget_old(self) -> None:
+        """Forgets all that the server has had ample time to make durable."""
+        latest = time.monotonic() - UNCONFIRMED_S
+        self.forget([submission for submission in self.all() if submission.at < latest])
+
+
+class Blobs:
+    """The blobs of one worker process."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.storage = BlobStorage()
+
+    def store(self, kind: str, tid: TrajectoryId, nonce: str, frame: bytes) -> tuple[str, Command]:
+        """Returns a name, and the command that stores the frame under it until a script has recorded it."""
+        name = blob_name(kind, tid, nonce, self.storage.payload_shards)
+        key, ttl_ms = self._connection.keys.blob(name), int(1000 * self.storage.payload_ttl_s)
+        return name, ("SET", key, frame, "PX", ttl_ms)
+
+    async def keep(self, names: list[str]) -> None:
+        """Keeps recorded blobs: on other shards, where scripts do not reach, they had a time to live until now."""
+        if self.storage.payload_shards > 1 and names:
+            await self._connection.pipeline([("PERSIST", self._connection.keys.blob(name)) for name in names])
+
+    def lost(self, size: int) -> BrokerError:
+        """Returns the error for a blob that was gone each time that the script looked for it."""
+        return BrokerError(
+            f"The server at {self._connection.url} loses blobs of {size} bytes as soon as they are stored: its "
+            "maxmemory-policy must be noeviction."
+        )
+
+
+def shard_of(name: str) -> str:
+    """Returns the beginning `N/` of a payload's name, which tells its shard; "" where that is the run's own."""
+    return name[: name.index("/") + 1] if name[0] != "p" else ""
+
 
 ATTEMPTS = 3
 """The number of times that the worker stores a blob that is gone when the script looks for it."""
 _DURABLE_TIMEOUT_MS = 2000
-_AT_A_TIME = 2
+_CALLS_AT_A_TIME = 2
 """Calls under way: while the server works on one, the worker prepares the next."""
 _SHARED_BY = 16
 _SHARED_BYTES = 1 << 20
@@ -43,11 +132,11 @@ class Submissions:
     def __init__(self, connection: Connection, blobs: Blobs) -> None:
         self._connection = connection
         self._blobs = blobs
-        self._unconfirmed = Unconfirmed()
+        self._unconfirmed = UnconfirmedSubmissions()
         self._server_id = ""
         self._shared = SharedCalls(
             self._hand_in,
-            at_a_time=_AT_A_TIME,
+            at_a_time=_CALLS_AT_A_TIME,
             most=_SHARED_BY,
             size=lambda submission: len(submission.payload),
             most_size=_SHARED_BYTES,

@@ -1,10 +1,10 @@
 """The connection to a server: its address, its nodes, shared round trips, and retries through outages.
 
-    connection.py ─► verbs.py        the library of functions on the server, one for each run
-         │           refusals.py     errors of scripts and servers ─► Headway's errors
-         ├─► routes.py ─► round_trips.py ─► driver.py ─► server, or the node of a cluster that holds the key
-         └─► address.py              URL, user, password, TLS             sharing.py: callers share a call
-    inspection.py   what a server is set to: users, eviction, persistence
+    connection.py ─► function_library.py   the library of functions on the server, one for each run
+         │           server_errors.py      errors of scripts and servers ─► Headway's errors
+         ├─► routes.py ─► round_trips.py ─► server, or the node of a cluster that holds the key
+         └─► address.py                    URL, user, password, TLS
+    inspection.py   the settings of a server: users, eviction, persistence
 
 `broker/client/` names verbs; only this folder talks to a server, and only here errors of the driver are translated.
 

@@ -14,7 +14,7 @@ from redis.backoff import NoBackoff
 
 from headway.broker.errors import BrokerError
 
-from .driver import open_pool
+from .round_trips import open_pool
 
 PASSWORD = "HEADWAY_BROKER_PASSWORD"
 PASSWORD_FILE = "HEADWAY_BROKER_PASSWORD_FILE"

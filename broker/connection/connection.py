@@ -26,11 +26,10 @@ from headway.broker.keys import RUNS, Keys
 from headway.broker.owner import Owner
 
 from .address import Address, without_password
-from .driver import Argument, Command
-from .refusals import ends_by_itself, foreign, is_lasting, translated, unavailable
-from .round_trips import RoundTrips
+from .function_library import Verbs, library, new_secret
+from .round_trips import Argument, Command, RoundTrips
 from .routes import open_routes
-from .verbs import Verbs, library, new_secret
+from .server_errors import ends_by_itself, foreign, is_lasting, translated, unavailable
 
 __all__ = ["Argument", "Command", "Connection", "without_password"]
 
@@ -81,7 +80,7 @@ class Connection:
         """The monotonic time since which no command has failed or been refused; infinite between a failure and the next
         answer."""
         self.lacks_memory = asyncio.Event()
-        """Set whenever the server refuses a command for want of memory; the sweep that frees memory clears it."""
+        """Set whenever the server refuses a command for want of memory; the garbage collection clears it."""
         self.answered = 0
         """Calls that were answered."""
         self.answer_s = 0.0
@@ -179,7 +178,7 @@ class Connection:
         except BrokerUnavailableError as error:
             if not isinstance(error.__cause__, OutOfMemoryError) or previous != current.library:
                 raise
-            self._verbs = current  # a full server has them already, and can be swept through them
+            self._verbs = current  # a full server has them already, and garbage is collected through them
         return "" if previous == current.library else previous
 
     async def unload_verbs(self, library: str) -> None:

@@ -8,7 +8,7 @@ from headway.broker.errors import BrokerError
 
 from .address import Address
 from .connection import ANSWER_S, Connection
-from .driver import exchange
+from .round_trips import exchange
 
 _NO_RUN = "headway-check"
 

@@ -17,8 +17,7 @@ from redis.exceptions import ConnectionError as LostConnectionError
 from headway.broker.keys import PREFIX, Keys
 
 from .address import Address
-from .driver import Command
-from .round_trips import Limit, RoundTrips
+from .round_trips import Command, Limit, RoundTrips
 
 _SLOTS = 16384
 _LONGEST_LOOK_S = 1.0

@@ -2,9 +2,8 @@
 
     __init__.py     the data path: prompts, leases, segments, trajectories and groups, and the rules for them
     weights.py      a version of the weights and its receivers; the model's files
-    processes.py    the reports of workers, scorers and pools
     metrics.py      a learner step
-    status.py       a snapshot of a run
+    status.py       a snapshot of a run; the reports of workers, scorers and pools
 
 Numpy arrays travel as raw little-endian buffers (see `broker.wire.codec`); everything else is msgpack.
 
@@ -48,7 +47,7 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):
     """One turn of an episode: the model sampled response tokens [start, end) without an answer in between. (The right
-    to swap weights is a swap turn: `broker.client.turns`.)"""
+    to swap weights is a swap turn: `broker.client.engine_pauses`.)"""
 
     start: int
     end: int

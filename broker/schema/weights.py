@@ -107,7 +107,7 @@ class BroadcastGroup(msgspec.Struct, frozen=True, kw_only=True):
     transport: str
     """`weights.transport`."""
     meeting: str
-    """The name of the meeting of its members and the learner (`broker.client.meetings`)."""
+    """The name of the meeting of its members and the learner (`broker.client.weights`)."""
     learner: str
     """The learner's address, by which a member finds the network interface that leads to it."""
     timeout_s: float

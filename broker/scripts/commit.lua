@@ -1,6 +1,6 @@
 -- include: lib_base lib_samples lib_groups
 -- flags: allow-oom
--- commit(incarnation, owner, server, step, watermark, group...) -> {groups settled by this call, blobs to be swept}
+-- commit(incarnation, owner, server, step, watermark, group...) -> {groups settled by this call, blobs to be freed}
 -- Settles the batches pinned to steps below `step`, and the groups named: a durable checkpoint contains them. The
 -- learner never feeds groups below the watermark again, so their names are forgotten.
 -- Touches: all keys of a group (see settle), pinned, batch:*, settled, dropped.

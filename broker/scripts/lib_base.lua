@@ -1,5 +1,5 @@
 -- Shared by all scripts: keys, counters, fields, blobs. A script begins with `-- include: FILE...` and may use what
--- those files define. broker/connection/verbs.py makes each script a function of the run's library, which begins with
+-- those files define. broker/connection/function_library.py makes each script a function of the run's library, which begins with
 -- three prefixes of keys (see broker/keys.py): P of keys that only scripts write, PUBLIC of keys that clients write,
 -- too, and PROMPT of prompts. The shared files follow once, for all functions; lib_call sets what changes from call to
 -- call. Scripts see only the names of payloads and segments, never their bytes.

@@ -1,6 +1,6 @@
 -- The beginning of every function that includes lib_base. KEYS[1] ends with `of:IDENTITY`, the identity of the run to
 -- which the caller belongs. Values that the shared files keep during one call are reset here; `_STATE` in
--- broker/connection/verbs.py declares them.
+-- broker/connection/function_library.py declares them.
 call, KEYS, ARGV, is_there, forks, highest = redis.call, keys, arguments, nil, nil, nil
 clock, has_refused, risen = nil, nil, nil
 IDENTITY = string.match(KEYS[1], ':of:(%x*)$')

@@ -2,7 +2,7 @@
 -- flags: allow-oom
 -- put(incarnation, owner, server, key, staged key, keep) -> OK
 -- Moves a blob that the learner has SET under the staged key (with a TTL) to `key`. With keep > 0, `key` is a list of
--- at most `keep` entries, and the blob becomes its last one. A new broadcast group rings the bell, and workers read it
+-- at most `keep` entries, and the blob becomes its last one. A new broadcast group notifies workers, which read it
 -- only then. Touches: the key, stage:*, meta, bell.
 local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
 if fenced then call('UNLINK', PUBLIC .. ARGV[5]) return fenced end

@@ -1,4 +1,4 @@
--- include: lib_base lib_arguments lib_tokens lib_workers lib_pools lib_scoring
+-- include: lib_base lib_arguments lib_tokens lib_workers lib_scoring
 -- flags: no-writes allow-oom
 -- snapshot() -> {meta, tally, {pool, retry, leases, ready, pinned groups}, {StepMetrics frame...}, {worker, frame...},
 --   {worker that is quarantined...}, {{tid, worker, reason} of dead letters, newest first...},

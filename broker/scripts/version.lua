@@ -3,8 +3,8 @@
 -- version(incarnation, owner, server, 'offered' | 'announced', version incarnation, version step, blob key) -> OK
 -- Compares and sets: an offered or announced version must be newer than the announced one and no older than the newest
 -- offer. An owner may repeat its own last call, whose reply was lost; an announcement also after it has offered a
--- newer version. The learner has SET the manifest under `blob key` (with a TTL) before. Workers wait at the bell for
--- it. Touches: meta, manifest:*, stage:*, bell; after a rewind also the keys that fork and renumber touch.
+-- newer version. The learner has SET the manifest under `blob key` (with a TTL) before. A notification tells workers
+-- of it. Touches: meta, manifest:*, stage:*, bell; after a rewind also the keys that fork and renumber touch.
 local fenced = fence(ARGV[1], ARGV[2], ARGV[3])
 if fenced then call('UNLINK', PUBLIC .. ARGV[7]) return fenced end
 local what, incarnation, step, by = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), redis.sha1hex(ARGV[2])

@@ -1,8 +1,8 @@
 """The embedded server, and which user of any server may do what.
 
-    embedded.py ──► credentials.py ──► access.py
-    starts Valkey    a password of      the access control list of
-    or Redis         each role          each role's user
+    embedded.py ──► access.py
+    starts Valkey    the access control list and
+    or Redis         the password of each role's user
 
 `embedded.py` runs the server as a child of its caller, on a unix socket or on loopback, with its data in one directory.
 `access.py` is also what `headway acl` prints for a server of the user's own. Clients need nothing of this folder.

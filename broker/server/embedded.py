@@ -25,8 +25,7 @@ import redis
 from headway.broker.connection.address import Address
 from headway.broker.errors import HeadwayError
 
-from .access import Role
-from .credentials import Credentials
+from .access import Credentials, Role
 
 LOOPBACK = "127.0.0.1"
 _LONGEST_SOCKET_PATH = 107

@@ -19,8 +19,8 @@ import msgspec
 
 from headway.broker.errors import HeadwayError
 
-from .roots import place_of
-from .wire import LENGTH, Call, CallAnswer, Program, frame
+from .import_paths import place_of
+from .protocol import LENGTH, Call, CallAnswer, Program, frame
 
 PR_SET_PDEATHSIG = 1
 MOST_WORDS = 1000

@@ -55,7 +55,7 @@ class Source:
             yield lambda: self._look(client)
 
     def _look(self, client: BlockingBroker) -> tuple[RunStatus, Waiting | None]:
-        status, waiting = client.call(look(client.broker, whichever=True))
+        status, waiting = client.call(look(client.broker, any_identity=True))
         if self.directory is None and not self._settings:
             with suppress(BrokerError, msgspec.DecodeError):  # rules of an older version let no observer read it
                 self._settings = msgspec.json.decode(client.call(client.broker.status.config()) or b"{}")

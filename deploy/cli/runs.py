@@ -33,7 +33,7 @@ def print_run(url: str, run: str, *, as_json: bool) -> None:
     usage = _usage(url, run)
     with client_of(url, run) as client:
         status, waiting = client.call(look_at(client.broker))
-        holder = client.call(client.broker.holding.use()).holder
+        holder = client.call(client.broker.heartbeat.users()).learner
     assert usage is not None
     learner = None if holder is None else described(holder)
     if as_json:

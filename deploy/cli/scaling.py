@@ -9,7 +9,7 @@ import msgspec
 
 from headway.broker.client.broker import BlockingBroker
 from headway.broker.errors import BrokerError, ConfigError
-from headway.broker.schema.processes import PoolInfo
+from headway.broker.schema.status import PoolInfo
 from headway.deploy.observe.pools import pool_of
 from headway.deploy.printing import say, say_json
 from headway.deploy.roles.looking import as_learner, client_of, locate_run
@@ -77,7 +77,7 @@ def dismiss(
     with client_of(as_learner(url, where), run) as client:
         alive = [info.worker for info in client.call(client.broker.status.workers())]
         meant = {name: _meant(name, alive) for name in workers}
-        unknown = [name for name in workers if not client.call(client.broker.status.dismiss(meant[name], manner))]
+        unknown = [name for name in workers if not client.call(client.broker.status.exclude(meant[name], manner))]
     found = [meant[name] for name in workers if name not in unknown]
     if as_json:
         say_json({"run": run, manner: found, "unknown": unknown})

@@ -15,8 +15,7 @@ from textual.widgets import DataTable, Footer, RichLog, Static
 
 from headway.broker.connection.address import without_password
 from headway.broker.errors import ConfigError, HeadwayError
-from headway.broker.schema.processes import PoolInfo, WorkerInfo
-from headway.broker.schema.status import RunStatus
+from headway.broker.schema.status import PoolInfo, RunStatus, WorkerInfo
 from headway.deploy.observe.changes import changes
 from headway.deploy.observe.live import Look
 from headway.deploy.observe.status import recent, state_text, version_text
@@ -61,7 +60,7 @@ def watch_on_screen(url: str | None, run: str | None) -> None:
     with client_of(where, run) as client:
         Top(
             f"{run} at {without_password(where)}",
-            lambda: client.call(look_at(client.broker, whichever=True)),
+            lambda: client.call(look_at(client.broker, any_identity=True)),
             scaler(as_learner(url, where), run),
             dismisser(as_learner(url, where), run),
         ).run()
@@ -85,7 +84,7 @@ def dismisser(url: str, run: str) -> Dismiss:
 
     def dismiss(worker: str, manner: Manner) -> str:
         with client_of(url, run) as client:
-            is_alive = client.call(client.broker.status.dismiss(worker, manner))
+            is_alive = client.call(client.broker.status.exclude(worker, manner))
         return f"{DISMISSED[manner]}: {worker}." if is_alive else f"Worker {worker} has left."
 
     return dismiss

@@ -134,7 +134,7 @@ def _bury(client: BlockingBroker, pool: Pool) -> None:
     """Hand back what its dead processes held. One whose burial failed for want of a server stays for the next time."""
     while pool.dead:
         dead = pool.dead[0]
-        client.call((client.broker.scoring if dead.is_scorer else client.broker.leases).bury(dead.session))
+        client.call((client.broker.scoring if dead.is_scorer else client.broker.leases).report_death(dead.session))
         pool.dead.popleft()
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from headway.broker.client.broker import BlockingBroker
 from headway.broker.errors import ConfigError
-from headway.broker.schema.processes import WorkerInfo
+from headway.broker.schema.status import WorkerInfo
 from headway.deploy.recipe.loading import recipe_from_bytes
 from headway.rollout_workers.config import WorkersConfig
 from headway.rollout_workers.health.rules import GenerationPace, Verdict, silent, slowest

@@ -25,8 +25,7 @@ import yaml
 from msgspec.structs import replace
 
 from headway.broker.errors import ConfigError
-from headway.broker.server.access import Role, User
-from headway.broker.server.credentials import Credentials
+from headway.broker.server.access import Credentials, Role, User
 from headway.deploy.recipe.files import to_yaml
 from headway.deploy.recipe.loading import dump_recipe
 from headway.deploy.recipe.operators import passed_on, passed_on_to_scorers

@@ -3,7 +3,7 @@ parent."""
 
 from headway.broker.errors import ConfigError
 from headway.broker.installation import is_installed
-from headway.broker.user_code.own import in_one_paragraph, make_own
+from headway.broker.user_code.import_paths import in_one_paragraph, load_custom
 from headway.deploy.recipe.recipe import LauncherConfig
 
 from .base import Launcher
@@ -27,5 +27,5 @@ def open_launcher(config: LauncherConfig) -> Launcher:
 
                 return RayLauncher(**config.options)
             case path:
-                launcher: Launcher = make_own(path, Launcher, "launcher.kind", lambda own: own(**config.options))
+                launcher: Launcher = load_custom(path, Launcher, "launcher.kind", lambda own: own(**config.options))
                 return launcher

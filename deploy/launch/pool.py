@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
 from headway.broker.errors import SIGNALLED_EXIT
-from headway.broker.schema.processes import PoolInfo
+from headway.broker.schema.status import PoolInfo
 from headway.deploy.recipe.pools import MAIN
 from headway.deploy.recipe.ray_roles import SCORER
 from headway.rollout_workers.health.rules import Verdict

@@ -20,8 +20,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from headway.broker.errors import ConfigError
-from headway.broker.server.access import Role, User
-from headway.broker.server.credentials import Credentials
+from headway.broker.server.access import Credentials, Role, User
 from headway.deploy.recipe.loading import dump_recipe
 from headway.deploy.recipe.operators import passed_on, passed_on_to_scorers
 from headway.deploy.recipe.pools import MAIN, pools_of

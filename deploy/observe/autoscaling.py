@@ -24,8 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headway.broker.schema.metrics import StepMetrics
-from headway.broker.schema.processes import PoolInfo, WorkerInfo
-from headway.broker.schema.status import QueueAges, RunStatus
+from headway.broker.schema.status import PoolInfo, QueueAges, RunStatus, WorkerInfo
 from headway.deploy.run.figures import wait_fraction
 
 NEAR = 0.9

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from headway.broker.schema.processes import Fault
-from headway.broker.schema.status import RunStatus
+from headway.broker.schema.status import Fault, RunStatus
 
 MEANINGS = {
     "version": "is of another version of Headway",

@@ -1,4 +1,4 @@
-"""Shows progress while a run runs, from the broker's StatusBoard alone: a live panel, or one line for each step."""
+"""Shows progress while a run runs, from the broker's StatusVerbs alone: a live panel, or one line for each step."""
 
 import threading
 import time
@@ -200,7 +200,7 @@ def watch(url: str, run: str, console: Terminal, max_lag: int | None = None) -> 
     broker = BlockingBroker(url, run)
 
     def look() -> tuple[RunStatus, Waiting | None]:
-        return broker.call(look_at(broker.broker, whichever=True))
+        return broker.call(look_at(broker.broker, any_identity=True))
 
     try:
         with Monitor(look, console, max_lag) as monitor:

@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 
 from headway.broker.errors import RunNotFoundError
-from headway.broker.schema.processes import PoolInfo, WorkerInfo
-from headway.broker.schema.status import RunStatus
+from headway.broker.schema.status import PoolInfo, RunStatus, WorkerInfo
 from headway.deploy.recipe.pools import MAIN
 from headway.deploy.recipe.scorers import POOL
 

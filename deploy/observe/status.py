@@ -12,8 +12,7 @@ from rich.table import Table
 
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.metrics import StepMetrics
-from headway.broker.schema.processes import Fault, PoolInfo, WorkerInfo
-from headway.broker.schema.status import QueueAges, QueueDepths, RunStatus, Tallies
+from headway.broker.schema.status import Fault, PoolInfo, QueueAges, QueueDepths, RunStatus, Tallies, WorkerInfo
 from headway.deploy.run.figures import by_lag, generated_per_s, lag_histogram, trained_per_s
 from headway.deploy.tables import WholeWords
 

@@ -13,10 +13,9 @@ from typing import Literal
 import msgspec
 
 from headway.broker.client.broker import Broker
-from headway.broker.client.waits import MissingSample, StepProgress, UnfinishedGroup
+from headway.broker.client.progress import MissingSample, StepProgress, UnfinishedGroup
 from headway.broker.errors import RunNotFoundError
-from headway.broker.schema.processes import PoolInfo, WorkerInfo
-from headway.broker.schema.status import RunStatus, ScoringQueue
+from headway.broker.schema.status import PoolInfo, RunStatus, ScoringQueue, WorkerInfo
 from headway.broker.staleness import is_in_reach
 from headway.deploy.recipe.scorers import POOL
 from headway.deploy.run.figures import WINDOW
@@ -89,10 +88,10 @@ class Reminder:
 Rule = Callable[[RunStatus, StepProgress], Waiting | None]
 
 
-async def look(broker: Broker, *, whichever: bool = False) -> tuple[RunStatus, Waiting | None]:
-    """Returns the run's status and who waits in it. `whichever` and errors: as in `StatusBoard.snapshot`."""
-    status = await broker.status.snapshot(whichever=whichever)
-    progress = await broker.waits.look()
+async def look(broker: Broker, *, any_identity: bool = False) -> tuple[RunStatus, Waiting | None]:
+    """Returns the run's status and who waits in it. `any_identity` and errors: as in `StatusVerbs.snapshot`."""
+    status = await broker.status.snapshot(any_identity=any_identity)
+    progress = await broker.progress.look()
     if progress is None:
         raise RunNotFoundError(f"Run {status.run} at {broker.url} was deleted meanwhile.")
     return status, waiting(status, progress)

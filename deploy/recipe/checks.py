@@ -6,8 +6,7 @@ from itertools import chain
 
 from headway.broker.errors import ConfigError
 from headway.broker.keys import is_name
-from headway.broker.user_code.kinds import did_you_mean, unknown_kind
-from headway.broker.user_code.options import unknown_option
+from headway.broker.user_code.kinds import did_you_mean, unknown_kind, unknown_option
 from headway.learner.algorithm_config import ADVANTAGES, CORRECTIONS, OBJECTIVES, AlgorithmConfig
 from headway.learner.backends import abilities_of as backend_abilities
 from headway.learner.backends.abilities import BACKENDS

@@ -3,7 +3,7 @@
 What only an import can tell is told by the process that imports it.
 """
 
-from headway.broker.user_code.source import definition
+from headway.broker.user_code.import_paths import definition
 from headway.rollout_workers.rewards.functions import check_function
 
 from .recipe import Recipe

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from headway.broker.errors import ConfigError
-from headway.broker.user_code.roots import ImportRoots
+from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.engines import abilities_of
 from headway.rollout_workers.scorers.runtimes import abilities_of as runtime_abilities
 

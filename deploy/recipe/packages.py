@@ -1,6 +1,6 @@
 """Checks, before the first stage, that the packages of a recipe which not every installation has are there."""
 
-from headway.broker.user_code.roots import ImportRoots
+from headway.broker.user_code.import_paths import ImportRoots
 from headway.learner.backends import check_installed as check_backend_installed
 from headway.rollout_workers.engines import abilities_of, check_installed, check_requirements
 from headway.rollout_workers.scorers.runtimes import check_installed as check_runtime_installed

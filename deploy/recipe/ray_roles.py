@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from headway.broker.errors import ConfigError
-from headway.broker.user_code.options import unknown_option
+from headway.broker.user_code.kinds import unknown_option
 
 from .pools import MAIN
 from .recipe import Recipe

@@ -9,8 +9,7 @@ from msgspec import Meta
 
 from headway.broker.errors import ConfigError
 from headway.broker.installation import is_installed
-from headway.broker.user_code.kinds import unknown_kind
-from headway.broker.user_code.options import typed_options
+from headway.broker.user_code.kinds import typed_options, unknown_kind
 
 LOOPBACK = "127.0.0.1"
 

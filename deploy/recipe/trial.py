@@ -13,10 +13,9 @@ import msgspec
 
 from headway.broker.errors import ConfigError, HeadwayError, UserCodeError
 from headway.broker.schema import Prompt
+from headway.broker.user_code.import_paths import definition, import_directory
 from headway.broker.user_code.pool import Host
-from headway.broker.user_code.roots import import_directory
-from headway.broker.user_code.source import definition
-from headway.broker.user_code.wire import Program
+from headway.broker.user_code.protocol import Program
 from headway.learner.config import ModelConfig
 from headway.learner.data.prompts import open_source
 from headway.learner.data.prompts.base import Item

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.broker.errors import HeadwayError
-from headway.broker.user_code.roots import ImportRoots
+from headway.broker.user_code.import_paths import ImportRoots
 from headway.deploy.launch.base import AHEAD
 from headway.deploy.recipe.adapters import adapters_held, rank_for_worker
 from headway.deploy.recipe.loading import load_recipe, with_overrides

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from headway.broker.client.broker import BlockingBroker
-from headway.broker.schema.processes import PoolInfo, WorkerInfo
-from headway.broker.schema.status import RunStatus
+from headway.broker.schema.status import PoolInfo, RunStatus, WorkerInfo
 from headway.deploy.observe.autoscaling import Autoscaler, Decision, Load, Targets, busy_share, steps_made
 from headway.deploy.observe.pools import pool_of, workers_of
 from headway.deploy.printing import say, say_json
@@ -44,7 +43,7 @@ def keep_scaling(
     """
     where, run = locate_run(url, run)
     with client_of(where if dry_run else as_learner(url, where), run) as client:
-        awaited(lambda: client.call(client.broker.status.snapshot(whichever=True)))
+        awaited(lambda: client.call(client.broker.status.snapshot(any_identity=True)))
         said = None
         for look in Autoscaling(client, pool, targets, cooldown_s, dry_run).looks():
             decided = (look.load.wanted, look.decision.wanted, look.decision.reason)
@@ -110,11 +109,11 @@ class Autoscaling:
         self.client.call(self.client.broker.pools.scale(pool, "to", wanted))
 
     def _status(self) -> RunStatus:
-        return self.client.call(self.client.broker.status.snapshot(whichever=True))
+        return self.client.call(self.client.broker.status.snapshot(any_identity=True))
 
     def _ahead(self) -> float:
         """Return the steps for which the run begins samples ahead, which a learner that resumes may change."""
-        progress = self.client.call(self.client.broker.waits.look())
+        progress = self.client.call(self.client.broker.progress.look())
         return progress.ahead if progress is not None else 0.0
 
 

@@ -18,8 +18,8 @@ from itertools import islice
 import msgspec
 
 from headway.broker import BlockingBroker
-from headway.broker.client.batches import NotReady, TakenBatch
-from headway.broker.client.holding import Holder
+from headway.broker.client.learner import NotReady, TakenBatch
+from headway.broker.client.usage import LearnerInfo
 from headway.broker.config import StalenessConfig
 from headway.broker.errors import RunNotFoundError
 from headway.broker.owner import CheckpointMark, Owner
@@ -186,9 +186,9 @@ class _Job:
             )
         )
         self._verbs.batches.limits = self._limits
-        self._verbs.strays.storage.payload_ttl_s = self._recipe.broker.payload_ttl_s
-        self._blocking.call(self._verbs.holding.begin(Holder.this_process()))
-        self._blocking.call(self._verbs.strays.begin(claim.owner))
+        self._verbs.garbage.storage.payload_ttl_s = self._recipe.broker.payload_ttl_s
+        self._blocking.call(self._verbs.heartbeat.begin(LearnerInfo.this_process()))
+        self._blocking.call(self._verbs.garbage.begin(claim.owner))
         return claim.owner
 
     def _feed(self) -> None:

@@ -16,7 +16,7 @@ import torch
 from msgspec.structs import replace
 
 from headway.broker import BlockingBroker
-from headway.broker.client.holding import Holder
+from headway.broker.client.usage import LearnerInfo
 from headway.broker.errors import ConfigError
 from headway.broker.schema import Prompt, RunRules, SampleLimits, WeightVersion
 from headway.broker.schema.status import RunStatus
@@ -217,9 +217,9 @@ def _connected(parts: Parts, url: str) -> Iterator[tuple[Experience, BlockingBro
         blocking.broker.end_when(parts.should_stop)
         claimed, experience_log = _claim(parts, blocking)
         owner = claimed.claim.owner
-        blocking.call(blocking.broker.holding.begin(Holder.this_process()))
-        blocking.broker.strays.storage.payload_ttl_s = recipe.broker.payload_ttl_s
-        blocking.call(blocking.broker.strays.begin(owner))
+        blocking.call(blocking.broker.heartbeat.begin(LearnerInfo.this_process()))
+        blocking.broker.garbage.storage.payload_ttl_s = recipe.broker.payload_ttl_s
+        blocking.call(blocking.broker.garbage.begin(owner))
         blocking.call(blocking.broker.versions.put_model(owner, parts.files))
         allow_many_files()
         publisher = Publisher(blocking, owner, recipe.weights, roots_of(recipe))

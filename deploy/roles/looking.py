@@ -11,8 +11,7 @@ from rich.live import Live
 from headway.broker.client.broker import BlockingBroker
 from headway.broker.connection.address import without_password
 from headway.broker.errors import ConfigError, RunNotFoundError
-from headway.broker.server.access import Role
-from headway.broker.server.credentials import url_as
+from headway.broker.server.access import Role, url_as
 from headway.deploy.observe.live import Look
 from headway.deploy.observe.status import status_json, status_tables
 from headway.deploy.observe.waiting import look as look_at
@@ -100,7 +99,7 @@ def locate_run(url: str | None, run: str | None) -> tuple[str, str]:
 @contextmanager
 def _looks(url: str, run: str) -> Iterator[Look]:
     with client_of(url, run) as client:
-        yield lambda: client.call(look_at(client.broker, whichever=True))
+        yield lambda: client.call(look_at(client.broker, any_identity=True))
 
 
 @contextmanager

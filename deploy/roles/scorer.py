@@ -9,8 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from headway.broker.client.broker import Broker, open_broker
-from headway.broker.schema.processes import ScorerInfo
-from headway.broker.user_code.roots import ImportRoots, import_directory
+from headway.broker.schema.status import ScorerInfo
+from headway.broker.user_code.import_paths import ImportRoots, import_directory
 from headway.deploy.recipe.loading import recipe_from_bytes, with_overrides
 from headway.deploy.recipe.operators import check_stored_scorers
 from headway.deploy.recipe.recipe import Recipe

@@ -17,8 +17,7 @@ from types import FrameType
 import msgspec
 
 from headway.broker.errors import BrokerError, ConfigError
-from headway.broker.schema.processes import PoolInfo, WorkerInfo
-from headway.broker.schema.status import RunStatus
+from headway.broker.schema.status import PoolInfo, RunStatus, WorkerInfo
 from headway.deploy.observe.autoscaling import Targets
 from headway.deploy.observe.bounded_server import BoundedServer, Quiet
 from headway.deploy.observe.pools import workers_of

@@ -22,7 +22,7 @@ from headway.broker.errors import (
     SickWorkerError,
     WeightSyncError,
 )
-from headway.broker.user_code.roots import ImportRoots, import_directory
+from headway.broker.user_code.import_paths import ImportRoots, import_directory
 from headway.deploy.launch.pool import DRAIN_WORKER_S
 from headway.deploy.launch.preloading import ENGINE
 from headway.deploy.recipe.loading import recipe_from_bytes, with_overrides

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from headway.broker.client.holding import Holder
+from headway.broker.client.usage import LearnerInfo
 from headway.broker.connection.address import without_secrets
 from headway.broker.errors import ConfigError, HeadwayError
 from headway.broker.keys import is_name
@@ -139,7 +139,7 @@ def held(directory: Path, choice: str = "name (run.name=...)") -> Iterator[None]
             who = _who_holds(directory)
             raise HeadwayError(f"Another process runs in {directory}{who}. Stop it first, or choose another {choice}.")
         with suppress(OSError):  # a full disk: then other processes cannot say which one holds it
-            _lock_path(directory).write_bytes(msgspec.json.encode(Holder.this_process()))
+            _lock_path(directory).write_bytes(msgspec.json.encode(LearnerInfo.this_process()))
         yield
 
 
@@ -174,7 +174,7 @@ def _lock_path(directory: Path) -> Path:
 def _who_holds(directory: Path) -> str:
     """Return which process holds the directory; empty if that is unknown."""
     try:
-        return f": {described(msgspec.json.decode(_lock_path(directory).read_bytes(), type=Holder))}"
+        return f": {described(msgspec.json.decode(_lock_path(directory).read_bytes(), type=LearnerInfo))}"
     except (OSError, msgspec.DecodeError):
         return ""
 

@@ -7,8 +7,17 @@ import msgspec
 
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.metrics import StepMetrics
-from headway.broker.schema.processes import PoolInfo, ScorerInfo, WorkerInfo
-from headway.broker.schema.status import QueueAges, QueueDepths, RunStatus, ScoringQueue, Tallies, VersionGroups
+from headway.broker.schema.status import (
+    PoolInfo,
+    QueueAges,
+    QueueDepths,
+    RunStatus,
+    ScorerInfo,
+    ScoringQueue,
+    Tallies,
+    VersionGroups,
+    WorkerInfo,
+)
 
 
 class StepEvent(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ from statistics import fmean, median
 from typing import Any, TypeVar, overload
 
 from headway.broker.schema.metrics import LagFigures, StepMetrics
-from headway.broker.schema.processes import WorkerInfo
+from headway.broker.schema.status import WorkerInfo
 
 from .events import EvaluationEvent
 

@@ -28,9 +28,8 @@ import msgspec
 
 from headway.broker.errors import ConfigError
 from headway.broker.installation import is_installed
+from headway.broker.user_code.import_paths import load, load_custom
 from headway.broker.user_code.kinds import unknown_kind
-from headway.broker.user_code.own import make_own
-from headway.broker.user_code.roots import load
 from headway.learner.config import AdapterConfig, ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
 
 from .abilities import BACKENDS, BackendAbilities
@@ -121,7 +120,7 @@ def open_backend(
     from . import base
 
     seam = {"policy": base.Backend, "value": base.ValueBackend, "score": base.ScoreBackend}[head]
-    own: Opened = make_own(kind, seam, "learner.backend", lambda found: opened(_told(kind, found, head)))
+    own: Opened = load_custom(kind, seam, "learner.backend", lambda found: opened(_told(kind, found, head)))
     return own
 
 

@@ -14,8 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from headway.broker.errors import ConfigError
-from headway.broker.user_code.kinds import unknown_kind
-from headway.broker.user_code.options import typed_options
+from headway.broker.user_code.kinds import typed_options, unknown_kind
 from headway.learner.config import EXAMPLES, SftPhaseConfig
 
 from .own_examples import Example, own_examples

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 
 from headway.broker.errors import ConfigError
-from headway.broker.user_code.blocking import BlockingHost
-from headway.broker.user_code.roots import ImportRoots, import_directory
-from headway.broker.user_code.wire import Program
+from headway.broker.user_code.import_paths import ImportRoots, import_directory
+from headway.broker.user_code.pool import BlockingHost
+from headway.broker.user_code.protocol import Program
 from headway.learner.config import SftPhaseConfig
 
 AT_ONCE = 16

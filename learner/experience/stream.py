@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch
 
 from headway.broker import BlockingBroker
-from headway.broker.client.batches import Claim, NotReady, TakenBatch
 from headway.broker.client.evaluations import EvaluationProgress
+from headway.broker.client.learner import Claim, NotReady, TakenBatch
 from headway.broker.errors import HeadwayError, RunNotFoundError
 from headway.broker.schema import Group, Prompt, TrajectoryId, WeightVersion
 from headway.broker.schema.metrics import StepMetrics

@@ -22,9 +22,8 @@ from headway.algorithms.proximal import PROXIMAL
 from headway.algorithms.returns import gae
 from headway.algorithms.tokens import Tokens
 from headway.broker.errors import ConfigError
-from headway.broker.user_code.kinds import unknown_kind
-from headway.broker.user_code.options import unknown_option
-from headway.broker.user_code.roots import load
+from headway.broker.user_code.import_paths import load
+from headway.broker.user_code.kinds import unknown_kind, unknown_option
 from headway.learner.algorithm_config import AlgorithmConfig
 
 from .pairs import PAIR_MEAN, check_pairs, compares_with_reference, is_of_pairs

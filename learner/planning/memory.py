@@ -15,7 +15,7 @@ experts, all norms and routers, in the layers of its pipeline stage. An fsdp ran
 from dataclasses import replace
 
 from headway.broker.errors import ConfigError
-from headway.broker.user_code.roots import load
+from headway.broker.user_code.import_paths import load
 from headway.learner.backends.abilities import BACKENDS
 from headway.learner.models.layout import check_splits
 from headway.learner.models.shape import ModelShape, Parameter

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headway.broker.errors import ConfigError
-from headway.broker.user_code.kinds import unknown_kind
-from headway.broker.user_code.options import typed_options
-from headway.broker.user_code.own import make_own
+from headway.broker.user_code.import_paths import load_custom
+from headway.broker.user_code.kinds import typed_options, unknown_kind
 from headway.learner.config import STAGES, StageConfig
 
 from .kinds import KNOWN
@@ -54,7 +53,7 @@ def open_stage(config: StageConfig, parts: "StageParts", where: str) -> "Stage":
 def check_stages(plan: Sequence[StageConfig]) -> None:
     """Raise ConfigError for the first wrong option of a stage without workers, before any of them runs. A stage of the
     user's own declares its options; its module is imported."""
-    from headway.broker.user_code.roots import load
+    from headway.broker.user_code.import_paths import load
 
     for number, config in enumerate(plan):
         where, known = f"stages[{number}]", KNOWN.get(config.kind)
@@ -74,7 +73,7 @@ def _open_own(config: StageConfig, parts: "StageParts", where: str) -> "Stage":
         stage: Stage = own(parts, _options_of(own, config, where))
         return stage
 
-    stage: Stage = make_own(config.kind, Stage, f"{where}.kind", opened)
+    stage: Stage = load_custom(config.kind, Stage, f"{where}.kind", opened)
     return stage
 
 

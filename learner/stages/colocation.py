@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 from headway.broker import BlockingBroker
-from headway.broker.client.phases import LENT_S, LONGEST_WAIT_S, RENEW_S, Phases
+from headway.broker.client.engine_pauses import LENT_S, LONGEST_WAIT_S, RENEW_S, Phases
 from headway.broker.errors import BrokerError
 from headway.learner.backends.base import Trained
 from headway.learner.experience.outages import Interrupted

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from headway.broker.user_code.options import typed_options
+from headway.broker.user_code.kinds import typed_options
 from headway.learner.config import RecordsConfig, StageConfig
 from headway.learner.data.sources import open_conversations, open_labelled, open_pairs
 

@@ -11,7 +11,7 @@ from typing import Protocol, assert_never
 
 import torch
 
-from headway.broker.client.batches import TakenBatch
+from headway.broker.client.learner import TakenBatch
 from headway.broker.errors import HeadwayError, UntrainableBatchError
 from headway.broker.schema import Group, WeightVersion
 from headway.learner.backends.base import AdapterBackend, Backend

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from headway.broker import BlockingBroker
-from headway.broker.client.batches import CheckpointMark, Claim, Contains, new_identity
+from headway.broker.client.learner import CheckpointGroups, CheckpointMark, Claim, new_identity
 from headway.broker.errors import ConfigError
 from headway.broker.schema import RunRules, WeightVersion
 from headway.learner.checkpoints.checkpoint import Checkpoint, CheckpointStore, LearnerState
@@ -145,7 +145,7 @@ def claim_run(
             rules=rules,
             config=config,
             resume=origin.resume,
-            contains=Contains(cursor.watermark, cursor.trained_beyond),
+            contains=CheckpointGroups(cursor.watermark, cursor.trained_beyond),
             replayable_to=replayable_to,
             regenerate=origin.is_anew,
             identity=identity,

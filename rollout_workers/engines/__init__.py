@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headway.broker.errors import ConfigError
-from headway.broker.user_code.kinds import unknown_kind
-from headway.broker.user_code.options import unknown_option
-from headway.broker.user_code.own import make_own
-from headway.broker.user_code.roots import ImportRoots, load
+from headway.broker.user_code.import_paths import ImportRoots, load, load_custom
+from headway.broker.user_code.kinds import unknown_kind, unknown_option
 from headway.rollout_workers.config import EngineConfig
 
 from .abilities import EMBEDDED, REQUESTS, SGLANG, VLLM, EngineAbilities, KnownEngine
@@ -144,5 +142,5 @@ def open_engine(
 
     not_asked = () if abilities.sleeps else SLEEPING
     seam = AdaptedEngine if adapter_rank else Seam
-    own: Engine = make_own(config.kind, seam, "engine.kind", started, roots=roots, not_asked=not_asked)
+    own: Engine = load_custom(config.kind, seam, "engine.kind", started, roots=roots, not_asked=not_asked)
     return own

@@ -11,9 +11,8 @@ The invariant: an environment keeps nothing between two turns. Each call gives i
 that a worker can continue an episode that another one began.
 """
 
-from headway.broker.user_code.kinds import unknown_kind
-from headway.broker.user_code.options import typed_options
-from headway.broker.user_code.roots import ImportRoots
+from headway.broker.user_code.import_paths import ImportRoots
+from headway.broker.user_code.kinds import typed_options, unknown_kind
 from headway.rollout_workers.config import ENVIRONMENTS, EnvironmentConfig
 
 from .base import Environment, Episode, Step

@@ -15,10 +15,9 @@ import msgspec
 from msgspec.structs import replace
 
 from headway.broker.errors import UserCodeError
-from headway.broker.user_code.own import make_own
+from headway.broker.user_code.import_paths import ImportRoots, load_custom
 from headway.broker.user_code.pool import HostPool
-from headway.broker.user_code.roots import ImportRoots
-from headway.broker.user_code.wire import Program
+from headway.broker.user_code.protocol import Program
 from headway.rollout_workers.config import EnvironmentConfig
 from headway.rollout_workers.rewards.failures import Failures, LeftOut
 from headway.rollout_workers.rewards.function_calls import measures, number
@@ -115,7 +114,7 @@ class Opened:
     """The user's class in its process. It checks what the class returns, and sends it as plain data."""
 
     def __init__(self, path: str, options: dict[str, Any], named: list[str], directory: str, max_says: int) -> None:
-        self._environment = make_own(
+        self._environment = load_custom(
             path,
             Environment,
             "environment.kind",

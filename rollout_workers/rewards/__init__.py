@@ -12,8 +12,8 @@ worker that could score none of several samples in a row ends with an error that
 from collections.abc import Callable, Sequence
 
 from headway.broker.errors import ConfigError
+from headway.broker.user_code.import_paths import ImportRoots
 from headway.broker.user_code.kinds import unknown_kind
-from headway.broker.user_code.roots import ImportRoots
 from headway.rollout_workers.config import REWARDS, RewardConfig
 from headway.rollout_workers.scorers.base import TokenScorer
 

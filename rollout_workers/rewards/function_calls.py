@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from headway.broker.errors import ConfigError
-from headway.broker.user_code.roots import ImportRoots
+from headway.broker.user_code.import_paths import ImportRoots
 
 Signature = Literal["verl", "trl"]
 Arguments = dict[str, Any]

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 
 from headway.broker.errors import UserCodeError
 from headway.broker.schema import Prompt
+from headway.broker.user_code.import_paths import ImportRoots, definition
 from headway.broker.user_code.pool import HostPool
-from headway.broker.user_code.roots import ImportRoots
-from headway.broker.user_code.source import definition
-from headway.broker.user_code.wire import Program
+from headway.broker.user_code.protocol import Program
 from headway.rollout_workers.config import RewardConfig
 
 from .base import Score

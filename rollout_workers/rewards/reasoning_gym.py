@@ -11,10 +11,9 @@ from typing import Any
 
 from headway.broker.errors import UserCodeError
 from headway.broker.schema import Prompt
-from headway.broker.user_code.host_process import HostLostError
-from headway.broker.user_code.pool import HostPool
-from headway.broker.user_code.roots import import_directory
-from headway.broker.user_code.wire import Program
+from headway.broker.user_code.import_paths import import_directory
+from headway.broker.user_code.pool import HostLostError, HostPool
+from headway.broker.user_code.protocol import Program
 
 from .base import RewardError, Score
 

@@ -6,9 +6,9 @@ import logging
 import msgspec
 
 from headway.broker.client.leases import Leases
-from headway.broker.client.status import Heard, StatusBoard
+from headway.broker.client.status import HeartbeatReply, StatusVerbs
 from headway.broker.schema import Lease
-from headway.broker.schema.processes import WorkerInfo
+from headway.broker.schema.status import WorkerInfo
 
 from .segments import SegmentLog
 
@@ -61,7 +61,7 @@ class HeldLeases:
             held.task.cancel()
             self.forget(lease)
 
-    async def report(self, status: StatusBoard, info: WorkerInfo, alive_s: float) -> Heard:
+    async def report(self, status: StatusVerbs, info: WorkerInfo, alive_s: float) -> HeartbeatReply:
         """Report that the worker is alive for `alive_s` and renew all leases, in one call, and stop generating the
         samples of lost ones. Returns the answer."""
         asked = [held.lease for held in self._held.values()]

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from headway.broker.errors import HeadwayError
-from headway.broker.possible import LOGPROB_ROUNDING
 from headway.broker.schema import Lease, Segment, Trajectory, TrajectoryId, Turn, VersionSpan, WeightVersion
+from headway.broker.security.sample_validation import LOGPROB_ROUNDING
 from headway.rollout_workers.engines.base import Chunk, FinishReason
 
 from .chosen_experts import ChosenExperts

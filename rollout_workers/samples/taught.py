@@ -5,8 +5,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.broker.possible import LOGPROB_ROUNDING
 from headway.broker.schema import Prompt
+from headway.broker.security.sample_validation import LOGPROB_ROUNDING
 from headway.rollout_workers.rewards.failures import Failures
 from headway.rollout_workers.scorers.base import ScoringError, TokenScorer, unpack_candidates
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.broker.client.scoring import Collected, Scores, Scoring, new_request_name
+from headway.broker.client.scoring import Scores, Scoring, ScoringResult, new_request_name
 from headway.broker.errors import HeadwayError
 from headway.broker.schema import ScoreRequest
 from headway.rollout_workers.outages import Outages
@@ -121,7 +121,7 @@ class ScorerClient:
             for name in held & self._pending.keys():
                 self._pending[name].is_held = True
 
-    def _note(self, asked: _Asked | None, found: Collected) -> bool:
+    def _note(self, asked: _Asked | None, found: ScoringResult) -> bool:
         """Note what was collected, and return whether the request has ended."""
         if asked is None or asked.answer.done():
             return False

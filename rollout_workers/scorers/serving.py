@@ -20,7 +20,7 @@ from headway.broker.client.broker import Broker
 from headway.broker.client.scoring import ScoreLease, Scores
 from headway.broker.errors import HeadwayError
 from headway.broker.schema import ScoreRequest
-from headway.broker.schema.processes import ScorerInfo
+from headway.broker.schema.status import ScorerInfo
 from headway.rollout_workers.outages import Outages
 from headway.rollout_workers.run_end import RunEnd
 

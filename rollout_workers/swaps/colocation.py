@@ -3,7 +3,7 @@
     phase generate ──► wake ──► swap (the newest weights) ──► lease, generate
     phase train    ──► set running samples aside, as segments ──► sleep ──► tell the server
 
-The server decides which engines are awake (`broker/client/phases.py`). While the broker is away nothing changes.
+The server decides which engines are awake (`broker/client/engine_pauses.py`). While the broker is away nothing changes.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 from headway.broker import BlockingBroker, Broker
-from headway.broker.client.phases import OPENING_S, SAY_S, Phases
+from headway.broker.client.engine_pauses import OPENING_S, SAY_S, Phases
 from headway.broker.errors import BrokerError
 from headway.rollout_workers.engines.base import Engine
 from headway.rollout_workers.outages import Outages

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
-from headway.broker.client.turns import SwapTurnVerbs
+from headway.broker.client.engine_pauses import SwapTurnVerbs
 from headway.rollout_workers.outages import Outages
 
 POLL_S = 0.05

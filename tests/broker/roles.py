@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from headway.broker import Broker
-from headway.broker.client.batches import CheckpointMark, Claim, Contains, NotReady
+from headway.broker.client.learner import CheckpointGroups, CheckpointMark, Claim, NotReady
 from headway.broker.client.leases import AppendOutcome, AppendReply, SubmitOutcome
 from headway.broker.errors import ServerRestartedError
 from headway.broker.schema import Group, Lease, Segment, VersionSpan, WeightVersion
@@ -80,7 +80,7 @@ class Learner:
             rules=model.rules,
             config=b"recipe",
             resume=resume,
-            contains=Contains(group_id(cursor.watermark), done),
+            contains=CheckpointGroups(group_id(cursor.watermark), done),
             replayable_to=replayable_to,
             regenerate=is_anew,
         )

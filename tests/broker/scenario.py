@@ -10,7 +10,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from headway.broker import Broker
-from headway.broker.client.batches import CheckpointMark, Claim, NotReady, Owner
+from headway.broker.client.learner import CheckpointMark, Claim, NotReady, Owner
 from headway.broker.client.leases import LeaseReply, SubmitOutcome
 from headway.broker.schema import Lease, Prompt, RunRules, Segment, Trajectory, VersionSpan, WeightVersion
 from headway.broker.schema.status import QueueDepths

@@ -12,10 +12,10 @@ import pytest
 
 from headway.broker import Broker, open_broker
 from headway.broker.client.evaluations import EvaluationResult
-from headway.broker.client.holding import Holder
 from headway.broker.client.leases import AppendOutcome, SubmitOutcome
-from headway.broker.client.meetings import LEARNER
-from headway.broker.connection.verbs import SHARED, script_names, script_source
+from headway.broker.client.usage import LearnerInfo
+from headway.broker.client.weights import LEARNER
+from headway.broker.connection.function_library import SHARED, script_names, script_source
 from headway.broker.errors import BrokerError, BrokerUnavailableError, RunNotFoundError
 from headway.broker.owner import Owner
 from headway.broker.schema import Lease, Segment, TrajectoryId, VersionSpan, WeightVersion
@@ -26,10 +26,10 @@ from headway.broker.server.embedded import EmbeddedServer
 from .renewal import renew
 from .scenario import Scenario, begin, broadcast_group, group_id, groups, manifest, of_no_run, prompt, rules, trajectory
 from .test_codec import STEP
-from .test_meetings import WORKER
+from .test_rendezvous_store import WORKER
 from .topologies import ask, is_redis_7_0
 
-HOLDER = Holder(host="h", pid=1, user="ali", since=0.0)
+HOLDER = LearnerInfo(host="h", pid=1, user="ali", since=0.0)
 
 
 def admit(server: EmbeddedServer, run: str | None) -> dict[Role, User]:
@@ -87,14 +87,14 @@ async def work(worker: Broker, shards: int) -> None:
     evaluated, *rest = (await worker.evaluations.lease("w", WeightVersion(1, 0), 2, 30)).leases
     await worker.evaluations.release(rest)
     assert await worker.evaluations.submit(evaluated, EvaluationResult(True, 1.0, 3), [evaluated.version]) == "accepted"
-    assert await worker.meetings.say_once("m", "w", "in/w", b"1") == b"1"
-    assert await worker.meetings.say("m", "w", "ack", b"")
-    assert await worker.meetings.count("m", "w", "n", 2) == 2
-    assert await worker.meetings.hear("m", [("w", "in/w"), (LEARNER, "verdict")]) == [b"1", b"go"]
-    assert await worker.meetings.forget("m", "w", [("w", "ack")]) == 1
+    assert await worker.rendezvous.set_once("m", "w", "in/w", b"1") == b"1"
+    assert await worker.rendezvous.set("m", "w", "ack", b"")
+    assert await worker.rendezvous.add("m", "w", "n", 2) == 2
+    assert await worker.rendezvous.get("m", [("w", "in/w"), (LEARNER, "verdict")]) == [b"1", b"go"]
+    assert await worker.rendezvous.delete("m", "w", [("w", "ack")]) == 1
     with pytest.raises(BrokerError):
-        await worker.meetings.say("m", LEARNER, "verdict", b"void")
-    assert await worker.meetings.wait_for_bell(b"0") != b"0"
+        await worker.rendezvous.set("m", LEARNER, "verdict", b"void")
+    assert await worker.rendezvous.wait_for_notification(b"0") != b"0"
     with pytest.raises(BrokerError):
         await worker._connection.execute("XADD", worker._connection.keys("bell"), "*", "rung", "")
     assert await worker.status.state() == "claimed"
@@ -123,7 +123,7 @@ async def watch(observer: Broker) -> None:
     usage = await observer.usage.look()
     assert usage is not None
     assert usage.state == "training"
-    assert (await observer.holding.use()).holder == HOLDER
+    assert (await observer.heartbeat.users()).learner == HOLDER
     assert await observer.status.config() == b"recipe"
 
 
@@ -133,8 +133,8 @@ async def test_a_whole_run_with_a_user_for_each_role(brokers: dict[Role, Broker]
     run = await begin(learner, rules(1), fed=8)
     await learner.versions.put_model(run.owner, ModelFiles(files={"config.json": b"{}"}))
     await learner.versions.put_group(run.owner, broadcast_group())
-    await learner.meetings.begin("m", ["w"], {"verdict": b"open"})
-    await learner.meetings.say("m", LEARNER, "verdict", b"go")
+    await learner.rendezvous.create("m", ["w"], {"verdict": b"open"})
+    await learner.rendezvous.set("m", LEARNER, "verdict", b"go")
     await learner.phases.generate(run.owner, 30)
     await learner.evaluations.ask(run.owner, WeightVersion(1, 0), [prompt(100)], 2)
     assert await learner.archive.keep(run.owner, {"blob": 6}) == set()
@@ -153,7 +153,7 @@ async def test_a_whole_run_with_a_user_for_each_role(brokers: dict[Role, Broker]
     await learner.status.report_step(run.owner, STEP)
     await run.announce(1)
     await learner.status.set_state(run.owner, "training")
-    await learner.holding.begin(HOLDER)
+    await learner.heartbeat.begin(HOLDER)
     await watch(brokers[Role.OBSERVER])
     assert [fault.worker for fault in (await learner.status.snapshot()).faults] == ["w"]
     pinned = {0: [TrajectoryId(group_id(position), 0, sample) for position in (0, 1) for sample in (0, 1)]}

@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from headway.broker import Broker, open_broker
-from headway.broker.client.batches import CheckpointMark, NotReady, TakenBatch
+from headway.broker.client.learner import CheckpointMark, NotReady, TakenBatch
 from headway.broker.client.leases import SubmitOutcome
 from headway.broker.errors import BrokerError, FencedError
 from headway.broker.schema import Lease, WeightVersion

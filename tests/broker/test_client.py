@@ -10,7 +10,7 @@ import pytest
 from redis.exceptions import ResponseError
 
 from headway.broker import BlockingBroker, Broker, open_broker
-from headway.broker.client.batches import Owner
+from headway.broker.client.learner import Owner
 from headway.broker.connection.connection import without_password
 from headway.broker.errors import (
     BrokerError,

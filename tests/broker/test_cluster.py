@@ -16,7 +16,7 @@ from headway.broker.server.embedded import EmbeddedServer
 from tests.processes import kill
 
 from .scenario import begin, group_id, groups, prompt, rules
-from .test_meetings import ring_and_hear
+from .test_rendezvous_store import notify_and_receive
 from .test_scoring import QUALITY, ask_and_answer
 from .topologies import Cluster, ask, is_redis_7_0, port_of, wait_until_caught_up
 
@@ -72,7 +72,7 @@ async def test_a_whole_run(cluster: Cluster, on_cluster: Broker, run_name: str, 
 
 
 async def test_members_wait_at_the_bell(on_cluster: Broker) -> None:
-    await ring_and_hear(on_cluster)
+    await notify_and_receive(on_cluster)
 
 
 async def test_scores_are_asked_for_and_answered(on_cluster: Broker) -> None:

@@ -29,10 +29,9 @@ from headway.broker.schema import (
     WeightVersion,
 )
 from headway.broker.schema.metrics import StepMetrics
-from headway.broker.schema.processes import PoolInfo, ScorerInfo, WorkerInfo
-from headway.broker.schema.status import QueueDepths, RunStatus
+from headway.broker.schema.status import PoolInfo, QueueDepths, RunStatus, ScorerInfo, WorkerInfo
 from headway.broker.schema.weights import DeltaSpec, ModelFiles, Probe, TensorSpec, WeightManifest
-from headway.broker.wire import buffers, checks, codec, frames
+from headway.broker.wire import buffers, checks, codec
 from headway.broker.wire.codec import (
     decode,
     decode_score_request,
@@ -352,7 +351,7 @@ def test_another_schema_a_foreign_magic_another_kind_and_nothing() -> None:
 
 def test_an_oversized_frame_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     frame = encode(PROBE)
-    monkeypatch.setattr(frames, "MAX_FRAME_BYTES", len(frame) - 1)
+    monkeypatch.setattr(codec, "MAX_FRAME_BYTES", len(frame) - 1)
     with pytest.raises(FrameError, match="are allowed"):
         encode(PROBE)
     with pytest.raises(FrameError, match="bytes"):
@@ -446,7 +445,7 @@ def test_more_tokens_than_allowed_are_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_every_struct_that_is_encoded_has_a_kind_of_its_own() -> None:
-    kinds = frames.KINDS
+    kinds = codec.KINDS
     assert len(set(kinds.values())) == len(kinds)
     assert set(kinds) == {type(value) for value in STRUCTS}
     assert WeightManifest in kinds

@@ -13,7 +13,7 @@ import pytest
 
 from headway.broker import Broker, open_broker
 from headway.broker.connection.connection import Connection
-from headway.broker.connection.verbs import SHARED, script_names, script_source
+from headway.broker.connection.function_library import SHARED, script_names, script_source
 from headway.broker.errors import BrokerError, BrokerUnavailableError
 from headway.broker.server.embedded import EmbeddedServer
 from tests.processes import kill

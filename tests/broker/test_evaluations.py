@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from headway.broker import Broker
-from headway.broker.client.batches import CheckpointMark
 from headway.broker.client.evaluations import EvaluationLease, EvaluationOutcome, EvaluationProgress, EvaluationResult
+from headway.broker.client.learner import CheckpointMark
 from headway.broker.errors import FencedError, QuarantinedError
 from headway.broker.schema import WeightVersion
 
@@ -158,7 +158,7 @@ async def test_a_lost_workers_samples_go_to_another(broker: Broker, other: Broke
 async def test_a_dead_processs_samples_go_to_another_at_once(broker: Broker, other: Broker, run: Scenario) -> None:
     await broker.evaluations.ask(run.owner, V0, HELD_OUT, 2)
     dead, mine = await leased(other, 2, "dead"), await leased(broker, 1)
-    assert await broker.leases.bury(other.session) == 2
+    assert await broker.leases.report_death(other.session) == 2
     assert {lease.sample for lease in await leased(broker, 2, "heir")} == {lease.sample for lease in dead}
     assert (await broker.evaluations.lease("w", V0, 0, LONG_S, mine)).lost == frozenset()
     assert (await look(run)).done == 0
@@ -213,7 +213,7 @@ async def test_a_new_learner_finds_no_evaluation(broker: Broker, run: Scenario, 
 
 async def test_a_quarantined_worker_gets_none(broker: Broker, run: Scenario) -> None:
     await broker.status.heartbeat(WORKER, LONG_S)
-    assert await broker.status.dismiss(WORKER.worker, "quarantine")
+    assert await broker.status.exclude(WORKER.worker, "quarantine")
     with pytest.raises(QuarantinedError):
         await broker.leases.lease(WORKER.worker, V0, 1, LONG_S)
     await broker.evaluations.ask(run.owner, V0, HELD_OUT, 1)

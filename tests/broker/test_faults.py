@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from headway.broker import Broker
-from headway.broker.client.faults import PLACES
+from headway.broker.client.supervision import PLACES
 
 from .scenario import begin, rules
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.broken_frames import Subject, broken_frame, subjects
 from benchmarks.fuzz_decoder import examine, fuzz
-from headway.broker.wire import codec, frames
+from headway.broker.wire import codec
 
 MOST_BYTES = 64 << 20
 """The memory of decoding a trajectory of the largest allowed length is about 50 MiB."""
@@ -33,13 +33,12 @@ def test_broken_frames_ask_for_no_more_memory_than_the_largest_trajectory() -> N
 
 
 def test_every_decoder_is_a_subject_and_takes_whole_frames() -> None:
-    enveloped = {frames.TRAJECTORY, frames.SEGMENT, frames.SCORE_REQUEST}
-    assert {subject.kind for subject in subjects()} == enveloped | {*frames.KINDS.values()}
+    enveloped = {codec.TRAJECTORY, codec.SEGMENT, codec.SCORE_REQUEST}
+    assert {subject.kind for subject in subjects()} == enveloped | {*codec.KINDS.values()}
     assert all(examine(subject, frame) for subject in subjects() for frame in subject.frames)
 
 
 def test_a_decoder_that_lets_another_error_through_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (codec, frames):
-        monkeypatch.setattr(module, "unpack", lambda body, kind: msgspec.msgpack.decode(body, type=kind))
+    monkeypatch.setattr(codec, "unpack", lambda body, kind: msgspec.msgpack.decode(body, type=kind))
     findings = fuzz(seed=0, chunk=0, inputs=400).findings
     assert any("ValidationError" in finding for finding in findings)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from headway.broker import Broker
-from headway.broker.client.batches import CheckpointMark, Claim, Contains, NotReady, TakenBatch
+from headway.broker.client.learner import CheckpointGroups, CheckpointMark, Claim, NotReady, TakenBatch
 from headway.broker.client.leases import SubmitOutcome
 from headway.broker.errors import BrokerError
 from headway.broker.schema import Lease, WeightVersion
@@ -183,14 +183,14 @@ async def claimed_to_replay(broker: Broker) -> Claim:
         rules=rules(0),
         config=b"",
         resume=True,
-        contains=Contains(group_id(4), ()),
+        contains=CheckpointGroups(group_id(4), ()),
         replayable_to=4,
     )
 
 
 async def test_an_older_checkpoint_gets_again_exactly_what_it_has_not_trained(broker: Broker) -> None:
     await trained(broker, 4)
-    checkpoint, contains = CheckpointMark(1, 2), Contains(group_id(3), tuple(groups(5)))
+    checkpoint, contains = CheckpointMark(1, 2), CheckpointGroups(group_id(3), tuple(groups(5)))
     claim = await broker.batches.claim(
         checkpoint=checkpoint, rules=rules(0), config=b"", resume=True, contains=contains
     )
@@ -219,7 +219,7 @@ async def test_a_checkpoint_settles_what_the_server_has_forgotten(broker: Broker
         rules=rules(1),
         config=b"",
         resume=True,
-        contains=Contains(group_id(1), tuple(groups(2))),
+        contains=CheckpointGroups(group_id(1), tuple(groups(2))),
     )
     again = Scenario(broker, claim)
     await again.announce(1)
@@ -251,7 +251,7 @@ async def test_regenerating_from_the_latest_checkpoint_keeps_nothing_that_was_sa
         rules=rules(0),
         config=b"",
         resume=True,
-        contains=Contains(group_id(4), ()),
+        contains=CheckpointGroups(group_id(4), ()),
         regenerate=True,
     )
     again = Scenario(broker, claim)

@@ -12,10 +12,10 @@ import redis
 from msgspec.structs import replace
 from redis.exceptions import RedisError, ResponseError
 
-from headway.broker.client.faults import KEPT_S, PLACES
-from headway.broker.connection.verbs import flags_of, script_names
+from headway.broker.client.supervision import PLACES, UNCONFIRMED_S
+from headway.broker.connection.function_library import flags_of, script_names
 from headway.broker.schema import WeightVersion
-from headway.broker.schema.processes import PoolInfo
+from headway.broker.schema.status import PoolInfo
 from headway.broker.server.access import Role, User, users
 from headway.broker.server.embedded import EmbeddedServer
 from headway.broker.wire.codec import encode
@@ -25,7 +25,7 @@ from .scenario import broadcast_group, group_id, prompt
 from .test_access import HOLDER, url_of
 from .test_codec import STEP
 from .test_hostile_worker import may_run
-from .test_meetings import WORKER
+from .test_rendezvous_store import WORKER
 from .topologies import ask
 
 CONNECTION = "auth client|no-touch client|setinfo cluster|slots hello ping quit reset time"
@@ -88,8 +88,8 @@ async def busy(cast: Cast) -> list[bytes]:
     run, worker = cast.run, cast.worker
     await worker.status.heartbeat(WORKER, 30)
     await cast.learner.versions.put_group(run.owner, broadcast_group())
-    await cast.learner.meetings.begin("8c2f", ["w"], {"verdict": b"go"})
-    assert await worker.meetings.say("8c2f", "w", "in/w", b"1")
+    await cast.learner.rendezvous.create("8c2f", ["w"], {"verdict": b"go"})
+    assert await worker.rendezvous.set("8c2f", "w", "in/w", b"1")
     await cast.learner.phases.generate(run.owner, 30)
     await worker.phases.may_generate("w", 30, is_awake=True)
     await cast.learner.evaluations.ask(run.owner, WeightVersion(1, 0), [prompt(100)], 2)
@@ -98,7 +98,7 @@ async def busy(cast: Cast) -> list[bytes]:
     await cast.honest.submit(held[0], 0)
     assert await worker.swap_turns.take("w:1", 0.5, 30)
     await cast.learner.status.report_step(run.owner, STEP)
-    await cast.learner.holding.begin(HOLDER)
+    await cast.learner.heartbeat.begin(HOLDER)
     keys = cast.learner._connection.keys
     secrets = [keys.secret, worker._connection.session, cast.learner._connection.session, run.owner.token]
     secrets += [*(lease.token for lease in evaluated), *(lease.token for lease in held)]
@@ -184,7 +184,7 @@ async def test_a_fault_of_no_real_time_is_passed_over(cast: Cast, intruder: Intr
     """A display that wrote the time would end."""
     fault = {"worker": "w", "host": "h", "rule": "r", "reason": "x", "at": AWAY[kind]}
     for place in PLACES:
-        intruder.clients[Role.WORKER].set(f"{intruder.prefix}fault:{place}", json.dumps(fault), ex=KEPT_S)
+        intruder.clients[Role.WORKER].set(f"{intruder.prefix}fault:{place}", json.dumps(fault), ex=UNCONFIRMED_S)
     assert (await cast.learner.status.snapshot()).faults == ()
     await cast.worker.faults.report(worker="w", host="h", rule="version", reason="another one")
     assert [fault.rule for fault in (await cast.learner.status.snapshot()).faults] == ["version"]

@@ -41,7 +41,7 @@ async def test_it_hands_in_no_sample_that_another_one_holds(cast: Cast) -> None:
                 assert cast.hostile.call("submit", again, *said) == [b"fenced"]
             if token:
                 cast.hostile.store(name, b"junk")
-    for verb, arguments in {"release": [], "discard": [-1, "x", "x"], "lose": ["x", "x"]}.items():
+    for verb, arguments in {"release": [], "discard": [-1, "x", "x"], "mark_lost": ["x", "x"]}.items():
         assert cast.hostile.call(verb, str(lease.tid), late, *arguments) == 0
     assert cast.hostile.renew([str(lease.tid).encode(), late]) == [late]
     assert await renew(cast.worker, [lease]) == set()
@@ -127,7 +127,7 @@ async def test_a_prompt_that_is_whole_is_not_lost(cast: Cast) -> None:
     (member, token, *_), *_ = cast.hostile.lease(1)
     (lease,) = (await cast.honest.lease(1, 0, ttl_s=30)).leases
     assert lease.tid.group == member.decode().split(":")[0]
-    assert cast.hostile.call("lose", member, token, "damaged", b"") == 0
+    assert cast.hostile.call("mark_lost", member, token, "damaged", b"") == 0
     assert await cast.honest.submit(lease, 0) is SubmitOutcome.ACCEPTED
 
 

@@ -12,7 +12,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from headway.broker.client.leases import SubmitOutcome
 from headway.broker.client.scoring import new_request_name
-from headway.broker.connection.verbs import script_names
+from headway.broker.connection.function_library import script_names
 from headway.broker.schema import WeightVersion
 from headway.broker.server.embedded import EmbeddedServer
 
@@ -26,7 +26,7 @@ from .topologies import ask
 CALLS = 4000
 OWNERS = (
     *("claim", "reassert", "take", "commit", "feed", "put", "version", "state", "reject"),
-    *("evaluate", "evaluation", "drop", "close_feed", "archive", "strays", "sweep", "recorded", "phase"),
+    *("evaluate", "evaluation", "drop", "close_feed", "archive", "free_orphans", "garbage", "recorded", "phase"),
 )
 """Functions of the run's owner."""
 ALLOWED = """
@@ -132,7 +132,7 @@ async def test_no_session_can_be_read(cast: Cast, auditor: Auditor) -> None:
     await cast.worker.phases.may_generate(WORKER.worker, 30, is_awake=False)
     assert (await cast.honest.lease(1, 0, worker=WORKER.worker)).leases
     auditor.redis.sadd(auditor.keys.hidden("quarantined"), f"{WORKER.worker} {cast.worker.session}")
-    for verb in ("workers", "snapshot", "glance", "engines", "usage"):
+    for verb in ("workers", "snapshot", "peek", "engines_awake", "usage"):
         call = f"{cast.hostile.library}_{verb}", 1, f"{cast.hostile.prefix}hidden:of:{cast.hostile.identity}"
         with suppress(RedisError):
             assert cast.worker.session not in repr(cast.hostile.client.fcall_ro(*call))
@@ -187,21 +187,21 @@ async def test_it_takes_no_swap_turn_that_others_wait_for(cast: Cast, auditor: A
     """It gets none for an unknown worker, none again and again, and none for long."""
     verbs, share, call = cast.worker.swap_turns, 0.5, cast.hostile.call
     await cast.worker.status.heartbeat(WORKER, 30)
-    assert call("turn", "nobody:1", "1", 600, share) == 1
+    assert call("swap_turn", "nobody:1", "1", 600, share) == 1
     mine = f"{WORKER.worker}:1"
     assert await verbs.take(mine, share, 30)
     await verbs.give_back(mine)
     assert call("heartbeat", "evil", "s", 30_000, b"junk", 1)[0] == 1
-    assert call("turn", "evil:1", "s", 600, share) == 1
+    assert call("swap_turn", "evil:1", "s", 600, share) == 1
     assert not await verbs.take(mine, share, 30)
-    call("end_turn", "evil:1")
-    assert call("turn", "evil:2", "s", 600, share) == 0, "the other one waits"
+    call("end_swap_turn", "evil:1")
+    assert call("swap_turn", "evil:2", "s", 600, share) == 0, "the other one waits"
     assert await verbs.take(mine, share, 30)
     await verbs.give_back(mine)
-    assert call("turn", "evil:3", "s", 600, share) == 1
+    assert call("swap_turn", "evil:3", "s", 600, share) == 1
     assert not await verbs.take(mine, share, 30)
     auditor.redis.zincrby(auditor.keys.hidden("turns:begun"), -61, "evil:3")
-    assert call("turn", "evil:3", "s", 600) == 0, "a minute is over"
+    assert call("swap_turn", "evil:3", "s", 600) == 0, "a minute is over"
     assert await verbs.take(mine, share, 30)
 
 
@@ -236,8 +236,8 @@ class Fuzz:
             "append": [member, token, 0, f"segment:{member}:1", 30, measures(4, 1, 0, 3)],
             "release": [member, token],
             "discard": [member, token, -1, "reason", b"head"],
-            "lose": [member, token, "reason", b"head"],
-            "turn": [token, "1", 30, 0.5],
+            "mark_lost": [member, token, "reason", b"head"],
+            "swap_turn": [token, "1", 30, 0.5],
             "awake": ["evil", "s", 30, 1],
             "asleep": ["evil", "s"],
             "evaluation_lease": ["1.0", 2, 0.1, "abc", "evil 1", "", 0, "abc"],
@@ -246,8 +246,8 @@ class Fuzz:
             "heartbeat": ["evil", "s", 1000, b"junk", 1, 30, member, token],
             "score_ask": ["quality", "evil", "s", 30, 1, "abc", b"junk"],
             "score_collect": ["quality", 30, 1, "abc", "abd"],
-            "say": ["m", "evil", "s", "set", "key", b"word"],
-            "hear": ["m", "", "key", "evil", "key", "+", "key"],
+            "rendezvous_set": ["m", "evil", "s", "set", "key", b"word"],
+            "rendezvous_get": ["m", "", "key", "evil", "key", "+", "key"],
         }
         arguments = usual.get(verb, [1, "x", "", 0, 5, "x", 1, 1, "", 0])
         for place in range(len(arguments)):

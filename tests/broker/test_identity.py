@@ -6,12 +6,12 @@ import pytest
 from msgspec.structs import replace
 
 from headway.broker import Broker, open_broker
-from headway.broker.client.batches import new_identity
+from headway.broker.client.learner import new_identity
 from headway.broker.client.leases import AppendOutcome, SubmitOutcome
 from headway.broker.errors import ForeignRunError
 from headway.broker.schema import SCHEMA_VERSION, WeightVersion
 from headway.broker.schema.weights import ModelFiles
-from headway.broker.wire import codec, frames
+from headway.broker.wire import codec
 
 from .scenario import FRESH, Scenario, as_segment, begin, broadcast_group, groups, prompt, rules, trajectory
 from .test_codec import WORKER
@@ -46,7 +46,7 @@ async def test_what_another_version_of_headway_left_keeps_nobody_from_going_on(
     keys, execute = broker._connection.keys, broker._connection.execute
     await execute("SET", keys("config"), b"{}")
     with monkeypatch.context() as before:
-        before.setattr(frames, "SCHEMA_VERSION", SCHEMA_VERSION - 1)
+        before.setattr(codec, "SCHEMA_VERSION", SCHEMA_VERSION - 1)
         await execute("SET", keys("broadcast"), codec.encode(broadcast_group(9)))
         await execute("SET", keys("model"), codec.encode(ModelFiles(files={})))
     assert await leftover.status.config() is None, "no learner of this version has come"
@@ -97,7 +97,7 @@ async def test_who_only_looks_sees_the_run_that_has_the_name_now(broker: Broker,
     new = await overwritten(broker)
     with pytest.raises(ForeignRunError):
         await leftover.status.snapshot()
-    assert (await leftover.status.snapshot(whichever=True)).identity == new.claim.identity
+    assert (await leftover.status.snapshot(any_identity=True)).identity == new.claim.identity
 
 
 async def test_broadcasts_of_another_run_are_not_joined(broker: Broker, leftover: Broker) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headway.broker.errors import ConfigError
-from headway.broker.user_code.roots import ImportRoots
+from headway.broker.user_code.import_paths import ImportRoots
 
 MINE = """
 import subprocess

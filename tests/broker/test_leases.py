@@ -8,14 +8,14 @@ from msgspec.structs import replace
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from headway.broker import Broker, open_broker
-from headway.broker.client.batches import NotReady
+from headway.broker.client.learner import NotReady
 from headway.broker.client.leases import SubmitOutcome
-from headway.broker.client.status import Heard
-from headway.broker.connection.driver import Command
+from headway.broker.client.status import HeartbeatReply
+from headway.broker.connection.round_trips import Command
 from headway.broker.errors import BrokerError, SchemaMismatchError
 from headway.broker.schema import TrajectoryId, WeightVersion
 from headway.broker.staleness import is_in_reach, may_admit
-from headway.broker.wire import frames
+from headway.broker.wire import codec
 from headway.broker.wire.codec import encode
 
 from .renewal import renew
@@ -169,7 +169,7 @@ async def test_prompts_that_an_earlier_version_fed_are_leased(broker: Broker, mo
     """A run that was resumed after an upgrade finds such prompts on its server."""
     run = await begin(broker, rules(0))
     with monkeypatch.context() as before:
-        before.setattr(frames, "SCHEMA_VERSION", 7)
+        before.setattr(codec, "SCHEMA_VERSION", 7)
         blob = encode(prompt(0))
     await broker._connection.execute("SET", broker._connection.keys.prompt(group_id(0)), blob)
     (lease,) = (await run.lease(1, 0)).leases
@@ -191,7 +191,7 @@ async def test_an_expired_lease_goes_to_another_worker_and_the_late_one_is_fence
     taken_over = (await run.lease(5, 0, worker="v")).leases
     assert [lease.tid for lease in taken_over] == [slow[1].tid]
     lost = {slow[0].token, slow[1].token}  # one done, one lost
-    assert await broker.status.heartbeat(WORKER, 30, slow, 30) == Heard(False, "claimed", 1, frozenset(lost))
+    assert await broker.status.heartbeat(WORKER, 30, slow, 30) == HeartbeatReply(False, "claimed", 1, frozenset(lost))
     assert await run.submit(slow[1], 0) is SubmitOutcome.FENCED
     assert await run.submit(taken_over[0], 0) is SubmitOutcome.ACCEPTED
     queues = await run.queues()

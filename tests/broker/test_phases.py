@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from headway.broker import Broker, open_broker
-from headway.broker.client import phases
-from headway.broker.client.batches import Owner
+from headway.broker.client import engine_pauses
+from headway.broker.client.learner import Owner
 from headway.broker.errors import BrokerUnavailableError, FencedError, ServerRestartedError
 from headway.broker.server.embedded import EmbeddedServer
 from tests.processes import kill
@@ -160,13 +160,13 @@ async def test_after_an_outage_silence_says_nothing_until_everybody_could_speak(
     owner = await claimed(impatient)
     await impatient.phases.generate(owner, LONG_S)
     assert await broker.phases.may_generate("w", A_MOMENT_S, is_awake=False)
-    monkeypatch.setattr(phases, "AWAKE_S", LONG_S)
+    monkeypatch.setattr(engine_pauses, "AWAKE_S", LONG_S)
     await outage(impatient, owner, server, tmp_path / "server")  # type: ignore[misc]
     assert await insist(impatient, owner) is None
     assert await impatient.phases.are_engines_awake() is None
     assert not await broker.phases.may_generate("w", LONG_S, is_awake=True)
     assert await insist(impatient, owner) is None  # other workers may be awake
-    monkeypatch.setattr(phases, "AWAKE_S", 0.0)
+    monkeypatch.setattr(engine_pauses, "AWAKE_S", 0.0)
     assert await insist(impatient, owner) == ("w",)
     await broker.phases.fell_asleep("w")
     assert await insist(impatient, owner) == ()

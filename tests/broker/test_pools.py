@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from headway.broker import Broker, open_broker
 from headway.broker.errors import BrokerError, QuarantinedError
 from headway.broker.schema import WeightVersion
-from headway.broker.schema.processes import PoolInfo
+from headway.broker.schema.status import PoolInfo
 from headway.broker.server.access import Role
 from headway.broker.server.embedded import EmbeddedServer
 
@@ -109,13 +109,13 @@ async def test_a_workers_user_reports_and_does_not_scale(server: EmbeddedServer,
 
 async def test_one_process_is_asked_to_drain_and_no_other_of_its_name(broker: Broker, url: str, run_name: str) -> None:
     worker = await open_broker(url, run_name)
-    assert not await broker.status.dismiss(WORKER.worker, "drain")
-    assert not (await worker.status.heartbeat(WORKER, LONG_S)).is_dismissed
-    assert await broker.status.dismiss(WORKER.worker, "drain")
-    assert (await worker.status.heartbeat(WORKER, LONG_S)).is_dismissed
+    assert not await broker.status.exclude(WORKER.worker, "drain")
+    assert not (await worker.status.heartbeat(WORKER, LONG_S)).must_drain
+    assert await broker.status.exclude(WORKER.worker, "drain")
+    assert (await worker.status.heartbeat(WORKER, LONG_S)).must_drain
     await worker.status.leave(WORKER.worker)
     successor = await open_broker(url, run_name)
-    assert not (await successor.status.heartbeat(WORKER, LONG_S)).is_dismissed
+    assert not (await successor.status.heartbeat(WORKER, LONG_S)).must_drain
     for client in (worker, successor):
         await client.close()
 
@@ -124,8 +124,8 @@ async def test_a_process_in_quarantine_gets_no_leases(broker: Broker, url: str, 
     worker = await open_broker(url, run_name)
     await worker.status.heartbeat(WORKER, LONG_S)
     assert (await worker.leases.lease(WORKER.worker, WeightVersion(1, 0), 1, LONG_S)).leases
-    assert await broker.status.dismiss(WORKER.worker, "quarantine")
-    assert not (await worker.status.heartbeat(WORKER, LONG_S)).is_dismissed
+    assert await broker.status.exclude(WORKER.worker, "quarantine")
+    assert not (await worker.status.heartbeat(WORKER, LONG_S)).must_drain
     with pytest.raises(QuarantinedError):
         await worker.leases.lease(WORKER.worker, WeightVersion(1, 0), 1, LONG_S)
     assert (await broker.status.snapshot()).quarantined == (WORKER.worker,)
@@ -142,7 +142,7 @@ async def test_a_workers_user_dismisses_nobody(
     await worker.status.heartbeat(WORKER, LONG_S)
     for broker in (worker, observer):
         with pytest.raises(BrokerError, match=r"may not|permission"):
-            await broker.status.dismiss(WORKER.worker, manner)
-    assert await learner.status.dismiss(WORKER.worker, manner)
+            await broker.status.exclude(WORKER.worker, manner)
+    assert await learner.status.exclude(WORKER.worker, manner)
     for broker in (learner, worker, observer):
         await broker.close()

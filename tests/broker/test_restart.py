@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from headway.broker import Broker, open_broker
-from headway.broker.client import versions
-from headway.broker.client.batches import CheckpointMark, Contains, NotReady
+from headway.broker.client import weights
+from headway.broker.client.learner import CheckpointGroups, CheckpointMark, NotReady
 from headway.broker.client.leases import SubmitOutcome
 from headway.broker.connection.connection import Connection
 from headway.broker.errors import FencedError, ServerRestartedError
@@ -85,7 +85,7 @@ async def test_what_is_restored_replaces_nothing_that_is_stored_meanwhile(
     """A learner publishes in one thread and re-asserts in another."""
     run = await begin(broker, rules(1))
     await broker.versions.put_group(run.owner, broadcast_group(1))
-    is_restoring, goes_on, put_blob = asyncio.Event(), asyncio.Event(), versions.put_blob
+    is_restoring, goes_on, put_blob = asyncio.Event(), asyncio.Event(), weights.put_blob
 
     async def slow(connection: Connection, owner: Owner, key: str, blob: bytes) -> None:
         if of_no_run(decode(blob, BroadcastGroup)) == broadcast_group(1):
@@ -93,7 +93,7 @@ async def test_what_is_restored_replaces_nothing_that_is_stored_meanwhile(
             await goes_on.wait()
         await put_blob(connection, owner, key, blob)
 
-    monkeypatch.setattr(versions, "put_blob", slow)
+    monkeypatch.setattr(weights, "put_blob", slow)
     kill(server)
     server.start()
     restoring = asyncio.create_task(reassert(run, 0, [], {}))
@@ -287,7 +287,7 @@ async def test_weights_whose_announcement_was_lost_are_abandoned_too(broker: Bro
         rules=some,
         config=b"recipe",
         resume=True,
-        contains=Contains(group_id(2), ()),
+        contains=CheckpointGroups(group_id(2), ()),
     )
     resumed = Scenario(broker, claim)
     await resumed.announce(2)
@@ -335,7 +335,7 @@ async def test_what_the_claimed_checkpoint_contains_stays_trained(broker: Broker
         rules=some,
         config=b"recipe",
         resume=True,
-        contains=Contains(group_id(1), (group_id(1),)),
+        contains=CheckpointGroups(group_id(1), (group_id(1),)),
     )
     resumed = Scenario(broker, claim)
     rolled_back.kill_and_restart()

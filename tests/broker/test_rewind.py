@@ -1,7 +1,7 @@
 """A learner goes back to an older checkpoint, and samples of the abandoned branch's weights are never trained."""
 
 from headway.broker import Broker
-from headway.broker.client.batches import CheckpointMark, NotReady
+from headway.broker.client.learner import CheckpointMark, NotReady
 from headway.broker.client.leases import SubmitOutcome
 from headway.broker.schema import Lease, WeightVersion
 

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from headway.broker import Broker, open_broker
-from headway.broker.client.scoring import AnswerOutcome, Collected, ScoreLease, Scores, new_request_name
+from headway.broker.client.scoring import AnswerOutcome, ScoreLease, Scores, ScoringResult, new_request_name
 from headway.broker.errors import BrokerError
 from headway.broker.keys import Keys
 from headway.broker.schema import ScoreRequest
@@ -57,7 +57,7 @@ async def lease(broker: Broker, most: int = 99, *, ttl_s: float = LONG_S, scorer
     return list((await broker.scoring.lease(scorer, ttl_s=ttl_s, most=most, most_bytes=1 << 20)).leases)
 
 
-async def collect(broker: Broker, *names: str, scorer: str = QUALITY) -> list[Collected]:
+async def collect(broker: Broker, *names: str, scorer: str = QUALITY) -> list[ScoringResult]:
     found = await broker.scoring.collect(scorer, names, ttl_s=LONG_S)
     return [found[name] for name in names]
 
@@ -224,9 +224,9 @@ async def test_what_a_dead_scorer_held_goes_to_another_at_once_and_nothing_else_
     dead, mine = await lease(other, 2), await lease(run)
     for stranger in (run.session[:-1] + "x", "f" * 32, other.session[1:], ""):
         with suppress(BrokerError):
-            assert await run.scoring.bury(stranger) == 0
+            assert await run.scoring.report_death(stranger) == 0
     assert await lease(run) == []
-    assert await run.scoring.bury(other.session) == 2
+    assert await run.scoring.report_death(other.session) == 2
     assert [one.name for one in await lease(run)] == names[:2]
     assert await other.scoring.answer(QUALITY, [(dead[0], scores(1))]) == [AnswerOutcome.FENCED]
     assert await run.scoring.answer(QUALITY, [(mine[0], scores(1))]) == [AnswerOutcome.ACCEPTED]
@@ -239,7 +239,7 @@ async def test_a_request_that_kills_every_scorer_fails(run: Broker, other: Broke
     (bad,) = await ask(run, 1)
     for _ in range(MOST_TRIES):
         assert [one.name for one in await lease(other)] == [bad]
-        assert await run.scoring.bury(other.session) == 1
+        assert await run.scoring.report_death(other.session) == 1
     assert await lease(run) == []
     (found,) = await collect(run, bad)
     assert (found.state, found.reason) == ("failed", "5 scorers had it, and the last of them died")
@@ -310,7 +310,7 @@ async def test_a_scorers_user_does_its_work_and_a_workers_user_does_not(
         with pytest.raises(BrokerError, match="may not do this"):
             await refused
     for supervisor in (worker, scorer):  # with a worker's user in `headway run`, a scorer's in `headway scorers`
-        assert await supervisor.scoring.bury(scorer.session) == 1
+        assert await supervisor.scoring.report_death(scorer.session) == 1
         (leased,) = await lease(scorer)
     assert await scorer.scoring.answer(QUALITY, [(leased, scores(1))]) == [AnswerOutcome.ACCEPTED]
     assert [one.state for one in await collect(worker, name)] == ["answered"]
@@ -330,7 +330,7 @@ async def test_what_a_scorers_password_stores_under_a_guessed_secret_is_swept(
     key = scorer._connection.keys("hidden:guess:scoring:request:a:b")
     await scorer._connection.execute("SET", key, "x" * 1000)
     (name,) = await ask(learner, 1)
-    swept = await learner.strays.sweep(run.owner)
+    swept = await learner.garbage.collect(run.owner)
     assert (swept.keys, swept.foreign) == (1, 1)
     assert [one.name for one in await lease(scorer)] == [name]
     for broker in (learner, scorer):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from headway.broker import Broker
-from headway.broker.client.batches import NotReady
+from headway.broker.client.learner import NotReady
 from headway.broker.client.leases import AppendOutcome, SubmitOutcome
 from headway.broker.client.submissions import measures_of
 from headway.broker.errors import BrokerError, FrameError
@@ -59,9 +59,9 @@ async def test_a_dead_process_hands_back_what_it_held_with_its_segments_and_noth
     await append(other, dead[0], 0)
     for stranger in ("f" * 32, other.session[:-1] + "x", other.session[1:], ""):
         with suppress(BrokerError):
-            assert await broker.leases.bury(stranger) == 0
+            assert await broker.leases.report_death(stranger) == 0
     assert (await broker.status.snapshot()).queues.leased == 2
-    assert await broker.leases.bury(other.session) == 1
+    assert await broker.leases.report_death(other.session) == 1
     (again,) = (await run.lease(1, 0, worker="heir")).leases
     assert (again.tid, [one.index for one in again.segments]) == (dead[0].tid, [0])
     assert (await other.leases.append(dead[0], segment(dead[0], 1), TTL_S)).outcome is AppendOutcome.FENCED

@@ -175,9 +175,9 @@ async def test_a_dead_workers_turn_ends_at_once_and_no_other_one(broker: Broker,
     assert await dead.swap_turns.take("w3:a", 0.5, LONG_S)
     assert await broker.swap_turns.take("w1:a", 0.5, LONG_S)
     assert not await broker.swap_turns.take("w2:a", 0.5, LONG_S)
-    assert await broker.leases.bury("f" * 32) == 0
+    assert await broker.leases.report_death("f" * 32) == 0
     assert not await broker.swap_turns.take("w2:a", 0.5, LONG_S)
-    assert await broker.leases.bury(dead.session) == 0
+    assert await broker.leases.report_death(dead.session) == 0
     assert await broker.swap_turns.take("w2:a", 0.5, LONG_S)
     assert await broker.swap_turns.renew("w1:a", LONG_S)
     assert not await dead.swap_turns.renew("w3:a", LONG_S)

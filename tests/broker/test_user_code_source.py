@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from headway.broker.errors import ConfigError
-from headway.broker.user_code.source import definition
+from headway.broker.user_code.import_paths import definition
 from headway.rollout_workers.config import RewardConfig
 from headway.rollout_workers.rewards.functions import check_function
 

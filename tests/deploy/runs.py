@@ -8,8 +8,15 @@ import msgspec
 
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.metrics import LagFigures, StepMetrics
-from headway.broker.schema.processes import PoolInfo, ScorerInfo, WorkerInfo
-from headway.broker.schema.status import QueueAges, QueueDepths, RunStatus, ScoringQueue
+from headway.broker.schema.status import (
+    PoolInfo,
+    QueueAges,
+    QueueDepths,
+    RunStatus,
+    ScorerInfo,
+    ScoringQueue,
+    WorkerInfo,
+)
 from headway.deploy.observe.sinks.base import SinkRun
 from headway.deploy.observe.sinks.jsonl import JsonlSink
 from headway.deploy.run.events import EvaluationEvent, StageEvent, StepEvent

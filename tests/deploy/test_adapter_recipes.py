@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from headway.broker.errors import ConfigError
-from headway.broker.user_code.roots import ImportRoots
+from headway.broker.user_code.import_paths import ImportRoots
 from headway.deploy.cli.main import answer
 from headway.deploy.launch.local import Local
 from headway.deploy.recipe.adapters import (

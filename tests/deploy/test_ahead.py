@@ -6,7 +6,7 @@ import pytest
 
 from headway.broker.errors import LASTING_EXIT, ConfigError
 from headway.broker.schema.weights import ModelFiles
-from headway.broker.user_code.roots import ImportRoots
+from headway.broker.user_code.import_paths import ImportRoots
 from headway.deploy.launch.base import AHEAD
 from headway.deploy.recipe.colocation import opens_beside_learner
 from headway.deploy.recipe.loading import dump_recipe, load_recipe

@@ -14,8 +14,7 @@ import pytest
 from msgspec.structs import replace as changed
 
 from headway.broker import BlockingBroker
-from headway.broker.schema.processes import PoolInfo
-from headway.broker.schema.status import QueueAges
+from headway.broker.schema.status import PoolInfo, QueueAges
 from headway.broker.server.embedded import EmbeddedServer
 from headway.deploy.observe.autoscaling import Autoscaler, Load, Targets
 from headway.deploy.observe.pools import workers_of

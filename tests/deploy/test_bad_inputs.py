@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from headway.broker.errors import ConfigError, HeadwayError
-from headway.broker.user_code.options import typed_options
+from headway.broker.user_code.kinds import typed_options
 from headway.deploy.cli.main import answer
 from headway.deploy.launch import local
 from headway.deploy.printing import visible

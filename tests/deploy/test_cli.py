@@ -16,7 +16,7 @@ import pytest
 from headway.broker import Broker
 from headway.broker.owner import CheckpointMark, Owner
 from headway.broker.schema import RunRules
-from headway.broker.schema.processes import PoolInfo
+from headway.broker.schema.status import PoolInfo
 from headway.broker.server.access import Role
 from headway.broker.server.embedded import EmbeddedServer
 from headway.deploy.recipe.loading import load_recipe, with_overrides
@@ -355,14 +355,14 @@ async def test_pools_and_workers_are_told_from_another_terminal(
     assert drained.returncode == 1
     assert drained.stdout == "Asked to hand their work back and leave: w-0.\n"
     assert f"No worker w-9 is alive in run {broker.run}. Its workers: w-0." in " ".join(drained.stderr.split())
-    assert not (await broker.status.heartbeat(worker("w-1", None), 60.0)).is_dismissed
+    assert not (await broker.status.heartbeat(worker("w-1", None), 60.0)).must_drain
     doubtful = headway("quarantine", "w-", cwd=tmp_path, **to_run)
     assert (doubtful.returncode, doubtful.stdout) == (1, "")
     assert "w- may be any of w-0, w-1: give more of the name." in " ".join(doubtful.stderr.split())
     by_part = headway("drain", "1", "--json", cwd=tmp_path, **to_run)
     assert json.loads(by_part.stdout) == {"run": broker.run, "drain": ["w-1"], "unknown": []}
     for name in ("w-0", "w-1"):
-        assert (await broker.status.heartbeat(worker(name, None), 60.0)).is_dismissed
+        assert (await broker.status.heartbeat(worker(name, None), 60.0)).must_drain
 
 
 def test_a_command_that_was_started_with_sigint_ignored_ends_at_it(tmp_path: Path) -> None:

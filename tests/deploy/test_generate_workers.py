@@ -19,11 +19,11 @@ import psutil
 import pytest
 
 from headway.broker import BlockingBroker, open_broker
-from headway.broker.client.holding import Holder
+from headway.broker.client.usage import LearnerInfo
 from headway.broker.owner import CheckpointMark
 from headway.broker.schema import RunRules, WeightVersion
 from headway.broker.server.embedded import EmbeddedServer
-from headway.broker.user_code.roots import ImportRoots
+from headway.broker.user_code.import_paths import ImportRoots
 from headway.deploy.cli.main import answer
 from headway.deploy.recipe.loading import recipe_from_bytes, recipe_to_bytes
 from headway.deploy.roles.ahead import PrewarmedEngine
@@ -154,8 +154,8 @@ def test_a_worker_that_joined_by_the_url_goes_on_for_the_next_writer(
 def another_writer(url: str) -> Iterator[None]:
     """Pretend that another living process answers the same prompts in the run."""
     with closing(BlockingBroker(url, "job")) as blocking:
-        holding = blocking.broker.holding
-        blocking.call(holding.begin(msgspec.structs.replace(Holder.this_process(), pid=os.getppid())))
+        holding = blocking.broker.heartbeat
+        blocking.call(holding.begin(msgspec.structs.replace(LearnerInfo.this_process(), pid=os.getppid())))
         yield
         blocking.call(holding.end())
 
@@ -204,7 +204,7 @@ def test_another_run_of_the_name_is_left_alone(
     with closing(BlockingBroker(server.url, "job")) as other:
         claim = other.broker.batches.claim(checkpoint=CheckpointMark(0, 0), rules=rules, config=b"{}", resume=False)
         other.call(claim)
-        other.call(other.broker.holding.begin(Holder.this_process()))
+        other.call(other.broker.heartbeat.begin(LearnerInfo.this_process()))
         assert answer(["generate", str(model), str(prompts), "--out", str(out), "--broker", server.url, "--run", "job"])
     assert "Run job is in use (claimed): its learner is process" in " ".join(capsys.readouterr().err.split())
     assert not lines(out)

@@ -9,8 +9,7 @@ import pytest
 from msgspec.structs import fields, replace
 
 from headway.broker.schema import WeightVersion
-from headway.broker.schema.processes import Fault, PoolInfo, ScorerInfo
-from headway.broker.schema.status import RunStatus
+from headway.broker.schema.status import Fault, PoolInfo, RunStatus, ScorerInfo
 from headway.broker.wire.codec import decode, encode
 from headway.deploy.observe.changes import changes
 from headway.deploy.observe.live import panel

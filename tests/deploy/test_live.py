@@ -11,8 +11,7 @@ from rich.console import RenderableType
 
 from headway.broker.errors import BrokerUnavailableError, RunNotFoundError
 from headway.broker.schema.metrics import StepMetrics
-from headway.broker.schema.processes import Fault
-from headway.broker.schema.status import DeadLetter, RunStatus
+from headway.broker.schema.status import DeadLetter, Fault, RunStatus
 from headway.deploy.observe.changes import changes
 from headway.deploy.observe.faults import FaultNews
 from headway.deploy.observe.flat_rewards import FlatRewardNews, flat_reward_text

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from headway.broker import Broker
-from headway.broker.client.batches import CheckpointMark
+from headway.broker.client.learner import CheckpointMark
 from headway.broker.errors import LASTING_EXIT, ConfigError
 from headway.broker.schema import RunRules
 from headway.deploy.recipe.loading import load_recipe, recipe_from_bytes, recipe_to_bytes, with_overrides

@@ -8,8 +8,7 @@ import pytest
 
 from headway.broker.connection.address import PASSWORD, PASSWORD_FILE
 from headway.broker.errors import LASTING_EXIT, BrokerError, HeadwayError, RefusedByServerError
-from headway.broker.server.access import Role
-from headway.broker.server.credentials import Credentials
+from headway.broker.server.access import Credentials, Role
 from headway.broker.server.embedded import EmbeddedServer
 from headway.deploy.launch.commands import WorkerCommand, learner_command
 from headway.deploy.launch.server_traits import check_may_work

@@ -16,7 +16,7 @@ import pytest
 
 from headway.broker import BlockingBroker, Broker
 from headway.broker.schema import WeightVersion
-from headway.broker.schema.processes import PoolInfo
+from headway.broker.schema.status import PoolInfo
 from headway.broker.server.embedded import EmbeddedServer
 from headway.deploy.launch.base import Command
 from headway.deploy.launch.following import burying, following
@@ -195,7 +195,7 @@ def test_a_killed_worker_hands_its_leases_back_before_they_expire_and_one_that_l
         assert list(pool.gone(print)) == [pool.slots[0]]
         until(lambda: claimed.call(claimed.broker.status.snapshot()).queues.leased == 1)
         until(lambda: not pool.dead)
-    assert claimed.call(claimed.broker.leases.bury(held[1].broker.session)) == 1
+    assert claimed.call(claimed.broker.leases.report_death(held[1].broker.session)) == 1
     for one in held:
         one.close()
 

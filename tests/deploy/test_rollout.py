@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from headway.broker import Broker
-from headway.broker.client.batches import CheckpointMark
+from headway.broker.client.learner import CheckpointMark
 from headway.broker.client.leases import NoMoreLeases
 from headway.broker.errors import ConfigError
 from headway.broker.schema import RunRules

@@ -10,7 +10,7 @@ import redis
 from click.testing import CliRunner, Result
 
 from headway.broker import Broker, open_broker
-from headway.broker.client.holding import Holder
+from headway.broker.client.usage import LearnerInfo
 from headway.broker.server.embedded import EmbeddedServer
 from headway.deploy.cli.main import cli
 from tests.broker.scenario import begin, rules
@@ -116,7 +116,7 @@ async def test_a_run_in_use_is_not_deleted(url: str, stored: Stored) -> None:
 
 async def test_a_run_with_a_learner_alone_is_not_deleted(broker: Broker, url: str) -> None:
     run = await begin(broker, rules(0))
-    await broker.holding.begin(Holder(host="gpu-3", pid=12, user="ali", since=1.8e9))
+    await broker.heartbeat.begin(LearnerInfo(host="gpu-3", pid=12, user="ali", since=1.8e9))
     refused = headway("delete", broker.run, "--broker", url, "--yes")
     assert f"Run {broker.run} is in use (claimed): its learner is process 12 of ali on gpu-3, since 2027-01-" in str(
         refused.exception
@@ -125,7 +125,7 @@ async def test_a_run_with_a_learner_alone_is_not_deleted(broker: Broker, url: st
     shown = json.loads(headway("show", broker.run, "--broker", url, "--json").stdout)
     assert shown["learner"].startswith("process 12 of ali on gpu-3, since 2027-01-")
     await broker.status.set_state(run.owner, "finished")
-    await broker.holding.end()
+    await broker.heartbeat.end()
     assert headway("delete", broker.run, "--broker", url, "--yes").exit_code == 0
 
 
@@ -134,7 +134,7 @@ async def test_a_run_that_is_trained_elsewhere_is_not_overwritten(
     command: str, broker: Broker, url: str, stored: Stored, tmp_path: Path
 ) -> None:
     await begin(broker, rules(0))
-    await broker.holding.begin(Holder(host="gpu-3", pid=12, user="ali", since=1.8e9))
+    await broker.heartbeat.begin(LearnerInfo(host="gpu-3", pid=12, user="ali", since=1.8e9))
     before, here = stored.of(broker.run), tmp_path / "runs" / broker.run
     here.mkdir(parents=True)
     (here / "config.yaml").touch()

@@ -14,11 +14,10 @@ import pytest
 from msgspec.structs import replace
 
 from headway.broker.client.broker import Broker
-from headway.broker.client.holding import Holder
+from headway.broker.client.usage import LearnerInfo
 from headway.broker.config import BrokerConfig
 from headway.broker.errors import LASTING_EXIT, ConfigError
-from headway.broker.schema.processes import PoolInfo
-from headway.broker.schema.status import RunStatus
+from headway.broker.schema.status import PoolInfo, RunStatus
 from headway.deploy.observe.pools import pool_of
 from headway.deploy.observe.status import status_json, status_tables
 from headway.deploy.observe.waiting import look
@@ -102,7 +101,7 @@ async def begin(
     policy = ModelConfig(path=str(directory / "policy"))
     await broker.versions.put_model(claim.owner, model_files(policy))
     await broker.status.set_state(claim.owner, "training")
-    await broker.holding.begin(Holder(host="node", pid=7, user="ali", since=0.0))
+    await broker.heartbeat.begin(LearnerInfo(host="node", pid=7, user="ali", since=0.0))
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ from msgspec.structs import replace as changed
 
 from headway.broker import BlockingBroker
 from headway.broker.owner import Owner
-from headway.broker.schema.processes import PoolInfo
+from headway.broker.schema.status import PoolInfo
 from headway.broker.server.embedded import EmbeddedServer
 from headway.deploy.observe.autoscaling import Targets
 from headway.deploy.recipe.loading import load_recipe, recipe_to_bytes

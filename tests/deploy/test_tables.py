@@ -13,8 +13,7 @@ from rich.table import Table
 
 from headway.broker.client.usage import RunUsage
 from headway.broker.schema import WeightVersion
-from headway.broker.schema.processes import PoolInfo
-from headway.broker.schema.status import DeadLetter, RunStatus, Tallies
+from headway.broker.schema.status import DeadLetter, PoolInfo, RunStatus, Tallies
 from headway.deploy.cli.memory_pages import page, report
 from headway.deploy.cli.runs import _table
 from headway.deploy.observe.status import status_json, status_tables

@@ -10,11 +10,10 @@ from textual.pilot import Pilot
 from textual.widgets import DataTable, RichLog, Static
 
 from headway.broker import BlockingBroker, Broker
-from headway.broker.client.holding import Holder
+from headway.broker.client.usage import LearnerInfo
 from headway.broker.errors import BrokerUnavailableError
 from headway.broker.schema import WeightVersion
-from headway.broker.schema.processes import PoolInfo
-from headway.broker.schema.status import DeadLetter, RunStatus
+from headway.broker.schema.status import DeadLetter, PoolInfo, RunStatus
 from headway.broker.server.access import Role
 from headway.broker.server.embedded import EmbeddedServer
 from headway.deploy.cli.top import Top, dismisser, scaler
@@ -35,7 +34,7 @@ async def run(broker: Broker) -> Scenario:
     """Return a run with a learner, two workers and two pools."""
     scenario = await begin(broker, rules(1), fed=8)
     await broker.status.set_state(scenario.owner, "training")
-    await broker.holding.begin(Holder(host="node", pid=7, user="ali", since=0.0))
+    await broker.heartbeat.begin(LearnerInfo(host="node", pid=7, user="ali", since=0.0))
     await scenario.announce(1)
     await broker.status.report_step(scenario.owner, step_metrics(0))
     for name in ("w1", "w2"):
@@ -138,7 +137,7 @@ async def test_d_drains_and_x_quarantines_the_worker_under_the_cursor_once_confi
 
         await pilot.press("up", "d", "down", "y")  # the question's worker, wherever the cursor went meanwhile
         await until(pilot, app, lambda text: "Asked to hand their work back and leave: w1." in text)
-        assert (await status.heartbeat(worker("w1", WeightVersion(1, 0)), ALIVE_S)).is_dismissed
+        assert (await status.heartbeat(worker("w1", WeightVersion(1, 0)), ALIVE_S)).must_drain
 
         await status.leave("w1")
         await until(pilot, app, lambda text: "w1 node" not in text)

@@ -13,10 +13,9 @@ from click.testing import CliRunner
 from msgspec.structs import replace
 
 from headway.broker import BlockingBroker, Broker, open_broker
-from headway.broker.client.holding import Holder
+from headway.broker.client.usage import LearnerInfo
 from headway.broker.schema import RunRules, WeightVersion
-from headway.broker.schema.processes import PoolInfo, WorkerInfo
-from headway.broker.schema.status import RunStatus
+from headway.broker.schema.status import PoolInfo, RunStatus, WorkerInfo
 from headway.broker.server.access import Role
 from headway.broker.server.embedded import EmbeddedServer
 from headway.deploy.cli.main import cli
@@ -31,14 +30,14 @@ from tests.broker.test_access import admit, url_of
 from .runs import run_status, step_metrics, worker
 
 ALIVE_S = 60.0
-HOLDER = Holder(host="node", pid=7, user="ali", since=0.0)
+HOLDER = LearnerInfo(host="node", pid=7, user="ali", since=0.0)
 
 
 async def scenario(broker: Broker, which: RunRules, *workers: WorkerInfo, fed: int = 8, size: int = 4) -> Scenario:
     """Begin a run whose learner and these workers are alive; its first weights are announced."""
     run = await begin(broker, which, fed=fed, group_size=size)
     await broker.status.set_state(run.owner, "training")
-    await broker.holding.begin(HOLDER)
+    await broker.heartbeat.begin(HOLDER)
     for info in workers:
         await broker.status.heartbeat(info, ALIVE_S)
     return run
@@ -194,7 +193,7 @@ async def test_the_learner_has_not_taken_what_is_ready(broker: Broker) -> None:
 
 async def test_the_workers_wait_for_weights(broker: Broker, url: str, run_name: str) -> None:
     await broker.batches.claim(checkpoint=FRESH, rules=rules(1), config=b"", resume=False)
-    await broker.holding.begin(HOLDER)
+    await broker.heartbeat.begin(HOLDER)
     assert (await waits(broker)).text.startswith("The workers wait for the first weights: the learner took the run ")
 
 
@@ -203,7 +202,7 @@ async def test_the_workers_wait_for_weights_of_a_resumed_learner(broker: Broker,
     await run.announce(1)
     successor = await open_broker(url, run_name)
     await begin(successor, rules(1), resume=True)
-    await successor.holding.begin(HOLDER)
+    await successor.heartbeat.begin(HOLDER)
     waiting = await waits(successor)
     await successor.close()
     assert waiting.why == "no weights"
@@ -212,7 +211,7 @@ async def test_the_workers_wait_for_weights_of_a_resumed_learner(broker: Broker,
 
 async def test_a_learner_that_gives_no_sign_of_life_may_have_ended_or_be_stopped(broker: Broker) -> None:
     await scenario(broker, rules(1), alive("w"))
-    await broker.holding.end()
+    await broker.heartbeat.end()
     await keep_still(broker, 5000)
     text = (await waits(broker)).text
     assert re.fullmatch(
@@ -226,7 +225,7 @@ async def test_a_learner_that_gives_no_sign_of_life_may_have_ended_or_be_stopped
 async def test_nobody_was_heard_of(broker: Broker) -> None:
     await scenario(broker, rules(1))
     await broker.status.state()  # the learner's sign of life has been seen meanwhile
-    await broker.holding.end()
+    await broker.heartbeat.end()
     waiting = await waits(broker)
     assert (waiting.who, waiting.why) == ("nobody", "no learner")
     assert waiting.text.startswith("Neither a learner nor workers give a sign of life, and the run's last ")
@@ -237,7 +236,7 @@ async def test_a_learner_whose_sign_of_life_is_lost_does_not_log_that_none_is_al
     broker: Broker, url: str, run_name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     await scenario(broker, rules(1), alive("w"))
-    await broker.holding.end()
+    await broker.heartbeat.end()
     await keep_still(broker, 60)
     assert (await waits(broker)).is_quiet
     looks: list[RunStatus] = []
@@ -259,7 +258,7 @@ async def test_in_a_run_that_is_over_nobody_waits(broker: Broker) -> None:
 async def test_a_look_reads_a_few_groups_and_samples_only(broker: Broker) -> None:
     run = await scenario(broker, rules(20), alive("w"), fed=40, size=40)
     await run.lease(1000, 0)
-    progress = await broker.waits.look()
+    progress = await broker.progress.look()
     assert progress is not None
     assert [len(group.missing) for group in progress.unfinished] == [16] * 4
     assert (await broker.status.snapshot()).queues.open == 25

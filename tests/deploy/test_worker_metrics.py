@@ -13,7 +13,7 @@ from headway.broker.client.broker import Broker
 from headway.broker.client.submissions import SubmitOutcome
 from headway.broker.errors import ConfigError
 from headway.broker.schema import WeightVersion
-from headway.broker.schema.processes import WorkerInfo
+from headway.broker.schema.status import WorkerInfo
 from headway.deploy.observe.prometheus.endpoint import MetricsEndpoint
 from headway.deploy.observe.prometheus.families import STATES
 from headway.deploy.observe.prometheus.worker import WorkerCollector, serving

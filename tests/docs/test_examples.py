@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headway.broker.schema import Prompt
-from headway.broker.user_code.roots import ImportRoots
+from headway.broker.user_code.import_paths import ImportRoots
 from headway.deploy.recipe.loading import load_recipe, recipe_to_bytes
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.run.resuming import ANEW, FIXED, RAISED

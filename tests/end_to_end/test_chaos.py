@@ -42,9 +42,9 @@ from benchmarks.chaos.trial import GROUP_SIZE, MAX_LAG
 from benchmarks.chaos.user_code import text_of
 from benchmarks.chaos.witness import Witness
 from headway.broker import Broker
-from headway.broker.client.batches import CheckpointMark
+from headway.broker.client.learner import CheckpointMark
 from headway.broker.client.leases import SubmitOutcome
-from headway.broker.connection import verbs
+from headway.broker.connection import function_library
 from headway.broker.keys import Keys
 from headway.broker.schema import Prompt, Trajectory, TrajectoryId, VersionSpan, WeightVersion
 from headway.learner.data.prompts.cursor import group_at
@@ -293,7 +293,7 @@ async def test_nothing_but_the_fork_refuses_weights_of_a_step_that_is_reached_ag
 def library_text() -> str:
     keys = Keys("run")
     keys.secret = "secret"
-    return verbs.library(keys)[1]
+    return function_library.library(keys)[1]
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from headway.broker import Broker
-from headway.broker.connection.verbs import protocol
+from headway.broker.connection.function_library import protocol
 from headway.broker.errors import VERSION_EXIT
 from headway.deploy.cli.main import cli
 from tests.broker.scenario import begin, rules

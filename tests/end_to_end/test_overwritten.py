@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.broker.schema.processes import WorkerInfo
+from headway.broker.schema.status import WorkerInfo
 from headway.deploy.run.directory import identity_of
 from headway.deploy.run.report import TRAINED, TrainedLine, read_lines
 

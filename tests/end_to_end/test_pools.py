@@ -8,8 +8,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from headway.broker.schema.processes import PoolInfo, WorkerInfo
-from headway.broker.schema.status import RunStatus
+from headway.broker.schema.status import PoolInfo, RunStatus, WorkerInfo
 from tests.rollout_workers.marks import VLLM
 
 from .recipes import MODEL, write_recipe

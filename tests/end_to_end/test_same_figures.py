@@ -18,8 +18,7 @@ import yaml
 
 from headway.broker import BlockingBroker
 from headway.broker.schema.status import RunStatus
-from headway.broker.server.access import Role
-from headway.broker.server.credentials import url_as
+from headway.broker.server.access import Role, url_as
 from headway.deploy.observe.prometheus.families import Family
 from headway.deploy.observe.prometheus.pools import POOL_STATES
 from headway.deploy.observe.prometheus.run import AGES, BY_LAG, LAST_STEP, QUEUED, QUEUES, SUMS, TALLIES

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from headway.broker import BlockingBroker
-from headway.broker.client.batches import CheckpointMark, Owner, TakenBatch
+from headway.broker.client.learner import CheckpointMark, Owner, TakenBatch
 from headway.broker.schema import Group, Prompt, RunRules, Trajectory
-from headway.broker.schema.processes import WorkerInfo
+from headway.broker.schema.status import WorkerInfo
 from tests.processes import tethered
 
 from .slow_worker import LENGTH, PROMPT_TOKENS, VERSION, logprob_of, manifest

@@ -15,8 +15,7 @@ import psutil
 import pytest
 
 from headway.broker import BlockingBroker
-from headway.broker.schema.processes import WorkerInfo
-from headway.broker.schema.status import RunStatus
+from headway.broker.schema.status import RunStatus, WorkerInfo
 from tests.broker.topologies import wait_until
 
 from .recipes import write_recipe

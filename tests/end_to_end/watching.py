@@ -27,7 +27,7 @@ class Watch:
     def status(self) -> RunStatus | None:
         """Return the run's status, or None before a learner has claimed the run."""
         with suppress(RunNotFoundError):
-            status = self.blocking.call(self.blocking.broker.status.snapshot(whichever=True))
+            status = self.blocking.call(self.blocking.broker.status.snapshot(any_identity=True))
             if status.announced is not None and self.announced[-1:] != [status.announced]:
                 self.announced.append(status.announced)
             return status

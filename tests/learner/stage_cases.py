@@ -14,7 +14,7 @@ import torch
 from msgspec.structs import replace
 
 from headway.algorithms.presets import PRESETS
-from headway.broker.client.batches import TakenBatch
+from headway.broker.client.learner import TakenBatch
 from headway.broker.schema import Group, WeightVersion
 from headway.learner.algorithm_config import AlgorithmConfig
 from headway.learner.backends import open_backend

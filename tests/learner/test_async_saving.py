@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headway.broker.client.batches import CheckpointMark, TakenBatch
+from headway.broker.client.learner import CheckpointMark, TakenBatch
 from headway.broker.schema import WeightVersion
 from headway.learner.backends.base import Snapshot
 from headway.learner.checkpoints.checkpoint import CheckpointError, CheckpointStore, LearnerState

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from headway.broker import BlockingBroker
-from headway.broker.client import phases
-from headway.broker.client.batches import CheckpointMark, Owner
-from headway.broker.client.phases import Phases
+from headway.broker.client import engine_pauses
+from headway.broker.client.engine_pauses import Phases
+from headway.broker.client.learner import CheckpointMark, Owner
 from headway.broker.schema import RunRules
 from headway.broker.server.embedded import EmbeddedServer
 from headway.learner.experience.outages import Interrupted
@@ -155,7 +155,7 @@ def test_engines_that_the_server_has_forgotten_are_waited_for(
     server: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server comes back, and the learner asks it before the worker does."""
-    monkeypatch.setattr(phases, "AWAKE_S", LONG_S)
+    monkeypatch.setattr(engine_pauses, "AWAKE_S", LONG_S)
     model, answers, seen = Model(), list[object](), list[bool]()
     was_answered, is_named = threading.Event(), threading.Event()
 
@@ -163,7 +163,7 @@ def test_engines_that_the_server_has_forgotten_are_waited_for(
         was_answered.wait(60)
         may_generate(worker, is_awake=True)
         seen.append(model.is_here)
-        monkeypatch.setattr(phases, "AWAKE_S", 0.0)
+        monkeypatch.setattr(engine_pauses, "AWAKE_S", 0.0)
         is_named.wait(10)
         seen.append(model.is_here)
         worker.call(worker.broker.phases.fell_asleep("w"))

@@ -14,7 +14,7 @@ import torch
 from msgspec.structs import replace
 
 from headway.broker import BlockingBroker
-from headway.broker.client.batches import CheckpointMark, TakenBatch
+from headway.broker.client.learner import CheckpointMark, TakenBatch
 from headway.broker.client.leases import SubmitOutcome
 from headway.broker.errors import BrokerUnavailableError, FencedError, ServerRestartedError
 from headway.broker.schema import Group, Lease, Prompt, RunRules, Trajectory, WeightVersion

@@ -10,7 +10,7 @@ import pytest
 
 import headway.learner.experience.log as log_module
 from headway.broker.schema import SCHEMA_VERSION, Group
-from headway.broker.wire import frames
+from headway.broker.wire import codec
 from headway.learner.experience.frames import GroupFrames
 from headway.learner.experience.log import ExperienceLog
 from headway.learner.experience.logged_batch import tids_of
@@ -221,7 +221,7 @@ def test_batches_of_another_version_of_headway_are_not_held(
     opened = ExperienceLog(tmp_path, PLENTY)
     opened.record(0, batch(0))
     with monkeypatch.context() as before:
-        before.setattr(frames, "SCHEMA_VERSION", SCHEMA_VERSION - 1)
+        before.setattr(codec, "SCHEMA_VERSION", SCHEMA_VERSION - 1)
         opened.record(1, batch(1))
     assert ExperienceLog(tmp_path, PLENTY).held_until(0) == 1
     assert f"schema {SCHEMA_VERSION - 1}, this is schema {SCHEMA_VERSION}" in caplog.text

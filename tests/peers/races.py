@@ -7,7 +7,7 @@ import msgspec
 
 from benchmarks.peers.figures import Step
 from benchmarks.peers.race import Race
-from headway.broker.schema.processes import WorkerInfo
+from headway.broker.schema.status import WorkerInfo
 from tests.deploy.runs import worker
 
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from transformers import PreTrainedModel
 
-from headway.broker.client.batches import CheckpointMark, TakenBatch
 from headway.broker.client.broker import Broker
+from headway.broker.client.learner import CheckpointMark, TakenBatch
 from headway.broker.owner import Owner
 from headway.broker.schema import Group, Prompt, RunRules, TrajectoryId, WeightVersion
 from headway.broker.schema.weights import Probe, TensorSpec, WeightManifest

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headway.broker.errors import ConfigError, HeadwayError
-from headway.broker.user_code.roots import ImportRoots
+from headway.broker.user_code.import_paths import ImportRoots
 from headway.deploy.recipe.colocation import worker_gpus
 from headway.deploy.recipe.loading import load_recipe
 from headway.deploy.recipe.packages import check_packages

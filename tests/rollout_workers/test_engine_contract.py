@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from headway.broker.errors import HeadwayError, WeightSyncError
 from headway.broker.schema import VersionSpan, WeightVersion
-from headway.broker.user_code.roots import ImportRoots
+from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import abilities_of, open_engine
 from headway.rollout_workers.engines.base import Engine, NamedTensors

@@ -10,7 +10,7 @@ import pytest
 
 from headway.broker.errors import ConfigError
 from headway.broker.schema import Prompt
-from headway.broker.user_code.roots import ImportRoots
+from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.config import EnvironmentConfig
 from headway.rollout_workers.environments import Environment, Episode, open_environment
 from headway.rollout_workers.rewards.base import RewardError, UnscoredError

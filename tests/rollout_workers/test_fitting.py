@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from transformers import PreTrainedModel
 
 from headway.broker.errors import HeadwayError
-from headway.broker.user_code.roots import ImportRoots
+from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.abilities import REQUESTS

@@ -20,9 +20,8 @@ import reasoning_gym
 from headway.broker.client.scoring import Scores
 from headway.broker.errors import ConfigError
 from headway.broker.schema import Prompt
-from headway.broker.user_code.host_process import MOST_OUTPUT_BYTES, HostProcess
-from headway.broker.user_code.pool import Host
-from headway.broker.user_code.roots import ImportRoots
+from headway.broker.user_code.import_paths import ImportRoots
+from headway.broker.user_code.pool import MOST_OUTPUT_BYTES, Host, HostProcess
 from headway.broker.wire.codec import decode, encode
 from headway.rollout_workers.config import RewardConfig
 from headway.rollout_workers.rewards import open_reward

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from headway.broker.errors import ConfigError
 from headway.broker.schema import ScoreRequest
-from headway.broker.user_code.roots import ImportRoots
+from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.config import ScorerEngineConfig, ScorersConfig
 from headway.rollout_workers.scorers.base import Runner, ScoringModel, UnfitModelError, unpack_candidates
 from headway.rollout_workers.scorers.runtimes import RUNTIMES, abilities_of, gpus_of, open_runner

@@ -13,7 +13,7 @@ import torch
 from headway.broker.client.broker import BlockingBroker, Broker
 from headway.broker.errors import WeightSyncError
 from headway.broker.schema import Trajectory, WeightVersion
-from headway.broker.schema.processes import WorkerInfo
+from headway.broker.schema.status import WorkerInfo
 from headway.broker.schema.weights import Probe
 from headway.broker.server.embedded import EmbeddedServer
 from headway.rollout_workers.engines.base import Chunk, GenerationRequest

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from benchmarks.gpus import gpu_names, on_host
 from headway.broker import BlockingBroker, Broker
-from headway.broker.client.batches import CheckpointMark
+from headway.broker.client.learner import CheckpointMark
 from headway.broker.owner import Owner
 from headway.broker.schema import RunRules, WeightVersion
 from headway.broker.schema.weights import Probe, WeightManifest
@@ -211,7 +211,7 @@ def blocking_store(blocking: BlockingBroker) -> BlockingStore:
     `w`."""
     claim(blocking)
     blocking.call(blocking.broker.status.heartbeat(worker_info("w", None, 0), HEARTBEAT_TTL_S))
-    return BlockingStore(blocking.call, blocking.broker.meetings)
+    return BlockingStore(blocking.call, blocking.broker.rendezvous)
 
 
 @pytest.fixture

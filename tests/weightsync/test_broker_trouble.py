@@ -72,7 +72,7 @@ async def test_a_broadcast_under_way_goes_on(
         await worker.next()
         await asyncio.to_thread(learner.until_held, "other", "w")
     served = served_bytes(learner)
-    look = FailsOnce(worker, "glance", BrokerUnavailableError("away"), monkeypatch, is_receiving)
+    look = FailsOnce(worker, "peek", BrokerUnavailableError("away"), monkeypatch, is_receiving)
 
     def interrupted(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
         first, *rest = weights(seed)
@@ -92,7 +92,7 @@ async def test_a_broadcast_under_way_goes_on(
     await asyncio.to_thread(other.expect, learner.version)
 
 
-@pytest.mark.parametrize("verb", ["glance", "group"])
+@pytest.mark.parametrize("verb", ["peek", "group"])
 async def test_a_worker_that_is_busy_with_its_engine_goes_on_listening(
     learner: Learner, start_inside: StartInside, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
@@ -123,7 +123,7 @@ async def test_what_does_not_pass_by_itself_is_raised(
 ) -> None:
     worker = start_inside("w")
     await asyncio.to_thread(learner.publish)
-    FailsOnce(worker, "glance", BrokerError("no server of ours"), monkeypatch)
+    FailsOnce(worker, "peek", BrokerError("no server of ours"), monkeypatch)
     with pytest.raises(BrokerError, match="no server of ours"):
         await worker.next()
     assert await worker.next() == WeightVersion(1, 0)

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from headway.broker.schema import WeightVersion
-from headway.broker.schema.processes import WorkerInfo
+from headway.broker.schema.status import WorkerInfo
 from headway.weightsync.sender import Member, eligible, follows_by_pull, still_missed
 from tests.weightsync.worker_process import worker_info
 

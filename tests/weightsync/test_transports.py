@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from headway.broker.errors import WeightSyncError
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.weights import BroadcastGroup, Probe, WeightManifest
-from headway.broker.user_code.roots import ImportRoots
+from headway.broker.user_code.import_paths import ImportRoots
 from headway.weightsync.config import WeightsConfig
 from headway.weightsync.limits import Deadline
 from headway.weightsync.puller import Puller

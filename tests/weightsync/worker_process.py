@@ -11,7 +11,7 @@ import torch
 from headway.broker import open_broker
 from headway.broker.errors import WeightSyncError
 from headway.broker.schema import WeightVersion
-from headway.broker.schema.processes import WorkerInfo
+from headway.broker.schema.status import WorkerInfo
 from headway.broker.schema.weights import WeightManifest
 from headway.weightsync.config import WeightsConfig
 from headway.weightsync.deliveries import Delivery, StreamedDelivery

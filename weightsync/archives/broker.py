@@ -7,7 +7,7 @@ from collections.abc import Coroutine, Set
 from typing import Any
 
 from headway.broker import BlockingBroker, Broker
-from headway.broker.client.archive import PIECE_BYTES
+from headway.broker.client.weights import PIECE_BYTES
 from headway.broker.errors import BrokerError, WeightSyncError
 from headway.broker.owner import Owner
 from headway.weightsync.limits import Deadline, RateLimiter

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headway.broker.installation import TorchFacts
-from headway.broker.user_code.roots import ImportRoots
+from headway.broker.user_code.import_paths import ImportRoots
 from headway.weightsync.config import WeightsConfig
 
 

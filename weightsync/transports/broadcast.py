@@ -15,9 +15,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stu
 
 from headway.broker.errors import ConfigError, WeightSyncError
 from headway.broker.schema import WeightVersion
+from headway.broker.user_code.import_paths import ImportRoots, load_custom
 from headway.broker.user_code.kinds import unknown_kind
-from headway.broker.user_code.own import make_own
-from headway.broker.user_code.roots import ImportRoots
 from headway.weightsync.limits import Deadline
 
 from .abilities import TRANSPORTS
@@ -61,7 +60,7 @@ def form_group(
         return IpcTransport(store, rank, size, deadline)
     try:
         check_transport(name, roots)
-        made: BroadcastGroupTransport = make_own(
+        made: BroadcastGroupTransport = load_custom(
             name,
             BroadcastGroupTransport,
             _KEY,

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from headway.broker.client.meetings import LEARNER, Meetings
+from headway.broker.client.weights import LEARNER, RendezvousStore
 from headway.broker.errors import BrokerError, WeightSyncError
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.weights import BroadcastGroup
@@ -40,10 +40,10 @@ class BrokerCall(Protocol):
 
 @dataclass(frozen=True)
 class BlockingStore:
-    """The broker's meetings, usable from threads."""
+    """The broker's rendezvous, usable from threads."""
 
     call: BrokerCall
-    meetings: Meetings
+    rendezvous: RendezvousStore
 
 
 class Rendezvous:
@@ -59,15 +59,15 @@ class Rendezvous:
 
     def open(self) -> None:
         """Open the epoch. The learner does so before it tells members: one that finds no open epoch comes too late."""
-        meetings = self._blocking_store.meetings
-        self._blocking_store.call(meetings.begin(self._name, self._group.members, {"verdict": _OPEN}))
+        rendezvous = self._blocking_store.rendezvous
+        self._blocking_store.call(rendezvous.create(self._name, self._group.members, {"verdict": _OPEN}))
 
     def check_in(self) -> bool:
         """Check this worker in. Returns False if a process of its name has already done so, as a restarted worker must
         not pose as its predecessor, or if the epoch is over."""
         own = secrets.token_bytes(8)
         said = self._blocking_store.call(
-            self._blocking_store.meetings.say_once(self._name, self._who, _in_key(self._who), own)
+            self._blocking_store.rendezvous.set_once(self._name, self._who, _in_key(self._who), own)
         )
         return said == own
 
@@ -108,7 +108,7 @@ class Rendezvous:
         ranks = (LEARNER, *group.members[wave * group.at_once :][: group.at_once])
         return BrokerStore(
             blocking_store.call,
-            blocking_store.meetings,
+            blocking_store.rendezvous,
             self._name,
             f"wave/{wave}/",
             who=self._who,
@@ -131,11 +131,11 @@ class Rendezvous:
         """Forget the messages about `version`, which all members have acknowledged."""
         said = [(worker, _ack_key(version, worker)) for worker in members]
         said += [(LEARNER, _turn_key(version, wave)) for wave in range(1, waves)]
-        self._blocking_store.call(self._blocking_store.meetings.forget(self._name, LEARNER, said))
+        self._blocking_store.call(self._blocking_store.rendezvous.delete(self._name, LEARNER, said))
 
     def end(self) -> None:
         """End the epoch: a member that comes later finds nothing."""
-        self._blocking_store.call(self._blocking_store.meetings.end(self._name, self._group.members))
+        self._blocking_store.call(self._blocking_store.rendezvous.remove(self._name, self._group.members))
 
     def _await_all(self, keys: dict[str, str], deadline: Deadline) -> dict[str, bytes]:
         """Return the messages that these members have sent by the deadline, each under its key."""
@@ -147,10 +147,10 @@ class Rendezvous:
         return {who: message for who, message in said.items() if message is not None}
 
     def _write(self, key: str, value: bytes) -> None:
-        self._blocking_store.call(self._blocking_store.meetings.say(self._name, self._who, key, value))
+        self._blocking_store.call(self._blocking_store.rendezvous.set(self._name, self._who, key, value))
 
     def _read(self, messages: Sequence[tuple[str, str]]) -> list[bytes | None]:
-        return self._blocking_store.call(self._blocking_store.meetings.hear(self._name, messages)) if messages else []
+        return self._blocking_store.call(self._blocking_store.rendezvous.get(self._name, messages)) if messages else []
 
 
 def _pauses() -> Iterator[float]:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs do not re-export it
 
-from headway.broker.client.meetings import NUMBERS, Meetings
+from headway.broker.client.weights import NUMBERS, RendezvousStore
 from headway.broker.errors import BrokerError
 
 LEARNER_RANK = 0
@@ -130,7 +130,7 @@ class BrokerStore(Store):
     def __init__(
         self,
         call: Callable[..., Any],
-        meetings: Meetings,
+        rendezvous: RendezvousStore,
         name: str,
         part: str,
         *,
@@ -142,7 +142,7 @@ class BrokerStore(Store):
         that `message_format` refuses makes the call fail that asked for it."""
         super().__init__()
         self._call = call
-        self._meetings = meetings
+        self._rendezvous = rendezvous
         self._name = name
         self._part = part
         self._who = who
@@ -153,14 +153,14 @@ class BrokerStore(Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         data = value.encode() if isinstance(value, str) else value
-        self._own(self._ask(self._meetings.say(self._name, self._who, self._part + key, data)) or None)
+        self._own(self._ask(self._rendezvous.set(self._name, self._who, self._part + key, data)) or None)
 
     def get(self, key: str) -> bytes:
         (value,) = self._await([key], self.timeout)
         return value
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._own(self._ask(self._meetings.count(self._name, self._who, self._part + key, amount))))
+        return int(self._own(self._ask(self._rendezvous.add(self._name, self._who, self._part + key, amount))))
 
     def check(self, keys: Sequence[str]) -> bool:
         return None not in self._read(keys)
@@ -169,7 +169,7 @@ class BrokerStore(Store):
         self._await(list(keys), timeout or self.timeout)
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._ask(self._meetings.forget(self._name, self._who, self._sources(key))))
+        return bool(self._ask(self._rendezvous.delete(self._name, self._who, self._sources(key))))
 
     def clone(self) -> "BrokerStore":
         """Return this store itself: it may be shared."""
@@ -189,7 +189,7 @@ class BrokerStore(Store):
     def _read(self, keys: Sequence[str]) -> list[bytes | None]:
         """Return the message under each key, of the rank that has to send it."""
         asked = [source for key in keys for source in self._sources(key)]
-        said = dict(zip(asked, self._ask(self._meetings.hear(self._name, asked)), strict=True))
+        said = dict(zip(asked, self._ask(self._rendezvous.get(self._name, asked)), strict=True))
         return [self._first(key, said) for key in keys]
 
     def _first(self, key: str, said: dict[tuple[str, str], bytes | None]) -> bytes | None:

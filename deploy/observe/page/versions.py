@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from headway.broker.schema.metrics import StepMetrics
-from headway.broker.schema.processes import WorkerInfo
-from headway.broker.schema.status import RunStatus, VersionGroups
+from headway.broker.schema.status import RunStatus, VersionGroups, WorkerInfo
 from headway.deploy.observe.status import version_text
 from headway.deploy.run.events import HeartbeatEvent
 from headway.deploy.run.figures import trained_by_step_of_weights, trained_tokens_by_step_of_weights

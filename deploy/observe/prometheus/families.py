@@ -6,7 +6,7 @@ from typing import get_args, get_type_hints
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from headway.broker.schema.processes import WorkerInfo
+from headway.broker.schema.status import WorkerInfo
 
 STATES: tuple[str, ...] = get_args(get_type_hints(WorkerInfo)["state"])
 """The states of a worker."""

@@ -9,7 +9,7 @@ from prometheus_client.core import InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from headway.broker.client.submissions import SubmitOutcome
-from headway.broker.schema.processes import WorkerInfo
+from headway.broker.schema.status import WorkerInfo
 from headway.rollout_workers.config import WorkersConfig
 
 from .endpoint import MetricsEndpoint

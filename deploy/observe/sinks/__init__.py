@@ -13,9 +13,8 @@ gave it the recipe. Workers have theirs from the broker, and import no sinks.
 
 from collections.abc import Sequence
 
-from headway.broker.user_code.kinds import unknown_kind
-from headway.broker.user_code.options import typed_options
-from headway.broker.user_code.own import in_one_paragraph, make_own
+from headway.broker.user_code.import_paths import in_one_paragraph, load_custom
+from headway.broker.user_code.kinds import typed_options, unknown_kind
 from headway.deploy.recipe.sinks import (
     SINKS,
     JsonlOptions,
@@ -77,5 +76,5 @@ def make_sink(config: SinkConfig, where: str) -> MetricSink:
 
 def _own(config: SinkConfig, where: str) -> MetricSink:
     with in_one_paragraph(config.kind, where):
-        sink: MetricSink = make_own(config.kind, MetricSink, f"{where}.kind", lambda own: own(**config.options))
+        sink: MetricSink = load_custom(config.kind, MetricSink, f"{where}.kind", lambda own: own(**config.options))
     return sink

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from headway.broker.errors import ConfigError
-from headway.broker.user_code.options import typed_options
+from headway.broker.user_code.kinds import typed_options
 
 from .base import Item, is_held_out
 

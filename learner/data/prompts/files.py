@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from headway.broker.errors import ConfigError
-from headway.broker.user_code.options import typed_options
+from headway.broker.user_code.kinds import typed_options
 
 from .base import Item, held_out_places
 from .rows import RowFields, read_rows, to_items

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from headway.broker.errors import ConfigError
-from headway.broker.user_code.options import typed_options
+from headway.broker.user_code.kinds import typed_options
 from headway.learner.data.arrow_rows import dataset_rows
 
 from .files import ListedPrompts

@@ -4,10 +4,9 @@ from typing import Any
 
 import msgspec
 
-from headway.broker.user_code.blocking import BlockingHost
-from headway.broker.user_code.own import make_own
-from headway.broker.user_code.roots import import_directory
-from headway.broker.user_code.wire import Program
+from headway.broker.user_code.import_paths import import_directory, load_custom
+from headway.broker.user_code.pool import BlockingHost
+from headway.broker.user_code.protocol import Program
 from headway.learner.config import PromptsConfig
 
 from .base import Item, PromptSource
@@ -51,7 +50,7 @@ class OpenedPrompts:
     places = 1
 
     def __init__(self, kind: str, path: str, seed: int, options: dict[str, Any]) -> None:
-        self._source: PromptSource = make_own(
+        self._source: PromptSource = load_custom(
             kind, PromptSource, "prompts.kind", lambda own: own(path=path, seed=seed, **options)
         )
 

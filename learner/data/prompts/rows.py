@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from headway.broker.errors import ConfigError
-from headway.broker.user_code.options import typed_options
+from headway.broker.user_code.kinds import typed_options
 from headway.learner.data.arrow_rows import parquet_rows
 from headway.learner.data.bounded_files import check_file, lines_of
 from headway.learner.data.texts.base import Content

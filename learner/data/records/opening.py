@@ -11,8 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from headway.broker.errors import ConfigError
-from headway.broker.user_code.kinds import did_you_mean
-from headway.broker.user_code.options import typed_options
+from headway.broker.user_code.kinds import did_you_mean, typed_options
 from headway.learner.data.prompts.sendable import check_sendable
 from headway.learner.data.texts.messages import Tags, to_kwargs, to_tools, under_system
 

@@ -13,10 +13,8 @@ The invariant: all runtimes give a request the same scores, but for rounding.
 from pathlib import Path
 from typing import Any
 
-from headway.broker.user_code.kinds import unknown_kind
-from headway.broker.user_code.options import unknown_option
-from headway.broker.user_code.own import make_own
-from headway.broker.user_code.roots import ImportRoots, load
+from headway.broker.user_code.import_paths import ImportRoots, load, load_custom
+from headway.broker.user_code.kinds import unknown_kind, unknown_option
 from headway.rollout_workers.config import ScorerEngineConfig, ScorersConfig
 from headway.rollout_workers.engines.abilities import KnownEngine, gpus_with
 from headway.rollout_workers.scorers.base import Runner, ScoringModel
@@ -95,5 +93,5 @@ def open_runner(
 
     if known := RUNTIMES.get(engine.kind):
         return opened(load(known.opener, KEY))
-    own: Runner = make_own(engine.kind, Runner, KEY, opened, roots=roots or ImportRoots())
+    own: Runner = load_custom(engine.kind, Runner, KEY, opened, roots=roots or ImportRoots())
     return own

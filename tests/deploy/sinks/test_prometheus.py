@@ -16,8 +16,7 @@ from headway.algorithms import metrics as of_loss
 from headway.broker.errors import ConfigError
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.metrics import LagFigures, StepMetrics
-from headway.broker.schema.processes import Silence
-from headway.broker.schema.status import QueueAges, QueueDepths, Tallies, VersionGroups
+from headway.broker.schema.status import QueueAges, QueueDepths, Silence, Tallies, VersionGroups
 from headway.deploy.observe.prometheus.pools import POOL_STATES
 from headway.deploy.observe.prometheus.run import AGES, BY_LAG, LAG_BUCKETS, LAST_STEP, QUEUES, SUMS
 from headway.deploy.observe.sinks import open_sinks

@@ -7,7 +7,7 @@ import torch
 from msgspec.structs import replace
 
 from headway.broker import Broker
-from headway.broker.client.archive import PIECE_BYTES
+from headway.broker.client.weights import PIECE_BYTES
 from headway.weightsync.archives import open_archive, open_reader
 from headway.weightsync.config import WeightsConfig
 from headway.weightsync.limits import RateLimiter
