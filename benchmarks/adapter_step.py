@@ -28,10 +28,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qw
 
 from headway.broker.errors import HeadwayError
 from headway.learner.backends import open_backend
+from headway.learner.batching.batch import PackedBatch
+from headway.learner.batching.packing import PackableSequence, pack
 from headway.learner.config import AdapterConfig, ComputeConfig, ModelConfig, OptimizerConfig, RandomModelConfig
 from headway.learner.models.model import load_tokenizer
-from headway.learner.rows.batch import PackedBatch
-from headway.learner.rows.packing import PackableSequence, pack
 
 ALPHABET = "".join(chr(0x4E00 + index) for index in range(4000))
 BASES = {"fsdp": ("none", "int8", "nf4"), "megatron": ("none",)}

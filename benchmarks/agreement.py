@@ -36,10 +36,10 @@ from headway.broker.schema import Lease, Prompt, Trajectory, TrajectoryId, Weigh
 from headway.broker.wire.codec import decode_trajectory, encode_trajectory
 from headway.learner.backends import open_backend
 from headway.learner.backends.base import Backend
+from headway.learner.batching.packing import PackableSequence, concatenate, from_trajectory, pack
+from headway.learner.batching.router_replay import routing_of
 from headway.learner.config import ModelConfig, OptimizerConfig
 from headway.learner.models.model import load_config
-from headway.learner.rows.packing import PackableSequence, concatenate, from_trajectory, pack
-from headway.learner.rows.routing import routing_of
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.base import Engine, GenerationRequest

@@ -32,13 +32,13 @@ from headway.broker.errors import HeadwayError
 from headway.broker.schema import WeightVersion
 from headway.learner.backends import open_backend
 from headway.learner.backends.base import Backend
+from headway.learner.batching.packing import PackableSequence, concatenate
 from headway.learner.config import ModelConfig, OptimizerConfig, RandomModelConfig
 from headway.learner.models.architectures import check_architecture
 from headway.learner.models.directory import read_config
 from headway.learner.models.files import model_files
 from headway.learner.models.model import load_tokenizer
-from headway.learner.objective.agreement import EXACT
-from headway.learner.rows.packing import PackableSequence, concatenate
+from headway.learner.objective.logprob_agreement import EXACT
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.base import Engine, GenerationRequest

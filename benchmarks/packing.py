@@ -2,7 +2,8 @@
 
     python -m benchmarks.packing [--sequences 1000 10000 100000] [--replicas 1 8 64] [--budgets 16384 32768]
 
-Costs are FLOPs of Qwen3-8B's shape (`learner/rows/cost.py`). Progress goes to stderr; the last line is one JSON object.
+Costs are FLOPs of Qwen3-8B's shape (`learner/batching/cost.py`). Progress goes to stderr;
+the last line is one JSON object.
 
     micro_batches     of a replica; `fewest`: ceil(ceil(tokens / budget) / replicas), which no plan can beat
     unused            share of the token budgets that stays empty
@@ -26,9 +27,9 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.learner.batching.cost import CostModel
+from headway.learner.batching.packing import Plan, plan
 from headway.learner.models.shape import shape_of
-from headway.learner.rows.cost import CostModel
-from headway.learner.rows.packing import Plan, plan
 
 SHORTEST, LONGEST = 32, 16384
 ROUNDS = 3

@@ -39,14 +39,14 @@ from benchmarks.throughput.kernel_groups import grouped
 from benchmarks.throughput.shapes import Shape, flops_of, peak_flops, shape_of, step_flops
 from headway.learner.backends import open_backend, token_logprobs
 from headway.learner.backends.base import Backend, TokenLoss
+from headway.learner.batching.batch import PackedBatch
+from headway.learner.batching.clusters import PrefixSharing
+from headway.learner.batching.cost import CostModel
+from headway.learner.batching.packing import PackableSequence
+from headway.learner.batching.units import pack_units
 from headway.learner.config import ComputeConfig, LearnerConfig, ModelConfig, OptimizerConfig
 from headway.learner.models.model import load_config
 from headway.learner.models.shape import shape_of as model_shape_of
-from headway.learner.rows.batch import PackedBatch
-from headway.learner.rows.clusters import PrefixSharing
-from headway.learner.rows.cost import CostModel
-from headway.learner.rows.packing import PackableSequence
-from headway.learner.rows.units import pack_units
 
 SHARINGS: tuple[PrefixSharing, ...] = ("never", "auto", "always")
 WARM_UPS = 2

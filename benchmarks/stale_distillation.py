@@ -31,7 +31,7 @@ from headway.deploy.roles.backend import recipe_backend
 from headway.deploy.roles.stage import fine_tune
 from headway.deploy.run.stage_output import directory_of, mark_complete
 from headway.deploy.terminal import Terminal
-from headway.learner.rows.packing import concatenate, from_trajectory
+from headway.learner.batching.packing import concatenate, from_trajectory
 from headway.rollout_workers.engines.base import NamedTensors
 
 from .staleness.rollouts import Rollouts

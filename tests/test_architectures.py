@@ -10,13 +10,12 @@ import torch
 from benchmarks import architectures
 from headway.broker.errors import ConfigError
 from headway.learner.backends import open_backend
-from headway.learner.backends.fsdp.layers import prepare_layers
-from headway.learner.backends.fsdp.policy import Policy
+from headway.learner.backends.fsdp.policy import Policy, prepare_layers
+from headway.learner.batching.packing import concatenate
 from headway.learner.config import ComputeConfig, OptimizerConfig
 from headway.learner.models.architectures import UNSERVED, UNTRAINED, check_architecture
 from headway.learner.models.attention import UnsupportedModelError
 from headway.learner.models.model import load_model
-from headway.learner.rows.packing import concatenate
 from tests.learner.tiny import sequences
 
 TRAINS = ["gpt_neox", "mixtral", "stablelm", "nemotron", "deepseek_v3", "biogpt"]

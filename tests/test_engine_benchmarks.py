@@ -16,7 +16,7 @@ from headway.broker.schema import Lease, Trajectory, VersionSpan, WeightVersion
 from headway.broker.server.embedded import EmbeddedServer
 from headway.broker.wire.codec import decode_trajectory, encode_trajectory
 from headway.deploy.recipe.loading import load_recipe
-from headway.learner.rows.packing import PackableSequence
+from headway.learner.batching.packing import PackableSequence
 
 
 def test_engine_and_learner_agree_and_replay_takes_what_the_engine_chose(tmp_path: Path) -> None:

@@ -31,9 +31,9 @@ from benchmarks.throughput.results import Results, last_words
 from benchmarks.throughput.rows import packed_rows, padded_rows
 from benchmarks.throughput.shapes import SHAPES, step_flops
 from benchmarks.throughput.workload import long_tailed_lengths, sequences
+from headway.learner.batching.packing import PackableSequence, concatenate
 from headway.learner.config import ModelConfig
 from headway.learner.models.model import load_config, load_tokenizer
-from headway.learner.rows.packing import PackableSequence, concatenate
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")

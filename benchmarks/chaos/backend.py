@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headway.learner.backends.base import Backend, Snapshot, TokenLoss
-from headway.learner.backends.saving import save
+from headway.learner.backends.snapshots import save
+from headway.learner.batching.batch import PackedBatch
 from headway.learner.checkpoints.checkpoint import read_checkpoint
 from headway.learner.config import ModelConfig, OptimizerConfig
-from headway.learner.rows.batch import PackedBatch
 
 from .trail import Beginning, Trail
 

@@ -11,7 +11,7 @@ from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.roles import learner as training
 from headway.deploy.roles.observer import RunObserver
 from headway.learner.backends.base import Backend
-from headway.learner.rows.packing import PackableSequence
+from headway.learner.batching.packing import PackableSequence
 from headway.learner.stages import resuming
 from headway.learner.stages.loop import TrainedStep
 
@@ -61,7 +61,7 @@ class TrailObserver(RunObserver):
 
     def on_step(self, step: TrainedStep) -> None:
         pairs = [(group, trajectory) for group in step.groups for trajectory in group.trajectories]
-        trained = (_trained(*pair, sequence) for pair, sequence in zip(pairs, step.judged.sequences, strict=True))
+        trained = (_trained(*pair, sequence) for pair, sequence in zip(pairs, step.scored.sequences, strict=True))
         self._backend.trail.append(StepRecord(step.version, self._digest, tuple(trained)))
         super().on_step(step)
 

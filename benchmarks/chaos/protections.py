@@ -17,8 +17,8 @@ from headway.broker.schema import Trajectory, WeightVersion
 from headway.broker.schema.weights import Probe
 from headway.broker.security.sample_validation import validate_sample
 from headway.broker.wire import codec
+from headway.learner.batching import packing
 from headway.learner.experience.stream import Experience
-from headway.learner.rows import packing
 from headway.weightsync.publisher import Publication, Publisher
 from headway.weightsync.tensors.staging import Gathering
 

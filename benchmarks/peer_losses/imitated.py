@@ -9,14 +9,14 @@ import torch
 
 from headway.algorithms.metrics import summarize
 from headway.learner.backends.fsdp.policy import Policy
+from headway.learner.batching.packing import labelled
+from headway.learner.batching.units import Unit, pack_units
 from headway.learner.config import ModelConfig, RandomModelConfig
 from headway.learner.data.prompts.rendering import Renderer
 from headway.learner.data.records import Conversation, Message
 from headway.learner.data.records.base import Trained
 from headway.learner.data.records.rendering import ConversationRenderer
 from headway.learner.models.model import load_model, load_tokenizer
-from headway.learner.rows.packing import labelled
-from headway.learner.rows.units import Unit, pack_units
 from headway.learner.stages.supervised.imitation import ImitationTask
 
 from .ours import Side

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from headway.learner.rows.batch import PackedBatch
+from headway.learner.batching.batch import PackedBatch
 
 LENGTHS = (5, 1, 12, 3, 7, 9, 4, 12)
 GROUPS = (0, 0, 0, 1, 1, 1, 1, 1)

@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 
-from headway.learner.backends.fsdp.layers import prepare_layers
-from headway.learner.backends.fsdp.policy import Policy
+from headway.learner.backends.fsdp.policy import Policy, prepare_layers
 from headway.learner.backends.fsdp.row import FsdpRow
 from headway.learner.backends.token_logprobs import token_logprobs
+from headway.learner.batching.batch import PackedBatch
+from headway.learner.batching.cost import CostModel
 from headway.learner.config import ComputeConfig, ModelConfig
 from headway.learner.models.model import load_model
-from headway.learner.rows.batch import PackedBatch
-from headway.learner.rows.cost import CostModel
 
 from .clock import profiled, timed, wait
 from .rows import StepWork

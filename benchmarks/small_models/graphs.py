@@ -33,10 +33,10 @@ from headway.learner.backends import open_backend
 from headway.learner.backends.fsdp import sharded_model
 from headway.learner.backends.fsdp.backend import FsdpBackend
 from headway.learner.backends.fsdp.sharding import clip_gradients, local
+from headway.learner.batching.batch import PackedBatch
+from headway.learner.batching.cost import CostModel
 from headway.learner.config import AdapterConfig, ComputeConfig, ModelConfig, OptimizerConfig
 from headway.learner.objective.objective import Objective
-from headway.learner.rows.batch import PackedBatch
-from headway.learner.rows.cost import CostModel
 
 from .clock import PartClock, timed, wait
 from .rows import StepWork

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 from benchmarks.prefix_trees import samples
-from headway.learner.rows.batch import PackedBatch
-from headway.learner.rows.clusters import PrefixSharing
-from headway.learner.rows.cost import CostModel
-from headway.learner.rows.packing import concatenate
-from headway.learner.rows.units import pack_units
+from headway.learner.batching.batch import PackedBatch
+from headway.learner.batching.clusters import PrefixSharing
+from headway.learner.batching.cost import CostModel
+from headway.learner.batching.packing import concatenate
+from headway.learner.batching.units import pack_units
 
 
 @dataclass(frozen=True, kw_only=True)

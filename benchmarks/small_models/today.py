@@ -9,12 +9,12 @@ from headway.learner.algorithm_config import AlgorithmConfig
 from headway.learner.backends import open_backend
 from headway.learner.backends.fsdp.backend import FsdpBackend
 from headway.learner.backends.fsdp.sharding import clip_gradients, gathering, sync_gradients
+from headway.learner.batching.batch import PackedBatch
+from headway.learner.batching.cost import CostModel
 from headway.learner.config import ComputeConfig, ModelConfig, OptimizerConfig
 from headway.learner.models.model import load_config
 from headway.learner.models.shape import shape_of
 from headway.learner.objective.objective import Objective
-from headway.learner.rows.batch import PackedBatch
-from headway.learner.rows.cost import CostModel
 
 from .clock import PartClock, profiled, timed, waits
 from .rows import StepWork

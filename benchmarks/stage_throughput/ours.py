@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 
 from headway.learner.backends import open_backend
+from headway.learner.batching.batch import PackedBatch
 from headway.learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig, StageConfig
 from headway.learner.data.prompts.rendering import Renderer
 from headway.learner.models.model import load_tokenizer
 from headway.learner.ranks import Ranks
-from headway.learner.rows.batch import PackedBatch
 from headway.learner.stages import open_stage
 from headway.learner.stages.base import Progress, StageParts
 from headway.learner.stages.stage_checkpoints import StageCheckpoints

@@ -119,12 +119,12 @@ class Run:
             prompts = self._cursor.next(settings.groups_per_step)
             groups = self.rollouts.sample(prompts, seed=(self._trial.seed + 1) * SEEDS_APART + step)
         with self._timed("train"):
-            judged = self._updater.judge(groups, step)
-            update = self._updater.update(self._updater.pack(judged.sequences), step)
+            scored = self._updater.compute_advantages(groups, step)
+            update = self._updater.update(self._updater.pack(scored.sequences), step)
         with self._timed("snapshot"):
             self._versions.append(weights(self._backend, step + 1))
-        lag = max((int(sequence.lags.max()) for sequence in judged.sequences), default=0)
-        self._note({"lag": lag, "reward": judged.rewards.mean, "grad_norm": update.grad_norm, **update.algorithm})
+        lag = max((int(sequence.lags.max()) for sequence in scored.sequences), default=0)
+        self._note({"lag": lag, "reward": scored.rewards.mean, "grad_norm": update.grad_norm, **update.algorithm})
 
     def evaluate_now_and_then(self, step: int) -> None:
         """Evaluate before this step, if it is due."""

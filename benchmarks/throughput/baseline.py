@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from headway.learner.algorithm_config import AlgorithmConfig
+from headway.learner.batching.batch import PackedBatch
+from headway.learner.batching.packing import PackableSequence
 from headway.learner.config import OptimizerConfig
 from headway.learner.objective.objective import Objective
 from headway.learner.ranks import Ranks
-from headway.learner.rows.batch import PackedBatch
-from headway.learner.rows.packing import PackableSequence
 
 from .case import LEARNING_RATE, Case
 from .leaks import leak_of

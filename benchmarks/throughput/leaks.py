@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from headway.learner.rows.packing import PackableSequence, concatenate
+from headway.learner.batching.packing import PackableSequence, concatenate
 
 from .rows import one_row
 

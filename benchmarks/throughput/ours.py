@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from headway.learner.algorithm_config import AlgorithmConfig
 from headway.learner.backends import open_backend
+from headway.learner.batching.packing import PackableSequence, pack
 from headway.learner.config import ModelConfig, OptimizerConfig
 from headway.learner.objective.objective import Objective
 from headway.learner.ranks import Ranks
-from headway.learner.rows.packing import PackableSequence, pack
 
 from .case import LEARNING_RATE, Case
 

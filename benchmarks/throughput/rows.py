@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from headway.learner.rows.batch import PackedBatch
-from headway.learner.rows.packing import PackableSequence, concatenate, pack
+from headway.learner.batching.batch import PackedBatch
+from headway.learner.batching.packing import PackableSequence, concatenate, pack
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headway.learner.rows.packing import PackableSequence
+from headway.learner.batching.packing import PackableSequence
 
 SHORTEST = 32
 SPREAD = 1.0

@@ -21,7 +21,7 @@ from headway.broker import BlockingBroker
 from headway.broker.client.learner import CheckpointMark
 from headway.broker.schema import RunRules, WeightVersion
 from headway.broker.schema.weights import Probe
-from headway.learner.backends.process_group import join_ranks
+from headway.learner.ranks import join_ranks
 from headway.weightsync.config import WeightsConfig
 from headway.weightsync.publisher import Publisher
 

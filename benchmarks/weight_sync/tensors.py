@@ -9,7 +9,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.throughput.shapes import Shape
-from headway.learner.backends.fsdp.export import HuggingFaceExport
+from headway.learner.backends.fsdp.backend import HuggingFaceExport
 from headway.learner.backends.fsdp.sharding import local
 from headway.rollout_workers.engines.weight_loading.named_tensors import one_by_one
 

@@ -18,7 +18,7 @@ from rich.table import Table
 from headway.broker.errors import HeadwayError
 from headway.broker.installation import TorchFacts, version_of
 from headway.deploy.terminal import styled
-from headway.learner.backends.abilities import BACKENDS
+from headway.learner.backends import BACKENDS
 from headway.rollout_workers.engines import ENGINES
 from headway.rollout_workers.scorers.runtimes import RUNTIMES
 from headway.weightsync.transports.abilities import TRANSPORTS

@@ -15,8 +15,7 @@ from headway.deploy.recipe.loading import with_overrides
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.tables import WholeWords
 from headway.deploy.terminal import styled
-from headway.learner.planning.memory import plan_memory
-from headway.learner.planning.planned import PlannedModel, RankMemory
+from headway.learner.planning.memory import PlannedModel, RankMemory, plan_memory
 
 from .stage_memory import ScorerMemory, Shapes, StageMemory, largest_of, scorers_memory, stages_of
 

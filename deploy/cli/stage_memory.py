@@ -8,15 +8,14 @@ from headway.broker.errors import ConfigError
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.scorers import REWARD_MODEL, Scorer, scorers_of
 from headway.deploy.recipe.stage_graph import REFERENCE
-from headway.learner.backends.abilities import BACKENDS
+from headway.learner.backends import BACKENDS
 from headway.learner.config import AdapterConfig, ModelConfig, StageConfig
 from headway.learner.models.model import load_config
 from headway.learner.models.shape import ModelShape, Parameter, adapter_parameters, shape_of
 from headway.learner.objective.composition import needs_critic, needs_reference
 from headway.learner.objective.update import prefix_sharing_of
-from headway.learner.planning.memory import plan_memory, plan_teaching, scored
-from headway.learner.planning.planned import PlannedModel, RankMemory
-from headway.learner.planning.scorer import scorer_bytes
+from headway.learner.planning.estimates import scorer_bytes
+from headway.learner.planning.memory import PlannedModel, RankMemory, plan_distillation, plan_memory, with_score_head
 from headway.learner.stages.kinds import options_of
 from headway.learner.stages.supervised.options import DistillationOptions
 from headway.rollout_workers.engines.gpus import gpus_of
@@ -46,7 +45,7 @@ class Shapes:
 
     def quantized_in(self, recipe: Recipe, stage: StageConfig) -> dict[str, int]:
         """Return the bytes of the weights that the stage holds in few bits, by name."""
-        from headway.learner.backends.quantized import quantized_weights
+        from headway.learner.backends.quantization import quantized_weights
 
         adapter = recipe.adapter_in(stage)
         if adapter is None or adapter.quantize_base == "none":
@@ -129,13 +128,13 @@ def _stage(recipe: Recipe, stage: StageConfig, shapes: Shapes, device_bytes: int
     if stage.has_workers:
         return _of_learner(recipe, stage, planned, shapes)
     if stage.kind == REWARD_MODEL:
-        planned = scored(planned)
+        planned = with_score_head(planned)
         return StageMemory(name=stage.name, models="reward model", planned=planned, ranks=plan_memory(planned))
     trained = StageMemory(name=stage.name, models="policy", planned=planned, ranks=plan_memory(planned))
     options = options_of(stage, f"stages.{stage.name}")
     if not isinstance(options, DistillationOptions):
         return trained
-    ranks = plan_teaching(planned, shapes.at(options.teacher))
+    ranks = plan_distillation(planned, shapes.at(options.teacher))
     taught = StageMemory(name=stage.name, models="policy, teacher before the first step", planned=planned, ranks=ranks)
     return largest_of([taught, trained])
 

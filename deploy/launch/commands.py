@@ -13,7 +13,7 @@ from headway.deploy.recipe.ray_roles import LEARNER, SCORER, WORKER
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.run.directory import CONFIG
 from headway.deploy.run.stage_output import Planned
-from headway.learner.experience.rewind import Rewind
+from headway.learner.experience.log import Rewind
 from headway.rollout_workers.config import EngineConfig, ScorersConfig
 from headway.rollout_workers.engines import abilities_of
 from headway.rollout_workers.engines.gpus import gpus_of

@@ -35,7 +35,7 @@ from headway.deploy.run.resuming import check_resumable
 from headway.deploy.run.stage_output import after_stages, check_made, planned
 from headway.deploy.terminal import Terminal, styled
 from headway.learner.config import StageConfig
-from headway.learner.experience.rewind import Rewind
+from headway.learner.experience.log import Rewind
 
 from .base import Launcher
 from .commands import (
@@ -409,7 +409,7 @@ def check_rewind(recipe: Recipe, rewind: Rewind | None) -> None:
         return
     from headway.learner.checkpoints.checkpoint import CheckpointStore
     from headway.learner.experience.log import ExperienceLog
-    from headway.learner.experience.rewind import check_rewind as check
+    from headway.learner.experience.log import check_rewind as check
 
     directory = recipe.run_directory
     check(

@@ -9,7 +9,7 @@ from headway.broker.errors import LASTING_EXIT, ConfigError, HeadwayError
 from headway.broker.user_code.import_paths import ImportRoots, import_directory
 from headway.broker.user_code.pool import BlockingHost
 from headway.broker.user_code.protocol import Program
-from headway.learner.backends import unfit_base
+from headway.learner.backends import adapter_base_problem
 from headway.learner.config import ModelConfig
 from headway.learner.models.directory import read_config
 from headway.rollout_workers.config import EngineConfig
@@ -223,7 +223,7 @@ def impossible_adapters(recipe: Recipe) -> Iterator[str]:
     yield from _impossible_sending(recipe, "dense")
     if adapter is None:
         return
-    if complaint := unfit_base(recipe.learner.backend, adapter, recipe.learner.compute):
+    if complaint := adapter_base_problem(recipe.learner.backend, adapter, recipe.learner.compute):
         yield complaint
     known = {stage.name: stage for stage in plan}
     for name in adapter.stages:

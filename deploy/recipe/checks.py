@@ -8,8 +8,8 @@ from headway.broker.errors import ConfigError
 from headway.broker.keys import is_name
 from headway.broker.user_code.kinds import did_you_mean, unknown_kind, unknown_option
 from headway.learner.algorithm_config import ADVANTAGES, CORRECTIONS, OBJECTIVES, AlgorithmConfig
+from headway.learner.backends import BACKENDS
 from headway.learner.backends import abilities_of as backend_abilities
-from headway.learner.backends.abilities import BACKENDS
 from headway.learner.config import EXAMPLES, PROMPTS, STAGES, LearnerConfig, StageConfig
 from headway.learner.models.layout import check_ranks, check_splits
 from headway.learner.stages.kinds import options_of

@@ -22,7 +22,7 @@ def check_packages(recipe: Recipe, *, has_workers: bool) -> None:
             ImportRoots((stage.kind,)).check(stage.kind, f"stages[{index}].kind")
     check_backend_installed(recipe.learner.backend)
     if recipe.model.adapter is not None and recipe.model.adapter.quantize_base != "none":
-        from headway.learner.backends.quantized import check_quantizer
+        from headway.learner.backends.quantization import check_quantizer
 
         check_quantizer(recipe.model.adapter.quantize_base)
     check_sink_packages(recipe.metrics)

@@ -15,7 +15,7 @@ import torch
 
 from headway.broker.errors import ConfigError
 from headway.deploy.run.trained import TrainedModel
-from headway.learner.backends.adapter_files import BASE, CONFIG, FOLDER, WEIGHTS, has_adapter
+from headway.learner.backends.adapter import BASE, CONFIG, FOLDER, WEIGHTS, has_adapter
 from headway.learner.backends.hugging_face_files import TensorFiles, write_tensors
 
 from .export_check import Agreement, compare, limit_of

@@ -42,7 +42,7 @@ from headway.deploy.run.in_use import refuse_if_in_use
 from headway.deploy.run.resuming import check_resumable
 from headway.deploy.run.stage_output import after_stages, check_made, is_complete, is_of, mark_complete, planned
 from headway.deploy.terminal import Terminal
-from headway.learner.experience.rewind import Rewind
+from headway.learner.experience.log import Rewind
 from headway.rollout_workers.config import EngineConfig, ScorersConfig, WorkersConfig
 from headway.rollout_workers.engines.gpus import visible_devices
 from headway.weightsync.config import WeightsConfig

@@ -12,6 +12,8 @@ from headway.deploy.recipe.recipe import Recipe
 from headway.learner.backends import abilities_of, open_backend
 from headway.learner.backends.base import Backend, ScoreBackend, ValueBackend
 from headway.learner.backends.score_head import check_critic
+from headway.learner.batching.cost import DEFAULT_COST, CostModel
+from headway.learner.batching.router_replay import Routing, routing_of
 from headway.learner.config import ModelConfig
 from headway.learner.models.architectures import check_architecture, check_heads
 from headway.learner.models.model import load_config
@@ -19,10 +21,8 @@ from headway.learner.models.shape import ModelShape, shape_of
 from headway.learner.objective.composition import gae_options
 from headway.learner.objective.critic import Critic
 from headway.learner.planning.fsdp import is_replayed
-from headway.learner.planning.planned import PlannedModel
+from headway.learner.planning.memory import PlannedModel
 from headway.learner.ranks import Ranks
-from headway.learner.rows.cost import DEFAULT_COST, CostModel
-from headway.learner.rows.routing import Routing, routing_of
 
 
 def recipe_backend(recipe: Recipe) -> Backend:

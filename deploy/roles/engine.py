@@ -12,7 +12,7 @@ from headway.broker.schema import WeightVersion
 from headway.deploy.recipe.checks import check_engine
 from headway.deploy.recipe.sections import SOURCE, overridden
 from headway.deploy.run.trained import TrainedModel
-from headway.learner.backends.adapter_files import open_weights
+from headway.learner.backends.adapter import open_weights
 from headway.learner.backends.score_head import has_score_head
 from headway.learner.config import ModelConfig
 from headway.learner.models.end_tokens import end_tokens

@@ -18,8 +18,8 @@ import torch
 
 from headway.broker.errors import ConfigError, HeadwayError
 from headway.deploy.run.trained import TrainedModel, is_model
-from headway.learner.backends.adapter_files import CONFIG as ADAPTER_CONFIG
-from headway.learner.backends.adapter_files import open_weights, trained_base
+from headway.learner.backends.adapter import CONFIG as ADAPTER_CONFIG
+from headway.learner.backends.adapter import open_weights, trained_base
 from headway.learner.backends.hugging_face_files import write_tensors
 from headway.learner.backends.score_head import has_score_head
 from headway.learner.checkpoints.checkpoint import FILES_FILE, partial_path, put_in_place

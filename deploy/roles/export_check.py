@@ -14,12 +14,12 @@ import torch
 
 from headway.deploy.run.trained import TrainedModel
 from headway.learner.backends import open_backend
-from headway.learner.backends.adapter_files import adapted_model, has_adapter
+from headway.learner.backends.adapter import adapted_model, has_adapter
 from headway.learner.backends.score_head import has_score_head
+from headway.learner.batching.packing import PackableSequence, concatenate
 from headway.learner.checkpoints.checkpoint import read_checkpoint
 from headway.learner.checkpoints.digests import check_digests
 from headway.learner.config import ModelConfig
-from headway.learner.rows.packing import PackableSequence, concatenate
 from headway.learner.stages.supervised.reward_model import with_state_behind
 
 if TYPE_CHECKING:

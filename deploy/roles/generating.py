@@ -21,7 +21,7 @@ from headway.broker.schema import Prompt
 from headway.deploy.run.answers import Answer, AnswerFile, Response
 from headway.deploy.run.directory import held
 from headway.deploy.run.trained import TrainedModel
-from headway.learner.backends.adapter_files import open_weights
+from headway.learner.backends.adapter import open_weights
 from headway.learner.config import ModelConfig
 from headway.learner.data.prompts.cursor import group_at
 from headway.learner.data.prompts.rendering import Renderer

@@ -30,10 +30,10 @@ from headway.deploy.recipe.loading import recipe_to_bytes
 from headway.deploy.recipe.recipe import Recipe, RunConfig
 from headway.deploy.run.in_use import refuse_if_in_use
 from headway.deploy.run.trained import TrainedModel
-from headway.learner.backends.adapter_files import open_weights
+from headway.learner.backends.adapter import open_weights
 from headway.learner.config import LearnerConfig, ModelConfig
 from headway.learner.data.prompts.cursor import group_at, place_of
-from headway.learner.experience.outages import RepeatedCalls
+from headway.learner.experience.broker_retries import BrokerRetries
 from headway.learner.models.files import model_files
 from headway.learner.models.model import load_config
 from headway.rollout_workers.config import EvalConfig
@@ -122,7 +122,7 @@ class _Job:
         self._left = dict(sorted(prompts.items()))
         self._unfed = iter(tuple(self._left.values()))
         self._is_fed = False
-        self._outages = RepeatedCalls(blocking, lambda: False, self._tell_again)
+        self._outages = BrokerRetries(blocking, lambda: False, self._tell_again)
         self._committed: deque[str] = deque(maxlen=REMEMBERED)
         self._limits = SampleLimits(
             vocabulary=getattr(load_config(recipe.model).get_text_config(), "vocab_size", None),
@@ -136,7 +136,7 @@ class _Job:
         """Give workers the model, and return what serves it to them until it is closed."""
         model = self._recipe.model
         files = msgspec.structs.replace(model_files(model), limits=self._limits)
-        self._outages.insist(lambda: self._verbs.versions.put_model(self._owner, files))
+        self._outages.retry(lambda: self._verbs.versions.put_model(self._owner, files))
         self._feed()  # before any worker asks, so that they begin with the first prompts
         publisher = Publisher(self._blocking, self._owner, self._recipe.weights)
         tensors = open_weights(model.path)
@@ -144,8 +144,8 @@ class _Job:
         gathering = publisher.gather((name, tensors(name)) for name in sorted(tensors.names))
         token = next(iter(self._left.values())).token_ids[0]
         probe = Probe(token_ids=[token], logprobs=[], tolerance=0.0)  # a single token predicts none
-        self._outages.ride_out(lambda: publisher.publish(self._version, gathering, probe))
-        self._outages.insist(lambda: self._verbs.status.set_state(self._owner, "training"))
+        self._outages.retry_until_available(lambda: publisher.publish(self._version, gathering, probe))
+        self._outages.retry(lambda: self._verbs.status.set_state(self._owner, "training"))
         return publisher
 
     def collect(self, add: Add) -> None:
@@ -164,11 +164,11 @@ class _Job:
 
     def finish(self) -> None:
         """End the run, and remove it from the server once its workers have heard of that."""
-        self._outages.insist(lambda: self._verbs.status.set_state(self._owner, "finished"))
+        self._outages.retry(lambda: self._verbs.status.set_state(self._owner, "finished"))
         until = time.monotonic() + FAREWELL_S
         while time.monotonic() < until:
             with suppress(RunNotFoundError):
-                if self._outages.insist(self._verbs.status.snapshot).workers:
+                if self._outages.retry(self._verbs.status.snapshot).workers:
                     time.sleep(POLL_S)
                     continue
             time.sleep(LINGER_S)
@@ -195,17 +195,17 @@ class _Job:
         """Keep the broker supplied with prompts, and close the feed after the last one."""
         if self._is_fed:
             return
-        waiting, _ = self._outages.insist(self._verbs.prompts.waiting)
+        waiting, _ = self._outages.retry(self._verbs.prompts.waiting)
         if waiting > AHEAD // 2:
             return
         if prompts := list(islice(self._unfed, AHEAD - waiting)):
-            self._outages.insist(lambda: self._verbs.prompts.feed(prompts, self._owner))
+            self._outages.retry(lambda: self._verbs.prompts.feed(prompts, self._owner))
         else:
-            self._outages.insist(lambda: self._verbs.prompts.close_feed(self._owner))
+            self._outages.retry(lambda: self._verbs.prompts.close_feed(self._owner))
             self._is_fed = True
 
     def _take(self, step: int) -> TakenBatch | NotReady:
-        return self._outages.insist(lambda: self._verbs.batches.take(self._owner, step, 1))
+        return self._outages.retry(lambda: self._verbs.batches.take(self._owner, step, 1))
 
     def _hand_over(self, group: Group, add: Add) -> None:
         """Add the prompt's responses, unless a server that has lost its last second delivers it again."""
@@ -224,11 +224,11 @@ class _Job:
         lowest = next(iter(self._left), None)
         watermark = None if lowest is None else group_at((0, lowest))
         self._committed.extend(groups)
-        self._outages.insist(lambda: self._verbs.batches.commit(self._owner, step, groups, watermark))
+        self._outages.retry(lambda: self._verbs.batches.commit(self._owner, step, groups, watermark))
 
     def _tell_again(self) -> None:
         """Tell a restarted server what it may have forgotten, and feed all prompts that are left again."""
-        self._outages.insist(
+        self._outages.retry(
             lambda: self._verbs.batches.reassert(
                 self._owner, announced=self._version, committed_groups=tuple(self._committed), pinned={}
             )

@@ -49,13 +49,12 @@ from headway.learner.checkpoints.best import Best, read_best
 from headway.learner.checkpoints.checkpoint import CheckpointStore
 from headway.learner.data.prompts import open_prompts
 from headway.learner.data.prompts.cursor import PromptCursor
-from headway.learner.experience.log import ExperienceLog
-from headway.learner.experience.rewind import Rewind
+from headway.learner.experience.log import ExperienceLog, Rewind
 from headway.learner.experience.stream import Experience
 from headway.learner.models.files import model_files
 from headway.learner.models.model import load_config, load_tokenizer
-from headway.learner.objective.agreement import EXACT, EXPLAINED, QUANTIZED
 from headway.learner.objective.composition import needs_critic, needs_reference, needs_teacher
+from headway.learner.objective.logprob_agreement import EXACT, EXPLAINED, QUANTIZED
 from headway.learner.objective.objective import Objective
 from headway.learner.objective.update import Updater
 from headway.learner.ranks import Ranks
@@ -377,7 +376,7 @@ def recipe_updater(recipe: Recipe, backend: Backend, ranks: Ranks) -> Updater:
 
 
 def agreement_bound(recipe: Recipe) -> float:
-    """Return the bound of `FirstBatch`: the recipe's own, or what the rounding of its engines and of the learner
+    """Return the bound of `LogprobAgreement`: the recipe's own, or what the rounding of its engines and of the learner
     explains at its temperature."""
     if recipe.learner.agreement_bound is not None:
         return recipe.learner.agreement_bound

@@ -19,10 +19,10 @@ from headway.deploy.observe.sinks.delivery import Sinks
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.run.events import EvaluationEvent, HeartbeatEvent, StepEvent
 from headway.learner.backends.base import Backend
-from headway.learner.experience.drift import length_class
-from headway.learner.experience.outages import Interrupted
+from headway.learner.experience.broker_retries import StopRequested
+from headway.learner.experience.length_drift import length_class
 from headway.learner.experience.stream import Experience
-from headway.learner.objective.lags import figures_by_lag, lag_of_sequence, tokens_by_lag
+from headway.learner.objective.lag_metrics import figures_by_lag, lag_of_sequence, tokens_by_lag
 from headway.learner.objective.shaping import is_truncated, trajectories_of
 from headway.learner.stages.loop import TrainedStep
 from headway.learner.stages.stopwatch import seconds_by_phase
@@ -97,7 +97,7 @@ class RunObserver:
     def _hear_of_evaluations(self, *, is_last: bool) -> None:
         if self._by_workers is None:
             return
-        with suppress(Interrupted):
+        with suppress(StopRequested):
             found = self._by_workers.wait(self._should_stop) if is_last else self._by_workers.collect()
             for version, result in found:
                 self._note_evaluation(version, result)
@@ -187,17 +187,17 @@ class RunObserver:
 def step_event(step: TrainedStep, total_steps: int, time_s: float) -> StepEvent:
     """Return the event of one step of a run or of a replay, with what it trained; `time_s` in seconds since its loop
     began."""
-    metrics = _metrics(step, step.judged.trajectories, total_steps, time_s)
-    return StepEvent(metrics=metrics, tids=tuple(str(trajectory.tid) for trajectory in step.judged.trajectories))
+    metrics = _metrics(step, step.scored.trajectories, total_steps, time_s)
+    return StepEvent(metrics=metrics, tids=tuple(str(trajectory.tid) for trajectory in step.scored.trajectories))
 
 
 def _metrics(step: TrainedStep, trajectories: Sequence[Trajectory], total_steps: int, time_s: float) -> StepMetrics:
-    sequences, taken = step.judged.sequences, trajectories_of(step.groups)
+    sequences, taken = step.scored.sequences, trajectories_of(step.groups)
     truncated = sum(map(is_truncated, taken))
     lags = [lag_of_sequence(sequence) for sequence in sequences]
     packed_tokens = sum(len(sequence.token_ids) for sequence in sequences)
     responses = [len(t.response_tokens) for t in trajectories]
-    figures = {**step.update.algorithm, **step.judged.figures}
+    figures = {**step.update.algorithm, **step.scored.figures}
     seconds = seconds_by_phase(step.laps)
     train_s = seconds["pack"] + seconds["train"]
     return StepMetrics(
@@ -205,14 +205,14 @@ def _metrics(step: TrainedStep, trajectories: Sequence[Trajectory], total_steps:
         step=step.version.step,
         total_steps=total_steps,
         time_s=time_s,
-        reward_mean=step.judged.rewards.mean,
-        reward_std=step.judged.rewards.std,
-        reward=step.judged.rewards.components,
-        reward_samples=step.judged.rewards.counts,
-        flat_groups=step.judged.rewards.flat_groups,
+        reward_mean=step.scored.rewards.mean,
+        reward_std=step.scored.rewards.std,
+        reward=step.scored.rewards.components,
+        reward_samples=step.scored.rewards.counts,
+        flat_groups=step.scored.rewards.flat_groups,
         truncated=truncated / len(taken) if taken else 0.0,
         truncated_samples=truncated,
-        truncated_reward_mean=step.judged.rewards.truncated,
+        truncated_reward_mean=step.scored.rewards.truncated,
         response_tokens_mean=fmean(responses or (0,)),
         lag_mean=fmean(lags or (0,)),
         lag_max=max(lags, default=0),

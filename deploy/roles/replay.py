@@ -21,7 +21,7 @@ from headway.deploy.run.directory import CHECKPOINTS, EXPERIENCE, REPLAYS
 from headway.deploy.run.report import METRICS, lineage, read_lines, summarize
 from headway.deploy.run.stage_output import after_stages
 from headway.learner.algorithm_config import AlgorithmConfig, preset_defaults
-from headway.learner.backends.adapter_files import FOLDER
+from headway.learner.backends.adapter import FOLDER
 from headway.learner.backends.base import Backend
 from headway.learner.checkpoints.checkpoint import Checkpoint, CheckpointStore
 from headway.learner.checkpoints.weights_digest import saved_tensors, weights_digest

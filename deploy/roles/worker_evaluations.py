@@ -62,7 +62,7 @@ class WorkerEvaluations:
 
     def collect(self, *, is_end: bool = False) -> Iterator[tuple[WeightVersion, EvalResult]]:
         """Yield the versions that have been evaluated since the last call, with their results. With `is_end` the newest
-        version is given up too if no worker asks for it. Raises Interrupted."""
+        version is given up too if no worker asks for it. Raises StopRequested."""
         while self._pending:
             version = self._pending[0]
             progress = self._experience.evaluation(version)

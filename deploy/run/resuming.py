@@ -20,7 +20,7 @@ from headway.deploy.recipe.loading import recipe_to_bytes, with_held_out_seed
 from headway.deploy.recipe.recipe import Recipe, plan_of
 from headway.learner.checkpoints.differences import ABSENT, told
 from headway.learner.config import SftConfig, StageConfig
-from headway.learner.experience.rewind import Rewind
+from headway.learner.experience.log import Rewind
 
 from .directory import CONFIG, SETTINGS
 from .stage_output import origin

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from headway.learner.rows.batch import PackedBatch
+from headway.learner.batching.batch import PackedBatch
 
 TokenLoss = Callable[[int, torch.Tensor], tuple[torch.Tensor, dict[str, float]]]
 """(index of the micro-batch, current_logprobs_T) -> (the micro-batch's share of the batch's loss, metrics to report).
@@ -31,7 +31,7 @@ class Snapshot:
     """Writes the files that describe those of all ranks. Collective."""
 
 
-class Stored(Protocol):
+class CheckpointPart(Protocol):
     """A part of a checkpoint."""
 
     def snapshot(self, directory: Path, *, is_copied: bool) -> Snapshot:
@@ -43,7 +43,7 @@ class Stored(Protocol):
         ...
 
 
-class Trained(Protocol):
+class TrainableModel(Protocol):
     """A sharded model with its optimizer. All calls, its subclasses' too, are collective over the learner's ranks.
 
     The ranks that hold one replica of the model together get the same batches and return the same results.
@@ -66,7 +66,7 @@ class Trained(Protocol):
         ...
 
     def save(self, directory: Path) -> None:
-        """Write parameters and optimizer at once (`learner.backends.saving.save`); durable when it returns."""
+        """Write parameters and optimizer at once (`learner.backends.snapshots.save`); durable when it returns."""
         ...
 
     def load(self, directory: Path) -> None:
@@ -79,7 +79,7 @@ class Trained(Protocol):
         ...
 
 
-class Backend(Trained, Protocol):
+class Backend(TrainableModel, Protocol):
     """The policy. A Hugging Face model and the process's RNG state are saved with it.
 
     If a batch has `experts_TLK`, these experts compute its tokens. The first report of a step then counts the choices
@@ -136,7 +136,7 @@ class AdapterBackend(Backend, Protocol):
         ...
 
 
-class Likeliest(NamedTuple):
+class TopTokens(NamedTuple):
     """The C likeliest tokens in the place of each of T tokens, the likeliest first."""
 
     token_ids_TC: torch.Tensor
@@ -145,7 +145,7 @@ class Likeliest(NamedTuple):
     """[T, C] fp32; 0 for the first token of a sequence."""
 
     @classmethod
-    def of(cls, found_TC2: torch.Tensor) -> "Likeliest":
+    def of(cls, found_TC2: torch.Tensor) -> "TopTokens":
         """Returns them out of [T, C, 2] tokens and logprobs; an empty micro-batch has neither."""
         if not len(found_TC2):
             return cls(torch.zeros(0, 0, dtype=torch.int64), torch.zeros(0, 0))
@@ -157,13 +157,13 @@ class Teacher(Backend, Protocol):
     """A policy that tells what it finds likeliest, and whose logprobs may be asked of candidates
     (`PackedBatch.candidates_TC`): both a teacher and its student in distillation are one."""
 
-    def likeliest(self, batches: Sequence[PackedBatch], count: int) -> list[Likeliest]:
+    def likeliest(self, batches: Sequence[PackedBatch], count: int) -> list[TopTokens]:
         """Return, for every micro-batch, the `count` likeliest tokens in each place, at temperature 1; the whole
         vocabulary if that is smaller."""
         ...
 
 
-class ValueBackend(Trained, Protocol):
+class ValueBackend(TrainableModel, Protocol):
     """A critic: a model with a head of one output. It starts from a reward model, or else its head is 0."""
 
     def values(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:

@@ -1,5 +1,7 @@
 """The learner logs every batch before it trains it, so that a run can be replayed or rewound without its broker.
 
+`Rewind` names the checkpoint to which a user goes back, and whether the steps after it are trained from the log again.
+
     experience/steps_FIRST.log    the batches of step FIRST and of those after it, in the order taken (see `segments`)
 
 There is one line of descent: a learner that trains another batch at step N abandons what the log from N on holds, and
@@ -9,14 +11,16 @@ it goes. The log is insurance: a full disk or damage is said, and costs nothing 
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from headway.broker.errors import HeadwayError
 from headway.broker.schema import Group, TrajectoryId
+from headway.learner.checkpoints.checkpoint import Checkpoint, CheckpointStore
 from headway.learner.checkpoints.disk import GONE, gone
 
-from .frames import GroupFrames
-from .logged_batch import LoggedBatchError, check_batch, read_batch, read_header, tids_of, write_batch
+from .logged_batch import GroupFrames, LoggedBatchError, check_batch, read_batch, read_header, tids_of, write_batch
 from .segments import LogSegment, segments_in
 
 log = logging.getLogger(__name__)
@@ -49,7 +53,7 @@ class ExperienceLog:
         self._places = dict(sorted(held for segment in self._segments for held in segment.places.items()))
         for leftover in directory.glob(".step_*.staged"):
             leftover.unlink(missing_ok=True)
-        self._is_failing = self._was_told_of_loss = False
+        self._is_failing = self._has_warned_of_loss = False
 
     @property
     def steps(self) -> list[int]:
@@ -147,14 +151,14 @@ class ExperienceLog:
         while sum(segment.size for segment in self._segments) > self._limit_bytes:
             oldest = self._segments.pop(0)
             steps = sorted(oldest.places)
-            if not self._was_told_of_loss and steps and steps[-1] >= self._needed_from():
+            if not self._has_warned_of_loss and steps and steps[-1] >= self._needed_from():
                 log.warning(
                     "The experience log is full (checkpoint.log_bytes=%.1f MiB) and forgets step %d, which a rewind to"
                     " the oldest checkpoint would train again. Raise checkpoint.log_bytes, or lower checkpoint.keep.",
                     self._limit_bytes / MIB,
                     steps[-1],
                 )
-                self._was_told_of_loss = True
+                self._has_warned_of_loss = True
             oldest.remove()
             for step in steps:
                 self._places.pop(step, None)
@@ -163,3 +167,47 @@ class ExperienceLog:
 def _contents(groups: Sequence[Group]) -> dict[str, GroupFrames]:
     """Groups are compared by their frames: another version of zstd may compress the same batch differently."""
     return {group.prompt.group: GroupFrames.of(group) for group in groups}
+
+
+class RewindError(HeadwayError):
+    """The run cannot go back there; the message says where it can."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewind:
+    """The user asks for the weights of the checkpoint at `step`, and for the steps from it on once more."""
+
+    step: int
+    regenerate: bool = False
+    """Forget what was sampled for the steps after it, instead of training the same batches again."""
+
+
+def find_rewind_checkpoint(checkpoints: CheckpointStore, rewind: Rewind) -> Checkpoint:
+    """Returns the checkpoint that the user asks for. Raises RewindError, which lists the existing ones."""
+    lineage = checkpoints.lineage()
+    for checkpoint in lineage:
+        if checkpoint.state.step == rewind.step:
+            return checkpoint
+    raise RewindError(f"There is no checkpoint at step {rewind.step} to rewind to: {_listed(lineage)}.")
+
+
+def check_rewind(checkpoints: CheckpointStore, log: ExperienceLog, rewind: Rewind) -> None:
+    """Raises RewindError where the log has a hole in what would be trained again, or there is no such checkpoint.
+
+    Where it lacks the very first step there is nothing to choose: all is generated anew.
+    """
+    find_rewind_checkpoint(checkpoints, rewind)
+    reached = checkpoints.lineage()[-1].state.step
+    until = log.held_until(rewind.step)
+    if rewind.regenerate or until == rewind.step or until >= reached:
+        return
+    able = [checkpoint for checkpoint in checkpoints.lineage() if log.held_until(checkpoint.state.step) >= reached]
+    raise RewindError(
+        f"The run has come to step {reached}, but the experience log holds steps {rewind.step} to {until - 1} only, so"
+        f" the rest cannot be trained again as it was. Add --regenerate to generate it anew, or rewind to a checkpoint"
+        f" from which nothing is missing: {_listed(able)}."
+    )
+
+
+def _listed(checkpoints: list[Checkpoint]) -> str:
+    return ", ".join(f"{checkpoint.state.step}" for checkpoint in checkpoints) or "there is none"

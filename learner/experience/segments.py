@@ -141,14 +141,14 @@ def read_segment(path: Path) -> LogSegment:
 
 
 @contextmanager
-def opened(place: BatchPlace) -> Iterator[BinaryIO]:
+def open_batch(place: BatchPlace) -> Iterator[BinaryIO]:
     """Opens the bytes of one batch to be read."""
     with place.path.open("rb") as file:
         file.seek(place.start)
-        yield _Part(file, place.length)  # type: ignore[misc]
+        yield _BoundedReader(file, place.length)  # type: ignore[misc]
 
 
-class _Part:
+class _BoundedReader:
     """Reads no further than the end of a record."""
 
     def __init__(self, file: BinaryIO, length: int) -> None:

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
+from enum import StrEnum
 from typing import Any, TypeVar
 
 import torch
@@ -18,21 +19,100 @@ from headway.broker import BlockingBroker
 from headway.broker.client.evaluations import EvaluationProgress
 from headway.broker.client.learner import Claim, NotReady, TakenBatch
 from headway.broker.errors import HeadwayError, RunNotFoundError
+from headway.broker.owner import Owner
 from headway.broker.schema import Group, Prompt, TrajectoryId, WeightVersion
 from headway.broker.schema.metrics import StepMetrics
 from headway.broker.schema.status import RunStatus
 from headway.broker.schema.weights import Probe
 from headway.learner.data.prompts.cursor import PromptCursor
-from headway.learner.objective.shaping import teaches
+from headway.learner.objective.shaping import is_informative
 from headway.weightsync.publisher import Publisher
 
-from .drift import DriftWatch
-from .feed import PromptFeed
+from .broker_retries import BrokerRetries, StopRequested, WaitTimeout
+from .length_drift import DriftWatch
 from .log import ExperienceLog
 from .logged_batch import tids_of
-from .outages import Interrupted, PatienceOver, RepeatedCalls
-from .standing import Standing, State
-from .waits import Wait
+from .publication_state import PublicationState, State
+
+
+class WaitReason(StrEnum):
+    """The event that the batch waits for. Rank 0 sends the value to the other ranks."""
+
+    FOR_WEIGHTS = "weights"
+    """Workers cannot generate the batch before this step's weights are published. Where earlier steps were to be
+    replayed, their batches are lost: what follows is a branch of its own."""
+    FOR_COMMIT = "commit"
+    """The broker's store is full with what was trained: a durable checkpoint lets it be freed."""
+    FOR_DEVICE = "device"
+    """Engines need the device that they share with the learner."""
+    FOR_RANKS = "ranks"
+    """The other ranks have waited long: they must hear that rank 0 lives."""
+
+
+DRAW_S = 1.0
+"""Seconds after which the learner draws no further prompt before it feeds those that it has: a slow source must not
+keep workers from the first of them, nor the learner from batches that are ready."""
+
+
+class PromptFeed:
+    """Keeps `wanted` prompts in the pool: admission runs max_lag + 1 steps ahead of training.
+
+    It draws prompts in the caller's thread and not on the client's event loop, where a slow source would hold up all
+    other calls of the learner.
+    """
+
+    def __init__(self, blocking: BlockingBroker, owner: Owner, cursor: PromptCursor, wanted: int) -> None:
+        self._call = blocking.call
+        self._prompts = blocking.broker.prompts
+        self._owner = owner
+        self._cursor = cursor
+        self._wanted = wanted
+        self._first = wanted
+        """The prompts from the cursor's place on that are fed however many are in the pool: those of a branch that was
+        abandoned may lie there, and workers begin the oldest first."""
+        self._next: list[Prompt] = []
+        """The cursor gave these prompts and the broker has not confirmed them yet: an outage must not lose them."""
+        self._is_closed = False
+        self._useless_refeed_at = ""
+
+    def keep_ahead(self) -> None:
+        """Feeds the prompts that are missing, or those of them that `DRAW_S` leaves time for, and closes the feed after
+        the last one. Idempotent."""
+        ahead, has_lost = self._call(self._prompts.waiting())
+        self._feed_lost(has_lost)
+        missing = self._wanted - ahead if ahead < self._wanted // 2 else 0
+        if not self._next and (count := max(missing, self._first)):
+            self._draw(count)
+        if self._next:
+            self._call(self._prompts.feed(self._next, self._owner))
+            self._first = max(0, self._first - len(self._next))
+            self._next = []
+        if self._cursor.is_exhausted and not self._is_closed:
+            self._call(self._prompts.close_feed(self._owner))
+            self._is_closed = True
+
+    def restart(self) -> None:
+        """Feeds again from the checkpoint's cursor, as the server has forgotten some prompts."""
+        self._cursor.feed_again()
+        self._is_closed = False
+
+    def _draw(self, count: int) -> None:
+        """Takes prompts from the cursor: at least one, if there is one left, and no more than `count`."""
+        until = time.monotonic() + DRAW_S
+        while len(self._next) < count and not self._cursor.is_exhausted:
+            self._next += self._cursor.next(1)
+            if time.monotonic() > until:
+                return
+
+    def _feed_lost(self, has_lost: bool) -> None:
+        """Feeds again the prompts that the server has lost. Where that brings nothing back, a resumed learner's cursor
+        has not drawn the lost ones yet, and the next try waits until the cursor has moved."""
+        if not has_lost:
+            self._useless_refeed_at = ""
+        elif self._useless_refeed_at != self._cursor.position:
+            brought_back = self._call(self._prompts.feed(self._cursor.fed_before(), self._owner))
+            self._useless_refeed_at = "" if brought_back else self._cursor.position
+
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -77,7 +157,7 @@ class Experience:
         self._log = experience_log
         self._groups_per_step = groups_per_step
         self._should_stop = should_stop
-        self._outages = RepeatedCalls(blocking, should_stop, self._reassert)
+        self._retries = BrokerRetries(blocking, should_stop, self._reassert)
         self._drift = DriftWatch()
 
         self._replacement_rounds, self._masks_truncated = replacement_rounds, masks_truncated
@@ -95,52 +175,52 @@ class Experience:
         self._told_calls, self._told_s = 0, 0.0
         """Calls to the broker, and their time, as of the last `broker_calls`."""
 
-        self._standing = Standing()
+        self._publication_state = PublicationState()
         self._promised_to = 0
         """Replayed steps below it were committed: the broker has forgotten them, so only the log can give them."""
 
     def replay(self, steps: range) -> None:
         """Trains these steps from the log, as the broker has settled or lost their batches."""
         self._promised_to = min(steps.stop, self._committed_step)
-        with suppress(Interrupted):
+        with suppress(StopRequested):
             self._replay(steps)
 
     def feed(self) -> None:
         """Feeds prompts before workers get the first weights; otherwise workers would not begin with the oldest
         ones."""
-        with suppress(Interrupted):
-            self._outages.ride_out(self._feed.keep_ahead)
+        with suppress(StopRequested):
+            self._retries.retry_until_available(self._feed.keep_ahead)
 
     def take(
         self, step: int, meanwhile: Callable[[], None] | None = None, *, may_wait: bool = True
-    ) -> TakenBatch | Wait:
+    ) -> TakenBatch | WaitReason:
         """The batch of `step`, waiting for it, or what the loop must do first. However often the caller asks, a step
-        gets the same batch; one without groups means that nothing will come. Raises Interrupted.
+        gets the same batch; one without groups means that nothing will come. Raises StopRequested.
 
         It calls `meanwhile` again and again while it waits. Without `may_wait` it answers FOR_DEVICE instead.
         """
-        with self._outages.patience(PATIENCE_S):
+        with self._retries.patience(PATIENCE_S):
             try:
                 return self._take(step, meanwhile, may_wait)
-            except PatienceOver:
-                return Wait.FOR_RANKS
+            except WaitTimeout:
+                return WaitReason.FOR_RANKS
 
-    def _take(self, step: int, meanwhile: Callable[[], None] | None, may_wait: bool) -> TakenBatch | Wait:
-        self._outages.ride_out(self._feed.keep_ahead)
+    def _take(self, step: int, meanwhile: Callable[[], None] | None, may_wait: bool) -> TakenBatch | WaitReason:
+        self._retries.retry_until_available(self._feed.keep_ahead)
         while isinstance(found := self._logged(step) or self._pinned(step), NotReady):
             if self._should_stop():
-                raise Interrupted
-            publication, is_lost = self._standing.publication, self._is_lost(found)
+                raise StopRequested
+            publication, is_lost = self._publication_state.publication, self._is_lost(found)
             if publication is not None and (is_lost or publication.is_over or not may_wait):
                 self.settle()
             elif is_lost:
                 if not self._replay_what_is_lost(step):
-                    self._standing.abandon()
-                    return Wait.FOR_WEIGHTS
+                    self._publication_state.abandon()
+                    return WaitReason.FOR_WEIGHTS
             elif found is NotReady.BYTES and self._taken:
-                return Wait.FOR_COMMIT
+                return WaitReason.FOR_COMMIT
             elif not may_wait:
-                return Wait.FOR_DEVICE
+                return WaitReason.FOR_DEVICE
             else:
                 self._pause(meanwhile)
         self._taken[step] = tids_of(found.groups)
@@ -173,8 +253,8 @@ class Experience:
         """
         done = sorted({tid.group for s, tids in self._taken.items() if s < step for tid in tids})
         watermark = self._saved_watermark
-        with suppress(Interrupted):  # the next learner commits what this checkpoint contains when it claims the run
-            self.insist(lambda: self._blocking.broker.batches.commit(self.owner, step, done, watermark))
+        with suppress(StopRequested):  # the next learner commits what this checkpoint contains when it claims the run
+            self.retry(lambda: self._blocking.broker.batches.commit(self.owner, step, done, watermark))
         self._taken = {s: tids for s, tids in self._taken.items() if s >= step}
         self._committed.extend(done)
         if (status := self.status()) is not None:
@@ -182,15 +262,15 @@ class Experience:
 
     def mark_dropped(self) -> None:
         """Marks in the cursor, before a checkpoint, the groups that the broker has dropped by a stated rule."""
-        with suppress(Interrupted):
-            self._cursor.mark_trained(self.insist(self._blocking.broker.batches.settled_without_training))
+        with suppress(StopRequested):
+            self._cursor.mark_trained(self.retry(self._blocking.broker.batches.settled_without_training))
         self._saved_watermark = self._cursor.watermark
 
     def publish(self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]], probe: Probe) -> None:
         """Broadcasts and announces `version` beside the next step, once the version before is announced. It iterates
         the tensors once, whatever happens to the server; they may change afterwards."""
         self.settle()
-        self._standing.publish(version, self._publisher.begin(version, self._publisher.gather(tensors), probe))
+        self._publication_state.publish(version, self._publisher.begin(version, self._publisher.gather(tensors), probe))
 
     def serve_base(self, tensors: Iterable[tuple[str, torch.Tensor]], adapter_scale: float) -> None:
         """Let workers pull the frozen weights, which adapters change: all versions from now on are adapters."""
@@ -198,57 +278,57 @@ class Experience:
 
     def settle(self) -> None:
         """Wait until the version that was published last is announced, or the learner is asked to stop."""
-        if (publication := self._standing.publication) is None:
+        if (publication := self._publication_state.publication) is None:
             return
         try:
-            report = self._outages.ride_out(publication.report)
-        except Interrupted:
-            self._standing.give_up()
+            report = self._retries.retry_until_available(publication.report)
+        except StopRequested:
+            self._publication_state.give_up()
             return
-        self._standing.announce()
+        self._publication_state.announce()
         if report.failed:
             log.warning("Version %s: %s. Workers left out pull it.", report.version, report.failed)
 
     def report(self, metrics: StepMetrics) -> None:
         """Adds one step to the run's status."""
-        with suppress(Interrupted):
-            self.insist(lambda: self._blocking.broker.status.report_step(self.owner, metrics))
+        with suppress(StopRequested):
+            self.retry(lambda: self._blocking.broker.status.report_step(self.owner, metrics))
 
     def set_state(self, state: str) -> None:
         """Sets the state that the run's status shows: training, finished or stopped. Workers leave after the last
         two."""
-        with suppress(Interrupted):
-            self.insist(lambda: self._blocking.broker.status.set_state(self.owner, state))
+        with suppress(StopRequested):
+            self.retry(lambda: self._blocking.broker.status.set_state(self.owner, state))
 
     def status(self) -> RunStatus | None:
         """Returns the run's status; None where the server has forgotten the run, or is away while the learner stops."""
-        with suppress(Interrupted, RunNotFoundError):
-            return self.insist(self._blocking.broker.status.snapshot)
+        with suppress(StopRequested, RunNotFoundError):
+            return self.retry(self._blocking.broker.status.snapshot)
         return None
 
     def ask_to_evaluate(self, version: WeightVersion, prompts: Sequence[Prompt], samples: int, keep_s: float) -> None:
         """Asks workers, which keep it for `keep_s` seconds, for samples of held-out prompts with `version`, which is
         about to be published."""
-        with suppress(Interrupted):
-            self.insist(lambda: self._blocking.broker.evaluations.ask(self.owner, version, prompts, samples, keep_s))
+        with suppress(StopRequested):
+            self.retry(lambda: self._blocking.broker.evaluations.ask(self.owner, version, prompts, samples, keep_s))
 
     def evaluation(self, version: WeightVersion) -> EvaluationProgress | None:
-        """Returns how far the evaluation of `version` is; None where there is none. Raises Interrupted."""
-        return self.insist(lambda: self._blocking.broker.evaluations.look(self.owner, version))
+        """Returns how far the evaluation of `version` is; None where there is none. Raises StopRequested."""
+        return self.retry(lambda: self._blocking.broker.evaluations.look(self.owner, version))
 
     def end_evaluation(self, version: WeightVersion, *, is_skipped: bool) -> None:
         """Forgets the evaluation of `version`, and counts it if it `is_skipped`: it gave no result."""
-        with suppress(Interrupted):
-            self.insist(lambda: self._blocking.broker.evaluations.end(self.owner, version, is_skipped=is_skipped))
+        with suppress(StopRequested):
+            self.retry(lambda: self._blocking.broker.evaluations.end(self.owner, version, is_skipped=is_skipped))
 
-    def insist(self, verb: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Repeats `verb` until the server has answered it. Raises Interrupted where the learner is asked to stop
+    def retry(self, verb: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Repeats `verb` until the server has answered it. Raises StopRequested where the learner is asked to stop
         meanwhile."""
-        return self._outages.insist(verb)
+        return self._retries.retry(verb)
 
     def _logged(self, step: int) -> TakenBatch | None:
         """Returns the batch of a step that the log gives; None where the broker is to be asked."""
-        if step >= self._standing.replayed_to:
+        if step >= self._publication_state.replayed_to:
             return None
         groups = self._log.read(step)
         if groups is None and step < self._promised_to:
@@ -260,12 +340,12 @@ class Experience:
 
     def _pinned(self, step: int) -> TakenBatch | NotReady:
         """Logs and returns the batch that the broker has pinned to `step`, or says why there is none yet."""
-        batch = self.insist(lambda: self._blocking.broker.batches.take(self.owner, step, self._groups_per_step))
+        batch = self.retry(lambda: self._blocking.broker.batches.take(self.owner, step, self._groups_per_step))
         if isinstance(batch, NotReady):
             return batch
         if self._log.tids(step) and not self._log.holds(step, batch.groups):
             return NotReady.REWIND  # the server does not have what was trained
-        useless = [group for group in batch.groups if not teaches(group, masks_truncated=self._masks_truncated)]
+        useless = [group for group in batch.groups if not is_informative(group, masks_truncated=self._masks_truncated)]
         if self._is_new(step) and self._replace(step, useless):
             return NotReady.GROUPS
         if batch.groups:
@@ -274,7 +354,7 @@ class Experience:
 
     def _is_new(self, step: int) -> bool:
         """True where no earlier learner has trained the step; a replayed batch stays as it was."""
-        published = self._standing.published
+        published = self._publication_state.published
         return published is not None and published.step == step and not self._log.tids(step)
 
     def _replace(self, step: int, groups: Sequence[Group]) -> bool:
@@ -283,22 +363,22 @@ class Experience:
         if not groups or rounds >= self._replacement_rounds:
             return False
         names = [group.prompt.group for group in groups]
-        self.insist(lambda: self._blocking.broker.batches.drop(self.owner, step, names))
+        self.retry(lambda: self._blocking.broker.batches.drop(self.owner, step, names))
         self._replaced = (step, rounds + 1)
         return True
 
     def _is_lost(self, found: NotReady) -> bool:
         """True where no worker will generate the batch before the learner has replayed it or published its weights. A
         version under way may be all that is missing, and cannot be published twice."""
-        return found in (NotReady.REWIND, NotReady.ANNOUNCE) or self._standing.state is State.FORGOTTEN
+        return found in (NotReady.REWIND, NotReady.ANNOUNCE) or self._publication_state.state is State.FORGOTTEN
 
     def _pause(self, meanwhile: Callable[[], None] | None) -> None:
         """Waits a little before the learner looks for the batch again."""
-        self._outages.check_patience()
+        self._retries.check_patience()
         if meanwhile is not None:
             meanwhile()
         time.sleep(POLL_S)
-        self._outages.ride_out(self._feed.keep_ahead)
+        self._retries.retry_until_available(self._feed.keep_ahead)
 
     def _replay_what_is_lost(self, step: int) -> bool:
         """Replays the batches that the broker has lost from the log, so that no worker generates them again; False
@@ -310,21 +390,21 @@ class Experience:
         return bool(held)
 
     def _replay(self, steps: range) -> None:
-        self._standing.replay(steps.stop)
+        self._publication_state.replay(steps.stop)
         self._taken |= {step: self._log.tids(step) for step in steps}
         self._tell_again()
 
     def _reassert(self) -> None:
         log.warning("The broker's server was restarted; telling it what has been announced, taken and trained.")
         self._tell_again()
-        self._standing.restart()
-        self._feed.begin_again()
+        self._publication_state.restart()
+        self._feed.restart()
 
     def _tell_again(self) -> None:
-        self.insist(
+        self.retry(
             lambda: self._blocking.broker.batches.reassert(
                 self.owner,
-                announced=self._standing.announced,
+                announced=self._publication_state.announced,
                 committed_groups=list(self._committed),
                 pinned=self._taken,
             )

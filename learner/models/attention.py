@@ -110,7 +110,7 @@ class PackedLayout:
         cls, cu_runs: torch.Tensor, cu_paths: torch.Tensor, paths: torch.Tensor, *, varlen: bool = False
     ) -> "PackedLayout":
         """Returns the layout of at least one run of a row whose sequences share beginnings; the tensors are those of
-        `learner.rows.tree.PrefixTree`, on the CPU."""
+        `learner.batching.tree.PrefixTree`, on the CPU."""
         longest, copies = int(cu_paths.diff().max()), TokenCopies.of(cu_runs, cu_paths, paths)
         if varlen:
             found = Paths(cu_runs, int(cu_runs.diff().max()), paths, copies)

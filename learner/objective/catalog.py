@@ -19,8 +19,7 @@ from headway.algorithms.returns import gae
 from headway.broker.errors import HeadwayError
 from headway.broker.user_code.kinds import did_you_mean
 
-from .composition import GAE, options_of
-from .pairs import PAIR_MEAN
+from .composition import GAE, PAIR_MEAN, options_of
 
 PARTS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "advantage": {**ADVANTAGES, GAE: gae},

@@ -16,8 +16,8 @@ import torch
 from headway.algorithms.returns import clipped_value_loss, gae, whiten, whitening_sums
 from headway.algorithms.rewards import at_last_trained
 from headway.learner.backends.base import Snapshot, ValueBackend
+from headway.learner.batching.batch import PackedBatch
 from headway.learner.ranks import Ranks
-from headway.learner.rows.batch import PackedBatch
 
 from .objective import Objective
 

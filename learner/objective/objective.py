@@ -38,12 +38,14 @@ from headway.algorithms.tokens import Tokens
 from headway.broker.errors import HeadwayError
 from headway.learner.algorithm_config import AlgorithmConfig
 from headway.learner.backends.base import TokenLoss
-from headway.learner.rows.batch import PackedBatch
+from headway.learner.batching.batch import PackedBatch
 
 from .composition import (
     BoundCorrection,
     OverRanks,
     check_algorithm,
+    compares_with_reference,
+    is_of_pairs,
     needs_proximal,
     open_aggregation,
     open_corrections,
@@ -51,7 +53,6 @@ from .composition import (
     open_surrogate,
     weighs_distillation,
 )
-from .pairs import compares_with_reference, is_of_pairs
 
 
 class Denominators(NamedTuple):
@@ -152,7 +153,7 @@ class Objective:
         current_logprobs = _needed(current_logprobs, self.needs_current)
         reference_logprobs = _needed(reference_logprobs, self.needs_reference)
         whole = denominators(batches, sum_over_ranks)
-        judged = self._judged(batches, proximal_logprobs or current_logprobs)
+        judged = self._policy_loss(batches, proximal_logprobs or current_logprobs)
         corrections = [
             correction.for_batch(
                 (current_logprobs if self._is_of_current(correction) else proximal_logprobs) or (),
@@ -171,7 +172,7 @@ class Objective:
 
         return loss
 
-    def _judged(
+    def _policy_loss(
         self, batches: Sequence[PackedBatch], policy_logprobs: Sequence[torch.Tensor] | None
     ) -> Sequence[Tokens]:
         """Returns what corrections of a whole update look at. `policy_logprobs`: the anchor's, unless that is the

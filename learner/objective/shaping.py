@@ -43,7 +43,7 @@ def trajectories_of(groups: Sequence[Group]) -> list[Trajectory]:
     return [trajectory for group in groups for trajectory in group.trajectories]
 
 
-def teaches(group: Group, *, masks_truncated: bool) -> bool:
+def is_informative(group: Group, *, masks_truncated: bool) -> bool:
     """True where the group's samples differ in reward, so that comparing them teaches something; with
     `masks_truncated`, where one of them was not truncated, too."""
     if masks_truncated and all(is_truncated(trajectory) for trajectory in group.trajectories):
@@ -71,9 +71,9 @@ def shaped_rewards(groups: Sequence[Group], config: RewardShapingConfig, max_new
     return rewards_S
 
 
-def compared(groups: Sequence[Group], rewards_S: torch.Tensor, advantage: Advantage) -> list[float]:
+def group_advantages(groups: Sequence[Group], rewards_S: torch.Tensor, advantage: Advantage) -> list[float]:
     """Returns an advantage for each trajectory, in the order of `groups`."""
-    advantages_S, _ = advantage(rewards_S, _numbers(groups))
+    advantages_S, _ = advantage(rewards_S, _group_indices(groups))
     return [float(advantage) for advantage in advantages_S.tolist()]
 
 
@@ -84,7 +84,7 @@ def reward_stats(groups: Sequence[Group]) -> RewardStats:
     counts = Counter(name for trajectory in trajectories for name in trajectory.rewards)
     kept = dict(sorted(counts.most_common(MOST_NAMES)))
     cut = [trajectory.reward for trajectory in trajectories if is_truncated(trajectory)]
-    flat = [not teaches(group, masks_truncated=False) for group in groups]
+    flat = [not is_informative(group, masks_truncated=False) for group in groups]
     return RewardStats(
         mean=float(rewards_S.mean()) if trajectories else 0.0,
         std=float(rewards_S.std(correction=0)) if trajectories else 0.0,
@@ -95,6 +95,6 @@ def reward_stats(groups: Sequence[Group]) -> RewardStats:
     )
 
 
-def _numbers(groups: Sequence[Group]) -> torch.Tensor:
+def _group_indices(groups: Sequence[Group]) -> torch.Tensor:
     """[S] the number of each trajectory's group."""
     return torch.tensor([number for number, group in enumerate(groups) for _ in group.trajectories], dtype=torch.int64)

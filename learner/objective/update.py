@@ -3,12 +3,13 @@
 import dataclasses
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise, repeat
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar, overload
 
 import msgspec
 import torch
@@ -19,31 +20,28 @@ from headway.algorithms.rewards import kl_shaped
 from headway.broker.schema import Group, Trajectory
 from headway.learner.algorithm_config import AlgorithmConfig
 from headway.learner.backends import abilities_of
-from headway.learner.backends.base import Backend, Stored, Trained
-from headway.learner.config import LearnerConfig, OptimizerConfig
-from headway.learner.learning_rate import learning_rate
+from headway.learner.backends.base import Backend, CheckpointPart, TrainableModel
+from headway.learner.batching.batch import PackedBatch
+from headway.learner.batching.clusters import PrefixSharing
+from headway.learner.batching.cost import DEFAULT_COST, CostModel
+from headway.learner.batching.packing import PackableSequence, from_trajectory
+from headway.learner.batching.router_replay import Routing
+from headway.learner.batching.units import Row, Unit, pack_units
+from headway.learner.config import LearnerConfig, OptimizerConfig, learning_rate
 from headway.learner.ranks import Ranks
-from headway.learner.rows.batch import PackedBatch
-from headway.learner.rows.clusters import PrefixSharing
-from headway.learner.rows.cost import DEFAULT_COST, CostModel
-from headway.learner.rows.packing import PackableSequence, from_trajectory
-from headway.learner.rows.routing import Routing
-from headway.learner.rows.units import Row, Unit, pack_units
 
-from .agreement import FirstBatch
-from .ahead import Ahead
-from .composition import open_advantage
+from .composition import open_advantage, pairs_of
 from .critic import Critic, outcome_rewards
+from .logprob_agreement import LogprobAgreement
 from .objective import Objective, whole_report
-from .pairs import pairs_of
-from .shaping import RewardStats, compared, is_truncated, reward_stats, shaped_rewards, trajectories_of
+from .shaping import RewardStats, group_advantages, is_truncated, reward_stats, shaped_rewards, trajectories_of
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class JudgedBatch:
+class ScoredBatch:
     """A batch with its advantages, the same on every rank; for a critic the rewards are in their place."""
 
     sequences: tuple[PackableSequence, ...]
@@ -94,7 +92,7 @@ class Updater:
 
     `reference` is needed for a KL penalty and for most losses of pairs, `critic` for advantages by generalized
     estimation. `cost` balances replicas and is the same on every rank. `routing` describes a model whose routers replay
-    the engine's choices. `agreement_bound` and `is_cut` are those of `FirstBatch`.
+    the engine's choices. `agreement_bound` and `is_cut` are those of `LogprobAgreement`.
     """
 
     def __init__(
@@ -137,19 +135,19 @@ class Updater:
         self._cost = cost
         self._routing = routing
         self._has_candidates = algorithm.distillation.candidates > 0
-        self._first_batch = FirstBatch(ranks, agreement_bound, is_cut=is_cut)
+        self._logprob_agreement = LogprobAgreement(ranks, agreement_bound, is_cut=is_cut)
 
     @property
-    def models(self) -> list[Trained]:
+    def models(self) -> list[TrainableModel]:
         """All models on this rank's device."""
         critics = [] if self._critic is None else [self._critic.backend]
         references = [] if self._reference is None else [self._reference]
         return [self._backend, *references, *critics]
 
     @property
-    def beside(self) -> dict[str, Stored]:
+    def beside(self) -> dict[str, CheckpointPart]:
         """The models that a checkpoint holds beside the policy, as the algorithm changes them."""
-        models: dict[str, Stored] = {}
+        models: dict[str, CheckpointPart] = {}
         if self._critic is not None:
             models["critic"] = self._critic
         if self._reference is not None and self._kl.ema_decay < 1:
@@ -164,7 +162,7 @@ class Updater:
             else:
                 log.warning("%s has no %s: it starts from the first weights", checkpoint, name)
 
-    def judge(self, groups: Sequence[Group], step: int) -> JudgedBatch:
+    def compute_advantages(self, groups: Sequence[Group], step: int) -> ScoredBatch:
         """Computes advantages within each group, and chooses what is trained; tokens over the staleness bound become
         context.
 
@@ -181,7 +179,7 @@ class Updater:
         else:
             if self._reward_kl is not None:
                 rewards_S = self._less_kl(rewards_S, self._sequences(groups, [0.0] * len(rewards_S), step))
-            advantages = compared(groups, rewards_S, self._advantage)
+            advantages = group_advantages(groups, rewards_S, self._advantage)
         sequences, trajectories = self._sequences(groups, advantages, step), trajectories_of(groups)
         may_train = [not (self._masks_truncated and is_truncated(one)) for one in trajectories]
         trained, figures = [index for index, may in enumerate(may_train) if may], dict[str, float]()
@@ -190,7 +188,7 @@ class Updater:
             pairs = pairs_of(groups, advantages, has_loss)
             trained = [index for pair in pairs for index in pair]
             figures = {"pairs": len(pairs), "groups_without_pair": len(groups) - len(pairs)}
-        return JudgedBatch(
+        return ScoredBatch(
             sequences=tuple(sequences[index] for index in trained),
             trajectories=tuple(trajectories[index] for index in trained),
             rewards=reward_stats(groups),
@@ -203,13 +201,13 @@ class Updater:
         size = 2 if self._objective.is_of_pairs else 1
         units = [sequences[start : start + size] for start in range(0, len(sequences), size)]
         parts = split(units, self._learner.updates_per_step)
-        return Ahead([partial(self._packed, part) for part in parts])
+        return Prefetcher([partial(self._packed, part) for part in parts])
 
     def update(self, packed: Sequence[list[PackedBatch]], step: int) -> Update:
         """Makes an optimizer update of each part of a packed step; proximal logprobs are those before the first of
         them, which needs no forward pass for its own. Raises DisagreementError, with nothing trained, where engine and
         learner compute different models."""
-        agreement = self._first_batch.compared(packed[0], self._logprobs, step) if packed else {}
+        agreement = self._logprob_agreement.compare(packed[0], self._logprobs, step) if packed else {}
         rate = self.learning_rate(step)
         parts, losses, norms, reports, critic_reports = [], [], [], [], list[dict[str, float]]()
         for objective, part, proximal_logprobs in self._updates(packed):
@@ -398,3 +396,34 @@ def split(units: Sequence[T], parts: int) -> list[Sequence[T]]:
     parts = max(1, min(parts, len(units)))
     bounds = [len(units) * part // parts for part in range(parts + 1)]
     return [units[start:end] for start, end in pairwise(bounds)]
+
+
+class Prefetcher(Sequence[T], Generic[T]):
+    """The first value is made by the caller at once. A value that cannot be made raises where it is asked for."""
+
+    def __init__(self, makers: Iterable[Callable[[], T]]) -> None:
+        first, *others = makers
+        self._first = first()
+        self._others: list[Future[T]] = []
+        if others:
+            thread = ThreadPoolExecutor(1, thread_name_prefix="ahead")
+            self._others = [thread.submit(maker) for maker in others]
+            thread.shutdown(wait=False)  # it ends after the last of them
+
+    def __len__(self) -> int:
+        return 1 + len(self._others)
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+
+    def __getitem__(self, index: int | slice) -> T | list[T]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(len(self))[index]]
+        number = range(len(self))[index]
+        return self._others[number - 1].result() if number else self._first
+
+    def __iter__(self) -> Iterator[T]:
+        return (self[number] for number in range(len(self)))

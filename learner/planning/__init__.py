@@ -1,8 +1,8 @@
 """Estimates the memory that a recipe takes, before any process starts.
 
-    recipe, shape of the model ─► planned.py ─► memory.py ─┬─ fsdp.py, megatron.py ─► the bytes of each rank
-                                                           └─ scorer.py: a model that only scores
-    estimates.py   activations, the output head and published versions, which are alike for every backend
+    recipe, shape of the model ─► memory.py ─► fsdp.py, megatron.py ─► the bytes of each rank
+    estimates.py   activations, the output head and published versions, which are alike for every backend; the
+                   memory of a model that only scores
 
 It reads shapes and layouts (`learner/models/`). A backend's abilities name the function that plans its ranks.
 

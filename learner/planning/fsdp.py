@@ -13,7 +13,7 @@ from .estimates import (
     kept_logits_bytes,
     published_bytes,
 )
-from .planned import FP32, MOMENTS, PlannedModel, RankMemory
+from .memory import FP32, MOMENTS, PlannedModel, RankMemory
 
 
 def plan(planned: PlannedModel) -> list[RankMemory]:
@@ -26,7 +26,7 @@ def plan(planned: PlannedModel) -> list[RankMemory]:
 
 def is_replayed(planned: PlannedModel) -> bool:
     """Returns whether kernels of this model are recorded and replayed."""
-    from headway.learner.backends.fsdp.recording import why_launched
+    from headway.learner.backends.fsdp.cuda_graphs import why_launched
 
     learner, shape = planned.learner, planned.shape
     reason = why_launched(

@@ -4,7 +4,7 @@ from headway.learner.models.layout import check_layout
 from headway.learner.models.shape import ROWS, ModelShape, Parameter
 
 from .estimates import KeptNumbers, activation_bytes, all_numbers, head_bytes, published_bytes
-from .planned import FP32, MOMENTS, PlannedModel, RankMemory
+from .memory import FP32, MOMENTS, PlannedModel, RankMemory
 
 
 def plan(planned: PlannedModel) -> list[RankMemory]:

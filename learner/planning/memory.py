@@ -12,15 +12,103 @@ Parameters, gradients and optimizer state are exact but for the padding of buffe
 experts, all norms and routers, in the layers of its pipeline stage. An fsdp rank also holds gathered tensors.
 """
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
 
 from headway.broker.errors import ConfigError
 from headway.broker.user_code.import_paths import load
-from headway.learner.backends.abilities import BACKENDS
+from headway.learner.backends import BACKENDS
+from headway.learner.config import LearnerConfig
 from headway.learner.models.layout import check_splits
 from headway.learner.models.shape import ModelShape, Parameter
 
-from .planned import PlannedModel, RankMemory
+FP32 = 4
+MOMENTS = 2 * FP32
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """The bytes that one rank holds on its device."""
+
+    rank: int
+    part: str
+    """The rank's part of the model, in words."""
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    """The tensors that fsdp gathers while layers are computed."""
+    activations: int
+    """Activations that are kept for the backward pass, those of recorded kernels besides those of launched ones."""
+    head: int
+    """A chunk of logits or those of a row, and the gradient of the output head's weight while it is summed."""
+    other_models: int
+    """The reference of the KL penalty, the critic of gae, and the teacher of distillation."""
+    published: int
+    """Whole versions of the weights, kept for engines."""
+
+    @property
+    def states(self) -> int:
+        """The memory that the model and its training take between two steps."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        return self.states + self.gathered + self.activations + self.head + self.other_models + self.published
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedModel:
+    """The subject of a plan: a model, how it is split and trained, and the models besides it."""
+
+    shape: ModelShape
+    learner: LearnerConfig
+    dtype: Literal["float32", "bfloat16"]
+    """`model.dtype`, the number format of the forward and backward pass."""
+    has_reference: bool = False
+    critic: ModelShape | None = None
+    """The model of the critic of gae, which may be another one than the policy."""
+    is_trained: bool = True
+    """Whether it is updated. A teacher is only read: it has neither gradients nor moments, and keeps no activations."""
+    has_vocabulary: bool = True
+    """Whether its output is over the vocabulary; else one score, as a reward model's."""
+    adapter: tuple[Parameter, ...] = ()
+    """The parameters of the adapter that is trained, whose base is frozen; none: the whole model is trained."""
+    quantized: Mapping[str, int] = field(default_factory=dict)
+    """The bytes of the frozen weights that are held in few bits, by name; each rank holds them whole."""
+    sharing: int = 1
+    """The most sequences that share tokens of a row, such as a group's samples; 1: rows share none."""
+    versions: Mapping[int, int] = field(default_factory=dict)
+    """The number of whole versions of the weights on each rank's device."""
+    device_bytes: int | None = None
+    """The memory of the device that the plan is for; None: it is not known, and decides nothing."""
+
+    @property
+    def compute_bytes(self) -> int:
+        """The bytes of one number in the forward and backward pass."""
+        return 2 if self.dtype == "bfloat16" else FP32
+
+    @cached_property
+    def plain_parameters(self) -> tuple[Parameter, ...]:
+        """The parameters of the model that are not quantized."""
+        return tuple(one for one in self.shape.parameters if one.name not in self.quantized)
+
+    @property
+    def replicas(self) -> int:
+        layout = self.learner.layout
+        return self.learner.processes // (layout.tensor * layout.pipeline * layout.context)
+
+    @property
+    def row_tokens(self) -> int:
+        """The tokens of a micro-batch on one rank."""
+        return -(-self.learner.micro_batch_tokens // self.learner.layout.context)
+
+    @cached_property
+    def vocabulary_rows(self) -> int:
+        """The rows of the vocabulary on one rank; those of the last rank are padded."""
+        return -(-self.shape.vocabulary // self.learner.layout.tensor)
 
 
 def plan_memory(planned: PlannedModel) -> list[RankMemory]:
@@ -36,11 +124,11 @@ def plan_memory(planned: PlannedModel) -> list[RankMemory]:
         alone = replace(
             planned, shape=planned.critic, critic=None, has_reference=False, adapter=(), quantized={}, versions={}
         )
-        ranks = _in_turn(ranks, plan_memory(scored(alone)))
+        ranks = _with_critic(ranks, plan_memory(with_score_head(alone)))
     return _largest_first(ranks)
 
 
-def _in_turn(ranks: list[RankMemory], critic: list[RankMemory]) -> list[RankMemory]:
+def _with_critic(ranks: list[RankMemory], critic: list[RankMemory]) -> list[RankMemory]:
     """Returns the ranks with a critic, which keeps its state there and works when the policy does not."""
     beside = {held.rank: held for held in critic}
     return [
@@ -55,7 +143,7 @@ def _in_turn(ranks: list[RankMemory], critic: list[RankMemory]) -> list[RankMemo
     ]
 
 
-def plan_teaching(student: PlannedModel, teacher: ModelShape) -> list[RankMemory]:
+def plan_distillation(student: PlannedModel, teacher: ModelShape) -> list[RankMemory]:
     """Returns every rank's memory, largest first, while a teacher on the student's ranks is asked, before the student's
     first step. Neither has gradients or moments then, and only the teacher is at work."""
     of_student, of_teacher = (
@@ -90,7 +178,7 @@ def _largest_first(ranks: list[RankMemory]) -> list[RankMemory]:
     return sorted(ranks, key=lambda held: (-held.total, held.rank))
 
 
-def scored(planned: PlannedModel) -> PlannedModel:
+def with_score_head(planned: PlannedModel) -> PlannedModel:
     """Returns the model with a head of one output, as a reward model has it."""
     head = Parameter(name="score.weight", shape=(1, planned.shape.width), part="whole", layer=None)
     body = tuple(parameter for parameter in planned.shape.parameters if parameter.part != "head")

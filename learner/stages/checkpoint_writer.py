@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from headway.learner.backends.base import Stored
-from headway.learner.backends.saving import Saving
+from headway.learner.backends.base import CheckpointPart
+from headway.learner.backends.snapshots import SnapshotWriter
 from headway.learner.checkpoints.checkpoint import CheckpointStore, LearnerState, seal
 from headway.learner.checkpoints.digests import add_digests
 from headway.learner.ranks import Ranks
@@ -20,13 +20,13 @@ class CheckpointWriter:
         self._store = store
         self._ranks = ranks
         self._background = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
-        self._begun: tuple[Saving, LearnerState] | None = None
+        self._begun: tuple[SnapshotWriter, LearnerState] | None = None
 
-    def begin(self, models: Mapping[str, Stored], state: LearnerState) -> None:
+    def begin(self, models: Mapping[str, CheckpointPart], state: LearnerState) -> None:
         """Save `models`, each in a folder of its name, as they are now; the one begun before must be durable."""
         assert self._begun is None, "one checkpoint at a time"
         path = self._store.path(state.incarnation, state.step)
-        self._begun = Saving(self._ranks, path, models, self._background), state
+        self._begun = SnapshotWriter(self._ranks, path, models, self._background), state
 
     def look(self) -> int | None:
         """Returns the step whose checkpoint has become durable since the last call, or None; it does not wait."""

@@ -16,8 +16,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from headway.broker import BlockingBroker
 from headway.broker.client.engine_pauses import LENT_S, LONGEST_WAIT_S, RENEW_S, Phases
 from headway.broker.errors import BrokerError
-from headway.learner.backends.base import Trained
-from headway.learner.experience.outages import Interrupted
+from headway.learner.backends.base import TrainableModel
+from headway.learner.experience.broker_retries import StopRequested
 from headway.learner.experience.stream import Experience
 from headway.learner.ranks import Ranks
 
@@ -33,7 +33,7 @@ class LearnerDeviceLock:
     broker (`experience`)."""
 
     def __init__(
-        self, phases: Phases | None, models: Sequence[Trained], ranks: Ranks, experience: Experience | None
+        self, phases: Phases | None, models: Sequence[TrainableModel], ranks: Ranks, experience: Experience | None
     ) -> None:
         """`models` are all models on this rank's device; `phases` and `experience` are None on all ranks but the
         first."""
@@ -48,25 +48,25 @@ class LearnerDeviceLock:
         """Lends the device to engines within the block, where no model may be used. Collective. After an error within,
         engines keep the device.
 
-        Raises Interrupted itself, on every rank, where the learner is to stop and the broker is away: the broker cannot
-        say whether engines sleep, and engines that cannot ask it stay awake.
+        Raises StopRequested itself, on every rank, where the learner is to stop and the broker is away: the broker
+        cannot say whether engines sleep, and engines that cannot ask it stay awake.
         """
         with ExitStack() as away:
             for model in self._models:
                 away.enter_context(model.off_device())
             self._meet()
-            with suppress(Interrupted):
+            with suppress(StopRequested):
                 self.renew()
             yield
             if self._ranks.any(not self._do_they_sleep()):
-                raise Interrupted
+                raise StopRequested
 
     def renew(self) -> None:
         """Renews the engines' phase; the caller repeats it often, or engines fall asleep."""
         if self._phases is None or self._experience is None or time.monotonic() - self._renewed_s < RENEW_S:
             return
         phases, owner = self._phases, self._experience.owner
-        self._experience.insist(lambda: phases.generate(owner))
+        self._experience.retry(lambda: phases.generate(owner))
         self._renewed_s = time.monotonic()
 
     def _do_they_sleep(self) -> bool:
@@ -76,8 +76,8 @@ class LearnerDeviceLock:
             return True
         self._renewed_s = -math.inf
         phases, owner, since_s = self._phases, self._experience.owner, time.monotonic()
-        with suppress(Interrupted):
-            while (awake := self._experience.insist(lambda: phases.train(owner))) != ():
+        with suppress(StopRequested):
+            while (awake := self._experience.retry(lambda: phases.train(owner))) != ():
                 if awake is None:
                     since_s = time.monotonic()
                 elif time.monotonic() > since_s + LONGEST_WAIT_S:

@@ -17,11 +17,10 @@ from headway.broker.schema import Group, WeightVersion
 from headway.learner.backends.base import AdapterBackend, Backend
 from headway.learner.checkpoints.checkpoint import CheckpointStore, LearnerState
 from headway.learner.data.prompts.cursor import PromptCursor
-from headway.learner.experience.frames import share_groups
-from headway.learner.experience.outages import Interrupted
-from headway.learner.experience.stream import Experience
-from headway.learner.experience.waits import Wait
-from headway.learner.objective.update import JudgedBatch, Update, Updater
+from headway.learner.experience.broker_retries import StopRequested
+from headway.learner.experience.logged_batch import share_groups
+from headway.learner.experience.stream import Experience, WaitReason
+from headway.learner.objective.update import ScoredBatch, Update, Updater
 from headway.learner.ranks import Ranks
 
 from .checkpoint_writer import CheckpointWriter
@@ -37,7 +36,7 @@ class TrainedStep:
     version: WeightVersion
     """The version of the weights that the step turned into the next one."""
     groups: Sequence[Group]
-    judged: JudgedBatch
+    scored: ScoredBatch
     update: Update
     laps: Sequence[Lap]
     """The step's phases in order: checkpoint (of the steps before), evaluate, take, pack, train, publish."""
@@ -123,7 +122,9 @@ class Learner:
             watch.lap("evaluate")
             try:
                 groups = self.take()
-            except Interrupted:  # engines keep the device; a resumed learner repeats steps that no checkpoint contains
+            except (
+                StopRequested
+            ):  # engines keep the device; a resumed learner repeats steps that no checkpoint contains
                 self.commit_durable(self._writer.wait())
                 return False
             watch.lap("take")
@@ -140,8 +141,8 @@ class Learner:
         """Trains one step, from its batch to published weights."""
         before = self.version
         try:
-            judged = self.updater.judge(groups, before.step)
-            batches = self.updater.pack(judged.sequences)
+            scored = self.updater.compute_advantages(groups, before.step)
+            batches = self.updater.pack(scored.sequences)
             watch.lap("pack")
             update = self.updater.update(batches, before.step)
         except HeadwayError:
@@ -155,7 +156,7 @@ class Learner:
         self.publish()
         watch.lap("publish")
         # Before the checkpoint: a crash between the two then repeats a line, which readers of the record drop.
-        self.observer.on_step(TrainedStep(version=before, groups=groups, judged=judged, update=update, laps=watch.laps))
+        self.observer.on_step(TrainedStep(version=before, groups=groups, scored=scored, update=update, laps=watch.laps))
 
     def _way_out(self, error: Exception) -> str:
         """Returns how to go on after a step that failed; its batch stays pinned, so a resumed learner repeats it."""
@@ -172,45 +173,45 @@ class Learner:
         """Returns this step's batch on every rank; it is empty where nothing will come or the learner was asked to
         stop.
 
-        Raises Interrupted where it was, and engines may keep the device.
+        Raises StopRequested where it was, and engines may keep the device.
         """
         while True:
             answer = self._wait(may_wait=self.lent_device is None)
-            if answer is Wait.FOR_DEVICE and self.lent_device is not None:
+            if answer is WaitReason.FOR_DEVICE and self.lent_device is not None:
                 with self.lent_device.engines_work():
                     answer = self._wait(may_wait=True)
             match answer:
                 case TakenBatch():
                     return share_groups(self.ranks, answer.groups)
-                case Wait.FOR_WEIGHTS:
+                case WaitReason.FOR_WEIGHTS:
                     self._caught_up_at = 0
                     self.publish()
-                case Wait.FOR_COMMIT:
+                case WaitReason.FOR_COMMIT:
                     self.commit()
-                case Wait.FOR_RANKS | Wait.FOR_DEVICE:
+                case WaitReason.FOR_RANKS | WaitReason.FOR_DEVICE:
                     raise AssertionError(f"Wait.{answer.name} was answered before")
                 case _:
                     assert_never(answer)
 
-    def _wait(self, *, may_wait: bool) -> TakenBatch | Wait:
+    def _wait(self, *, may_wait: bool) -> TakenBatch | WaitReason:
         """Returns rank 0's answer on every rank; only rank 0's has groups. It needs no model on the device."""
         while True:
             answer = self._take(may_wait)
-            wait = self.ranks.share_bytes(answer.encode() if isinstance(answer, Wait) else b"").decode()
+            wait = self.ranks.share_bytes(answer.encode() if isinstance(answer, WaitReason) else b"").decode()
             if not wait:
                 return answer
-            if wait != Wait.FOR_RANKS:
-                return Wait(wait)
+            if wait != WaitReason.FOR_RANKS:
+                return WaitReason(wait)
             self.commit_durable(self._writer.look())
 
-    def _take(self, may_wait: bool) -> TakenBatch | Wait:
+    def _take(self, may_wait: bool) -> TakenBatch | WaitReason:
         nothing = TakenBatch(self.version.step, ())
         if self.experience is None or self.should_stop():
             return nothing
         meanwhile = None if self.lent_device is None else self.lent_device.renew
         try:
             return self.experience.take(self.version.step, meanwhile, may_wait=may_wait)
-        except Interrupted:
+        except StopRequested:
             return nothing
 
     def publish(self) -> None:

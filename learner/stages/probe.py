@@ -6,7 +6,7 @@ import numpy as np
 
 from headway.broker.schema.weights import Probe
 from headway.learner.backends.base import Backend
-from headway.learner.rows.packing import PackableSequence, concatenate
+from headway.learner.batching.packing import PackableSequence, concatenate
 
 TOLERANCE = {"float32": 2e-3, "bfloat16": 0.25, "float16": 0.05}
 """Rounding of one forward pass in the engine's number format, as the mean of a logprob's absolute difference. A real

@@ -28,12 +28,12 @@ def replay(updater: Updater, experience_log: ExperienceLog, steps: range) -> Ite
                 f"The experience log does not hold step {step}; it can be replayed up to there (--steps)."
             )
         watch.lap("take")
-        judged = updater.judge(groups, step)
-        batches = updater.pack(judged.sequences)
+        scored = updater.compute_advantages(groups, step)
+        batches = updater.pack(scored.sequences)
         watch.lap("pack")
         update = updater.update(batches, step)
         watch.lap("train")
         for phase in ("publish", "checkpoint"):
             watch.lap(phase)
         version = WeightVersion(0, step)
-        yield TrainedStep(version=version, groups=groups, judged=judged, update=update, laps=watch.laps)
+        yield TrainedStep(version=version, groups=groups, scored=scored, update=update, laps=watch.laps)

@@ -22,8 +22,7 @@ from headway.broker.schema import RunRules, WeightVersion
 from headway.learner.checkpoints.checkpoint import Checkpoint, CheckpointStore, LearnerState
 from headway.learner.checkpoints.resumption import load_first
 from headway.learner.data.prompts.cursor import PromptCursor
-from headway.learner.experience.log import ExperienceLog
-from headway.learner.experience.rewind import Rewind, check_rewind, rewound_to
+from headway.learner.experience.log import ExperienceLog, Rewind, check_rewind, find_rewind_checkpoint
 from headway.learner.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -83,7 +82,7 @@ def choose_origin(
     Raises RewindError where there is none at the step of `rewind`, CheckpointError where none can be loaded.
     """
     lineage = checkpoints.lineage()[::-1] if resume else []
-    candidates = [rewound_to(checkpoints, rewind)] if rewind else lineage
+    candidates = [find_rewind_checkpoint(checkpoints, rewind)] if rewind else lineage
     checkpoint = load_first(candidates, load, ranks) if candidates else None
     if resume and checkpoint is None:
         checkpoints.check_any_is_whole()

@@ -14,13 +14,13 @@ from pathlib import Path
 import msgspec
 from transformers import PreTrainedTokenizerBase
 
+from headway.learner.batching.packing import PackableSequence, labelled, pack
 from headway.learner.config import SftPhaseConfig
 from headway.learner.data.examples import Example, open_examples
 from headway.learner.data.prompts.rendering import Renderer
 from headway.learner.data.records import Conversation
 from headway.learner.data.records.rendering import ConversationRenderer
 from headway.learner.objective.objective import supervised_loss
-from headway.learner.rows.packing import PackableSequence, labelled, pack
 
 from .base import Progress, StageError, StageMetrics, StageParts
 

@@ -14,9 +14,9 @@ from typing import Any, Literal
 import msgspec
 
 from headway.broker.errors import ConfigError
-from headway.learner.backends.base import Backend, Snapshot, Stored
+from headway.learner.backends.base import Backend, CheckpointPart, Snapshot
 from headway.learner.backends.hugging_face_files import write_tensors
-from headway.learner.backends.saving import NamedTensors, Saving, snapshot_gathered
+from headway.learner.backends.snapshots import NamedTensors, SnapshotWriter, snapshot_gathered
 from headway.learner.checkpoints.best import Best, read_best
 from headway.learner.checkpoints.checkpoint import (
     Checkpoint,
@@ -124,10 +124,10 @@ class StageCheckpoints:
         """Writes both as the finished stage, removes its checkpoints, and returns the model's directory. An adapter is
         merged into the model there, from which the next stage starts."""
         state = self._state(step, place)
-        models: dict[str, Stored] = {"": self._backend}
+        models: dict[str, CheckpointPart] = {"": self._backend}
         if getattr(self._backend, "trains_adapter", False):
             models["."] = _WholeWeights(self._backend, self._ranks)
-        Saving(self._ranks, self._directory, models, None).finish(partial(seal, state=state))
+        SnapshotWriter(self._ranks, self._directory, models, None).finish(partial(seal, state=state))
         self._remove()
         return self._directory
 

@@ -37,10 +37,10 @@ from headway.deploy.run.resuming import check_resumable
 from headway.deploy.run.stage_output import after_stages, origin, planned
 from headway.deploy.terminal import Terminal
 from headway.learner.backends import open_backend
-from headway.learner.backends.adapter_files import open_weights
+from headway.learner.backends.adapter import open_weights
 from headway.learner.backends.fsdp.sharding import local
 from headway.learner.backends.hugging_face_files import write_tensors
-from headway.learner.backends.saving import Saving
+from headway.learner.backends.snapshots import SnapshotWriter
 from headway.learner.checkpoints.checkpoint import LearnerState, seal
 from headway.learner.config import ModelConfig
 from headway.learner.models.model import load_config
@@ -354,7 +354,7 @@ def make_run(run: Path, model: ModelConfig) -> Path:
     policy = open_backend("fsdp", model, OPTIMIZER, seed=1)
     for parameter in policy._parameters:  # type: ignore[attr-defined]
         local(parameter.detach()).normal_(std=0.1)
-    saving = Saving(Ranks.of(policy), run / "checkpoints" / "1" / "step_2", {"": policy}, None)
+    saving = SnapshotWriter(Ranks.of(policy), run / "checkpoints" / "1" / "step_2", {"": policy}, None)
     saving.finish(lambda directory: seal(directory, state=LearnerState(incarnation=1, step=2)))
     return run
 

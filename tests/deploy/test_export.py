@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from headway.deploy.cli.main import answer
 from headway.deploy.recipe.loading import dump_recipe, load_recipe
 from headway.learner.backends import open_backend
-from headway.learner.backends.saving import Saving
+from headway.learner.backends.snapshots import SnapshotWriter
 from headway.learner.checkpoints.best import LINK
 from headway.learner.checkpoints.checkpoint import LearnerState, seal
 from headway.learner.checkpoints.weights_digest import saved_tensors, weights_digest
@@ -35,7 +35,7 @@ def make_run(directory: Path, backend: str = "fsdp") -> Path:
     (directory / "config.yaml").write_text(dump_recipe(msgspec.structs.replace(recipe, model=model)))
     for step in STEPS:
         policy = open_backend(backend, model, OPTIMIZER, seed=step)
-        saving = Saving(Ranks.of(policy), checkpoint(directory, step), {"": policy}, None)
+        saving = SnapshotWriter(Ranks.of(policy), checkpoint(directory, step), {"": policy}, None)
         saving.finish(partial(seal, state=LearnerState(incarnation=1, step=step)))
     (directory / "checkpoints" / LINK).symlink_to(Path("1", f"step_{STEPS[0]}"))
     return directory
@@ -170,7 +170,7 @@ def test_a_reward_model_is_exported_with_its_scores(
     backend = open_backend(kind, model_config("qwen3_moe"), OPTIMIZER, seed=2, head="score")
     source = run / "stages" / "1-scores"
     source.parent.mkdir()
-    saving = Saving(Ranks.of(backend), source, {"": backend}, None)
+    saving = SnapshotWriter(Ranks.of(backend), source, {"": backend}, None)
     saving.finish(partial(seal, state=LearnerState(incarnation=0, step=1)))
     said = export(capsys, source, "--out", tmp_path / "out")
     assert (said["check"]["compared"], said["check"]["tokens"]) == ("scores", 16)

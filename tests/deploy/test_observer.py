@@ -18,11 +18,11 @@ from headway.deploy.roles.observer import RunObserver
 from headway.deploy.roles.observer import step_event as event_of
 from headway.deploy.run.events import Event, HeartbeatEvent, StepEvent
 from headway.deploy.run.report import read_last_look
-from headway.learner.experience.drift import length_class
+from headway.learner.batching.packing import from_trajectory
+from headway.learner.experience.length_drift import length_class
 from headway.learner.experience.stream import Experience
 from headway.learner.objective.shaping import reward_stats
-from headway.learner.objective.update import JudgedBatch, Update
-from headway.learner.rows.packing import from_trajectory
+from headway.learner.objective.update import ScoredBatch, Update
 from headway.learner.stages.loop import TrainedStep
 from headway.learner.stages.stopwatch import Stopwatch
 from tests.learner.batches import group
@@ -158,8 +158,8 @@ def test_a_sample_that_was_left_out_counts_as_taken_and_not_as_trained(chosen: t
         algorithm={"ess": 1.0},
         by_lag={},
     )
-    judged = JudgedBatch(sequences=sequences, trajectories=trajectories, rewards=reward_stats([taken]), figures=figures)
-    step = TrainedStep(version=WeightVersion(1, 0), groups=[taken], judged=judged, update=update, laps=laps.laps)
+    judged = ScoredBatch(sequences=sequences, trajectories=trajectories, rewards=reward_stats([taken]), figures=figures)
+    step = TrainedStep(version=WeightVersion(1, 0), groups=[taken], scored=judged, update=update, laps=laps.laps)
     event = event_of(step, 1, 0.0)
     metrics = event.metrics
     assert metrics.flat_groups == 0

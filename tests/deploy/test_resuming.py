@@ -10,7 +10,7 @@ from headway.deploy.recipe.loading import dump_recipe, load_recipe
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.run.directory import prepare
 from headway.deploy.run.resuming import ANEW, FIXED, FREE, RAISED, check_resumable, keys_of
-from headway.learner.experience.rewind import Rewind
+from headway.learner.experience.log import Rewind
 
 
 def test_every_key_is_in_exactly_one_class() -> None:

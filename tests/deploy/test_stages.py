@@ -51,7 +51,7 @@ import msgspec
 
 from headway.learner.data.examples import Example
 from headway.learner.objective.objective import supervised_loss
-from headway.learner.rows.packing import pack
+from headway.learner.batching.packing import pack
 from headway.learner.stages.base import Progress, StageMetrics
 from headway.learner.stages.sft import tokenize
 

@@ -203,7 +203,7 @@ def trained(step: int, tids: list[TrajectoryId]) -> Any:
     """Return a step of these trajectories, each of whose phases took a second."""
     return SimpleNamespace(
         version=WeightVersion(1, step),
-        judged=SimpleNamespace(trajectories=[SimpleNamespace(tid=tid) for tid in tids]),
+        scored=SimpleNamespace(trajectories=[SimpleNamespace(tid=tid) for tid in tids]),
         laps=[Lap(phase, 100.0 + number, 101.0 + number) for number, phase in enumerate(PHASES)],
     )
 

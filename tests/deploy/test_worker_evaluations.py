@@ -15,7 +15,7 @@ from headway.deploy.roles import worker_evaluations
 from headway.deploy.roles.observer import RunObserver
 from headway.deploy.roles.worker_evaluations import WorkerEvaluations
 from headway.deploy.run.events import EvaluationEvent, Event
-from headway.learner.experience.outages import Interrupted
+from headway.learner.experience.broker_retries import StopRequested
 from headway.learner.experience.stream import Experience
 
 RECIPE = load_recipe("arithmetic.yaml", ["evaluation.where=workers", "evaluation.every_steps=10", "learner.steps=20"])
@@ -180,7 +180,7 @@ def test_the_observer_asks_before_a_version_is_published_and_writes_what_comes(
 def test_a_broker_that_is_away_while_the_learner_stops_ends_the_wait(
     server: Server, evaluations: WorkerEvaluations
 ) -> None:
-    server.experience.evaluation.side_effect = Interrupted
+    server.experience.evaluation.side_effect = StopRequested
     observer = RunObserver(RECIPE, first_step=0, sinks=None, experience=server.experience, by_workers=evaluations)
     observer.on_publish(V20)
     backend: Any = None

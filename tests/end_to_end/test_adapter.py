@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from headway.learner.backends.adapter_files import open_weights
+from headway.learner.backends.adapter import open_weights
 from headway.learner.config import ModelConfig, RandomModelConfig
 from tests.learner.adapted import saved_base
 

@@ -11,11 +11,11 @@ import torch
 from headway.broker.schema import Lease, Prompt, Trajectory, TrajectoryId
 from headway.broker.wire.codec import decode_trajectory, encode_trajectory
 from headway.learner.backends import open_backend
+from headway.learner.batching.batch import PackedBatch
+from headway.learner.batching.packing import concatenate, from_trajectory
+from headway.learner.batching.router_replay import routing_of
 from headway.learner.config import ModelConfig, OptimizerConfig, RandomModelConfig
 from headway.learner.models.model import load_config, load_model, load_tokenizer
-from headway.learner.rows.batch import PackedBatch
-from headway.learner.rows.packing import concatenate, from_trajectory
-from headway.learner.rows.routing import routing_of
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.base import GenerationRequest

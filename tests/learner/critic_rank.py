@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from headway.learner.backends import open_backend
 from headway.learner.backends.base import ValueBackend
+from headway.learner.batching.batch import PackedBatch
+from headway.learner.batching.packing import PackableSequence, pack, plan
 from headway.learner.config import OptimizerConfig
 from headway.learner.objective.critic import Critic, outcome_rewards
 from headway.learner.ranks import Ranks
-from headway.learner.rows.batch import PackedBatch
-from headway.learner.rows.packing import PackableSequence, pack, plan
 from tests.learner.tiny import model_config, sequences
 
 LENGTHS = ([40, 6, 7, 19, 11, 3, 25, 14], [12], [9, 30, 4, 17])

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from headway.learner.backends.base import Backend
+from headway.learner.batching.units import Unit
 from headway.learner.config import RecordsConfig
-from headway.learner.rows.units import Unit
 from headway.learner.stages.supervised.distillation import DistillationTask
 from headway.learner.stages.supervised.options import DistillationOptions
 from headway.learner.stages.supervised.stage import TaskStage

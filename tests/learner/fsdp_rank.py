@@ -13,8 +13,8 @@ import headway.learner.backends.fsdp.sharding
 from headway.learner.backends import open_backend
 from headway.learner.backends.base import Backend
 from headway.learner.backends.fsdp.backend import FsdpBackend
+from headway.learner.batching.packing import PackableSequence, concatenate, plan
 from headway.learner.config import AdapterConfig, ComputeConfig, LayoutConfig
-from headway.learner.rows.packing import PackableSequence, concatenate, plan
 from tests.learner.tiny import OPTIMIZER, alike, model_config, ratio_loss, sequences
 from tests.learner.torchrun import run_cases
 

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from headway.learner.backends import open_backend
+from headway.learner.batching.packing import pack
 from headway.learner.checkpoints.checkpoint import CheckpointError
 from headway.learner.config import AdapterConfig, ComputeConfig, LayoutConfig, ModelConfig
-from headway.learner.rows.packing import pack
 from tests.learner import fsdp_rank
 from tests.learner.fsdp_rank import Result
 from tests.learner.tiny import OPTIMIZER, sequences

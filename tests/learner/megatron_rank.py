@@ -21,10 +21,10 @@ from safetensors.torch import save_file
 from headway.learner.backends import open_backend
 from headway.learner.backends.base import Backend
 from headway.learner.backends.megatron import cpu_shim
+from headway.learner.batching.batch import PackedBatch
+from headway.learner.batching.packing import pack
 from headway.learner.checkpoints.checkpoint import CheckpointError
 from headway.learner.config import LayoutConfig, ModelConfig
-from headway.learner.rows.batch import PackedBatch
-from headway.learner.rows.packing import pack
 from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences
 from tests.learner.torchrun import run_cases
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from headway.learner.backends.base import Backend
-from headway.learner.rows.clusters import PrefixSharing
+from headway.learner.batching.clusters import PrefixSharing
 from headway.learner.stages.base import Stage
 
 from . import distilling

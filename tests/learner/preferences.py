@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 
 from headway.learner.backends import open_backend
 from headway.learner.backends.base import Backend
+from headway.learner.batching.clusters import PrefixSharing
+from headway.learner.batching.packing import PackableSequence, labelled
+from headway.learner.batching.units import Unit
 from headway.learner.config import RecordsConfig, StageConfig
 from headway.learner.data.prompts.rendering import Renderer
 from headway.learner.models.model import load_tokenizer
 from headway.learner.ranks import Ranks
-from headway.learner.rows.clusters import PrefixSharing
-from headway.learner.rows.packing import PackableSequence, labelled
-from headway.learner.rows.units import Unit
 from headway.learner.stages import open_stage
 from headway.learner.stages.base import Progress, Stage, StageParts
 from headway.learner.stages.stage_checkpoints import StageCheckpoints

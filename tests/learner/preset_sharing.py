@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from headway.algorithms.presets import PRESETS
 from headway.broker.schema import Group
+from headway.learner.batching.clusters import PrefixSharing
 from headway.learner.objective.composition import needs_reference
-from headway.learner.rows.clusters import PrefixSharing
 from tests.learner import test_presets
 from tests.learner.batches import group
 from tests.learner.tiny import OPTIMIZER
@@ -69,7 +69,7 @@ def taken(preset: str, kind: str, prefix_sharing: PrefixSharing, **others: objec
             seed=SEED,
             optimizer=STEADY,
         )
-        judged = updater.judge(test_presets.sampled(backend, range(4)), 0)
+        judged = updater.compute_advantages(test_presets.sampled(backend, range(4)), 0)
         packed = updater.pack(judged.sequences)
         has_tree = any(batch.tree is not None for part in packed for batch in part)
         assert has_tree is (prefix_sharing == "always")

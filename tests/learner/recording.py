@@ -9,9 +9,9 @@ import torch
 
 from headway.learner.backends import open_backend
 from headway.learner.backends.fsdp.backend import FsdpBackend
+from headway.learner.batching.batch import PackedBatch
+from headway.learner.batching.packing import PackableSequence, concatenate
 from headway.learner.config import ComputeConfig
-from headway.learner.rows.batch import PackedBatch
-from headway.learner.rows.packing import PackableSequence, concatenate
 from tests.learner.adapted import with_adapter
 from tests.learner.test_prefix_trees import one_by_one, sharing
 from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences

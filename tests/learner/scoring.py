@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from headway.learner.backends.base import ValueBackend
+from headway.learner.batching.packing import concatenate
 from headway.learner.models.model import load_tokenizer
-from headway.learner.rows.packing import concatenate
 from headway.learner.stages.supervised.reward_model import with_state_behind
 
 from .preferences import MODEL

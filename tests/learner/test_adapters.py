@@ -14,17 +14,16 @@ from torch.distributed.checkpoint import FileSystemReader
 import tests.learner.fsdp_rank as fsdp_rank
 from headway.broker.errors import ConfigError
 from headway.learner.backends import open_backend
-from headway.learner.backends.adapter_files import adapted_model, open_weights
+from headway.learner.backends.adapter import adapted_model, open_weights
 from headway.learner.backends.fsdp import sharded_model
 from headway.learner.backends.fsdp.policy import FEW_EXPERTS
 from headway.learner.backends.fsdp.sharding import local
+from headway.learner.batching.packing import pack
 from headway.learner.config import ComputeConfig, LayoutConfig, LearnerConfig, ModelConfig
 from headway.learner.models.adapters import targets_of
 from headway.learner.models.model import load_config, load_model
 from headway.learner.models.shape import adapter_parameters, shape_of
-from headway.learner.planning.memory import plan_memory
-from headway.learner.planning.planned import PlannedModel
-from headway.learner.rows.packing import pack
+from headway.learner.planning.memory import PlannedModel, plan_memory
 from tests.learner.adapted import ADAPTER, InTheOpen, saved_base, with_adapter
 from tests.learner.fsdp_rank import Case
 from tests.learner.test_fsdp import as_dict, ordinary_loss, results_of, trained_tokens

@@ -11,13 +11,13 @@ import torch
 from headway.learner.algorithm_config import AlgorithmConfig
 from headway.learner.backends import open_backend
 from headway.learner.backends.base import Backend
+from headway.learner.batching.packing import PackableSequence, concatenate, pack
 from headway.learner.config import LearnerConfig
 from headway.learner.models.model import load_model
-from headway.learner.objective.agreement import EXACT, DisagreementError
+from headway.learner.objective.logprob_agreement import EXACT, DisagreementError
 from headway.learner.objective.objective import Objective
 from headway.learner.objective.update import Updater
 from headway.learner.ranks import Ranks
-from headway.learner.rows.packing import PackableSequence, concatenate, pack
 from tests.learner.tiny import OPTIMIZER, model_config, sequences
 
 MODEL = model_config("qwen3", initializer_range=0.3)

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from headway.learner.objective.ahead import Ahead
+from headway.learner.objective.update import Prefetcher
 
 
 def test_the_others_are_made_while_the_first_is_used() -> None:
@@ -14,7 +14,7 @@ def test_the_others_are_made_while_the_first_is_used() -> None:
         assert may_go_on.wait(30)
         return threading.get_ident()
 
-    found = Ahead([threading.get_ident, waits, threading.get_ident])
+    found = Prefetcher([threading.get_ident, waits, threading.get_ident])
     assert (len(found), found[0]) == (3, here)
     may_go_on.set()
     assert found[1] == found[2] != here
@@ -22,10 +22,10 @@ def test_the_others_are_made_while_the_first_is_used() -> None:
 
 
 def test_what_cannot_be_made_raises_where_it_is_asked_for() -> None:
-    found = Ahead([lambda: 1.0, lambda: 1 / 0, lambda: 3.0])
+    found = Prefetcher([lambda: 1.0, lambda: 1 / 0, lambda: 3.0])
     assert (found[0], found[2]) == (1.0, 3.0)
     with pytest.raises(ZeroDivisionError):
         list(found)
     with pytest.raises(ZeroDivisionError):
-        Ahead([lambda: 1 / 0])
-    assert list(Ahead([lambda: "alone"])) == ["alone"]
+        Prefetcher([lambda: 1 / 0])
+    assert list(Prefetcher([lambda: "alone"])) == ["alone"]

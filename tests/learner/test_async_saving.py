@@ -18,7 +18,7 @@ from headway.broker.client.learner import CheckpointMark, TakenBatch
 from headway.broker.schema import WeightVersion
 from headway.learner.backends.base import Snapshot
 from headway.learner.checkpoints.checkpoint import CheckpointError, CheckpointStore, LearnerState
-from headway.learner.experience.waits import Wait
+from headway.learner.experience.stream import WaitReason
 from headway.learner.ranks import Ranks
 from headway.learner.stages.checkpoint_writer import CheckpointWriter
 from headway.learner.stages.loop import Learner, LoopConfig
@@ -77,7 +77,10 @@ class Story:
             backend=self,  # type: ignore[arg-type]
             ranks=Ranks(0, 1, 0, 1, True),
             updater=SimpleNamespace(  # type: ignore[arg-type]
-                beside={}, judge=self.judge, pack=lambda sequences: sequences, update=self.update
+                beside={},
+                compute_advantages=self.compute_advantages,
+                pack=lambda sequences: sequences,
+                update=self.update,
             ),
             experience=self,  # type: ignore[arg-type]
             cursor=SimpleNamespace(state=dict, mark_trained=list),  # type: ignore[arg-type]
@@ -117,17 +120,17 @@ class Story:
     def logprobs(self, batches: Sequence[Any], temperature: float) -> list[torch.Tensor]:
         return [torch.zeros(2) for _ in batches]
 
-    def judge(self, groups: object, step: int) -> Any:
+    def compute_advantages(self, groups: object, step: int) -> Any:
         return SimpleNamespace(sequences=())
 
     def update(self, sequences: object, step: int) -> Any:
         self.events.append(("trained", step))
         return SimpleNamespace(loss=0.0)
 
-    def take(self, step: int, meanwhile: object = None, *, may_wait: bool = True) -> TakenBatch | Wait:
+    def take(self, step: int, meanwhile: object = None, *, may_wait: bool = True) -> TakenBatch | WaitReason:
         if step == self.asks_for_bytes_at:
             self.asks_for_bytes_at = 99
-            return Wait.FOR_COMMIT
+            return WaitReason.FOR_COMMIT
         group: Any = SimpleNamespace(prompt=SimpleNamespace(group="0-0"))
         return TakenBatch(step, (group,))
 
@@ -223,7 +226,13 @@ def test_the_broker_forgets_no_more_than_the_checkpoint_contains(url: str) -> No
 def test_every_rank_does_what_rank_0_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank without a broker hears each reason for waiting from rank 0, and then that there is nothing to wait for."""
     learner = Story(tmp_path).learner
-    said = [*(wait.encode() for wait in (Wait.FOR_RANKS, Wait.FOR_COMMIT, Wait.FOR_RANKS, Wait.FOR_WEIGHTS)), b""]
+    said = [
+        *(
+            wait.encode()
+            for wait in (WaitReason.FOR_RANKS, WaitReason.FOR_COMMIT, WaitReason.FOR_RANKS, WaitReason.FOR_WEIGHTS)
+        ),
+        b"",
+    ]
     no_groups = msgspec.msgpack.encode([])
     heard, done = iter([*said, no_groups]), list[str]()
     learner.experience = None

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from headway.learner.backends.candidate_logprobs import candidate_logprobs, likeliest
+from headway.learner.backends.token_logprobs import candidate_logprobs, likeliest
 
 from .test_token_logprobs import TOKENS, VOCABULARY, given
 

@@ -16,13 +16,13 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headway.learner.backends import open_backend
-from headway.learner.backends.fsdp import training_state
+from headway.learner.backends.fsdp import optimizer
 from headway.learner.backends.fsdp.backend import FsdpBackend
+from headway.learner.batching.packing import pack
 from headway.learner.checkpoints.checkpoint import MOST_DESCRIBING_BYTES, CheckpointError, CheckpointStore, LearnerState
 from headway.learner.checkpoints.digests import add_digests
 from headway.learner.checkpoints.resumption import load_first
 from headway.learner.ranks import Ranks
-from headway.learner.rows.packing import pack
 from headway.learner.stages.checkpoint_writer import CheckpointWriter
 from tests.broker.topologies import wait_until
 from tests.damage import flip_bits
@@ -339,7 +339,7 @@ def test_the_metadata_of_a_training_state_is_not_read_beyond_its_bound(
     path = write(CheckpointStore(tmp_path, keep=1), backend, state(1, 10))
     file = path / "training_state" / ".metadata"
     (path / "digests.json").unlink()
-    monkeypatch.setattr(training_state, "MOST_METADATA_BYTES", file.stat().st_size)
+    monkeypatch.setattr(optimizer, "MOST_METADATA_BYTES", file.stat().st_size)
     backend.load(path)
     os.truncate(file, file.stat().st_size + 1)  # behind the end of the pickle
     with pytest.raises(CheckpointError, match="does not hold a training state"):

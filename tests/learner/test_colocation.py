@@ -18,7 +18,7 @@ from headway.broker.client.engine_pauses import Phases
 from headway.broker.client.learner import CheckpointMark, Owner
 from headway.broker.schema import RunRules
 from headway.broker.server.embedded import EmbeddedServer
-from headway.learner.experience.outages import Interrupted
+from headway.learner.experience.broker_retries import StopRequested
 from headway.learner.ranks import Ranks
 from headway.learner.stages import colocation
 from headway.learner.stages.colocation import LearnerDeviceLock, wait_for_device
@@ -49,7 +49,7 @@ class Model:
 
 def of_one_rank(blocking: BlockingBroker, owner: Owner, *models: Any) -> LearnerDeviceLock:
     """Return a device for one rank, whose experience only asks the broker."""
-    asks: Any = SimpleNamespace(owner=owner, insist=lambda verb: blocking.call(verb()))
+    asks: Any = SimpleNamespace(owner=owner, retry=lambda verb: blocking.call(verb()))
     return LearnerDeviceLock(blocking.broker.phases, models, Ranks(0, 1, 0, 1, True), asks)
 
 
@@ -77,10 +77,10 @@ class Clock:
 def interrupted(owner: Owner) -> Any:
     """Return an experience that is asked to stop while the broker is away."""
 
-    def insist(verb: Callable[[], object]) -> object:
-        raise Interrupted
+    def retry(verb: Callable[[], object]) -> object:
+        raise StopRequested
 
-    return SimpleNamespace(owner=owner, insist=insist)
+    return SimpleNamespace(owner=owner, retry=retry)
 
 
 def may_generate(blocking: BlockingBroker, ttl_s: float = LONG_S, *, is_awake: bool = False) -> bool:
@@ -229,7 +229,7 @@ def test_a_learner_that_stops_without_a_broker_leaves_the_device_to_engines(
             assert may_generate(blocking)
             turns._experience = interrupted(owner)
 
-    with pytest.raises(Interrupted):
+    with pytest.raises(StopRequested):
         be_interrupted()
     assert not model.is_here
 

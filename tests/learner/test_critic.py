@@ -12,13 +12,13 @@ from headway.broker.errors import ConfigError
 from headway.learner.backends import open_backend
 from headway.learner.backends.fsdp.backend import FsdpValueBackend
 from headway.learner.backends.fsdp.policy import FEW_EXPERTS, ValueModel
+from headway.learner.batching.batch import PackedBatch
+from headway.learner.batching.packing import PackableSequence, concatenate, pack
 from headway.learner.checkpoints.checkpoint import CheckpointError
 from headway.learner.config import ModelConfig
 from headway.learner.models.model import load_model
 from headway.learner.objective.critic import Critic, outcome_rewards
 from headway.learner.ranks import Ranks
-from headway.learner.rows.batch import PackedBatch
-from headway.learner.rows.packing import PackableSequence, concatenate, pack
 from tests.learner import critic_rank
 from tests.learner.critic_rank import CLIP, GAMMA, LAM, LEARNING_RATE, LENGTHS, Result, critic_of, open_values
 from tests.learner.tiny import OPTIMIZER, model_config, sequences

@@ -13,14 +13,14 @@ from headway.algorithms.presets import PRESETS
 from headway.broker.schema import Group
 from headway.learner.backends.fsdp import sharded_model
 from headway.learner.backends.fsdp.backend import FsdpBackend
+from headway.learner.backends.fsdp.cuda_graphs import CudaGraphReplay
+from headway.learner.backends.fsdp.optimizer import RoundedWeights
 from headway.learner.backends.fsdp.policy import Policy
-from headway.learner.backends.fsdp.replayed_rows import ReplayedRows
-from headway.learner.backends.fsdp.rounded import RoundedWeights
 from headway.learner.backends.fsdp.sharding import local
+from headway.learner.batching.packing import concatenate
 from headway.learner.models.model import load_model
 from headway.learner.objective.composition import needs_reference
 from headway.learner.objective.update import Update
-from headway.learner.rows.packing import concatenate
 from tests.learner.recording import ALWAYS, AUTO, NEVER, Repeated, given, kernel, opened, rows, trained
 from tests.learner.test_presets import build, configured, sampled
 from tests.learner.tiny import model_config
@@ -45,7 +45,7 @@ def test_replayed_gradients_are_those_of_the_plain_row(monkeypatch: pytest.Monke
     model: Any = load_model(model_config("qwen3"), 1)
     policy = Policy(model.double(), on_cpu=True, half_precision=False)
     weights = RoundedWeights(policy, torch.float64)
-    replayed = ReplayedRows(policy, weights, Repeated())
+    replayed = CudaGraphReplay(policy, weights, Repeated())
     large, small = (
         concatenate([one for seed in range(size) for one in given(seed, True)], is_tree=True) for size in (27, 23)
     )
@@ -93,7 +93,7 @@ def test_an_updater_trains_alike(
         assert isinstance(backend, FsdpBackend)
         assert (backend._replayed is not None) is is_replayed
         for _ in range(3 if preset in OF_SEVERAL_UPDATES else 1):
-            updates.append(updater.update(updater.pack(updater.judge(groups, 0).sequences), 0))
+            updates.append(updater.update(updater.pack(updater.compute_advantages(groups, 0).sequences), 0))
         assert backend._replayed is None or backend._replayed.num_recorded > 0
     for number, (one, other) in enumerate(zip(launched, replayed, strict=True)):
         for wanted, found in ((one.loss, other.loss), (one.grad_norm, other.grad_norm)):

@@ -25,13 +25,12 @@ from headway.broker.wire.codec import encode_trajectory
 from headway.learner.config import ModelConfig, PromptsConfig, RandomModelConfig
 from headway.learner.data.prompts import open_prompts
 from headway.learner.data.prompts.cursor import PromptCursor
-from headway.learner.experience import feed, stream
-from headway.learner.experience.drift import DriftWatch, length_drift
+from headway.learner.experience import stream
+from headway.learner.experience.broker_retries import StopRequested
+from headway.learner.experience.length_drift import DriftWatch, length_drift
 from headway.learner.experience.log import ExperienceLog
 from headway.learner.experience.logged_batch import tids_of
-from headway.learner.experience.outages import Interrupted
-from headway.learner.experience.stream import Experience
-from headway.learner.experience.waits import Wait
+from headway.learner.experience.stream import Experience, WaitReason
 from headway.learner.models.model import load_tokenizer
 from headway.weightsync.config import WeightsConfig
 from headway.weightsync.publisher import Publisher
@@ -114,7 +113,7 @@ def forget_everything(server: EmbeddedServer, directory: Path) -> None:
 def test_it_feeds_ahead_of_admission_and_ends_when_asked_to(url: str) -> None:
     with experience(url, CheckpointMark(0, 0), after(3)) as (learner, blocking):
         publish(learner, 0)
-        with pytest.raises(Interrupted):
+        with pytest.raises(StopRequested):
             learner.take(0)
         assert blocking.call(blocking.broker.prompts.waiting())[0] == (MAX_LAG + 2) * GROUPS_PER_STEP
 
@@ -181,7 +180,7 @@ def test_a_version_that_was_not_announced_is_announced_while_a_batch_is_waited_f
         announcing.failures = [BrokerUnavailableError("away"), ServerRestartedError("anew")]
         announcing.goes_on.set()
         begin_to_publish(learner, 0)
-        with pytest.raises(Interrupted):
+        with pytest.raises(StopRequested):
             learner.take(0)
         assert announced(blocking) == WeightVersion(1, 0)
 
@@ -210,7 +209,7 @@ def test_a_server_that_is_restarted_during_a_replay_makes_nobody_publish_twice(
         announcing = Announcing(blocking, monkeypatch)
         begin_to_publish(resumed, 2)
         announcing.goes_on.set()
-        with pytest.raises(Interrupted):  # no Wait.FOR_WEIGHTS: the loop would publish this version again
+        with pytest.raises(StopRequested):  # no WaitReason.FOR_WEIGHTS: the loop would publish this version again
             resumed.take(2)
         assert announced(blocking) == WeightVersion(2, 2)
 
@@ -223,7 +222,7 @@ def test_a_full_store_waits_for_a_commit(url: str) -> None:
         assert len(generate(blocking, 0, GROUPS_PER_STEP)) == GROUPS_PER_STEP
         take(learner, 0)
         publish(learner, 1)
-        assert learner.take(1) is Wait.FOR_COMMIT
+        assert learner.take(1) is WaitReason.FOR_COMMIT
 
 
 def test_a_learner_that_waits_long_tells_the_other_ranks_that_it_lives(
@@ -232,7 +231,7 @@ def test_a_learner_that_waits_long_tells_the_other_ranks_that_it_lives(
     monkeypatch.setattr(stream, "PATIENCE_S", 0.0)
     with experience(url, CheckpointMark(0, 0), after(10_000)) as (learner, _):
         publish(learner, 0)
-        assert learner.take(0) is Wait.FOR_RANKS
+        assert learner.take(0) is WaitReason.FOR_RANKS
 
 
 def test_engines_get_the_device_only_once_they_can_have_the_weights(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +239,7 @@ def test_engines_get_the_device_only_once_they_can_have_the_weights(url: str, mo
         announcing = Announcing(blocking, monkeypatch)
         begin_to_publish(learner, 0)
         announcing.goes_on_once_settled(learner)
-        assert learner.take(0, may_wait=False) is Wait.FOR_DEVICE
+        assert learner.take(0, may_wait=False) is WaitReason.FOR_DEVICE
         assert announced(blocking) == WeightVersion(1, 0)
 
 
@@ -250,7 +249,7 @@ def test_a_server_that_forgot_what_is_replayed_makes_us_publish(server: Embedded
     with experience(server.url, CheckpointMark(1, 1), after(10_000)) as (resumed, blocking):
         assert announced(blocking) == WeightVersion(1, 3)
         forget_everything(server, tmp_path / "server")
-        assert resumed.take(1) is Wait.FOR_WEIGHTS
+        assert resumed.take(1) is WaitReason.FOR_WEIGHTS
         publish(resumed, 1)  # the loop does the same then
         assert announced(blocking) == WeightVersion(2, 1)
 
@@ -258,12 +257,12 @@ def test_a_server_that_forgot_what_is_replayed_makes_us_publish(server: Embedded
 def test_a_restarted_server_is_told_the_newest_version_and_fed_again(server: EmbeddedServer, tmp_path: Path) -> None:
     with experience(server.url, CheckpointMark(0, 0), after(4)) as (learner, blocking):
         publish(learner, 2)
-        with pytest.raises(Interrupted):
+        with pytest.raises(StopRequested):
             learner.take(2)
         forget_everything(server, tmp_path / "server")
         publish(learner, 3)
         assert announced(blocking) == WeightVersion(1, 3)
-        with pytest.raises(Interrupted):
+        with pytest.raises(StopRequested):
             learner.take(3)
         assert blocking.call(blocking.broker.prompts.waiting())[0] >= MAX_LAG * GROUPS_PER_STEP
 
@@ -273,7 +272,7 @@ def test_a_finite_feed_is_closed_so_that_it_can_be_exhausted(url: str, tmp_path:
     rows.write_text('{"prompt": "1+1=", "ground_truth": "2", "data_source": "a"}\n' * 3)
     with experience(url, CheckpointMark(0, 0), after(1), rows) as (learner, blocking):
         publish(learner, 0)
-        with pytest.raises(Interrupted):
+        with pytest.raises(StopRequested):
             learner.take(0)
         assert blocking.call(blocking.broker.status.snapshot()).queues.pool == 3
 
@@ -284,7 +283,7 @@ def test_a_stopping_learner_does_not_wait_for_a_dead_server(server: EmbeddedServ
         learner.commit(1)
         learner.set_state("stopped")
         assert learner.status() is None
-        with pytest.raises(Interrupted):
+        with pytest.raises(StopRequested):
             learner.take(1)
 
 
@@ -309,7 +308,7 @@ def train_two_steps(url: str, logged: Path) -> list[Group]:
     """Return the batch of step 1, which a learner took that announced step 2 and is gone afterwards."""
     with experience(url, CheckpointMark(0, 0), after(1), logged=logged) as (learner, blocking):
         publish(learner, 0)
-        with pytest.raises(Interrupted):
+        with pytest.raises(StopRequested):
             learner.take(0)
         assert len(generate(blocking, 0, 2 * GROUPS_PER_STEP)) == 2 * GROUPS_PER_STEP
         take(learner, 0)
@@ -327,7 +326,7 @@ def test_a_batch_that_the_server_forgot_is_trained_from_the_log(server: Embedded
             blocking.broker._connection.execute("LRANGE", blocking.broker._connection.keys.hidden("batch:1"), 0, -1)
         )
         assert [name.decode() for name in pinned] == [group.prompt.group for group in batch]
-        assert resumed.take(2) is Wait.FOR_WEIGHTS  # the log ends here
+        assert resumed.take(2) is WaitReason.FOR_WEIGHTS  # the log ends here
         publish(resumed, 2)
         free = blocking.call(blocking.broker.leases.lease("w", WeightVersion(2, 2), 100, 30.0)).leases
         assert free
@@ -363,19 +362,19 @@ def test_without_a_log_what_is_lost_is_a_rewind(server: EmbeddedServer, tmp_path
     damage(tmp_path / "log", 1)
     with experience(server.url, CheckpointMark(1, 1), after(3), logged=tmp_path / "log") as (resumed, _):
         forget_everything(server, tmp_path / "server")
-        assert resumed.take(1) is Wait.FOR_WEIGHTS
+        assert resumed.take(1) is WaitReason.FOR_WEIGHTS
 
 
 def test_groups_that_were_dropped_do_not_hold_the_watermark_back(url: str) -> None:
     rules = RunRules(max_lag=MAX_LAG, groups_per_step=GROUPS_PER_STEP, on_over_bound="drop")
     with experience(url, CheckpointMark(0, 0), after(1), rules=rules) as (learner, blocking):
         publish(learner, 0)
-        with pytest.raises(Interrupted):
+        with pytest.raises(StopRequested):
             learner.take(0)
         assert len(generate(blocking, 0, 2 * GROUPS_PER_STEP)) == 2 * GROUPS_PER_STEP
         trained = [group.prompt.group for group in take(learner, 0)]
         publish(learner, MAX_LAG + 1)
-        with pytest.raises(Interrupted):
+        with pytest.raises(StopRequested):
             learner.take(MAX_LAG + 1)  # the other groups are too old for this step
         learner._cursor.mark_trained(trained)
         assert learner._cursor.watermark == f"0000-{GROUPS_PER_STEP:08d}"
@@ -386,7 +385,7 @@ def test_groups_that_were_dropped_do_not_hold_the_watermark_back(url: str) -> No
 def test_groups_that_teach_nothing_are_replaced_so_often_and_no_more(url: str, tmp_path: Path) -> None:
     with experience(url, CheckpointMark(0, 0), after(1), logged=tmp_path, replacement_rounds=1) as (learner, blocking):
         publish(learner, 0)
-        with pytest.raises(Interrupted):
+        with pytest.raises(StopRequested):
             learner.take(0)
         names = generate(blocking, 0, 3 * GROUPS_PER_STEP)  # all of them with the same reward
         learner._should_stop = after(3)
@@ -411,7 +410,7 @@ def test_groups_without_a_sample_that_may_be_trained_are_replaced(
         url, CheckpointMark(0, 0), after(1), logged=tmp_path, replacement_rounds=1, masks_truncated=masks_truncated
     ) as (learner, blocking):
         publish(learner, 0)
-        with pytest.raises(Interrupted):
+        with pytest.raises(StopRequested):
             learner.take(0)
         names = generate(blocking, 0, 2 * GROUPS_PER_STEP, sampled)
         learner._should_stop = after(3)
@@ -422,7 +421,7 @@ def test_groups_without_a_sample_that_may_be_trained_are_replaced(
 def test_what_is_replayed_is_not_replaced(url: str, tmp_path: Path) -> None:
     with experience(url, CheckpointMark(0, 0), after(1)) as (learner, blocking):
         publish(learner, 0)
-        with pytest.raises(Interrupted):
+        with pytest.raises(StopRequested):
             learner.take(0)
         generate(blocking, 0, 3 * GROUPS_PER_STEP)
         take(learner, 0)
@@ -436,13 +435,13 @@ def test_what_is_replayed_is_not_replaced(url: str, tmp_path: Path) -> None:
 def test_a_prompt_that_the_server_lost_is_fed_again(url: str) -> None:
     with experience(url, CheckpointMark(0, 0), after(2)) as (learner, blocking):
         publish(learner, 0)
-        with pytest.raises(Interrupted):
+        with pytest.raises(StopRequested):
             learner.take(0)
         lost = "0000-00000001"
         damage_prompt(blocking, lost)
         assert lost not in generate(blocking, 0, 2)
         assert blocking.call(blocking.broker.prompts.waiting())[1]
-        with pytest.raises(Interrupted):
+        with pytest.raises(StopRequested):
             learner.take(0)
         assert not blocking.call(blocking.broker.prompts.waiting())[1]
         assert lost in generate(blocking, 0, 2)
@@ -451,7 +450,7 @@ def test_a_prompt_that_the_server_lost_is_fed_again(url: str) -> None:
 def test_a_prompt_that_is_lost_as_soon_as_it_was_fed_again_is_fed_once_more(url: str) -> None:
     with experience(url, CheckpointMark(0, 0), after(1)) as (learner, blocking):
         publish(learner, 0)
-        with pytest.raises(Interrupted):
+        with pytest.raises(StopRequested):
             learner.take(0)
         lost = "0000-00000000"
         for _ in range(2):
@@ -521,11 +520,11 @@ def test_a_slow_source_holds_up_no_other_call(url: str, monkeypatch: pytest.Monk
             return drawn(count)
 
         drawn, cursor.next = cursor.next, slow  # type: ignore[method-assign]
-        monkeypatch.setattr(feed, "DRAW_S", 0.0)
+        monkeypatch.setattr(stream, "DRAW_S", 0.0)
         for fed in (1, 2):  # the prompts drawn so far are fed before the rest
             learner.feed()
             assert blocking.call(blocking.broker.prompts.waiting())[0] == fed
-        monkeypatch.setattr(feed, "DRAW_S", DEADLINE_S)
+        monkeypatch.setattr(stream, "DRAW_S", DEADLINE_S)
         learner.feed()
         assert len(states) == blocking.call(blocking.broker.prompts.waiting())[0] == (MAX_LAG + 2) * GROUPS_PER_STEP
         assert set(states) == {"claimed"}

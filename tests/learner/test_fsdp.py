@@ -17,10 +17,10 @@ from headway.learner.backends import open_backend
 from headway.learner.backends.base import Backend
 from headway.learner.backends.fsdp.backend import FsdpBackend
 from headway.learner.backends.fsdp.policy import FEW_EXPERTS, Policy
+from headway.learner.batching.batch import PackedBatch
+from headway.learner.batching.packing import PackableSequence, concatenate, pack
 from headway.learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from headway.learner.models.model import load_model, load_tokenizer
-from headway.learner.rows.batch import PackedBatch
-from headway.learner.rows.packing import PackableSequence, concatenate, pack
 from tests.learner.fsdp_rank import Case, Result
 from tests.learner.tiny import OPTIMIZER, VOCABULARY, model_config, ratio_loss, sequences, share
 from tests.learner.torchrun import run_ranks

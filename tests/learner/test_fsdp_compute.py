@@ -18,12 +18,11 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 from headway.broker.errors import ConfigError
 from headway.learner.backends import open_backend
 from headway.learner.backends.base import Backend
-from headway.learner.backends.fsdp.context import ContextGroup
-from headway.learner.backends.fsdp.layers import fuse_norms, prepare_layers
-from headway.learner.backends.fsdp.policy import Policy
+from headway.learner.backends.fsdp.policy import Policy, fuse_norms, prepare_layers
+from headway.learner.backends.fsdp.row import ContextGroup
+from headway.learner.batching.packing import concatenate, pack
 from headway.learner.config import ComputeConfig, LayoutConfig
 from headway.learner.models.model import load_model
-from headway.learner.rows.packing import concatenate, pack
 from tests.learner import compiled_layers
 from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences, share
 from tests.learner.torchrun import run_alone

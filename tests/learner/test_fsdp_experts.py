@@ -7,11 +7,10 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from headway.learner.backends.fsdp.experts import EXPERTS_NAME, _grouped, experts_implementation
-from headway.learner.backends.fsdp.layers import prepare_layers
-from headway.learner.backends.fsdp.policy import Policy
+from headway.learner.backends.fsdp.policy import Policy, prepare_layers
+from headway.learner.batching.packing import concatenate
 from headway.learner.config import ComputeConfig
 from headway.learner.models.model import load_model
-from headway.learner.rows.packing import concatenate
 from tests.learner.tiny import model_config, sequences, share
 
 FEW_TOKENS = [3, 4]

@@ -10,7 +10,7 @@ import headway.learner.backends.fsdp.sharded_model
 from headway.broker.errors import ConfigError
 from headway.learner.backends import open_backend
 from headway.learner.backends.fsdp.backend import FsdpBackend
-from headway.learner.backends.megatron.source import open_source
+from headway.learner.backends.megatron.backend import open_source
 from headway.learner.config import ModelConfig
 from headway.learner.models.model import load_model, load_tokenizer
 from tests.learner.tiny import OPTIMIZER, model_config

@@ -8,8 +8,8 @@ from msgspec.structs import replace
 
 from headway.broker.schema.metrics import LagFigures
 from headway.deploy.run.figures import by_lag
-from headway.learner.objective.lags import bucket_of, figures_by_lag, lag_of_sequence, tokens_by_lag
-from headway.learner.rows.packing import PackableSequence
+from headway.learner.batching.packing import PackableSequence
+from headway.learner.objective.lag_metrics import bucket_of, figures_by_lag, lag_of_sequence, tokens_by_lag
 from tests.deploy.runs import step_metrics
 
 OF_TOKENS = {0: {"ratio_mean": 1.0, "ess": 1.0, "clip_fraction": 0.5}, 6: {"ratio_mean": float("inf"), "ess": 0.0}}

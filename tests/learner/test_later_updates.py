@@ -14,13 +14,13 @@ from headway.learner.algorithm_config import AlgorithmConfig
 from headway.learner.backends import open_backend
 from headway.learner.backends.base import Backend, TokenLoss
 from headway.learner.backends.fsdp.backend import FsdpBackend
+from headway.learner.batching.batch import PackedBatch
 from headway.learner.config import LearnerConfig
 from headway.learner.objective.composition import needs_reference
 from headway.learner.objective.critic import Critic
 from headway.learner.objective.objective import Objective
 from headway.learner.objective.update import Update, Updater
 from headway.learner.ranks import Ranks
-from headway.learner.rows.batch import PackedBatch
 from tests.learner.preset_oracles import LOSSES, MAX_NEW_TOKENS, OF_PAIRS, Response, Token, loss_of
 from tests.learner.test_presets import CANDIDATES, sampled
 from tests.learner.tiny import OPTIMIZER, model_config
@@ -153,7 +153,7 @@ def train(name: str, updates_per_step: int, monkeypatch: pytest.MonkeyPatch) -> 
         max_new_tokens=MAX_NEW_TOKENS,
         max_lag=4,
     )
-    judged = updater.judge(sampled(backend, range(4), noise=0.3), 2)
+    judged = updater.compute_advantages(sampled(backend, range(4), noise=0.3), 2)
     updates = watch(backend, monkeypatch)
     updater.update(updater.pack(judged.sequences), 2)
     return updates

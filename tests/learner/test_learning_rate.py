@@ -11,12 +11,11 @@ from msgspec.structs import replace
 from headway.learner.algorithm_config import AlgorithmConfig
 from headway.learner.backends import open_backend
 from headway.learner.backends.base import TokenLoss
-from headway.learner.config import LearnerConfig
-from headway.learner.learning_rate import Schedule, learning_rate
+from headway.learner.batching.batch import PackedBatch
+from headway.learner.config import LearnerConfig, Schedule, learning_rate
 from headway.learner.objective.objective import Objective
 from headway.learner.objective.update import Updater
 from headway.learner.ranks import Ranks
-from headway.learner.rows.batch import PackedBatch
 from tests.learner.batches import group
 from tests.learner.tiny import OPTIMIZER, model_config
 
@@ -81,7 +80,7 @@ def updater_of(schedule: Schedule, rates: list[float]) -> Updater:
 def test_all_updates_of_a_step_have_its_rate_which_is_reported(schedule: Schedule, factor: float) -> None:
     rates: list[float] = []
     updater = updater_of(schedule, rates)
-    judged = updater.judge([group(0), group(1)], 4)  # no step before it was trained in this process
+    judged = updater.compute_advantages([group(0), group(1)], 4)  # no step before it was trained in this process
     update = updater.update(updater.pack(judged.sequences), 4)
     assert rates == [update.learning_rate] * 2
     assert update.learning_rate == pytest.approx(0.01 * factor)

@@ -16,24 +16,25 @@ import tests.learner.megatron_rank as megatron_rank
 from headway.broker.errors import ConfigError
 from headway.learner.backends import open_backend
 from headway.learner.backends.megatron import cpu_shim
-from headway.learner.backends.megatron.architecture import Architecture, architecture_of
 from headway.learner.backends.megatron.mapping import (
     HEAD,
-    Along,
-    Interleaved,
-    Sharing,
-    Stacked,
-    Vocabulary,
-    Whole,
+    Architecture,
+    DimensionShard,
+    QkvShard,
+    Replicate,
+    StackedShard,
+    TensorPlacement,
+    VocabularyShard,
+    architecture_of,
     embedding,
     last_bindings,
     layer_bindings,
 )
+from headway.learner.batching.batch import PackedBatch
+from headway.learner.batching.packing import concatenate
 from headway.learner.config import LayoutConfig, ModelConfig
 from headway.learner.models.layout import check_layout
 from headway.learner.models.model import load_config, load_model, load_tokenizer
-from headway.learner.rows.batch import PackedBatch
-from headway.learner.rows.packing import concatenate
 from tests.learner.megatron_rank import DECAY, TEMPERATURE, Case, Result, batches_of
 from tests.learner.parity.layouts import described
 from tests.learner.test_fsdp import ordinary_logprobs
@@ -48,14 +49,14 @@ SEED = 5
 that happens with 3 and 6, for up to 2 of 105 tokens, whose logprobs are then up to 0.15 off. With 5 the largest
 difference is 0.01."""
 
-SHARINGS: dict[str, tuple[Sharing, list[tuple[int, ...]]]] = {
-    "whole": (Whole(), [(7,)]),
-    "rows": (Along(0), [(8, 3)]),
-    "columns": (Along(1), [(3, 8)]),
-    "vocabulary": (Vocabulary(ROWS), [(ROWS, 3)]),
-    "gate and up": (Stacked(2), [(8, 3), (8, 3)]),
-    "query, key, value": (Interleaved(KV_HEADS, HEAD_WIDTH), [(rows, 5) for rows in QKV_ROWS]),
-    "their biases": (Interleaved(KV_HEADS, HEAD_WIDTH), [(rows,) for rows in QKV_ROWS]),
+SHARINGS: dict[str, tuple[TensorPlacement, list[tuple[int, ...]]]] = {
+    "whole": (Replicate(), [(7,)]),
+    "rows": (DimensionShard(0), [(8, 3)]),
+    "columns": (DimensionShard(1), [(3, 8)]),
+    "vocabulary": (VocabularyShard(ROWS), [(ROWS, 3)]),
+    "gate and up": (StackedShard(2), [(8, 3), (8, 3)]),
+    "query, key, value": (QkvShard(KV_HEADS, HEAD_WIDTH), [(rows, 5) for rows in QKV_ROWS]),
+    "their biases": (QkvShard(KV_HEADS, HEAD_WIDTH), [(rows,) for rows in QKV_ROWS]),
 }
 
 
@@ -89,17 +90,17 @@ def test_the_rows_of_a_key_value_head_follow_those_of_its_query_heads(size: int)
                 rows += list(query[its_query * HEAD_WIDTH : (its_query + 1) * HEAD_WIDTH])
             rows += list(key[head * HEAD_WIDTH : (head + 1) * HEAD_WIDTH])
             rows += list(value[head * HEAD_WIDTH : (head + 1) * HEAD_WIDTH])
-        assert torch.equal(Interleaved(KV_HEADS, HEAD_WIDTH).split(tensors, size, rank), torch.stack(rows))
+        assert torch.equal(QkvShard(KV_HEADS, HEAD_WIDTH).split(tensors, size, rank), torch.stack(rows))
 
 
 def test_a_rank_has_its_gate_rows_before_its_up_rows() -> None:
     gate, up = tensors = numbered([(8, 3), (8, 3)])
-    assert torch.equal(Stacked(2).split(tensors, 2, 1), torch.cat([gate[4:], up[4:]]))
+    assert torch.equal(StackedShard(2).split(tensors, 2, 1), torch.cat([gate[4:], up[4:]]))
 
 
 def test_the_vocabulary_is_padded_with_zeros_at_its_end() -> None:
     (whole,) = tensors = numbered([(ROWS, 3)])
-    last = Vocabulary(ROWS).split(tensors, 4, 3)
+    last = VocabularyShard(ROWS).split(tensors, 4, 3)
     assert torch.equal(last[:4], whole[15:])
     assert torch.equal(last[4:], torch.zeros(1, 3))
 

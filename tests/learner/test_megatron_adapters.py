@@ -11,13 +11,12 @@ from safetensors.torch import load_file
 
 import tests.learner.megatron_adapter_rank as megatron_adapter_rank
 from headway.learner.backends import open_backend
-from headway.learner.backends.adapter_files import open_weights
+from headway.learner.backends.adapter import open_weights
+from headway.learner.batching.packing import pack
 from headway.learner.config import ComputeConfig, LayoutConfig, LearnerConfig, ModelConfig
 from headway.learner.models.model import load_config
 from headway.learner.models.shape import adapter_parameters, shape_of
-from headway.learner.planning.memory import plan_memory
-from headway.learner.planning.planned import PlannedModel
-from headway.learner.rows.packing import pack
+from headway.learner.planning.memory import PlannedModel, plan_memory
 from tests.learner import fsdp_rank
 from tests.learner.adapted import ADAPTER, saved_base
 from tests.learner.megatron_adapter_rank import Case, Outcome

@@ -20,15 +20,14 @@ import headway.learner.models.attention
 from headway.broker.errors import ConfigError
 from headway.learner.backends import open_backend
 from headway.learner.backends.base import Teacher
+from headway.learner.batching.packing import pack
+from headway.learner.batching.tree import build_tree, labels_of
 from headway.learner.config import AdapterConfig, ComputeConfig, LayoutConfig, LearnerConfig
 from headway.learner.models.attention import PackedLayout, varlen_attention
 from headway.learner.models.model import load_config
 from headway.learner.models.shape import adapter_parameters, shape_of
-from headway.learner.planning.memory import plan_memory, plan_teaching, scored
-from headway.learner.planning.planned import PlannedModel, RankMemory
-from headway.learner.planning.scorer import scorer_bytes
-from headway.learner.rows.packing import pack
-from headway.learner.rows.tree import grow, labels_of
+from headway.learner.planning.estimates import scorer_bytes
+from headway.learner.planning.memory import PlannedModel, RankMemory, plan_distillation, plan_memory, with_score_head
 from headway.rollout_workers.config import ScorersConfig
 from headway.rollout_workers.scorers.runtimes import open_runner
 from tests.learner.tiny import OPTIMIZER, model_config, sequences
@@ -135,7 +134,7 @@ def test_an_opened_reward_model_holds_its_plan(tied: bool) -> None:
     model = model_config("qwen3", tied=tied)
     scores = open_backend("fsdp", model, OPTIMIZER, head="score")
     numel = sum(p.numel() for p in scores._parameters)  # type: ignore[attr-defined]
-    (held,) = plan_memory(scored(planned(load_config(model))))
+    (held,) = plan_memory(with_score_head(planned(load_config(model))))
     assert (held.parameters, held.gradients, held.optimizer, held.head) == (4 * numel, 4 * numel, 8 * numel, 0)
 
 
@@ -155,7 +154,7 @@ def test_opened_scorers_hold_their_plan(tied: bool, dtype: Any, tmp_path: Path) 
 def test_a_teacher_is_beside_a_student_without_gradients_and_moments(backend: str) -> None:
     student, teacher = planned(LLAMA_8B, backend, 8), planned(QWEN3_30B_A3B, backend, 8)
     (ours, *_), (theirs, *_) = plan_memory(student), plan_memory(teacher)
-    (both, *_) = plan_teaching(student, teacher.shape)
+    (both, *_) = plan_distillation(student, teacher.shape)
     masters = {"fsdp": 0, "megatron": 1}[backend]  # of three parts of megatron's state, the two others are moments
     assert (both.parameters, both.gradients) == (ours.parameters, 0)
     assert both.optimizer == masters * ours.optimizer // 3
@@ -260,7 +259,7 @@ def test_a_row_that_shares_tokens_keeps_what_the_plan_counts(monkeypatch: pytest
         headway.learner.models.attention, "varlen_attn", lambda q, k, v, *_, **__: Kernel.apply(q, k, v)
     )
     prompt, ends = [*range(40)], ([1, 2], [3, 4], [5, 6])
-    tree = grow([labels_of(np.array([*prompt, *end], np.int32)) for end in ends])
+    tree = build_tree([labels_of(np.array([*prompt, *end], np.int32)) for end in ends])
     assert tree is not None
     q, k, v = (torch.zeros(tree.num_positions, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     layout = PackedLayout.of_paths(tree.cu_runs, tree.cu_paths, tree.paths_P, varlen=True)
@@ -356,7 +355,7 @@ def test_other_models_are_counted() -> None:
     held, with_reference, with_critic = (plan_memory(replace(plan, **others))[0] for others in asked)
     assert held.other_models == 0
     assert with_reference.other_models == held.parameters
-    assert with_critic.other_models == plan_memory(scored(plan))[0].states
+    assert with_critic.other_models == plan_memory(with_score_head(plan))[0].states
     assert with_critic.activations == held.activations, "they work in turn"
 
 

@@ -15,11 +15,11 @@ from headway.algorithms.tokens import spread
 from headway.broker.errors import ConfigError, HeadwayError
 from headway.broker.schema import Group, Prompt, Trajectory, TrajectoryId
 from headway.learner.algorithm_config import AdvantageConfig, AlgorithmConfig, RewardShapingConfig
+from headway.learner.batching.batch import PackedBatch
 from headway.learner.objective import composition
 from headway.learner.objective.composition import open_advantage, open_corrections
 from headway.learner.objective.objective import Objective, supervised_loss, whole_report
-from headway.learner.objective.shaping import MOST_NAMES, compared, reward_stats, shaped_rewards
-from headway.learner.rows.batch import PackedBatch
+from headway.learner.objective.shaping import MOST_NAMES, group_advantages, reward_stats, shaped_rewards
 
 LENGTHS = (5, 1, 12, 3, 7, 4)
 KL = {"kl": {"kind": "k3", "coefficient": 0.1}}
@@ -559,7 +559,7 @@ def test_a_reward_that_is_no_number_is_named() -> None:
 
 def judged(groups: Sequence[Group], kind: str) -> list[float]:
     config = AlgorithmConfig(advantage=AdvantageConfig(kind=kind))
-    return compared(groups, shaped_rewards(groups, RewardShapingConfig(), 32), open_advantage(config))
+    return group_advantages(groups, shaped_rewards(groups, RewardShapingConfig(), 32), open_advantage(config))
 
 
 def _group(name: str, rewards: list[float]) -> Group:

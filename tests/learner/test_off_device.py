@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from headway.learner.backends import off_device, open_backend
-from headway.learner.backends.base import Backend, Trained
+from headway.learner.backends import offload, open_backend
+from headway.learner.backends.base import Backend, TrainableModel
 from headway.learner.backends.fsdp.backend import FsdpBackend
-from headway.learner.backends.off_device import OffDevice
+from headway.learner.backends.offload import HostOffload
+from headway.learner.batching.packing import pack
 from headway.learner.config import ComputeConfig
-from headway.learner.rows.packing import pack
 from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences
 
 CPU = torch.device("cpu")
@@ -23,11 +23,11 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("chunk_bytes", [8, 52, 1 << 20])
 def test_storages_come_back_whatever_views_there_are(chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(off_device, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(offload, "CHUNK_BYTES", chunk_bytes)
     whole, other, nothing = torch.randn(7, 3), torch.arange(5), torch.empty(0)
     view = whole[2:5]
     expected = [tensor.clone() for tensor in (whole, view, other)]
-    place = OffDevice()
+    place = HostOffload()
     for _ in range(2):
         with place.away([view, whole, whole.flatten(), other, nothing], CPU):
             assert [tensor.untyped_storage().nbytes() for tensor in (whole, view, other)] == [0, 0, 0]
@@ -40,12 +40,12 @@ def test_storages_come_back_whatever_views_there_are(chunk_bytes: int, monkeypat
 
 def test_what_is_on_another_device_stays() -> None:
     here, elsewhere = torch.randn(3), torch.empty(3, device="meta")
-    with OffDevice().away([here, elsewhere], CPU):
+    with HostOffload().away([here, elsewhere], CPU):
         assert (here.untyped_storage().nbytes(), elsewhere.untyped_storage().nbytes()) == (0, 12)
 
 
 @contextmanager
-def away(model: Trained, times: int) -> Iterator[None]:
+def away(model: TrainableModel, times: int) -> Iterator[None]:
     for _ in range(times):
         with model.off_device():
             pass

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from headway.algorithms.presets import PRESETS
 from headway.broker.schema import Trajectory, TrajectoryId, Turn, VersionSpan, WeightVersion
 from headway.learner.algorithm_config import AlgorithmConfig
+from headway.learner.batching.cost import DEFAULT_COST, CostModel
+from headway.learner.batching.packing import Plan, from_trajectory, pack, plan
 from headway.learner.models.shape import shape_of
 from headway.learner.objective.objective import Objective
-from headway.learner.rows.cost import DEFAULT_COST, CostModel
-from headway.learner.rows.packing import Plan, from_trajectory, pack, plan
 from tests.learner.tiny import sequences
 
 lengths_of = st.lists(st.integers(1, 400), max_size=60)

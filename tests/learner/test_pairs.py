@@ -11,7 +11,7 @@ from headway.learner.algorithm_config import AlgorithmConfig
 from headway.learner.backends import open_backend
 from headway.learner.config import LearnerConfig
 from headway.learner.objective.objective import Objective
-from headway.learner.objective.update import JudgedBatch, Updater
+from headway.learner.objective.update import ScoredBatch, Updater
 from headway.learner.ranks import Ranks
 from tests.learner.batches import group
 from tests.learner.test_later_updates import reference
@@ -47,11 +47,11 @@ def rewarded(number: int, rewards: list[float], *, untrained: int | None = None,
     return structs.replace(whole, trajectories=tuple(trajectories))
 
 
-def judged(groups: list[Group], step: int = 0) -> JudgedBatch:
-    return updater_of(configured("online_dpo")).judge(groups, step)
+def judged(groups: list[Group], step: int = 0) -> ScoredBatch:
+    return updater_of(configured("online_dpo")).compute_advantages(groups, step)
 
 
-def samples(batch: JudgedBatch) -> list[str]:
+def samples(batch: ScoredBatch) -> list[str]:
     return [f"{one.tid.group[-1]}:{one.tid.sample}" for one in batch.trajectories]
 
 
@@ -69,7 +69,7 @@ def test_the_best_and_the_worst_of_each_group_are_trained_and_no_other_sample() 
 
 def test_other_losses_train_every_sample() -> None:
     groups = [rewarded(0, [0.5, 0.1, 0.9]), rewarded(1, [1.0, 1.0, 1.0])]
-    batch = updater_of(configured("grpo")).judge(groups, 0)
+    batch = updater_of(configured("grpo")).compute_advantages(groups, 0)
     assert samples(batch) == ["0:0", "0:1", "0:2", "1:0", "1:1", "1:2"]
     assert batch.figures == {}
 
@@ -99,7 +99,7 @@ def test_packing_changes_neither_loss_nor_figures_and_keeps_pairs_whole(
     config, found = configured("online_dpo", corrections=corrections), []
     for tokens in (64, micro_batch_tokens):
         updater = updater_of(config, micro_batch_tokens=tokens, updates_per_step=updates_per_step)
-        batch = updater.judge(sampled(updater._backend, range(5), noise=0.3), 0)
+        batch = updater.compute_advantages(sampled(updater._backend, range(5), noise=0.3), 0)
         packed = updater.pack(batch.sequences)
         assert all(row.num_sequences % 2 == 0 for part in packed for row in part)
         update = updater.update(packed, 0)
@@ -111,7 +111,7 @@ def test_packing_changes_neither_loss_nor_figures_and_keeps_pairs_whole(
 
 def test_a_step_without_a_pair_has_no_gradient() -> None:
     updater = updater_of(configured("online_dpo"), updates_per_step=2)
-    batch = updater.judge([rewarded(0, [1.0, 1.0]), rewarded(1, [0.0, 0.0])], 0)
+    batch = updater.compute_advantages([rewarded(0, [1.0, 1.0]), rewarded(1, [0.0, 0.0])], 0)
     update = updater.update(updater.pack(batch.sequences), 0)
     assert (update.loss, update.grad_norm) == (0, 0)
     assert (batch.figures["pairs"], update.by_lag) == (0, {})
@@ -120,7 +120,7 @@ def test_a_step_without_a_pair_has_no_gradient() -> None:
 def test_the_loss_falls_as_the_pairs_are_learned() -> None:
     config = configured("online_dpo", objective={"kind": "dpo", "anchor": "reference", "options": {"beta": 1.0}})
     updater = updater_of(config)
-    batch = updater.judge([rewarded(number, [0.0, 1.0, 0.5]) for number in range(3)], 0)
+    batch = updater.compute_advantages([rewarded(number, [0.0, 1.0, 0.5]) for number in range(3)], 0)
     updates = [updater.update(updater.pack(batch.sequences), step) for step in range(8)]
     margins = [update.algorithm["reward_margin"] for update in updates]
     assert margins == sorted(margins)

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 
 import tests.learner.megatron_adapter_rank as megatron_adapter_rank
 from headway.learner.backends import open_backend
-from headway.learner.backends.adapter_files import CONFIG, FOLDER, adapted_model, open_weights
+from headway.learner.backends.adapter import CONFIG, FOLDER, adapted_model, open_weights
 from headway.learner.backends.fsdp.policy import FEW_EXPERTS
+from headway.learner.batching.packing import concatenate, pack
 from headway.learner.config import LayoutConfig, ModelConfig
-from headway.learner.rows.packing import concatenate, pack
 from tests.learner.adapted import saved_base, with_adapter
 from tests.learner.megatron_adapter_rank import Case
 from tests.learner.test_fsdp import ordinary_logprobs

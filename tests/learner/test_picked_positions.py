@@ -11,11 +11,11 @@ from headway.learner.algorithm_config import AlgorithmConfig, ObjectiveConfig
 from headway.learner.backends import open_backend
 from headway.learner.backends.fsdp import sharded_model
 from headway.learner.backends.fsdp.backend import FsdpBackend
+from headway.learner.batching.batch import PackedBatch
+from headway.learner.batching.packing import concatenate
+from headway.learner.batching.padding import PaddedShape
 from headway.learner.config import ComputeConfig
 from headway.learner.objective.objective import Objective
-from headway.learner.rows.batch import PackedBatch
-from headway.learner.rows.packing import concatenate
-from headway.learner.rows.padding import PaddedShape
 from tests.learner.recording import Repeated, kernel
 from tests.learner.test_prefix_trees import sharing
 from tests.learner.test_token_logprobs import Products

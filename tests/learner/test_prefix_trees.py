@@ -16,8 +16,13 @@ from hypothesis import strategies as st
 import headway.learner.models.attention
 from headway.algorithms.presets import PRESETS
 from headway.learner.backends import open_backend
-from headway.learner.backends.fsdp.layers import prepare_layers
-from headway.learner.backends.fsdp.policy import Policy
+from headway.learner.backends.fsdp.policy import Policy, prepare_layers
+from headway.learner.batching.batch import PackedBatch
+from headway.learner.batching.clusters import PrefixSharing, clusters_of
+from headway.learner.batching.cost import DEFAULT_COST
+from headway.learner.batching.packing import Candidates, PackableSequence, concatenate
+from headway.learner.batching.tree import PrefixTree, build_tree, labels_of, size_of
+from headway.learner.batching.units import pack_units
 from headway.learner.config import ComputeConfig
 from headway.learner.models.attention import (
     PackedLayout,
@@ -27,12 +32,6 @@ from headway.learner.models.attention import (
     varlen_attention,
 )
 from headway.learner.models.model import load_model
-from headway.learner.rows.batch import PackedBatch
-from headway.learner.rows.clusters import PrefixSharing, clusters_of
-from headway.learner.rows.cost import DEFAULT_COST
-from headway.learner.rows.packing import Candidates, PackableSequence, concatenate
-from headway.learner.rows.tree import PrefixTree, grow, labels_of, size_of
-from headway.learner.rows.units import pack_units
 from tests.learner import preset_sharing
 from tests.learner.tiny import OPTIMIZER, VOCABULARY, alike, model_config, sequences, share
 from tests.learner.torchrun import run_ranks
@@ -41,7 +40,7 @@ token_lists = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_
 
 
 def tree_of(token_lists: Sequence[Sequence[int]]) -> PrefixTree | None:
-    return grow([labels_of(np.array(tokens, np.int32)) for tokens in token_lists])
+    return build_tree([labels_of(np.array(tokens, np.int32)) for tokens in token_lists])
 
 
 def sharing(size: int, *, prompt: int, agreed: int, seed: int) -> list[PackableSequence]:

@@ -13,14 +13,14 @@ from headway.broker.schema import Group
 from headway.learner.algorithm_config import AlgorithmConfig, KlConfig
 from headway.learner.backends import open_backend
 from headway.learner.backends.base import Backend
+from headway.learner.batching.clusters import PrefixSharing
+from headway.learner.batching.packing import concatenate, from_trajectory
 from headway.learner.config import LearnerConfig, OptimizerConfig
 from headway.learner.objective.composition import needs_reference
 from headway.learner.objective.critic import Critic
 from headway.learner.objective.objective import Objective
 from headway.learner.objective.update import Updater
 from headway.learner.ranks import Ranks
-from headway.learner.rows.clusters import PrefixSharing
-from headway.learner.rows.packing import concatenate, from_trajectory
 from tests.learner.batches import group
 from tests.learner.tiny import OPTIMIZER, VOCABULARY, model_config
 
@@ -101,7 +101,7 @@ def test_every_preset_trains(preset: str) -> None:
     updater, backend = build(config, has_reference=needs_reference(config))
     before = weights(backend)
     for step in range(STEPS):
-        judged = updater.judge(sampled(backend, range(3 * step, 3 * step + 3)), step)
+        judged = updater.compute_advantages(sampled(backend, range(3 * step, 3 * step + 3)), step)
         update = updater.update(updater.pack(judged.sequences), step)
         assert np.isfinite(update.loss)
         assert 0 < update.grad_norm < np.inf
@@ -117,7 +117,7 @@ def test_kl_in_the_reward_is_taken_from_each_response(preset: str) -> None:
     plain, backend = build(configured(preset))
     with_kl, _ = build(configured(preset, kl=kl), has_reference=True)
     groups = sampled(backend, range(3))
-    without, judged = plain.judge(groups, 0), with_kl.judge(groups, 0)
+    without, judged = plain.compute_advantages(groups, 0), with_kl.compute_advantages(groups, 0)
     if preset == "ppo":  # the critic's rewards are of tokens
         losses = [updater.update(updater.pack(judged.sequences), 0).loss for updater in (plain, with_kl)]
         assert losses[0] != losses[1]
@@ -141,7 +141,7 @@ def test_a_moving_reference_follows_and_is_part_of_the_checkpoint(
     updater, backend = build(config, has_reference=True)
     assert updater._reference is not None
     start = weights(updater._reference)
-    updater.update(updater.pack(updater.judge(sampled(backend, range(3)), 0).sequences), 0)
+    updater.update(updater.pack(updater.compute_advantages(sampled(backend, range(3)), 0).sequences), 0)
     moved = weights(updater._reference)
     torch.testing.assert_close(moved, 0.75 * start + 0.25 * weights(backend))
     assert list(updater.beside) == ["reference"]
@@ -161,6 +161,8 @@ def test_shaped_rewards_are_compared_and_raw_ones_reported() -> None:
     shaped, backend = build(configured("grpo", reward={"overlong_buffer": 12}))
     plain, _ = build(configured("grpo"))
     groups = sampled(backend, range(3))
-    assert shaped.judge(groups, 0).rewards == plain.judge(groups, 0).rewards
-    advantages = [[one.advantages[0] for one in updater.judge(groups, 0).sequences] for updater in (shaped, plain)]
+    assert shaped.compute_advantages(groups, 0).rewards == plain.compute_advantages(groups, 0).rewards
+    advantages = [
+        [one.advantages[0] for one in updater.compute_advantages(groups, 0).sequences] for updater in (shaped, plain)
+    ]
     assert advantages[0] != advantages[1]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from headway.broker.errors import ConfigError
-from headway.learner.backends.process_group import join_ranks
+from headway.learner.ranks import join_ranks
 
 
 def test_more_ranks_than_devices_are_refused_with_both_figures(monkeypatch: pytest.MonkeyPatch) -> None:

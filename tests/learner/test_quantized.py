@@ -17,17 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.broker.errors import ConfigError
 from headway.broker.installation import is_installed
-from headway.learner.backends import open_backend, quantized
-from headway.learner.backends.adapter_files import adapted_model, open_weights
-from headway.learner.backends.fsdp.quantized_base import is_quantized
-from headway.learner.backends.fsdp.training_state import STATE_FOLDER
-from headway.learner.backends.quantized import BLOCK, quantize, quantized_weights
+from headway.learner.backends import open_backend, quantization
+from headway.learner.backends.adapter import adapted_model, open_weights
+from headway.learner.backends.fsdp.optimizer import STATE_FOLDER
+from headway.learner.backends.quantization import BLOCK, is_quantized, quantize, quantized_weights
+from headway.learner.batching.packing import pack
 from headway.learner.config import ComputeConfig, LearnerConfig, ModelConfig
 from headway.learner.models.model import load_config
 from headway.learner.models.shape import adapter_parameters, shape_of
-from headway.learner.planning.memory import plan_memory
-from headway.learner.planning.planned import PlannedModel
-from headway.learner.rows.packing import pack
+from headway.learner.planning.memory import PlannedModel, plan_memory
 from tests.learner.adapted import saved_base, with_adapter
 from tests.learner.test_fsdp import as_dict
 from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences
@@ -191,7 +189,7 @@ def test_an_opened_base_holds_its_plan(kind: str, name: str, tmp_path: Path) -> 
 
 
 def test_nf4_without_its_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized, "is_installed", lambda _: False)
+    monkeypatch.setattr(quantization, "is_installed", lambda _: False)
     with pytest.raises(ConfigError, match=r"nf4 needs bitsandbytes, .* 'headway\[quantized\]'"):
         open_backend("fsdp", with_adapter(MODELS["dense"], quantize_base="nf4"), OPTIMIZER)
 
@@ -203,13 +201,13 @@ def test_a_checkpoint_without_its_library_names_the_file(monkeypatch: pytest.Mon
     file = tmp_path / "saved" / "adapter" / "base.json"
     assert open_weights(str(tmp_path / "saved")) is not None
     file.write_text(file.read_text().replace("int8", "nf4"))
-    monkeypatch.setattr(quantized, "is_installed", lambda _: False)
+    monkeypatch.setattr(quantization, "is_installed", lambda _: False)
     with pytest.raises(ConfigError, match=rf"^model\.path: {file} says .* nf4, which needs bitsandbytes"):
         open_weights(str(tmp_path / "saved"))
 
 
 def test_weights_of_broken_blocks_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized, "is_installed", lambda _: True)
+    monkeypatch.setattr(quantization, "is_installed", lambda _: True)
     odd = model_config("qwen3", intermediate_size=47)
     with pytest.raises(ConfigError, match=r"whole blocks of 64 numbers, and .*gate_proj has 47 x 32\. Take int8"):
         open_backend("fsdp", with_adapter(odd, quantize_base="nf4"), OPTIMIZER)

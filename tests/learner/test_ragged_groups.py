@@ -35,7 +35,7 @@ def test_an_update_on_trimmed_groups(aggregation: str) -> None:
         max_new_tokens=32,
         max_lag=2,
     )
-    judged = updater.judge(GROUPS, step=1)
+    judged = updater.compute_advantages(GROUPS, step=1)
     expected = []
     for one in GROUPS:
         rewards = [trajectory.reward for trajectory in one.trajectories]

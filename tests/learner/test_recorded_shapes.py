@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from headway.learner.backends import open_backend
-from headway.learner.backends.fsdp import replayed_rows, sharded_model
+from headway.learner.backends.fsdp import cuda_graphs, sharded_model
 from headway.learner.backends.fsdp.backend import FsdpValueBackend
+from headway.learner.backends.fsdp.cuda_graphs import why_launched
 from headway.learner.backends.fsdp.policy import Policy
-from headway.learner.backends.fsdp.recording import why_launched
 from headway.learner.backends.fsdp.row import FsdpRow
+from headway.learner.batching.packing import concatenate
+from headway.learner.batching.padding import PaddedShape
 from headway.learner.config import ComputeConfig
-from headway.learner.rows.packing import concatenate
-from headway.learner.rows.padding import PaddedShape
 from tests.learner.recording import AUTO, NEVER, Repeated, given, opened, rows, trained
 from tests.learner.tiny import OPTIMIZER, model_config, sequences
 
@@ -69,11 +69,11 @@ def test_a_row_takes_a_larger_shape_that_is_known(is_tree: bool, recorder: Repea
     )
     shapes = [PaddedShape.of(batch) for batch in (large, small, other)]
     assert shapes[0] != shapes[1] == shapes[2]
-    for times, batch in enumerate((large, small, *[other] * (replayed_rows.OFTEN - 1), small)):
+    for times, batch in enumerate((large, small, *[other] * (cuda_graphs.OFTEN - 1), small)):
         (found,), (expected,) = (one.logprobs([batch], 0.8) for one in (backend, plain))
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
         assert [kind.shape for kind in backend._replayed._recorded] == (
-            [] if times == 0 else shapes[:1] if times <= replayed_rows.OFTEN else shapes[:2]
+            [] if times == 0 else shapes[:1] if times <= cuda_graphs.OFTEN else shapes[:2]
         )
     (tiny,) = backend.logprobs([concatenate(sequences([9]))], 0.8)
     torch.testing.assert_close(tiny, plain.logprobs([concatenate(sequences([9]))], 0.8)[0], rtol=1e-6, atol=1e-6)
@@ -104,7 +104,7 @@ def test_no_shape_is_first_computed_within_a_recording(recorder: Repeated, monke
     large, small = (
         concatenate([one for seed in range(size) for one in given(seed, is_tree=False)]) for size in (55, 49)
     )
-    for batch in (large, *[small] * (replayed_rows.OFTEN + 1)):
+    for batch in (large, *[small] * (cuda_graphs.OFTEN + 1)):
         assert backend.logprobs([batch], 0.8)
     assert backend._replayed is not None
     assert backend._replayed.num_recorded == 2
@@ -114,7 +114,7 @@ def test_no_shape_is_first_computed_within_a_recording(recorder: Repeated, monke
 
 def test_no_graph_is_dropped_for_another(recorder: Repeated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of further shapes are launched."""
-    monkeypatch.setattr(replayed_rows, "MOST_RECORDED", 2)
+    monkeypatch.setattr(cuda_graphs, "MOST_RECORDED", 2)
     backend = opened(AUTO)
     (tree, plain, wide), expected = rows(0), opened(NEVER).logprobs(rows(0), 0.8)
     for _ in range(2):

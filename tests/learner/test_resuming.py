@@ -14,8 +14,7 @@ from headway.broker.owner import Claim, Owner
 from headway.broker.schema import RunRules, WeightVersion
 from headway.learner.checkpoints.checkpoint import CheckpointError, CheckpointStore
 from headway.learner.data.prompts.cursor import PromptCursor
-from headway.learner.experience.log import ExperienceLog
-from headway.learner.experience.rewind import Rewind
+from headway.learner.experience.log import ExperienceLog, Rewind
 from headway.learner.ranks import Ranks
 from headway.learner.stages.resuming import Claimed, Origin, choose_origin, claim_run, identify, open_log
 from tests.learner.batches import batch

@@ -13,11 +13,11 @@ from headway.algorithms.preferences import bradley_terry
 from headway.broker.errors import ConfigError
 from headway.learner.backends import open_backend
 from headway.learner.backends.base import ScoreBackend
+from headway.learner.batching.packing import concatenate, labelled
 from headway.learner.config import ModelConfig, RecordsConfig
 from headway.learner.data.sources import open_pairs
 from headway.learner.models.classifier import check_classifier
 from headway.learner.models.model import load_tokenizer
-from headway.learner.rows.packing import concatenate, labelled
 from headway.learner.stages.base import Progress
 from headway.learner.stages.supervised.order import Order
 from headway.learner.stages.supervised.reward_model import completed, with_state_behind

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from headway.learner.checkpoints.checkpoint import CheckpointStore
-from headway.learner.experience.log import ExperienceLog
-from headway.learner.experience.rewind import Rewind, RewindError, check_rewind, rewound_to
+from headway.learner.experience.log import ExperienceLog, Rewind, RewindError, check_rewind, find_rewind_checkpoint
 from tests.learner.batches import batch, damage
 
 
@@ -31,9 +30,9 @@ def log(tmp_path: Path) -> ExperienceLog:
 
 
 def test_it_goes_back_to_a_checkpoint_of_its_own_branch(checkpoints: CheckpointStore) -> None:
-    assert rewound_to(checkpoints, Rewind(step=4)).state.incarnation == 2
+    assert find_rewind_checkpoint(checkpoints, Rewind(step=4)).state.incarnation == 2
     with pytest.raises(RewindError, match="no checkpoint at step 5 to rewind to: 2, 4, 6"):
-        rewound_to(checkpoints, Rewind(step=5))
+        find_rewind_checkpoint(checkpoints, Rewind(step=5))
 
 
 @pytest.mark.parametrize("step", [2, 4, 6])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from headway.learner.backends.fsdp import sharded_model
-from headway.learner.backends.fsdp.rounded import RoundedWeights
+from headway.learner.backends.fsdp.optimizer import RoundedWeights
 from headway.learner.backends.fsdp.sharding import local
 from headway.learner.config import ComputeConfig
 from tests.learner.recording import ALWAYS, AUTO, NEVER, Repeated, opened, trained

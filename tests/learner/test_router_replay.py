@@ -21,19 +21,18 @@ from headway.broker.schema import Trajectory
 from headway.learner.algorithm_config import AlgorithmConfig, KlConfig
 from headway.learner.backends import open_backend
 from headway.learner.backends.base import Backend
-from headway.learner.backends.fsdp.layers import prepare_layers
-from headway.learner.backends.fsdp.policy import FEW_EXPERTS, Policy, ValueModel
-from headway.learner.backends.fsdp.replayed_router import _route
-from headway.learner.backends.replayed_choice import Recorded
+from headway.learner.backends.fsdp.experts import _route
+from headway.learner.backends.fsdp.policy import FEW_EXPERTS, Policy, ValueModel, prepare_layers
+from headway.learner.backends.moe import RecordedExperts
+from headway.learner.batching.batch import PackedBatch
+from headway.learner.batching.packing import concatenate, from_trajectory
+from headway.learner.batching.router_replay import Routing, RoutingError, routing_of
+from headway.learner.batching.units import pack_units
 from headway.learner.config import ComputeConfig, LayoutConfig, LearnerConfig
 from headway.learner.models.model import load_config, load_model
 from headway.learner.objective.objective import Objective
 from headway.learner.objective.update import Updater
 from headway.learner.ranks import Ranks
-from headway.learner.rows.batch import PackedBatch
-from headway.learner.rows.packing import concatenate, from_trajectory
-from headway.learner.rows.routing import Routing, RoutingError, routing_of
-from headway.learner.rows.units import pack_units
 from tests.learner import replay_rank
 from tests.learner.batches import group
 from tests.learner.replay_rank import DENOMINATOR, Case, Result, batches_of, samples
@@ -144,7 +143,7 @@ def test_known_routers_weigh_what_is_replayed_as_their_own(kind: type[nn.Module]
     hidden = torch.randn(20, 8)
     router.recorded = None
     expected = _route(router, hidden)
-    router.recorded = Recorded(expected[2].to(torch.int16), torch.zeros(2, dtype=torch.int64))
+    router.recorded = RecordedExperts(expected[2].to(torch.int16), torch.zeros(2, dtype=torch.int64))
     assert all(torch.equal(one, other) for one, other in zip(_route(router, hidden), expected, strict=True))
     assert torch.allclose(F.softmax(expected[0], -1).gather(1, expected[2]).sum(-1), expected[1].sum(-1)) != normalized
 
@@ -357,9 +356,9 @@ def test_an_update_replays_and_its_reference_chooses_for_itself() -> None:
     )
     plain = [group(number) for number in range(2)]
     with pytest.raises(RoutingError, match="does not say which experts"):
-        updater.judge(plain, 0)
+        updater.compute_advantages(plain, 0)
     groups = [msgspec.structs.replace(one, trajectories=tuple(map(with_choices, one.trajectories))) for one in plain]
-    update = updater.update(updater.pack(updater.judge(groups, 0).sequences), 0)
+    update = updater.update(updater.pack(updater.compute_advantages(groups, 0).sequences), 0)
     assert 0 < update.algorithm["router_disagreement"] < 1
     assert reference.batches
     assert all(batch.experts_TLK is None for batch in reference.batches)

@@ -10,10 +10,10 @@ from transformers import Qwen3Config
 
 from benchmarks.prefix_trees import samples
 from benchmarks.throughput.shapes import SHAPES
+from headway.learner.batching.clusters import PrefixSharing, clusters_of
+from headway.learner.batching.cost import CostModel
+from headway.learner.batching.tree import TreeSize
 from headway.learner.models.shape import ModelShape, shape_of
-from headway.learner.rows.clusters import PrefixSharing, clusters_of
-from headway.learner.rows.cost import CostModel
-from headway.learner.rows.tree import Size
 
 SMOLLM2 = shape_of(Qwen3Config(**SHAPES["smollm2-135m"].config()))
 SETTINGS: tuple[PrefixSharing, ...] = ("auto", "always", "never")
@@ -104,7 +104,7 @@ def test_a_row_costs_at_least_its_launches() -> None:
 
 def test_a_tree_costs_its_copies_and_repeated_queries() -> None:
     size, cost = (
-        Size(positions=10, path_tokens=30, pairs=70.0, path_pairs=300.0),
+        TreeSize(positions=10, path_tokens=30, pairs=70.0, path_pairs=300.0),
         CostModel(per_token=1.0, per_pair=1.0),
     )
     assert cost.of_tree(size) == 80.0

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from headway.broker.schema import WeightVersion
-from headway.learner.experience import standing
-from headway.learner.experience.standing import TRANSITIONS, Event, Standing, State
+from headway.learner.experience import publication_state
+from headway.learner.experience.publication_state import TRANSITIONS, Event, PublicationState, State
 
 VERSION = WeightVersion(1, 3)
 PUBLICATION: Any = object()
@@ -23,14 +23,14 @@ PATHS = {
 """The events that bring a new learner into each state."""
 
 
-def after(events: Sequence[Event]) -> Standing:
-    learner = Standing()
+def after(events: Sequence[Event]) -> PublicationState:
+    learner = PublicationState()
     for event in events:
         happen(learner, event)
     return learner
 
 
-def happen(learner: Standing, event: Event) -> None:
+def happen(learner: PublicationState, event: Event) -> None:
     match event:
         case Event.PUBLISH:
             learner.publish(VERSION, PUBLICATION)
@@ -42,8 +42,8 @@ def happen(learner: Standing, event: Event) -> None:
 
 def stated() -> dict[tuple[State, Event], State]:
     """Return the table of the module's docstring."""
-    assert standing.__doc__ is not None
-    rows = [line.split() for line in standing.__doc__.splitlines() if line.startswith("    ")]
+    assert publication_state.__doc__ is not None
+    rows = [line.split() for line in publication_state.__doc__.splitlines() if line.startswith("    ")]
     events = [Event[name] for name in rows[0][1:]]
     return {
         (State[row[0]], event): State[to]

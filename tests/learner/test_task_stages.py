@@ -18,15 +18,15 @@ from headway.algorithms.preferences import dpo
 from headway.broker.errors import ConfigError
 from headway.learner.backends import open_backend
 from headway.learner.backends.base import Backend, Teacher
+from headway.learner.batching.batch import PackedBatch
+from headway.learner.batching.clusters import PrefixSharing
+from headway.learner.batching.packing import PackableSequence, concatenate, labelled
+from headway.learner.batching.units import Row, Unit, pack_units
 from headway.learner.config import ModelConfig, RandomModelConfig, RecordsConfig, StageConfig
 from headway.learner.data.own_examples import Example
 from headway.learner.data.records import Conversation, Labelled, Preference
 from headway.learner.data.sources import open_conversations, open_pairs
 from headway.learner.models.model import load_tokenizer
-from headway.learner.rows.batch import PackedBatch
-from headway.learner.rows.clusters import PrefixSharing
-from headway.learner.rows.packing import PackableSequence, concatenate, labelled
-from headway.learner.rows.units import Row, Unit, pack_units
 from headway.learner.stages import check_stages, open_stage
 from headway.learner.stages.base import Progress, StageError
 from headway.learner.stages.sft import tokenize

@@ -17,13 +17,13 @@ from headway.algorithms.presets import PRESETS
 from headway.broker.schema import Group, Trajectory
 from headway.learner.algorithm_config import AlgorithmConfig
 from headway.learner.backends import open_backend
+from headway.learner.batching.clusters import PrefixSharing
 from headway.learner.config import LearnerConfig
 from headway.learner.objective.composition import needs_critic, needs_reference
 from headway.learner.objective.critic import Critic
 from headway.learner.objective.objective import Objective
-from headway.learner.objective.update import JudgedBatch, Updater
+from headway.learner.objective.update import ScoredBatch, Updater
 from headway.learner.ranks import Ranks
-from headway.learner.rows.clusters import PrefixSharing
 from tests.learner.preset_oracles import MAX_NEW_TOKENS, Token, loss_of
 from tests.learner.test_later_updates import Seen, watch
 from tests.learner.test_pairs import rewarded, samples
@@ -80,7 +80,7 @@ def truncated(groups: Sequence[Group], cut: Collection[tuple[int, int]]) -> list
     ]
 
 
-def as_context(batch: JudgedBatch) -> JudgedBatch:
+def as_context(batch: ScoredBatch) -> ScoredBatch:
     """Return the batch as TRL masks it: the tokens of truncated responses are computed, and have mask 0."""
     masked = [
         replace(sequence, loss_mask=sequence.loss_mask * np.uint8(trajectory.finish_reason == "stop"))
@@ -127,7 +127,7 @@ def test_the_loss_is_that_of_the_others_with_the_advantages_of_all(
     updater = updater_of(masking(preset))
     groups = truncated(sampled(updater._backend, range(4), noise=0.3), CUT)
     seen = watch(updater._backend, monkeypatch)
-    judged = updater.judge(groups, 0)
+    judged = updater.compute_advantages(groups, 0)
     assert samples(judged) == ["0:0", "0:2", "2:0", "2:1", "2:2", "3:0", "3:1"]
     update = updater.update(updater.pack(judged.sequences), 0)
     expected, places = expected_loss(preset, groups, seen)
@@ -152,7 +152,7 @@ def test_to_leave_them_out_is_to_mask_them(preset: str, prefix_sharing: PrefixSh
     found = []
     for config in (masking(preset), configured(preset)):
         updater = updater_of(config, prefix_sharing=prefix_sharing)
-        judged = updater.judge(truncated(sampled(updater._backend, range(4), noise=0.3), CUT), 0)
+        judged = updater.compute_advantages(truncated(sampled(updater._backend, range(4), noise=0.3), CUT), 0)
         update = updater.update(updater.pack(as_context(judged).sequences), 0)
         found.append({"loss": update.loss, "norm": update.grad_norm, **update.algorithm})
     assert found[0] == pytest.approx(found[1], rel=1e-4, abs=1e-6)
@@ -163,7 +163,7 @@ def test_to_leave_them_out_is_to_mask_them(preset: str, prefix_sharing: PrefixSh
 def test_a_step_of_which_all_are_truncated_has_no_gradient_and_nothing_that_is_not_finite(preset: str) -> None:
     updater = updater_of(masking(preset), updates_per_step=2)
     everything = {(number, place) for number in range(2) for place in range(3)}
-    judged = updater.judge(truncated(sampled(updater._backend, range(2)), everything), 0)
+    judged = updater.compute_advantages(truncated(sampled(updater._backend, range(2)), everything), 0)
     update = updater.update(updater.pack(judged.sequences), 0)
     assert judged.sequences == ()
     assert (update.loss, update.grad_norm, update.by_lag) == (0, 0, {})
@@ -178,7 +178,7 @@ def test_a_step_of_which_all_are_truncated_moves_the_weights_as_one_with_equal_r
         updater = updater_of(masking("grpo"))
         for step, groups in enumerate(([ordinary], last)):
             before = {name: tensor.clone() for name, tensor in updater._backend.named_tensors()}
-            update = updater.update(updater.pack(updater.judge(groups, step).sequences), step)
+            update = updater.update(updater.pack(updater.compute_advantages(groups, step).sequences), step)
         assert update.grad_norm == 0
         moved.append({name: tensor - before[name] for name, tensor in updater._backend.named_tensors()})
     assert any(change.any() for change in moved[0].values())
@@ -188,7 +188,7 @@ def test_a_step_of_which_all_are_truncated_moves_the_weights_as_one_with_equal_r
 @pytest.mark.parametrize("updates_per_step", [1, 4, 20])
 def test_the_updates_of_a_step_share_those_that_are_left(updates_per_step: int) -> None:
     updater = updater_of(masking("grpo"), updates_per_step=updates_per_step)
-    judged = updater.judge(truncated(sampled(updater._backend, range(4)), CUT), 0)
+    judged = updater.compute_advantages(truncated(sampled(updater._backend, range(4)), CUT), 0)
     packed = updater.pack(judged.sequences)
     trained = [sum(batch.num_sequences for batch in part) for part in packed]
     assert (len(trained), sum(trained)) == (min(updates_per_step, 7), 7)
@@ -198,7 +198,7 @@ def test_the_updates_of_a_step_share_those_that_are_left(updates_per_step: int) 
 def test_by_default_they_are_trained() -> None:
     updater = updater_of(configured("grpo"))
     groups = [rewarded(0, [0.5, 0.1, 0.9])]
-    judged = [updater.judge(each, 0) for each in (truncated(groups, {(0, 1)}), groups)]
+    judged = [updater.compute_advantages(each, 0) for each in (truncated(groups, {(0, 1)}), groups)]
     assert samples(judged[0]) == samples(judged[1]) == ["0:0", "0:1", "0:2"]
     assert [one.loss_mask.all() for one in judged[0].sequences] == [True] * 3
 
@@ -209,7 +209,7 @@ def test_a_penalty_in_the_reward_is_taken_from_them_too() -> None:
     advantages = []
     for config in (masking("grpo", kl=kl), configured("grpo", kl=kl)):
         updater = updater_of(config)
-        judged = updater.judge(truncated(sampled(updater._backend, range(4), noise=0.3), CUT), 0)
+        judged = updater.compute_advantages(truncated(sampled(updater._backend, range(4), noise=0.3), CUT), 0)
         kept = zip(judged.sequences, judged.trajectories, strict=True)
         advantages.append([one.advantages[0] for one, trajectory in kept if trajectory.finish_reason == "stop"])
     assert advantages[0] == advantages[1]
@@ -219,7 +219,7 @@ def test_a_penalty_in_the_reward_is_taken_from_them_too() -> None:
 def test_a_pair_with_a_truncated_response_is_not_trained() -> None:
     groups = [rewarded(0, [0.5, 0.1, 0.9]), rewarded(1, [0.5, 0.1, 0.9]), rewarded(2, [0.5, 0.1, 0.9])]
     cut = truncated(groups, {(0, 0), (1, 1), (2, 2)})
-    judged = updater_of(masking("online_dpo")).judge(cut, 0)
+    judged = updater_of(masking("online_dpo")).compute_advantages(cut, 0)
     assert samples(judged) == ["0:2", "0:1"], "the middle one is in no pair anyway"
     assert judged.figures == {"pairs": 1, "groups_without_pair": 2}
-    assert updater_of(configured("online_dpo")).judge(cut, 0).figures["pairs"] == 3
+    assert updater_of(configured("online_dpo")).compute_advantages(cut, 0).figures["pairs"] == 3

@@ -6,8 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from headway.learner.batching.packing import PackableSequence
 from headway.learner.objective.update import split
-from headway.learner.rows.packing import PackableSequence
 from tests.learner import update_rank
 from tests.learner.tiny import VOCABULARY, sequences
 from tests.learner.torchrun import run_ranks

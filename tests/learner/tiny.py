@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from headway.learner.backends.base import TokenLoss
+from headway.learner.batching.batch import PackedBatch
+from headway.learner.batching.packing import PackableSequence
 from headway.learner.config import ModelConfig, OptimizerConfig, RandomModelConfig
-from headway.learner.rows.batch import PackedBatch
-from headway.learner.rows.packing import PackableSequence
 
 ALPHABET = "0123456789+-*=,#^"
 VOCABULARY = len(ALPHABET) + 2

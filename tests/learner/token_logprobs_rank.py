@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from headway.learner.backends.candidate_logprobs import candidate_logprobs, likeliest
-from headway.learner.backends.token_logprobs import confident_logprobs, token_logprobs
+from headway.learner.backends.token_logprobs import candidate_logprobs, confident_logprobs, likeliest, token_logprobs
 from tests.learner.test_candidate_logprobs import CANDIDATES, chosen
 from tests.learner.test_token_logprobs import VOCABULARY, given, gradients_with_entropy
 

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from headway.algorithms.presets import PRESETS
 from headway.learner.algorithm_config import AlgorithmConfig
 from headway.learner.backends import open_backend
+from headway.learner.batching.packing import Candidates, PackableSequence
 from headway.learner.config import LearnerConfig
 from headway.learner.objective.composition import needs_critic
 from headway.learner.objective.critic import Critic
 from headway.learner.objective.objective import Objective
 from headway.learner.objective.update import Updater
 from headway.learner.ranks import Ranks
-from headway.learner.rows.packing import Candidates, PackableSequence
 from tests.learner.tiny import OPTIMIZER, VOCABULARY, model_config, sequences
 
 MODEL = model_config("qwen3")

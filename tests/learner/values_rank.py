@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from headway.learner.backends import open_backend
 from headway.learner.backends.base import TokenLoss, ValueBackend
+from headway.learner.batching.batch import PackedBatch
+from headway.learner.batching.packing import pack
 from headway.learner.config import LayoutConfig, ModelConfig, OptimizerConfig
-from headway.learner.rows.batch import PackedBatch
-from headway.learner.rows.packing import pack
 from tests.learner.tiny import sequences
 
 LENGTHS = [20, 6, 7, 19, 11, 3, 25, 14]

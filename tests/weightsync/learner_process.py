@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from headway.learner.backends.process_group import join_ranks
+from headway.learner.ranks import join_ranks
 from headway.weightsync.config import WeightsConfig
 from headway.weightsync.tensors.shared_memory import host_buffer
 from headway.weightsync.transports import collective

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from headway.learner.experience.rewind import Rewind
+    from headway.learner.experience.log import Rewind
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -62,7 +62,7 @@ def rewind_of(resume: bool, overwrite: bool, step: int | None, regenerate: bool)
         return None
     if not resume:
         raise click.UsageError("--rewind-to needs --resume.")
-    from headway.learner.experience.rewind import Rewind
+    from headway.learner.experience.log import Rewind
 
     return Rewind(step=step, regenerate=regenerate)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from headway.deploy.launch.base import Launcher
     from headway.deploy.recipe.recipe import Recipe
-    from headway.learner.experience.rewind import Rewind
+    from headway.learner.experience.log import Rewind
 
 
 @click.command()

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from headway.deploy.run.events import EvaluationEvent, Event, HeartbeatEvent, StageEvent, StepEvent
 from headway.deploy.run.figures import generated_per_s
-from headway.learner.experience.drift import drift_of
+from headway.learner.experience.length_drift import drift_of
 
 from .families import STATES, Family, metric, shown
 from .pools import of_pools, of_scorers

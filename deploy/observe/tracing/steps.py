@@ -18,7 +18,7 @@ class TracedSteps:
 
     def add(self, step: TrainedStep) -> None:
         """Make the spans of a step from its laps."""
-        tids = [trajectory.tid for trajectory in step.judged.trajectories]
+        tids = [trajectory.tid for trajectory in step.scored.trajectories]
         root = self._spans.start_root(
             "step",
             ids_of_step(self._identity, step.version),

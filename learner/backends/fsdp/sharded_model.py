@@ -11,31 +11,26 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from headway.broker.errors import ConfigError
-from headway.learner.backends.abilities import BACKENDS
+from headway.learner.backends import BACKENDS
 from headway.learner.backends.base import Snapshot, TokenLoss
-from headway.learner.backends.off_device import OffDevice
-from headway.learner.backends.process_group import check_same_count, count_ranks, join_ranks, sum_over_ranks
-from headway.learner.backends.replayed_choice import disagreement
-from headway.learner.backends.saving import save
+from headway.learner.backends.moe import disagreement
+from headway.learner.backends.offload import HostOffload
+from headway.learner.backends.snapshots import save
+from headway.learner.batching.batch import PackedBatch
 from headway.learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from headway.learner.models.adapters import check_recomputation
 from headway.learner.models.layout import check_ranks, check_splits
 from headway.learner.models.model import load_model
 from headway.learner.models.shape import has_window, num_experts
-from headway.learner.rows.batch import PackedBatch
+from headway.learner.ranks import check_same_count, count_ranks, join_ranks, sum_over_ranks
 
-from .adapters import Adapters
-from .context import ContextGroup
-from .layers import prepare_layers
-from .optimizer import open_optimizer
-from .policy import PackedModel, Policy
-from .recording import PassRecorder, open_recorder, why_launched
-from .replayed_rows import ReplayedRows
-from .rounded import RoundedWeights
-from .row import placeholder
+from .adapter import Adapters
+from .cuda_graphs import CudaGraphReplay, PassRecorder, open_recorder, why_launched
+from .optimizer import RoundedWeights, StagedState, load_state, open_optimizer
+from .policy import PackedModel, Policy, prepare_layers
+from .row import ContextGroup, placeholder
 from .sharding import clip_gradients, gathering, join_context, local, shard, stays_whole, sync_gradients
 from .streaming import allocate_shards, can_stream, fill_shards, meta_model
-from .training_state import StagedState, load_state
 
 log = logging.getLogger(__name__)
 
@@ -69,11 +64,11 @@ class ShardedModel:
         self._dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
         self._adapters: Adapters | None = None
         self._rounded: RoundedWeights | None = None
-        self._replayed: ReplayedRows | None = None
+        self._replayed: CudaGraphReplay | None = None
         self._module = self._open(kind, model, seed, mesh, context, compute)
         self._parameters = [p for p in self._module.parameters() if p.requires_grad]
         self._max_grad_norm = optimizer.max_grad_norm
-        self._off_device = OffDevice()
+        self._off_device = HostOffload()
         self._optimizer = open_optimizer(
             self._parameters, optimizer, on_cpu=device == "cpu", offload=compute.offload_optimizer
         )
@@ -109,7 +104,7 @@ class ShardedModel:
             module.to(self._device)
             self._rounded = RoundedWeights(module, self._dtype, stays=recorder is not None)
             if recorder is not None:
-                self._replayed = ReplayedRows(module, self._rounded, recorder, picks=compute.cuda_graphs == "always")
+                self._replayed = CudaGraphReplay(module, self._rounded, recorder, picks=compute.cuda_graphs == "always")
         return module
 
     def _recorder(self, module: PackedModel, compute: ComputeConfig) -> PassRecorder | None:

@@ -10,11 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
-from headway.learner.backends.process_group import sum_over_ranks
 from headway.learner.config import LayoutConfig
+from headway.learner.ranks import sum_over_ranks
 
-from .context import ContextGroup
 from .policy import PackedModel, ValueModel
+from .row import ContextGroup
 
 GATHERED_GRADIENT_BYTES = 24 << 30
 """Up to this size, in fp32, each rank sums the whole model's gradients until the last micro-batch, and sends them once.

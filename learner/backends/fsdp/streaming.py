@@ -19,13 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from headway.broker.errors import ConfigError
-from headway.learner.backends.adapter_files import Weights, open_weights
+from headway.learner.backends.adapter import Weights, open_weights
 from headway.learner.backends.hugging_face_files import check_tied
+from headway.learner.backends.quantization import QuantizedBase
 from headway.learner.config import ModelConfig
 from headway.learner.models.adapters import is_factor
 from headway.learner.models.model import built, load_config
-
-from .quantized_base import QuantizedBase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

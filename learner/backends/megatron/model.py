@@ -1,14 +1,17 @@
 """This rank's part of the model: Megatron's decoder with our modules in it, and a head that gives logprobs.
 
+Routers may take recorded experts in the place of their own choice, and count how evenly tokens are spread.
+
 P tokens of a padded row, p those of this context rank, W model width, K candidates in the place of a token.
 """
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
@@ -25,16 +28,22 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from headway.learner.backends.candidate_logprobs import candidate_logprobs, likeliest, own_first
-from headway.learner.backends.token_logprobs import confident_logprobs, token_logprobs
+from headway.learner.backends.moe import RecordedExperts
+from headway.learner.backends.token_logprobs import (
+    candidate_logprobs,
+    confident_logprobs,
+    likeliest,
+    own_first,
+    token_logprobs,
+)
 from headway.learner.config import ComputeConfig, LayoutConfig
 
 from . import groups
-from .architecture import Architecture
+from .mapping import Architecture
 from .modules import ExpertLayer, GroupedExperts, PackedAttention, RmsNorm, permute, unpermute
-from .replayed_router import ReplayingLayer
 from .row import MegatronRow
 
 if TYPE_CHECKING:
@@ -276,3 +285,72 @@ def rotary_module(config: "PretrainedConfig") -> nn.Module:
     kind = next(value for name, value in vars(source).items() if name.endswith("RotaryEmbedding"))
     module: nn.Module = kind(config)
     return module
+
+
+class RouterReplay:
+    """Megatron's router asks this object for the experts of its tokens.
+
+    Megatron's own class for it keeps one list in the whole process. With several micro-batches in the pipeline the
+    list would need to know, between a forward pass and its recomputation, which micro-batch comes next.
+    """
+
+    recorded: RecordedExperts | None = None
+
+    def get_replay_topk(
+        self,
+        scores_NE: torch.Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        choose: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ([N, K] scores, [N, K] experts) of the experts to take."""
+        own: tuple[torch.Tensor, torch.Tensor] = choose(scores_NE, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.recorded is None:
+            return own
+        experts_NK = self.recorded.instead_of(own[1])
+        return scores_NE.gather(1, experts_NK), experts_NK
+
+
+class ReplayingLayer(TransformerLayer):
+    """A decoder layer whose router replays what its row says, in the pass that recomputes it too."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.mlp.router.router_replay = self.replay = RouterReplay()
+
+    def forward(self, *args: Any, packed_seq_params: MegatronRow, **options: Any) -> tuple[torch.Tensor, Any]:
+        """Compute the layer as Megatron does, with the row's recorded experts."""
+        recorded = packed_seq_params.recorded
+        self.replay.recorded = None if recorded is None else self._own(recorded, packed_seq_params)
+        output: tuple[torch.Tensor, Any] = super().forward(*args, packed_seq_params=packed_seq_params, **options)
+        return output
+
+    def _own(self, recorded: RecordedExperts, row: MegatronRow) -> RecordedExperts:
+        """The recorded choices of this layer, for the tokens that this rank's router sees."""
+        splits = [groups.context()] + ([groups.tensor()] if self.config.sequence_parallel else [])
+        for group in splits:
+            recorded = recorded.part(functools.partial(row.part, rank=group.rank(), size=group.size()))
+        return recorded.of_layer(self.layer_number - 1)
+
+
+@torch.no_grad()
+def take_router_load(chunks: Sequence[PackedGpt]) -> dict[str, float]:
+    """Return the metrics of all tokens since the last call; {} for a dense model. Collective.
+
+    `expert_load`: the largest expert's tokens over the mean. `experts_idle`: the share of experts that got none. Each
+    is of the layer where it is largest; the few tokens of padding count too.
+    """
+    layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, ExpertLayer)]
+    if not layers:
+        return {}
+    loads_LE = torch.stack([layer.load_E for layer in layers])
+    for layer in layers:
+        layer.load_E.zero_()
+    for group in (groups.alike(), groups.tensor()):
+        dist.all_reduce(loads_LE, group=group)
+    largest = (loads_LE.amax(1) / loads_LE.mean(1).clamp(min=1)).max()
+    idle = (loads_LE == 0).float().mean(1).max()
+    worst = torch.stack([largest, idle])
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return dict(zip(("expert_load", "experts_idle"), worst.tolist(), strict=True))

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from headway.learner.backends.expert_rows import (
+from headway.learner.backends.moe import (
     collect,
     experts_forward,
     fused,

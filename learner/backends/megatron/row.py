@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from headway.learner.backends.replayed_choice import Recorded
+from headway.learner.backends.moe import RecordedExperts
+from headway.learner.batching.batch import PackedBatch
+from headway.learner.batching.padding import Positions
 from headway.learner.models.attention import PackedLayout, check_alignment
-from headway.learner.rows.batch import PackedBatch
-from headway.learner.rows.positions import Positions
 
 
 @dataclass
@@ -28,7 +28,7 @@ class MegatronRow(PackedSeqParams):
     cos_PD: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     sin_PD: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     layout: PackedLayout | None = None
-    recorded: Recorded | None = None
+    recorded: RecordedExperts | None = None
     """The experts to replay for the P tokens; None: routers choose."""
     number: int = 0
     """The index of the micro-batch."""
@@ -91,7 +91,7 @@ def make_row(
         layout=positions.layout(batch, varlen=varlen).moved(moved),
         recorded=None
         if experts is None
-        else Recorded(moved(positions.here(experts, -1)), tally_2, None if shares is None else moved(shares)),
+        else RecordedExperts(moved(positions.here(experts, -1)), tally_2, None if shares is None else moved(shares)),
         next_candidates_PK=None if candidates is None else moved(positions.after(candidates)),
         wants_confidence=batch.wants_confidence,
         has_previous_T=moved(batch.position_ids_T > 0),

@@ -12,10 +12,10 @@ from megatron.core.utils import get_model_config
 from torch import nn
 
 from headway.learner.backends.base import TokenLoss
-from headway.learner.backends.process_group import sum_over_ranks
-from headway.learner.backends.replayed_choice import disagreement
+from headway.learner.backends.moe import disagreement
+from headway.learner.batching.batch import PackedBatch
 from headway.learner.config import LayoutConfig
-from headway.learner.rows.batch import PackedBatch
+from headway.learner.ranks import sum_over_ranks
 
 from . import groups
 from .row import MegatronRow, make_row, padded_length
@@ -59,7 +59,7 @@ class Schedule:
             return share if share.requires_grad else share + nothing, torch.zeros((), dtype=torch.int), None
 
         self._run(batches, temperature, finish)
-        reports = self._told(reports)[: len(batches)]
+        reports = self._from_last_stage(reports)[: len(batches)]
         if any(batch.experts_TLK is not None for batch in batches):
             reports[0] |= self._disagreement()
         return self._over_replicas(torch.stack(shares).sum()), reports
@@ -156,7 +156,7 @@ class Schedule:
         dist.broadcast(whole, group=group, group_src=(self._num_stages - 1))
         return list(torch.split(whole, tokens))
 
-    def _told(self, reports: Reports) -> Reports:
+    def _from_last_stage(self, reports: Reports) -> Reports:
         """Return the last stage's reports on all stages."""
         group = groups.pipeline()
         if group.size() == 1:

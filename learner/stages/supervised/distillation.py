@@ -16,12 +16,12 @@ from headway.algorithms.distillation import sft, top_k_distillation
 from headway.algorithms.metrics import Metrics, masked_mean, read
 from headway.broker.errors import ConfigError
 from headway.learner.backends.base import Backend, Teacher, TokenLoss
+from headway.learner.batching.batch import PackedBatch
+from headway.learner.batching.units import Row, Unit
 from headway.learner.config import ModelConfig
 from headway.learner.data.records import Conversation
 from headway.learner.data.sources import open_conversations
 from headway.learner.models.model import load_tokenizer
-from headway.learner.rows.batch import PackedBatch
-from headway.learner.rows.units import Row, Unit
 from headway.learner.stages.base import StageError, StageParts
 
 from .options import DistillationOptions

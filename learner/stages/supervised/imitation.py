@@ -12,9 +12,9 @@ import torch
 from headway.algorithms.distillation import sft
 from headway.algorithms.metrics import Metrics, masked_mean, read
 from headway.learner.backends.base import TokenLoss
+from headway.learner.batching.units import Row, Unit
 from headway.learner.data.records import Conversation
 from headway.learner.data.sources import open_conversations
-from headway.learner.rows.units import Row, Unit
 from headway.learner.stages.base import StageParts
 
 from .options import ImitationOptions

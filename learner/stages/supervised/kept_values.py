@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.learner.rows.packing import PackableSequence
-from headway.learner.rows.units import Unit
+from headway.learner.batching.packing import PackableSequence
+from headway.learner.batching.units import Unit
 
 KEY_BYTES = 16
 

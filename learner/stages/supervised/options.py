@@ -6,8 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from headway.broker.config import MAX_TOKENS
-from headway.learner.config import RecordsConfig
-from headway.learner.learning_rate import Schedule
+from headway.learner.config import RecordsConfig, Schedule
 
 MOST_COUNT = 2**53
 """A count keeps its value in JSON up to there."""

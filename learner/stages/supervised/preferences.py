@@ -11,10 +11,10 @@ import torch
 from headway.algorithms.metrics import Metrics, read
 from headway.algorithms.preferences import PREFERENCES, REFERENCE_FREE
 from headway.learner.backends.base import TokenLoss
+from headway.learner.batching.units import Row, Unit, row_values
 from headway.learner.data.records import Conversation, Preference
 from headway.learner.data.sources import open_pairs
 from headway.learner.objective.composition import open_part
-from headway.learner.rows.units import Row, Unit, row_values
 from headway.learner.stages.base import StageParts
 
 from .options import PreferenceOptions

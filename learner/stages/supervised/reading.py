@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from headway.broker.errors import ConfigError
+from headway.learner.batching.packing import PackableSequence, labelled
+from headway.learner.batching.units import Unit
 from headway.learner.config import RecordsConfig
 from headway.learner.data.prompts.base import held_out_places
 from headway.learner.data.records import Conversation
 from headway.learner.data.records.rendering import ConversationRenderer, LengthLimit
-from headway.learner.rows.packing import PackableSequence, labelled
-from headway.learner.rows.units import Unit
 from headway.learner.stages.base import StageParts
 
 from .options import TrainingOptions

@@ -11,8 +11,8 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.learner.batching.units import Unit, response_values
 from headway.learner.checkpoints.disk import sync
-from headway.learner.rows.units import Unit, response_values
 from headway.learner.stages.base import StageError, StageParts
 
 from .kept_values import ValuePlaces, keys_of, response_length, response_lengths

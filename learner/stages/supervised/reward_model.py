@@ -24,12 +24,12 @@ from headway.algorithms.metrics import read
 from headway.algorithms.preferences import bradley_terry
 from headway.broker.errors import ConfigError
 from headway.learner.backends.base import ScoreBackend, TokenLoss
+from headway.learner.batching.batch import PackedBatch
+from headway.learner.batching.packing import PackableSequence, labelled
+from headway.learner.batching.units import Row, Unit
 from headway.learner.data.records import Conversation, Preference
 from headway.learner.data.sources import open_pairs
 from headway.learner.models.end_tokens import end_tokens
-from headway.learner.rows.batch import PackedBatch
-from headway.learner.rows.packing import PackableSequence, labelled
-from headway.learner.rows.units import Row, Unit
 from headway.learner.stages.base import StageParts
 
 from .options import RewardModelOptions

@@ -15,12 +15,12 @@ from headway.algorithms.metrics import Metrics, read, summarize
 from headway.broker.errors import ConfigError
 from headway.broker.user_code.kinds import unknown_kind
 from headway.learner.backends.base import TokenLoss
+from headway.learner.batching.batch import PackedBatch
+from headway.learner.batching.packing import concatenate
+from headway.learner.batching.units import Row, Unit
+from headway.learner.config import learning_rate
 from headway.learner.data.sources import digest_of
-from headway.learner.learning_rate import learning_rate
 from headway.learner.objective.objective import Objective
-from headway.learner.rows.batch import PackedBatch
-from headway.learner.rows.packing import concatenate
-from headway.learner.rows.units import Row, Unit
 from headway.learner.stages.base import Progress, StageMetrics, StageParts
 
 from .kept_values import digest_of_units

@@ -17,11 +17,11 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.learner.backends.base import Likeliest, Teacher
+from headway.learner.backends.base import Teacher, TopTokens
+from headway.learner.batching.packing import Candidates, PackableSequence, concatenate, plan
+from headway.learner.batching.units import Unit
 from headway.learner.checkpoints.disk import sync
 from headway.learner.ranks import Ranks
-from headway.learner.rows.packing import Candidates, PackableSequence, concatenate, plan
-from headway.learner.rows.units import Unit
 
 from .kept_values import ValuePlaces, keys_of, response_lengths
 
@@ -130,7 +130,7 @@ def _with_candidates(sequence: PackableSequence, kept: Sequence[_Kept]) -> Packa
 
 
 def _candidates(
-    found: Likeliest, row: Sequence[PackableSequence], vocabulary: int
+    found: TopTokens, row: Sequence[PackableSequence], vocabulary: int
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """Returns the candidates of the row's responses, [R, C] as PARTS has them."""
     if not row:

@@ -15,11 +15,11 @@ from headway.algorithms.metrics import read
 from headway.algorithms.preferences import kto, reference_point_of, reference_point_sums
 from headway.broker.errors import ConfigError
 from headway.learner.backends.base import TokenLoss
+from headway.learner.batching.units import Row, Unit, row_values
 from headway.learner.config import RecordsConfig
 from headway.learner.data.records import Conversation, Labelled
 from headway.learner.data.records.base import Content
 from headway.learner.data.sources import open_labelled
-from headway.learner.rows.units import Row, Unit, row_values
 from headway.learner.stages.base import StageParts
 
 from .options import UnpairedOptions

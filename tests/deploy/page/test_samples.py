@@ -14,8 +14,8 @@ from headway.broker.schema import Group, VersionSpan, WeightVersion
 from headway.deploy.run.directory import CHECKPOINTS, EXPERIENCE
 from headway.deploy.run.samples import GROUPS, Piece, SampleReader, samples_of
 from headway.learner.experience import logged_batch
-from headway.learner.experience.frames import GroupFrames
 from headway.learner.experience.log import ExperienceLog
+from headway.learner.experience.logged_batch import GroupFrames
 from headway.learner.experience.segments import HEADER_BYTES
 from tests.learner.batches import change, group, place_of
 

@@ -24,7 +24,7 @@ from headway.deploy.observe.sinks.delivery import Sinks
 from headway.deploy.observe.sinks.prometheus import PrometheusSink
 from headway.deploy.recipe.sinks import PrometheusOptions, SinkConfig
 from headway.deploy.run.events import Event, HeartbeatEvent
-from headway.learner.experience.drift import drift_of
+from headway.learner.experience.length_drift import drift_of
 from tests.deploy.runs import (
     POOL,
     SCORER,

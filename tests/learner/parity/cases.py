@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from headway.broker.errors import ConfigError
-from headway.learner.backends.megatron.architecture import Architecture, architecture_of
+from headway.learner.backends.megatron.mapping import Architecture, architecture_of
 from headway.learner.config import LayoutConfig, OptimizerConfig
 from headway.learner.models.layout import check_layout
 from headway.learner.models.model import load_config

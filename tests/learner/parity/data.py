@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from headway.learner.rows.packing import PackableSequence
+from headway.learner.batching.packing import PackableSequence
 from tests.learner.tiny import alike, sequences
 
 from .models import Shape, vocabulary

@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 from headway.broker.errors import ConfigError
 from headway.learner.backends import open_backend
 from headway.learner.backends.base import Backend
+from headway.learner.batching.batch import PackedBatch
+from headway.learner.batching.packing import concatenate, plan
 from headway.learner.config import ComputeConfig, ModelConfig
-from headway.learner.rows.batch import PackedBatch
-from headway.learner.rows.packing import concatenate, plan
 from tests.learner.tiny import ratio_loss
 
 from .cases import LEARNING_RATE, OPTIMIZER, TEMPERATURE, Job, read_jobs

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from headway.learner.rows.packing import PackableSequence
+from headway.learner.batching.packing import PackableSequence
 from tests.learner.tiny import ENTROPY_COEFFICIENT
 
 from .cases import LEARNING_RATE, OPTIMIZER, STEPS, TEMPERATURE
