@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from headway.learner.models.files import model_files
+from headway.learner.models.model_files import model_files
 from headway.rollout_workers import decoding
 from headway.rollout_workers import worker as worker_loop
 from headway.rollout_workers.scorers import serving

@@ -14,10 +14,10 @@ from headway.learner.batching.units import Unit, pack_units
 from headway.learner.config import ModelConfig, RandomModelConfig
 from headway.learner.data.prompts.rendering import Renderer
 from headway.learner.data.records import Conversation, Message
-from headway.learner.data.records.base import Trained
-from headway.learner.data.records.rendering import ConversationRenderer
+from headway.learner.data.records.conversation_renderer import ConversationRenderer
+from headway.learner.data.records.record_types import Trained
 from headway.learner.models.model import load_model, load_tokenizer
-from headway.learner.stages.supervised.imitation import ImitationTask
+from headway.learner.stages.supervised.sft import SftTask
 
 from .ours import Side
 from .sample import Outcome, Sample
@@ -49,7 +49,7 @@ def imitated(trained: Trained, *, metrics: Sequence[str] = ()) -> Side:
         units, network = _units(trained), model()
         packed = pack_units(units, replica=0, replicas=1, micro_batch_tokens=BUDGET)
         rows = [replace(row, batch=replace(row.batch, wants_confidence=True)) for row in packed]
-        loss = ImitationTask(units, ()).loss(rows, range(len(units)), held_out=False)
+        loss = SftTask(units, ()).loss(rows, range(len(units)), held_out=False)
         policy = Policy(network, on_cpu=True, half_precision=False)
         found = [loss(number, policy(row.batch, 1.0)) for number, row in enumerate(rows)]
         if not metrics:

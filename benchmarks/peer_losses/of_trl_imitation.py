@@ -14,7 +14,7 @@ from datasets import Dataset, disable_progress_bars
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, SFTConfig, SFTTrainer
 from trl.trainer.utils import add_fused_lm_head
 
-from headway.learner.data.records.base import Trained
+from headway.learner.data.records.record_types import Trained
 
 from .imitated import by_parameters, conversations, imitated, model, tokenizer
 from .of_verl import Setting

@@ -12,7 +12,7 @@ from headway.broker.schema.status import WorkerInfo
 from headway.broker.schema.weights import Probe
 from headway.deploy.recipe.loading import recipe_to_bytes
 from headway.deploy.recipe.recipe import Recipe
-from headway.learner.models.files import model_files
+from headway.learner.models.model_files import model_files
 from headway.weightsync.publisher import Publisher, PublishReport
 
 from .workload import prompts, read_weights

@@ -13,8 +13,8 @@ from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.tables import WholeWords
 from headway.deploy.terminal import styled
 from headway.learner.config import ModelConfig
-from headway.learner.data.inspection import FoundUse, Inspection, RenderedRecord
-from headway.learner.data.prompts.rows import named_fields
+from headway.learner.data.inspection import Inspection, RenderedRecord, UseReport
+from headway.learner.data.prompts.files import named_fields
 from headway.learner.data.records import RecordOptions
 
 EXAMPLES = 3
@@ -29,7 +29,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     is_usable: bool
     """Whether a stage can train on it."""
-    uses: list[FoundUse]
+    uses: list[UseReport]
     examples: list[RenderedRecord]
 
 

@@ -15,7 +15,7 @@ from headway.broker.errors import BUG_EXIT, HeadwayError, UnknownKeysError, Untr
 from headway.broker.installation import shared_temporary_directory
 from headway.deploy.launch.preloading import preload_engine
 from headway.deploy.printing import complain, log_to_stderr, paragraph
-from headway.learner.checkpoints.disk import fault_of_the_world
+from headway.learner.checkpoints.disk import system_fault
 
 from .commands import data, launch, models, new, pages, ray, roles, run, runs, tools
 from .ending import Ending
@@ -56,7 +56,7 @@ def answer(arguments: Sequence[str]) -> int:
     except HeadwayError as error:
         code = _complain(str(error), debug, error.exit_code)
     except Exception as error:  # noqa: BLE001 - the outermost edge: an error that is no HeadwayError is a bug
-        fault = fault_of_the_world(error)
+        fault = system_fault(error)
         code = _complain(fault, debug) if fault else _confess(error, debug)
     return code or 0
 

@@ -52,7 +52,7 @@ def adapter_rank(recipe: Recipe, config: "PretrainedConfig") -> int:
 def adapted_by(recipe: Recipe, config: "PretrainedConfig") -> Adapted:
     """Return what the run's adapter changes of this model; of a run without one, what it could change. Raises
     ConfigError for a target that the model does not have."""
-    from headway.learner.models.adapters import changes_attention_alone
+    from headway.learner.models.lora import changes_attention_alone
     from headway.learner.models.model import unfilled
     from headway.learner.models.shape import num_experts
 
@@ -207,7 +207,7 @@ class Unfilled:
 
     def complaint(self) -> str:
         """Return what the adapter asks of the model that this does not have; "" if it has all."""
-        from headway.learner.models.adapters import targets_of
+        from headway.learner.models.lora import targets_of
 
         assert self._config.adapter is not None
         try:

@@ -11,8 +11,8 @@ from headway.learner.algorithm_config import ADVANTAGES, CORRECTIONS, OBJECTIVES
 from headway.learner.backends import BACKENDS
 from headway.learner.backends import abilities_of as backend_abilities
 from headway.learner.config import EXAMPLES, PROMPTS, STAGES, LearnerConfig, StageConfig
-from headway.learner.models.layout import check_ranks, check_splits
-from headway.learner.stages.kinds import options_of
+from headway.learner.models.parallel_layout import check_ranks, check_splits
+from headway.learner.stages.registry import options_of
 from headway.rollout_workers.config import READERS, REWARDS, EngineConfig
 from headway.rollout_workers.engines import ENGINES, abilities_of, check_options
 from headway.rollout_workers.engines.gpus import visible_devices

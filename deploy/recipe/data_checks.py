@@ -20,11 +20,17 @@ from headway.learner.data.prompts import open_source
 from headway.learner.data.prompts.base import PromptSource
 from headway.learner.models.architectures import check_architecture, check_heads
 from headway.learner.models.chat_template import read_chat_template
-from headway.learner.models.directory import check_files, check_path, lacks_chat_template, positions_of, read_config
-from headway.learner.models.layout import check_sizes
-from headway.learner.models.sizes import check_possible
-from headway.learner.models.vocabulary import check_named_tokens
-from headway.learner.stages.kinds import check_records
+from headway.learner.models.directory import (
+    check_config_sizes,
+    check_files,
+    check_named_tokens,
+    check_path,
+    lacks_chat_template,
+    positions_of,
+    read_config,
+)
+from headway.learner.models.parallel_layout import check_sizes
+from headway.learner.stages.registry import check_records
 
 from .adapters import check_targets
 from .pools import pools_of
@@ -48,10 +54,10 @@ def check_data(recipe: Recipe, *, is_new: bool = False, say: Callable[[str], obj
     if begins_here and critic and not critic.startswith(REFERENCE):
         check_path(critic, "algorithm.critic.path")
     if recipe.model.random is not None:
-        check_possible(recipe.model.random.config, "model.random.config")
+        check_config_sizes(recipe.model.random.config, "model.random.config")
     if is_here:  # loading a model takes up to minutes; its directory tells now what it lacks
         check_files(recipe.model.path)
-        check_possible(read_config(recipe.model.path) or {}, f"model.path: {recipe.model.path}/config.json")
+        check_config_sizes(read_config(recipe.model.path) or {}, f"model.path: {recipe.model.path}/config.json")
         check_named_tokens(recipe.model.path)
     check_models(recipe)
     check_targets(recipe)

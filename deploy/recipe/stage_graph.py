@@ -12,7 +12,7 @@ import msgspec
 
 from headway.broker.errors import ConfigError
 from headway.learner.config import StageConfig
-from headway.learner.stages.kinds import leaves_policy
+from headway.learner.stages.registry import leaves_policy
 
 from .recipe import Recipe
 

@@ -19,7 +19,7 @@ from headway.broker.user_code.protocol import Program
 from headway.learner.config import ModelConfig
 from headway.learner.data.prompts import open_source
 from headway.learner.data.prompts.base import Item
-from headway.learner.data.prompts.files import ListedPrompts
+from headway.learner.data.prompts.files import PromptList
 from headway.learner.data.texts.messages import Tags, read_prompt
 from headway.rollout_workers.config import READERS, RewardConfig
 from headway.rollout_workers.decoding import check_kept
@@ -57,7 +57,7 @@ def tried(recipe: Recipe, say: Callable[[str], object], *, calls: bool = True) -
         if ":" in reward.kind:
             asyncio.run(_call(recipe, reward, source.train(0, 0), where))
         else:
-            items = source.items if isinstance(source, ListedPrompts) else [source.train(0, 0)]
+            items = source.items if isinstance(source, PromptList) else [source.train(0, 0)]
             skipped |= _unreadable(recipe, reward, items, where)
     return _without(recipe, skipped, source.size, say) if skipped else recipe
 

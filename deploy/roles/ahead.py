@@ -116,7 +116,7 @@ class PrewarmedEngine:
     def _prepared(self, path: str) -> tuple[Recipe, ImportRoots, int] | None:
         """Return the recipe, and the rank of the adapters that the engine takes, with the model's files written; None
         if that cannot be. Whatever is wrong with the recipe, the learner will tell."""
-        from headway.learner.models.files import model_files
+        from headway.learner.models.model_files import model_files
         from headway.rollout_workers.model_files import write_model
 
         with suppress(HeadwayError, OSError):

@@ -25,8 +25,7 @@ from headway.learner.backends.score_head import has_score_head
 from headway.learner.checkpoints.checkpoint import FILES_FILE, partial_path, put_in_place
 from headway.learner.checkpoints.disk import free_mib
 from headway.learner.config import ModelConfig
-from headway.learner.models.classifier import classifier_files
-from headway.learner.models.files import kept_files, write_files
+from headway.learner.models.model_files import classifier_files, kept_files, write_files
 
 from .adapter_export import check_has_adapter, compare_adapter, write_adapter
 from .export_check import Agreement, compare

@@ -17,8 +17,7 @@ from headway.learner.backends import open_backend
 from headway.learner.backends.adapter import adapted_model, has_adapter
 from headway.learner.backends.score_head import has_score_head
 from headway.learner.batching.packing import PackableSequence, concatenate
-from headway.learner.checkpoints.checkpoint import read_checkpoint
-from headway.learner.checkpoints.digests import check_digests
+from headway.learner.checkpoints.checkpoint import check_digests, read_checkpoint
 from headway.learner.config import ModelConfig
 from headway.learner.stages.supervised.reward_model import with_state_behind
 

@@ -24,8 +24,8 @@ from headway.deploy.run.trained import TrainedModel
 from headway.learner.backends.adapter import open_weights
 from headway.learner.config import ModelConfig
 from headway.learner.data.prompts.cursor import group_at
+from headway.learner.data.prompts.files import Row, RowFields, is_null, named_fields, names_of, read_rows, to_items
 from headway.learner.data.prompts.rendering import Renderer
-from headway.learner.data.prompts.rows import Row, RowFields, is_null, named_fields, names_of, read_rows, to_items
 from headway.learner.models.model import load_tokenizer
 from headway.rollout_workers.decoding import Decoding, response_text
 from headway.rollout_workers.evaluate import all_of

@@ -51,18 +51,16 @@ from headway.learner.data.prompts import open_prompts
 from headway.learner.data.prompts.cursor import PromptCursor
 from headway.learner.experience.log import ExperienceLog, Rewind
 from headway.learner.experience.stream import Experience
-from headway.learner.models.files import model_files
 from headway.learner.models.model import load_config, load_tokenizer
+from headway.learner.models.model_files import model_files
 from headway.learner.objective.composition import needs_critic, needs_reference, needs_teacher
 from headway.learner.objective.logprob_agreement import EXACT, EXPLAINED, QUANTIZED
 from headway.learner.objective.objective import Objective
 from headway.learner.objective.update import Updater
 from headway.learner.ranks import Ranks
-from headway.learner.stages.colocation import LearnerDeviceLock, wait_for_device
-from headway.learner.stages.loop import Learner, LoopConfig
-from headway.learner.stages.probe import TOLERANCE
-from headway.learner.stages.resuming import Claimed, Origin, Start, choose_origin, claim_run, identify, open_log
-from headway.learner.stages.rl import RlStage
+from headway.learner.stages.device_lock import DeviceLock, wait_for_device
+from headway.learner.stages.loop import TOLERANCE, Learner, LoopConfig, RlStage
+from headway.learner.stages.resume import Origin, RunClaim, Start, choose_origin, claim_run, identify, open_log
 from headway.learner.stages.supervised.distillation import as_teacher
 from headway.rollout_workers.decoding import check_kept
 from headway.weightsync.publisher import Publisher
@@ -240,7 +238,7 @@ def _connected(parts: Parts, url: str) -> Iterator[tuple[Experience, BlockingBro
         yield experience, blocking, claimed.start
 
 
-def _claim(parts: Parts, blocking: BlockingBroker) -> tuple[Claimed, ExperienceLog]:
+def _claim(parts: Parts, blocking: BlockingBroker) -> tuple[RunClaim, ExperienceLog]:
     """Claim the run, and note that in its directory before any weights are published."""
     recipe, origin, directory = parts.recipe, parts.origin, parts.recipe.run_directory
     identity = identify(blocking, origin, directory, identity_of(directory))
@@ -323,7 +321,7 @@ def _learner(
         observer=observer,
         should_stop=parts.should_stop,
         version=start.version,
-        lent_device=LearnerDeviceLock(phases, parts.updater.models, parts.ranks, experience)
+        device_lock=DeviceLock(phases, parts.updater.models, parts.ranks, experience)
         if recipe.run.is_colocated
         else None,
     )

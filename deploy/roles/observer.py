@@ -24,8 +24,7 @@ from headway.learner.experience.length_drift import length_class
 from headway.learner.experience.stream import Experience
 from headway.learner.objective.lag_metrics import figures_by_lag, lag_of_sequence, tokens_by_lag
 from headway.learner.objective.shaping import is_truncated, trajectories_of
-from headway.learner.stages.loop import TrainedStep
-from headway.learner.stages.stopwatch import seconds_by_phase
+from headway.learner.stages.loop import TrainedStep, seconds_by_phase
 
 from .evaluation import Evaluator
 from .worker_evaluations import WorkerEvaluations

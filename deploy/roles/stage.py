@@ -29,14 +29,14 @@ from headway.learner.backends.base import Backend
 from headway.learner.config import StageConfig
 from headway.learner.data.prompts import open_prompts
 from headway.learner.data.prompts.rendering import Renderer
-from headway.learner.models.files import model_files
 from headway.learner.models.model import load_tokenizer
+from headway.learner.models.model_files import model_files
 from headway.learner.objective.composition import check_algorithm
 from headway.learner.objective.update import prefix_sharing_of
 from headway.learner.ranks import Ranks
 from headway.learner.stages import base, check_stages, open_stage
 from headway.learner.stages.base import Gate, Stage, StageError, StageParts
-from headway.learner.stages.kinds import leaves_policy
+from headway.learner.stages.registry import leaves_policy
 from headway.learner.stages.stage_checkpoints import Binding, StageCheckpoints, check_binding
 
 from .backend import beside_policy, recipe_backend, recipe_cost, recipe_scores

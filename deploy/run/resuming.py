@@ -18,7 +18,7 @@ from headway.broker.errors import ConfigError
 from headway.deploy.recipe.files import read_yaml
 from headway.deploy.recipe.loading import recipe_to_bytes, with_held_out_seed
 from headway.deploy.recipe.recipe import Recipe, plan_of
-from headway.learner.checkpoints.differences import ABSENT, told
+from headway.learner.checkpoints.config_diff import ABSENT, changed_settings
 from headway.learner.config import SftConfig, StageConfig
 from headway.learner.experience.log import Rewind
 
@@ -146,7 +146,7 @@ def _refusals(before: Any, now: Any, *, is_anew: bool) -> Iterator[str]:
         old, new = _value(before, key), _value(now, key)
         if old is ABSENT or old == new:
             continue
-        said = ", ".join(f"{path} was {was} and is {is_} now" for path, was, is_ in told(key, old, new))
+        said = ", ".join(f"{path} was {was} and is {is_} now" for path, was, is_ in changed_settings(key, old, new))
         if key in FIXED:
             yield f"{said}: {FIXED[key]}. Keep it, or start a new run (run.name=...) from model.path=CHECKPOINT."
         elif key in RAISED and new < old:
@@ -160,7 +160,7 @@ def _changes(before: Any, now: Any) -> Iterator[str]:
     for key in sorted({*FREE, *RAISED, *ANEW} - {"run.directory", "broker.url"}):
         old, new = _value(before, key), _value(now, key)
         if old is not ABSENT:
-            yield from (f"{path} is {is_} ({was} before)" for path, was, is_ in told(key, old, new))
+            yield from (f"{path} is {is_} ({was} before)" for path, was, is_ in changed_settings(key, old, new))
 
 
 class _Stages(msgspec.Struct):

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from headway.learner.models.attention import LENGTH_STEP, PackedLayout, is_long
-from headway.learner.models.paths import TokenCopies
+from headway.learner.models.tree_attention import TokenCopies
 
 from .batch import PackedBatch
 from .tree import PrefixTree

@@ -1,11 +1,9 @@
 """The learner writes checkpoints and their digests, and a resumed one loads the newest that is whole.
 
-    checkpoint.py       the layout on disk, the learner's own state, which checkpoint is whole
+    checkpoint.py       the layout on disk, the learner's own state, which one is whole, digests, which one is loaded
       ├─ best.py        the link to the best one, by a metric of evaluations
       └─ disk.py        writes that reach the disk; refusals of the system, with the remedy
-    digests.py          a checksum of every file, added beside training
-    resumption.py       the newest checkpoint that every rank can load
-    weights_digest.py   whether two sets of weights are equal, bit for bit
+    config_diff.py      the settings that differ between two runs of a configuration
 
 Backends write and read the tensors; stages decide when.
 

@@ -3,20 +3,24 @@
     checkpoints/INCARNATION/step_N/    contains the steps < N; a Hugging Face model with its tokenizer on top
         learner.json                   LearnerState
         files.json                     all other files with their sizes; written last, makes the checkpoint whole
-        digests.json                   CRC-32 sums that a resumed learner checks; added later (`digests.py`)
+        digests.json                   CRC-32 sums that a resumed learner checks; added once it is durable
     checkpoints/best                   a link to the best one, where the recipe says what is best (`best.py`)
 
-A directory appears under its name only once all of it is durable, and older ones go only after that.
+A directory appears under its name only once all of it is durable, and older ones go only after that. The digests tell
+whether a checkpoint still holds the bytes that were written, as torch loads most damage silently; where the learner
+died before it added them, only the files' sizes are checked. A resumed learner goes on from the newest checkpoint that
+every rank can load.
 """
 
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import msgspec
 
@@ -24,6 +28,10 @@ from headway.broker.errors import HeadwayError
 
 from .best import Best
 from .disk import GONE, free_mib, gone, sync
+
+if TYPE_CHECKING:
+    from headway.learner.ranks import Ranks
+
 
 STATE_FILE, FILES_FILE = "learner.json", "files.json"
 MOST_DESCRIBING_BYTES = 1 << 28
@@ -220,3 +228,95 @@ def _is_whole(path: Path) -> bool:
     except CheckpointError:
         return False
     return True
+
+
+DIGESTS_FILE = "digests.json"
+_READ_BYTES = 4 << 20
+
+
+def add_digests(checkpoint: Path) -> None:
+    """Adds the digests durably. A checkpoint that is retired meanwhile gets none."""
+    with suppress(FileNotFoundError):
+        digests = {name: _digest(checkpoint / name) for name in _names(checkpoint)}
+        partial = checkpoint / f".{DIGESTS_FILE}"
+        try:
+            partial.write_bytes(msgspec.json.format(msgspec.json.encode(digests)))
+            sync(partial)
+            partial.rename(checkpoint / DIGESTS_FILE)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            log.warning("%s: the files' digests could not be added (%s); damage to it may go unnoticed", partial, error)
+
+
+def check_digests(checkpoint: Path, rank: int, world_size: int) -> None:
+    """Checks this rank's share of the files. Raises CheckpointError where one has other bytes than were written."""
+    path = checkpoint / DIGESTS_FILE
+    if not path.exists():
+        return
+    try:
+        digests = msgspec.json.decode(read_small(path), type=dict[str, int])
+        own = sorted(digests)[rank::world_size]
+        damaged = [name for name in own if _digest(checkpoint / name) != digests[name]]
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"Checkpoint {checkpoint} cannot be read: {error}.") from error
+    if damaged:
+        raise CheckpointError(f"Checkpoint {checkpoint} is damaged: {damaged[0]} has other bytes than were written.")
+
+
+def _names(checkpoint: Path) -> list[str]:
+    files = (Path(folder, name) for folder, _, names in os.walk(checkpoint) for name in names)
+    own = {checkpoint / DIGESTS_FILE, checkpoint / f".{DIGESTS_FILE}"}
+    return sorted(str(path.relative_to(checkpoint)) for path in files if path not in own)
+
+
+def _digest(path: Path) -> int:
+    digest = 0
+    with path.open("rb") as file:
+        while part := file.read(_READ_BYTES):
+            digest = crc32(part, digest)
+    return digest
+
+
+def load_first(checkpoints: Sequence[Checkpoint], load: Callable[[Path], None], ranks: "Ranks") -> Checkpoint:
+    """Loads the first of these that is undamaged on all ranks, and returns it. Collective.
+
+    A warning names each one that it passes over. Where none can be loaded it raises CheckpointError, which says what is
+    wrong with the first one.
+    """
+    first: Exception | None = None
+    for checkpoint in checkpoints:
+        failure = _failure(checkpoint, load, ranks)
+        if failure is None:
+            log.info("resuming from %s", checkpoint.path)
+            return checkpoint
+        if checkpoint is not checkpoints[-1]:
+            log.warning("%s Going back to the checkpoint before.", failure)
+        first = first or failure
+    assert first is not None, "no checkpoints"
+    if not isinstance(first, CheckpointError):
+        raise first
+    tried = f"None of the {len(checkpoints) - 1} before it can be loaded either. " if len(checkpoints) > 1 else ""
+    raise CheckpointError(
+        f"{first} {tried}Restore its files, go back to another checkpoint (--rewind-to STEP), or start anew"
+        " (--overwrite)."
+    ) from first
+
+
+def _failure(checkpoint: Checkpoint, load: Callable[[Path], None], ranks: "Ranks") -> Exception | None:
+    """Returns why the checkpoint cannot be loaded: an error on every rank if there is one on any."""
+    for act in (lambda: check_digests(checkpoint.path, ranks.rank, ranks.world_size), lambda: load(checkpoint.path)):
+        failure = _caught(act)
+        if ranks.any(failure is not None):
+            return failure or CheckpointError(
+                f"Checkpoint {checkpoint.path} could not be loaded: another rank says why."
+            )
+    return None
+
+
+def _caught(act: Callable[[], object]) -> Exception | None:
+    try:
+        act()
+    except Exception as error:  # noqa: BLE001 - all ranks must hear of it; raised again where nothing else is left
+        return error
+    return None

@@ -43,7 +43,7 @@ def not_written(path: Path, error: OSError) -> str:
     return f"{path} could not be written: {reason}. {remedy}"
 
 
-def fault_of_the_world(error: BaseException) -> str:
+def system_fault(error: BaseException) -> str:
     """Returns what is to be done about a fault of the system that an error tells of, or the error that it came from;
     "" for any other error, which may be a bug."""
     for one in _chain(error):

@@ -1,28 +1,163 @@
 """Supervised training reads {query, response} examples without end; the same seed gives the same examples.
 
-It renders the query as a prompt is and appends the stop token. A source of your own is `package.module:function`,
-called as function(path=..., seed=..., **options) in a process of its own; it yields `Example`s.
+It renders the query as a prompt is and appends the stop token. A custom source is `package.module:function`, called as
+function(path=..., seed=..., **options) in a process of its own, which can be killed; it yields `Example`s.
+
+Tasks of reasoning-gym come with their work written down:
+
+    chain_sum     55 + 98 - 93       ->  55 + 98 = 153⏎153 - 93 = 60⏎<answer>60</answer>
+    leg_counting  8 tigers, 1 crab   ->  tiger 8 * 4 = 32 -> 32⏎crab 1 * 10 = 10 -> 42⏎<answer>42</answer>
 """
 
 import random
 import zlib
-from collections.abc import Iterator
-from itertools import count
-from typing import Annotated
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import count, islice
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from headway.broker.errors import ConfigError
-from headway.broker.user_code.kinds import typed_options, unknown_kind
+from headway.broker.user_code.import_paths import ImportRoots, import_directory
+from headway.broker.user_code.kinds import did_you_mean, typed_options, unknown_kind
+from headway.broker.user_code.pool import BlockingHost
+from headway.broker.user_code.protocol import Program
 from headway.learner.config import EXAMPLES, SftPhaseConfig
 
-from .own_examples import Example, own_examples
 from .prompts.arithmetic import ArithmeticOptions, Chain, apply, chain_options, draw_chain
-from .prompts.rows import Row, read_rows
-from .prompts.sendable import check_sendable
-from .texts.base import Templated
-from .worked_solutions import WorkedOptions, check_tasks, worked_solution
+from .prompts.base import Item
+from .prompts.files import Row, read_rows
+from .texts.messages import TemplateInputs, check_sendable
+
+AT_ONCE = 16
+_KEY = "sft.phases.kind"
+
+
+class Example(msgspec.Struct, frozen=True, kw_only=True):
+    """A question, and the answer that the model learns to give."""
+
+    query: str
+    """The text that the model reads; the chat template renders it."""
+    response: str
+    """The text that is trained, without the token that ends it."""
+
+
+def custom_examples(config: SftPhaseConfig, seed: int) -> Iterator[Example]:
+    """Yields the examples of `config.kind`, as many as there are. Raises ConfigError at once if there is no such
+    function; later UserCodeError if it raises, ends its process, or takes longer than `sft.phases.deadline_s` for
+    AT_ONCE examples."""
+    program = Program(
+        name=f"sft.phases.kind={config.kind}",
+        factory=f"{__name__}:ExampleHost",
+        arguments={"kind": config.kind, "path": config.path, "seed": seed, "options": config.options},
+        import_path=str(import_directory()),
+    )
+    return _yielded(BlockingHost(program, deadline_s=config.deadline_s))
+
+
+def _yielded(host: BlockingHost) -> Iterator[Example]:
+    """Yields the host's examples. Each call is made once: in another process the examples would start over."""
+    while given := msgspec.convert(host.call("next", AT_ONCE), list[Example]):
+        yield from given
+
+
+class ExampleHost:
+    """The user's function, in the process where it runs. It has no methods that a seam could promise, so its result is
+    checked here."""
+
+    places = 1
+
+    def __init__(self, kind: str, path: str, seed: int, options: dict[str, Any]) -> None:
+        made = ImportRoots((kind,)).load(kind, _KEY)(path=path, seed=seed, **options)
+        if not isinstance(made, Iterable):
+            raise ConfigError(
+                f"{_KEY}: {kind!r} returned a {type(made).__name__}, which yields nothing; what it must yield stands in"
+                f" {Example.__module__}:{Example.__name__}."
+            )
+        self._examples = iter(made)
+
+    def next(self, count: int) -> Any:
+        """Returns the next `count` examples, fewer at the end."""
+        given = msgspec.to_builtins(list(islice(self._examples, count)))
+        msgspec.convert(given, list[Example])  # raises for an item that is no example
+        return given
+
+
+SLIPS = (-10, -2, -1, 1, 2, 10)
+"""The errors of a careless result, one of which is added to it."""
+GUESSED = 0.7
+"""The share of wrong answers among those without work."""
+
+
+class WorkedSolutionOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The entries, and how carelessly they are worked out."""
+
+    task_options: dict[str, Any] = {}
+    """The same options as `prompts.options` of these tasks."""
+    error_rate: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """The probability that a written result is slightly wrong; the work goes on from the written result."""
+    skip_rate: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """The share of responses without any work, whose answer is slightly wrong in 7 cases of 10."""
+
+
+Slip = Callable[[int], int]
+"""(result) -> the number that is written for it."""
+Steps = Iterator[tuple[str, int]]
+"""Lines of work, each with the total that it leaves."""
+
+
+def check_tasks(path: str) -> None:
+    """Raises ConfigError if `path` (names separated by commas) has a task that this module cannot work out."""
+    for name in (part.strip() for part in path.split(",")):
+        if name not in WORKED:
+            raise ConfigError(
+                f"sft.phases.path: there are no worked solutions of {name!r}{did_you_mean(name, WORKED)}. "
+                f"Known: {', '.join(WORKED)}; give others as a jsonl file of query and response."
+            )
+
+
+def worked_solution(item: Item, rng: random.Random, options: WorkedSolutionOptions) -> str:
+    """Returns a response to the reasoning-gym item, as careful as the options say; `rng` draws the errors."""
+    if rng.random() < options.skip_rate:
+        answer = int(item.ground_truth)
+        return _answered(answer + rng.choice(SLIPS) if rng.random() < GUESSED else answer)
+
+    def written(result: int) -> int:
+        return result + rng.choice(SLIPS) if rng.random() < options.error_rate else result
+
+    steps = list(WORKED[item.extra_info["task"]](item.extra_info["entry"]["metadata"], written))
+    return "".join(f"{line}\n" for line, _ in steps) + _answered(steps[-1][1])
+
+
+def chain_sum(metadata: Mapping[str, Any], written: Slip) -> Steps:
+    """Yields a running total, `total + term = total`; a chain of one term is written as it is."""
+    first, *rest = metadata["expression"].split()
+    total = int(first)
+    if not rest:
+        yield first, total
+    for operator, term in zip(rest[::2], rest[1::2], strict=True):
+        before, total = total, written(total + int(term) if operator == "+" else total - int(term))
+        yield f"{before} {operator} {term} = {total}", total
+
+
+def leg_counting(metadata: Mapping[str, Any], written: Slip) -> Steps:
+    """Yields each animal's number times its legs, and the running total."""
+    from reasoning_gym.arithmetic.leg_counting import ANIMALS
+
+    total = 0
+    for animal, number in metadata["animals"].items():
+        legs = number * ANIMALS[animal]
+        total = written(total + legs)
+        yield f"{animal} {number} * {ANIMALS[animal]} = {legs} -> {total}", total
+
+
+WORKED: dict[str, Callable[[Mapping[str, Any], Slip], Steps]] = {"chain_sum": chain_sum, "leg_counting": leg_counting}
+
+
+def _answered(answer: int) -> str:
+    return f"<answer>{answer}</answer>"
+
 
 __all__ = ["Example", "open_examples"]
 
@@ -36,7 +171,7 @@ class ArithmeticExampleOptions(ArithmeticOptions, frozen=True, kw_only=True):
     """The share of responses without any work: `#` and a digit, which is guessed in 7 cases of 10, else right."""
 
 
-_FOR_TEMPLATES = ("system", *Templated.__struct_fields__)
+_FOR_TEMPLATES = ("system", *TemplateInputs.__struct_fields__)
 
 
 class NoOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,13 +185,15 @@ def open_examples(config: SftPhaseConfig, seed: int) -> Iterator[Example]:
             options = chain_options(config.options, ArithmeticExampleOptions, "sft.phases.options")
             return worked_chains(options, seed)
         case "reasoning_gym":
-            return worked_tasks(config.path, typed_options(config.options, WorkedOptions, "sft.phases.options"), seed)
+            return worked_tasks(
+                config.path, typed_options(config.options, WorkedSolutionOptions, "sft.phases.options"), seed
+            )
         case "jsonl" | "parquet":
             typed_options(config.options, NoOptions, "sft.phases.options")
             examples = [_example(row, place) for place, row in read_rows(config.kind, config.path, "sft.phases.path")]
             return _repeated(examples, config.path, seed)
         case own if ":" in own:
-            return own_examples(config, seed)
+            return custom_examples(config, seed)
         case unknown:
             raise unknown_kind(unknown, EXAMPLES, "sft.phases.kind")
 
@@ -69,7 +206,7 @@ def worked_chains(options: ArithmeticExampleOptions, seed: int, *, held_out: boo
         yield Example(query=chain.text, response=work_out(chain, rng, options))
 
 
-def worked_tasks(path: str, options: WorkedOptions, seed: int) -> Iterator[Example]:
+def worked_tasks(path: str, options: WorkedSolutionOptions, seed: int) -> Iterator[Example]:
     """Yields reasoning-gym tasks in turn with their work, but never held-out entries."""
     from .prompts.reasoning_gym import open_tasks
 

@@ -9,9 +9,9 @@ import msgspec
 
 from headway.broker.errors import ConfigError
 
-from .prompts.rows import RowFields, to_items
-from .records import Conversation, Labelled, Preference, RecordOptions, Records, RowError, Skipped
-from .records.opening import open_rows, read_records
+from .prompts.files import RowFields, to_items
+from .records import Conversation, LabelledCompletion, Preference, RecordOptions, Records, RowError, Skipped
+from .records.loading import open_rows, read_records
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -19,11 +19,16 @@ if TYPE_CHECKING:
     from .prompts.base import Item
     from .prompts.rendering import Renderer
 
-USES: dict[str, type[Any] | None] = {"rl": None, "sft": Conversation, "preferences": Preference, "kto": Labelled}
+USES: dict[str, type[Any] | None] = {
+    "rl": None,
+    "sft": Conversation,
+    "preferences": Preference,
+    "kto": LabelledCompletion,
+}
 """The uses of a file, each with the records that it needs; reinforcement learning takes prompts."""
 
 
-class Broken(msgspec.Struct, frozen=True, kw_only=True):
+class BrokenRows(msgspec.Struct, frozen=True, kw_only=True):
     """Rows that cannot be used for one reason."""
 
     reason: str
@@ -32,7 +37,7 @@ class Broken(msgspec.Struct, frozen=True, kw_only=True):
     """The error of the first one, with its place and the remedy."""
 
 
-class FoundUse(msgspec.Struct, frozen=True, kw_only=True):
+class UseReport(msgspec.Struct, frozen=True, kw_only=True):
     """The file as one use of it reads it."""
 
     use: str
@@ -41,7 +46,7 @@ class FoundUse(msgspec.Struct, frozen=True, kw_only=True):
     rows: int = 0
     records: int = 0
     """0 where the file cannot be used so; `error` then says why."""
-    broken: list[Broken] = []
+    broken: list[BrokenRows] = []
     error: str = ""
 
 
@@ -78,16 +83,17 @@ class Inspection:
         records = next((found for use in ("sft", "preferences", "kto") if (found := self._found.get(use))), ())
         return prompts + [each for record in records[:count] for each in _rendered(record, tokenizer, renderer)]
 
-    def _finding(self, use: str, kind: type[Any] | None) -> FoundUse:
+    def _finding(self, use: str, kind: type[Any] | None) -> UseReport:
         try:
             layout, rows, found, skipped = self._prompts() if kind is None else self._records(kind)
         except ConfigError as error:
-            return FoundUse(use=use, error=str(error))
+            return UseReport(use=use, error=str(error))
         self._found[use] = found
         broken = [
-            Broken(reason=reason, rows=count, first=skipped.first[reason]) for reason, count in skipped.counts.items()
+            BrokenRows(reason=reason, rows=count, first=skipped.first[reason])
+            for reason, count in skipped.counts.items()
         ]
-        return FoundUse(use=use, layout=layout, rows=rows, records=len(found), broken=broken)
+        return UseReport(use=use, layout=layout, rows=rows, records=len(found), broken=broken)
 
     def _records(self, kind: type[Any]) -> tuple[str, int, Any, Skipped]:
         records: Records[Any] = read_records(kind, self._path, msgspec.to_builtins(self._options), "data")
@@ -126,7 +132,7 @@ def _kind_of_prompts(path: str) -> str:
 def _rendered(record: Any, tokenizer: "PreTrainedTokenizerBase", renderer: "Renderer") -> Iterator[RenderedRecord]:
     if isinstance(record, Preference):
         sides = {"chosen": record.chosen_conversation, "rejected": record.rejected_conversation}
-    elif isinstance(record, Labelled):
+    elif isinstance(record, LabelledCompletion):
         sides = {"desirable" if record.label else "undesirable": record.conversation}
     else:
         sides = {"conversation": record}
@@ -137,7 +143,7 @@ def _rendered(record: Any, tokenizer: "PreTrainedTokenizerBase", renderer: "Rend
 def _example(
     what: str, conversation: Conversation, tokenizer: "PreTrainedTokenizerBase", renderer: "Renderer"
 ) -> RenderedRecord:
-    from .records.rendering import ConversationRenderer
+    from .records.conversation_renderer import ConversationRenderer
 
     conversations = ConversationRenderer(tokenizer, renderer)
     rendered = conversations.render(conversation)

@@ -2,9 +2,9 @@
 
     model.py ─► chat_template.py     a model and its tokenizer from files, and the files that workers get
       ├─ directory.py                what a model's directory lacks, told before anything is loaded
-      ├─ classifier.py               a reward model's files
+      ├─ model_files.py              the files besides weights; those of a reward model
       └─ shape.py                    sizes from the configuration, without weights
-    layout.py      refuses layouts that ranks, backend or sizes rule out
+    parallel_layout.py  refuses layouts that ranks, backend or sizes rule out
     attention.py   causal attention that never looks across the sequences of a row
 
 The folder needs only the settings (`learner/config.py`); backends, planning and data import it.

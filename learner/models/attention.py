@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 from headway.broker.errors import HeadwayError
 
 from .flash_attention import LARGEST_WIDTH, flash_attention, is_available
-from .paths import Paths, TokenCopies, copied, own_places
+from .tree_attention import Paths, TokenCopies, copied, end_run_places
 
 ATTENTION_NAME = "headway_packed"
 
@@ -119,7 +119,7 @@ class PackedLayout:
         buckets = Buckets(
             shapes=buckets.shapes,
             gather=paths[buckets.gather],
-            places=buckets.places[own_places(cu_runs, cu_paths)],
+            places=buckets.places[end_run_places(cu_runs, cu_paths)],
             copies=copies.at(buckets.places),
         )
         return cls(cu_seqlens=cu_paths, max_seqlen=longest, buckets=buckets)

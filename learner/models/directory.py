@@ -1,13 +1,21 @@
-"""Tells what a model's directory lacks, from its files alone, before torch or transformers is imported."""
+"""Tells what a model's directory lacks, from its files alone, before torch or transformers is imported.
+
+The sizes that its configuration names are checked before a library takes memory for them. Token ids are compared with
+the rows of the embedding: a token without one would end the run with an index error, in the learner or in an engine.
+"""
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headway.broker.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 PARTS = "A model's directory has config.json, its weights (*.safetensors) and its tokenizer's files."
 WEIGHTS = frozenset(
@@ -211,3 +219,158 @@ def positions_of(config: Mapping[str, Any]) -> int | None:
     if not (0 < original < _LARGEST and 0 < factor < _LARGEST):
         return None
     return max(most, int(original * factor))
+
+
+_MOST = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 10_000),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_key_value_heads", "head_dim"), 1 << 16),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "intermediate_size", "n_inner", "ffn_dim"), 1 << 20),
+    **dict.fromkeys(("vocab_size",), 1 << 24),
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), 1 << 40),
+}
+"""The largest value of each size that no model may have as 0, far beyond those of today's models."""
+_MOST_OF_EXPERTS = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), 1 << 16),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 1 << 20),
+}
+"""Those that dense models may have as 0."""
+_MOST_PARAMETERS = 10**13
+
+
+def check_config_sizes(config: Mapping[str, Any], where: str) -> None:
+    """Raises ConfigError, with the key in `where`, for a size that is no model's, and for more parameters in all than a
+    model has."""
+    text = text_config(config)
+    for sizes, least in ((_MOST, 1), (_MOST_OF_EXPERTS, 0)):
+        for key, most in sizes.items():
+            for value in _values(text.get(key)):
+                if type(value) is not int or not least <= value <= most:
+                    shown = str(value)[:40]
+                    raise ConfigError(f"{where}.{key} is {shown}; expected an integer from {least} to {most:,}.")
+    if (parameters := _parameters(text)) > _MOST_PARAMETERS:
+        raise ConfigError(
+            f"{where} describes a model of about {parameters:.1e} parameters, and at most {_MOST_PARAMETERS:.0e} are"
+            " taken for meant. Check hidden_size, num_hidden_layers, intermediate_size and the number of experts."
+        )
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the part of a configuration that describes the language model."""
+    text = config.get("text_config")
+    return text if isinstance(text, Mapping) else config
+
+
+def _values(value: Any) -> Iterator[Any]:
+    """Yield a size, or those of all layers where they differ; nothing where the model's own default holds."""
+    if isinstance(value, list):
+        yield from value
+    elif value is not None:
+        yield value
+
+
+def _parameters(text: Mapping[str, Any]) -> float:
+    def size(*keys: str) -> float:
+        return max((float(value) for key in keys for value in _values(text.get(key))), default=1.0)
+
+    width = size("hidden_size", "n_embd", "d_model")
+    blocks = size("intermediate_size", "n_inner", "ffn_dim", "moe_intermediate_size")
+    experts = max(1.0, size("num_experts", "num_local_experts", "n_routed_experts"))
+    layer = 4 * width * width + 3 * width * blocks * experts
+    return size("num_hidden_layers", "n_layer", "n_layers", "num_layers") * layer + size("vocab_size") * width
+
+
+def check_named_tokens(path: str) -> None:
+    """Raises ConfigError for a token of a directory's tokenizer, or an eos_token_id or pad_token_id of its
+    configurations, that has no embedding. A tokenizer whose files do not tell its tokens is left to `check_tokens`."""
+    config = read_json(path, "config.json") or {}
+    rows = _rows(config)
+    if rows is None:
+        return
+    _check(path, _tokens_of_files(path), rows)
+    for name in ("config.json", "generation_config.json"):
+        content = read_json(path, name) or {}
+        for key in ("eos_token_id", "pad_token_id"):
+            stated = content.get(key)
+            least = 0 if key == "eos_token_id" else -rows
+            for token in stated if isinstance(stated, list) else [] if stated is None else [stated]:
+                if type(token) is not int or not least <= token < rows:
+                    raise ConfigError(
+                        f"model.path: {key} in {Path(path, name)} is {token!r}, and the model has the token ids 0 to"
+                        f" {rows - 1} (vocab_size is {rows}). Write the id that the tokenizer has."
+                    )
+
+
+def check_tokens(tokenizer: "PreTrainedTokenizerBase", path: str) -> None:
+    """Raises ConfigError for a tokenizer with a token that has no embedding, by config.json of its directory. A token
+    that transformers adds to all tokenizers of the class, and that the files do not name, is in no text."""
+    rows = _rows(read_json(path, "config.json") or {})
+    vocabulary = tokenizer.get_vocab()
+    if rows is not None and max(vocabulary.values(), default=0) >= rows:
+        _check(path, _tokens_of_files(path) or vocabulary, rows)
+
+
+def _rows(config: Mapping[str, Any]) -> int | None:
+    rows = text_config(config).get("vocab_size")
+    return rows if type(rows) is int else None
+
+
+def _check(path: str, tokens: Mapping[str, int], rows: int) -> None:
+    beyond = sorted((number, token) for token, number in tokens.items() if number >= rows)
+    if not beyond:
+        return
+    shown = ", ".join(f"{token!r} is {number}" for number, token in beyond[:3])
+    raise ConfigError(
+        f"model.path: {path}: the tokenizer has token ids up to {beyond[-1][0]}, and the model's embedding has {rows}"
+        f" rows (vocab_size in config.json), so {len(beyond)} tokens have no embedding ({shown}). Give the model an"
+        " embedding for each (transformers: model.resize_token_embeddings, then save_pretrained), or take a tokenizer"
+        " without them."
+    )
+
+
+def _tokens_of_files(path: str) -> dict[str, int]:
+    """Return the tokens that transformers makes of the files; none where only loading the tokenizer tells them."""
+    try:
+        return dict(_read_tokens(path))
+    except (AttributeError, LookupError, TypeError, ValueError):  # of a form that is not known here
+        return {}
+
+
+def _read_tokens(path: str) -> Iterator[tuple[str, int]]:
+    """Yield the tokens of the files, and those that are added for special names."""
+    whole = read_json(path, "tokenizer.json")
+    known: dict[str, int] = {}
+    if whole is None:
+        known |= _numbers(read_json(path, "vocab.json"))
+        known |= _numbers(read_json(path, "added_tokens.json"))
+    else:
+        vocabulary = (whole.get("model") or {}).get("vocab")
+        if isinstance(vocabulary, list):  # of pairs of a token and its score
+            known |= {str(entry[0]): number for number, entry in enumerate(vocabulary) if entry}
+        known |= _numbers(vocabulary)
+        known |= {str(one.get("content")): int(one["id"]) for one in whole.get("added_tokens") or () if "id" in one}
+    if not known:
+        return
+    settings = read_json(path, "tokenizer_config.json") or {}
+    for number, token in (settings.get("added_tokens_decoder") or {}).items():
+        known.setdefault(_text(token), int(number))
+    for token in _special(settings):
+        known.setdefault(token, max(known.values()) + 1)
+    yield from known.items()
+
+
+def _numbers(vocabulary: Any) -> dict[str, int]:
+    pairs = vocabulary.items() if isinstance(vocabulary, Mapping) else ()
+    return {token: number for token, number in pairs if type(number) is int}
+
+
+def _special(settings: Mapping[str, Any]) -> Iterator[str]:
+    for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"):
+        if token := settings.get(f"{role}_token"):
+            yield _text(token)
+    more = settings.get("additional_special_tokens") or settings.get("extra_special_tokens") or ()
+    for token in more.values() if isinstance(more, Mapping) else more:
+        yield _text(token)
+
+
+def _text(token: Any) -> str:
+    return str(token.get("content")) if isinstance(token, Mapping) else str(token)

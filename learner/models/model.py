@@ -18,9 +18,7 @@ from headway.broker.errors import ConfigError
 from headway.learner.config import ModelConfig, RandomModelConfig
 
 from .chat_template import read_chat_template
-from .directory import PARTS, check_path, no_tokenizer, read_config
-from .sizes import check_possible
-from .vocabulary import check_tokens
+from .directory import PARTS, check_config_sizes, check_path, check_tokens, no_tokenizer, read_config
 
 if TYPE_CHECKING:
     from transformers import BatchEncoding, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -168,7 +166,7 @@ def _do_without_hub_if_away() -> None:
 def _path_config(model: ModelConfig) -> "PretrainedConfig":
     from transformers import AutoConfig
 
-    check_possible(read_config(model.path) or {}, f"model.path: {Path(model.path, 'config.json')}")
+    check_config_sizes(read_config(model.path) or {}, f"model.path: {Path(model.path, 'config.json')}")
     with reading(model.path):
         config: PretrainedConfig = AutoConfig.from_pretrained(model.path)
     return config
@@ -207,7 +205,7 @@ def _random_config(random: RandomModelConfig) -> "PretrainedConfig":
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    check_possible(random.config, "model.random.config")
+    check_config_sizes(random.config, "model.random.config")
     _check_known("model.random.architecture", [random.architecture], CONFIG_MAPPING)
     _check_known("model.random.config", random.config, _known_options(AutoConfig.for_model(random.architecture)))
     tokenizer = _character_tokenizer(random)

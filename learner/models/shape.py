@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from headway.learner.config import AdapterConfig
 
-from .adapters import targets_of
+from .lora import targets_of
 from .model import unfilled
 
 if TYPE_CHECKING:

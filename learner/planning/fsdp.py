@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from headway.learner.models.layout import check_context, check_ranks
+from headway.learner.models.parallel_layout import check_context, check_ranks
 from headway.learner.models.shape import ModelShape, Parameter
 
 from .estimates import (

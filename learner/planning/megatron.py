@@ -1,6 +1,6 @@
 """The memory that a Megatron rank holds."""
 
-from headway.learner.models.layout import check_layout
+from headway.learner.models.parallel_layout import check_layout
 from headway.learner.models.shape import ROWS, ModelShape, Parameter
 
 from .estimates import KeptNumbers, activation_bytes, all_numbers, head_bytes, published_bytes

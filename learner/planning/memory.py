@@ -21,7 +21,7 @@ from headway.broker.errors import ConfigError
 from headway.broker.user_code.import_paths import load
 from headway.learner.backends import BACKENDS
 from headway.learner.config import LearnerConfig
-from headway.learner.models.layout import check_splits
+from headway.learner.models.parallel_layout import check_splits
 from headway.learner.models.shape import ModelShape, Parameter
 
 FP32 = 4

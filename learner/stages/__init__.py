@@ -1,15 +1,13 @@
 """A learner runs one stage from its beginning to its end: reinforcement learning, supervised training, or a replay.
 
     base.py    what a stage is: open, run, save, and what the next one starts from
-    rl.py      the learner's loop (`loop.py`) as a stage: take -> pack -> step -> publish -> commit
-    sft.py     packed cross-entropy on generated examples, phase by phase
+    loop.py    the learner's loop, `rl`: take -> pack -> step -> publish -> commit
+    sft_phases.py          packed cross-entropy on generated examples, phase by phase
     supervised/            training on records of files: `sft`, `dpo`, `kto`, `reward_model`, `distill`
-    kinds.py               the stages of `supervised/`, by the name that a recipe gives
-    resuming.py            where a learner begins: checkpoint, identity, log, claim
-    checkpoint_writer.py   one checkpoint at a time, written while training goes on
-    stage_checkpoints.py   the same for stages without workers, and the model that they leave
-    stopwatch.py           how long each phase of a step took
-    colocation.py          learner and engines on the same devices in turns
+    registry.py            the stages of `supervised/` and their options, by the name that a recipe gives
+    resume.py              where a learner begins: checkpoint, identity, log, claim
+    stage_checkpoints.py   one checkpoint at a time, written while training goes on; the model that a stage leaves
+    device_lock.py         learner and engines on the same devices in turns
     replay.py              trains a run's batches again from its log
 
 The invariant: a stage that was stopped or killed, and is opened again, ends with the weights that it would have had.
@@ -25,7 +23,7 @@ from headway.broker.user_code.import_paths import load_custom
 from headway.broker.user_code.kinds import typed_options, unknown_kind
 from headway.learner.config import STAGES, StageConfig
 
-from .kinds import KNOWN
+from .registry import RECORD_STAGES
 
 if TYPE_CHECKING:
     from .base import Stage, StageParts
@@ -39,13 +37,13 @@ def open_stage(config: StageConfig, parts: "StageParts", where: str) -> "Stage":
     assert not config.has_workers, "the learner's role opens it, with a broker besides"
     match config.kind:
         case "sft" if not config.is_over_records:
-            from .sft import SftStage
+            from .sft_phases import SftPhasesStage
 
-            return SftStage(parts, config.phases)
-        case known if known in KNOWN:
-            return _open_own(StageConfig(kind=KNOWN[known].path, options=config.options), parts, where)
+            return SftPhasesStage(parts, config.phases)
+        case known if known in RECORD_STAGES:
+            return _open_custom(StageConfig(kind=RECORD_STAGES[known].path, options=config.options), parts, where)
         case own if ":" in own:
-            return _open_own(config, parts, where)
+            return _open_custom(config, parts, where)
         case unknown:
             raise unknown_kind(unknown, STAGES, f"{where}.kind")
 
@@ -56,7 +54,7 @@ def check_stages(plan: Sequence[StageConfig]) -> None:
     from headway.broker.user_code.import_paths import load
 
     for number, config in enumerate(plan):
-        where, known = f"stages[{number}]", KNOWN.get(config.kind)
+        where, known = f"stages[{number}]", RECORD_STAGES.get(config.kind)
         if known is not None and config.is_over_records:
             stage = load(known.path, f"{where}.kind")
             stage.check(typed_options(config.options, known.options, f"{where}.options"), f"{where}.options")
@@ -64,7 +62,7 @@ def check_stages(plan: Sequence[StageConfig]) -> None:
             _options_of(load(config.kind, f"{where}.kind"), config, where)
 
 
-def _open_own(config: StageConfig, parts: "StageParts", where: str) -> "Stage":
+def _open_custom(config: StageConfig, parts: "StageParts", where: str) -> "Stage":
     """Returns a stage by its class. The user's own module is trusted, since the recipe was given to this very
     process."""
     from .base import Stage

@@ -7,9 +7,9 @@
      ▲       │
      └───────┘  a stage that was stopped or killed goes on in the same directory, and ends with the same weights
 
-`rl` (`rl.py`) is the learner's loop, whose data come from workers through the broker, so that `deploy` opens it with a
-broker besides. The other built-in kinds train from data of their own: `kinds.py` names those over records of files, and
-`sft.py` trains on generated examples (`phases`). Your own is a class
+`rl` (`loop.py`) is the learner's loop, whose data come from workers through the broker, so that `deploy` opens it with
+a broker besides. The other built-in kinds train from data of their own: `registry.py` names those over records of
+files, and `sft_phases.py` trains on generated examples (`phases`). Your own is a class
 `package.module:Name` with an `Options` struct, called as Name(parts, options); `learner.stages.open_stage` finds it.
 """
 

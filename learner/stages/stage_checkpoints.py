@@ -1,4 +1,6 @@
-"""The checkpoints of a stage that trains without workers, and the model that it leaves.
+"""The checkpoints of a stage: one at a time, written while training goes on; and the model that a stage leaves.
+
+A checkpoint is begun between two steps, and is durable at a later step. A stage without workers has these directories:
 
 DIRECTORY/                the finished stage: a Hugging Face model, with all that it takes to open the stage again
 .DIRECTORY.checkpoints/   the running stage: one checkpoint now and then
@@ -6,7 +8,8 @@ DIRECTORY/                the finished stage: a Hugging Face model, with all tha
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -23,14 +26,13 @@ from headway.learner.checkpoints.checkpoint import (
     CheckpointError,
     CheckpointStore,
     LearnerState,
+    add_digests,
+    load_first,
     read_checkpoint,
     seal,
 )
-from headway.learner.checkpoints.differences import told
-from headway.learner.checkpoints.resumption import load_first
+from headway.learner.checkpoints.config_diff import changed_settings
 from headway.learner.ranks import Ranks
-
-from .checkpoint_writer import CheckpointWriter
 
 Binding = Mapping[str, Any]
 """All that decides what a stage trains, as plain data: a stage goes on from checkpoints with the same, and no others.
@@ -126,7 +128,7 @@ class StageCheckpoints:
         state = self._state(step, place)
         models: dict[str, CheckpointPart] = {"": self._backend}
         if getattr(self._backend, "trains_adapter", False):
-            models["."] = _WholeWeights(self._backend, self._ranks)
+            models["."] = _ModelWeights(self._backend, self._ranks)
         SnapshotWriter(self._ranks, self._directory, models, None).finish(partial(seal, state=state))
         self._remove()
         return self._directory
@@ -158,7 +160,9 @@ def _check_bound(directory: Path, found: Checkpoint, binding: Binding) -> None:
     differs = (
         "an older version of Headway wrote it, and does not say by which settings"
         if before is None
-        else ", ".join(f"{path} was {was} and is {is_} now" for path, was, is_ in told("", before, _read_binding(text)))
+        else ", ".join(
+            f"{path} was {was} and is {is_} now" for path, was, is_ in changed_settings("", before, _read_binding(text))
+        )
     )
     raise ConfigError(
         f"{found.path} has {found.state.step} trained steps of this stage, made by other settings: {differs}. To go on,"
@@ -177,7 +181,7 @@ def _read_binding(identity: str) -> dict[str, Any] | None:
         return None
 
 
-class _WholeWeights:
+class _ModelWeights:
     """The whole weights of a model whose checkpoints hold an adapter. Its files join those of the checkpoint."""
 
     def __init__(self, backend: Backend, ranks: Ranks) -> None:
@@ -195,3 +199,44 @@ class _WholeWeights:
 
 def _write_weights(directory: Path, tensors: NamedTensors) -> None:
     write_tensors(tensors, directory)
+
+
+class CheckpointWriter:
+    """Writes checkpoints. All calls are collective, and raise CheckpointError on every rank if one cannot write."""
+
+    def __init__(self, store: CheckpointStore, ranks: Ranks, *, asynchronous: bool) -> None:
+        self._store = store
+        self._ranks = ranks
+        self._background = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
+        self._begun: tuple[SnapshotWriter, LearnerState] | None = None
+
+    def begin(self, models: Mapping[str, CheckpointPart], state: LearnerState) -> None:
+        """Save `models`, each in a folder of its name, as they are now; the one begun before must be durable."""
+        assert self._begun is None, "one checkpoint at a time"
+        path = self._store.path(state.incarnation, state.step)
+        self._begun = SnapshotWriter(self._ranks, path, models, self._background), state
+
+    def look(self) -> int | None:
+        """Returns the step whose checkpoint has become durable since the last call, or None; it does not wait."""
+        return self.wait() if self._begun and self._begun[0].is_written() else None
+
+    def wait(self) -> int | None:
+        """Waits until the checkpoint that was begun is durable, then deletes older ones, and returns its step."""
+        if self._begun is None:
+            return None
+        (saving, state), self._begun = self._begun, None
+        saving.finish(partial(seal, state=state))
+        if self._ranks.is_first:
+            self._tidy(self._store.path(state.incarnation, state.step), self._store.retired())
+        return state.step
+
+    def _tidy(self, written: Path, retired: list[Path]) -> None:
+        """Deletes old checkpoints beside training, as terabytes take long; the next call deletes any remains."""
+        run: Callable[..., object] = self._background.submit if self._background else _call
+        for path in retired:
+            run(shutil.rmtree, path, ignore_errors=True)
+        run(add_digests, written)
+
+
+def _call(function: Callable[..., object], *arguments: object, **options: object) -> object:
+    return function(*arguments, **options)

@@ -14,7 +14,7 @@ from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.roles.ahead import PrewarmedEngine
 from headway.deploy.roles.joining import telling_what_lasts
 from headway.deploy.roles.worker import _private_directory
-from headway.learner.models.files import model_files
+from headway.learner.models.model_files import model_files
 from headway.rollout_workers.model_files import write_model
 
 SIZED = "engine.options={kv_cache_memory_bytes: 1000000000}"

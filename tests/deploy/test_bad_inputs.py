@@ -27,11 +27,11 @@ from headway.deploy.roles import looking, server
 from headway.deploy.run import in_use
 from headway.deploy.run.directory import CONFIG, ENDPOINT, INCARNATION, held, last_incarnation
 from headway.deploy.run.report import SUMMARY
-from headway.learner.stages.supervised.options import (
-    ImitationOptions,
-    PreferenceOptions,
+from headway.learner.stages.registry import (
+    DpoOptions,
+    KtoOptions,
     RewardModelOptions,
-    UnpairedOptions,
+    SftOptions,
 )
 
 from .bad_inputs import COMMANDS, DATA, DOUBLING, FILES, GARBAGE, NOWHERE, OVERRIDES, RECIPE, RUNS, VALUES, rows
@@ -44,11 +44,8 @@ OPTIONS = (
     "headway.learner.data.examples",
     "headway.learner.data.prompts.arithmetic",
     "headway.learner.data.prompts.files",
-    "headway.learner.data.prompts.hub",
-    "headway.learner.data.records.opening",
-    "headway.learner.data.sources",
-    "headway.learner.data.worked_solutions",
-    "headway.learner.stages.supervised.options",
+    "headway.learner.data.records.loading",
+    "headway.learner.stages.registry",
     "headway.rollout_workers.environments.second_try",
     "headway.rollout_workers.environments.single_turn",
 )
@@ -210,7 +207,7 @@ def below(kind: type[msgspec.Struct]) -> Iterator[type[msgspec.Struct]]:
 )
 def test_a_stage_takes_no_number_that_cannot_be_meant(options: dict[str, Any]) -> None:
     records: dict[str, Any] = {"kind": "jsonl", "path": "x"}
-    for kind in (ImitationOptions, PreferenceOptions, RewardModelOptions, UnpairedOptions):
+    for kind in (SftOptions, DpoOptions, RewardModelOptions, KtoOptions):
         typed_options({"data": records}, kind, "stages[0].options")
         with pytest.raises(ConfigError, match=rf"stages\[0\].options: Expected .* at `\$.{next(iter(options))}`"):
             typed_options({"data": records, **options}, kind, "stages[0].options")

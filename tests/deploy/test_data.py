@@ -11,7 +11,7 @@ from pyarrow import parquet
 
 from headway.deploy.cli.main import answer
 from headway.learner.config import PromptsConfig
-from headway.learner.data.mathematics import INSTRUCTIONS, after_hashes, last_boxed
+from headway.learner.data.math_datasets import INSTRUCTIONS, after_hashes, last_boxed
 from headway.learner.data.prompts import open_source
 from tests.learner.test_record_rendering import PLAIN, tokenizer_of
 

@@ -18,8 +18,8 @@ from headway.learner.backends import open_backend
 from headway.learner.backends.snapshots import SnapshotWriter
 from headway.learner.checkpoints.best import LINK
 from headway.learner.checkpoints.checkpoint import LearnerState, seal
-from headway.learner.checkpoints.weights_digest import saved_tensors, weights_digest
 from headway.learner.ranks import Ranks
+from headway.learner.stages.replay import saved_tensors, weights_digest
 from tests.full_disk import no_files_over
 from tests.learner.tiny import OPTIMIZER, model_config
 

@@ -23,8 +23,7 @@ from headway.learner.experience.length_drift import length_class
 from headway.learner.experience.stream import Experience
 from headway.learner.objective.shaping import reward_stats
 from headway.learner.objective.update import ScoredBatch, Update
-from headway.learner.stages.loop import TrainedStep
-from headway.learner.stages.stopwatch import Stopwatch
+from headway.learner.stages.loop import Stopwatch, TrainedStep
 from tests.learner.batches import group
 
 from .runs import run_status, sink_run, step_event

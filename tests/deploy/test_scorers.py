@@ -30,7 +30,7 @@ from headway.deploy.roles.worker import work
 from headway.deploy.terminal import Terminal
 from headway.learner.algorithm_config import AlgorithmConfig, DistillationConfig
 from headway.learner.config import ModelConfig
-from headway.learner.models.files import model_files
+from headway.learner.models.model_files import model_files
 from headway.rollout_workers.config import (
     RewardConfig,
     SamplingConfig,

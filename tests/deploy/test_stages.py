@@ -29,10 +29,10 @@ from headway.deploy.terminal import Terminal
 from headway.learner.config import ModelConfig, RecordsConfig, StageConfig
 from headway.learner.data.prompts.base import Message
 from headway.learner.data.prompts.rendering import Renderer
-from headway.learner.data.sources import open_pairs
+from headway.learner.data.records.loading import open_pairs
 from headway.learner.models.model import load_model, load_tokenizer
 from headway.learner.stages.base import Progress
-from headway.learner.stages.kinds import KNOWN
+from headway.learner.stages.registry import RECORD_STAGES
 from tests.deploy.runs import stage_event
 from tests.end_to_end.recipes import TINY
 
@@ -211,7 +211,7 @@ def test_a_run_of_before_resumes_in_either_form(has_stages: bool, tmp_path: Path
 
 
 def test_a_stage_starts_from_the_nearest_policy_or_the_one_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(KNOWN, "dpo", replace(KNOWN["dpo"], leaves_policy=False))
+    monkeypatch.setitem(RECORD_STAGES, "dpo", replace(RECORD_STAGES["dpo"], leaves_policy=False))
     sft, scorer, rl = (StageConfig(kind=kind) for kind in ("sft", "dpo", "rl"))
     assert [start_of((sft, scorer, rl), number) for number in range(3)] == [None, 0, 0]
     named = (
@@ -233,7 +233,7 @@ def test_a_stage_is_named_by_name_kind_or_number(stage: str, number: int) -> Non
 
 def test_the_help_of_train_lists_the_kinds(tmp_path: Path) -> None:
     shown = headway("train", "--help", cwd=tmp_path).stdout
-    assert f"Kinds: {', '.join(KNOWN).replace('_', '-')}, and your own." in " ".join(shown.split())
+    assert f"Kinds: {', '.join(RECORD_STAGES).replace('_', '-')}, and your own." in " ".join(shown.split())
 
 
 def test_the_model_of_a_named_stage_is_a_directory_once_it_is_there(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from headway.broker.client.submissions import SubmitOutcome
 from headway.broker.schema import Lease, Prompt, TrajectoryId, WeightVersion
 from headway.deploy.observe import tracing
 from headway.deploy.observe.tracing import tracing_samples, tracing_steps, wanted_endpoint
-from headway.learner.stages.stopwatch import Lap, Stopwatch, seconds_by_phase
+from headway.learner.stages.loop import Lap, Stopwatch, seconds_by_phase
 from headway.rollout_workers.engines.base import Chunk
 from headway.rollout_workers.samples.recorder import Recorder
 from headway.rollout_workers.samples.tracing import UNTRACED, SampleTracer

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from headway.learner.data.sources import arithmetic_pairs
+from headway.learner.data.records.loading import arithmetic_pairs
 
 from .terminals import DEADLINE_S, Terminal, Terminals
 

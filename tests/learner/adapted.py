@@ -9,7 +9,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from headway.learner.config import AdapterConfig, ModelConfig
-from headway.learner.models.adapters import Target, first_factor, targets_of
+from headway.learner.models.lora import Target, initial_factor, targets_of
 from headway.learner.models.model import load_model, load_tokenizer
 
 ADAPTER = AdapterConfig(rank=4, alpha=8.0)
@@ -39,7 +39,7 @@ class InTheOpen(torch.nn.Module):
         self.factors: Factors = {}
         for target in self.targets:
             first, second = target.factors
-            self.factors[first] = first_factor(target, adapter.rank, seed).requires_grad_()
+            self.factors[first] = initial_factor(target, adapter.rank, seed).requires_grad_()
             self.factors[second] = torch.zeros(target.shapes(adapter.rank)[1], requires_grad=True)
 
     def forward(self, **inputs: Any) -> Any:

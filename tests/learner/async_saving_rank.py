@@ -18,7 +18,7 @@ from headway.learner.batching.packing import pack
 from headway.learner.checkpoints.checkpoint import CheckpointError, CheckpointStore, LearnerState
 from headway.learner.config import LayoutConfig
 from headway.learner.ranks import Ranks
-from headway.learner.stages.checkpoint_writer import CheckpointWriter
+from headway.learner.stages.stage_checkpoints import CheckpointWriter
 from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences
 
 LAYOUTS = {"fsdp": LayoutConfig(), "megatron": LayoutConfig(tensor=2)}

@@ -6,8 +6,8 @@ from typing import Any
 from headway.learner.backends.base import Backend
 from headway.learner.batching.units import Unit
 from headway.learner.config import RecordsConfig
+from headway.learner.stages.registry import DistillationOptions
 from headway.learner.stages.supervised.distillation import DistillationTask
-from headway.learner.stages.supervised.options import DistillationOptions
 from headway.learner.stages.supervised.stage import TaskStage
 from tests.learner.preferences import pairs, parts_of
 

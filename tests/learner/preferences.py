@@ -18,15 +18,15 @@ from headway.learner.models.model import load_tokenizer
 from headway.learner.ranks import Ranks
 from headway.learner.stages import open_stage
 from headway.learner.stages.base import Progress, Stage, StageParts
+from headway.learner.stages.registry import DpoOptions, LossConfig
 from headway.learner.stages.stage_checkpoints import StageCheckpoints
-from headway.learner.stages.supervised.options import LossConfig, PreferenceOptions
-from headway.learner.stages.supervised.preferences import PreferenceTask
+from headway.learner.stages.supervised.dpo import DpoTask
 from headway.learner.stages.supervised.stage import TaskStage
 from tests.learner.tiny import OPTIMIZER, VOCABULARY, model_config
 
 MODEL = model_config("qwen3")
 TEACHER_SEED = 8
-OPTIONS = PreferenceOptions(
+OPTIONS = DpoOptions(
     data=RecordsConfig(),
     batch_size=3,
     learning_rate=1e-2,
@@ -72,14 +72,14 @@ def _sequence(prompt: NDArray[np.int64], response: NDArray[np.int64]) -> Packabl
 
 def opened(
     directory: Path,
-    options: PreferenceOptions = OPTIONS,
+    options: DpoOptions = OPTIONS,
     *,
     units: int = 7,
     **given: Any,
 ) -> tuple[TaskStage, Backend]:
     """A stage on pairs; `given` goes to `parts_of`."""
     parts = parts_of(directory, **given)
-    task = PreferenceTask(parts, options, pairs(units), pairs(4, seed=9))
+    task = DpoTask(parts, options, pairs(units), pairs(4, seed=9))
     return TaskStage(parts, options, task, part="dpo"), parts.backend
 
 

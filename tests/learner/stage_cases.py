@@ -20,7 +20,6 @@ from headway.learner.algorithm_config import AlgorithmConfig
 from headway.learner.backends import open_backend
 from headway.learner.backends.base import Backend
 from headway.learner.checkpoints.checkpoint import CheckpointStore
-from headway.learner.checkpoints.weights_digest import weights_digest
 from headway.learner.config import LearnerConfig, RecordsConfig, SftPhaseConfig, StageConfig
 from headway.learner.data.prompts.cursor import PromptCursor
 from headway.learner.experience.stream import Experience
@@ -31,10 +30,10 @@ from headway.learner.objective.update import Updater
 from headway.learner.ranks import Ranks
 from headway.learner.stages import open_stage
 from headway.learner.stages.base import Progress, Stage
-from headway.learner.stages.loop import Learner, LoopConfig, TrainedStep
-from headway.learner.stages.resuming import choose_origin
-from headway.learner.stages.rl import RlStage
-from headway.learner.stages.supervised.options import PreferenceOptions
+from headway.learner.stages.loop import Learner, LoopConfig, RlStage, TrainedStep
+from headway.learner.stages.registry import DpoOptions
+from headway.learner.stages.replay import weights_digest
+from headway.learner.stages.resume import choose_origin
 from tests.learner import distilling
 from tests.learner.batches import group
 from tests.learner.preferences import opened, opened_kto, opened_scores, opened_sft, parts_of
@@ -92,7 +91,7 @@ def open_sft(directory: Path, watcher: Watcher, backend_kind: str = "fsdp") -> t
 
 
 def open_dpo(directory: Path, watcher: Watcher, backend_kind: str = "fsdp") -> tuple[Stage, Backend]:
-    options = PreferenceOptions(data=RecordsConfig(), learning_rate=1e-2, **SHARED)
+    options = DpoOptions(data=RecordsConfig(), learning_rate=1e-2, **SHARED)
     return opened(directory, options, **watcher.watches(backend_kind))
 
 

@@ -20,7 +20,7 @@ from headway.learner.backends.fsdp.policy import FEW_EXPERTS
 from headway.learner.backends.fsdp.sharding import local
 from headway.learner.batching.packing import pack
 from headway.learner.config import ComputeConfig, LayoutConfig, LearnerConfig, ModelConfig
-from headway.learner.models.adapters import targets_of
+from headway.learner.models.lora import targets_of
 from headway.learner.models.model import load_config, load_model
 from headway.learner.models.shape import adapter_parameters, shape_of
 from headway.learner.planning.memory import PlannedModel, plan_memory

@@ -20,8 +20,8 @@ from headway.learner.backends.base import Snapshot
 from headway.learner.checkpoints.checkpoint import CheckpointError, CheckpointStore, LearnerState
 from headway.learner.experience.stream import WaitReason
 from headway.learner.ranks import Ranks
-from headway.learner.stages.checkpoint_writer import CheckpointWriter
 from headway.learner.stages.loop import Learner, LoopConfig
+from headway.learner.stages.stage_checkpoints import CheckpointWriter
 from tests.learner import async_saving_rank
 from tests.learner.async_saving_rank import Held, open_tiny, tensors
 from tests.learner.test_checkpoint import everything, seed_everything, train

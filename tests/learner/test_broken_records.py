@@ -11,14 +11,14 @@ import pytest
 from pyarrow import parquet
 
 from headway.broker.errors import ConfigError
-from headway.learner.data.records import Conversation, Labelled, Preference, Records, open_records
+from headway.learner.data.records import Conversation, LabelledCompletion, Preference, Records, open_records
 
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 TOOL = {"role": "tool", "content": "4"}
 GOOD: dict[type, dict[str, Any]] = {
     Conversation: {"messages": [USER, ANSWER]},
     Preference: {"prompt": "q", "chosen": "a", "rejected": "b"},
-    Labelled: {"prompt": "q", "completion": "a", "label": True},
+    LabelledCompletion: {"prompt": "q", "completion": "a", "label": True},
 }
 
 
@@ -55,7 +55,9 @@ ROWS = [
         "there is no 'rejected'; the row has prompt",
         "Add the",
     ),
-    row("missing label", Labelled, {"prompt": "q", "completion": "a"}, "there is no 'label'", "Add the column"),
+    row(
+        "missing label", LabelledCompletion, {"prompt": "q", "completion": "a"}, "there is no 'label'", "Add the column"
+    ),
     row(
         "a number for text",
         Preference,
@@ -143,8 +145,20 @@ ROWS = [
         "'margin' has nan",
         "finite number",
     ),
-    row("a word for a label", Labelled, GOOD[Labelled] | {"label": "yes"}, "'label' is 'yes'", "Write true"),
-    row("a number for a label", Labelled, GOOD[Labelled] | {"label": 1}, "'label' is 1", "Write true"),
+    row(
+        "a word for a label",
+        LabelledCompletion,
+        GOOD[LabelledCompletion] | {"label": "yes"},
+        "'label' is 'yes'",
+        "Write true",
+    ),
+    row(
+        "a number for a label",
+        LabelledCompletion,
+        GOOD[LabelledCompletion] | {"label": 1},
+        "'label' is 1",
+        "Write true",
+    ),
 ]
 
 

@@ -19,11 +19,16 @@ from headway.learner.backends import open_backend
 from headway.learner.backends.fsdp import optimizer
 from headway.learner.backends.fsdp.backend import FsdpBackend
 from headway.learner.batching.packing import pack
-from headway.learner.checkpoints.checkpoint import MOST_DESCRIBING_BYTES, CheckpointError, CheckpointStore, LearnerState
-from headway.learner.checkpoints.digests import add_digests
-from headway.learner.checkpoints.resumption import load_first
+from headway.learner.checkpoints.checkpoint import (
+    MOST_DESCRIBING_BYTES,
+    CheckpointError,
+    CheckpointStore,
+    LearnerState,
+    add_digests,
+    load_first,
+)
 from headway.learner.ranks import Ranks
-from headway.learner.stages.checkpoint_writer import CheckpointWriter
+from headway.learner.stages.stage_checkpoints import CheckpointWriter
 from tests.broker.topologies import wait_until
 from tests.damage import flip_bits
 from tests.learner.full_disk import no_file_larger_than

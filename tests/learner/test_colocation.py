@@ -20,8 +20,8 @@ from headway.broker.schema import RunRules
 from headway.broker.server.embedded import EmbeddedServer
 from headway.learner.experience.broker_retries import StopRequested
 from headway.learner.ranks import Ranks
-from headway.learner.stages import colocation
-from headway.learner.stages.colocation import LearnerDeviceLock, wait_for_device
+from headway.learner.stages import device_lock
+from headway.learner.stages.device_lock import DeviceLock, wait_for_device
 
 from .test_experience import experience, forget_everything
 
@@ -47,10 +47,10 @@ class Model:
         self.is_here = True
 
 
-def of_one_rank(blocking: BlockingBroker, owner: Owner, *models: Any) -> LearnerDeviceLock:
+def of_one_rank(blocking: BlockingBroker, owner: Owner, *models: Any) -> DeviceLock:
     """Return a device for one rank, whose experience only asks the broker."""
     asks: Any = SimpleNamespace(owner=owner, retry=lambda verb: blocking.call(verb()))
-    return LearnerDeviceLock(blocking.broker.phases, models, Ranks(0, 1, 0, 1, True), asks)
+    return DeviceLock(blocking.broker.phases, models, Ranks(0, 1, 0, 1, True), asks)
 
 
 class Clock:
@@ -58,7 +58,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.time_s = 0.0
-        monkeypatch.setattr(colocation, "time", SimpleNamespace(monotonic=lambda: self.time_s, sleep=self.advance))
+        monkeypatch.setattr(device_lock, "time", SimpleNamespace(monotonic=lambda: self.time_s, sleep=self.advance))
 
     def advance(self, seconds: float) -> None:
         self.time_s += seconds
@@ -113,7 +113,7 @@ def test_engines_have_the_device_while_no_model_is_there(blocking: BlockingBroke
         blocking.call(blocking.broker.phases.fell_asleep("w"))
 
     for _ in range(2):
-        with soon(fall_asleep), turns.engines_work():
+        with soon(fall_asleep), turns.released():
             assert may_generate(blocking)
             assert not any(model.is_here for model in models)
         assert all(model.is_here for model in models)
@@ -123,7 +123,7 @@ def test_engines_have_the_device_while_no_model_is_there(blocking: BlockingBroke
 
 def test_a_worker_that_died_is_waited_for_no_longer_than_it_counts(blocking: BlockingBroker, owner: Owner) -> None:
     model = Model()
-    with of_one_rank(blocking, owner, model).engines_work():
+    with of_one_rank(blocking, owner, model).released():
         assert may_generate(blocking, 0.3)
     assert model.is_here
 
@@ -131,9 +131,9 @@ def test_a_worker_that_died_is_waited_for_no_longer_than_it_counts(blocking: Blo
 def test_one_that_lives_and_hangs_is_not_waited_for_for_ever(
     blocking: BlockingBroker, owner: Owner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(colocation, "LONGEST_WAIT_S", 0.2)
+    monkeypatch.setattr(device_lock, "LONGEST_WAIT_S", 0.2)
     model = Model()
-    with of_one_rank(blocking, owner, model).engines_work():
+    with of_one_rank(blocking, owner, model).released():
         assert may_generate(blocking)
     assert model.is_here
     assert "w did not leave the device" in caplog.text
@@ -144,7 +144,7 @@ def test_an_outage_is_no_time_in_which_an_engine_could_have_fallen_asleep(
 ) -> None:
     model, answers = Model(), [("w",), None, ("w",), None, ("w",), ()]
     monkeypatch.setattr(blocking.broker.phases, "train", Clock(monkeypatch).answers(answers))
-    with of_one_rank(blocking, owner, model).engines_work():
+    with of_one_rank(blocking, owner, model).released():
         pass
     assert model.is_here
     assert not answers
@@ -181,7 +181,7 @@ def test_engines_that_the_server_has_forgotten_are_waited_for(
             return answer
 
         monkeypatch.setattr(blocking.broker.phases, "train", noted)
-        with LearnerDeviceLock(blocking.broker.phases, [model], Ranks(0, 1, 0, 1, True), learner).engines_work():
+        with DeviceLock(blocking.broker.phases, [model], Ranks(0, 1, 0, 1, True), learner).released():
             assert may_generate(worker)
             forget_everything(server, tmp_path / "server")
             living.start()
@@ -197,9 +197,9 @@ def test_a_phase_lasts_as_long_as_it_is_renewed(
 ) -> None:
     generate = blocking.broker.phases.generate
     monkeypatch.setattr(blocking.broker.phases, "generate", partial(generate, ttl_s=0.5))
-    monkeypatch.setattr(colocation, "RENEW_S", 0.05)
+    monkeypatch.setattr(device_lock, "RENEW_S", 0.05)
     turns = of_one_rank(blocking, owner)
-    with turns.engines_work():
+    with turns.released():
         for _ in range(20):
             turns.renew()
             time.sleep(0.05)
@@ -212,7 +212,7 @@ def test_a_phase_lasts_as_long_as_it_is_renewed(
 def test_a_failure_leaves_the_device_to_engines(blocking: BlockingBroker, owner: Owner) -> None:
     """The device may have no memory for the learner's model."""
     model = Model()
-    with pytest.raises(ZeroDivisionError), of_one_rank(blocking, owner, model).engines_work():
+    with pytest.raises(ZeroDivisionError), of_one_rank(blocking, owner, model).released():
         raise ZeroDivisionError
     assert not model.is_here
 
@@ -225,7 +225,7 @@ def test_a_learner_that_stops_without_a_broker_leaves_the_device_to_engines(
     turns = of_one_rank(blocking, owner, model)
 
     def be_interrupted() -> None:
-        with turns.engines_work():
+        with turns.released():
             assert may_generate(blocking)
             turns._experience = interrupted(owner)
 

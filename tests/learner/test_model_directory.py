@@ -12,10 +12,14 @@ from headway.deploy.recipe.data_checks import check_data
 from headway.deploy.recipe.loading import load_recipe
 from headway.learner.config import ModelConfig, RandomModelConfig
 from headway.learner.models import directory
-from headway.learner.models.directory import check_files, positions_of, read_config
+from headway.learner.models.directory import (
+    check_config_sizes,
+    check_files,
+    check_named_tokens,
+    positions_of,
+    read_config,
+)
 from headway.learner.models.model import load_config
-from headway.learner.models.sizes import check_possible
-from headway.learner.models.vocabulary import check_named_tokens
 
 TEXT: Any = "1+1="
 MESSAGES: Any = [{"role": "user", "content": TEXT}]
@@ -256,7 +260,7 @@ def test_a_file_of_gigabytes_is_not_read(tmp_path: Path, name: str) -> None:
 def test_sizes_of_no_model_are_told_by_their_key(tmp_path: Path, sizes: dict[str, Any], key: str) -> None:
     for config in (sizes, {"text_config": sizes}):
         with pytest.raises(ConfigError, match=key):
-            check_possible(config, "config")
+            check_config_sizes(config, "config")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"} | sizes))
     with pytest.raises(ConfigError, match=key):  # whoever opens it
         load_config(ModelConfig(path=str(tmp_path)))
@@ -265,8 +269,10 @@ def test_sizes_of_no_model_are_told_by_their_key(tmp_path: Path, sizes: dict[str
 
 
 def test_sizes_that_a_model_may_have_pass() -> None:
-    check_possible({"hidden_size": 7168, "num_hidden_layers": 61, "n_routed_experts": 256, "num_experts": 0}, "config")
-    check_possible(
+    check_config_sizes(
+        {"hidden_size": 7168, "num_hidden_layers": 61, "n_routed_experts": 256, "num_experts": 0}, "config"
+    )
+    check_config_sizes(
         {"n_embd": 768, "n_layer": 12, "n_inner": None, "head_dim": None, "intermediate_size": [64, 128]}, "x"
     )
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from headway.learner.backends import open_backend
 from headway.learner.config import ModelConfig, StageConfig
 from headway.learner.data.prompts.rendering import Renderer
-from headway.learner.data.records import Conversation, Labelled, Preference, open_records
+from headway.learner.data.records import Conversation, LabelledCompletion, Preference, open_records
 from headway.learner.models.model import load_tokenizer
 from headway.learner.ranks import Ranks
 from headway.learner.stages import open_stage
@@ -122,7 +122,7 @@ def test_pairs_train_a_policy_and_a_reward_model(kind: str, data: Path, model: M
 
 
 def test_judged_responses_train_a_policy(data: Path, model: ModelConfig, tmp_path: Path) -> None:
-    assert len(open_records(Labelled, str(data), {"dataset": "kto_en_demo"}, "data")) == 300
+    assert len(open_records(LabelledCompletion, str(data), {"dataset": "kto_en_demo"}, "data")) == 300
     seen = trained("kto", named(data, "kto_en_demo"), model, tmp_path, too_long="cut_end")
     assert seen[0].loss == pytest.approx(0.5, abs=1e-3)
     assert all(one.metrics["grad_norm"] > 0 for one in seen)

@@ -12,7 +12,7 @@ import pytest
 from pyarrow import feather, parquet
 
 from headway.broker.errors import ConfigError
-from headway.learner.data.records import Conversation, Labelled, Preference, open_records
+from headway.learner.data.records import Conversation, LabelledCompletion, Preference, open_records
 from headway.learner.data.records.layouts import LAYOUTS
 
 USER, ANSWER, WORSE = (
@@ -38,9 +38,9 @@ def preference(**fields: Any) -> Preference:
     return Preference(**(usual | fields))
 
 
-def labelled(**fields: Any) -> Labelled:
+def labelled(**fields: Any) -> LabelledCompletion:
     usual: dict[str, Any] = {"prompt": [USER], "completion": [ANSWER], "label": True}
-    return Labelled(**(usual | fields))
+    return LabelledCompletion(**(usual | fields))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def labelled(**fields: Any) -> Labelled:
     ],
 )
 def test_a_layout_is_told_by_its_columns(
-    layout: str, row: dict[str, Any], expected: Conversation | Preference | Labelled, tmp_path: Path
+    layout: str, row: dict[str, Any], expected: Conversation | Preference | LabelledCompletion, tmp_path: Path
 ) -> None:
     path = jsonl(tmp_path / "data.jsonl", row)
     records = open_records(type(expected), path, {}, "sft")

@@ -16,7 +16,7 @@ from headway.learner.checkpoints.checkpoint import CheckpointError, CheckpointSt
 from headway.learner.data.prompts.cursor import PromptCursor
 from headway.learner.experience.log import ExperienceLog, Rewind
 from headway.learner.ranks import Ranks
-from headway.learner.stages.resuming import Claimed, Origin, choose_origin, claim_run, identify, open_log
+from headway.learner.stages.resume import Origin, RunClaim, choose_origin, claim_run, identify, open_log
 from tests.learner.batches import batch
 
 RANKS = Ranks(0, 1, 0, 1, True)
@@ -78,7 +78,7 @@ def origin_of(checkpoints: CheckpointStore, *, resume: bool = True, rewind: Rewi
     return choose_origin(checkpoints, lambda _: None, RANKS, resume=resume, rewind=rewind)
 
 
-def begin(server: Server, origin: Origin, log: ExperienceLog) -> Claimed:
+def begin(server: Server, origin: Origin, log: ExperienceLog) -> RunClaim:
     return claim_run(
         cast(BlockingBroker, server),
         origin,

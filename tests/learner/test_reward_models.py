@@ -15,12 +15,12 @@ from headway.learner.backends import open_backend
 from headway.learner.backends.base import ScoreBackend
 from headway.learner.batching.packing import concatenate, labelled
 from headway.learner.config import ModelConfig, RecordsConfig
-from headway.learner.data.sources import open_pairs
-from headway.learner.models.classifier import check_classifier
+from headway.learner.data.records.loading import open_pairs
 from headway.learner.models.model import load_tokenizer
+from headway.learner.models.model_files import check_classifier
 from headway.learner.stages.base import Progress
-from headway.learner.stages.supervised.order import Order
 from headway.learner.stages.supervised.reward_model import completed, with_state_behind
+from headway.learner.stages.supervised.stage import RecordOrder
 
 from .preferences import MODEL, arithmetic, opened_scores
 from .scoring import STOP, by_transformers, responses, scores
@@ -108,7 +108,7 @@ def test_the_first_loss_is_that_of_all_pairs_with_their_margins(layout: str, mar
     texts = [np.asarray(tokens, np.int32) for tokens in rows]
     margin_P = torch.tensor([gap * margins for *_, gap in GAPS[layout]])
     expected, _ = bradley_terry(scores(_scores_of(backend), texts), margin=margin_P, centering=0.01)
-    chosen = Order([1] * len(expected), batch_size=3, epochs=1, max_steps=0, seed=1).batch(0)
+    chosen = RecordOrder([1] * len(expected), batch_size=3, epochs=1, max_steps=0, seed=1).batch(0)
     assert stage.run()
     assert seen[0].loss == pytest.approx(expected[chosen].mean().item(), abs=1e-5)
 

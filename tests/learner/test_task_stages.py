@@ -23,21 +23,24 @@ from headway.learner.batching.clusters import PrefixSharing
 from headway.learner.batching.packing import PackableSequence, concatenate, labelled
 from headway.learner.batching.units import Row, Unit, pack_units
 from headway.learner.config import ModelConfig, RandomModelConfig, RecordsConfig, StageConfig
-from headway.learner.data.own_examples import Example
-from headway.learner.data.records import Conversation, Labelled, Preference
-from headway.learner.data.sources import open_conversations, open_pairs
+from headway.learner.data.examples import Example
+from headway.learner.data.records import Conversation, LabelledCompletion, Preference
+from headway.learner.data.records.loading import open_conversations, open_pairs
 from headway.learner.models.model import load_tokenizer
 from headway.learner.stages import check_stages, open_stage
 from headway.learner.stages.base import Progress, StageError
-from headway.learner.stages.sft import tokenize
+from headway.learner.stages.registry import BestOptions, DpoOptions, SftOptions
+from headway.learner.stages.sft_phases import tokenize
 from headway.learner.stages.supervised.distillation import as_teacher
-from headway.learner.stages.supervised.options import BestOptions, ImitationOptions, PreferenceOptions
-from headway.learner.stages.supervised.order import Order
-from headway.learner.stages.supervised.preferences import PreferenceStage
-from headway.learner.stages.supervised.reading import read_units
-from headway.learner.stages.supervised.reference import reference_logprobs
-from headway.learner.stages.supervised.teacher import Teaching, ask, taught
-from headway.learner.stages.supervised.unpaired import mismatches
+from headway.learner.stages.supervised.dpo import DpoStage
+from headway.learner.stages.supervised.kto import mismatches
+from headway.learner.stages.supervised.response_values import (
+    CandidateFiles,
+    compute_candidates,
+    read_candidates,
+    reference_logprobs,
+)
+from headway.learner.stages.supervised.stage import RecordOrder, read_units
 
 from . import distilling, preferences
 from .preferences import opened, pairs, parts_of
@@ -64,7 +67,7 @@ def test_a_first_step_has_the_loss_of_its_pairs_one_by_one(tmp_path: Path) -> No
         dpo(values, values, row.loss_mask_T, row.cu_seqlens, beta=0.5)[0]
         for row, values in zip(rows, reference, strict=True)
     ]
-    chosen = Order([1] * 7, batch_size=3, epochs=1, max_steps=0, seed=1).batch(0)
+    chosen = RecordOrder([1] * 7, batch_size=3, epochs=1, max_steps=0, seed=1).batch(0)
     assert stage.run()
     assert seen[0].loss == pytest.approx(torch.cat([losses[index] for index in chosen]).mean().item(), abs=1e-6)
     assert seen[0].loss == pytest.approx(np.log(2), abs=1e-6)  # the model is its own reference before the first step
@@ -182,7 +185,7 @@ def test_pairs_stay_whole_and_are_packed_once() -> None:
 @pytest.mark.parametrize("metric", ["held_out/loss", "held_out/reward_margin"])
 def test_the_best_model_is_left_if_that_is_asked_for(metric: str, tmp_path: Path) -> None:
     seen: list[tuple[Progress, dict[str, torch.Tensor]]] = []
-    options = PreferenceOptions(
+    options = DpoOptions(
         data=RecordsConfig(),
         held_out_records=1,
         batch_size=7,
@@ -197,7 +200,7 @@ def test_the_best_model_is_left_if_that_is_asked_for(metric: str, tmp_path: Path
     def report(progress: Progress) -> None:
         seen.append((progress, {name: tensor.clone() for name, tensor in backend.named_tensors()}))
 
-    PreferenceStage.check(options, "stages[0].options")
+    DpoStage.check(options, "stages[0].options")
     stage, backend = opened(tmp_path, options, report=report)
     assert stage.run()
     sign = 1 if options.best is None else -1
@@ -233,9 +236,9 @@ def test_options_are_checked_before_any_stage_runs(stage: dict[str, Any], told: 
 def test_held_out_records_are_drawn_evenly_of_a_sorted_file(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(json.dumps({"prompt": "1" * (1 + number), "completion": "2"}) for number in range(40)))
-    options = ImitationOptions(data=RecordsConfig(path=str(file)), held_out_records=20)
+    options = SftOptions(data=RecordsConfig(path=str(file)), held_out_records=20)
 
-    def held_out(options: ImitationOptions) -> list[int]:
+    def held_out(options: SftOptions) -> list[int]:
         _, measured = read_units(parts_of(tmp_path), options, open_conversations, lambda record: [record], "here")
         return [len(str(record.prompt)) for record, _ in measured]
 
@@ -326,9 +329,9 @@ def test_a_stage_whose_files_have_changed_does_not_go_on(tmp_path: Path) -> None
     assert [progress.step for progress in seen] == [1, 2, 3, 4]
 
 
-def judged(*rows: str) -> list[Labelled]:
+def judged(*rows: str) -> list[LabelledCompletion]:
     """Return a record for each `prompt completion`."""
-    return [Labelled(prompt=row.split()[0], completion=row.split()[1], label=True) for row in rows]
+    return [LabelledCompletion(prompt=row.split()[0], completion=row.split()[1], label=True) for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -353,7 +356,7 @@ def test_a_prompt_without_a_mismatch_is_refused(rows: list[str]) -> None:
 
 def test_both_sequences_of_a_record_keep_one_prompt_when_it_is_cut(tmp_path: Path) -> None:
     parts, source = parts_of(tmp_path), RecordsConfig(**preferences.arithmetic(30, 5))
-    options = PreferenceOptions(data=source, max_tokens=30, too_long="cut_prompt")
+    options = DpoOptions(data=source, max_tokens=30, too_long="cut_prompt")
     trained, _ = read_units(parts, options, open_pairs, both, "data")
     lengths = [[(len(one.token_ids), one.prompt_length) for one in unit] for _, unit in trained]
     assert len({max(length for length, _ in unit) <= 30 for unit in lengths}) == 1
@@ -453,7 +456,7 @@ def test_a_first_step_of_distillation_has_the_divergence_of_its_tokens(
     options = replace(distilling.OPTIONS, divergence=divergence, top_k=top_k, evaluate_every_steps=0)
     stage, student = distilling.opened(tmp_path, options, report=seen.append)
     teacher = open_backend("fsdp", preferences.MODEL, OPTIMIZER, seed=preferences.TEACHER_SEED)
-    order = Order([1] * 7, batch_size=3, epochs=1, max_steps=0, seed=1).batch(0)
+    order = RecordOrder([1] * 7, batch_size=3, epochs=1, max_steps=0, seed=1).batch(0)
     batch = concatenate([sequence for index in order for sequence in distilling.conversations(7)[index]])
     q_TV, p_TV = (distribution(model, batch) for model in (student, teacher))
     listed_TV = torch.zeros_like(p_TV).scatter(1, p_TV.topk(top_k).indices, 1.0)
@@ -489,10 +492,12 @@ def test_a_student_comes_to_agree_with_its_teacher(tmp_path: Path) -> None:
 
 def test_a_token_that_only_the_teacher_has_is_no_candidate(tmp_path: Path) -> None:
     units = distilling.conversations(3)
-    teaching = Teaching.of(units, tmp_path, replicas=1, micro_batch_tokens=64)
+    candidate_files = CandidateFiles.of(units, tmp_path, replicas=1, micro_batch_tokens=64)
     parts = parts_of(tmp_path)
-    ask(cast(Teacher, parts.backend), teaching, parts.ranks, top_k=VOCABULARY, vocabulary=VOCABULARY - 2)
-    units = taught(teaching) or []
+    compute_candidates(
+        cast(Teacher, parts.backend), candidate_files, parts.ranks, top_k=VOCABULARY, vocabulary=VOCABULARY - 2
+    )
+    units = read_candidates(candidate_files) or []
     assert len(units) == 3
     for unit in units:
         assert unit[0].candidates is not None
@@ -528,7 +533,7 @@ def test_sft_trains_the_conversations_of_a_file(tmp_path: Path, caplog: pytest.L
     seen: list[Progress] = []
     parts = parts_of(tmp_path, report=seen.append)
     stage = open_stage(StageConfig(kind="sft", options=options), parts, "stages[0]")
-    chosen = Order([1] * 7, batch_size=3, epochs=4, max_steps=0, seed=1).batch(0)
+    chosen = RecordOrder([1] * 7, batch_size=3, epochs=4, max_steps=0, seed=1).batch(0)
     examples = [Example(query=f"{number}+1=", response=f"{number + 1}") for number in chosen]
     batch = concatenate([tokenize(example, parts.tokenizer, parts.renderer) for example in examples])
     (logprobs_T,) = parts.backend.logprobs([batch], 1.0)
@@ -566,18 +571,18 @@ def test_kto_learns_judgements_however_they_are_packed(micro_batch_tokens: int, 
 
 
 def test_each_epoch_holds_every_record_once_in_an_order_of_its_own() -> None:
-    order = Order([1] * 10, batch_size=4, epochs=2, max_steps=0, seed=1)
+    order = RecordOrder([1] * 10, batch_size=4, epochs=2, max_steps=0, seed=1)
     trained = [index for step in range(order.steps) for index in order.batch(step)]
     assert (order.steps, len(trained)) == (5, 20)
     assert sorted(trained[:10]) == sorted(trained[10:]) == list(range(10))
     assert trained[:10] != trained[10:]
-    assert Order([1] * 10, batch_size=4, epochs=2, max_steps=3, seed=1).steps == 3
-    assert Order([1] * 10, batch_size=4, epochs=0.01, max_steps=0, seed=1).batch(0) == trained[:1]
+    assert RecordOrder([1] * 10, batch_size=4, epochs=2, max_steps=3, seed=1).steps == 3
+    assert RecordOrder([1] * 10, batch_size=4, epochs=0.01, max_steps=0, seed=1).batch(0) == trained[:1]
 
 
 def test_a_step_of_tokens_has_as_many_records_as_fit() -> None:
     lengths = [3, 9, 4, 2, 5, 1, 30, 6, 7, 8]
-    order = Order(lengths, batch_size=1, epochs=2, max_steps=0, seed=1, batch_tokens=16)
+    order = RecordOrder(lengths, batch_size=1, epochs=2, max_steps=0, seed=1, batch_tokens=16)
     steps = [order.batch(step) for step in range(order.steps)]
     assert sorted(index for step in steps for index in step) == sorted([*range(10)] * 2)
     tokens = [sum(lengths[index] for index in step) for step in steps]

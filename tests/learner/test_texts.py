@@ -17,13 +17,13 @@ from headway.learner.data.inspection import Inspection
 from headway.learner.data.prompts import open_prompts
 from headway.learner.data.prompts.base import Item
 from headway.learner.data.prompts.rendering import Renderer
-from headway.learner.data.records import Conversation, Labelled, Preference, RecordOptions, open_records
-from headway.learner.data.records.rendering import ConversationRenderer
-from headway.learner.data.texts.base import Templated
+from headway.learner.data.records import Conversation, LabelledCompletion, Preference, RecordOptions, open_records
+from headway.learner.data.records.conversation_renderer import ConversationRenderer
+from headway.learner.data.texts.messages import TemplateInputs
 from headway.learner.data.texts.template import ChatTemplate
 from headway.learner.models import chat_template
 from headway.learner.models.chat_template import RenderWatch, read_chat_template
-from headway.learner.stages.sft import tokenize
+from headway.learner.stages.sft_phases import tokenize
 from headway.rollout_workers.decoding import load_decoding
 
 CHAT = (
@@ -171,10 +171,10 @@ ROWS: list[tuple[Any, str, dict[str, Any]]] = [
     (Preference, "scored", {"query": "q", "response": ["c", "b"], "score": [0, 1]}),
     (Preference, "sharegpt_preference", {"conversations": TURNS[:1], "chosen": "b", "rejected": "c"}),
     (Preference, "alpaca_preference", {"instruction": "q", "chosen": "b", "rejected": "c"}),
-    (Labelled, "unpaired", {"prompt": "q", "completion": "b", "label": True}),
-    (Labelled, "messages_labelled", {"messages": ANSWERED, "label": True}),
-    (Labelled, "sharegpt_labelled", {"conversations": TURNS, "kto_tag": True}),
-    (Labelled, "alpaca_labelled", {"instruction": "q", "output": "b", "label": True}),
+    (LabelledCompletion, "unpaired", {"prompt": "q", "completion": "b", "label": True}),
+    (LabelledCompletion, "messages_labelled", {"messages": ANSWERED, "label": True}),
+    (LabelledCompletion, "sharegpt_labelled", {"conversations": TURNS, "kto_tag": True}),
+    (LabelledCompletion, "alpaca_labelled", {"instruction": "q", "output": "b", "label": True}),
 ]
 
 
@@ -197,7 +197,7 @@ def test_a_template_with_marks_gets_what_a_row_says() -> None:
     tokenizer = tokenizer_of(
         template=CHAT.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
     )
-    given = Templated(chat_template_kwargs={"note": "hm ", "bos_token": "x"})
+    given = TemplateInputs(chat_template_kwargs={"note": "hm ", "bos_token": "x"})
     marked = ChatTemplate(tokenizer).marked([USER], "x", given=given)
     assert marked == ("hm <u>q</s>", [(6, 7)])
 
@@ -450,7 +450,7 @@ def test_an_end_that_a_text_states_is_not_changed_into_another() -> None:
 def test_what_is_trained_ends_with_one_stop_token(ended: str) -> None:
     tokenizer = tokenizer_of()
     pair = Preference(prompt="2+", chosen=ended, rejected="5")
-    judged = Labelled(prompt="2+", completion=ended, label=True)
+    judged = LabelledCompletion(prompt="2+", completion=ended, label=True)
     records = [Conversation(prompt="2+", completion=ended), pair.chosen_conversation, judged.conversation]
     assert [trained(tokenizer, record) for record in records] == [("2|+", "4|</s>")] * 3
     assert trained(tokenizer, Conversation(prompt="", completion=f"1{ended}", trained="all")) == ("1", "4|</s>")
@@ -479,7 +479,7 @@ def test_a_completion_has_the_tokens_of_the_whole_text(spaces: str) -> None:
     records = [
         Conversation(prompt="2+", completion="4b"),
         pair.chosen_conversation,
-        Labelled(prompt="2+", completion="4b", label=False).conversation,
+        LabelledCompletion(prompt="2+", completion="4b", label=False).conversation,
     ]
     for record in records:
         context, completion = trained(tokenizer, record)

@@ -17,7 +17,7 @@ from headway.broker.client.broker import BlockingBroker, Broker
 from headway.broker.errors import WeightSyncError
 from headway.broker.schema import Group, WeightVersion
 from headway.broker.server.embedded import EmbeddedServer
-from headway.learner.stages.probe import TOLERANCE as ROUNDING
+from headway.learner.stages.loop import TOLERANCE as ROUNDING
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.base import Check

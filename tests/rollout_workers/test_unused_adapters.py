@@ -13,7 +13,7 @@ import torch
 from headway.broker.errors import WeightSyncError
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.weights import Probe
-from headway.learner.stages.probe import TOLERANCE
+from headway.learner.stages.loop import TOLERANCE
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.swaps.probes import refuse_other_logprobs, refuse_unused_adapter

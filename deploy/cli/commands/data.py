@@ -117,7 +117,7 @@ def _write(
     skip_broken: bool,
     as_json: bool,
 ) -> None:
-    from headway.learner.data.mathematics import prepare, write_rows
+    from headway.learner.data.math_datasets import prepare, write_rows
 
     on_bad_row = "skip" if skip_broken else "refuse"
     prepared = prepare(

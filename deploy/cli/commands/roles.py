@@ -198,11 +198,11 @@ class _Train(click.Command):
     def format_help_text(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the description, and the kinds."""
         super().format_help_text(context, formatter)
-        from headway.learner.stages.kinds import KNOWN
+        from headway.learner.stages.registry import RECORD_STAGES
 
         formatter.write_paragraph()
         with formatter.indentation():
-            formatter.write_text(f"Kinds: {', '.join(kind.replace('_', '-') for kind in KNOWN)}, and your own.")
+            formatter.write_text(f"Kinds: {', '.join(kind.replace('_', '-') for kind in RECORD_STAGES)}, and your own.")
 
 
 @click.command(cls=_Train)

@@ -21,7 +21,7 @@ from headway.broker.errors import ConfigError
 from headway.learner.backends.moe import ExpertChange, collect, experts_forward, route, row_offsets, spread
 from headway.learner.backends.quantization import QuantizedBase, QuantizedWeight, frozen_grouped_product, weight_of
 from headway.learner.config import AdapterConfig
-from headway.learner.models.adapters import FACTORS, Target, factor_name, first_factor, peft_config, targets_of
+from headway.learner.models.lora import FACTORS, Target, factor_name, initial_factor, peft_config, targets_of
 
 from .experts import is_plain
 from .streaming import copy_rows
@@ -70,7 +70,7 @@ class Adapters:
         for target in self.targets:
             module = self._modules[target.module]
             first, second = (getattr(module, factor_name(target.weight, factor)) for factor in FACTORS)
-            copy_rows(first_factor(target, self.config.rank, seed), first)
+            copy_rows(initial_factor(target, self.config.rank, seed), first)
             copy_rows(torch.zeros(second.shape), second)
 
     @contextmanager

@@ -18,9 +18,8 @@ from headway.learner.backends.score_head import SCORE_WEIGHT, first_head
 from headway.learner.backends.snapshots import NamedTensors, load_rng, snapshot_gathered, snapshot_rng
 from headway.learner.batching.batch import PackedBatch
 from headway.learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
-from headway.learner.models.adapters import is_factor, merged, peft_names, to_peft, zeroed
-from headway.learner.models.classifier import check_classifier, classifier_files
-from headway.learner.models.files import kept_files, write_files
+from headway.learner.models.lora import is_factor, merged, peft_names, to_peft, zeroed
+from headway.learner.models.model_files import check_classifier, classifier_files, kept_files, write_files
 
 from .adapter import Adapters
 from .policy import Policy, ScoreModel, ValueModel

@@ -16,7 +16,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from headway.learner.batching.batch import PackedBatch
 from headway.learner.batching.padding import PaddedShape, Positions
 from headway.learner.models.attention import PackedLayout, check_alignment
-from headway.learner.models.layout import check_context
+from headway.learner.models.parallel_layout import check_context
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -18,9 +18,9 @@ from headway.learner.backends.offload import HostOffload
 from headway.learner.backends.snapshots import save
 from headway.learner.batching.batch import PackedBatch
 from headway.learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
-from headway.learner.models.adapters import check_recomputation
-from headway.learner.models.layout import check_ranks, check_splits
+from headway.learner.models.lora import check_recomputation
 from headway.learner.models.model import load_model
+from headway.learner.models.parallel_layout import check_ranks, check_splits
 from headway.learner.models.shape import has_window, num_experts
 from headway.learner.ranks import check_same_count, count_ranks, join_ranks, sum_over_ranks
 

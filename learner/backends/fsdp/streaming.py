@@ -23,7 +23,7 @@ from headway.learner.backends.adapter import Weights, open_weights
 from headway.learner.backends.hugging_face_files import check_tied
 from headway.learner.backends.quantization import QuantizedBase
 from headway.learner.config import ModelConfig
-from headway.learner.models.adapters import is_factor
+from headway.learner.models.lora import is_factor
 from headway.learner.models.model import built, load_config
 
 if TYPE_CHECKING:

@@ -31,11 +31,11 @@ from torch import nn
 from headway.learner.backends.hugging_face_files import Read
 from headway.learner.backends.moe import ExpertChange
 from headway.learner.config import AdapterConfig, LayoutConfig
-from headway.learner.models.adapters import (
+from headway.learner.models.lora import (
     FACTORS,
     Target,
     factor_name,
-    first_factor,
+    initial_factor,
     merged,
     peft_config,
     peft_names,
@@ -135,7 +135,7 @@ class LayerAdapters:
             for expert in range(target.experts) if target.experts else (None,):
                 first, second = factor_names(target, expert)
                 known |= {first: (target, True, expert), second: (target, False, expert)}
-        whole = functools.lru_cache(maxsize=1)(lambda target: first_factor(target, self.config.rank, seed))
+        whole = functools.lru_cache(maxsize=1)(lambda target: initial_factor(target, self.config.rank, seed))
 
         def read(name: str) -> torch.Tensor:
             target, is_first, expert = known[name]

@@ -27,11 +27,10 @@ from headway.learner.backends.score_head import SCORE_BIAS, SCORE_WEIGHT, first_
 from headway.learner.backends.snapshots import NamedTensors, load_rng, save, snapshot_gathered, snapshot_rng
 from headway.learner.batching.batch import PackedBatch
 from headway.learner.config import AdapterConfig, ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
-from headway.learner.models.adapters import check_recomputation, zeroed
-from headway.learner.models.classifier import check_classifier, classifier_files
-from headway.learner.models.files import kept_files, write_files
-from headway.learner.models.layout import check_layout
+from headway.learner.models.lora import check_recomputation, zeroed
 from headway.learner.models.model import load_config, load_model
+from headway.learner.models.model_files import check_classifier, classifier_files, kept_files, write_files
+from headway.learner.models.parallel_layout import check_layout
 from headway.learner.ranks import check_same_count, count_ranks, join_ranks
 
 from .cpu_shim import install_cpu_shim

@@ -1,13 +1,13 @@
 """Sources give prompts, and a cursor remembers how far the learner has fed them.
 
-    source (arithmetic, files, hub, reasoning_gym, your own) ─ Item ─► rendering ─ Prompt ─► cursor ─► broker
+    source (arithmetic, files, hub, reasoning_gym, custom) ─ Item ─► rendering ─ Prompt ─► cursor ─► broker
 
 A source gives items at random access, by epoch and position; `Prompts` turns them into tokens; the cursor
 walks over epochs and remembers the trained prompts. The invariant: the item at (epoch, position) depends on the recipe
 and the seed alone, so a resumed learner feeds the same prompts under the same names, and never held-out ones.
 
-A source of your own is `package.module:Class`, called as Class(path=, seed=, **options) in a process of its own. Each
-call of it has a deadline (`own.py`); see `base.PromptSource`.
+A custom source is `package.module:Class`, called as Class(path=, seed=, **options) in a process of its own. Each
+call of it has a deadline (`custom.py`); see `base.PromptSource`.
 """
 
 from typing import TYPE_CHECKING
@@ -42,7 +42,7 @@ def open_source(config: PromptsConfig, seed: int) -> PromptSource:
 
             return FilePrompts(config.kind, config.path, config.options)
         case "datasets":
-            from .hub import open_dataset
+            from .files import open_dataset
 
             return open_dataset(config.path, config.options)
         case "reasoning_gym":
@@ -50,8 +50,8 @@ def open_source(config: PromptsConfig, seed: int) -> PromptSource:
 
             return open_tasks(config.path, config.options, seed=seed)
         case own if ":" in own:
-            from .own import OwnPrompts
+            from .custom import CustomPrompts
 
-            return OwnPrompts(config, seed)
+            return CustomPrompts(config, seed)
         case unknown:
             raise unknown_kind(unknown, PROMPTS, "prompts.kind")

@@ -24,7 +24,7 @@ Place = tuple[int, int]
 
 
 class PromptCursor:
-    """Walks over the epochs of `prompts`, shuffling each anew by the seed."""
+    """Walks over the epochs of `prompts`, shuffling each by the seed."""
 
     def __init__(
         self,

@@ -31,10 +31,10 @@ def open_tasks(path: str, options: Mapping[str, Any], *, seed: int) -> PromptSou
                 f"prompts.options: {name} is {of_task!r}; with several tasks give each one's options under its name "
                 f"({', '.join(tasks)})."
             )
-    return Alternating([ReasoningGymPrompts(task, options.get(task, {}), seed=seed) for task in tasks])
+    return TaskRotation([ReasoningGymPrompts(task, options.get(task, {}), seed=seed) for task in tasks])
 
 
-class Alternating:
+class TaskRotation:
     """Endless sources in turn, so that every batch and every evaluation has equally many items of each."""
 
     def __init__(self, sources: Sequence[PromptSource]) -> None:

@@ -7,15 +7,21 @@ from typing import TYPE_CHECKING
 
 from headway.broker.errors import ConfigError
 from headway.broker.schema import Prompt
-from headway.learner.data.texts.base import NOTHING, Content, Templated
-from headway.learner.data.texts.messages import Tags, is_begun, read_prompt
+from headway.learner.data.texts.messages import (
+    NOTHING,
+    Content,
+    Tags,
+    TemplateInputs,
+    check_sendable,
+    is_begun,
+    read_prompt,
+)
 from headway.learner.data.texts.template import ChatTemplate, refuse_for_text
-from headway.learner.data.texts.tokens import Continued, TextTokens
+from headway.learner.data.texts.tokens import Continuation, TextTokens
 from headway.learner.models.end_tokens import end_tokens
 
 from .base import Item, Message, PromptSource
-from .files import ListedPrompts
-from .sendable import check_sendable
+from .files import PromptList
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,7 +53,7 @@ class Renderer:
         """Returns the tokenized prompt, named `group`. Raises ConfigError where nothing is left to continue."""
         what = f"{item.place}: the prompt" if item.place else f"prompt {group} of {item.data_source!r}"
         check_sendable(item, what)
-        given = Templated(tools=item.tools, chat_template_kwargs=item.chat_template_kwargs)
+        given = TemplateInputs(tools=item.tools, chat_template_kwargs=item.chat_template_kwargs)
         content = read_prompt(item.content, item.place or what, "prompt", Tags())
         text, token_ids = self.render(content, what, given)
         if not token_ids:
@@ -63,7 +69,7 @@ class Renderer:
             num_samples=num_samples,
         )
 
-    def render(self, content: Content, what: str, given: Templated = NOTHING) -> tuple[str, list[int]]:
+    def render(self, content: Content, what: str, given: TemplateInputs = NOTHING) -> tuple[str, list[int]]:
         """Returns the text that the model gets, and its tokens. Errors name `what`."""
         if isinstance(content, str) and not self._system_prompt:
             refuse_for_text(given, what)
@@ -71,7 +77,7 @@ class Renderer:
         text = self.template.text(self._messages(content), what, opens_answer=True, given=given)
         return text, self.texts.plain(text, what)  # the template has written the special tokens already
 
-    def completed(self, prompt: str, completion: str, what: str, given: Templated = NOTHING) -> Continued:
+    def completed(self, prompt: str, completion: str, what: str, given: TemplateInputs = NOTHING) -> Continuation:
         """Returns the tokens of a prompt that is text, and of a completion of it."""
         text, token_ids = self.render(prompt, f"{what}: the prompt", given)
         return self.texts.continued(token_ids, text, completion, f"{what}: the completion")
@@ -108,7 +114,7 @@ class Prompts:
     @property
     def digest(self) -> str:
         """Differs for rows that say anything else, or stand in another order; empty where a source is no list."""
-        return self._source.digest if isinstance(self._source, ListedPrompts) else ""
+        return self._source.digest if isinstance(self._source, PromptList) else ""
 
     def train(self, epoch: int, position: int, *, group: str, num_samples: int) -> Prompt:
         """Returns the training prompt at that place, to be sampled `num_samples` times under the name `group`."""
@@ -118,7 +124,7 @@ class Prompts:
     def check(self, max_tokens: int | None = None, rows: int = CHECKED_ROWS) -> None:
         """Renders the first rows of a finite source, and the longest ones. Raises ConfigError for a row that would
         later end the run, and if all are longer than `max_tokens`; logs how many are, and the longest."""
-        if not isinstance(self._source, ListedPrompts):
+        if not isinstance(self._source, PromptList):
             return
         items = [self._source.train(0, position) for position in range(self._source.size)]
         others = sorted(items[rows:], key=lambda item: len(str(item.content)), reverse=True)[:LONGEST_ROWS]

@@ -2,8 +2,7 @@
 
     content of a row ─ messages ─► text, or messages of one dialect ─ template ─► text ─ tokens ─► token ids
 
-    base.py      a message, and the error of a row
-    messages.py  messages of any dialect become those of chat templates
+    messages.py  messages of any dialect become those of chat templates; the error of a row
     template.py  the model's chat template makes a text of messages, before a deadline
     tokens.py    texts become tokens that are right at their borders
 

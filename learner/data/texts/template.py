@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from headway.broker.errors import ConfigError
 from headway.learner.models.chat_template import RenderWatch
 
-from .base import NOTHING, Message, Templated
-from .messages import is_begun
+from .messages import NOTHING, Message, TemplateInputs, is_begun
 from .tokens import Ends
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ class ChatTemplate:
         return f" (that of model.chat_template, or else of {path})" if path else ""
 
     def text(
-        self, messages: Sequence[Message], what: str, *, opens_answer: bool = False, given: Templated = NOTHING
+        self, messages: Sequence[Message], what: str, *, opens_answer: bool = False, given: TemplateInputs = NOTHING
     ) -> str:
         """Returns the text of messages; with `opens_answer` followed by the beginning of an answer, or without the end
         of the last message if that is an assistant's.
@@ -112,7 +111,7 @@ class ChatTemplate:
         return text
 
     def marked(
-        self, messages: Sequence[Message], what: str, *, given: Templated = NOTHING
+        self, messages: Sequence[Message], what: str, *, given: TemplateInputs = NOTHING
     ) -> tuple[str, list[Span]] | None:
         """Returns the text, and the parts that the template marks by {% generation %}; None for one without marks."""
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -148,7 +147,7 @@ class ChatTemplate:
         text = self._rendered(render, bare, what)
         return bare if self._ends.count(text) >= count and text.startswith(bos if begins else "") else list(messages)
 
-    def _check(self, what: str, given: Templated) -> None:
+    def _check(self, what: str, given: TemplateInputs) -> None:
         if not self.is_there:
             raise ConfigError(
                 f"{what} is a list of messages, but the model's tokenizer has no chat template; "
@@ -172,7 +171,7 @@ class ChatTemplate:
                     f" it would change nothing. {_OTHERWISE}"
                 )
 
-    def _check_thoughts(self, messages: Sequence[Message], what: str, given: Templated) -> None:
+    def _check_thoughts(self, messages: Sequence[Message], what: str, given: TemplateInputs) -> None:
         stated = [name for name in _THOUGHTS if any(each.get(name) for each in messages)]
         template = self._tokenizer.get_chat_template(tools=given.tools or None) if stated else ""
         if stated and not any(re.search(rf"\b{name}\b", template) for name in stated):
@@ -283,7 +282,7 @@ class ChatTemplate:
             return ""
 
 
-def refuse_for_text(given: Templated, what: str) -> None:
+def refuse_for_text(given: TemplateInputs, what: str) -> None:
     """Raises ConfigError where something is given to the template of a text, which none renders."""
     for column in given.columns:
         raise ConfigError(

@@ -47,7 +47,7 @@ class Ends:
         return re.compile(rf"({self._any.pattern})\s*(?:(?:{self._any.pattern})\s*)*\Z")
 
 
-class Continued(NamedTuple):
+class Continuation(NamedTuple):
     """A text and what follows it, as tokens."""
 
     before: list[int]
@@ -74,15 +74,15 @@ class TextTokens:
         plain, front = self.plain(text, what), self._front
         return plain if not plain or plain[: len(front)] == front else [*front, *plain]
 
-    def continued(self, before: list[int], text: str, after: str, what: str) -> Continued:
+    def continued(self, before: list[int], text: str, after: str, what: str) -> Continuation:
         """Returns `before`, the tokens of `text`, and those of `after`, which follows it. They are the tokens of both
         texts as one, if that begins with `before`."""
         plain = self.plain(text + after, what)
         front = self._front if before[: len(self._front)] == self._front != plain[: len(self._front)] else []
         whole = [*front, *plain]
         if whole[: len(before)] == before:
-            return Continued(before, whole[len(before) :], True)
-        return Continued(before, self.inner(after, what), False)
+            return Continuation(before, whole[len(before) :], True)
+        return Continuation(before, self.inner(after, what), False)
 
     def inner(self, text: str, what: str) -> list[int]:
         """Returns the tokens of a text that stands within another one: without the space that some tokenizers put in

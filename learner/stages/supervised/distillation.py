@@ -20,14 +20,13 @@ from headway.learner.batching.batch import PackedBatch
 from headway.learner.batching.units import Row, Unit
 from headway.learner.config import ModelConfig
 from headway.learner.data.records import Conversation
-from headway.learner.data.sources import open_conversations
+from headway.learner.data.records.loading import open_conversations
 from headway.learner.models.model import load_tokenizer
 from headway.learner.stages.base import StageError, StageParts
+from headway.learner.stages.registry import DistillationOptions
 
-from .options import DistillationOptions
-from .reading import read_units
-from .stage import EMPTY, TaskStage, names_of
-from .teacher import Teaching, ask, taught
+from .response_values import CandidateFiles, compute_candidates, read_candidates
+from .stage import EMPTY, TaskStage, names_of, read_units
 
 WHERE = "stages.distill.options"
 
@@ -49,28 +48,28 @@ class DistillationTask:
         """Compute the teacher's candidates of all conversations, or find them again. Collective. Raises StageError
         where this rank cannot read what others wrote."""
         parts, told = self._parts, self._parts.checkpoints.beside
-        teaching = Teaching.of(
+        candidate_files = CandidateFiles.of(
             [*self.units, *self.held_out],
             told,
             replicas=parts.ranks.replicas,
             micro_batch_tokens=parts.micro_batch_tokens,
         )
-        units = None if is_new else taught(teaching)
+        units = None if is_new else read_candidates(candidate_files)
         if parts.ranks.any(units is None):
             if not is_new and parts.ranks.is_first:
                 log.warning("%s lacks the teacher's logprobs of some records; the teacher is asked again", told)
-            self._ask(teaching)
+            self._compute_candidates(candidate_files)
             gc.collect()  # the teacher's memory is free before the first step
-            units = taught(teaching)
+            units = read_candidates(candidate_files)
         if units is None:
             raise StageError(f"The teacher's logprobs in {told} cannot be read, though they were just written.")
         self.units, self.held_out = units[: len(self.units)], units[len(self.units) :]
 
-    def _ask(self, teaching: Teaching) -> None:
+    def _compute_candidates(self, candidate_files: CandidateFiles) -> None:
         parts, options = self._parts, self._options
         teacher = as_teacher(parts.open_model(ModelConfig(path=options.teacher)))
         vocabulary = 1 + max(parts.tokenizer.get_vocab().values())
-        ask(teacher, teaching, parts.ranks, top_k=options.top_k, vocabulary=vocabulary)
+        compute_candidates(teacher, candidate_files, parts.ranks, top_k=options.top_k, vocabulary=vocabulary)
 
     def loss(self, rows: Sequence[Row], chosen: Sequence[int], *, held_out: bool) -> TokenLoss:
         """Return the mean loss over all trained tokens of all ranks."""

@@ -28,13 +28,12 @@ from headway.learner.batching.batch import PackedBatch
 from headway.learner.batching.packing import PackableSequence, labelled
 from headway.learner.batching.units import Row, Unit
 from headway.learner.data.records import Conversation, Preference
-from headway.learner.data.sources import open_pairs
+from headway.learner.data.records.loading import open_pairs
 from headway.learner.models.end_tokens import end_tokens
 from headway.learner.stages.base import StageParts
+from headway.learner.stages.registry import RewardModelOptions
 
-from .options import RewardModelOptions
-from .reading import Units, read_units
-from .stage import TaskStage, names_of
+from .stage import TaskStage, Units, names_of, read_units
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -2,11 +2,18 @@
 
 for each step:  the order's batch ─► units ─► rows of whole units ─► one update of the task's loss
 now and then:   the same loss and metrics on held-out units, and a checkpoint, of which the best one may be kept
+
+Records become units of tokens: read, rendered, limited in length, and divided into trained and measured ones. The
+number of a step alone gives its records, so a resumed stage needs to know nothing else.
 """
 
-from collections.abc import Mapping, Sequence
+import logging
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -16,16 +23,152 @@ from headway.broker.errors import ConfigError
 from headway.broker.user_code.kinds import unknown_kind
 from headway.learner.backends.base import TokenLoss
 from headway.learner.batching.batch import PackedBatch
-from headway.learner.batching.packing import concatenate
+from headway.learner.batching.packing import PackableSequence, concatenate, labelled
 from headway.learner.batching.units import Row, Unit
-from headway.learner.config import learning_rate
-from headway.learner.data.sources import digest_of
+from headway.learner.config import RecordsConfig, learning_rate
+from headway.learner.data.prompts.base import held_out_places
+from headway.learner.data.records import Conversation
+from headway.learner.data.records.conversation_renderer import ConversationRenderer, LengthLimit
+from headway.learner.data.records.loading import digest_of
 from headway.learner.objective.objective import Objective
 from headway.learner.stages.base import Progress, StageMetrics, StageParts
+from headway.learner.stages.registry import HELD_OUT, BestOptions, TrainingOptions
 
-from .kept_values import digest_of_units
-from .options import HELD_OUT, BestOptions, TrainingOptions
-from .order import Order
+from .response_values import digest_of_units
+
+
+class RecordOrder:
+    """The order in which a stage trains its records: every epoch holds each of them once, in an order of its own."""
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        *,
+        batch_size: int,
+        epochs: float,
+        max_steps: int,
+        seed: int,
+        batch_tokens: int = 0,
+    ) -> None:
+        """`lengths`: of each record, its tokens. `batch_tokens`: the most tokens of a step, which then has not
+        `batch_size` records but as many as fit, at least one. `max_steps`: the stage ends there even if epochs are
+        left; 0: it does not. At least one step is trained."""
+        self._lengths = lengths
+        self._seed = seed
+        self._epoch = lru_cache(maxsize=2)(self._shuffled)
+        self._total = max(1, math.ceil(epochs * len(lengths)))
+        self._starts: Sequence[int] = range(0, self._total, batch_size)
+        if batch_tokens:
+            self._starts = list(self._within(batch_tokens))
+        self.steps = min(len(self._starts), max_steps) if max_steps else len(self._starts)
+        """The number of steps of the stage."""
+
+    def batch(self, step: int) -> list[int]:
+        """Returns the indices of the records of a step, from 0. The last step of all may have fewer."""
+        end = self._starts[step + 1] if step + 1 < len(self._starts) else self._total
+        return [self._at(position) for position in range(self._starts[step], end)]
+
+    def _within(self, batch_tokens: int) -> Iterator[int]:
+        """Yields the position at which each step of at most so many tokens begins."""
+        tokens = batch_tokens
+        for position in range(self._total):
+            length = self._lengths[self._at(position)]
+            tokens += length
+            if tokens > batch_tokens:
+                yield position
+                tokens = length
+
+    def _at(self, position: int) -> int:
+        epoch, place = divmod(position, len(self._lengths))
+        return self._epoch(epoch)[place]
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        order = list(range(len(self._lengths)))
+        random.Random(f"epoch:{self._seed}:{epoch}").shuffle(order)
+        return order
+
+
+R = TypeVar("R")
+Read = Callable[[RecordsConfig, int, str], Sequence[R]]
+"""(source, the run's seed, its key in the recipe) -> its records; raises ConfigError."""
+
+Units = list[tuple[R, Unit]]
+"""Records, each with its sequences."""
+
+log = logging.getLogger(__name__)
+
+
+def read_units(
+    parts: StageParts,
+    options: TrainingOptions,
+    read: Read[R],
+    sequences_of: Callable[[R], Sequence[Conversation]],
+    where: str,
+    *,
+    trained: slice = slice(None),
+) -> tuple[Units[R], Units[R]]:
+    """Returns the records that are trained and those that are measured, each with its unit.
+
+    `sequences_of` gives the sequences of a record, which stay together; a record of which one is left out for its
+    length is left out whole, and counted in the log. So is one whose `trained` sequences are those of a measured one,
+    such as a row that the file has twice. `where` is the key of the options in the recipe. Raises ConfigError for
+    records that cannot be read or rendered, and where none is left to train.
+    """
+    units = _rendered(parts, options, read(options.data, parts.seed, f"{where}.data"), sequences_of, f"{where}.data")
+    if options.held_out is not None:
+        key = f"{where}.held_out"
+        held_out = _rendered(parts, options, read(options.held_out, parts.seed, key), sequences_of, key)
+    else:
+        places = set(held_out_places(len(units), options.held_out_records, options.held_out_seed))
+        held_out = [unit for place, unit in enumerate(units) if place in places]
+        units = [unit for place, unit in enumerate(units) if place not in places]
+    kept_out = {_tokens_of(unit[trained]) for _, unit in held_out}
+    others = [(record, unit) for record, unit in units if _tokens_of(unit[trained]) not in kept_out]
+    repeated = len(units) - len(others)
+    if repeated and parts.ranks.is_first:
+        log.warning("%s.data: %d of %d records equal a held-out one and are left out", where, repeated, len(units))
+    if not others:
+        raise ConfigError(
+            f"{where}.data: no record is left to train: {len(held_out)} are held out, and {repeated} equal one of them."
+            " Give more records, or hold out fewer."
+        )
+    return others, held_out
+
+
+def _tokens_of(sequences: Sequence[PackableSequence]) -> tuple[bytes, ...]:
+    return tuple(each.tobytes() for one in sequences for each in (one.token_ids, one.loss_mask))
+
+
+def _rendered(
+    parts: StageParts,
+    options: TrainingOptions,
+    records: Sequence[R],
+    sequences_of: Callable[[R], Sequence[Conversation]],
+    where: str,
+) -> Units[R]:
+    limit = LengthLimit(max_tokens=options.max_tokens, too_long=options.too_long)
+    renderer = ConversationRenderer(parts.tokenizer, parts.renderer, limit)
+    units: Units[R] = []
+    for record in records:
+        rendered = renderer.render_together(sequences_of(record))
+        unit = [labelled(one.token_ids, one.loss_mask) for one in rendered if one is not None]
+        if len(unit) == len(rendered):
+            units.append((record, unit))
+    if parts.ranks.is_first:
+        _tell(where, len(records), len(units), renderer)
+    return units
+
+
+def _tell(where: str, records: int, kept: int, renderer: ConversationRenderer) -> None:
+    """Log how many records were left out, and how many sequences were cut."""
+    if kept < records:
+        told = renderer.skipped
+        log.warning("%s: %d of %d records are left out; of their sequences, %s", where, records - kept, records, told)
+    if renderer.cut.total:
+        log.warning("%s: cut: %s", where, renderer.cut)
+    if renderer.split.total:
+        log.warning("%s: prompt and completion are tokenized apart: %s", where, renderer.split)
+
 
 _CHANGED_FILES = "their files have another content"
 _CHANGED_TOKENS = "the model's tokenizer or chat template makes other tokens of them, or their data set is another"
@@ -72,7 +215,7 @@ class TaskStage:
         self._options = options
         self._task = task
         self._part = part
-        self._order = Order(
+        self._order = RecordOrder(
             [sum(len(sequence.token_ids) for sequence in unit) for unit in task.units],
             batch_size=options.batch_size,
             batch_tokens=options.batch_tokens,
@@ -140,7 +283,7 @@ class TaskStage:
             cause = _CHANGED_FILES if progress.data.partition("-")[0] != files else _CHANGED_TOKENS
             raise ConfigError(
                 f"The records of stage {self._part} have changed since it began, {progress.steps} steps ago: {cause}."
-                " What is left to train would be others. Bring them back, or let the stage begin anew: remove"
+                " What is left to train would be others. Bring them back, or let the stage start over: remove"
                 f" {parts.checkpoints.beside}."
             )
         return msgspec.structs.replace(progress, data=digest)
