@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.run.events import EvaluationEvent
 from headway.deploy.run.report import EVALUATIONS, SUMMARY, lineage, read_lines
 

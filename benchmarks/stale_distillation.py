@@ -25,8 +25,8 @@ from msgspec.structs import replace
 
 from headway.algorithms.presets import PRESETS
 from headway.broker.schema import Group, Prompt, WeightVersion
-from headway.deploy.recipe.loading import load_recipe
 from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.roles.backend import recipe_backend
 from headway.deploy.roles.stage import fine_tune
 from headway.deploy.run.stage_output import directory_of, mark_complete

@@ -263,7 +263,7 @@ def algorithms() -> str:
 
 def other_names() -> str:
     """Every name of verl and TRL that an error answers, in their order."""
-    from headway.deploy.recipe.other_names import OF_TRL, OF_VERL
+    from headway.deploy.recipe.foreign_keys import OF_TRL, OF_VERL
 
     text = "# Names in verl and TRL\n\nThe error for an unknown key answers these names of other trainers.\n"
     for trainer, names in (("verl", OF_VERL), ("TRL", OF_TRL)):
@@ -364,7 +364,7 @@ def python() -> str:
 
 
 def _name_page(name: "Name") -> str:
-    from headway.deploy.flow.signatures import described
+    from headway.deploy.flow.interface import described
 
     one = described(name)
     module, _, short = name.path.partition(":")

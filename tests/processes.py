@@ -12,7 +12,7 @@ import psutil
 import redis
 
 from headway.broker.server.embedded import EmbeddedServer
-from headway.deploy.launch import tether
+from headway.deploy.launch import parent_watch
 
 KEPT = r"resource_tracker|forkserver|/ray/(core|_private|autoscaler|dashboard)/|^ray::"
 """Matches name and arguments. An actor of Ray that is about to end has lost its arguments, but still has its name."""
@@ -35,7 +35,7 @@ def kill(server: EmbeddedServer) -> None:
 
 def tethered(*argv: str) -> list[str]:
     """Return a command that the kernel ends if the tests' process is killed. Only the main thread may start it."""
-    return [sys.executable, "-IS", tether.__file__, str(os.getpid()), *argv]
+    return [sys.executable, "-IS", parent_watch.__file__, str(os.getpid()), *argv]
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -16,7 +16,7 @@ from benchmarks import asynchrony, gpus
 from benchmarks.learns.parts import SECONDS, SFT
 from benchmarks.long_tailed import FEWEST_TERMS, MOST_TERMS, LongTailedPrompts, worked_examples
 from headway.broker.schema import Trajectory, VersionSpan, WeightVersion
-from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.run.events import StepEvent
 from headway.deploy.run.report import summarize
 from headway.learner.data.prompts.base import Item

@@ -15,7 +15,7 @@ from headway.broker.client.broker import open_broker
 from headway.broker.schema import Lease, Trajectory, VersionSpan, WeightVersion
 from headway.broker.server.embedded import EmbeddedServer
 from headway.broker.wire.codec import decode_trajectory, encode_trajectory
-from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe.resolve import load_recipe
 from headway.learner.batching.packing import PackableSequence
 
 

@@ -13,8 +13,8 @@ from transformers import Qwen3Config
 from benchmarks.learns import figures
 from benchmarks.learns.apart import APART, HELD, MIXED, OWN, SGLANG, Pools, pool_of
 from benchmarks.learns.parts import CONTROL, PARTS, SECONDS, SFT, Study
-from headway.deploy.recipe.adapters import rank_for_worker
-from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe.adapter_support import rank_for_worker
+from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.run.directory import EXPERIENCE
 from headway.deploy.run.events import StepEvent
 from headway.deploy.run.report import summarize

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headway.broker.errors import ConfigError
-from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe.resolve import load_recipe
 from headway.learner.backends import BACKENDS, BackendAbilities
 from headway.rollout_workers.engines import ENGINES
 from headway.weightsync.transports.abilities import TRANSPORTS

@@ -19,7 +19,7 @@ from benchmarks.on_gpus.plan import Plan
 from benchmarks.on_gpus.schedule import Schedule, result_of
 from benchmarks.on_gpus.table import groups, model
 from benchmarks.peers import processes
-from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe.resolve import load_recipe
 
 ROOT = Path(__file__).parents[1]
 HERE = Path(sys.executable)

@@ -2,11 +2,11 @@
 
 import os
 
-from headway.deploy.launch.tether import ENVIRONMENT, tether
+from headway.deploy.launch.parent_watch import WATCHES_PARENT, end_with_parent
 
 # First, because a rank of torchrun must die with its agent from the start.
-if ENVIRONMENT in os.environ:
-    tether()
+if WATCHES_PARENT in os.environ:
+    end_with_parent()
 
 from headway.deploy.cli.main import main
 

@@ -12,7 +12,7 @@ from headway.broker.client.scoring import Scores
 from headway.broker.errors import ForeignRunError
 from headway.broker.schema import ScoreRequest
 from headway.deploy.roles import scorer as scoring
-from headway.deploy.roles.joining import ConfigChangedError
+from headway.deploy.roles.config_watch import ConfigChangedError
 from headway.rollout_workers.config import ScorersConfig
 
 from .process import BEGIN_ANEW, enter

@@ -21,7 +21,7 @@ from headway.broker.schema import Lease, Trajectory
 from headway.broker.schema.status import WorkerInfo
 from headway.broker.schema.weights import WeightManifest
 from headway.deploy.roles import worker as rollout
-from headway.deploy.roles.joining import ConfigChangedError
+from headway.deploy.roles.config_watch import ConfigChangedError
 from headway.rollout_workers.worker import Worker
 from headway.weightsync import receiver
 from headway.weightsync.receiver import GroupMembership

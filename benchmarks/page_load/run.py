@@ -19,7 +19,7 @@ from headway.broker.schema import Group, Prompt, RunRules, Trajectory, Trajector
 from headway.broker.schema.metrics import LagFigures, StepMetrics
 from headway.broker.schema.status import WorkerInfo
 from headway.broker.server.embedded import EmbeddedServer
-from headway.deploy.recipe.loading import dump_recipe, load_recipe
+from headway.deploy.recipe.resolve import dump_recipe, load_recipe
 from headway.deploy.run.directory import CHECKPOINTS, EXPERIENCE, held
 from headway.deploy.run.report import METRICS, TRAINED
 from headway.learner.experience.logged_batch import write_batch

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from headway.broker.errors import ConfigError
+from headway.deploy.run.atomic_files import replace_file
 from headway.deploy.run.stage_output import is_complete, is_of
-from headway.deploy.run.whole_files import replace_file
 
 from .figures import Figures
 from .of_headway import NAME as HEADWAY

@@ -184,7 +184,7 @@ class Verifier:
     """The race's rewards as TRL calls them, which also tell the clock what was sampled."""
 
     def __init__(self, recipe: Recipe, model: Path, clock: Clock) -> None:
-        from headway.deploy.roles.engine import own_decoding
+        from headway.deploy.roles.trained_model import own_decoding
         from headway.learner.config import ModelConfig
 
         self._recipe = recipe
@@ -202,7 +202,7 @@ class Verifier:
         **_others: Any,
     ) -> list[float]:
         """Return the rewards of these responses."""
-        from headway.deploy.recipe.operators import roots_of
+        from headway.deploy.recipe.trust import roots_of
         from headway.rollout_workers.decoding import response_text
         from headway.rollout_workers.rewards import open_reward
 

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from headway.broker.errors import ConfigError
-from headway.deploy.recipe.loading import load_recipe
 from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.run.stage_output import SFT, origin
 
 ON_GPU = ("learner.device=cuda", "engine.kind=vllm", "engine.device=cuda", "weights.transport=ipc")

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from headway.broker.schema import Group, Prompt, Trajectory, TrajectoryId, VersionSpan, WeightVersion
 from headway.deploy.recipe.recipe import Recipe
-from headway.deploy.roles.engine import own_decoding
+from headway.deploy.roles.trained_model import own_decoding
 from headway.learner.config import ModelConfig
 from headway.rollout_workers.decoding import response_text
 from headway.rollout_workers.engines.base import FinishReason, GenerationRequest, NamedTensors

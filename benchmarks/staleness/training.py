@@ -13,8 +13,8 @@ import torch
 from msgspec.structs import replace
 
 from headway.broker.schema import Prompt, WeightVersion
-from headway.deploy.recipe.loading import load_recipe
 from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.roles.backend import recipe_backend
 from headway.deploy.roles.learner import recipe_updater
 from headway.deploy.roles.stage import fine_tune

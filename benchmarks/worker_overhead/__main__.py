@@ -20,8 +20,8 @@ import torch
 
 from benchmarks.throughput import isolated
 from headway.broker.server.embedded import EmbeddedServer
-from headway.deploy.recipe.loading import load_recipe
 from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.recipe.resolve import load_recipe
 from headway.rollout_workers.config import EngineConfig
 
 from .learner import StandInLearner

@@ -10,8 +10,8 @@ from headway.broker.client.learner import CheckpointMark, TakenBatch
 from headway.broker.schema import Prompt, RunRules, WeightVersion
 from headway.broker.schema.status import WorkerInfo
 from headway.broker.schema.weights import Probe
-from headway.deploy.recipe.loading import recipe_to_bytes
 from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.recipe.resolve import recipe_to_bytes
 from headway.learner.models.model_files import model_files
 from headway.weightsync.publisher import Publisher, PublishReport
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from headway.broker.errors import ConfigError
 from headway.broker.server.access import Role, users
 from headway.deploy.printing import say
-from headway.deploy.recipe.files import read_yaml
+from headway.deploy.recipe.parse import read_yaml
 
 
 def print_acl(run: str | None, passwords: Path | None, *, as_file: bool, is_for_7_0: bool) -> None:

@@ -26,14 +26,13 @@ def converse(
     from transformers.utils.logging import disable_progress_bar
 
     from headway.deploy.roles.chat import Chat
-    from headway.deploy.roles.engine import own_settings
-    from headway.deploy.run.trained import find_trained
+    from headway.deploy.roles.trained_model import find_trained, generation_settings
 
     disable_progress_bar()
     found = find_trained(model, step)
     if system is None:
         system = "" if found.recipe is None else found.recipe.prompts.system_prompt
-    with Chat(found, own_settings(found, overrides, temperature), system) as opened:
+    with Chat(found, generation_settings(found, overrides, temperature), system) as opened:
         if not opened.has_template:
             complain("The model has no chat template: it continues each line, and remembers none.")
         if sys.stdin.isatty():

@@ -15,7 +15,7 @@ from headway.deploy.observe.page.server import PageServer
 from headway.deploy.observe.page.watching import Look, Watcher
 from headway.deploy.observe.waiting import Waiting, look
 from headway.deploy.printing import say, say_json
-from headway.deploy.roles.looking import client_of, locate_run
+from headway.deploy.roles.run_lookup import client_of, locate_run
 from headway.deploy.run.directory import CONFIG, find_endpoint, find_run, find_starting, is_going_on
 from headway.deploy.run.figures import learned, spent
 from headway.deploy.run.record import Record, read_record, stamp

@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.broker.errors import ConfigError
-from headway.deploy.recipe.loading import load_recipe
 from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.tables import WholeWords
 from headway.deploy.terminal import styled
 from headway.learner.config import ModelConfig

@@ -13,7 +13,7 @@ import click
 
 from headway.broker.errors import BUG_EXIT, HeadwayError, UnknownKeysError, UntrainableBatchError
 from headway.broker.installation import shared_temporary_directory
-from headway.deploy.launch.preloading import preload_engine
+from headway.deploy.launch.engine_preload import preload_engine
 from headway.deploy.printing import complain, log_to_stderr, paragraph
 from headway.learner.checkpoints.disk import system_fault
 

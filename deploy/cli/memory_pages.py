@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.broker.errors import ConfigError
-from headway.deploy.recipe.loading import with_overrides
 from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.recipe.resolve import with_overrides
 from headway.deploy.tables import WholeWords
 from headway.deploy.terminal import styled
 from headway.learner.planning.memory import PlannedModel, RankMemory, plan_memory

@@ -33,7 +33,7 @@ def write_export(
     from transformers.utils.logging import disable_progress_bar
 
     from headway.deploy.roles.export import export_model
-    from headway.deploy.run.trained import find_trained
+    from headway.deploy.roles.trained_model import find_trained
 
     disable_progress_bar()
     found = find_trained(model, step)
@@ -84,13 +84,12 @@ def answer_prompts(
     `workers`: processes on this machine; None: an engine in this one."""
     from transformers.utils.logging import disable_progress_bar
 
-    from headway.deploy.roles.engine import OwnSettings, PoolSettings, settings_of
-    from headway.deploy.roles.generating import BatchInference, Generated, OwnEngine, ResponseSampler, Shard
-    from headway.deploy.run.trained import find_trained
+    from headway.deploy.roles.batch_inference import BatchInference, EngineSampler, Generated, ResponseSampler, Shard
+    from headway.deploy.roles.trained_model import GenerationSettings, PoolSettings, find_trained, settings_of
 
     disable_progress_bar()
     found = find_trained(model, step)
-    settings = settings_of(found, overrides, temperature, OwnSettings if workers is None else PoolSettings)
+    settings = settings_of(found, overrides, temperature, GenerationSettings if workers is None else PoolSettings)
 
     def generated(sampler: ResponseSampler) -> Generated:
         return BatchInference(
@@ -106,16 +105,20 @@ def answer_prompts(
         ).run()
 
     if isinstance(settings, PoolSettings) and workers is not None:
-        from headway.deploy.roles.generating_pool import GenerationPool, run_name
-        from headway.deploy.roles.generating_workers import ByWorkers, generation_recipe
+        from headway.deploy.roles.batch_inference_workers import (
+            GenerationPool,
+            WorkerSampler,
+            generation_recipe,
+            run_name,
+        )
 
         recipe = generation_recipe(found, settings, run=run or run_name(out), samples=samples, seed=seed)
         logs = out.with_name(f"{out.name}.logs")
         devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         pool = GenerationPool(recipe=recipe, count=workers, url=broker, logs=logs, devices=devices)
-        done = pool.run(lambda url: generated(ByWorkers(url=url, recipe=recipe)))
+        done = pool.run(lambda url: generated(WorkerSampler(url=url, recipe=recipe)))
     else:
-        done = generated(OwnEngine(model=found, settings=settings, seed=seed))
+        done = generated(EngineSampler(model=found, settings=settings, seed=seed))
     if done is None:
         say(f"Stopped. What is done is in {out}; the same command goes on.", to_stderr=True)
         return INTERRUPTED

@@ -7,9 +7,9 @@ from headway.broker.errors import HeadwayError
 from headway.deploy.observe.page.document import document
 from headway.deploy.observe.page.picture import page_of
 from headway.deploy.printing import complain, say, say_json
+from headway.deploy.run.atomic_files import replace_file
 from headway.deploy.run.directory import COMPARISON, REPORT, find_newest
 from headway.deploy.run.record import read_record
-from headway.deploy.run.whole_files import replace_file
 
 
 def write_page(runs: Sequence[str], output: Path | None, *, as_json: bool) -> None:

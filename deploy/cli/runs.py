@@ -11,8 +11,8 @@ from headway.broker.errors import RunNotFoundError
 from headway.deploy.observe.status import status_json, status_tables, version_text
 from headway.deploy.observe.waiting import look as look_at
 from headway.deploy.printing import say, say_json
-from headway.deploy.roles.looking import client_of
-from headway.deploy.run.in_use import described, refuse_if_in_use
+from headway.deploy.roles.run_lookup import client_of
+from headway.deploy.run.directory import described, refuse_if_in_use
 from headway.deploy.tables import WholeWords
 from headway.deploy.terminal import Terminal
 

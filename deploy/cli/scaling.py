@@ -12,7 +12,7 @@ from headway.broker.errors import BrokerError, ConfigError
 from headway.broker.schema.status import PoolInfo
 from headway.deploy.observe.pools import pool_of
 from headway.deploy.printing import say, say_json
-from headway.deploy.roles.looking import as_learner, client_of, locate_run
+from headway.deploy.roles.run_lookup import as_learner, client_of, locate_run
 
 LOOK_S = 0.2
 DISMISSED = {

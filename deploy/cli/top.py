@@ -21,7 +21,7 @@ from headway.deploy.observe.live import Look
 from headway.deploy.observe.status import recent, state_text, version_text
 from headway.deploy.observe.waiting import Waiting
 from headway.deploy.observe.waiting import look as look_at
-from headway.deploy.roles.looking import as_learner, client_of, locate_run
+from headway.deploy.roles.run_lookup import as_learner, client_of, locate_run
 from headway.deploy.run.figures import generated_per_s, trained_per_s, wait_fraction
 from headway.deploy.terminal import styled
 

@@ -20,17 +20,33 @@ from headway.broker.connection.address import without_secrets
 from headway.broker.errors import SIGNALLED_EXIT
 from headway.learner.checkpoints.disk import FULL_IN_WORDS, is_full
 
-from .farewell import ENVIRONMENT
-
 if TYPE_CHECKING:
     from headway.deploy.recipe.recipe import Recipe
+
+
+EXIT_NOTICE = "HEADWAY_FAREWELL"
+"""The variable that names the file of the exit notice to a role's process: the role writes it when its work is done.
+
+Exit code 0 does not say so, since a user's code may call `os._exit(0)`. The supervisor looks for the file once the
+process has ended."""
+DRAIN_NOTICE = "the learner finishes its step and writes a checkpoint"
+"""The work of a learner that is asked to stop. Its supervisor says so, or the learner itself where it has none."""
+
+
+def write_exit_notice() -> None:
+    """Write the file. The role itself calls this last, when a worker has handed its work back or a learner has
+    concluded. Its directory may be gone: the last other process of the run on this node removes it."""
+    if path := os.environ.get(EXIT_NOTICE):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).touch()
+
 
 BROKER = "HEADWAY_BROKER"
 WORKER_TAG = "HEADWAY_WORKER_TAG"
 """The variable with the end of a worker's name, by which its supervisor knows it among all workers."""
 WORKER_SESSION = "HEADWAY_WORKER_SESSION"
 """The variable with a worker's session, a secret by which its supervisor hands its leases back once it is dead."""
-AHEAD = "HEADWAY_AHEAD"
+PREWARM = "HEADWAY_AHEAD"
 """The variable with the run's recipe on this machine, for workers that may open an engine before the learner is there.
 One that shares a GPU with the learner has none, unless its engine is told how much memory it gets: otherwise it
 measures, while it opens, the memory that is free."""
@@ -80,8 +96,8 @@ class Command:
     resources: Resources = Resources()
     relay: bool = False
     """Whether signals go to its children instead: torchrun cuts drains short."""
-    farewell: Path | None = None
-    """The file that exists once the command has done its work, see `farewell.py`; None: its exit code decides."""
+    exit_notice: Path | None = None
+    """The file that exists once the command has done its work, see `write_exit_notice`; None: its exit code decides."""
     role: str = ""
     """The process's role: learner (also in the stages before), worker or scorer; empty for other commands."""
     pool: str = ""
@@ -95,7 +111,7 @@ class Command:
 
     def variables(self) -> dict[str, str]:
         """Return what its process has in its environment on top of the launcher's own."""
-        farewell = {} if self.farewell is None else {ENVIRONMENT: str(self.farewell)}
+        exit_notice = {} if self.exit_notice is None else {EXIT_NOTICE: str(self.exit_notice)}
         own = {WORKER_TAG: self.tag, WORKER_SESSION: self.session}
         return {
             "HEADWAY_IMPORT_PATH": os.environ.get("HEADWAY_IMPORT_PATH", os.getcwd()),
@@ -103,14 +119,14 @@ class Command:
             "PYTHONUNBUFFERED": "1",  # logs are whole even after kill -9
             **self.resources.variables(),
             **self.environment,
-            **farewell,
+            **exit_notice,
             **{name: value for name, value in own.items() if value},
         }
 
     def shown_variables(self) -> dict[str, str]:
         """Return the variables that may be shown and set in a terminal: without a password and without a supervisor's
         file."""
-        hidden = (ENVIRONMENT, WORKER_TAG, WORKER_SESSION)
+        hidden = (EXIT_NOTICE, WORKER_TAG, WORKER_SESSION)
         shown = {name: value for name, value in self.variables().items() if name not in hidden}
         return shown | ({BROKER: without_secrets(shown[BROKER])} if BROKER in shown else {})
 
@@ -158,8 +174,8 @@ class Handle(ABC):
 
     def is_done(self) -> bool:
         """Whether it has ended as it should, with its work done or handed back."""
-        farewell = self.command.farewell
-        return self.exit_code() in DONE_EXITS and (farewell is None or farewell.exists())
+        exit_notice = self.command.exit_notice
+        return self.exit_code() in DONE_EXITS and (exit_notice is None or exit_notice.exists())
 
     def describe_exit(self) -> str:
         """Return words such as `exited with code 1` or `was killed by SIGKILL`."""
@@ -199,7 +215,7 @@ class Launcher(ABC):
     def start(self, command: Command) -> Handle:
         """Start the command without waiting for it. A command may be started again once its previous handle has ended.
 
-        The launcher removes the farewell file of the previous start and makes the directory. Raises OSError if the
+        The launcher removes the exit notice of the previous start and makes the directory. Raises OSError if the
         command cannot be started.
         """
 

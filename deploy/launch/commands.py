@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from headway.broker.connection.address import PASSWORD_FILE, with_whole_paths
-from headway.deploy.recipe.pools import MAIN
-from headway.deploy.recipe.ray_roles import LEARNER, SCORER, WORKER
 from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.recipe.worker_pools import LEARNER, MAIN, SCORER, WORKER
 from headway.deploy.run.directory import CONFIG
 from headway.deploy.run.stage_output import Planned
 from headway.learner.experience.log import Rewind
@@ -19,8 +18,8 @@ from headway.rollout_workers.engines import abilities_of
 from headway.rollout_workers.engines.gpus import gpus_of
 from headway.rollout_workers.scorers.runtimes import gpus_of as gpus_of_runtime
 
-from .base import AHEAD, BROKER, Command, Resources
-from .preloading import ENGINE
+from .base import BROKER, PREWARM, Command, Resources
+from .engine_preload import ENGINE
 
 PYTHON = (sys.executable, "-m", "headway", "--debug")
 
@@ -60,7 +59,7 @@ def _plainly() -> tuple[str, ...]:
 
 
 def learner_command(
-    recipe: Recipe, directory: Path, url: str, resume: bool, rewind: Rewind | None, *, farewell: Path | None = None
+    recipe: Recipe, directory: Path, url: str, resume: bool, rewind: Rewind | None, *, exit_notice: Path | None = None
 ) -> Command:
     """Return the learner's command, under torchrun if it has several ranks. The learner starts from the model that the
     last stage before it left, if there is one."""
@@ -71,7 +70,7 @@ def learner_command(
         environment=connection(url, recipe.run.name),
         resources=learner_resources(recipe),
         relay=recipe.learner.processes > 1,
-        farewell=farewell,
+        exit_notice=exit_notice,
         role=LEARNER,
     )
 
@@ -119,7 +118,7 @@ class WorkerCommand:
     pool: str = MAIN
     """The pool's name."""
     ahead: Path | None = None
-    """The run's recipe, if a worker may open its engine beside the learner that loads; see `AHEAD`."""
+    """The run's recipe, if a worker may open its engine beside the learner that loads; see `PREWARM`."""
     engine: str = ""
     """The kind of the workers' engine, if known; see `ENGINE`."""
     role: ClassVar[str] = WORKER
@@ -132,7 +131,7 @@ class WorkerCommand:
     def __call__(self, number: int) -> Command:
         name = f"{self.prefix}-{number}"
         devices = self.devices[number % len(self.devices)] if self.devices else None
-        known = {AHEAD: str(self.ahead or ""), ENGINE: self.engine}
+        known = {PREWARM: str(self.ahead or ""), ENGINE: self.engine}
         return Command(
             name=name,
             argv=(*PYTHON, self.role, "--name", name, *self.own_arguments()),
@@ -140,7 +139,7 @@ class WorkerCommand:
             cwd=self.private / name,
             environment=connection(self.url, self.run) | {name: value for name, value in known.items() if value},
             resources=Resources(threads=self.threads, gpus=self.gpus, devices=devices),
-            farewell=self.private / f"{name}.farewell",
+            exit_notice=self.private / f"{name}.exit_notice",
             role=self.role,
             pool=self.pool,
             number=number,

@@ -15,29 +15,42 @@ from rich.table import Table
 
 from headway.broker.client.broker import BlockingBroker
 from headway.broker.connection.address import without_secrets
+from headway.broker.errors import ConfigError
+from headway.broker.installation import is_installed
 from headway.broker.server.access import Role
+from headway.broker.user_code.import_paths import in_one_paragraph, load_custom
 from headway.deploy.observe.live import watch
-from headway.deploy.recipe.code_checks import check_code
-from headway.deploy.recipe.colocation import opens_beside_learner, worker_gpus
-from headway.deploy.recipe.data_checks import check_data
-from headway.deploy.recipe.engine_memory import memory_overrides
-from headway.deploy.recipe.operators import passed_on, passed_on_to_scorers
-from headway.deploy.recipe.packages import check_packages
-from headway.deploy.recipe.placement import check_gpus, check_placement
-from headway.deploy.recipe.pools import MAIN, pools_of
-from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.recipe.placement import (
+    check_gpus,
+    check_placement,
+    memory_overrides,
+    opens_beside_learner,
+    worker_gpus,
+)
+from headway.deploy.recipe.preflight import check_code, check_data, check_packages, tried
+from headway.deploy.recipe.recipe import LauncherConfig, Recipe
 from headway.deploy.recipe.scorers import POOL, Scorer, check_scorers, scorers_of
-from headway.deploy.recipe.trial import tried
-from headway.deploy.run.directory import CHECKPOINTS, CONFIG, EXPERIENCE, SERVER, endpoint, held, prepare
-from headway.deploy.run.in_use import refuse_if_in_use
+from headway.deploy.recipe.trust import passed_on, passed_on_to_scorers
+from headway.deploy.recipe.worker_pools import MAIN, pools_of
+from headway.deploy.run.directory import (
+    CHECKPOINTS,
+    CONFIG,
+    EXPERIENCE,
+    SERVER,
+    endpoint,
+    held,
+    prepare,
+    refuse_if_in_use,
+)
 from headway.deploy.run.report import amend_summary, read_summary
-from headway.deploy.run.resuming import check_resumable
+from headway.deploy.run.resume import check_resumable
 from headway.deploy.run.stage_output import after_stages, check_made, planned
 from headway.deploy.terminal import Terminal, styled
 from headway.learner.config import StageConfig
 from headway.learner.experience.log import Rewind
 
 from .base import Launcher
+from .broker_server import SupervisedServer, check_traits
 from .commands import (
     ScorerCommand,
     WorkerCommand,
@@ -49,11 +62,9 @@ from .commands import (
     server_command,
     stage_command,
 )
-from .following import following
-from .kept_server import KeptServer
 from .pool import Pool
+from .pool_reports import pool_reports
 from .processes import LocalLauncher
-from .server_traits import check_traits
 from .supervisor import RoleFailedError, Supervisor
 
 PATIENCE_S = 3.0
@@ -86,7 +97,7 @@ WITHOUT_ROW = {"untrained_trajectories": (None, 0), "agreement_mean": (None,), "
 
 
 @dataclass(frozen=True)
-class Local:
+class LocalRun:
     """One execution of `headway run`."""
 
     recipe: Recipe
@@ -168,13 +179,13 @@ class Local:
         check_made(self.recipe, self._numbers)
         return prepare(self.recipe, resume=self.resume, overwrite=self.overwrite, say=self._say).resolve()
 
-    def _own_server(self, directory: Path, stack: ExitStack) -> KeptServer | None:
+    def _own_server(self, directory: Path, stack: ExitStack) -> SupervisedServer | None:
         """Start a server for the run. Returns None if the recipe names an existing one."""
         if not self.recipe.broker.is_embedded:
             return None
-        return stack.enter_context(KeptServer(directory / SERVER, self._say))
+        return stack.enter_context(SupervisedServer(directory / SERVER, self._say))
 
-    def _url_of(self, role: Role, server: KeptServer | None) -> str:
+    def _url_of(self, role: Role, server: SupervisedServer | None) -> str:
         return server.url_of(role) if server is not None else self.recipe.broker.url
 
     def prepare(self) -> None:
@@ -195,7 +206,7 @@ class Local:
             return 0
         server = None
         if self.recipe.broker.is_embedded:
-            server = KeptServer(directory / SERVER, self._say)
+            server = SupervisedServer(directory / SERVER, self._say)
             self.launcher.start(server_command(directory / SERVER))
         private = Path(tempfile.gettempdir(), f"headway-workers-{self.recipe.run.name}")
         return self._supervisor(directory, server, private, self._say).run()
@@ -225,14 +236,14 @@ class Local:
     def _shown_overrides(self) -> list[str]:
         return [_showable(override) for override in self.overrides]
 
-    def _train(self, directory: Path, server: KeptServer | None) -> int:
+    def _train(self, directory: Path, server: SupervisedServer | None) -> int:
         name, recipe = self.recipe.run.name, self.recipe
         with (
             tempfile.TemporaryDirectory(prefix="headway-workers-", ignore_cleanup_errors=True) as private,
             watch(self._url_of(Role.OBSERVER, server), name, self.console, recipe.staleness.max_lag) as monitor,
         ):
             supervisor = self._supervisor(directory, server, Path(private), monitor.say)
-            with following(self._url_of(Role.WORKER, server), name, supervisor.pools):
+            with pool_reports(self._url_of(Role.WORKER, server), name, supervisor.pools):
                 code = supervisor.run()
         if summary := read_summary(directory):
             restarts = {  # the summary has those of other supervisors, too, but may lack the last ones
@@ -243,7 +254,7 @@ class Local:
         return code
 
     def _supervisor(
-        self, directory: Path, server: KeptServer | None, private: Path, say: Callable[[str], None]
+        self, directory: Path, server: SupervisedServer | None, private: Path, say: Callable[[str], None]
     ) -> Supervisor:
         """Return the supervisor of the learner and its workers. The workers' own directories lie below `private`."""
         recipe = self.recipe
@@ -257,7 +268,7 @@ class Local:
             threads=recipe.engine.threads,
             devices=worker_gpus(recipe, _visible()),
             gpus=engine_gpus(recipe.engine),
-            ahead=_ahead(recipe, directory),
+            ahead=_prewarm_recipe(recipe, directory),
             engine=recipe.engine.kind,
         )
         pools = [Pool(MAIN, recipe.workers.count, main)]
@@ -265,21 +276,21 @@ class Local:
             engine = pool.recipe.engine
             arguments = (*pool.arguments(), *memory.get(pool.name, ()))
             own = replace(main, arguments=arguments, threads=engine.threads, prefix=pool.name, pool=pool.name)
-            own = replace(own, ahead=_ahead(pool.recipe, directory), engine=engine.kind)
+            own = replace(own, ahead=_prewarm_recipe(pool.recipe, directory), engine=engine.kind)
             command = replace(own, devices=worker_gpus(pool.recipe, _visible()), gpus=engine_gpus(engine))
             pools.append(Pool(pool.name, pool.count, command))
         pools += [self._scorers(scorer, directory, server, private) for scorer in scorers_of(recipe)]
-        url, farewell = self._url_of(Role.LEARNER, server), private / "learner.farewell"
+        url, exit_notice = self._url_of(Role.LEARNER, server), private / "learner.exit_notice"
         return Supervisor(
             pools,
-            learner_command(recipe, directory, url, self.resume, self.rewind, farewell=farewell),
+            learner_command(recipe, directory, url, self.resume, self.rewind, exit_notice=exit_notice),
             recipe.workers.max_restarts,
             say=say,
             check=server.check if server is not None else None,
             launcher=self.launcher,
         )
 
-    def _scorers(self, scorer: Scorer, directory: Path, server: KeptServer | None, private: Path) -> Pool:
+    def _scorers(self, scorer: Scorer, directory: Path, server: SupervisedServer | None, private: Path) -> Pool:
         """Return the pool of a scorer's processes."""
         config, name = self.recipe.scorers, f"{POOL}{scorer.name}"
         command = ScorerCommand(
@@ -337,7 +348,7 @@ class Local:
         self.console.print(text, soft_wrap=True)
 
 
-def _ahead(recipe: Recipe, directory: Path) -> Path | None:
+def _prewarm_recipe(recipe: Recipe, directory: Path) -> Path | None:
     """Return the recipe from which workers open an engine before the learner is there; None: they wait for it."""
     return directory / CONFIG if opens_beside_learner(recipe, _visible()) else None
 
@@ -427,3 +438,25 @@ def summary_table(summary: dict[str, Any], run: str) -> Table:
         if value not in WITHOUT_ROW.get(key, ()):
             table.add_row(label, "-" if value is None else format(value, form))
     return table
+
+
+def open_launcher(config: LauncherConfig) -> Launcher:
+    """Open the recipe's launcher. A user's own is called as Class(**options). Raises ConfigError if it cannot be made
+    or is no launcher."""
+    with in_one_paragraph(config.kind, "launcher"):
+        match config.kind:
+            case "local":
+                from .processes import LocalLauncher
+
+                return LocalLauncher(**config.options)
+            case "ray":
+                if not is_installed("ray"):
+                    raise ConfigError(
+                        "launcher.kind=ray needs Ray, which is not installed. pip install 'headway[ray]'."
+                    )
+                from .ray_launcher import RayLauncher
+
+                return RayLauncher(**config.options)
+            case path:
+                launcher: Launcher = load_custom(path, Launcher, "launcher.kind", lambda own: own(**config.options))
+                return launcher

@@ -1,9 +1,17 @@
-"""The `local` launcher: each command is a child process with a session of its own, tethered to this process."""
+"""The `local` launcher: each command is a child process with a session of its own, which ends with this process.
 
+A child has a directory for temporary files of its own, which is removed with it, however it ends. Engines put sockets
+and files there, under names that only they know: a process that is killed leaves all of them, and one that ends in
+order leaves some."""
+
+import getpass
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -12,11 +20,67 @@ from typing import BinaryIO
 
 import psutil
 
+from headway.broker.installation import SHARED_TMPDIR, shared_temporary_directory
 from headway.learner.checkpoints.disk import gone
 
-from . import tether
+from . import parent_watch
 from .base import ERROR_PREFIX, Command, Handle, Launcher
-from .leftovers import TemporaryFiles
+
+IN_RAM = Path("/dev/shm")
+LONGEST_DIRECTORY = 48
+"""Bytes of a directory in which the one for temporary files can lie: engines make sockets and directories of sockets
+there, and the path of a socket may have 107."""
+SHORT_DIRECTORY = "/tmp"
+"""The directory that is taken where the others are longer."""
+MEETING = re.compile(r"vllm_dist_[0-9a-f]{32}")
+"""Matches the name of the file by which vLLM's processes meet, which no other process has by chance: half of it is
+random. They call the shared memory through which they talk NAME-..., with the name of that file."""
+
+
+class TemporaryFiles:
+    """The directory of one process and of those that it starts."""
+
+    def __init__(self, preferred: Path) -> None:
+        """Make it in the directory `preferred` if that is short. Raises OSError."""
+        parents = (str(preferred), str(shared_temporary_directory()), SHORT_DIRECTORY)
+        parent = next((one for one in parents if len(os.fsencode(one)) <= LONGEST_DIRECTORY), SHORT_DIRECTORY)
+        self._directory = Path(tempfile.mkdtemp(prefix="headway-", dir=parent))
+
+    def variables(self) -> dict[str, str]:
+        """Return environment variables by which the process takes it. What torch has compiled stays where torch keeps
+        it in a process without such a directory."""
+        usual = shared_temporary_directory()
+        compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(usual / f"torchinductor_{_name_in_caches()}")
+        return {"TMPDIR": str(self._directory), SHARED_TMPDIR: str(usual), "TORCHINDUCTOR_CACHE_DIR": compiled}
+
+    def remove(self) -> None:
+        """Remove it, and shared memory that vLLM has named after a file in it. Its processes must have ended.
+        Idempotent."""
+        for path in self._shared_memory():
+            with suppress(OSError):  # the others are removed all the same
+                path.unlink()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _shared_memory(self) -> list[Path]:
+        with suppress(OSError):  # it is removed already, or this system has no such directory
+            names = tuple(f"{name}-" for name in os.listdir(self._directory) if MEETING.fullmatch(name))
+            return [path for path in IN_RAM.iterdir() if path.name.startswith(names) and _is_ours(path)]
+        return []
+
+
+def _name_in_caches() -> str:
+    """Return this user's name as torch writes it in the name of its cache."""
+    try:
+        return re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+    except (KeyError, ModuleNotFoundError, OSError):  # containers have users without a name
+        return f"uid_{os.getuid()}"
+
+
+def _is_ours(path: Path) -> bool:
+    with suppress(OSError):  # it is gone
+        return path.lstat().st_uid == os.geteuid()
+    return False
+
 
 TAIL_BYTES = 64 * 1024
 TRACKER = "resource_tracker import main"
@@ -41,8 +105,8 @@ class Child(Handle):
         super().__init__(command)
         self._until_s: float | None = None
         self._is_patient: Callable[[], bool] = lambda: True
-        if command.farewell is not None:
-            command.farewell.unlink(missing_ok=True)  # left by the process before
+        if command.exit_notice is not None:
+            command.exit_notice.unlink(missing_ok=True)  # left by the process before
         if command.cwd is not None:
             command.cwd.mkdir(parents=True, exist_ok=True)
         with _open_log(command.log) as log, ExitStack() as until_started:
@@ -51,12 +115,12 @@ class Child(Handle):
             if self._temporary is not None:
                 until_started.callback(self._temporary.remove)
             self._process = subprocess.Popen(
-                [sys.executable, "-IS", tether.__file__, str(os.getpid()), *command.argv],
+                [sys.executable, "-IS", parent_watch.__file__, str(os.getpid()), *command.argv],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=None if log is None else subprocess.STDOUT,
                 cwd=command.cwd,
-                env={**os.environ, tether.ENVIRONMENT: "1", **self._own_variables(), **command.variables()},
+                env={**os.environ, parent_watch.WATCHES_PARENT: "1", **self._own_variables(), **command.variables()},
                 start_new_session=True,
             )
             until_started.pop_all()
@@ -146,7 +210,7 @@ class Child(Handle):
 def guarded(pid: int) -> Iterator[None]:
     """While this block runs, the kernel sends the server process `pid` SIGTERM if this process is killed."""
     guard = subprocess.Popen(
-        [sys.executable, "-IS", tether.__file__, "--guard", str(os.getpid()), str(pid)],
+        [sys.executable, "-IS", parent_watch.__file__, "--guard", str(os.getpid()), str(pid)],
         stdin=subprocess.DEVNULL,
         start_new_session=True,
     )

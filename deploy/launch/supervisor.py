@@ -1,6 +1,6 @@
 """Keeps one run's processes alive or stops them all: workers are restarted, a learner is not.
 
-Everything happens in the main thread (see `tether`), in one loop: look at the children, act, sleep a moment.
+Everything happens in the main thread (see `parent_watch.py`), in one loop: look at the children, act, sleep a moment.
 """
 
 import signal
@@ -13,15 +13,14 @@ from types import FrameType
 from headway.broker.errors import BUG_EXIT, LASTING_EXIT, SICK_EXIT, SIGNALLED_EXIT, VERSION_EXIT, HeadwayError
 from headway.deploy.printing import say
 
-from .base import Command, Handle, Launcher
-from .farewell import DRAIN_NOTICE
+from .base import DRAIN_NOTICE, Command, Handle, Launcher
 from .pool import Pool, Slot
 from .processes import LocalLauncher
 
 POLL_S = 0.1
 MAX_BACKOFF_S = 10.0
-MAX_SICK_BACKOFF_S = 600.0
-SICK_PLACE = (
+MAX_UNHEALTHY_BACKOFF_S = 600.0
+UNHEALTHY_PLACE = (
     "{} processes in a row were set aside in this place, while others are well: look at its host and its GPU, or take"
     " a worker away with `headway scale -1`."
 )
@@ -138,7 +137,7 @@ class Supervisor:
             after = f"after {self.max_restarts} restarts" if self.max_restarts else "and workers.max_restarts is 0"
             raise _failed(child, f"It failed again {after}: {self._whole()} been stopped.")
         pause = min(self.backoff_s * 2 ** (slot.failures - 1), MAX_BACKOFF_S)
-        self.say(_obituary(child, f"Restarting it in {pause:g} s ({slot.failures} of {self.max_restarts})."))
+        self.say(_exit_report(child, f"Restarting it in {pause:g} s ({slot.failures} of {self.max_restarts})."))
         self._restart(slot, child, pause)
 
     def _restart(self, slot: Slot, child: Handle, pause: float) -> None:
@@ -147,18 +146,18 @@ class Supervisor:
         slot.was_signalled = child.exit_code() == SIGNALLED_EXIT
 
     def _replace(self, slot: Slot, child: Handle) -> None:
-        """Start another process in its place, after longer and longer pauses where those fall sick too. The run goes on
-        with the other workers."""
-        pause = min(self.backoff_s * 2 ** (slot.failures - 1), MAX_SICK_BACKOFF_S)
-        remedy = f" {SICK_PLACE.format(slot.failures)}" if slot.failures > self.max_restarts else ""
-        self.say(_obituary(child, f"Another process takes its place in {pause:g} s.{remedy}"))
+        """Start another process in its place, after longer and longer pauses where those become unhealthy too. The run
+        goes on with the other workers."""
+        pause = min(self.backoff_s * 2 ** (slot.failures - 1), MAX_UNHEALTHY_BACKOFF_S)
+        remedy = f" {UNHEALTHY_PLACE.format(slot.failures)}" if slot.failures > self.max_restarts else ""
+        self.say(_exit_report(child, f"Another process takes its place in {pause:g} s.{remedy}"))
         self._restart(slot, child, pause)
 
     def _was_set_aside(self, slot: Slot, child: Handle) -> None:
         """Start another process in its place, after longer and longer pauses where those are set aside too."""
         assert slot.verdict is not None
-        pause = min(self.backoff_s * 2 ** (slot.verdicts - 1), MAX_SICK_BACKOFF_S)
-        remedy = f" {SICK_PLACE.format(slot.verdicts)}" if slot.verdicts > self.max_restarts else ""
+        pause = min(self.backoff_s * 2 ** (slot.verdicts - 1), MAX_UNHEALTHY_BACKOFF_S)
+        remedy = f" {UNHEALTHY_PLACE.format(slot.verdicts)}" if slot.verdicts > self.max_restarts else ""
         self.say(
             f"{slot.command.name} was set aside ({slot.verdict.rule}): {slot.verdict.reason}.\n"
             f"Another process takes its place in {pause:g} s.{remedy}"
@@ -175,7 +174,7 @@ class Supervisor:
         slot.child, slot.is_given_up = None, True
         if all(slot.is_given_up for slot in self._workers()) and not any(pool.departed for pool in self.pools):
             raise _failed(child, f"No worker is left: {self._whole()} been stopped.", VERSION_EXIT)
-        self.say(_obituary(child, "Restarting it cannot mend this. The other workers go on without it."))
+        self.say(_exit_report(child, "Restarting it cannot mend this. The other workers go on without it."))
 
     def _whole(self) -> str:
         return "the run has" if self._learner is not None else "the workers of this command have"
@@ -256,9 +255,9 @@ def _bug(child: Handle) -> str:
 
 
 def _failed(child: Handle, outcome: str, exit_code: int = 1) -> RoleFailedError:
-    return RoleFailedError(_obituary(child, outcome), exit_code, needs_room=child.needs_room())
+    return RoleFailedError(_exit_report(child, outcome), exit_code, needs_room=child.needs_room())
 
 
-def _obituary(child: Handle, outcome: str) -> str:
+def _exit_report(child: Handle, outcome: str) -> str:
     log = f" Its log: {child.command.log}" if child.command.log else ""
     return f"{child.command.name} {child.describe_exit()}: {child.last_words()}\n{outcome}{log}"

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 from headway.broker.errors import RunNotFoundError
 from headway.broker.schema.status import PoolInfo, RunStatus, WorkerInfo
-from headway.deploy.recipe.pools import MAIN
 from headway.deploy.recipe.scorers import POOL
+from headway.deploy.recipe.worker_pools import MAIN
 
 UNNAMED = "worker"
 """The prefix of the workers of a pool without a name of its own."""

@@ -1,5 +1,7 @@
-"""Finds GPUs that one `headway run` would give to several roles, each of which needs most of a GPU's memory, and roles
-that it would start on a GPU where there is none.
+"""Decides which GPUs the roles of one `headway run` share, and how much of a GPU's memory each engine gets.
+
+It finds GPUs that several roles would share although each needs most of the memory, and roles that would start on a GPU
+where there is none. With `run.placement=colocated` learner and engines use the same devices in turns.
 
     learner    the first learner.processes of the GPUs that `headway run` sees
     workers    workers.devices, and those of workers.pools
@@ -9,22 +11,27 @@ that it would start on a GPU where there is none.
 Only what one command starts on one machine counts. Roles that are started one by one may be on other machines.
 """
 
+import math
+import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from headway.broker.errors import ConfigError
+from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import abilities_of
 from headway.rollout_workers.engines.gpus import gpus_of, visible_devices
 from headway.weightsync.transports.abilities import abilities_of as transport_abilities
 
-from .operators import roots_of
-from .pools import MAIN, pools_of
 from .recipe import Recipe
 from .scorers import scorers_of
+from .trust import roots_of
+from .worker_pools import MAIN, pools_of
 
 MOST_SHARED = 0.5
 """The most of a GPU's memory that engines may take together where a learner or a scorer is on it, too."""
@@ -185,3 +192,228 @@ def _complaint(crowded: Mapping[str, Sequence[PlacedProcess]]) -> str:
         f" engine.options.gpu_memory_utilization leaves half of it free (at most {MOST_SHARED:g} for all engines of a"
         " GPU) and weights.transport is gloo or ipc."
     )
+
+
+def colocated_defaults(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that a colocated recipe may omit; {} for any other recipe, or for a malformed one."""
+    if _section(raw, "run").get("placement") != "colocated":
+        return {}
+    learner, engine = _section(raw, "learner"), _section(raw, "engine")
+    weights: dict[str, Any] = {"swaps_at_once": 1.0}
+    workers: dict[str, Any] = {}
+    if learner.get("device") == "cuda":
+        weights |= {"transport": "ipc", "staging": "host"}  # on GPUs there would have to be room for two more versions
+        processes = learner.get("processes", 1)
+        if isinstance(processes, int):
+            workers["count"] = max(1, processes // _gpus_each(engine))
+    return {"weights": weights, "workers": workers}
+
+
+def impossible_turns(recipe: Recipe) -> Iterator[str]:
+    """Yield contradictions to taking turns on the same devices."""
+    learner, engine, workers = recipe.learner, recipe.engine, recipe.workers
+    abilities, transport = abilities_of(engine), transport_abilities(recipe.weights.transport)
+    if abilities.follows_device and (engine.device == "cpu") != (learner.device == "cpu"):
+        yield (
+            f"run.placement=colocated has learner and engines on the same devices, but learner.device is"
+            f" {learner.device} and engine.device is {engine.device}. Set run.placement=separated, or both to the same."
+        )
+    if engine.options.get(abilities.sleep_option) is False:
+        yield (
+            f"run.placement=colocated needs engines that sleep, and engine.options.{abilities.sleep_option} is false."
+            " Leave it out, or set run.placement=separated."
+        )
+    if recipe.weights.staging == "none":
+        yield (
+            "weights.staging=none receives into the weights that an engine holds, and with run.placement=colocated it"
+            " holds none while the learner trains and publishes. Set weights.staging=host."
+        )
+    if learner.device == "cpu":
+        return
+    if not transport.shares_gpu:
+        yield (
+            f"run.placement=colocated has learner and engines on the same GPUs, where weights.transport="
+            f"{recipe.weights.transport} has no place for two ranks. Set weights.transport=ipc."
+        )
+    each = gpus_of(engine)
+    if workers.count * each > learner.processes:
+        yield (
+            f"run.placement=colocated puts one engine on each of the learner's GPUs, and workers.count={workers.count}"
+            f" engines of {each} need more than learner.processes={learner.processes}. Set workers.count="
+            f"{max(1, learner.processes // each)}."
+        )
+
+
+def worker_gpus(recipe: Recipe, visible: str) -> list[str]:
+    """Return CUDA_VISIBLE_DEVICES for each worker, from those that `visible` names; none if workers have no GPUs of
+    their own.
+
+    With a transport that maps memory, versions that are kept on GPUs lie on the learner's first GPU, from which each
+    worker copies them. So each worker sees that GPU too, after its own.
+    """
+    engine, learner, weights = recipe.engine, recipe.learner, recipe.weights
+    if learner.device == "cpu" and not recipe.workers.devices:
+        return []
+    roots = roots_of(recipe)
+    abilities = abilities_of(engine, roots)
+    if learner.device == "cpu":
+        return visible_devices(recipe.workers.devices, engine, abilities)
+    ranks = visible.split(",") if visible else [str(rank) for rank in range(learner.processes)]
+    devices: Sequence[int | str] = recipe.workers.devices
+    if recipe.run.is_colocated:
+        devices = devices or ranks[: recipe.workers.count * gpus_of(engine, abilities)]
+    is_mapped = weights.staging == "device" and transport_abilities(weights.transport, roots).maps_memory
+    first = ranks[0] if is_mapped else ""
+    given = visible_devices(devices, engine, abilities)
+    return [gpus if first in ("", *gpus.split(",")) else f"{gpus},{first}" for gpus in given]
+
+
+def opens_beside_learner(recipe: Recipe, visible: str) -> bool:
+    """Return whether workers may open their engines while the learner loads its model, as far as the recipe and
+    `visible` say: where they are on none of the learner's GPUs, or engines do not measure the memory that is free."""
+    if recipe.run.is_colocated or recipe.learner.device == "cpu":
+        return not recipe.run.is_colocated
+    abilities, options = abilities_of(recipe.engine, roots_of(recipe)), recipe.engine.options
+    if abilities.sizing_option and options.get(abilities.sizing_option) is not None:
+        return True
+    ranks = visible.split(",") if visible else [str(rank) for rank in range(recipe.learner.processes)]
+    given = {str(device) for device in recipe.workers.devices}
+    on_cpu = abilities.follows_device and recipe.engine.device == "cpu"
+    return on_cpu or bool(given and given.isdisjoint(ranks[: recipe.learner.processes]))
+
+
+def _gpus_each(engine: Mapping[str, Any]) -> int:
+    """Return the GPUs of an engine as it is written. Another check reports malformed ones."""
+    options = engine.get("options")
+    try:
+        return gpus_of(EngineConfig(kind=engine.get("kind", ""), options=options if isinstance(options, dict) else {}))
+    except ConfigError:
+        return 1
+
+
+def _section(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = raw.get(name, {})
+    return section if isinstance(section, Mapping) else {}
+
+
+OUTSIDE = 0.02
+"""The part of a GPU's memory that is left for what an engine takes outside of its share: its context, CUDA graphs and
+communication."""
+LEAST = 0.05
+"""The least share of an engine: less would hardly hold a model and its context."""
+MARGIN = 0.1
+"""The part of a GPU's memory that is left free beside what the learner is planned to take, which is an estimate."""
+
+NVIDIA_SMI_S = 20.0
+"""Seconds for nvidia-smi, which takes some where no process keeps the driver loaded."""
+
+LearnerPart = Callable[[str], float | None]
+"""Returns the part of this GPU's memory that the learner takes, or None if engines are not to share it by default."""
+
+
+def unknown(gpu: str) -> None:
+    """Know nothing of what the learner takes: see LearnerPart."""
+
+
+def only_gpu_bytes(visible: str) -> int | None:
+    """Return the memory of the GPU if `headway run` sees exactly one; None if it sees several, or nvidia-smi does not
+    tell. `visible`: its CUDA_VISIBLE_DEVICES.
+
+    nvidia-smi numbers GPUs by their bus and CUDA by their speed, so of unlike ones it is not known which is seen.
+    """
+    if visible and not re.fullmatch(r"\d+|GPU-[^,]+", visible):
+        return None
+    asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    with suppress(OSError, subprocess.SubprocessError, ValueError):
+        answer = subprocess.run(asked, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=True).stdout
+        sizes = [int(line) << 20 for line in answer.splitlines()]
+        if len(set(sizes)) == 1 and (visible or len(sizes) == 1):
+            return sizes[0]
+    return None
+
+
+def memory_overrides(recipe: Recipe, shares: Mapping[str, float]) -> dict[str, list[str]]:
+    """Return the overrides with which workers of each pool get the share of `engine_shares`, by the pool's name."""
+    pools = _pools(recipe)
+    options = {name: abilities_of(pools[name].engine, roots_of(pools[name])).memory_option for name in shares}
+    return {name: [f"engine.options.{options[name]}={share:g}"] for name, share in shares.items()}
+
+
+def engine_shares(recipe: Recipe, visible: str, learner_part: LearnerPart = unknown) -> dict[str, float]:
+    """Return the part of a GPU's memory that each engine of a pool gets, by the pool's name; a pool is left out whose
+    recipe says it, or whose engines have their GPUs alone. `visible`: CUDA_VISIBLE_DEVICES of `headway run`. Raises
+    ConfigError if a GPU has too many engines."""
+    if recipe.run.is_colocated:
+        return {}
+    seen, pools = visible.split(",") if visible else [], _pools(recipe)
+    by_gpu = defaultdict[str, list[str]](list)
+    for name, own in pools.items():
+        if own.learner.device == "cpu" and not own.workers.devices:  # for all that is known here, there is no GPU
+            continue
+        for one in placed_workers(own, seen, name):
+            by_gpu[one.gpu].append(name)
+    silent = [name for name, own in pools.items() if _is_silent(own)]
+    scored = {one.gpu for one in placed_scorers(recipe, seen)}  # what they take is not known here
+    asked = [gpu for gpu, here in by_gpu.items() if gpu not in scored and set(silent) & set(here)]
+    left = _left_by_learner(recipe, seen, asked, learner_part)
+    alone = set(asked) - {one.gpu for one in placed_learner(recipe, seen)}
+    shares: dict[str, float] = {}
+    for name in silent:
+        here = [gpu for gpu, engines in by_gpu.items() if name in engines]
+        if not set(here) <= alone | left.keys():  # one of its engines is where placement.py refuses it
+            continue
+        if shared := [gpu for gpu in here if gpu in left or (gpu in alone and len(by_gpu[gpu]) > 1)]:
+            shares[name] = min(_share(gpu, by_gpu[gpu], pools, name, left.get(gpu)) for gpu in shared)
+    return shares
+
+
+def _is_silent(recipe: Recipe) -> bool:
+    """Whether the recipe does not say what its engines take of a GPU's memory, though they have an option for it."""
+    abilities = abilities_of(recipe.engine, roots_of(recipe))
+    return bool(abilities.memory_option) and abilities.memory_option not in abilities.said(recipe.engine.options)
+
+
+def _pools(recipe: Recipe) -> dict[str, Recipe]:
+    return {MAIN: recipe} | {pool.name: pool.recipe for pool in pools_of(recipe)}
+
+
+def _left_by_learner(
+    recipe: Recipe, seen: Sequence[str], gpus: Container[str], learner_part: LearnerPart
+) -> dict[str, float]:
+    """Return the part of each of these GPUs that the learner leaves to the engines on it, where that is known."""
+    if not transport_abilities(recipe.weights.transport, roots_of(recipe)).shares_gpu:
+        return {}
+    parts = {one.gpu: learner_part(one.gpu) for one in placed_learner(recipe, seen) if one.gpu in gpus}
+    return {gpu: min(MOST_SHARED, 1 - part - MARGIN) for gpu, part in parts.items() if part is not None}
+
+
+def _share(gpu: str, here: Sequence[str], pools: Mapping[str, Recipe], name: str, left: float | None) -> float:
+    """Return the share of an engine of the pool `name` on a GPU with engines of the pools `here`. `left`: the part that
+    the learner leaves to them; None: it is not there."""
+    if _is_sized(pools[name]):
+        return LEAST
+    taken, others = 0.0, 0
+    for one in here:
+        abilities = abilities_of(pools[one].engine, roots_of(pools[one]))
+        options = abilities.said(pools[one].engine.options)
+        said = options.get(abilities.memory_option, LEAST if _is_sized(pools[one]) else None)
+        if isinstance(said, float | int):
+            taken += said
+        else:
+            others += 1
+    abilities = abilities_of(pools[name].engine, roots_of(pools[name]))
+    whole = abilities.memory_share if left is None else left
+    share = math.floor(100 * ((whole - taken) / others - OUTSIDE) + 1e-6) / 100
+    if share < LEAST:
+        beside = "" if left is None else f" beside a learner that leaves them {max(0.0, left):.2f} of it"
+        raise ConfigError(
+            f"`headway run` would start {len(here)} engine{'s' * (len(here) > 1)} on GPU {gpu}{beside}, and {others} of"
+            f" them would get less than {LEAST:g} of its memory each. Name other GPUs in workers.devices, start fewer"
+            f" workers (workers.count), or say yourself what each takes (engine.options.{abilities.memory_option})."
+        )
+    return share
+
+
+def _is_sized(recipe: Recipe) -> bool:
+    option = abilities_of(recipe.engine, roots_of(recipe)).sizing_option
+    return bool(option) and recipe.engine.options.get(option) is not None

@@ -34,7 +34,7 @@ from headway.rollout_workers.config import (
 )
 from headway.weightsync.config import WeightsConfig
 
-from .sinks import SinkConfig
+from .metric_sinks import SinkConfig
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,4 +1,4 @@
-"""Recipes that ship with Headway: `headway run arithmetic.yaml` finds them by name (`deploy/recipe/files.py`).
+"""Recipes that ship with Headway: `headway run arithmetic.yaml` finds them by name (`deploy/recipe/parse.py`).
 
 Those at the root run on CPUs, and `gpu/` holds those that need GPUs. Files here are data: no module imports them.
 

@@ -9,7 +9,6 @@ from typing import Literal, Self
 import msgspec
 
 from headway.broker.errors import ConfigError
-from headway.deploy.run.trained import TrainedModel
 from headway.learner.config import ModelConfig
 from headway.learner.data.prompts.base import Message
 from headway.learner.data.prompts.rendering import Renderer
@@ -19,7 +18,7 @@ from headway.rollout_workers.engines.base import GenerationRequest
 from headway.rollout_workers.samples.generation import generate
 from headway.rollout_workers.samples.recorder import Recorder
 
-from .engine import OwnSettings, open_trained, own_decoding
+from .trained_model import GenerationSettings, TrainedModel, open_trained, own_decoding
 
 INCOMPLETE = "\ufffd"
 """The sign that a decoder writes for a character whose last bytes are still to come."""
@@ -39,7 +38,7 @@ class Chat:
     """The messages so far, and the engine that answers. Without a chat template each message is continued on its
     own."""
 
-    def __init__(self, model: TrainedModel, settings: OwnSettings, system: str) -> None:
+    def __init__(self, model: TrainedModel, settings: GenerationSettings, system: str) -> None:
         """Open the engine. Raises ConfigError for a system message that the model has no place for."""
         self._path = model.path
         self._settings = settings

@@ -21,18 +21,18 @@ from headway.broker.errors import ConfigError
 from headway.broker.schema import Prompt, RunRules, SampleLimits, WeightVersion
 from headway.broker.schema.status import RunStatus
 from headway.broker.schema.weights import ModelFiles
-from headway.deploy.launch.farewell import DRAIN_NOTICE
+from headway.deploy.launch.base import DRAIN_NOTICE
 from headway.deploy.observe.sinks import open_sinks
 from headway.deploy.observe.sinks.base import SinkRun
 from headway.deploy.observe.sinks.points import points
 from headway.deploy.observe.tracing import tracing_steps
 from headway.deploy.observe.waiting_log import waits_logged
-from headway.deploy.recipe.adapters import adapted_by, adapter_rank, why_merged
-from headway.deploy.recipe.loading import recipe_to_bytes
-from headway.deploy.recipe.operators import roots_of
-from headway.deploy.recipe.pools import pools_of
+from headway.deploy.recipe.adapter_support import adapted_by, adapter_rank, why_merged
 from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.recipe.resolve import recipe_to_bytes
 from headway.deploy.recipe.scorers import scorers_of
+from headway.deploy.recipe.trust import roots_of
+from headway.deploy.recipe.worker_pools import pools_of
 from headway.deploy.run.directory import (
     CHECKPOINTS,
     EXPERIENCE,
@@ -42,8 +42,7 @@ from headway.deploy.run.directory import (
     note_incarnation,
 )
 from headway.deploy.run.events import EvaluationEvent
-from headway.deploy.run.plots import plot
-from headway.deploy.run.report import summarize
+from headway.deploy.run.report import plot, summarize
 from headway.learner.backends.base import Backend
 from headway.learner.checkpoints.best import Best, read_best
 from headway.learner.checkpoints.checkpoint import CheckpointStore
@@ -67,10 +66,9 @@ from headway.weightsync.publisher import Publisher
 from headway.weightsync.transports.addresses import allow_many_files
 
 from .backend import recipe_backend, recipe_cost, recipe_critic, recipe_routing
-from .evaluation import Evaluator
+from .evaluation import Evaluator, WorkerEvaluations
 from .observer import RunObserver
 from .stop_request import StopRequest
-from .worker_evaluations import WorkerEvaluations
 
 log = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ import msgspec
 from headway.broker.schema.metrics import StepMetrics
 from headway.deploy.observe.sinks.base import SinkRun
 from headway.deploy.observe.sinks.jsonl import JsonlSink
-from headway.deploy.recipe.loading import with_overrides
 from headway.deploy.recipe.recipe import Recipe
-from headway.deploy.run.comparison import ComparedWeights, Comparison, changed_settings
+from headway.deploy.recipe.resolve import with_overrides
 from headway.deploy.run.directory import CHECKPOINTS, EXPERIENCE, REPLAYS
+from headway.deploy.run.replay_comparison import ComparedWeights, Comparison, changed_settings
 from headway.deploy.run.report import METRICS, lineage, read_lines, summarize
 from headway.deploy.run.stage_output import after_stages
 from headway.learner.algorithm_config import AlgorithmConfig, preset_defaults

@@ -1,22 +1,33 @@
-"""The scorer role: one process with one model that scores responses. It is given only a broker URL and a run name."""
+"""The scorer role: one process with one model that scores responses. It is given only a broker URL and a run name.
+
+Workers and evaluations reach the scorers of reward models and of the teacher by the clients below."""
 
 import asyncio
 import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from headway.broker.client.broker import Broker, open_broker
 from headway.broker.schema.status import ScorerInfo
 from headway.broker.user_code.import_paths import ImportRoots, import_directory
-from headway.deploy.recipe.loading import recipe_from_bytes, with_overrides
-from headway.deploy.recipe.operators import check_stored_scorers
 from headway.deploy.recipe.recipe import Recipe
-from headway.deploy.recipe.scorers import Scorer, scorer_named
+from headway.deploy.recipe.resolve import recipe_from_bytes, with_overrides
+from headway.deploy.recipe.scorers import REWARD_MODEL, Scorer, scorer_named, scorers_of
+from headway.deploy.recipe.trust import check_stored_scorers, roots_of_scorers
+from headway.rollout_workers.config import RewardConfig
 
-from .joining import Signals, drained_when_changed, fetch_config, or_drained, telling_what_lasts
+from .config_watch import Signals, drained_when_changed, fetch_config, lasting_config_errors, or_drained
+
+if TYPE_CHECKING:
+    from headway.rollout_workers.rewards import ScorerOpener
+    from headway.rollout_workers.samples.taught import AskedTeacher
+    from headway.rollout_workers.scorers import TokenScorer
+
 
 LOADING_S = 600.0
 """Seconds for which a scorer that loads its model counts as alive without a word; the server keeps to two minutes."""
@@ -43,7 +54,7 @@ async def _run(
         stored = await or_drained(fetch_config(broker), drain)
         if stored is None:
             return
-        with telling_what_lasts():
+        with lasting_config_errors():
             recipe = with_overrides(recipe_from_bytes(stored), overrides)
             roots = check_stored_scorers(recipe, overrides)
             scorer = scorer_named(recipe, name)
@@ -87,7 +98,7 @@ async def _serve(
             roots=roots,
         )
         try:
-            with telling_what_lasts():
+            with lasting_config_errors():
                 runner = await loading
         except BaseException:
             await broker.scoring.leave(process)
@@ -143,3 +154,50 @@ async def _drain_when_asked(request_drain: Callable[[], object], drain: asyncio.
     await drain.wait()
     log.info("draining: leases go back to the broker")
     request_drain()
+
+
+def scorer_clients(broker: Broker, worker: str = "") -> "ScorerOpener":
+    """Return what opens the scorers of a run's reward models for a worker, or for the learner."""
+
+    def opened(name: str, config: RewardConfig) -> "TokenScorer":
+        return _asked(broker, worker, name, config.deadline_s)
+
+    return opened
+
+
+def local_scorers(recipe: Recipe) -> "ScorerOpener":
+    """Return what opens reward models in this process, for commands that have no broker."""
+    from headway.rollout_workers.scorers.runtimes import open_runner
+    from headway.rollout_workers.scorers.scorer_client import InProcessScorer
+
+    keys = {scorer.name: scorer.key for scorer in scorers_of(recipe)}
+
+    def opened(name: str, config: RewardConfig) -> "TokenScorer":
+        open_one = partial(open_runner, REWARD_MODEL, config.path, recipe.scorers, key=keys[name])
+        return InProcessScorer(
+            partial(open_one, most_tokens=recipe.engine.max_model_len, roots=roots_of_scorers(recipe))
+        )
+
+    return opened
+
+
+def open_teacher(broker: Broker, recipe: Recipe, worker: str) -> "AskedTeacher | None":
+    """Return the recipe's teacher; None where it has none."""
+    from headway.rollout_workers.samples.taught import TEACHER, AskedTeacher
+
+    if not recipe.teacher.path:
+        return None
+    scorer = _asked(broker, worker, TEACHER, recipe.teacher.deadline_s)
+    return AskedTeacher(
+        scorer,
+        temperature=recipe.sampling.temperature,
+        deadline_s=recipe.teacher.deadline_s,
+        top_k=recipe.algorithm.distillation.candidates,
+    )
+
+
+def _asked(broker: Broker, worker: str, name: str, hold_s: float) -> "TokenScorer":
+    from headway.rollout_workers.outages import Outages
+    from headway.rollout_workers.scorers.scorer_client import ScorerClient
+
+    return ScorerClient(broker.scoring, Outages(broker.url), name, hold_s=hold_s, worker=worker)

@@ -21,9 +21,8 @@ from headway.deploy.observe.sinks.delivery import Sinks
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.stage_graph import references
 from headway.deploy.run.events import StageEvent
-from headway.deploy.run.resuming import stage_binding
-from headway.deploy.run.stage_output import starting_at
-from headway.deploy.run.stage_record import record_of, tracker_identity
+from headway.deploy.run.resume import stage_binding
+from headway.deploy.run.stage_output import record_of, starting_at, tracker_identity
 from headway.deploy.terminal import Terminal
 from headway.learner.backends.base import Backend
 from headway.learner.config import StageConfig

@@ -5,7 +5,7 @@ import signal
 from contextlib import suppress
 from types import FrameType
 
-from headway.deploy.launch import tether
+from headway.deploy.launch import parent_watch
 
 STOPS = (signal.SIGTERM, signal.SIGINT)
 STDERR = 2
@@ -17,7 +17,7 @@ class StopRequest:
     def __init__(self, notice: str = "") -> None:
         """`notice`: the work that is still done, for a line that the first signal writes to stderr, unless a supervisor
         or the first rank says it."""
-        is_told = tether.ENVIRONMENT in os.environ or os.environ.get("RANK", "0") != "0"
+        is_told = parent_watch.WATCHES_PARENT in os.environ or os.environ.get("RANK", "0") != "0"
         self._is_made, self._notice = False, "" if is_told else notice
         for number in STOPS:
             signal.signal(number, self._note)

@@ -23,16 +23,15 @@ from headway.broker.errors import (
     WeightSyncError,
 )
 from headway.broker.user_code.import_paths import ImportRoots, import_directory
+from headway.deploy.launch.engine_preload import ENGINE
 from headway.deploy.launch.pool import DRAIN_WORKER_S
-from headway.deploy.launch.preloading import ENGINE
-from headway.deploy.recipe.loading import recipe_from_bytes, with_overrides
-from headway.deploy.recipe.operators import check_stored
 from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.recipe.resolve import recipe_from_bytes, with_overrides
+from headway.deploy.recipe.trust import check_stored
 from headway.rollout_workers.engines import libraries_of
 
-from .ahead import PrewarmedEngine, open_worker_engine, sent_rank
-from .closing import WorkerPart, closed_by, closing_parts
-from .joining import Signals, drained_when_changed, fetch_config, or_drained, telling_what_lasts
+from .config_watch import Signals, drained_when_changed, fetch_config, lasting_config_errors, or_drained
+from .prewarmed_engine import PrewarmedEngine, WorkerPart, closed_by, closing_parts, open_worker_engine, sent_rank
 
 if TYPE_CHECKING:
     from headway.rollout_workers.config import EvalConfig
@@ -83,7 +82,7 @@ async def _run(
         async with _private_directory(run, worker, overrides, allowed) as (private, ahead):
             stored = await or_drained(_fetch_config(broker, ahead), drain)
             if stored is not None:
-                with telling_what_lasts():
+                with lasting_config_errors():
                     of_run = recipe_from_bytes(stored)
                     recipe = with_overrides(of_run, overrides)
                     roots = check_stored(recipe, overrides, allowed)
@@ -200,7 +199,7 @@ async def _work(
     from headway.rollout_workers.worker import Worker
     from headway.weightsync.subscriber import Subscriber
 
-    from .asked import open_teacher
+    from .scorer import open_teacher
 
     fetched = await or_drained(fetch_model(broker, private), drain)
     if fetched is None:
@@ -209,7 +208,7 @@ async def _work(
     is_colocated, records_experts = recipe.run.is_colocated, recipe.algorithm.router_replay
     if is_colocated and not await or_drained(_may_open(broker, recipe, worker), drain):
         return
-    with telling_what_lasts(), staying_awake(broker, worker) if is_colocated else nullcontext():
+    with lasting_config_errors(), staying_awake(broker, worker) if is_colocated else nullcontext():
         rank = sent_rank(of_run, recipe, model, roots)
         engine = await ahead.taken(recipe, roots, model, rank) or open_worker_engine(recipe, model, worker, roots, rank)
     log.info("worker %s: engine %s is up", worker, recipe.engine.kind)
@@ -247,11 +246,11 @@ async def _open_reward(broker: Broker, recipe: Recipe, worker: str, roots: Impor
     """Open the rewards. Packages that they need are imported while the first samples are generated."""
     from headway.rollout_workers.rewards import Unjudged, open_reward
 
-    from .asked import asking
+    from .scorer import scorer_clients
 
     if not recipe.rewards:
         return Unjudged()
-    return await open_reward(recipe.rewards, roots, asking(broker, worker), warms=True)
+    return await open_reward(recipe.rewards, roots, scorer_clients(broker, worker), warms=True)
 
 
 def _model_here(recipe: Recipe) -> Path | None:

@@ -1,14 +1,13 @@
 """A run's directory: its files, the process that holds it, and how it is read again.
 
-    learner, stage ─ events.py ─► report.py, stage_record.py ─► metrics.jsonl, summary.json, ...
+    learner, stage ─ events.py ─► report.py, stage_output.py ─► metrics.jsonl, summary.json, plots, ...
                                         │
-    directory.py, in_use.py             ▼
-    one run, one directory       record.py ─► figures.py, history.py, samples.py ─► plots.py, comparison.py
+    directory.py                        ▼
+    one run, one directory       record.py ─► figures.py, samples.py ─► replay_comparison.py
 
-    trained.py, stage_output.py    the models that a run has left
-    answers.py                     the file of a batch inference
-    resuming.py                    the keys that a resumed run may change
-    whole_files.py                 writes a file whole or not at all
+    stage_output.py                the models and records of stages without workers
+    resume.py                      the keys that a resumed run may change
+    atomic_files.py                writes a file whole or not at all
 
 The invariant: two processes never write one run's files, and a crash at any time leaves files that are read again.
 """

@@ -1,7 +1,8 @@
 """The events of a run that metric sinks are given. The first rank of the learner, or of a stage without workers, makes
-each event once."""
+each event once. The page of a run also shows incidents between steps: learners that restarted, skipped updates."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -134,3 +135,43 @@ class StageEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 Event = StepEvent | EvaluationEvent | HeartbeatEvent | StageEvent
 """A sink gets these events."""
+
+
+class RunIncident(msgspec.Struct, frozen=True, kw_only=True):
+    """One event of a run, at the step before which it happened."""
+
+    step: int
+    incarnation: int
+    kind: Literal["start", "restart", "branch", "skipped update"]
+    text: str
+
+
+def run_incidents(steps: Sequence[StepMetrics]) -> list[RunIncident]:
+    """Return what happened, in the order in which it did; `steps` are all lines of metrics.jsonl."""
+    ordered = sorted(steps, key=lambda step: step.incarnation)  # stable: within an incarnation as they were written
+    found, last_step, incarnation = [], -1, None
+    for step in ordered:
+        if step.incarnation != incarnation:
+            found.append(_beginning(step, last_step))
+            incarnation = step.incarnation
+        last_step = step.step
+        found.extend(_skipped(step))
+    return found
+
+
+def _beginning(first: StepMetrics, last_step: int) -> RunIncident:
+    """Return how a learner began whose first step is `first`, after one whose last step was `last_step` (-1: none)."""
+    learner, abandoned = f"Learner {first.incarnation}", last_step + 1 - first.step
+    at = {"step": first.step, "incarnation": first.incarnation}
+    if last_step < 0:
+        return RunIncident(kind="start", text=f"{learner} began at step {first.step}.", **at)
+    if abandoned <= 0:
+        return RunIncident(kind="restart", text=f"{learner} went on at step {first.step}; no step was lost.", **at)
+    steps = f"step {first.step}" if abandoned == 1 else f"steps {first.step} to {last_step}"
+    return RunIncident(kind="branch", text=f"{learner} went back to step {first.step} and trained {steps} anew.", **at)
+
+
+def _skipped(step: StepMetrics) -> Iterator[RunIncident]:
+    if step.grad_norm is None:
+        text = "The gradient was not finite, so the update was skipped."
+        yield RunIncident(step=step.step, incarnation=step.incarnation, kind="skipped update", text=text)

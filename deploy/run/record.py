@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from headway.broker.connection.address import without_secrets
 from headway.broker.errors import HeadwayError
 from headway.broker.schema.metrics import StepMetrics
-from headway.deploy.recipe.files import read_yaml
+from headway.deploy.recipe.parse import read_yaml
 
 from . import figures
 from .directory import CONFIG, find_run, is_going_on
@@ -24,7 +24,7 @@ from .report import (
     read_summary,
     summary_of,
 )
-from .stage_record import records_in
+from .stage_output import records_in
 
 Line = TypeVar("Line", StepMetrics, EvaluationEvent, StageEvent)
 OF_THE_SERVER = {"dropped_stale", "max_lag_allowed", "generated_tokens", "generation_tokens_per_s", "worker_restarts"}

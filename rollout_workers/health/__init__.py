@@ -3,7 +3,7 @@
     rules.py   the rules: figures in, a verdict with its reason out
     own.py     the figures that a worker collects of its own engine
 
-Its supervisor collects the figures of `slow` and `silent` (`deploy/launch/judging.py`).
+Its supervisor collects the figures of `slow` and `silent` (`deploy/launch/pool_reports.py`).
 
 The invariant: a worker is judged by itself or by its own supervisor, never by another worker. So a process with a
 worker's password can have no process set aside but itself.

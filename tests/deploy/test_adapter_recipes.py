@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config
 from headway.broker.errors import ConfigError
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.deploy.cli.main import answer
-from headway.deploy.launch.local import Local
-from headway.deploy.recipe.adapters import (
-    Unfilled,
+from headway.deploy.launch.local import LocalRun
+from headway.deploy.recipe.adapter_support import (
     UnfitEngineError,
+    WeightlessModel,
     adapted_by,
     adapters_held,
     check_targets,
@@ -27,13 +27,12 @@ from headway.deploy.recipe.adapters import (
     sends_adapter,
     why_merged,
 )
-from headway.deploy.recipe.data_checks import check_data
-from headway.deploy.recipe.loading import dump_recipe, load_recipe
-from headway.deploy.recipe.packages import check_packages
+from headway.deploy.recipe.preflight import check_data, check_packages
 from headway.deploy.recipe.recipe import Recipe
-from headway.deploy.roles import adapter_export
+from headway.deploy.recipe.resolve import dump_recipe, load_recipe
+from headway.deploy.roles import export
 from headway.deploy.run.directory import SETTINGS
-from headway.deploy.run.resuming import check_resumable
+from headway.deploy.run.resume import check_resumable
 from headway.deploy.run.stage_output import after_stages, origin, planned
 from headway.deploy.terminal import Terminal
 from headway.learner.backends import open_backend
@@ -99,7 +98,7 @@ def test_what_an_adapter_cannot_change_is_told_by_a_model_without_weights(
 ) -> None:
     base = saved_base(model_config(kind, tied=tied), tmp_path / "base")
     model = {"path": base.path, "adapter": {"rank": 4, **changes}}
-    complaint = Unfilled(model).complaint()
+    complaint = WeightlessModel(model).complaint()
     assert re.search(told, complaint) if told else not complaint
 
 
@@ -330,7 +329,7 @@ def test_a_stage_leaves_a_whole_model_and_its_adapter(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_stages.py").write_text(OWN_STAGE)
     recipe = load(tmp_path, model=adapted({"rank": 4, "stages": ["Repeat"]}), stages=[SFT, OWN])
-    assert Local(recipe, "recipe.yaml", (), resume=False, overwrite=False, console=Terminal()).run() == 0
+    assert LocalRun(recipe, "recipe.yaml", (), resume=False, overwrite=False, console=Terminal()).run() == 0
     first, second = planned(recipe)
     base, left = (AutoModelForCausalLM.from_pretrained(one.directory).state_dict() for one in (first, second))
     assert not (first.directory / "adapter").exists()
@@ -427,7 +426,7 @@ def test_an_exported_adapter_that_computes_something_else_is_refused(
     def write_negated(tensors: Iterable[tuple[str, torch.Tensor]], directory: Path) -> None:
         write_tensors([(name, -tensor if "lora_A" in name else tensor) for name, tensor in tensors], directory)
 
-    monkeypatch.setattr(adapter_export, "write_tensors", write_negated)
+    monkeypatch.setattr(export, "write_tensors", write_negated)
     assert answer(["export", str(run), "--adapter", "--out", str(tmp_path / "out")]) != 0
     assert "is not kept: the logprobs of" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -18,7 +18,7 @@ from headway.broker.schema.status import PoolInfo, QueueAges
 from headway.broker.server.embedded import EmbeddedServer
 from headway.deploy.observe.autoscaling import Autoscaler, Load, Targets
 from headway.deploy.observe.pools import workers_of
-from headway.deploy.recipe.loading import load_recipe, recipe_to_bytes
+from headway.deploy.recipe.resolve import load_recipe, recipe_to_bytes
 from headway.deploy.roles.autoscaler import Autoscaling, keep_scaling
 from tests.broker.scenario import FRESH, rules
 from tests.broker.test_codec import STEP, WORKER
@@ -244,7 +244,7 @@ def test_it_waits_for_a_learner_and_says_when_the_run_is_over(
     server: EmbeddedServer, run_name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     may_look = threading.Event()  # not between the two calls below
-    monkeypatch.setattr("headway.deploy.roles.looking.time", SimpleNamespace(sleep=lambda _: may_look.wait(LONG_S)))
+    monkeypatch.setattr("headway.deploy.roles.run_lookup.time", SimpleNamespace(sleep=lambda _: may_look.wait(LONG_S)))
 
     def keep() -> None:
         keep_scaling(server.url, run_name, "", TARGETS, cooldown_s=0.0, dry_run=True, as_json=False)

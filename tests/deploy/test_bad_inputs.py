@@ -18,13 +18,13 @@ import pytest
 from headway.broker.errors import ConfigError, HeadwayError
 from headway.broker.user_code.kinds import typed_options
 from headway.deploy.cli.main import answer
-from headway.deploy.launch import local
+from headway.deploy.launch import broker_server, local
 from headway.deploy.printing import visible
 from headway.deploy.recipe.limits import LIMITS
 from headway.deploy.recipe.recipe import Recipe
-from headway.deploy.recipe.words import _fields, _is_struct, _metas, _plain
-from headway.deploy.roles import looking, server
-from headway.deploy.run import in_use
+from headway.deploy.recipe.schema_errors import _fields, _is_struct, _metas, _plain
+from headway.deploy.roles import run_lookup
+from headway.deploy.run import directory
 from headway.deploy.run.directory import CONFIG, ENDPOINT, INCARNATION, held, last_incarnation
 from headway.deploy.run.report import SUMMARY
 from headway.learner.stages.registry import (
@@ -39,8 +39,8 @@ from .test_cli import clean_environment
 
 DEADLINE_S = 120
 OPTIONS = (
-    "headway.deploy.recipe.ray_roles",
-    "headway.deploy.recipe.sinks",
+    "headway.deploy.recipe.worker_pools",
+    "headway.deploy.recipe.metric_sinks",
     "headway.learner.data.examples",
     "headway.learner.data.prompts.arithmetic",
     "headway.learner.data.prompts.files",
@@ -60,7 +60,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith("HEADWAY_")]:
         monkeypatch.delenv(name)
-    for module in (looking, local, in_use, server):
+    for module in (run_lookup, local, directory, broker_server):
         monkeypatch.setattr(module, "PATIENCE_S", 0.02)
     (tmp_path / "recipe.yaml").write_text(json.dumps(RECIPE))
     (tmp_path / "halves.jsonl").write_text(json.dumps({"query": "a\udfff", "response": "b"}))

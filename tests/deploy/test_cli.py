@@ -19,8 +19,8 @@ from headway.broker.schema import RunRules
 from headway.broker.schema.status import PoolInfo
 from headway.broker.server.access import Role
 from headway.broker.server.embedded import EmbeddedServer
-from headway.deploy.recipe.loading import load_recipe, with_overrides
-from headway.deploy.roles.alone import _own_of
+from headway.deploy.recipe.resolve import load_recipe, with_overrides
+from headway.deploy.roles.standalone import _own_of
 from headway.deploy.run.directory import held
 
 from .runs import step_metrics, worker

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from headway.deploy.recipe.colocation import worker_gpus
-from headway.deploy.recipe.loading import dump_recipe, load_recipe
+from headway.deploy.recipe.placement import worker_gpus
 from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.recipe.resolve import dump_recipe, load_recipe
 
 MINIMAL = """
 model: {random: {architecture: qwen3, alphabet: "0123456789+"}}

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from headway.broker.errors import ConfigError
-from headway.deploy.recipe import files, loading
-from headway.deploy.recipe.files import shipped_recipes
-from headway.deploy.recipe.loading import dump_recipe, load_recipe, recipe_from_bytes, recipe_to_bytes, with_overrides
+from headway.deploy.recipe import parse, resolve
+from headway.deploy.recipe.parse import shipped_recipes
 from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.recipe.resolve import dump_recipe, load_recipe, recipe_from_bytes, recipe_to_bytes, with_overrides
 from headway.learner.algorithm_config import ADVANTAGES, CORRECTIONS, OBJECTIVES
 
 MINIMAL = """
@@ -89,7 +89,7 @@ def test_the_value_of_an_override_takes_the_place_of_a_whole_mapping(
 
 
 def test_no_archive_is_still_read_by_its_former_name(recipe_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    loading._hint_at_no_archive.cache_clear()
+    resolve._hint_at_no_archive.cache_clear()
     today = load_recipe(recipe_path)
     assert today.weights.archive == "none"
     assert [load_recipe(recipe_path, ["weights.archive=http"]) for _ in range(2)] == [today, today]
@@ -552,7 +552,7 @@ def test_an_option_that_the_engine_does_not_have_is_refused(overrides: list[str]
 def test_an_engine_of_another_kind_is_not_given_the_recipes_options(
     section: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    files._say_unused.cache_clear()
+    parse._say_unused.cache_clear()
     path, plain = tmp_path / "mine.yaml", {"engine": "embedded", "scorers.engine": "transformers"}[section]
     engine = "{kind: vllm, options: {seed: 1, stream_interval: 2}}"
     path.write_text(f"{MINIMAL}{section.replace('.engine', ': {engine')}: {engine}{'}' * ('.' in section)}\n")

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headway.broker.errors import ConfigError
-from headway.deploy.recipe.loading import load_recipe
 from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.roles.backend import recipe_critic
 from headway.learner.backends import open_backend
 from headway.learner.batching.packing import concatenate

@@ -11,17 +11,17 @@ from safetensors.numpy import save_file
 
 from headway.broker.errors import ConfigError
 from headway.broker.installation import version_of
-from headway.deploy.recipe import data_checks
-from headway.deploy.recipe.data_checks import check_data, check_models
-from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe import preflight
+from headway.deploy.recipe.preflight import check_data, check_models
+from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.roles.backend import recipe_backend
 from headway.learner.models.architectures import check_heads
 
 RECIPE = "smollm2-reasoning-gym.yaml"
 IMPORTS = """
 import sys
-from headway.deploy.recipe.data_checks import check_data
-from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe.preflight import check_data
+from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.roles.backend import recipe_backend
 from headway.learner.models.architectures import check_heads
 check_data(load_recipe(sys.argv[1], sys.argv[2:]))
@@ -60,7 +60,7 @@ def test_all_that_the_answer_depends_on_is_checked_anew(monkeypatch: pytest.Monk
     assert len(list(cache.iterdir())) == 2 * checked
     for number, changed in enumerate(("reasoning-gym", "headway"), start=3):
         monkeypatch.setattr(
-            "headway.deploy.recipe.data_checks.version_of",
+            "headway.deploy.recipe.preflight.version_of",
             lambda name, new=changed: "0" if name == new else version_of(name),
         )
         check_data(load_recipe(RECIPE, []))
@@ -68,7 +68,7 @@ def test_all_that_the_answer_depends_on_is_checked_anew(monkeypatch: pytest.Monk
 
 
 def test_a_package_of_no_known_version_is_checked_each_time(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    monkeypatch.setattr("headway.deploy.recipe.data_checks.version_of", lambda _: None)
+    monkeypatch.setattr("headway.deploy.recipe.preflight.version_of", lambda _: None)
     check_data(load_recipe(RECIPE, []))
     assert not cache.exists()
 
@@ -124,7 +124,7 @@ def test_a_model_that_cannot_be_trained_is_refused_by_its_configuration(
 def test_sizes_of_no_model_are_refused_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int], key: str
 ) -> None:
-    monkeypatch.setattr(data_checks, "check_models", pytest.fail)
+    monkeypatch.setattr(preflight, "check_models", pytest.fail)
     model = config_file(tmp_path / "model", model_type="qwen3", **sizes)
     (model / "tokenizer_config.json").write_text("{}")
     save_file({"a": np.zeros(1, np.float32)}, model / "model.safetensors")

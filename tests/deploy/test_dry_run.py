@@ -90,7 +90,7 @@ def test_a_commands_line_runs_in_a_shell(tmp_path: Path) -> None:
         log=None,
         cwd=tmp_path / "its own",
         environment={"HEADWAY_RUN": "it's $HOME", "HEADWAY_BROKER": "redis://ali:sesame@h?password=x&db=1"},
-        farewell=tmp_path / "farewell",
+        exit_notice=tmp_path / "exit_notice",
     )
     answer = subprocess.run(["sh", "-c", command.line()], capture_output=True, text=True, check=True)
     assert answer.stdout == f"{tmp_path / 'its own'} it's $HOME redis://ali@h?db=1\n"

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 
 from headway.deploy.cli.main import answer
-from headway.deploy.recipe.loading import dump_recipe, load_recipe
+from headway.deploy.recipe.resolve import dump_recipe, load_recipe
 from headway.learner.backends import open_backend
 from headway.learner.backends.snapshots import SnapshotWriter
 from headway.learner.checkpoints.best import LINK

@@ -15,11 +15,11 @@ from headway.broker.errors import BUG_EXIT, HeadwayError
 from headway.broker.schema.metrics import StepMetrics
 from headway.deploy.cli import main
 from headway.deploy.launch.base import Command
-from headway.deploy.launch.local import Local
+from headway.deploy.launch.local import LocalRun
 from headway.deploy.launch.processes import Child
 from headway.deploy.launch.supervisor import RoleFailedError, Supervisor
 from headway.deploy.observe.sinks.jsonl import JsonlSink
-from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.run.directory import CONFIG, INCARNATION, note_incarnation, prepare
 from headway.deploy.run.report import (
     METRICS,
@@ -214,7 +214,7 @@ def test_the_error_of_a_run_says_what_helps_first_then_the_command_and_no_traceb
 ) -> None:
     monkeypatch.chdir(tmp_path)
     recipe = load_recipe("arithmetic.yaml", ["run.name=mine"])
-    local = Local(recipe, "arithmetic.yaml", (), resume=False, overwrite=False, console=Terminal())
+    local = LocalRun(recipe, "arithmetic.yaml", (), resume=False, overwrite=False, console=Terminal())
     command = Command(name="learner", argv=(sys.executable, "-c", script), log=tmp_path / "learner.log")
     with pytest.raises(RoleFailedError) as caught, local._telling_how_to_go_on(tmp_path / "runs" / "mine"):
         Supervisor((), command, say=print).run()

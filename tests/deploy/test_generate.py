@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from headway.deploy.cli.main import answer
-from headway.deploy.recipe.loading import dump_recipe, load_recipe
+from headway.deploy.recipe.resolve import dump_recipe, load_recipe
 from tests.full_disk import no_files_over
 from tests.rollout_workers.reward_models import save_model
 

@@ -25,14 +25,12 @@ from headway.broker.schema import RunRules, WeightVersion
 from headway.broker.server.embedded import EmbeddedServer
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.deploy.cli.main import answer
-from headway.deploy.recipe.loading import recipe_from_bytes, recipe_to_bytes
-from headway.deploy.roles.ahead import PrewarmedEngine
-from headway.deploy.roles.engine import PoolSettings
-from headway.deploy.roles.generating_pool import run_name
-from headway.deploy.roles.generating_workers import generation_recipe
+from headway.deploy.recipe.resolve import recipe_from_bytes, recipe_to_bytes
+from headway.deploy.roles.batch_inference import Answer, AnswerFile, AnswersError
+from headway.deploy.roles.batch_inference_workers import generation_recipe, run_name
+from headway.deploy.roles.prewarmed_engine import PrewarmedEngine
+from headway.deploy.roles.trained_model import PoolSettings, TrainedModel
 from headway.deploy.roles.worker import _fetch_config, _work
-from headway.deploy.run.answers import Answer, AnswerFile, AnswersError
-from headway.deploy.run.trained import TrainedModel
 from headway.rollout_workers.config import SamplingConfig
 from tests.processes import kill
 

@@ -10,10 +10,10 @@ from transformers import AutoConfig
 
 from headway.broker.errors import ConfigError
 from headway.deploy.cli.memory_pages import report
-from headway.deploy.recipe.files import SHIPPED
-from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe.parse import SHIPPED
 from headway.deploy.recipe.placement import check_placement, placed
 from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.recipe.resolve import load_recipe
 from headway.learner.config import ModelConfig, RandomModelConfig
 from headway.learner.models.model import load_tokenizer
 from headway.learner.objective.composition import check_algorithm

@@ -21,12 +21,11 @@ import yaml
 from headway.broker.connection.address import Address
 from headway.broker.server.access import Role
 from headway.deploy.cli.main import answer, cli
-from headway.deploy.launch.kubernetes import METRICS_PORT, PULL_PORTS
-from headway.deploy.launch.kubernetes_pods import AUTOSCALER_PORT
+from headway.deploy.launch.kubernetes import AUTOSCALER_PORT, METRICS_PORT, PULL_PORTS
 from headway.deploy.launch.pool import DRAIN_WORKER_S
-from headway.deploy.recipe.loading import load_recipe
-from headway.deploy.roles.alone import _own_of
-from headway.deploy.roles.served_autoscaler import Wanted
+from headway.deploy.recipe.resolve import load_recipe
+from headway.deploy.roles.autoscaler import Wanted
+from headway.deploy.roles.standalone import _own_of
 
 from .kubernetes_objects import (
     BASE,

@@ -13,12 +13,12 @@ import pytest
 
 from headway.broker.errors import ConfigError
 from headway.deploy.launch.base import Command, Handle, Launcher, Resources
-from headway.deploy.launch.opening import open_launcher
+from headway.deploy.launch.dry_run_launcher import PrintedLauncher
+from headway.deploy.launch.local import open_launcher
 from headway.deploy.launch.pool import Pool
-from headway.deploy.launch.printed import PrintedLauncher
 from headway.deploy.launch.supervisor import Supervisor
-from headway.deploy.recipe.loading import dump_recipe, load_recipe, recipe_from_bytes, recipe_to_bytes
 from headway.deploy.recipe.recipe import LauncherConfig
+from headway.deploy.recipe.resolve import dump_recipe, load_recipe, recipe_from_bytes, recipe_to_bytes
 from tests.processes import children_left
 from tests.ray_cluster import RAY, ray_cluster
 
@@ -97,7 +97,7 @@ def test_a_run_on_it_ends_by_itself(launcher: Launcher, tmp_path: Path) -> None:
 
 
 def test_what_starts_no_processes_leaves_nothing_behind(launcher: Launcher, tmp_path: Path) -> None:
-    ended(launcher.start(replace(python("pass", tmp_path), farewell=tmp_path / "farewell")))
+    ended(launcher.start(replace(python("pass", tmp_path), exit_notice=tmp_path / "exit_notice")))
     assert any(tmp_path.iterdir()) == launcher.starts_processes
 
 
@@ -120,12 +120,12 @@ def test_a_killed_command_is_gone_at_once(starting: Launcher, tmp_path: Path) ->
 
 
 def test_a_command_started_again_is_judged_by_itself_alone(starting: Launcher, tmp_path: Path) -> None:
-    farewell = tmp_path / "farewell"
+    exit_notice = tmp_path / "exit_notice"
     says = "import os, pathlib; print('first'); pathlib.Path(os.environ['HEADWAY_FAREWELL']).touch()"
-    first = starting.start(replace(python(says, tmp_path), farewell=farewell))
+    first = starting.start(replace(python(says, tmp_path), exit_notice=exit_notice))
     ended(first)
     assert first.is_done()
-    second = starting.start(replace(python("print('Error: second')", tmp_path), farewell=farewell))
+    second = starting.start(replace(python("print('Error: second')", tmp_path), exit_notice=exit_notice))
     ended(second)
     assert not second.is_done()
     assert (second.log(), second.last_words()) == ("Error: second\n", "second")

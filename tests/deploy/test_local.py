@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from headway.deploy.launch.commands import WorkerCommand, connection
-from headway.deploy.launch.local import Local, program, run_stages
-from headway.deploy.recipe.loading import load_recipe
-from headway.deploy.roles.alone import _say_how_it_ended
+from headway.deploy.launch.local import LocalRun, program, run_stages
+from headway.deploy.recipe.resolve import load_recipe
+from headway.deploy.roles.standalone import _say_how_it_ended
 from headway.deploy.run.directory import prepare
 from headway.deploy.run.stage_output import after_stages
 from headway.deploy.terminal import Terminal
@@ -24,7 +24,7 @@ def hints(directory: Path, code: int, *overrides: str) -> str:
     """Return the lines that Headway prints after a run with these overrides."""
     recipe = load_recipe("arithmetic.yaml", overrides)
     said = StringIO()
-    Local(recipe, "arithmetic.yaml", overrides, False, False, Terminal(file=said))._conclude(directory, code)
+    LocalRun(recipe, "arithmetic.yaml", overrides, False, False, Terminal(file=said))._conclude(directory, code)
     return said.getvalue()
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.roles.worker import _model_here
 
 ADAPTER = "model.adapter={rank: 4, alpha: 8}"

@@ -12,7 +12,7 @@ from headway.broker.schema import WeightVersion
 from headway.broker.schema.status import RunStatus
 from headway.deploy.observe.sinks.delivery import Sinks
 from headway.deploy.observe.sinks.jsonl import JsonlSink
-from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.roles import observer as observing
 from headway.deploy.roles.observer import RunObserver
 from headway.deploy.roles.observer import step_event as event_of

@@ -14,8 +14,8 @@ import pytest
 from headway.deploy.observe.bounded_server import MOST
 from headway.deploy.observe.page.server import PageServer
 from headway.deploy.observe.sinks.prometheus import PrometheusSink
-from headway.deploy.recipe.sinks import PrometheusOptions
-from headway.deploy.roles.served_autoscaler import Together, answering
+from headway.deploy.recipe.metric_sinks import PrometheusOptions
+from headway.deploy.roles.autoscaler import Together, answering
 from tests.weightsync.test_transports import until
 
 IDLE = 150

@@ -7,8 +7,8 @@ import pytest
 
 from headway.broker.errors import ConfigError
 from headway.deploy.observe.sinks import open_sinks
-from headway.deploy.recipe.loading import load_recipe
-from headway.deploy.recipe.packages import check_packages
+from headway.deploy.recipe.preflight import check_packages
+from headway.deploy.recipe.resolve import load_recipe
 
 from .runs import sink_run
 

@@ -10,11 +10,11 @@ from headway.broker.connection.address import PASSWORD, PASSWORD_FILE
 from headway.broker.errors import LASTING_EXIT, BrokerError, HeadwayError, RefusedByServerError
 from headway.broker.server.access import Credentials, Role
 from headway.broker.server.embedded import EmbeddedServer
+from headway.deploy.launch.broker_server import check_may_work
 from headway.deploy.launch.commands import WorkerCommand, learner_command
-from headway.deploy.launch.server_traits import check_may_work
-from headway.deploy.recipe.loading import dump_recipe, load_recipe, recipe_to_bytes
-from headway.deploy.roles.alone import run_scorer, run_scorers, run_worker, run_workers
-from headway.deploy.roles.looking import as_learner
+from headway.deploy.recipe.resolve import dump_recipe, load_recipe, recipe_to_bytes
+from headway.deploy.roles.run_lookup import as_learner
+from headway.deploy.roles.standalone import run_scorer, run_scorers, run_worker, run_workers
 from headway.deploy.run.directory import endpoint, prepare
 from tests.broker.test_access import admit, url_of
 from tests.broker.topologies import LOCAL, ask, free_port, port_of

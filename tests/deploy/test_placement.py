@@ -9,8 +9,8 @@ import torch
 
 from headway.broker.errors import ConfigError
 from headway.deploy.recipe import placement
-from headway.deploy.recipe.loading import load_recipe
 from headway.deploy.recipe.placement import check_gpus, check_placement, has_gpu
+from headway.deploy.recipe.resolve import load_recipe
 
 from .test_cli import headway
 

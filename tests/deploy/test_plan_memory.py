@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from headway.broker.errors import ConfigError
 from headway.deploy.cli.memory_pages import as_builtins, page, report
-from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.terminal import Terminal
 from headway.learner.config import ModelConfig, RandomModelConfig
 from headway.learner.models.model import load_config, load_tokenizer

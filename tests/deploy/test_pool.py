@@ -19,11 +19,11 @@ from headway.broker.schema import WeightVersion
 from headway.broker.schema.status import PoolInfo
 from headway.broker.server.embedded import EmbeddedServer
 from headway.deploy.launch.base import Command
-from headway.deploy.launch.following import burying, following
 from headway.deploy.launch.pool import Pool
+from headway.deploy.launch.pool_reports import death_reports, pool_reports
 from headway.deploy.launch.processes import Child, LocalLauncher
 from headway.deploy.launch.supervisor import Supervisor
-from headway.deploy.recipe.ray_roles import SCORER
+from headway.deploy.recipe.worker_pools import SCORER
 from tests.broker.scenario import FRESH, begin, rules
 from tests.broker.test_codec import WORKER
 from tests.broker.test_scoring import QUALITY, ask, lease
@@ -142,7 +142,7 @@ def claimed(server: EmbeddedServer, run_name: str) -> Iterator[BlockingBroker]:
 
 def test_a_pool_follows_what_is_asked_of_the_broker_and_reports(claimed: BlockingBroker, tmp_path: Path) -> None:
     pool = Pool("big", 1, workers(tmp_path))
-    with following(claimed.broker.url, claimed.broker.run, [pool]):
+    with pool_reports(claimed.broker.url, claimed.broker.run, [pool]):
         until(lambda: claimed.call(claimed.broker.pools.scale("big", "by", 2)) == (1, 3))
         until(lambda: pool.wanted == 3)
         (info,) = claimed.call(claimed.broker.status.snapshot()).pools
@@ -161,7 +161,7 @@ def test_a_pool_tells_which_of_its_processes_work(claimed: BlockingBroker, tmp_p
         pools = claimed.call(claimed.broker.status.snapshot()).pools
         return (pools[0].running, pools[0].working) if pools else (0, 0)
 
-    with following(claimed.broker.url, claimed.broker.run, [pool]):
+    with pool_reports(claimed.broker.url, claimed.broker.run, [pool]):
         report(0, "starting")
         report(1, "paused")
         until(lambda: told() == (2, 0))
@@ -188,7 +188,7 @@ def test_a_killed_worker_hands_its_leases_back_before_they_expire_and_one_that_l
     assert isinstance(left, Child)
     for number, one in enumerate(held):
         assert len(one.call(one.broker.leases.lease(f"w{number}", WeightVersion(1, 0), 1, 1000)).leases) == 1
-    with following(url, run, [pool]):
+    with pool_reports(url, run, [pool]):
         os.kill(killed.pid, signal.SIGKILL)
         left.terminate()
         until(lambda: killed.exit_code() is not None and left.exit_code() is not None)
@@ -200,9 +200,9 @@ def test_a_killed_worker_hands_its_leases_back_before_they_expire_and_one_that_l
         one.close()
 
 
-@pytest.mark.parametrize("burying_in", [following, burying])
+@pytest.mark.parametrize("reporting_in", [pool_reports, death_reports])
 def test_a_killed_scorers_requests_go_to_another_before_their_leases_expire(
-    server: EmbeddedServer, run_name: str, tmp_path: Path, burying_in: Callable[..., AbstractContextManager[None]]
+    server: EmbeddedServer, run_name: str, tmp_path: Path, reporting_in: Callable[..., AbstractContextManager[None]]
 ) -> None:
     client = BlockingBroker(server.url, run_name)
     client.call(begin(client.broker, rules(0, scorers=QUALITY)))
@@ -215,7 +215,7 @@ def test_a_killed_scorers_requests_go_to_another_before_their_leases_expire(
     assert client.call(lease(client.broker)) == []
     child = pool.slots[0].child
     assert isinstance(child, Child)
-    with burying_in(server.url, run_name, [pool]):
+    with reporting_in(server.url, run_name, [pool]):
         os.kill(child.pid, signal.SIGKILL)
         until(lambda: child.exit_code() is not None)
         assert list(pool.gone(print)) == [pool.slots[0]]
@@ -240,7 +240,7 @@ def test_a_worker_that_does_not_leave_in_time_hands_back_what_it_held_as_its_sup
         os.kill(os.getpid(), signal.SIGTERM)
 
     stopper = threading.Thread(target=stop)
-    with following(url, run, [pool]):
+    with pool_reports(url, run, [pool]):
         until(lambda: bool(claimed.call(claimed.broker.status.snapshot()).pools))
         stopper.start()
         Supervisor([pool], say=print).run()
@@ -252,11 +252,11 @@ def test_a_worker_that_does_not_leave_in_time_hands_back_what_it_held_as_its_sup
 def test_a_pool_whose_name_another_supervisor_has_reports_once_it_is_free(
     claimed: BlockingBroker, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headway.deploy.launch.following.TTL_S", 1.0)
+    monkeypatch.setattr("headway.deploy.launch.pool_reports.TTL_S", 1.0)
     info, broker = PoolInfo(pool="big", host="other", pid=1, running=1), claimed.broker
     assert claimed.call(broker.pools.report(info, 5, 6.0)) == 5
     pool = Pool("big", 1, workers(tmp_path))
-    with following(broker.url, broker.run, [pool]):
+    with pool_reports(broker.url, broker.run, [pool]):
         until(lambda: "Another supervisor runs a pool 'big'" in caplog.text)
         until(lambda: [one.host for one in claimed.call(broker.status.snapshot()).pools] == [socket.gethostname()])
         assert claimed.call(broker.pools.scale("big", "to", 2)) == (1, 2)
@@ -269,7 +269,7 @@ def test_a_name_that_a_supervisor_which_has_ended_still_has_is_waited_for_withou
 ) -> None:
     info, broker = PoolInfo(pool="big", host="other", pid=1, running=1), claimed.broker
     assert claimed.call(broker.pools.report(info, 5, 1.5)) == 5
-    with following(broker.url, broker.run, [Pool("big", 1, workers(tmp_path))]):
+    with pool_reports(broker.url, broker.run, [Pool("big", 1, workers(tmp_path))]):
         until(lambda: [one.host for one in claimed.call(broker.status.snapshot()).pools] == [socket.gethostname()])
     assert "Another supervisor" not in caplog.text
 
@@ -277,7 +277,7 @@ def test_a_name_that_a_supervisor_which_has_ended_still_has_is_waited_for_withou
 def test_workers_alone_end_with_their_run_though_none_is_wanted(claimed: BlockingBroker, tmp_path: Path) -> None:
     pool = Pool("big", 1, workers(tmp_path))
     pool.wanted = 0
-    with following(claimed.broker.url, claimed.broker.run, [pool]):
+    with pool_reports(claimed.broker.url, claimed.broker.run, [pool]):
         until(lambda: bool(claimed.call(claimed.broker.status.snapshot()).pools))
         assert not pool.has_left
         claimed.call(finish(claimed.broker))

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from headway.broker.errors import ConfigError
-from headway.deploy.recipe import files
-from headway.deploy.recipe.loading import dump_recipe, hint_of, load_recipe
+from headway.deploy.recipe import parse
+from headway.deploy.recipe.resolve import dump_recipe, hint_of, load_recipe
 
 
 def write(directory: Path, name: str, text: str) -> Path:
@@ -98,7 +98,7 @@ def test_an_engine_whose_kind_is_a_reference_keeps_the_options_of_the_base(
 def test_a_recipe_chooses_another_engine_than_a_reference_leads_to(
     below: str, above: str, former: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    files._say_unused.cache_clear()
+    parse._say_unused.cache_clear()
     write(tmp_path, "below.yaml", f"base: arithmetic\nengine: {{kind: '{below}', options: {{enforce_eager: true}}}}\n")
     text = f"base: below.yaml\nengine: {{kind: '{above}', options: {{}}}}\nrun: {{name: embedded}}\n"
     engine = load_recipe(write(tmp_path, "mine.yaml", f"{text}scorers: {{engine: {{kind: vllm}}}}\n")).engine

@@ -9,7 +9,6 @@ import pytest
 
 from headway.broker.schema.metrics import StepMetrics
 from headway.deploy.run.figures import moving_average, trained_per_s_on_average
-from headway.deploy.run.plots import plot
 from headway.deploy.run.report import (
     METRICS,
     TRAINED,
@@ -18,6 +17,7 @@ from headway.deploy.run.report import (
     count_trained_twice,
     lineage,
     max_lag_seen,
+    plot,
     read_lines,
     read_summary,
     summarize,

@@ -10,9 +10,9 @@ from headway.broker.client.learner import CheckpointMark
 from headway.broker.client.leases import NoMoreLeases
 from headway.broker.errors import ConfigError
 from headway.broker.schema import RunRules
-from headway.deploy.recipe.loading import recipe_to_bytes
 from headway.deploy.recipe.recipe import Recipe, RunConfig
-from headway.deploy.roles import joining
+from headway.deploy.recipe.resolve import recipe_to_bytes
+from headway.deploy.roles import config_watch
 from headway.deploy.roles import worker as rollout
 from headway.learner.algorithm_config import AlgorithmConfig
 from headway.learner.config import LearnerConfig, PromptsConfig
@@ -42,13 +42,13 @@ async def claim(broker: Broker, config: bytes) -> None:
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "CONFIG_CHECK_S", A_MOMENT_S)
+    monkeypatch.setattr(config_watch, "CONFIG_CHECK_S", A_MOMENT_S)
 
 
 async def work(broker: Broker) -> None:
     """Work as a worker that began with the default configuration, until it is asked to drain."""
     drain = asyncio.Event()
-    async with joining.drained_when_changed(broker, stored(), drain, rollout._workers_part), asyncio.timeout(240):
+    async with config_watch.drained_when_changed(broker, stored(), drain, rollout._workers_part), asyncio.timeout(240):
         await drain.wait()
 
 
@@ -60,7 +60,7 @@ async def test_a_worker_of_another_configuration_is_drained_and_fails(broker: Br
     await asyncio.sleep(5 * A_MOMENT_S)
     assert not working.done()
     await claim(broker, stored(**change))
-    with pytest.raises(joining.ConfigChangedError, match=f"configuration of run {broker.run} has changed"):
+    with pytest.raises(config_watch.ConfigChangedError, match=f"configuration of run {broker.run} has changed"):
         await working
 
 
@@ -68,7 +68,7 @@ async def test_a_worker_of_another_configuration_is_drained_and_fails(broker: Br
 async def test_no_sample_is_leased_by_the_recipe_of_before_a_claim(
     broker: Broker, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(joining, "CONFIG_CHECK_S", 3600.0)  # the refused worker looks at once
+    monkeypatch.setattr(config_watch, "CONFIG_CHECK_S", 3600.0)  # the refused worker looks at once
     run = await begin(broker, rules(1), config=stored())
     working = asyncio.create_task(work(broker))
     assert len((await run.lease(1, 0)).leases) == 1
@@ -76,7 +76,7 @@ async def test_no_sample_is_leased_by_the_recipe_of_before_a_claim(
     reply = await run.lease(1, 0)
     assert (reply.leases, reply.reason) == ((), NoMoreLeases.RECIPE)
     if "steps" not in change:
-        with pytest.raises(joining.ConfigChangedError):
+        with pytest.raises(config_watch.ConfigChangedError):
             await working
         return
     async with asyncio.timeout(240):
@@ -87,13 +87,13 @@ async def test_no_sample_is_leased_by_the_recipe_of_before_a_claim(
 
 
 async def test_a_scorer_that_is_refused_requests_looks_at_once(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "CONFIG_CHECK_S", 3600.0)
+    monkeypatch.setattr(config_watch, "CONFIG_CHECK_S", 3600.0)
     await claim(broker, stored())
     working = asyncio.create_task(work(broker))
     await asyncio.sleep(A_MOMENT_S)
     await claim(broker, stored(max_new_tokens=9))
     assert (await broker.scoring.lease("quality", ttl_s=30, most=9, most_bytes=1 << 20)).leases == ()
-    with pytest.raises(joining.ConfigChangedError):
+    with pytest.raises(config_watch.ConfigChangedError):
         await working
 
 
@@ -105,5 +105,5 @@ async def test_a_configuration_that_cannot_be_read_ends_the_worker_too(broker: B
 
 async def test_a_worker_that_is_done_is_not_watched_any_more(broker: Broker) -> None:
     await claim(broker, stored())
-    async with joining.drained_when_changed(broker, stored(), asyncio.Event(), rollout._workers_part):
+    async with config_watch.drained_when_changed(broker, stored(), asyncio.Event(), rollout._workers_part):
         await asyncio.sleep(3 * A_MOMENT_S)

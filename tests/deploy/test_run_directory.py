@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from headway.broker.errors import ConfigError, HeadwayError
-from headway.deploy.recipe.loading import load_recipe, with_overrides
 from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.recipe.resolve import load_recipe, with_overrides
 from headway.deploy.run.directory import (
     CONFIG,
     endpoint,

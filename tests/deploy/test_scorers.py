@@ -21,8 +21,8 @@ from headway.broker.schema.status import PoolInfo, RunStatus
 from headway.deploy.observe.pools import pool_of
 from headway.deploy.observe.status import status_json, status_tables
 from headway.deploy.observe.waiting import look
-from headway.deploy.recipe.loading import recipe_to_bytes
 from headway.deploy.recipe.recipe import Recipe, RunConfig
+from headway.deploy.recipe.resolve import recipe_to_bytes
 from headway.deploy.recipe.scorers import impossible_scorers
 from headway.deploy.roles.learner import rules_of
 from headway.deploy.roles.scorer import score

@@ -13,18 +13,28 @@ from msgspec.structs import replace as replace_struct
 
 from headway.broker.errors import ConfigError, HeadwayError
 from headway.deploy.launch.commands import stage_command
-from headway.deploy.launch.local import Local, stop_notice
-from headway.deploy.recipe.data_checks import check_data
-from headway.deploy.recipe.files import shipped_recipes
-from headway.deploy.recipe.loading import dump_recipe, hint_of, load_recipe, with_overrides
+from headway.deploy.launch.local import LocalRun, stop_notice
+from headway.deploy.recipe.parse import shipped_recipes
+from headway.deploy.recipe.preflight import check_data
 from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.recipe.resolve import dump_recipe, hint_of, load_recipe, with_overrides
 from headway.deploy.recipe.stage_graph import chain_of, impossible_starts, number_of, start_of
 from headway.deploy.roles.stage import ProgressBars, fine_tune
 from headway.deploy.run.directory import SETTINGS, prepare
 from headway.deploy.run.record import read_record
-from headway.deploy.run.resuming import check_resumable, stage_binding
-from headway.deploy.run.stage_output import after_stages, check_made, is_of, mark_complete, origin, planned, starting_at
-from headway.deploy.run.stage_record import StageRecord, record_of, tracker_identity
+from headway.deploy.run.resume import check_resumable, stage_binding
+from headway.deploy.run.stage_output import (
+    StageRecord,
+    after_stages,
+    check_made,
+    is_of,
+    mark_complete,
+    origin,
+    planned,
+    record_of,
+    starting_at,
+    tracker_identity,
+)
 from headway.deploy.terminal import Terminal
 from headway.learner.config import ModelConfig, RecordsConfig, StageConfig
 from headway.learner.data.prompts.base import Message
@@ -353,7 +363,7 @@ def test_each_stage_starts_from_what_the_one_before_left(
     (tmp_path / "own_stages.py").write_text(OWN_STAGE)
     sinks = [{"kind": "jsonl"}, {"kind": "tensorboard"}]
     recipe = load(tmp_path, stages=[{**OWN, "name": "again"}, SFT], metrics=sinks)
-    assert Local(recipe, "recipe.yaml", (), resume=False, overwrite=False, console=Terminal()).run() == 0
+    assert LocalRun(recipe, "recipe.yaml", (), resume=False, overwrite=False, console=Terminal()).run() == 0
     first, second = planned(recipe)
     assert [one.directory.name for one in (first, second)] == ["1-again", "2-sft"]
     assert all(is_of(one.directory, recipe) for one in (first, second))
@@ -413,6 +423,6 @@ def test_a_wrong_option_of_ones_own_stage_is_named(
     (tmp_path / "own_stages.py").write_text(OWN_STAGE)
     recipe = load(tmp_path, stages=[SFT, {"kind": "own_stages:Repeat", "options": {"txt": "2"}}])
     with pytest.raises(HeadwayError, match="its error stands above"):
-        Local(recipe, "recipe.yaml", (), resume=False, overwrite=False, console=Terminal()).run()
+        LocalRun(recipe, "recipe.yaml", (), resume=False, overwrite=False, console=Terminal()).run()
     assert "stages[1].options.txt: no such option; did you mean 'text'?" in capfd.readouterr().err.replace("\n", " ")
     assert not (recipe.run_directory / "sft").exists(), "it is told before the first stage runs"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headway.deploy.launch import tether
+from headway.deploy.launch import parent_watch
 from headway.deploy.roles.stop_request import STOPS, StopRequest
 
 
@@ -22,7 +22,7 @@ def _handlers() -> Iterator[None]:
 def test_the_first_signal_says_what_is_still_done_even_without_a_stderr_of_pythons(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for name in (tether.ENVIRONMENT, "RANK"):
+    for name in (parent_watch.WATCHES_PARENT, "RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "stderr", None)
     is_asked = StopRequest("it writes a checkpoint")
@@ -33,11 +33,11 @@ def test_the_first_signal_says_what_is_still_done_even_without_a_stderr_of_pytho
     assert [signal.getsignal(each) for each in STOPS] == [signal.SIG_DFL] * 2
 
 
-@pytest.mark.parametrize("teller", [(tether.ENVIRONMENT, "1"), ("RANK", "1")])
+@pytest.mark.parametrize("teller", [(parent_watch.WATCHES_PARENT, "1"), ("RANK", "1")])
 def test_it_says_nothing_where_a_supervisor_or_the_first_rank_does(
     teller: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv(tether.ENVIRONMENT, raising=False)
+    monkeypatch.delenv(parent_watch.WATCHES_PARENT, raising=False)
     monkeypatch.setenv(*teller)
     is_asked = StopRequest("it writes a checkpoint")
     signal.raise_signal(signal.SIGTERM)

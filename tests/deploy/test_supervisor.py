@@ -13,8 +13,7 @@ import psutil
 import pytest
 
 from headway.broker.errors import BUG_EXIT, LASTING_EXIT, SICK_EXIT, SIGNALLED_EXIT, VERSION_EXIT, HeadwayError
-from headway.deploy.launch.base import Command
-from headway.deploy.launch.farewell import DRAIN_NOTICE
+from headway.deploy.launch.base import DRAIN_NOTICE, Command
 from headway.deploy.launch.pool import Pool
 from headway.deploy.launch.processes import Child, guarded
 from headway.deploy.launch.supervisor import RoleFailedError, Supervisor
@@ -121,14 +120,14 @@ def test_a_worker_that_keeps_failing_stops_the_run_with_its_own_last_error(tmp_p
 
 LEAVES = (
     "import os, sys; sys.path.insert(0, {root!r})\n"
-    "from headway.deploy.launch.farewell import say_farewell\n{work}\nsay_farewell()"
+    "from headway.deploy.launch.base import write_exit_notice\n{work}\nsay_farewell()"
 )
 
 
 def says_farewell(name: str, work: str, directory: Path) -> Command:
-    """Return the script of a role that prints a farewell when it has done its work."""
+    """Return the script of a role that prints a exit_notice when it has done its work."""
     script = LEAVES.format(root=os.getcwd(), work=work)
-    return replace(role(name, script, directory), farewell=directory / f"{name}.farewell")
+    return replace(role(name, script, directory), exit_notice=directory / f"{name}.exit_notice")
 
 
 @pytest.mark.parametrize("leaves", ["sys.exit(0)", "os._exit(0)"])
@@ -152,7 +151,7 @@ def test_a_worker_that_says_farewell_has_left(tmp_path: Path) -> None:
     supervisor = Supervisor(
         [Pool.of([says_farewell("w", "os._exit(0)", tmp_path)])], max_restarts=0, say=lambda _: None
     )
-    with pytest.raises(RoleFailedError):  # the farewell of the process before it does not count
+    with pytest.raises(RoleFailedError):  # the exit_notice of the process before it does not count
         supervisor.run()
 
 

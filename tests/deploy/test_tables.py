@@ -18,7 +18,7 @@ from headway.deploy.cli.memory_pages import page, report
 from headway.deploy.cli.runs import _table
 from headway.deploy.observe.status import status_json, status_tables
 from headway.deploy.observe.waiting import Waiting
-from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.tables import WholeWords
 from headway.deploy.terminal import Terminal
 

@@ -13,13 +13,13 @@ import msgspec
 import pytest
 
 from headway.broker.errors import ConfigError, HeadwayError
-from headway.deploy.launch.local import Local
-from headway.deploy.recipe import trial
-from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.launch.local import LocalRun
+from headway.deploy.recipe import preflight
+from headway.deploy.recipe.preflight import tried
 from headway.deploy.recipe.recipe import LauncherConfig, Recipe
-from headway.deploy.recipe.trial import tried
-from headway.deploy.roles.alone import run_learner
+from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.roles.learner import train
+from headway.deploy.roles.standalone import run_learner
 from headway.deploy.terminal import Terminal
 from headway.learner.config import PromptsConfig
 from headway.learner.data.prompts import open_source
@@ -193,8 +193,8 @@ def test_a_learner_without_its_workers_reads_all_truths_and_calls_what_is_on_its
     with pytest.raises(ConfigError, match=r"p\.jsonl:2: "):
         start(recipe("math_verify", ["5", ""]))
     prepared: list[Recipe] = []
-    monkeypatch.setattr("headway.deploy.roles.alone.ping", lambda *_: None)
-    monkeypatch.setattr("headway.deploy.roles.alone.prepare", lambda given, **_: prepared.append(given))
+    monkeypatch.setattr("headway.deploy.roles.standalone.ping", lambda *_: None)
+    monkeypatch.setattr("headway.deploy.roles.standalone.prepare", lambda given, **_: prepared.append(given))
     with pytest.raises(TypeError):  # there is no directory
         start(recipe("math_verify", ["5", "", "7"], unreadable="skip"))
     with pytest.raises(ConfigError, match=r"rewards\[0\]\.kind: own_trial:broken .*KeyError"):
@@ -258,7 +258,7 @@ def test_on_ray_all_truths_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     make_model(Path("m"))
     monkeypatch.setattr("headway.deploy.launch.local.check_packages", lambda *_, **__: None)  # Ray need not be here
     given = msgspec.structs.replace(recipe("math_verify", ["5", ""]), launcher=LauncherConfig(kind="ray"))
-    local = Local(given, "r.yaml", (), resume=False, overwrite=False, console=Terminal())
+    local = LocalRun(given, "r.yaml", (), resume=False, overwrite=False, console=Terminal())
     with pytest.raises(ConfigError, match=r"p\.jsonl:2: "):
         local.prepare()
 
@@ -283,12 +283,12 @@ def test_special_tokens_are_checked_however_a_run_starts(
 ) -> None:
     async def asked(given: Recipe, method: str, argument: object) -> Any:
         """Load the tokenizer in this process, which takes less time."""
-        return getattr(trial.Rendering(msgspec.to_builtins(given.model), ""), method)(argument)
+        return getattr(preflight.Rendering(msgspec.to_builtins(given.model), ""), method)(argument)
 
-    monkeypatch.setattr(trial, "_asked", asked)
+    monkeypatch.setattr(preflight, "_asked", asked)
     monkeypatch.setattr("headway.deploy.roles.learner.recipe_backend", pytest.fail)
     given = keeping(load_recipe("arithmetic.yaml", []), "<eos>", wrong)
-    local = Local(given, "r.yaml", (), resume=False, overwrite=False, console=Terminal())
+    local = LocalRun(given, "r.yaml", (), resume=False, overwrite=False, console=Terminal())
     alone = partial(run_learner, url="redis://127.0.0.1:1", resume=False, overwrite=False, prepared=False, rewind=None)
     for start in (local.run, local.prepare, partial(alone, given), partial(train, given, "", resume=False)):
         with pytest.raises(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.run.stage_output import mark_complete
 from tests.end_to_end.recipes import MODEL
 from tests.learner.tiny import model_config

@@ -12,8 +12,8 @@ from headway.broker.client.broker import Broker, open_broker
 from headway.broker.errors import ConfigError, HeadwayError
 from headway.broker.server.embedded import EmbeddedServer
 from headway.broker.user_code.import_paths import ImportRoots
-from headway.deploy.recipe.loading import load_recipe
-from headway.deploy.roles.ahead import PrewarmedEngine
+from headway.deploy.recipe.resolve import load_recipe
+from headway.deploy.roles.prewarmed_engine import PrewarmedEngine
 from headway.deploy.roles.worker import _work, work
 from headway.rollout_workers.model_files import FetchedModel
 

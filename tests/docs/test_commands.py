@@ -17,7 +17,7 @@ import click
 import pytest
 
 from headway.deploy.cli.main import cli
-from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe.resolve import load_recipe
 
 from .pages import ROOT, markdown_pages, whole_recipe
 

@@ -4,9 +4,8 @@ import ast
 
 import pytest
 
-from headway.deploy.flow.interface import INTERFACE, Name
+from headway.deploy.flow.interface import INTERFACE, Name, described
 from headway.deploy.flow.new import EXAMPLE, example_files
-from headway.deploy.flow.signatures import described
 
 from .pages import ROOMS, ROOT
 

@@ -9,10 +9,10 @@ import pytest
 
 from headway.broker.errors import UnknownKeysError
 from headway.deploy.cli.main import answer
-from headway.deploy.recipe.loading import load_recipe
-from headway.deploy.recipe.other_names import OTHER_NAMES
+from headway.deploy.recipe.foreign_keys import FOREIGN_KEYS
 from headway.deploy.recipe.recipe import Recipe
-from headway.deploy.run.resuming import keys_of
+from headway.deploy.recipe.resolve import load_recipe
+from headway.deploy.run.resume import keys_of
 from headway.learner.data.prompts.files import FileOptions
 from headway.learner.objective.catalog import functions
 from headway.rollout_workers.engines.abilities import VLLM_SIZES_AND_SWITCHES, VLLM_WORDS
@@ -45,11 +45,11 @@ def test_every_key_of_the_page_is_a_key_of_a_recipe() -> None:
 def test_an_error_names_the_key_that_the_page_names() -> None:
     rows = [line.split("|")[1:4] for line in PAGE.partition("## Keys")[2].splitlines() if line.startswith("| `")]
     pairs = [(row[0].strip(" `"), name) for row in rows for name in re.findall(r"`([\w.]+)[^`]*`", row[1] + row[2])]
-    known = [(ours, name) for ours, name in pairs if name in OTHER_NAMES or name.rpartition(".")[2] in OTHER_NAMES]
+    known = [(ours, name) for ours, name in pairs if name in FOREIGN_KEYS or name.rpartition(".")[2] in FOREIGN_KEYS]
     assert len(known) > 100
     wrong = []
     for ours, name in known:
-        key, remark = OTHER_NAMES.get(name) or OTHER_NAMES[name.rpartition(".")[2]]
+        key, remark = FOREIGN_KEYS.get(name) or FOREIGN_KEYS[name.rpartition(".")[2]]
         if key.rpartition(".")[2] not in ours and ours not in remark:
             wrong.append((ours, name))
     assert wrong == []
@@ -58,7 +58,7 @@ def test_an_error_names_the_key_that_the_page_names() -> None:
 def test_every_answer_is_a_key_of_a_recipe_or_a_sentence() -> None:
     sections = {key.rpartition(".")[0] for key in keys_of(Recipe)}
     keys = {*keys_of(Recipe), *sections}
-    for name, ours in OTHER_NAMES.items():
+    for name, ours in FOREIGN_KEYS.items():
         assert ours.key or ours.remark, name
         assert not ours.remark or ours.remark.endswith("."), name
         section, options, option = ours.key.rpartition(".options.")

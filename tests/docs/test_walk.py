@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
-from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe.resolve import load_recipe
 from tests.end_to_end.records import check_trained, summary
 from tests.end_to_end.test_separate_roles import free_port
 

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.peers.engine_idle import idle, reports_of
 from headway.broker.schema.status import RunStatus
-from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe.resolve import load_recipe
 from tests.processes import children_left
 
 from .recipes import DENSE, write_recipe

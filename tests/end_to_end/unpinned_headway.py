@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headway.deploy.launch import commands
-from headway.deploy.launch.tether import ENVIRONMENT, tether
+from headway.deploy.launch.parent_watch import WATCHES_PARENT, end_with_parent
 from tests.rollout_workers.unpinned_sglang import unpin
 
 
@@ -23,8 +23,8 @@ def write_headway(directory: Path) -> str:
 def main() -> None:
     """Run `headway` with this process's arguments. Its workers run this module, too."""
     assert __spec__ is not None
-    if ENVIRONMENT in os.environ:
-        tether()
+    if WATCHES_PARENT in os.environ:
+        end_with_parent()
     unpin(pytest.MonkeyPatch())
     commands.PYTHON = (sys.executable, "-m", __spec__.name, "--debug")
     from headway.deploy.cli.main import main as headway

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from headway.broker.errors import ConfigError
-from headway.deploy.recipe.data_checks import check_data
-from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe.preflight import check_data
+from headway.deploy.recipe.resolve import load_recipe
 from headway.learner.config import ModelConfig, RandomModelConfig
 from headway.learner.models import directory
 from headway.learner.models.directory import (

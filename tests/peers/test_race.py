@@ -17,7 +17,7 @@ from benchmarks.peers.of_trl import Clock, TrlSetting, Verifier, config_of, prom
 from benchmarks.peers.processes import finish_group
 from benchmarks.peers.race import LONG_TAILED, SHORT, TASKS, Race
 from headway.broker.errors import ConfigError
-from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe.resolve import load_recipe
 from headway.learner.data.examples import open_examples
 from headway.learner.data.prompts import open_source
 from headway.learner.models.model import load_tokenizer

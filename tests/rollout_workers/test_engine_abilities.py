@@ -8,9 +8,9 @@ import pytest
 
 from headway.broker.errors import ConfigError, HeadwayError
 from headway.broker.user_code.import_paths import ImportRoots
-from headway.deploy.recipe.colocation import worker_gpus
-from headway.deploy.recipe.loading import load_recipe
-from headway.deploy.recipe.packages import check_packages
+from headway.deploy.recipe.placement import worker_gpus
+from headway.deploy.recipe.preflight import check_packages
+from headway.deploy.recipe.resolve import load_recipe
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import ENGINES, abilities_of, open_engine
 from headway.rollout_workers.engines.abilities import EngineAbilities
@@ -34,7 +34,7 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_engines_and_transports_state_is_known_without_torch() -> None:
     program = (
         "import sys, headway.rollout_workers.engines.gpus, headway.weightsync.transports.abilities;"
-        "import headway.deploy.recipe.checks, headway.learner.backends;"
+        "import headway.deploy.recipe.validate, headway.learner.backends;"
         "sys.exit(str({'torch', 'vllm', 'sglang', 'transformers'} & set(sys.modules)))"
     )
     asked = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from headway.deploy.launch.base import Command, Launcher
-from headway.deploy.launch.printed import PrintedLauncher, as_builtins, as_text
+from headway.deploy.launch.dry_run_launcher import PrintedLauncher, as_builtins, as_text
 from headway.deploy.printing import say, say_json
 
 

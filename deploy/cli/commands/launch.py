@@ -70,7 +70,7 @@ def slurm(
     before their time limit, go back into the queue and go on.
     """
     from headway.deploy.launch.slurm import SlurmOptions, slurm_scripts, write_slurm_scripts
-    from headway.deploy.recipe.loading import load_recipe
+    from headway.deploy.recipe.resolve import load_recipe
 
     loaded = load_recipe(recipe, overrides)
     options = SlurmOptions(nodes=nodes, pools=_counts(pools), time=time, grace_s=grace_s, port=port, sbatch=sbatch)
@@ -119,7 +119,7 @@ def kubernetes(
     Only you may read the directory's secrets: passwords, and the key of the broker's certificate.
     """
     from headway.deploy.launch.kubernetes import KubernetesOptions, manifests, write_manifests
-    from headway.deploy.recipe.loading import load_recipe
+    from headway.deploy.recipe.resolve import load_recipe
 
     loaded = load_recipe(recipe, overrides)
     options = KubernetesOptions(
@@ -146,7 +146,7 @@ def _print_files(texts: Mapping[str, str], head: str, as_json: bool) -> None:
 
 def _counts(pools: tuple[str, ...], option: str = "--pool") -> dict[str, int]:
     """Return the number of workers of each pool that the option names. Raises UsageError."""
-    from headway.deploy.recipe.pools import MAIN
+    from headway.deploy.recipe.worker_pools import MAIN
 
     counts = {}
     for pool in pools:

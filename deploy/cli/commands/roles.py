@@ -35,7 +35,7 @@ def broker(directory: Path, port: int, host: str | None, url: str | None) -> int
     if host and not port:
         raise click.UsageError("--host needs a port.")
     from headway.broker.server.embedded import LOOPBACK
-    from headway.deploy.roles.server import check_server, run_server
+    from headway.deploy.launch.broker_server import check_server, run_server
 
     return check_server(url) if url else run_server(directory, port or None, host or LOOPBACK)
 
@@ -64,13 +64,13 @@ def learner(
 
     It gives the resolved RECIPE to the workers through the broker.
     """
-    from headway.deploy.recipe.loading import load_recipe
+    from headway.deploy.recipe.resolve import load_recipe
 
     rewind = rewind_of(resume, overwrite, rewind_to, regenerate)
     _log_to_stderr()
     ranks = (f"learner.processes={processes}",) if processes else ()
     loaded = load_recipe(recipe, (*overrides, f"run.name='{run}'", *ranks))
-    from headway.deploy.roles.alone import run_learner
+    from headway.deploy.roles.standalone import run_learner
 
     return run_learner(
         loaded, url, resume=resume, overwrite=overwrite, prepared=prepared, rewind=rewind, is_forced=force
@@ -113,7 +113,7 @@ def workers(
     and leave and join while it trains; `headway scale` changes their number. At Ctrl-C or SIGTERM they hand
     their work back and stop.
     """
-    from headway.deploy.roles.alone import run_workers
+    from headway.deploy.roles.standalone import run_workers
 
     if not dry_run:
         if as_json:
@@ -143,7 +143,7 @@ def scorers(
     run's own configuration, which the broker holds. They may start before the learner, and leave and join while it
     trains. At Ctrl-C they hand their work back and stop.
     """
-    from headway.deploy.roles.alone import run_scorers
+    from headway.deploy.roles.standalone import run_scorers
 
     if not dry_run:
         if as_json:
@@ -163,7 +163,7 @@ def scorers(
 def scorer(overrides: tuple[str, ...], url: str, run: str, scorer: str, name: str) -> int:
     """Run one process of a scorer, as `run` and `scorers` start it."""
     _log_to_stderr()
-    from headway.deploy.roles.alone import run_scorer
+    from headway.deploy.roles.standalone import run_scorer
 
     return run_scorer(url, run, scorer, name, overrides)
 
@@ -177,7 +177,7 @@ def scorer(overrides: tuple[str, ...], url: str, run: str, scorer: str, name: st
 def worker(overrides: tuple[str, ...], url: str, run: str, allowed: tuple[str, ...], name: str, grace_s: float) -> int:
     """Run one worker in this process, as `run` and `workers` start it."""
     _log_to_stderr()
-    from headway.deploy.roles.alone import run_worker
+    from headway.deploy.roles.standalone import run_worker
 
     return run_worker(url, run, name, overrides, allowed, grace_s)
 
@@ -219,11 +219,11 @@ def train(stage: str, recipe: str, overrides: tuple[str, ...], output: Path | No
 
 
 def _train(recipe: str, overrides: tuple[str, ...], output: Path | None, stage: str) -> int:
-    from headway.deploy.recipe.loading import load_recipe
+    from headway.deploy.recipe.resolve import load_recipe
 
     loaded = load_recipe(recipe, overrides)
     from headway.deploy.recipe.stage_graph import number_of
-    from headway.deploy.roles.alone import run_sft
+    from headway.deploy.roles.standalone import run_sft
     from headway.deploy.run.stage_output import directory_of
 
     number = number_of(loaded.plan, stage)
@@ -242,10 +242,10 @@ def _train(recipe: str, overrides: tuple[str, ...], output: Path | None, stage: 
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def evaluate(recipe: str, overrides: tuple[str, ...], checkpoint: Path, prompts: int | None, as_json: bool) -> None:
     """Measure a model's pass rate on the held-out prompts of RECIPE."""
-    from headway.deploy.recipe.loading import load_recipe
+    from headway.deploy.recipe.resolve import load_recipe
 
     loaded = load_recipe(recipe, overrides)
-    from headway.deploy.roles.alone import run_eval
+    from headway.deploy.roles.standalone import run_eval
 
     run_eval(loaded, checkpoint, prompts, as_json=as_json)
 
@@ -274,7 +274,7 @@ def replay(
     the exit code is 1. With another loss the replay shows what that loss makes of the same experience.
     """
     _log_to_stderr()
-    from headway.deploy.roles.alone import run_replay
+    from headway.deploy.roles.standalone import run_replay
 
     return run_replay(run, preset, overrides, first_step=first_step, steps=steps, as_json=as_json)
 

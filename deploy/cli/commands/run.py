@@ -74,13 +74,12 @@ def execute(
     last: str | None = None,
 ) -> int:
     """Run the recipe with the launcher that it names, and return the exit code."""
-    from headway.deploy.recipe.loading import hint_of, load_recipe
+    from headway.deploy.recipe.resolve import hint_of, load_recipe
 
     loaded = load_recipe(recipe, overrides)
     if hint := hint_of(recipe):
         complain(hint)
-    from headway.deploy.launch.local import Local
-    from headway.deploy.launch.opening import open_launcher
+    from headway.deploy.launch.local import LocalRun, open_launcher
     from headway.deploy.recipe.stage_graph import number_of
     from headway.deploy.run.report import read_summary
     from headway.deploy.terminal import Terminal
@@ -93,9 +92,9 @@ def execute(
 
     shares = cache(partial(_shares, loaded))
 
-    def local(launcher: "Launcher") -> Local:
+    def local(launcher: "Launcher") -> LocalRun:
         manner = (resume, overwrite, terminal, rewind, is_forced)
-        return Local(loaded, recipe, overrides, *manner, launcher, begins, ends, shares)
+        return LocalRun(loaded, recipe, overrides, *manner, launcher, begins, ends, shares)
 
     if dry_run:
         from .dry_run import shown
@@ -110,7 +109,7 @@ def execute(
 
 def _shares(recipe: "Recipe") -> "Mapping[str, float]":
     """Return what the engines of each pool get of the GPUs that they share on this machine."""
-    from headway.deploy.recipe.engine_memory import engine_shares, only_gpu_bytes
+    from headway.deploy.recipe.placement import engine_shares, only_gpu_bytes
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
@@ -139,10 +138,10 @@ def prepare(
 ) -> None:
     """Make the run's directory, as `run` does before it starts anything."""
     rewind = rewind_of(resume, overwrite, rewind_to, regenerate)
-    from headway.deploy.recipe.loading import load_recipe
+    from headway.deploy.recipe.resolve import load_recipe
 
     loaded = load_recipe(recipe, overrides)
-    from headway.deploy.launch.local import Local
+    from headway.deploy.launch.local import LocalRun
     from headway.deploy.terminal import Terminal
 
-    Local(loaded, recipe, overrides, resume, overwrite, Terminal(), rewind, force).prepare()
+    LocalRun(loaded, recipe, overrides, resume, overwrite, Terminal(), rewind, force).prepare()

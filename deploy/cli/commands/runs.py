@@ -21,7 +21,7 @@ def _run_options(command: F) -> F:
 @click.option("--watch", is_flag=True, help="Look again every second, until Ctrl-C; with --json, a line each.")
 def status(url: str | None, run: str | None, as_json: bool, watch: bool) -> None:
     """Show a run's versions, queues, workers, lag and throughput."""
-    from headway.deploy.roles.looking import show_status
+    from headway.deploy.roles.run_lookup import show_status
 
     show_status(url, run, as_json=as_json, watch=watch)
 
@@ -118,7 +118,7 @@ def autoscale(
     if serve is not None:
         if dry_run or as_json or not pool:
             raise click.UsageError("--serve needs --pool, and excludes --dry-run and --json.")
-        from headway.deploy.roles.served_autoscaler import serve_autoscale
+        from headway.deploy.roles.autoscaler import serve_autoscale
 
         serve_autoscale(url, run, pool, targets, host=host, port=serve, cooldown_s=cooldown_s)
         return

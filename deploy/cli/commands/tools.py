@@ -75,7 +75,7 @@ def plan_memory(recipe: str, overrides: tuple[str, ...], device_memory: float | 
     Neither weights nor a GPU are needed. The exit code is 1 if --device-memory is too little.
     """
     from headway.deploy.cli.memory_pages import as_builtins, page, report
-    from headway.deploy.recipe.loading import load_recipe
+    from headway.deploy.recipe.resolve import load_recipe
     from headway.deploy.terminal import Terminal
 
     found = report(load_recipe(recipe, overrides), device_memory)

@@ -12,17 +12,16 @@ from headway.broker.schema.metrics import StepMetrics
 from headway.broker.schema.status import Tallies
 from headway.deploy.observe.status import RECENT_STEPS, workers_json
 from headway.deploy.printing import visible
-from headway.deploy.recipe.files import to_yaml
-from headway.deploy.run.comparison import leaves
-from headway.deploy.run.events import EvaluationEvent, HeartbeatEvent, StageEvent
+from headway.deploy.recipe.parse import to_yaml
+from headway.deploy.run.events import EvaluationEvent, HeartbeatEvent, RunIncident, StageEvent, run_incidents
 from headway.deploy.run.figures import (
     moving_average,
     trained_by_response_length,
     trained_per_s,
     trained_per_s_on_average,
 )
-from headway.deploy.run.history import Happening, happenings
 from headway.deploy.run.record import Record
+from headway.deploy.run.replay_comparison import leaves
 from headway.deploy.run.samples import ShownSample, samples_of
 
 from .thinning import COLUMNS, POINTS, Curve, LagMap, curve, lag_map, spans
@@ -98,7 +97,7 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     phases: PhaseSeconds
     lag: LagMap
     evaluations: list[EvaluationEvent]
-    events: list[Happening]
+    events: list[RunIncident]
     earlier_events: int = 0
     """The number of events before those in `events`."""
     recipe: str
@@ -149,7 +148,7 @@ def page_of(records: Sequence[Record], read_samples: Callable[[Path], list[Shown
 
 def picture_of(record: Record) -> Picture:
     """Return the figures of one run."""
-    steps, events = record.lineage, happenings(record.steps)
+    steps, events = record.lineage, run_incidents(record.steps)
     return Picture(
         name=_name(record),
         directory=visible(str(record.directory)),

@@ -4,7 +4,7 @@ import re
 import time
 from typing import Any
 
-from headway.deploy.recipe.sinks import MlflowOptions
+from headway.deploy.recipe.metric_sinks import MlflowOptions
 from headway.deploy.run.events import Event
 
 from .base import SinkRun

@@ -4,7 +4,7 @@ import logging
 
 from headway.deploy.observe.prometheus.endpoint import MetricsEndpoint
 from headway.deploy.observe.prometheus.run import RunCollector
-from headway.deploy.recipe.sinks import PrometheusOptions
+from headway.deploy.recipe.metric_sinks import PrometheusOptions
 from headway.deploy.run.events import Event
 
 from .base import SinkRun

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headway.deploy.recipe.sinks import TensorBoardOptions
+from headway.deploy.recipe.metric_sinks import TensorBoardOptions
 from headway.deploy.run.events import Event
 
 from .base import SinkRun

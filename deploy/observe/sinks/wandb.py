@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from headway.deploy.recipe.sinks import WandbOptions
+from headway.deploy.recipe.metric_sinks import WandbOptions
 from headway.deploy.run.events import Event
 
 from .base import SinkRun

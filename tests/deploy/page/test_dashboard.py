@@ -26,8 +26,8 @@ from headway.broker.schema.status import DeadLetter, RunStatus, Tallies, Version
 from headway.broker.server.access import Role
 from headway.broker.server.embedded import EmbeddedServer
 from headway.deploy.cli.dashboard import Source
-from headway.deploy.launch.following import following
 from headway.deploy.launch.pool import Pool
+from headway.deploy.launch.pool_reports import pool_reports
 from headway.deploy.launch.processes import Child, LocalLauncher
 from headway.deploy.observe.page import server as page_server
 from headway.deploy.observe.page import watching
@@ -277,7 +277,7 @@ async def test_a_killed_worker_is_dead_while_its_heartbeat_still_holds(
     for name in names.values():
         await broker.status.heartbeat(worker(name, None), 60.0)
     watcher = Watcher(Source(None, lambda: (server.url, broker.run)).connect, lambda status: None)
-    with watcher, following(server.url, broker.run, [pool]):
+    with watcher, pool_reports(server.url, broker.run, [pool]):
         await asyncio.to_thread(eventually, lambda: watcher.live.status and watcher.live.status["pools"])
         assert watcher.live.missing == []
         assert isinstance(killed.child, Child)

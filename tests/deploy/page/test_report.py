@@ -15,10 +15,10 @@ from headway.broker.errors import ConfigError
 from headway.deploy.cli.main import cli
 from headway.deploy.observe.page.picture import SHOWN_PARTS
 from headway.deploy.observe.page.thinning import COLUMNS, POINTS, ROWS, curve, lag_map, spans
-from headway.deploy.recipe.loading import load_recipe
+from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.run.directory import held
 from headway.deploy.run.report import LAST_LOOK, METRICS, TRAINED, read_summary
-from headway.deploy.run.stage_record import StageRecord, record_of
+from headway.deploy.run.stage_output import StageRecord, record_of
 from tests.deploy.runs import open_record, stage_event, step_event, step_metrics
 
 from .pages import Elements, headway, write_run

@@ -18,10 +18,10 @@ from headway.deploy.observe.sinks.jsonl import JsonlSink
 from headway.deploy.observe.sinks.points import points, step_of
 from headway.deploy.observe.sinks.prometheus import PrometheusSink
 from headway.deploy.observe.sinks.tensorboard import TensorBoardSink
-from headway.deploy.recipe.sinks import PrometheusOptions, SinkConfig, TensorBoardOptions
+from headway.deploy.recipe.metric_sinks import PrometheusOptions, SinkConfig, TensorBoardOptions
 from headway.deploy.run.events import EvaluationEvent, Event, HeartbeatEvent
 from headway.deploy.run.report import EVALUATIONS, METRICS, lineage, read_lines
-from headway.deploy.run.stage_record import record_of
+from headway.deploy.run.stage_output import record_of
 from tests.deploy.runs import evaluation, run_status, sink_run, stage_event, step_event, step_metrics
 
 from .curves import Figures, curve, curves

@@ -22,7 +22,7 @@ from headway.deploy.observe.prometheus.run import AGES, BY_LAG, LAG_BUCKETS, LAS
 from headway.deploy.observe.sinks import open_sinks
 from headway.deploy.observe.sinks.delivery import Sinks
 from headway.deploy.observe.sinks.prometheus import PrometheusSink
-from headway.deploy.recipe.sinks import PrometheusOptions, SinkConfig
+from headway.deploy.recipe.metric_sinks import PrometheusOptions, SinkConfig
 from headway.deploy.run.events import Event, HeartbeatEvent
 from headway.learner.experience.length_drift import drift_of
 from tests.deploy.runs import (
