@@ -34,8 +34,8 @@ from headway.broker.schema.status import (
     WorkerInfo,
 )
 from headway.broker.server.embedded import EmbeddedServer
-from headway.deploy.observe.prometheus.run import RunCollector
-from headway.deploy.observe.prometheus.worker import WorkerCollector
+from headway.deploy.observe.prometheus.learner_metrics import RunCollector
+from headway.deploy.observe.prometheus.worker_metrics import WorkerCollector
 from headway.deploy.observe.sinks.base import SinkRun
 from headway.deploy.observe.sinks.jsonl import JsonlSink
 from headway.deploy.run.events import HeartbeatEvent, StepEvent

@@ -13,7 +13,7 @@
     launch/     processes on one machine: started, watched, restarted, stopped
     run/        a run's directory: its files, the process that uses it, what a resumed run may change
     observe/    a run as others see it: headway status, live panel, metric sinks, Prometheus, traces, pages
-    printing.py, terminal.py   the only ways to a log and to a terminal; tables.py keeps words whole there
+    printing.py, terminal.py   the only ways to a log and to a terminal
 
 The invariant: roles share nothing but the broker. While a run lasts only the learner's process writes into its
 directory, and no worker ever reads from it.

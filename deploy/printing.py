@@ -36,7 +36,7 @@ def paragraph(text: str) -> str:
 def say(text: str, *, to_stderr: bool = False, ends_line: bool = True) -> None:
     """Print a line, or several, or a piece of one. Raises HeadwayError if the output takes no more; click handles a
     reader that has left."""
-    with told():
+    with output_errors():
         click.echo(visible(text), err=to_stderr, nl=ends_line)
 
 
@@ -50,7 +50,7 @@ def say_json(content: Any, *, in_one_line: bool = False) -> None:
     """Print JSON for programs; numbers that JSON lacks become null. Raises as `say` does."""
     encoded = msgspec.json.encode(content)
     text = (encoded if in_one_line else msgspec.json.format(encoded)).decode()
-    with told():
+    with output_errors():
         click.echo(_OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}" if found[0] >= "\x7f" else found[0], text))
 
 
@@ -71,7 +71,7 @@ class _Visible(logging.Formatter):
 
 
 @contextmanager
-def told() -> Iterator[None]:
+def output_errors() -> Iterator[None]:
     """Turn the error of an output that takes no more into a HeadwayError."""
     try:
         yield

@@ -11,9 +11,8 @@ import msgspec
 from headway.broker.client.broker import BlockingBroker
 from headway.broker.errors import BrokerError, HeadwayError
 from headway.broker.schema.status import RunStatus
-from headway.deploy.observe.page.server import PageServer
-from headway.deploy.observe.page.watching import Look, Watcher
-from headway.deploy.observe.waiting import Waiting, look
+from headway.deploy.observe.bottleneck import Bottleneck, look
+from headway.deploy.observe.page.live_page import Look, PageServer, Watcher
 from headway.deploy.printing import say, say_json
 from headway.deploy.roles.run_lookup import client_of, locate_run
 from headway.deploy.run.directory import CONFIG, find_endpoint, find_run, find_starting, is_going_on
@@ -54,7 +53,7 @@ class Source:
         with client_of(url, name) as client:
             yield lambda: self._look(client)
 
-    def _look(self, client: BlockingBroker) -> tuple[RunStatus, Waiting | None]:
+    def _look(self, client: BlockingBroker) -> tuple[RunStatus, Bottleneck | None]:
         status, waiting = client.call(look(client.broker, any_identity=True))
         if self.directory is None and not self._settings:
             with suppress(BrokerError, msgspec.DecodeError):  # rules of an older version let no observer read it

@@ -1,5 +1,13 @@
-"""`headway`: the group of all commands, and how each of them ends: its exit code, and an error as one paragraph."""
+"""`headway`: the group of all commands, and how each of them ends: its exit code, and an error as one paragraph.
 
+`ProcessExit` ends a process as Python does, but does not finalize the interpreter. Libraries have threads that cannot
+be joined: gloo's threads serve a group as long as any object holds it, and torch's caches hold groups for good. Such a
+thread needs the interpreter to release a tensor or to return from a long call. If Python finalizes the interpreter
+meanwhile, it ends the thread in the midst of C++ code that does not allow it, and the process aborts with "terminate
+called without an active exception" although its work is done.
+"""
+
+import atexit
 import gc
 import io
 import os
@@ -8,6 +16,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 import click
 
@@ -17,8 +26,7 @@ from headway.deploy.launch.engine_preload import preload_engine
 from headway.deploy.printing import complain, log_to_stderr, paragraph
 from headway.learner.checkpoints.disk import system_fault
 
-from .commands import data, launch, models, new, pages, ray, roles, run, runs, tools
-from .ending import Ending
+from . import data, launch, models, pages, roles, run, runs, tools
 
 INTERRUPT_EXIT = 130
 _NEW_OBJECTS = 50_000
@@ -28,7 +36,7 @@ again and again: a tenth of the time that torch and transformers take to import.
 
 def main() -> None:
     """Run `headway`. Every error is one paragraph on stderr; --debug, anywhere, adds the traceback."""
-    ending = Ending()
+    process_exit = ProcessExit()
     # a shell without job control starts what is in the background with SIGINT ignored, and so would nothing end at it
     signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.set_threshold(_NEW_OBJECTS)
@@ -36,7 +44,7 @@ def main() -> None:
     if not sys.stderr.isatty():  # in a log or a pipe, transformers' progress bars are noise
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     log_to_stderr()
-    ending.exit(answer(sys.argv[1:]))
+    process_exit.exit(answer(sys.argv[1:]))
 
 
 def answer(arguments: Sequence[str]) -> int:
@@ -46,7 +54,7 @@ def answer(arguments: Sequence[str]) -> int:
         preload_engine()  # before the command's own modules are imported
         code = cli.main([each for each in arguments if each != "--debug"], prog_name="headway", standalone_mode=False)
     except click.ClickException as error:
-        code = _correct(error)
+        code = _report_usage_error(error)
     except (KeyboardInterrupt, click.Abort):
         code = INTERRUPT_EXIT
     except UntrainableBatchError as error:
@@ -57,11 +65,11 @@ def answer(arguments: Sequence[str]) -> int:
         code = _complain(str(error), debug, error.exit_code)
     except Exception as error:  # noqa: BLE001 - the outermost edge: an error that is no HeadwayError is a bug
         fault = system_fault(error)
-        code = _complain(fault, debug) if fault else _confess(error, debug)
+        code = _complain(fault, debug) if fault else _report_bug(error, debug)
     return code or 0
 
 
-def _correct(error: click.ClickException) -> int:
+def _report_usage_error(error: click.ClickException) -> int:
     shown = io.StringIO()
     error.show(shown)
     complain(shown.getvalue().rstrip() + _hint(error))
@@ -89,7 +97,7 @@ def _complain(message: str, debug: bool, exit_code: int = 1, *, is_list: bool = 
     return exit_code
 
 
-def _confess(error: Exception, debug: bool) -> int:
+def _report_bug(error: Exception, debug: bool) -> int:
     text = f"This is a bug in Headway, not a mistake of yours: {type(error).__name__}: {error}."
     _complain(f"{text} {_traceback_of(error, debug)}", debug)
     return BUG_EXIT
@@ -123,7 +131,7 @@ def cli(debug: bool) -> None:
 
 for command in (
     run.run,
-    ray.ray,
+    run.ray,
     run.prepare,
     launch.launch,
     roles.broker,
@@ -150,7 +158,7 @@ for command in (
     pages.compare,
     pages.dashboard,
     data.data,
-    new.new,
+    tools.new,
     tools.acl,
     tools.algorithms,
     tools.plan_memory,
@@ -158,3 +166,26 @@ for command in (
     tools.metrics,
 ):
     cli.add_command(command)
+
+
+class ProcessExit:
+    """Ends the process. Make one before any library registers with atexit: what is registered first is called last."""
+
+    def __init__(self) -> None:
+        self._code: int | None = None
+        atexit.register(self._leave)
+
+    def exit(self, code: int) -> NoReturn:
+        """Exit as `sys.exit` does: threads are joined and all atexit functions are called."""
+        self._code = code
+        sys.exit(code)
+
+    def _leave(self) -> None:
+        if self._code is None:
+            return  # an uncaught error: Python has its own code for it
+        try:
+            for stream in filter(None, (sys.stdout, sys.stderr)):
+                stream.flush()
+        except OSError:
+            return  # Python finds the same error and reports it
+        os._exit(self._code)

@@ -1,35 +1,232 @@
-"""`headway runs`: lists the runs that a server holds, shows one of them, and deletes one."""
+"""The commands about existing runs: `headway status` shows one, `headway runs` lists, shows and deletes those of a
+broker.
+"""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
+import click
 
-from headway.broker.client.usage import RunUsage
 from headway.broker.errors import RunNotFoundError
-from headway.deploy.observe.status import status_json, status_tables, version_text
-from headway.deploy.observe.waiting import look as look_at
-from headway.deploy.printing import say, say_json
-from headway.deploy.roles.run_lookup import client_of
-from headway.deploy.run.directory import described, refuse_if_in_use
-from headway.deploy.tables import WholeWords
-from headway.deploy.terminal import Terminal
+from headway.deploy.printing import complain, say, say_json
+
+from .options import F, json_option, server_option
+
+if TYPE_CHECKING:
+    from headway.broker.client.usage import RunUsage
+    from headway.deploy.terminal import WordWrapTable
+
+
+def _run_options(command: F) -> F:
+    """--broker and --run of a run that is going on, the newest below ./runs by default."""
+    command = click.option("--run", "run", envvar="HEADWAY_RUN", show_envvar=True, help="The run's name.")(command)
+    return click.option(
+        "--broker", "url", envvar="HEADWAY_BROKER", show_envvar=True, help="Default: the newest run below ./runs."
+    )(command)
+
+
+@click.command()
+@_run_options
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--watch", is_flag=True, help="Look again every second, until Ctrl-C; with --json, a line each.")
+def status(url: str | None, run: str | None, as_json: bool, watch: bool) -> None:
+    """Show a run's versions, queues, workers, lag and throughput."""
+    from headway.deploy.roles.run_lookup import show_status
+
+    show_status(url, run, as_json=as_json, watch=watch)
+
+
+@click.command()
+@_run_options
+def top(url: str | None, run: str | None) -> None:
+    """Show a run on the whole screen, with keys that scale its pools and send workers away.
+
+    It shows workers, versions, lag, queues, rates, and what happens. + and - change the number of workers of the pool
+    under the cursor, d drains the worker under the cursor and x quarantines it, ? explains the keys, q quits and leaves
+    the run as it is.
+    """
+    complain("Loading, and looking for the run ...")
+    from .top import watch_on_screen
+
+    watch_on_screen(url, run)
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("workers", metavar="N|+N|-N")
+@click.option("--pool", default="", help="Default: the run's only pool.")
+@_run_options
+@click.option("--wait", is_flag=True, help="Return once so many workers work, and those that leave have left.")
+@json_option
+def scale(workers: str, pool: str, url: str | None, run: str | None, wait: bool, as_json: bool) -> None:
+    """Change the number of workers of a running run.
+
+    N: so many in all; +N or -N: more or fewer than are wanted now. Workers that leave hand their work back first.
+    It needs the learner's password; `headway status` shows the pools.
+    """
+    from .scaling import scale_pool
+
+    scale_pool(workers, pool, url, run, until_done=wait, as_json=as_json)
+
+
+@click.command()
+@click.option("--most", type=click.IntRange(1, 4096), required=True, help="The most workers of the pool.")
+@click.option("--least", type=click.IntRange(0, 4096), default=1, show_default=True, help="The fewest.")
+@click.option("--pool", default="", help="Default: the run's only pool.")
+@click.option(
+    "--wait",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    default=0.1,
+    show_default=True,
+    help="The share of its time for which the learner may wait for samples.",
+)
+@click.option(
+    "--busy",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    default=0.6,
+    show_default=True,
+    help="Engines with a smaller share of their places in use count as idle.",
+)
+@click.option("--steps", type=click.IntRange(1, 100), default=5, show_default=True, help="Steps that are looked at.")
+@click.option("--cooldown-s", type=click.FloatRange(0), default=30.0, show_default=True, help="Time between changes.")
+@click.option("--dry-run", is_flag=True, help="Explain each decision, and change nothing.")
+@click.option(
+    "--serve",
+    type=click.IntRange(1, 65535),
+    metavar="PORT",
+    help="Change nothing, and say over HTTP how many workers the pool should have.",
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="With --serve: listen at this address.")
+@_run_options
+@click.option("--json", "as_json", is_flag=True, help="A JSON object for each decision.")
+def autoscale(
+    most: int,
+    least: int,
+    pool: str,
+    wait: float,
+    busy: float,
+    steps: int,
+    cooldown_s: float,
+    dry_run: bool,
+    serve: int | None,
+    host: str,
+    url: str | None,
+    run: str | None,
+    as_json: bool,
+) -> None:
+    """Scale a pool of a running run until the run is over.
+
+    Out when the learner waits for samples and the pool's engines are busy; in when it hardly waits, and these engines
+    are idle, or the lag or the age of the queue is close to staleness.ahead. Ctrl-C leaves the pool as it is. It needs
+    the learner's password; --dry-run and --serve do not. With --serve, pools whose names begin with that of --pool and
+    a dot count as one.
+    """
+    if least > most:
+        raise click.UsageError("--least is above --most.")
+    from headway.deploy.observe.autoscaling import Targets
+
+    targets = Targets(least=least, most=most, wait=wait, busy=busy, steps=steps)
+    if serve is not None:
+        if dry_run or as_json or not pool:
+            raise click.UsageError("--serve needs --pool, and excludes --dry-run and --json.")
+        from headway.deploy.roles.autoscaler import serve_autoscale
+
+        serve_autoscale(url, run, pool, targets, host=host, port=serve, cooldown_s=cooldown_s)
+        return
+    from headway.deploy.roles.autoscaler import keep_scaling
+
+    keep_scaling(url, run, pool, targets, cooldown_s=cooldown_s, dry_run=dry_run, as_json=as_json)
+
+
+@click.command()
+@click.argument("workers", nargs=-1, required=True, metavar="WORKER...")
+@_run_options
+@json_option
+def drain(workers: tuple[str, ...], url: str | None, run: str | None, as_json: bool) -> None:
+    """Ask single workers to hand their work back and leave.
+
+    WORKER is a worker's name, or a part that no other worker's name has; `headway status` names them. Their pool does
+    not replace them until it is scaled. It needs the learner's password.
+    """
+    from .scaling import send_away
+
+    send_away(workers, "drain", url, run, as_json=as_json)
+
+
+@click.command()
+@click.argument("workers", nargs=-1, required=True, metavar="WORKER...")
+@_run_options
+@json_option
+def quarantine(workers: tuple[str, ...], url: str | None, run: str | None, as_json: bool) -> None:
+    """Let single workers have no more samples, such as those of a sick machine.
+
+    A worker in quarantine ends, and its supervisor starts another process in its place. WORKER is a worker's name, or a
+    part that no other worker's name has. It needs the learner's password.
+    """
+    from .scaling import send_away
+
+    send_away(workers, "quarantine", url, run, as_json=as_json)
+
+
+@click.group()
+def runs() -> None:
+    """List, show and delete the runs that a broker holds."""
+
+
+@runs.command("list")
+@server_option
+@click.option("--json", "as_json", is_flag=True, help="A JSON array.")
+def list_runs(url: str, as_json: bool) -> None:
+    """Print a line for every run: state, weights, reward, workers, bytes, and how long it has been idle."""
+    print_runs(url, as_json=as_json)
+
+
+@runs.command("show")
+@click.argument("run")
+@server_option
+@json_option
+def show_run(run: str, url: str, as_json: bool) -> None:
+    """Show everything about RUN."""
+    print_run(url, run, as_json=as_json)
+
+
+@runs.command("delete")
+@click.argument("run")
+@server_option
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--force", is_flag=True, help="Even if it is in use.")
+@json_option
+def delete_run(run: str, url: str, yes: bool, force: bool, as_json: bool) -> None:
+    """Remove RUN from the broker. What it wrote to disks (checkpoints, logs) stays."""
+
+    def confirm(question: str) -> None:
+        if not yes:
+            click.confirm(question, abort=True, err=True)
+
+    remove_run(url, run, is_forced=force, as_json=as_json, confirm=confirm)
+
 
 NO_RUN = "headway-runs"
 
 
 def print_runs(url: str, *, as_json: bool) -> None:
     """Print a line for every run."""
-    usages = [usage for run in _names(url) if (usage := _usage(url, run)) is not None]
+    from headway.deploy.terminal import Terminal
+
+    usages = [usage for run in _run_names(url) if (usage := _usage(url, run)) is not None]
     if as_json:
-        say_json([_plain(usage) for usage in usages])
+        say_json([_usage_json(usage) for usage in usages])
     else:
-        Terminal().print(_table(usages))
+        Terminal().print(_runs_table(usages))
 
 
 def print_run(url: str, run: str, *, as_json: bool) -> None:
     """Print everything about one run. Raises RunNotFoundError."""
+    from headway.deploy.observe.bottleneck import look as look_at
+    from headway.deploy.observe.status import status_json, status_tables
+    from headway.deploy.roles.run_lookup import client_of
+    from headway.deploy.run.directory import described
+    from headway.deploy.terminal import Terminal
+
     usage = _usage(url, run)
     with client_of(url, run) as client:
         status, waiting = client.call(look_at(client.broker))
@@ -39,16 +236,19 @@ def print_run(url: str, run: str, *, as_json: bool) -> None:
     if as_json:
         say_json(status_json(status, waiting) | {"idle_s": usage.idle_s, "learner": learner})
     else:
-        Terminal().print(_table([usage]), status_tables(status, waiting))
+        Terminal().print(_runs_table([usage]), status_tables(status, waiting))
         if learner:
             say(f"Its learner is {learner}.")
 
 
 def remove_run(url: str, run: str, *, is_forced: bool, as_json: bool, confirm: Callable[[str], object]) -> None:
     """Remove the run from the server, and nothing else. Raises HeadwayError if a learner or worker may still use it."""
+    from headway.deploy.roles.run_lookup import client_of
+    from headway.deploy.run.directory import refuse_if_in_use
+
     usage = _usage(url, run)
     if usage is None:
-        raise RunNotFoundError(f"No run {run} there. Runs there: {', '.join(_names(url)) or 'none'}.")
+        raise RunNotFoundError(f"No run {run} there. Runs there: {', '.join(_run_names(url)) or 'none'}.")
     if not is_forced:
         refuse_if_in_use(url, run)
     confirm(f"Delete run {run} ({usage.state}, idle for {_duration(usage.idle_s)})? Its files stay.")
@@ -60,17 +260,27 @@ def remove_run(url: str, run: str, *, is_forced: bool, as_json: bool, confirm: C
         say(f"Deleted run {run}: {count} keys.")
 
 
-def _names(url: str) -> tuple[str, ...]:
+def _run_names(url: str) -> tuple[str, ...]:
+    from headway.deploy.roles.run_lookup import client_of
+
     with client_of(url, NO_RUN) as client:
         return client.call(client.broker.status.runs())
 
 
-def _usage(url: str, run: str) -> RunUsage | None:
+def _usage(url: str, run: str) -> "RunUsage | None":
+    from headway.deploy.roles.run_lookup import client_of
+
     with client_of(url, run) as client:
         return client.call(client.broker.usage.look())
 
 
-def _table(usages: list[RunUsage]) -> WholeWords:
+def _runs_table(usages: "list[RunUsage]") -> "WordWrapTable":
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from headway.deploy.observe.status import version_text
+    from headway.deploy.terminal import WordWrapTable
+
     table = Table(box=SIMPLE_HEAD)
     table.add_column("run", overflow="fold")
     for heading in ("state", "incarnation", "weights", "step", "reward", "workers", "MB", "idle"):
@@ -88,10 +298,12 @@ def _table(usages: list[RunUsage]) -> WholeWords:
             f"{usage.payload_bytes / 1e6:,.1f}",
             _duration(usage.idle_s),
         )
-    return WholeWords(table)
+    return WordWrapTable(table)
 
 
-def _plain(usage: RunUsage) -> dict[str, Any]:
+def _usage_json(usage: "RunUsage") -> dict[str, Any]:
+    from headway.deploy.observe.status import version_text
+
     step = usage.last_step
     return {
         "run": usage.run,

@@ -10,7 +10,7 @@ import msgspec
 from headway.broker.client.broker import BlockingBroker
 from headway.broker.errors import BrokerError, ConfigError
 from headway.broker.schema.status import PoolInfo
-from headway.deploy.observe.pools import pool_of
+from headway.deploy.observe.status import pool_of
 from headway.deploy.printing import say, say_json
 from headway.deploy.roles.run_lookup import as_learner, client_of, locate_run
 
@@ -22,9 +22,7 @@ DISMISSED = {
 GONE = "The supervisor of pool {} has ended."
 
 
-def ask_for_workers(
-    change: str, pool: str, url: str | None, run: str | None, *, until_done: bool, as_json: bool
-) -> None:
+def scale_pool(change: str, pool: str, url: str | None, run: str | None, *, until_done: bool, as_json: bool) -> None:
     """Ask for `change` ("4", "+2", "-1") and print what was wanted before and is wanted now."""
     manner, workers = _parsed(change)
     where, run = locate_run(url, run)
@@ -68,7 +66,7 @@ def _await(client: BlockingBroker, name: str, wanted: int) -> PoolInfo:
         time.sleep(LOOK_S)
 
 
-def dismiss(
+def send_away(
     workers: Sequence[str], manner: Literal["drain", "quarantine"], url: str | None, run: str | None, *, as_json: bool
 ) -> None:
     """Ask workers to leave, or let them have no more leases. A part of a name will do if one living worker's name alone

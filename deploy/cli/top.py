@@ -16,11 +16,10 @@ from textual.widgets import DataTable, Footer, RichLog, Static
 from headway.broker.connection.address import without_password
 from headway.broker.errors import ConfigError, HeadwayError
 from headway.broker.schema.status import PoolInfo, RunStatus, WorkerInfo
-from headway.deploy.observe.changes import changes
-from headway.deploy.observe.live import Look
+from headway.deploy.observe.bottleneck import Bottleneck
+from headway.deploy.observe.bottleneck import look as look_at
+from headway.deploy.observe.live import Look, changes
 from headway.deploy.observe.status import recent, state_text, version_text
-from headway.deploy.observe.waiting import Waiting
-from headway.deploy.observe.waiting import look as look_at
 from headway.deploy.roles.run_lookup import as_learner, client_of, locate_run
 from headway.deploy.run.figures import generated_per_s, trained_per_s, wait_fraction
 from headway.deploy.terminal import styled
@@ -155,7 +154,7 @@ class Top(App[None]):
             self._trouble = ""
             self._show(status, waiting)
 
-    def _show(self, status: RunStatus, waiting: Waiting | None) -> None:
+    def _show(self, status: RunStatus, waiting: Bottleneck | None) -> None:
         self.query_one("#head", Static).update(styled("\n".join(_head(self._where, status))))
         self.query_one("#waits", Static).update(styled(waiting.text if waiting else ""))
         _fill(self._table("#workers"), [_worker(info, status) for info in status.workers])

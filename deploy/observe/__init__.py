@@ -1,10 +1,9 @@
 """A run as it is now, for a terminal, for metric sinks, for Prometheus, for a collector of traces and for a browser.
 
-    the broker's status ─┬─ status.py, live.py, changes.py, faults.py,
-                         │  flat_rewards.py                              ─► terminal
-                         ├─ waiting.py, waiting_log.py                   ─► the process that a run waits for
-                         ├─ autoscaling.py, pools.py                     ─► the wanted number of workers
-                         └─ page/                                        ─► browser
+    the broker's status ─┬─ status.py, live.py, run_warnings.py  ─► terminal and log
+                         ├─ bottleneck.py                        ─► the process that a run waits for
+                         ├─ autoscaling.py                       ─► the wanted number of workers
+                         └─ page/                                ─► browser
     the learner's events ─── sinks/ ─► prometheus/
     a worker's samples ───── tracing/
     bounded_server.py        the HTTP server of all that people and Prometheus may look at

@@ -16,7 +16,7 @@ TIMEOUT_S = 10.0
 """The time that a client has for each part of a request, and to take each part of the answer."""
 
 
-class Quiet(BaseHTTPRequestHandler):
+class QuietRequestHandler(BaseHTTPRequestHandler):
     """Answers one request, and logs nothing: a request's text comes from others."""
 
     timeout = TIMEOUT_S

@@ -1,4 +1,6 @@
-"""Shows progress while a run runs, from the broker's StatusVerbs alone: a live panel, or one line for each step."""
+"""Shows progress while a run runs, from the broker's StatusBoard alone: a live panel, one line for each step, or the
+events between two looks.
+"""
 
 import threading
 import time
@@ -20,11 +22,10 @@ from headway.deploy.run.figures import WINDOW, generated_per_s, moving_average, 
 from headway.deploy.terminal import Terminal, styled
 from headway.rollout_workers.run_end import RUN_OVER
 
-from .faults import FaultNews
-from .flat_rewards import FlatRewardNews
+from .bottleneck import Bottleneck, Reminder
+from .bottleneck import look as look_at
+from .run_warnings import FaultReporter, FlatRewardReporter, fault_text, flat_reward_text
 from .status import recent, version_text
-from .waiting import Reminder, Waiting
-from .waiting import look as look_at
 
 POLL_S = 0.5
 LAST_PATIENCE_S = 1.0
@@ -47,7 +48,7 @@ NOTHING_TRAINED = (
 )
 
 
-Look = Callable[[], tuple[RunStatus, Waiting | None]]
+Look = Callable[[], tuple[RunStatus, Bottleneck | None]]
 """Returns a run's status and who waits in it."""
 
 
@@ -56,7 +57,7 @@ class Monitor:
 
     def __init__(self, look: Look, console: Terminal, max_lag: int | None = None) -> None:
         self._look_at_run, self._console, self._max_lag = look, console, max_lag
-        self._reminder, self._faults, self._flat = Reminder(), FaultNews(), FlatRewardNews()
+        self._reminder, self._faults, self._flat = Reminder(), FaultReporter(), FlatRewardReporter()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="monitor", daemon=True)
         self._live = Live(console=console, refresh_per_second=4, transient=False) if console.is_terminal else None
@@ -199,7 +200,7 @@ def watch(url: str, run: str, console: Terminal, max_lag: int | None = None) -> 
     """Yield a Monitor of the run, with a connection of its own."""
     broker = BlockingBroker(url, run)
 
-    def look() -> tuple[RunStatus, Waiting | None]:
+    def look() -> tuple[RunStatus, Bottleneck | None]:
         return broker.call(look_at(broker.broker, any_identity=True))
 
     try:
@@ -219,7 +220,9 @@ def step_line(step: StepMetrics) -> str:
     )
 
 
-def panel(status: RunStatus, max_lag: int | None, elapsed_s: float, waiting: Waiting | None = None) -> RenderableType:
+def panel(
+    status: RunStatus, max_lag: int | None, elapsed_s: float, waiting: Bottleneck | None = None
+) -> RenderableType:
     """Return the whole picture in a few lines; who waits is told once nothing has moved for a while."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="bold", min_width=9)
@@ -312,3 +315,68 @@ def _remaining(status: RunStatus) -> str:
 
 def _clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def changes(before: RunStatus | None, now: RunStatus) -> Iterator[str]:
+    """Yield the events since the look before; without one, the state alone."""
+    if before is None or before.identity != now.identity:
+        yield STATES.get(now.state, now.state)
+        yield from _fault_events(None, now)
+        return
+    if now.state != before.state:
+        yield STATES.get(now.state, now.state)
+    if now.incarnation != before.incarnation:
+        yield f"Another learner took the run over, as incarnation {now.incarnation}."
+    yield from _step_events(before, now)
+    if now.announced != before.announced:
+        yield f"Version {version_text(now.announced)} announced."
+    yield from _worker_events(before, now)
+    yield from _fault_events(before, now)
+    yield from _pool_events(before, now)
+    yield from _refusal_events(before, now)
+
+
+def _step_events(before: RunStatus, now: RunStatus) -> Iterator[str]:
+    told = {(step.incarnation, step.step) for step in before.recent_steps}
+    for step in now.recent_steps:
+        if (step.incarnation, step.step) not in told:
+            yield step_line(step)
+    if (warning := flat_reward_text(now.recent_steps)) and not flat_reward_text(before.recent_steps):
+        yield warning
+
+
+def _worker_events(before: RunStatus, now: RunStatus) -> Iterator[str]:
+    were = {info.worker: info for info in before.workers}
+    are = {info.worker: info for info in now.workers}
+    for name, info in are.items():
+        if name not in were:
+            yield f"Worker {name} joined."
+        elif info.last_error and info.last_error != were[name].last_error:
+            yield f"Worker {name}: {info.last_error}"
+    for name in were.keys() - are.keys():
+        yield f"Worker {name} left."
+    for name in set(now.quarantined) - set(before.quarantined):
+        yield f"Worker {name} gets no more leases."
+
+
+def _fault_events(before: RunStatus | None, now: RunStatus) -> Iterator[str]:
+    told = before.faults if before is not None else ()
+    for fault in now.faults:
+        if fault not in told:
+            yield fault_text(fault)
+
+
+def _pool_events(before: RunStatus, now: RunStatus) -> Iterator[str]:
+    were = {pool.pool: pool.wanted for pool in before.pools}
+    for pool in now.pools:
+        if were.get(pool.pool) != pool.wanted:
+            yield f"Pool {pool.pool}: {pool.wanted} workers wanted."
+
+
+def _refusal_events(before: RunStatus, now: RunStatus) -> Iterator[str]:
+    for letter in now.dead_letters:
+        if letter not in before.dead_letters:
+            yield f"Refused: {letter.tid} of {letter.worker or 'no worker'}: {letter.reason}"
+    expired = now.queues.expired_leases - before.queues.expired_leases
+    if expired > 0:
+        yield f"{expired} lease{'s' * (expired > 1)} expired."

@@ -1,8 +1,10 @@
-"""One snapshot of a run: versions, queue depths, workers, lag histogram and throughput, as tables or as JSON."""
+"""One snapshot of a run: versions, queue depths, workers, lag histogram and throughput, as tables or as JSON; and the
+pool of it that a user means, with its workers.
+"""
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -10,13 +12,16 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from headway.broker.errors import RunNotFoundError
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.metrics import StepMetrics
 from headway.broker.schema.status import Fault, PoolInfo, QueueAges, QueueDepths, RunStatus, Tallies, WorkerInfo
+from headway.deploy.recipe.scorers import POOL
+from headway.deploy.recipe.worker_pools import MAIN
 from headway.deploy.run.figures import by_lag, generated_per_s, lag_histogram, trained_per_s
-from headway.deploy.tables import WholeWords
+from headway.deploy.terminal import WordWrapTable
 
-from .waiting import Waiting
+from .bottleneck import Bottleneck
 
 RECENT_STEPS = 20
 """Steps over which throughput and lag are computed."""
@@ -35,7 +40,7 @@ def recent(status: RunStatus) -> tuple[StepMetrics, ...]:
     return status.recent_steps[-RECENT_STEPS:]
 
 
-def status_json(status: RunStatus, waiting: Waiting | None = None) -> dict[str, Any]:
+def status_json(status: RunStatus, waiting: Bottleneck | None = None) -> dict[str, Any]:
     """Return all of RunStatus without the history of steps, with the sums that the tables show, and who waits."""
     plain: dict[str, Any] = msgspec.to_builtins(status, str_keys=True)
     del plain["recent_steps"]
@@ -58,7 +63,7 @@ def workers_json(workers: Sequence[WorkerInfo]) -> list[dict[str, Any]]:
     return [worker | {"version": version_text(info.version)} for worker, info in zip(plain, workers, strict=True)]
 
 
-def status_tables(status: RunStatus, waiting: Waiting | None = None) -> RenderableType:
+def status_tables(status: RunStatus, waiting: Bottleneck | None = None) -> RenderableType:
     """Return the same as tables for people."""
     before = [_head(status, waiting), _queues(status.queues, status.ages), _lengths(status.tallies)]
     if status.pools:
@@ -70,11 +75,11 @@ def status_tables(status: RunStatus, waiting: Waiting | None = None) -> Renderab
         after.append(_faults(status.faults))
     if status.quarantined or status.dead_letters:
         after.append(_refused(status))
-    workers = WholeWords(_workers(status), wider=_workers(status, has_processes=True))
-    return Group(*map(WholeWords, before), workers, *map(WholeWords, after))
+    workers = WordWrapTable(_workers(status), wider=_workers(status, has_processes=True))
+    return Group(*map(WordWrapTable, before), workers, *map(WordWrapTable, after))
 
 
-def _head(status: RunStatus, waiting: Waiting | None) -> Table:
+def _head(status: RunStatus, waiting: Bottleneck | None) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column()
@@ -244,3 +249,50 @@ def _lags(status: RunStatus) -> Table:
         bar = "█" * math.ceil(BAR_WIDTH * figures.trajectories / largest)
         table.add_row(f"{lag}", f"{figures.trajectories:,}", *("-" if n is None else f"{n:.3f}" for n in numbers), bar)
     return table
+
+
+UNNAMED = "worker"
+"""The prefix of the workers of a pool without a name of its own."""
+MOST_OF_PREFIX = 40
+"""Characters of a pool's name in its workers' names, which have room for 100."""
+
+
+def pool_of(status: RunStatus, name: str) -> PoolInfo:
+    """Returns the pool of that name, or the run's only pool of workers where the name is empty. Raises
+    RunNotFoundError."""
+    found = [pool for pool in status.pools if (name or _name_unless_scorers(pool)) == pool.pool]
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(pool.pool for pool in status.pools)
+    if found:
+        raise RunNotFoundError(f"Run {status.run} has {len(found)} pools ({names}): name one with --pool.")
+    if names:
+        raise RunNotFoundError(f"Run {status.run} has no pool {name}. Its pools: {names}.")
+    raise RunNotFoundError(
+        f"No supervisor of a pool is alive in run {status.run}: start workers with `headway run` or `headway workers`."
+    )
+
+
+def workers_of(status: RunStatus, pool: PoolInfo) -> tuple[WorkerInfo, ...]:
+    """Returns the workers of the pool, told by their names, which are HOST-PREFIX-NUMBER-TAG. A name that fits several
+    pools is of the one with the longest prefix. Returns all workers of the run where none can be told."""
+    pools = sorted((*status.pools, pool), key=lambda one: len(worker_prefix(one)), reverse=True)
+    mine = worker_prefix(pool)
+    found = tuple(info for info in status.workers if _prefix_in(info, map(worker_prefix, pools)) == mine)
+    return found or status.workers
+
+
+def worker_prefix(pool: PoolInfo) -> str:
+    """Returns how the pool's workers are called: by its name, unless the pool has none of its own."""
+    is_unnamed = pool.pool == MAIN or pool.pool.endswith(f"-{pool.pid}")
+    return UNNAMED if is_unnamed else pool.pool[:MOST_OF_PREFIX]
+
+
+def _prefix_in(info: WorkerInfo, prefixes: Iterable[str]) -> str:
+    head = info.worker.rsplit("-", 2)[0]
+    return next((prefix for prefix in prefixes if head.endswith(f"-{prefix}")), "")
+
+
+def _name_unless_scorers(pool: PoolInfo) -> str:
+    """Returns the name of a pool of workers, and nothing for a scorer's pool."""
+    return "" if pool.pool.startswith(POOL) else pool.pool

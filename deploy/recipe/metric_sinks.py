@@ -64,7 +64,7 @@ class TrackioOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KnownSink:
+class SinkKind:
     """A sink's options and package, known before the sink is made."""
 
     options: type[msgspec.Struct]
@@ -75,14 +75,14 @@ class KnownSink:
 
 
 SINKS = {
-    "jsonl": KnownSink(options=JsonlOptions),
-    "tensorboard": KnownSink(
+    "jsonl": SinkKind(options=JsonlOptions),
+    "tensorboard": SinkKind(
         options=TensorBoardOptions, package="tensorboard", remedy="pip install 'headway[tensorboard]'."
     ),
-    "prometheus": KnownSink(options=PrometheusOptions),
-    "wandb": KnownSink(options=WandbOptions, package="wandb", remedy="pip install 'headway[wandb]'."),
-    "mlflow": KnownSink(options=MlflowOptions, package="mlflow", remedy="pip install 'headway[mlflow]'."),
-    "trackio": KnownSink(options=TrackioOptions, package="trackio", remedy="pip install 'headway[trackio]'."),
+    "prometheus": SinkKind(options=PrometheusOptions),
+    "wandb": SinkKind(options=WandbOptions, package="wandb", remedy="pip install 'headway[wandb]'."),
+    "mlflow": SinkKind(options=MlflowOptions, package="mlflow", remedy="pip install 'headway[mlflow]'."),
+    "trackio": SinkKind(options=TrackioOptions, package="trackio", remedy="pip install 'headway[trackio]'."),
 }
 
 

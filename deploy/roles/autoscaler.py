@@ -20,8 +20,8 @@ from headway.broker.client.broker import BlockingBroker
 from headway.broker.errors import BrokerError, ConfigError
 from headway.broker.schema.status import PoolInfo, RunStatus, WorkerInfo
 from headway.deploy.observe.autoscaling import Autoscaler, Decision, Load, Targets, busy_share, steps_made
-from headway.deploy.observe.bounded_server import BoundedServer, Quiet
-from headway.deploy.observe.pools import pool_of, workers_of
+from headway.deploy.observe.bounded_server import BoundedServer, QuietRequestHandler
+from headway.deploy.observe.status import pool_of, workers_of
 from headway.deploy.printing import say, say_json
 from headway.rollout_workers.run_end import RUN_OVER
 
@@ -229,7 +229,7 @@ def noticeable(before: int, wanted: int, targets: Targets) -> int:
 def answering(together: Together, host: str, port: int) -> Iterator[str]:
     """Answer requests, and yield the address. Raises ConfigError."""
 
-    class Answer(Quiet):
+    class Answer(QuietRequestHandler):
         def do_GET(self) -> None:  # noqa: N802 - the base class finds it by this name
             body = msgspec.json.encode(together.now)
             self.send_response(200)

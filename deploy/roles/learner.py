@@ -22,11 +22,11 @@ from headway.broker.schema import Prompt, RunRules, SampleLimits, WeightVersion
 from headway.broker.schema.status import RunStatus
 from headway.broker.schema.weights import ModelFiles
 from headway.deploy.launch.base import DRAIN_NOTICE
+from headway.deploy.observe.run_warnings import log_warnings
 from headway.deploy.observe.sinks import open_sinks
 from headway.deploy.observe.sinks.base import SinkRun
-from headway.deploy.observe.sinks.points import points
-from headway.deploy.observe.tracing import tracing_steps
-from headway.deploy.observe.waiting_log import waits_logged
+from headway.deploy.observe.sinks.trackers import points
+from headway.deploy.observe.tracing import open_step_traces
 from headway.deploy.recipe.adapter_support import adapted_by, adapter_rank, why_merged
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import recipe_to_bytes
@@ -265,7 +265,7 @@ def _observer(
     if experience is not None:
         run = SinkRun(name=recipe.run.name, identity=start.identity, directory=recipe.run_directory)
         sinks = stack.enter_context(open_sinks(recipe.metrics, run))
-        traces = stack.enter_context(tracing_steps(recipe.run.name, start.identity))
+        traces = stack.enter_context(open_step_traces(recipe.run.name, start.identity))
         if parts.held_out and recipe.evaluation.where == "workers":
             by_workers = WorkerEvaluations(recipe, experience, parts.held_out)
             if parts.best is not None:
@@ -285,7 +285,7 @@ def _observer(
         should_stop=parts.should_stop,
     )
     if blocking is not None:
-        stack.enter_context(waits_logged(blocking, observer.on_look))
+        stack.enter_context(log_warnings(blocking, observer.on_look))
     return observer
 
 

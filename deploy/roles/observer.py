@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from headway.broker.schema import Trajectory, WeightVersion
 from headway.broker.schema.metrics import StepMetrics
 from headway.broker.schema.status import RunStatus
-from headway.deploy.observe.flat_rewards import STEPS, FlatRewardNews
+from headway.deploy.observe.run_warnings import FLAT_STEPS, FlatRewardReporter
 from headway.deploy.observe.sinks.delivery import Sinks
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.run.events import EvaluationEvent, HeartbeatEvent, StepEvent
@@ -29,7 +29,7 @@ from headway.learner.stages.loop import TrainedStep, seconds_by_phase
 from .evaluation import Evaluator, WorkerEvaluations
 
 if TYPE_CHECKING:
-    from headway.deploy.observe.tracing.steps import TracedSteps
+    from headway.deploy.observe.tracing.traces import StepTraces
     from headway.rollout_workers.evaluate import EvalResult
 
 HEARTBEAT_S = 10.0
@@ -53,7 +53,7 @@ class RunObserver:
         by_workers: WorkerEvaluations | None = None,
         should_stop: Callable[[], bool] = lambda: False,
         on_evaluated: Callable[[EvaluationEvent], None] | None = None,
-        traces: "TracedSteps | None" = None,
+        traces: "StepTraces | None" = None,
     ) -> None:
         """`evaluator` measures in this process, `by_workers` beside training; both None: other ranks do, or none."""
         self._recipe = recipe
@@ -69,7 +69,7 @@ class RunObserver:
         self._started = time.monotonic()
         self._last_step: StepMetrics | None = None
         self._next_heartbeat_s = 0.0
-        self._last_steps, self._flat = deque[StepMetrics](maxlen=STEPS), FlatRewardNews()
+        self._last_steps, self._flat = deque[StepMetrics](maxlen=FLAT_STEPS), FlatRewardReporter()
 
     def on_publish(self, version: WeightVersion) -> None:
         """Have workers evaluate a version that is about to be published, where the recipe wants it."""

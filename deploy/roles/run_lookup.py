@@ -12,9 +12,9 @@ from headway.broker.client.broker import BlockingBroker
 from headway.broker.connection.address import without_password
 from headway.broker.errors import ConfigError, RunNotFoundError
 from headway.broker.server.access import Role, url_as
+from headway.deploy.observe.bottleneck import look as look_at
 from headway.deploy.observe.live import Look
 from headway.deploy.observe.status import status_json, status_tables
-from headway.deploy.observe.waiting import look as look_at
 from headway.deploy.printing import say, say_json
 from headway.deploy.run.directory import find_endpoint
 from headway.deploy.terminal import Terminal

@@ -28,7 +28,7 @@ from headway.deploy.launch.pool import DRAIN_WORKER_S, Pool
 from headway.deploy.launch.pool_reports import death_reports, pool_reports
 from headway.deploy.launch.supervisor import Supervisor
 from headway.deploy.observe.live import watch as watch_run
-from headway.deploy.observe.pools import MOST_OF_PREFIX, UNNAMED
+from headway.deploy.observe.status import MOST_OF_PREFIX, UNNAMED
 from headway.deploy.printing import complain, say, say_json
 from headway.deploy.recipe.preflight import check_data, check_packages, tried
 from headway.deploy.recipe.recipe import Recipe

@@ -191,7 +191,7 @@ async def _work(
     ahead: PrewarmedEngine,
     farewell_s: float = DRAIN_WORKER_S / PARTS_OF_GRACE,
 ) -> None:
-    from headway.deploy.observe.tracing import tracing_samples
+    from headway.deploy.observe.tracing import open_sample_traces
     from headway.rollout_workers.decoding import load_decoding
     from headway.rollout_workers.environments import open_environment
     from headway.rollout_workers.model_files import fetch_model
@@ -216,7 +216,7 @@ async def _work(
     gc.freeze()  # an engine's packages keep millions of objects for good, which would be examined ten times a second
     with ExitStack() as traced:
         async with closing_parts(engine) as opened:
-            tracer = traced.enter_context(tracing_samples(recipe.run.name, worker))
+            tracer = traced.enter_context(open_sample_traces(recipe.run.name, worker))
             rollout = Worker(
                 broker=broker,
                 engine=engine,
@@ -266,11 +266,11 @@ async def _roll_out(
     rollout: "Worker", recipe: Recipe, worker: str, drain: asyncio.Event, opened: list[WorkerPart]
 ) -> None:
     """Run the worker to its end. It closes its parts itself once it runs, and leaves nothing to `opened`."""
-    from headway.deploy.observe.prometheus.worker import serving
+    from headway.deploy.observe.prometheus.worker_metrics import serve_worker_metrics
 
     watch = asyncio.create_task(_drain_when_asked(rollout, drain))
     try:
-        with serving(rollout, recipe.workers) as endpoint:
+        with serve_worker_metrics(rollout, recipe.workers) as endpoint:
             if endpoint is not None:
                 log.info("metrics for Prometheus: %s", endpoint.url)
             opened.clear()

@@ -17,7 +17,7 @@ from headway.broker import BlockingBroker
 from headway.broker.schema.status import PoolInfo, QueueAges
 from headway.broker.server.embedded import EmbeddedServer
 from headway.deploy.observe.autoscaling import Autoscaler, Load, Targets
-from headway.deploy.observe.pools import workers_of
+from headway.deploy.observe.status import workers_of
 from headway.deploy.recipe.resolve import load_recipe, recipe_to_bytes
 from headway.deploy.roles.autoscaler import Autoscaling, keep_scaling
 from tests.broker.scenario import FRESH, rules

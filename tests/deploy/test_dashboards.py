@@ -17,9 +17,9 @@ from msgspec.structs import replace
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.metrics import LagFigures
 from headway.broker.schema.status import Tallies, VersionGroups
-from headway.deploy.observe.prometheus.endpoint import MetricsEndpoint
-from headway.deploy.observe.prometheus.run import RunCollector
-from headway.deploy.observe.prometheus.worker import WorkerCollector
+from headway.deploy.observe.prometheus.exposition import MetricsEndpoint
+from headway.deploy.observe.prometheus.learner_metrics import RunCollector
+from headway.deploy.observe.prometheus.worker_metrics import WorkerCollector
 from headway.deploy.run.events import HeartbeatEvent
 
 from .runs import POOL, SCORER, SCORING, evaluation, run_status, step_event, step_metrics

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from headway.broker.errors import ConfigError
-from headway.deploy.cli.stage_memory import learner_part
+from headway.deploy.cli.memory_report import learner_part
 from headway.deploy.recipe.placement import check_placement, engine_shares, memory_overrides, only_gpu_bytes
 from headway.deploy.recipe.resolve import load_recipe, with_overrides
 from headway.deploy.recipe.worker_pools import pools_of

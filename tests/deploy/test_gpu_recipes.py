@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoConfig
 
 from headway.broker.errors import ConfigError
-from headway.deploy.cli.memory_pages import report
+from headway.deploy.cli.memory_report import report
 from headway.deploy.recipe.parse import SHIPPED
 from headway.deploy.recipe.placement import check_placement, placed
 from headway.deploy.recipe.recipe import Recipe

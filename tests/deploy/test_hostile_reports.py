@@ -11,9 +11,8 @@ from msgspec.structs import fields, replace
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.status import Fault, PoolInfo, RunStatus, ScorerInfo
 from headway.broker.wire.codec import decode, encode
-from headway.deploy.observe.changes import changes
-from headway.deploy.observe.live import panel
-from headway.deploy.observe.page.watching import Watcher
+from headway.deploy.observe.live import changes, panel
+from headway.deploy.observe.page.live_page import Watcher
 from headway.deploy.observe.status import status_json, status_tables
 from headway.deploy.run.events import HeartbeatEvent
 from headway.deploy.terminal import Terminal

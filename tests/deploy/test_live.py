@@ -12,10 +12,8 @@ from rich.console import RenderableType
 from headway.broker.errors import BrokerUnavailableError, RunNotFoundError
 from headway.broker.schema.metrics import StepMetrics
 from headway.broker.schema.status import DeadLetter, Fault, RunStatus
-from headway.deploy.observe.changes import changes
-from headway.deploy.observe.faults import FaultNews
-from headway.deploy.observe.flat_rewards import FlatRewardNews, flat_reward_text
-from headway.deploy.observe.live import NO_LEARNER, NOTHING_TRAINED, Monitor, panel, sparkline, step_line
+from headway.deploy.observe.live import NO_LEARNER, NOTHING_TRAINED, Monitor, changes, panel, sparkline, step_line
+from headway.deploy.observe.run_warnings import FaultReporter, FlatRewardReporter, flat_reward_text
 from headway.deploy.observe.status import status_json, status_tables
 from headway.deploy.terminal import Terminal
 
@@ -68,7 +66,7 @@ def test_a_worker_that_was_set_aside_is_told_once() -> None:
     status = replace(run_status(), faults=(fault,))
     assert [line for line in changes(run_status(), status) if "w9" in line] == [text]
     assert list(changes(status, status)) == []
-    told = FaultNews()
+    told = FaultReporter()
     assert (list(told.news(status)), list(told.news(status))) == ([text], [])
     shown = " ".join(text_of(status_tables(status)).split())
     assert "Workers that were set aside in the last hour" in shown
@@ -93,7 +91,7 @@ def steps_of(flat: str) -> tuple[StepMetrics, ...]:
 def test_that_nothing_is_trained_is_told_once_and_again_after_a_step_that_trained(
     flat: str, told_at: list[int]
 ) -> None:
-    output, news, before, found, changed = io.StringIO(), FlatRewardNews(), run_status(0), [], []
+    output, news, before, found, changed = io.StringIO(), FlatRewardReporter(), run_status(0), [], []
     looks = [replace(before, recent_steps=steps_of(flat[: count + 1])) for count in range(len(flat))]
     monitor = Monitor(Script(before, *looks), Terminal(file=output, width=500))
     monitor._look()

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from headway.deploy.observe.bounded_server import MOST
-from headway.deploy.observe.page.server import PageServer
+from headway.deploy.observe.page.live_page import PageServer
 from headway.deploy.observe.sinks.prometheus import PrometheusSink
 from headway.deploy.recipe.metric_sinks import PrometheusOptions
 from headway.deploy.roles.autoscaler import Together, answering

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig
 
 from headway.broker.errors import ConfigError
-from headway.deploy.cli.memory_pages import as_builtins, page, report
+from headway.deploy.cli.memory_report import as_builtins, page, report
 from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.terminal import Terminal
 from headway.learner.config import ModelConfig, RandomModelConfig

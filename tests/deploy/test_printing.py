@@ -15,9 +15,9 @@ from rich.table import Table
 from headway.broker import Broker
 from headway.broker.schema.status import RunStatus
 from headway.broker.wire.codec import encode
+from headway.deploy.observe.bottleneck import Bottleneck
 from headway.deploy.observe.live import Monitor, panel
 from headway.deploy.observe.status import status_tables
-from headway.deploy.observe.waiting import Waiting
 from headway.deploy.printing import paragraph, say, say_json, visible
 from headway.deploy.terminal import Terminal, styled
 
@@ -57,8 +57,8 @@ def hostile_status() -> RunStatus:
     return msgspec.structs.replace(status, run=HOSTILE, state=HOSTILE, workers=workers)
 
 
-def hostile_waiting() -> Waiting:
-    return Waiting(who="learner", why="groups", text=HOSTILE, is_quiet=True, quiet_s=40.0)
+def hostile_waiting() -> Bottleneck:
+    return Bottleneck(who="learner", why="groups", text=HOSTILE, is_quiet=True, quiet_s=40.0)
 
 
 def table() -> Table:

@@ -18,9 +18,8 @@ from headway.broker.client.usage import LearnerInfo
 from headway.broker.config import BrokerConfig
 from headway.broker.errors import LASTING_EXIT, ConfigError
 from headway.broker.schema.status import PoolInfo, RunStatus
-from headway.deploy.observe.pools import pool_of
-from headway.deploy.observe.status import status_json, status_tables
-from headway.deploy.observe.waiting import look
+from headway.deploy.observe.bottleneck import look
+from headway.deploy.observe.status import pool_of, status_json, status_tables
 from headway.deploy.recipe.recipe import Recipe, RunConfig
 from headway.deploy.recipe.resolve import recipe_to_bytes
 from headway.deploy.recipe.scorers import impossible_scorers

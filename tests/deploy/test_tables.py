@@ -14,13 +14,12 @@ from rich.table import Table
 from headway.broker.client.usage import RunUsage
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.status import DeadLetter, PoolInfo, RunStatus, Tallies
-from headway.deploy.cli.memory_pages import page, report
-from headway.deploy.cli.runs import _table
+from headway.deploy.cli.memory_report import page, report
+from headway.deploy.cli.runs import _runs_table
+from headway.deploy.observe.bottleneck import Bottleneck
 from headway.deploy.observe.status import status_json, status_tables
-from headway.deploy.observe.waiting import Waiting
 from headway.deploy.recipe.resolve import load_recipe
-from headway.deploy.tables import WholeWords
-from headway.deploy.terminal import Terminal
+from headway.deploy.terminal import Terminal, WordWrapTable
 
 from .runs import run_status, step_metrics, worker
 from .test_plan_memory import RECIPE
@@ -59,7 +58,7 @@ def status() -> RunStatus:
 
 @pytest.mark.parametrize("width", [80, 60])
 def test_status_keeps_words_whole(width: int) -> None:
-    waiting = Waiting(who="learner", why="groups", text=f"It waits for {NAMES[0]}. " * 3, is_quiet=True, quiet_s=1.0)
+    waiting = Bottleneck(who="learner", why="groups", text=f"It waits for {NAMES[0]}. " * 3, is_quiet=True, quiet_s=1.0)
     assert_whole(status_tables(status(), waiting), width)
     assert_whole(status_tables(run_status()), width)
     assert_whole(status_tables(run_status()), 90, only_wide=("host", "pid", "node", "4711"))
@@ -96,7 +95,7 @@ def test_runs_list_keeps_words_whole(width: int) -> None:
         payload_bytes=12_345_678_901,
         idle_s=7000,
     )
-    assert_whole(_table([usage, usage]), width)
+    assert_whole(_runs_table([usage, usage]), width)
 
 
 def table() -> Table:
@@ -106,13 +105,13 @@ def table() -> Table:
 
 
 def test_a_table_that_fits_is_as_rich_makes_it() -> None:
-    assert text_of(WholeWords(table()), 100) == text_of(table(), 100)
+    assert text_of(WordWrapTable(table()), 100) == text_of(table(), 100)
 
 
 def test_columns_shrink_to_their_longest_word_before_rows_become_paragraphs() -> None:
-    lines = text_of(WholeWords(table()), 60).splitlines()
+    lines = text_of(WordWrapTable(table()), 60).splitlines()
     assert any(line.split() == ["name", "what", "is", "said", "of", "it"] for line in lines)
-    assert text_of(WholeWords(table()), 40).splitlines()[:3] == [
+    assert text_of(WordWrapTable(table()), 40).splitlines()[:3] == [
         "Things",
         "name a-name-of-thirty-characters-or-so",
         "  what is said of it a sentence that may",
@@ -120,6 +119,6 @@ def test_columns_shrink_to_their_longest_word_before_rows_become_paragraphs() ->
 
 
 def test_a_terminal_that_becomes_wider_gets_the_table_again() -> None:
-    shown = WholeWords(table())
+    shown = WordWrapTable(table())
     text_of(shown, 40)
     assert text_of(shown, 100) == text_of(table(), 100)

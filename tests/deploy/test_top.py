@@ -17,8 +17,8 @@ from headway.broker.schema.status import DeadLetter, PoolInfo, RunStatus
 from headway.broker.server.access import Role
 from headway.broker.server.embedded import EmbeddedServer
 from headway.deploy.cli.top import Top, dismisser, scaler
-from headway.deploy.observe.changes import changes
-from headway.deploy.observe.waiting import Waiting, look
+from headway.deploy.observe.bottleneck import Bottleneck, look
+from headway.deploy.observe.live import changes
 from tests.broker.scenario import Scenario, begin, rules
 from tests.broker.test_access import admit, url_of
 
@@ -191,7 +191,7 @@ async def test_a_server_that_is_away_is_told_once_and_does_not_end_it(app: Top, 
         assert shown.count("No answer from the broker") == 1
 
 
-def _away() -> tuple[RunStatus, Waiting | None]:
+def _away() -> tuple[RunStatus, Bottleneck | None]:
     raise BrokerUnavailableError("No answer from the broker")
 
 

@@ -13,7 +13,7 @@ import pytest
 from headway.broker.client.submissions import SubmitOutcome
 from headway.broker.schema import Lease, Prompt, TrajectoryId, WeightVersion
 from headway.deploy.observe import tracing
-from headway.deploy.observe.tracing import tracing_samples, tracing_steps, wanted_endpoint
+from headway.deploy.observe.tracing import open_sample_traces, open_step_traces, wanted_endpoint
 from headway.learner.stages.loop import Lap, Stopwatch, seconds_by_phase
 from headway.rollout_workers.engines.base import Chunk
 from headway.rollout_workers.samples.recorder import Recorder
@@ -24,9 +24,9 @@ IDENTITY = "0123456789abcdef"
 PHASES = ("checkpoint", "evaluate", "take", "pack", "train", "publish")
 OFF = """
 import sys
-from headway.deploy.observe.tracing import tracing_samples, tracing_steps
+from headway.deploy.observe.tracing import open_sample_traces, open_step_traces
 from headway.rollout_workers.samples.tracing import UNTRACED
-with tracing_samples("run", "w") as samples, tracing_steps("run", "id") as steps:
+with open_sample_traces("run", "w") as samples, open_step_traces("run", "id") as steps:
     assert (samples, steps) == (UNTRACED, None)
 assert "headway.deploy.observe.tracing.provider" not in sys.modules
 assert not [name for name in sys.modules if name.startswith("opentelemetry.exporter")]
@@ -76,7 +76,7 @@ def test_what_cannot_send_traces_says_so_and_works(
     for name, value in {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", **variables}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(tracing, "is_installed", lambda module: installed)
-    with tracing_samples("run", "w") as samples:
+    with open_sample_traces("run", "w") as samples:
         assert samples is UNTRACED
     assert said in caplog.text
 
@@ -87,7 +87,7 @@ def test_a_step_links_to_every_trajectory_and_draws_no_random_number(monkeypatch
         send_to(collector, monkeypatch)
         monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
         before = random.getstate()
-        with tracing_steps("run", IDENTITY) as steps, tracing_samples("run", "w") as samples:
+        with open_step_traces("run", IDENTITY) as steps, open_sample_traces("run", "w") as samples:
             assert steps is not None
             steps.add(trained(3, tids))
             for tid in tids:
@@ -109,7 +109,7 @@ def test_a_trajectory_has_turns_below_which_it_is_generated_and_scored(monkeypat
     tid = TrajectoryId("0000-00000001", 0, 0)
     with collecting() as collector:
         send_to(collector, monkeypatch)
-        with tracing_samples("run", "w") as samples:
+        with open_sample_traces("run", "w") as samples:
             play(samples, tid, turns=2)
     (root,) = collector.named("trajectory")
     turns = collector.below(root)
@@ -127,7 +127,7 @@ def test_the_root_is_sent_by_the_worker_whose_submission_counts(monkeypatch: pyt
     tid = TrajectoryId("0000-00000001", 0, 0)
     with collecting() as collector:
         send_to(collector, monkeypatch)
-        with tracing_samples("run", "late") as late, tracing_samples("run", "first") as first:
+        with open_sample_traces("run", "late") as late, open_sample_traces("run", "first") as first:
             play(first, tid)
             play(late, tid, outcome=SubmitOutcome.FENCED)
             with pytest.raises(RuntimeError), late.sample(lease_of(tid), Recorder()) as trace, trace.generating():
@@ -145,11 +145,11 @@ def test_worker_and_learner_agree_on_which_traces_are_sampled(monkeypatch: pytes
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.5")
     with collecting() as collector:
         send_to(collector, monkeypatch)
-        with tracing_samples("run", "a") as one, tracing_samples("run", "b") as other:
+        with open_sample_traces("run", "a") as one, open_sample_traces("run", "b") as other:
             for tid in tids:
                 play(one, tid)
                 play(other, tid, outcome=SubmitOutcome.FENCED)
-        with tracing_steps("run", IDENTITY) as steps:
+        with open_step_traces("run", IDENTITY) as steps:
             assert steps is not None
             links = [steps.link(tid) for tid in tids]
     sampled = {root.trace for root in collector.named("trajectory")}
@@ -174,7 +174,7 @@ def test_a_collector_that_is_away_is_said_once(
         monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
         monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "20")
         monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "10")
-        with caplog.at_level(logging.INFO), tracing_samples("run", "w") as samples:
+        with caplog.at_level(logging.INFO), open_sample_traces("run", "w") as samples:
             for sample in range(200):
                 play(samples, TrajectoryId("0000-00000001", 0, sample))
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]

@@ -14,9 +14,8 @@ from headway.broker.client.submissions import SubmitOutcome
 from headway.broker.errors import ConfigError
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.status import WorkerInfo
-from headway.deploy.observe.prometheus.endpoint import MetricsEndpoint
-from headway.deploy.observe.prometheus.families import STATES
-from headway.deploy.observe.prometheus.worker import WorkerCollector, serving
+from headway.deploy.observe.prometheus.exposition import STATES, MetricsEndpoint
+from headway.deploy.observe.prometheus.worker_metrics import WorkerCollector, serve_worker_metrics
 from headway.rollout_workers.config import WorkersConfig
 from tests.rollout_workers.loop import Deliveries, Learner, make_engine, make_worker, running, until
 
@@ -77,7 +76,7 @@ def test_the_endpoint_shows_what_the_worker_says_now() -> None:
 def test_workers_of_one_machine_take_one_port_after_the_other() -> None:
     config = WorkersConfig(metrics_port=free_port())
     with ExitStack() as stack:
-        endpoints = [stack.enter_context(serving(Stub(f"w{number}"), config)) for number in range(3)]
+        endpoints = [stack.enter_context(serve_worker_metrics(Stub(f"w{number}"), config)) for number in range(3)]
         ports = [endpoint.port for endpoint in endpoints if endpoint is not None]
         assert len(ports) == 3
         assert ports == sorted(set(ports))
@@ -88,7 +87,7 @@ def test_workers_of_one_machine_take_one_port_after_the_other() -> None:
 
 
 def test_no_port_no_endpoint() -> None:
-    with serving(Stub(), WorkersConfig()) as endpoint:
+    with serve_worker_metrics(Stub(), WorkersConfig()) as endpoint:
         assert endpoint is None
 
 
@@ -100,7 +99,7 @@ def test_a_worker_that_finds_no_free_port_says_which_key_to_change() -> None:
     config = WorkersConfig(metrics_port=free_port(), metrics_host="192.0.2.1")  # an address that no machine has
     with (
         pytest.raises(ConfigError, match=r"192\.0\.2\.1, .*Choose another workers\.metrics_port"),
-        serving(Stub(), config),
+        serve_worker_metrics(Stub(), config),
     ):
         pass
 
@@ -110,7 +109,7 @@ async def test_a_working_worker_is_scraped_while_it_generates(broker: Broker, tm
     deliveries = Deliveries()
     real = make_worker(broker, make_engine(tmp_path), deliveries)
     config = WorkersConfig(metrics_port=free_port())
-    with serving(real, config) as endpoint:
+    with serve_worker_metrics(real, config) as endpoint:
         assert endpoint is not None
         assert urlsplit(endpoint.url).hostname == "127.0.0.1"
         before = await asyncio.to_thread(scrape, endpoint.url)

@@ -54,7 +54,7 @@ async def test_a_worker_that_cannot_open_a_part_closes_the_others(
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        monkeypatch.setattr("headway.deploy.observe.prometheus.worker.PORTS", 1)
+        monkeypatch.setattr("headway.deploy.observe.prometheus.worker_metrics.PORTS", 1)
         wrong = {
             "environment": ["environment.kind=closed_parts:Closed"],
             "metrics": [f"workers.metrics_port={taken.getsockname()[1]}", "workers.metrics_host=127.0.0.1"],
@@ -116,7 +116,7 @@ async def test_an_engine_is_closed_first_and_its_error_does_not_hide_the_refusal
     monkeypatch.setattr("headway.weightsync.subscriber.Subscriber.close", close)
     monkeypatch.setattr("headway.deploy.roles.worker.open_worker_engine", lambda *arguments: Engine(closed))
     if what == "tracing":
-        monkeypatch.setattr("headway.deploy.observe.tracing.tracing_samples", untraced)
+        monkeypatch.setattr("headway.deploy.observe.tracing.open_sample_traces", untraced)
     recipe = load_recipe("arithmetic.yaml", [f"run.name={run_name}", "environment.kind=closed_parts:Closed"])
     broker = await open_broker(server.url, run_name)
     ahead, roots = PrewarmedEngine(run_name, "w-0", (), (), tmp_path), ImportRoots(("closed_parts",))

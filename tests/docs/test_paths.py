@@ -45,7 +45,7 @@ def test_a_sub_room_s_page_names_files_that_lie_there() -> None:
     assert not missing
 
 
-LARGE = {"deploy/cli", "deploy/cli/commands", "deploy/observe", "deploy/recipe", "deploy/roles", "deploy/run"} | {
+LARGE = {"deploy/cli", "deploy/observe", "deploy/recipe", "deploy/roles", "deploy/run"} | {
     "broker/client", "learner/data", "learner/experience", "learner/objective", "rollout_workers/samples"
 }  # fmt: skip
 

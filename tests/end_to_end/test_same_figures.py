@@ -19,10 +19,18 @@ import yaml
 from headway.broker import BlockingBroker
 from headway.broker.schema.status import RunStatus
 from headway.broker.server.access import Role, url_as
-from headway.deploy.observe.prometheus.families import Family
-from headway.deploy.observe.prometheus.pools import POOL_STATES
-from headway.deploy.observe.prometheus.run import AGES, BY_LAG, LAST_STEP, QUEUED, QUEUES, SUMS, TALLIES
-from headway.deploy.observe.prometheus.worker import FIGURES
+from headway.deploy.observe.prometheus.exposition import Family
+from headway.deploy.observe.prometheus.learner_metrics import (
+    AGES,
+    BY_LAG,
+    LAST_STEP,
+    POOL_STATES,
+    QUEUED,
+    QUEUES,
+    SUMS,
+    TALLIES,
+)
+from headway.deploy.observe.prometheus.worker_metrics import FIGURES
 from headway.deploy.observe.status import RECENT_STEPS
 from headway.deploy.run.directory import newest_endpoint
 from tests.broker.topologies import wait_until

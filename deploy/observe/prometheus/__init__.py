@@ -1,10 +1,9 @@
 """Serves a role's figures to Prometheus: each process has an endpoint of its own.
 
-    learner ─ event ─► sinks/prometheus.py ─► run.RunCollector ─┐
-    worker ──────────────────────────────────────────────────────┴─► endpoint.MetricsEndpoint ◄─ GET /metrics
+    learner ─ event ─► sinks/prometheus.py ─► learner_metrics.RunCollector ┐
+    worker ─► worker_metrics.WorkerCollector ──────────────────────────────┴─► exposition.MetricsEndpoint ◄─ GET
 
-    families.py                 a metric's name, help and the figures that it shows
-    pools.py                    pools, workers that do not work as they should, and scorers
+    exposition.py               a metric's name, help and the figures that it shows; the endpoint of a process
     grafana.json, alerts.yaml   a dashboard and alerting rules, which `headway metrics` prints
 
 A name is `headway_<part>_<what>_<unit>`, in seconds, bytes, tokens and steps; names in `_total` only grow while the

@@ -49,7 +49,7 @@ def make_sink(config: SinkConfig, where: str) -> MetricSink:
             typed_options(config.options, JsonlOptions, f"{where}.options")
             return JsonlSink()
         case "tensorboard":
-            from .tensorboard import TensorBoardSink
+            from .trackers import TensorBoardSink
 
             return TensorBoardSink(typed_options(config.options, TensorBoardOptions, f"{where}.options"))
         case "prometheus":
@@ -57,15 +57,15 @@ def make_sink(config: SinkConfig, where: str) -> MetricSink:
 
             return PrometheusSink(typed_options(config.options, PrometheusOptions, f"{where}.options"), where)
         case "wandb":
-            from .wandb import WandbSink
+            from .trackers import WandbSink
 
             return WandbSink(typed_options(config.options, WandbOptions, f"{where}.options"))
         case "mlflow":
-            from .mlflow import MlflowSink
+            from .trackers import MlflowSink
 
             return MlflowSink(typed_options(config.options, MlflowOptions, f"{where}.options"))
         case "trackio":
-            from .trackio import TrackioSink
+            from .trackers import TrackioSink
 
             return TrackioSink(typed_options(config.options, TrackioOptions, f"{where}.options"))
         case own if ":" in own:

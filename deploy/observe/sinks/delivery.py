@@ -34,7 +34,9 @@ class Sinks:
         """`sinks` by the name that warnings use. Raises HeadwayError if a record cannot be opened."""
         self._close_s = close_s
         self._records = [sink for sink in sinks.values() if sink.is_record]
-        self._others = [_Lane(name, sink, run, most_waiting) for name, sink in sinks.items() if not sink.is_record]
+        self._others = [
+            _SinkThread(name, sink, run, most_waiting) for name, sink in sinks.items() if not sink.is_record
+        ]
         self.wants_heartbeats = any(sink.wants_heartbeats for sink in sinks.values())
         """Whether any sink uses HeartbeatEvents."""
         for record in self._records:
@@ -77,7 +79,7 @@ class Sinks:
         self.close()
 
 
-class _Lane:
+class _SinkThread:
     """A sink in a thread of its own, and the events that wait for it."""
 
     def __init__(self, name: str, sink: MetricSink, run: SinkRun, most_waiting: int) -> None:

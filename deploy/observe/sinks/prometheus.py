@@ -2,8 +2,8 @@
 
 import logging
 
-from headway.deploy.observe.prometheus.endpoint import MetricsEndpoint
-from headway.deploy.observe.prometheus.run import RunCollector
+from headway.deploy.observe.prometheus.exposition import MetricsEndpoint
+from headway.deploy.observe.prometheus.learner_metrics import RunCollector
 from headway.deploy.recipe.metric_sinks import PrometheusOptions
 from headway.deploy.run.events import Event
 

@@ -7,8 +7,8 @@
                       └ links ──► the trajectories that it trained
 
 No id travels with the data, so every worker that holds a sample's lease adds to the same trace, and the learner links
-to it. `ids.py` makes the ids, `provider.py` opens and closes the exporter, `samples.py` follows a worker's samples and
-`steps.py` a learner's steps.
+to it. `provider.py` makes the ids, and opens and closes the exporter; `traces.py` follows a worker's samples and
+a learner's steps.
 
 The invariant: where the environment names no collector, this room imports nothing of OpenTelemetry. A collector that is
 away neither delays nor ends a run, and no trace changes what is trained.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from headway.rollout_workers.samples.tracing import SampleTracer
 
     from .provider import Spans
-    from .steps import TracedSteps
+    from .traces import StepTraces
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def tracing_samples(run: str, worker: str) -> Iterator["SampleTracer"]:
+def open_sample_traces(run: str, worker: str) -> Iterator["SampleTracer"]:
     """Yield what traces the samples of this worker's process; it does nothing where the environment wants no traces."""
     from headway.rollout_workers.samples.tracing import UNTRACED
 
@@ -43,22 +43,22 @@ def tracing_samples(run: str, worker: str) -> Iterator["SampleTracer"]:
         if spans is None:
             yield UNTRACED
             return
-        from .samples import TracedSamples
+        from .traces import SampleTraces
 
-        yield TracedSamples(spans)
+        yield SampleTraces(spans)
 
 
 @contextmanager
-def tracing_steps(run: str, identity: str) -> Iterator["TracedSteps | None"]:
+def open_step_traces(run: str, identity: str) -> Iterator["StepTraces | None"]:
     """Yield what traces the steps of this learner's process; None where the environment wants no traces. `identity` is
     the run's."""
     with _open_spans("headway-learner", {"headway.run": run}) as spans:
         if spans is None:
             yield None
             return
-        from .steps import TracedSteps
+        from .traces import StepTraces
 
-        yield TracedSteps(spans, identity)
+        yield StepTraces(spans, identity)
 
 
 @contextmanager

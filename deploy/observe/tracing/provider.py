@@ -1,11 +1,15 @@
-"""Opens and closes the way to a collector, and starts spans on it."""
+"""Opens and closes the way to a collector, and starts spans on it. The ids of a root span are a hash of the run and of
+what the trace is about, so that every process knows them.
+"""
 
 import logging
 import os
 import random
 import sys
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from threading import Thread
+from typing import NamedTuple
 
 from opentelemetry.context import Context
 from opentelemetry.sdk.environment_variables import OTEL_SERVICE_NAME, OTEL_SPAN_LINK_COUNT_LIMIT
@@ -17,7 +21,34 @@ from opentelemetry.sdk.trace.sampling import Decision
 from opentelemetry.trace import Link, Span, SpanContext, TraceFlags, Tracer, set_span_in_context
 from opentelemetry.util.types import AttributeValue
 
-from .ids import RootIds
+from headway.broker.schema import TrajectoryId, WeightVersion
+
+TRAJECTORY = "trajectory"
+"""The name of a trajectory's root span."""
+TRACE_BYTES, SPAN_BYTES = 16, 8
+
+
+class RootIds(NamedTuple):
+    """Ids of a trace and of its root span, as integers of 128 and 64 bits."""
+
+    trace: int
+    span: int
+
+
+def ids_of_trajectory(identity: str, tid: TrajectoryId) -> RootIds:
+    """Return the ids of the trajectory's root span; `identity` is the run's."""
+    return _hashed(f"{identity}/trajectory/{tid}")
+
+
+def ids_of_step(identity: str, version: WeightVersion) -> RootIds:
+    """Return the ids of the root span of the step that trains this version."""
+    return _hashed(f"{identity}/step/{version}")
+
+
+def _hashed(name: str) -> RootIds:
+    digest = blake2b(name.encode(), digest_size=TRACE_BYTES + SPAN_BYTES).digest()
+    return RootIds(int.from_bytes(digest[:TRACE_BYTES]), int.from_bytes(digest[TRACE_BYTES:]))
+
 
 CLOSE_S = 5.0
 """Seconds in which a process that ends may send the spans that are left."""
@@ -31,7 +62,7 @@ Attributes = Mapping[str, AttributeValue]
 class Spans:
     """Starts spans. Only one thread at a time may call it."""
 
-    def __init__(self, provider: TracerProvider, tracer: Tracer, ids: "Ids") -> None:
+    def __init__(self, provider: TracerProvider, tracer: Tracer, ids: "RootIdGenerator") -> None:
         self._provider = provider
         self._tracer = tracer
         self._ids = ids
@@ -69,7 +100,7 @@ class Spans:
         return Link(SpanContext(ids.trace, ids.span, is_remote=True, trace_flags=flags), attributes)
 
 
-class Ids(IdGenerator):
+class RootIdGenerator(IdGenerator):
     """The ids of the next root span, and else random ones, which do not come from the process's own generator."""
 
     def __init__(self) -> None:
@@ -85,7 +116,7 @@ class Ids(IdGenerator):
         return self.root.span if self.root else self._random.getrandbits(64) or 1
 
 
-class _SaidOnce(logging.Handler):
+class _FirstErrorLog(logging.Handler):
     """Says the first thing that goes wrong on the way to the collector, and no other."""
 
     def __init__(self, endpoint: str) -> None:
@@ -112,16 +143,16 @@ def make_provider(
     if exporter is None:
         log.warning("No traces are sent to %s: the protocol %r is neither http/protobuf nor grpc.", endpoint, protocol)
         return None
-    said_once = _SaidOnce(endpoint)
+    first_error = _FirstErrorLog(endpoint)
     for name in NOISY:
         logging.getLogger(name).propagate = False
-        logging.getLogger(name).handlers = [said_once]
+        logging.getLogger(name).handlers = [first_error]
     # A step trains more trajectories than the 128 links that a span has by default.
     links = None if os.environ.get(OTEL_SPAN_LINK_COUNT_LIMIT) else SpanLimits.UNSET
     named = {} if os.environ.get(OTEL_SERVICE_NAME) else {SERVICE_NAME: service}
     provider = TracerProvider(
         resource=Resource.create({**named, **attributes}),
-        id_generator=Ids(),
+        id_generator=RootIdGenerator(),
         span_limits=SpanLimits(max_links=links),
         shutdown_on_exit=False,
     )
@@ -131,7 +162,7 @@ def make_provider(
 
 def make_spans(provider: TracerProvider) -> Spans:
     """Return what starts spans of a provider that `make_provider` made."""
-    assert isinstance(provider.id_generator, Ids)
+    assert isinstance(provider.id_generator, RootIdGenerator)
     return Spans(provider, provider.get_tracer("headway"), provider.id_generator)
 
 

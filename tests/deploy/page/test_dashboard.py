@@ -29,13 +29,11 @@ from headway.deploy.cli.dashboard import Source
 from headway.deploy.launch.pool import Pool
 from headway.deploy.launch.pool_reports import pool_reports
 from headway.deploy.launch.processes import Child, LocalLauncher
-from headway.deploy.observe.page import server as page_server
-from headway.deploy.observe.page import watching
-from headway.deploy.observe.page.server import PageServer
-from headway.deploy.observe.page.versions import held_versions
-from headway.deploy.observe.page.watching import Look, Watcher
+from headway.deploy.observe.bottleneck import Bottleneck
+from headway.deploy.observe.page import live_page
+from headway.deploy.observe.page.content import version_counts
+from headway.deploy.observe.page.live_page import Look, PageServer, Watcher
 from headway.deploy.observe.status import recent, state_text
-from headway.deploy.observe.waiting import Waiting
 from headway.deploy.run.directory import held
 from headway.deploy.run.events import HeartbeatEvent, StepEvent
 from headway.deploy.run.record import Record, read_record
@@ -64,7 +62,7 @@ class Told:
     def __init__(self, status: RunStatus, record: Record | None = None) -> None:
         self.status: RunStatus | BrokerError = status
         self.record = record
-        self.waiting: Waiting | None = None
+        self.waiting: Bottleneck | None = None
 
     @contextmanager
     def connect(self) -> Iterator[Look]:
@@ -74,7 +72,7 @@ class Told:
         found, self.record = self.record, None
         return found
 
-    def _look(self) -> tuple[RunStatus, Waiting | None]:
+    def _look(self) -> tuple[RunStatus, Bottleneck | None]:
         if isinstance(self.status, BrokerError):
             raise self.status
         return self.status, self.waiting
@@ -82,8 +80,8 @@ class Told:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "POLL_S", 0.01)
-    monkeypatch.setattr(watching, "SHARE", 0)
+    monkeypatch.setattr(live_page, "POLL_S", 0.01)
+    monkeypatch.setattr(live_page, "SHARE", 0)
 
 
 @contextmanager
@@ -146,8 +144,8 @@ def test_each_look_brings_workers_rates_and_versions() -> None:
 
 
 def test_a_shown_rate_is_a_mean_of_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "RATE_LOOKS", 10**6)
-    monkeypatch.setattr(watching, "KEPT_POINTS", 10**6)
+    monkeypatch.setattr(live_page, "RATE_LOOKS", 10**6)
+    monkeypatch.setattr(live_page, "KEPT_POINTS", 10**6)
     busy = run_status()
     idle = tuple(msgspec.structs.replace(worker, tokens_per_s=0.0) for worker in busy.workers)
     run = Told(busy)
@@ -173,7 +171,7 @@ def test_a_broker_that_is_away_is_told_and_the_last_look_stays() -> None:
 
 def test_the_page_says_who_waits_for_whom() -> None:
     run = Told(run_status())
-    run.waiting = Waiting(who="learner", why="stragglers", text="Step 3 waits for a.", is_quiet=True, quiet_s=40.0)
+    run.waiting = Bottleneck(who="learner", why="stragglers", text="Step 3 waits for a.", is_quiet=True, quiet_s=40.0)
     with Watcher(run.connect, run.read) as watcher:
         status = eventually(lambda: watcher.live.status)
         assert (status["waiting"]["text"], status["waiting"]["is_quiet"]) == ("Step 3 waits for a.", True)
@@ -231,7 +229,7 @@ def test_samples_are_counted_by_the_version_that_sampled_them() -> None:
     )
     found = {
         one.version: (one.workers, one.generating, one.trained, one.trained_tokens)
-        for one in held_versions(status, recent(status))
+        for one in version_counts(status, recent(status))
     }
     assert found == {
         "1.10": (1, 60, 20, 500),
@@ -244,7 +242,7 @@ def test_samples_are_counted_by_the_version_that_sampled_them() -> None:
     assert list(found) == ["1.10", "1.9", "1.8", "1.7", "1.3", "-"]
     groups = {
         one.version: (one.groups_generating, one.groups_ready, one.tokens_ready, one.groups_dropped)
-        for one in held_versions(status, recent(status))
+        for one in version_counts(status, recent(status))
     }
     assert groups == {name: {"1.9": (4, 2, 640, 0), "1.3": (0, 0, 0, 7)}.get(name, (0, 0, 0, 0)) for name in found}
 
@@ -341,7 +339,7 @@ def test_loopback_answers_only_those_who_call_it_by_its_name() -> None:
 
 
 def test_beyond_loopback_every_request_needs_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_server, "_is_loopback", lambda host: False)
+    monkeypatch.setattr(live_page, "_is_loopback", lambda host: False)
     run = Told(run_status())
     with serving(Watcher(run.connect, run.read)) as server:
         for path in ("/", "/live.json", "/page.json"):
@@ -355,7 +353,7 @@ def test_beyond_loopback_every_request_needs_the_token(monkeypatch: pytest.Monke
     ("host", "is_loopback"), [("127.0.0.1", True), ("::1", True), ("0.0.0.0", False), ("a", False)]
 )
 def test_which_hosts_are_loopback(host: str, is_loopback: bool) -> None:
-    assert page_server._is_loopback(host) is is_loopback
+    assert live_page._is_loopback(host) is is_loopback
 
 
 def test_a_taken_port_is_an_error_with_a_remedy() -> None:

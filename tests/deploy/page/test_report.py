@@ -13,8 +13,7 @@ from click.testing import CliRunner
 
 from headway.broker.errors import ConfigError
 from headway.deploy.cli.main import cli
-from headway.deploy.observe.page.picture import SHOWN_PARTS
-from headway.deploy.observe.page.thinning import COLUMNS, POINTS, ROWS, curve, lag_map, spans
+from headway.deploy.observe.page.content import COLUMNS, POINTS, ROWS, SHOWN_PARTS, curve, lag_map, spans
 from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.run.directory import held
 from headway.deploy.run.report import LAST_LOOK, METRICS, TRAINED, read_summary

@@ -15,9 +15,8 @@ from headway.broker.schema.metrics import StepMetrics
 from headway.deploy.observe.sinks import make_sink
 from headway.deploy.observe.sinks.base import MetricSink, SinkRun
 from headway.deploy.observe.sinks.jsonl import JsonlSink
-from headway.deploy.observe.sinks.points import points, step_of
 from headway.deploy.observe.sinks.prometheus import PrometheusSink
-from headway.deploy.observe.sinks.tensorboard import TensorBoardSink
+from headway.deploy.observe.sinks.trackers import TensorBoardSink, points, step_of
 from headway.deploy.recipe.metric_sinks import PrometheusOptions, SinkConfig, TensorBoardOptions
 from headway.deploy.run.events import EvaluationEvent, Event, HeartbeatEvent
 from headway.deploy.run.report import EVALUATIONS, METRICS, lineage, read_lines

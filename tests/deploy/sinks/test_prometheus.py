@@ -17,8 +17,15 @@ from headway.broker.errors import ConfigError
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.metrics import LagFigures, StepMetrics
 from headway.broker.schema.status import QueueAges, QueueDepths, Silence, Tallies, VersionGroups
-from headway.deploy.observe.prometheus.pools import POOL_STATES
-from headway.deploy.observe.prometheus.run import AGES, BY_LAG, LAG_BUCKETS, LAST_STEP, QUEUES, SUMS
+from headway.deploy.observe.prometheus.learner_metrics import (
+    AGES,
+    BY_LAG,
+    LAG_BUCKETS,
+    LAST_STEP,
+    POOL_STATES,
+    QUEUES,
+    SUMS,
+)
 from headway.deploy.observe.sinks import open_sinks
 from headway.deploy.observe.sinks.delivery import Sinks
 from headway.deploy.observe.sinks.prometheus import PrometheusSink

@@ -12,8 +12,7 @@ import pytest
 
 from headway.broker.errors import ConfigError
 from headway.deploy.observe.sinks import open_sinks
-from headway.deploy.observe.sinks.mlflow import name_of as mlflow_name
-from headway.deploy.observe.sinks.points import points
+from headway.deploy.observe.sinks.trackers import mlflow_name, points
 from headway.deploy.recipe.metric_sinks import SinkConfig
 from headway.deploy.run.events import Event, HeartbeatEvent
 from tests.deploy.runs import evaluation, run_status, sink_run, step_metrics

@@ -48,7 +48,7 @@ Why = Literal[
 ]
 
 
-class Waiting(msgspec.Struct, frozen=True, kw_only=True):
+class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
     """One answer: the process that waits, and its reason."""
 
     who: Who
@@ -73,7 +73,7 @@ class Reminder:
         self._told: Why | None = None
         self._again_s = 0.0
 
-    def news(self, waiting: Waiting | None) -> str:
+    def news(self, waiting: Bottleneck | None) -> str:
         """Returns the paragraph to tell now: nothing has moved for a while, and the reason is a new one, or was told
         REPEAT_S ago. Else ""."""
         if waiting is None or not waiting.is_quiet:
@@ -85,19 +85,19 @@ class Reminder:
         return waiting.text
 
 
-Rule = Callable[[RunStatus, StepProgress], Waiting | None]
+Rule = Callable[[RunStatus, StepProgress], Bottleneck | None]
 
 
-async def look(broker: Broker, *, any_identity: bool = False) -> tuple[RunStatus, Waiting | None]:
+async def look(broker: Broker, *, any_identity: bool = False) -> tuple[RunStatus, Bottleneck | None]:
     """Returns the run's status and who waits in it. `any_identity` and errors: as in `StatusVerbs.snapshot`."""
     status = await broker.status.snapshot(any_identity=any_identity)
     progress = await broker.progress.look()
     if progress is None:
         raise RunNotFoundError(f"Run {status.run} at {broker.url} was deleted meanwhile.")
-    return status, waiting(status, progress)
+    return status, find_bottleneck(status, progress)
 
 
-def waiting(status: RunStatus, progress: StepProgress) -> Waiting | None:
+def find_bottleneck(status: RunStatus, progress: StepProgress) -> Bottleneck | None:
     """Returns who waits for whom; None once the run is over."""
     if status.state in RUN_OVER:
         return None
@@ -113,8 +113,8 @@ def _because(
     who: Who = "learner",
     group: str = "",
     workers: Sequence[str] = (),
-) -> Waiting:
-    return Waiting(
+) -> Bottleneck:
+    return Bottleneck(
         who=who,
         why=why,
         text=text,
@@ -130,7 +130,7 @@ def _quiet_after_s(status: RunStatus) -> float:
     return max(QUIET_S, QUIET_STEPS * sum(seconds) / len(seconds)) if seconds else QUIET_S
 
 
-def _no_learner(status: RunStatus, progress: StepProgress) -> Waiting | None:
+def _no_learner(status: RunStatus, progress: StepProgress) -> Bottleneck | None:
     if progress.has_learner:
         return None
     last = f"the run's last batch, weights or claim is {progress.quiet_s:.0f} s old"
@@ -149,7 +149,7 @@ def _no_learner(status: RunStatus, progress: StepProgress) -> Waiting | None:
     return _because("no learner", text, status, progress, who="workers")
 
 
-def _no_scorers(status: RunStatus, progress: StepProgress) -> Waiting | None:
+def _no_scorers(status: RunStatus, progress: StepProgress) -> Bottleneck | None:
     """Samples wait for a scorer of which no process can answer."""
     ready = {scorer.scorer for scorer in status.scorers if scorer.state == "ready"}
     asked = [queue for queue in status.scoring if queue.waiting + queue.leased and queue.scorer not in ready]
@@ -168,7 +168,7 @@ def _missing_scorer(queue: ScoringQueue, status: RunStatus) -> str:
     return f"{samples} for {queue.scorer}, of which no process is alive ({remedy})"
 
 
-def _no_weights(status: RunStatus, progress: StepProgress) -> Waiting | None:
+def _no_weights(status: RunStatus, progress: StepProgress) -> Bottleneck | None:
     announced, since = status.announced, _seconds(progress.claimed_s)
     if announced is None:
         text = f"The workers wait for the first weights: the learner took the run {since} ago, and prepares them."
@@ -182,7 +182,7 @@ def _no_weights(status: RunStatus, progress: StepProgress) -> Waiting | None:
     return _because("no weights", text, status, progress, who="workers")
 
 
-def _training(status: RunStatus, progress: StepProgress) -> Waiting | None:
+def _training(status: RunStatus, progress: StepProgress) -> Bottleneck | None:
     taken = progress.taken
     is_whole = progress.taken_groups >= progress.groups_per_step or progress.feed_is_closed
     if taken is None or taken < _next_step(status) or not is_whole:
@@ -212,7 +212,7 @@ def _what_workers_lack(status: RunStatus, progress: StepProgress) -> str:
     return f"all admitted groups are ready or leased (staleness.{key} is {progress.ahead:g})"
 
 
-def _no_prompts(status: RunStatus, progress: StepProgress) -> Waiting | None:
+def _no_prompts(status: RunStatus, progress: StepProgress) -> Bottleneck | None:
     queues = status.queues
     if queues.pool or queues.retry or queues.leased or progress.unfinished or _has_enough(progress, status):
         return None
@@ -220,14 +220,14 @@ def _no_prompts(status: RunStatus, progress: StepProgress) -> Waiting | None:
     return _because("prompts", text, status, progress)
 
 
-def _store_is_full(status: RunStatus, progress: StepProgress) -> Waiting | None:
+def _store_is_full(status: RunStatus, progress: StepProgress) -> Bottleneck | None:
     if progress.stored_bytes < progress.max_bytes or _has_enough(progress, status):
         return None
     text = f"{_waits(status)}: the store is full ({_store(progress)}), and {_ready(status, progress)}."
     return _because("store", text, status, progress)
 
 
-def _no_workers(status: RunStatus, progress: StepProgress) -> Waiting | None:
+def _no_workers(status: RunStatus, progress: StepProgress) -> Bottleneck | None:
     if status.workers or _has_enough(progress, status):
         return None
     pools = [_shortage(pool) for pool in status.pools if not pool.pool.startswith(POOL)]
@@ -243,7 +243,7 @@ def _shortage(pool: PoolInfo) -> str:
     return f"pool {pool.pool} wants {pool.wanted} and starts {pool.restarting} again{given_up}"
 
 
-def _workers_pause(status: RunStatus, progress: StepProgress) -> Waiting | None:
+def _workers_pause(status: RunStatus, progress: StepProgress) -> Bottleneck | None:
     if _has_enough(progress, status):
         return None
     reasons = [_pause(worker, status) for worker in status.workers]
@@ -271,7 +271,7 @@ def _pause(worker: WorkerInfo, status: RunStatus) -> str:
     return meaning.get(worker.state, worker.state) + error
 
 
-def _enough(status: RunStatus, progress: StepProgress) -> Waiting | None:
+def _enough(status: RunStatus, progress: StepProgress) -> Bottleneck | None:
     """The groups are there and the learner has not taken them."""
     if not _has_enough(progress, status):
         return None
@@ -288,7 +288,7 @@ def _enough(status: RunStatus, progress: StepProgress) -> Waiting | None:
     return _because("stragglers", text, status, progress, group=group.group, workers=_holders(group))
 
 
-def _groups(status: RunStatus, progress: StepProgress) -> Waiting:
+def _groups(status: RunStatus, progress: StepProgress) -> Bottleneck:
     group = next(iter(progress.unfinished), None)
     if group is None:
         text = f"{_waits(status)}: {_ready(status, progress)}, and the workers have begun no other."

@@ -1,14 +1,17 @@
-"""`headway run`: a whole run on this machine."""
+"""`headway run` and `headway ray up`: a whole run on this machine, or on the nodes of a Ray cluster."""
 
+import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import click
 
-from headway.deploy.printing import complain, say_json
+from headway.deploy.printing import complain, say, say_json
 
-from .options import beginning, of_a_run, overrides_argument, rewind_of
+from .options import overrides_argument, rewind_of, run_arguments, start_options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@of_a_run
+@run_arguments
 @click.option(
     "--from", "first", metavar="STAGE", help="Go on (--resume) with this stage; what it starts from must be done."
 )
@@ -97,9 +100,7 @@ def execute(
         return LocalRun(loaded, recipe, overrides, *manner, launcher, begins, ends, shares)
 
     if dry_run:
-        from .dry_run import shown
-
-        with shown(as_json) as launcher:
+        with printing_launcher(as_json) as launcher:
             return local(launcher).run()
     code = local(open_launcher(loaded.launcher)).run()
     if as_json:
@@ -116,7 +117,7 @@ def _shares(recipe: "Recipe") -> "Mapping[str, float]":
     def part_of_learner(_: str) -> float | None:
         if (device_bytes := only_gpu_bytes(visible)) is None:
             return None
-        from headway.deploy.cli.stage_memory import learner_part  # it takes seconds to import
+        from .memory_report import learner_part  # it takes seconds to import
 
         return learner_part(recipe, device_bytes)
 
@@ -126,7 +127,7 @@ def _shares(recipe: "Recipe") -> "Mapping[str, float]":
 @click.command(hidden=True)
 @click.argument("recipe")
 @overrides_argument
-@beginning
+@start_options
 def prepare(
     recipe: str,
     overrides: tuple[str, ...],
@@ -145,3 +146,55 @@ def prepare(
     from headway.deploy.terminal import Terminal
 
     LocalRun(loaded, recipe, overrides, resume, overwrite, Terminal(), rewind, force).prepare()
+
+
+@contextmanager
+def printing_launcher(as_json: bool) -> "Iterator[Launcher]":
+    """Yield a launcher whose commands are printed: each as it is given, or all at the end as one JSON object."""
+    from headway.deploy.launch.base import Command
+    from headway.deploy.launch.dry_run_launcher import PrintedLauncher, as_builtins, as_text
+
+    if not as_json:
+        yield PrintedLauncher(lambda command: say(as_text(command)))
+        return
+    commands: list[Command] = []
+    yield PrintedLauncher(commands.append)
+    say_json({"commands": [as_builtins(command) for command in commands]})
+
+
+@click.group(no_args_is_help=True)
+def ray() -> None:
+    """Put a run on a Ray cluster."""
+
+
+@ray.command()
+@run_arguments
+@click.option(
+    "--address",
+    default="local",
+    show_default=True,
+    metavar="ADDRESS",
+    help="local: start a Ray on this machine; auto: the Ray that runs here; or HOST:PORT of a cluster's head.",
+)
+def up(
+    recipe: str,
+    overrides: tuple[str, ...],
+    address: str,
+    resume: bool,
+    overwrite: bool,
+    force: bool,
+    rewind_to: int | None,
+    regenerate: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> int:
+    """Run RECIPE with its learner and workers on the nodes of a Ray cluster.
+
+    It is `headway run` with launcher.kind=ray: this process supervises the others, which Ray places. A worker whose
+    node is gone starts again on another one. The run's directory lies on a file system that all nodes share.
+    """
+    rewind = rewind_of(resume, overwrite, rewind_to, regenerate)
+    chosen = ("launcher.kind=ray", f"launcher.options.address={json.dumps(address)}")
+    return execute(
+        recipe, (*overrides, *chosen), resume, overwrite, rewind, is_forced=force, dry_run=dry_run, as_json=as_json
+    )

@@ -19,10 +19,10 @@ from headway.broker.schema.status import PoolInfo, RunStatus, WorkerInfo
 from headway.broker.server.access import Role
 from headway.broker.server.embedded import EmbeddedServer
 from headway.deploy.cli.main import cli
+from headway.deploy.observe.bottleneck import REPEAT_S, Bottleneck, Reminder, look
 from headway.deploy.observe.live import Monitor, panel
+from headway.deploy.observe.run_warnings import log_warnings
 from headway.deploy.observe.status import status_json, status_tables
-from headway.deploy.observe.waiting import REPEAT_S, Reminder, Waiting, look
-from headway.deploy.observe.waiting_log import waits_logged
 from headway.deploy.terminal import Terminal
 from tests.broker.scenario import FRESH, Scenario, begin, group_id, hidden, rules
 from tests.broker.test_access import admit, url_of
@@ -47,7 +47,7 @@ def alive(name: str, **facts: Any) -> WorkerInfo:
     return replace(worker(name, WeightVersion(1, 0)), **facts)
 
 
-async def waits(broker: Broker) -> Waiting:
+async def waits(broker: Broker) -> Bottleneck:
     _, waiting = await look(broker)
     assert waiting is not None
     return waiting
@@ -241,7 +241,7 @@ async def test_a_learner_whose_sign_of_life_is_lost_does_not_log_that_none_is_al
     assert (await waits(broker)).is_quiet
     looks: list[RunStatus] = []
     blocking = BlockingBroker(url, run_name)
-    with waits_logged(blocking, looks.append, 0.01):
+    with log_warnings(blocking, looks.append, 0.01):
         async with asyncio.timeout(240):
             while len(looks) < 3:  # noqa: ASYNC110 - a thread looks
                 await asyncio.sleep(0.01)
@@ -285,7 +285,7 @@ async def test_each_role_that_shows_the_run_may_look(server: EmbeddedServer, run
     await learner.close()
 
 
-WAITING = Waiting(who="learner", why="groups", text="The learner waits.", is_quiet=True, quiet_s=40.0)
+WAITING = Bottleneck(who="learner", why="groups", text="The learner waits.", is_quiet=True, quiet_s=40.0)
 
 
 def test_a_reminder_tells_a_reason_once_and_again_after_a_while() -> None:
@@ -347,7 +347,7 @@ async def test_the_learners_log_tells_it(
     stuck: Broker, url: str, run_name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     blocking = BlockingBroker(url, run_name)
-    with caplog.at_level(logging.WARNING), waits_logged(blocking, lambda status: None, 0.01):
+    with caplog.at_level(logging.WARNING), log_warnings(blocking, lambda status: None, 0.01):
         async with asyncio.timeout(240):
             while "whose engine has made no token for 90 s" not in caplog.text:  # noqa: ASYNC110 - a thread logs it
                 await asyncio.sleep(0.01)
@@ -360,7 +360,7 @@ async def test_the_learners_log_names_workers_that_were_set_aside(
 ) -> None:
     await stuck.faults.report(worker="w9", host="far", rule="version", reason="protocol 1, not 2.")
     blocking = BlockingBroker(url, run_name)
-    with caplog.at_level(logging.WARNING), waits_logged(blocking, lambda status: None, 0.01):
+    with caplog.at_level(logging.WARNING), log_warnings(blocking, lambda status: None, 0.01):
         async with asyncio.timeout(240):
             while "whose engine has made no token for 90 s" not in caplog.text:  # noqa: ASYNC110 - a thread logs it
                 await asyncio.sleep(0.01)

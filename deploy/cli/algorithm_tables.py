@@ -1,4 +1,4 @@
-"""The pages that `headway algorithms` prints."""
+"""The tables that `headway algorithms` prints."""
 
 from collections.abc import Mapping
 from typing import Any

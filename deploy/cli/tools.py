@@ -1,14 +1,16 @@
-"""Commands that need no run: what works on this machine, what fits, which losses exist, what a role may do on a
-server."""
+"""Commands that need no run: what works on this machine, what fits, which losses exist, what a role may do on a server,
+and working examples to start from.
+"""
 
 import math
 from pathlib import Path
 
 import click
 
+from headway.broker.errors import ConfigError
 from headway.deploy.printing import say, say_json
 
-from .options import overrides_argument
+from .options import json_option, overrides_argument
 
 
 @click.command()
@@ -27,8 +29,6 @@ def acl(run: str | None, passwords: Path | None, as_file: bool, is_for_7_0: bool
     these work. Then give each role a URL such as redis://headway-worker@host:6379?password_file=FILE, or its
     password in HEADWAY_BROKER_PASSWORD.
     """
-    from headway.deploy.cli.acl import print_acl
-
     print_acl(run, passwords, as_file=as_file, is_for_7_0=is_for_7_0)
 
 
@@ -40,9 +40,10 @@ def algorithms(name: str | None, as_json: bool) -> None:
 
     With NAME, show one preset or one function in full.
     """
-    from headway.deploy.cli.algorithm_pages import overview, page
     from headway.deploy.terminal import Terminal
     from headway.learner.objective.catalog import compositions, find, functions
+
+    from .algorithm_tables import overview, page
 
     if as_json:
         found = find(name) if name else [*compositions(), *functions()]
@@ -74,9 +75,10 @@ def plan_memory(recipe: str, overrides: tuple[str, ...], device_memory: float | 
 
     Neither weights nor a GPU are needed. The exit code is 1 if --device-memory is too little.
     """
-    from headway.deploy.cli.memory_pages import as_builtins, page, report
     from headway.deploy.recipe.resolve import load_recipe
     from headway.deploy.terminal import Terminal
+
+    from .memory_report import as_builtins, page, report
 
     found = report(load_recipe(recipe, overrides), device_memory)
     if as_json:
@@ -108,11 +110,65 @@ def doctor(as_json: bool) -> None:
 
     It also shows what is installed, and how to install the rest.
     """
-    from headway.deploy.cli.doctor import examine, report_tables
     from headway.deploy.terminal import Terminal
+
+    from .doctor import examine, report_tables
 
     report = examine()
     if as_json:
         say_json(report)
         return
     Terminal().print(report_tables(report))
+
+
+def print_acl(run: str | None, passwords: Path | None, *, as_file: bool, is_for_7_0: bool) -> None:
+    """Print the rules on stdout without passwords, and newly made passwords on stderr, once."""
+    from headway.broker.server.access import users
+
+    given = _read_passwords(passwords) if passwords else dict[str, str]()
+    for user in users(run, given):
+        command = "user" if as_file else "ACL SETUSER"
+        say(f"{command} {user.name} {' '.join(user.rules(is_for_7_0=is_for_7_0))}")
+        if not as_file:
+            say(f"CLIENT KILL USER {user.name}")  # otherwise a client that came in by the old password stays
+        if user.role not in given:
+            say(f"{user.name} {user.password}", to_stderr=True)
+
+
+def _read_passwords(path: Path) -> dict[str, str]:
+    from headway.broker.server.access import Role
+    from headway.deploy.recipe.parse import read_yaml
+
+    given = read_yaml(path)
+    unknown = sorted(set(given) - set(Role))
+    if unknown or not all(isinstance(password, str) and password for password in given.values()):
+        raise ConfigError(
+            f"{path} must map roles ({', '.join(Role)}) to passwords"
+            + (f", and {unknown[0]!r} is none of them." if unknown else "; put a password into quotes.")
+        )
+    return given
+
+
+@click.group(no_args_is_help=True)
+def new() -> None:
+    """Write a working example, to be changed into your own."""
+
+
+@new.command()
+@click.argument("directory", type=click.Path(path_type=Path))
+@json_option
+def flow(directory: Path, as_json: bool) -> None:
+    """Write a training flow of your own into DIRECTORY, which must not exist.
+
+    It has a prompt source, a reward, an environment, an objective, a stage and a metric sink, each in a short file,
+    with tests and a recipe that trains a tiny model on a CPU in less than a minute.
+    """
+    from headway.deploy.flow.new import write_flow
+
+    files = write_flow(directory)
+    if as_json:
+        say_json({"directory": str(directory), "files": files})
+        return
+    for file in files:
+        say(str(directory / file))
+    say(f"Try it: cd {directory} && pytest && headway run recipe.yaml")

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def connection(command: F) -> F:
+def connection_options(command: F) -> F:
     """Add --broker and --run: the run that a role joins."""
     command = click.option(
         "--run", "run", envvar="HEADWAY_RUN", show_envvar=True, required=True, help="The run's name."
@@ -29,7 +29,7 @@ def connection(command: F) -> F:
 overrides_argument = click.argument("overrides", nargs=-1, metavar="[A.B=C]...")
 
 
-_BEGINNING = (
+_START_OPTIONS = (
     click.option("--resume", is_flag=True, help="Go on from the run's last checkpoint."),
     click.option("--overwrite", is_flag=True, help="Start anew and lose what the run's directory holds."),
     click.option("--force", is_flag=True, help="With --overwrite: even if the run is in use."),
@@ -45,9 +45,9 @@ _BEGINNING = (
 )
 
 
-def beginning(command: F) -> F:
+def start_options(command: F) -> F:
     """Add --resume, --overwrite, --force, --rewind-to and --regenerate: where a run begins; see `rewind_of`."""
-    for option in reversed(_BEGINNING):
+    for option in reversed(_START_OPTIONS):
         command = option(command)
     return command
 
@@ -84,7 +84,7 @@ dry_run_option = click.option(
 )
 
 
-def of_a_run(command: F) -> F:
+def run_arguments(command: F) -> F:
     """RECIPE, overrides, from where the run begins, --dry-run and --json: what `run` and `ray up` have in common."""
     as_json = click.option(
         "--json",
@@ -92,4 +92,4 @@ def of_a_run(command: F) -> F:
         is_flag=True,
         help="Print summary.json at the end; progress goes to stderr. With --dry-run: the commands.",
     )
-    return click.argument("recipe")(overrides_argument(beginning(dry_run_option(as_json(command)))))
+    return click.argument("recipe")(overrides_argument(start_options(dry_run_option(as_json(command)))))

@@ -9,11 +9,11 @@ from headway.deploy.printing import OF_ROLES, log_to_stderr
 
 from .options import (
     allow_import_option,
-    beginning,
-    connection,
+    connection_options,
     dry_run_option,
     overrides_argument,
     rewind_of,
+    start_options,
 )
 
 DEFAULT_PORT = 6380
@@ -43,8 +43,8 @@ def broker(directory: Path, port: int, host: str | None, url: str | None) -> int
 @click.command()
 @click.argument("recipe")
 @overrides_argument
-@connection
-@beginning
+@connection_options
+@start_options
 @click.option("--processes", type=click.IntRange(min=1), help="Ranks on this machine: learner.processes.")
 @click.option("--prepared", is_flag=True, hidden=True, help="A supervisor has made the run's directory.")
 def learner(
@@ -88,7 +88,7 @@ grace_option = click.option(
 
 @click.command()
 @overrides_argument
-@connection
+@connection_options
 @allow_import_option
 @click.option("--count", type=click.IntRange(0, 1024), default=1, show_default=True, help="Worker processes.")
 @click.option("--pool", default="", help="Its name for `headway scale`.  [default: HOST-PROCESS]")
@@ -119,15 +119,15 @@ def workers(
         if as_json:
             raise click.UsageError("--json needs --dry-run.")
         return run_workers(url, run, count, overrides, allowed, pool=pool, grace_s=grace_s)
-    from .dry_run import shown
+    from .run import printing_launcher
 
-    with shown(as_json) as launcher:
+    with printing_launcher(as_json) as launcher:
         return run_workers(url, run, count, overrides, allowed, launcher, pool=pool, grace_s=grace_s)
 
 
 @click.command()
 @overrides_argument
-@connection
+@connection_options
 @click.option(
     "--scorer", default="", metavar="NAME", help="A reward's name, or teacher.  [default: the run's only one]"
 )
@@ -149,15 +149,15 @@ def scorers(
         if as_json:
             raise click.UsageError("--json needs --dry-run.")
         return run_scorers(url, run, scorer, count, overrides)
-    from .dry_run import shown
+    from .run import printing_launcher
 
-    with shown(as_json) as launcher:
+    with printing_launcher(as_json) as launcher:
         return run_scorers(url, run, scorer, count, overrides, launcher)
 
 
 @click.command(hidden=True)
 @overrides_argument
-@connection
+@connection_options
 @click.option("--scorer", default="", help="The scorer's name.")
 @click.option("--name", default="scorer", help="Its name in logs and tables; made unique.")
 def scorer(overrides: tuple[str, ...], url: str, run: str, scorer: str, name: str) -> int:
@@ -170,7 +170,7 @@ def scorer(overrides: tuple[str, ...], url: str, run: str, scorer: str, name: st
 
 @click.command(hidden=True)
 @overrides_argument
-@connection
+@connection_options
 @allow_import_option
 @click.option("--name", default="worker", help="Its name in logs and tables; made unique.")
 @grace_option

@@ -1,35 +1,40 @@
-"""A worker's spans: trajectory -> turns -> generate, score."""
+"""A worker's spans (trajectory -> turns -> generate, score), and a learner's (step -> checkpoint, evaluate, take, pack,
+train, publish), with links to what it trained.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from opentelemetry.trace import Span, Status, StatusCode
+from opentelemetry.trace import Link, Span, Status, StatusCode
 
 from headway.broker.client.submissions import SubmitOutcome
-from headway.broker.schema import Lease, Trajectory
+from headway.broker.schema import Lease, Trajectory, TrajectoryId
 from headway.rollout_workers.samples.recorder import Recorder
 
-from .ids import TRAJECTORY, ids_of_trajectory
-from .provider import Attributes, Spans
+from .provider import TRAJECTORY, Attributes, Spans, ids_of_step, ids_of_trajectory
+
+if TYPE_CHECKING:
+    from headway.learner.stages.loop import TrainedStep
 
 
-class TracedSamples:
+class SampleTraces:
     """Follows the samples of one worker: a `rollout_workers.samples.tracing.SampleTracer`."""
 
     def __init__(self, spans: Spans) -> None:
         self._spans = spans
 
     @contextmanager
-    def sample(self, lease: Lease, recorder: Recorder) -> Iterator["TracedSample"]:
+    def sample(self, lease: Lease, recorder: Recorder) -> Iterator["SampleTrace"]:
         """Trace one sample while this worker holds its lease."""
-        traced = TracedSample(self._spans, lease, recorder)
+        traced = SampleTrace(self._spans, lease, recorder)
         try:
             yield traced
         finally:
             traced.leave()
 
 
-class TracedSample:
+class SampleTrace:
     """The trace of one sample. The worker whose submission counts sends the root span, and every worker that held the
     lease sends the turns that it took part in."""
 
@@ -100,3 +105,37 @@ class TracedSample:
         spans = self._recorder.spans
         newest: Attributes = {"headway.newest_version": str(spans[-1].version)} if spans else {}
         return {"headway.tokens": sum(self._recorder.loss_mask) - before, **newest}
+
+
+class StepTraces:
+    """Makes the spans of a run's steps, each once it is done; `identity` is the run's."""
+
+    def __init__(self, spans: Spans, identity: str) -> None:
+        self._spans = spans
+        self._identity = identity
+
+    def add(self, step: "TrainedStep") -> None:
+        """Make the spans of a step from its laps."""
+        tids = [trajectory.tid for trajectory in step.scored.trajectories]
+        root = self._spans.start_root(
+            "step",
+            ids_of_step(self._identity, step.version),
+            {
+                "headway.step": step.version.step,
+                "headway.incarnation": step.version.incarnation,
+                "headway.trajectories": len(tids),
+            },
+            links=[self.link(tid) for tid in tids],
+            start_ns=_ns(step.laps[0].start_s),
+        )
+        for lap in step.laps:
+            self._spans.start(lap.phase, root, {}, start_ns=_ns(lap.start_s)).end(_ns(lap.end_s))
+        root.end(_ns(step.laps[-1].end_s))
+
+    def link(self, tid: TrajectoryId) -> Link:
+        """Return the link to a trajectory's root span."""
+        return self._spans.link_to(TRAJECTORY, ids_of_trajectory(self._identity, tid), {"headway.trajectory": str(tid)})
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)

@@ -12,8 +12,7 @@ from headway.broker.client.submissions import SubmitOutcome
 from headway.broker.schema.status import WorkerInfo
 from headway.rollout_workers.config import WorkersConfig
 
-from .endpoint import MetricsEndpoint
-from .families import STATES, Family, metric, shown
+from .exposition import STATES, Family, MetricsEndpoint, family_metrics, metric
 
 PORTS = 1024
 """Ports among which a worker looks for a free one: one for each worker that a supervisor may start."""
@@ -40,7 +39,7 @@ FIGURES = (
 )
 
 
-class Watched(Protocol):
+class WorkerCounters(Protocol):
     """The part of a `rollout_workers.worker.Worker` that is read from another thread than its own."""
 
     @property
@@ -55,7 +54,7 @@ class Watched(Protocol):
 class WorkerCollector(Collector):
     """Reads the worker at every scrape."""
 
-    def __init__(self, worker: Watched) -> None:
+    def __init__(self, worker: WorkerCounters) -> None:
         self._worker = worker
 
     def collect(self) -> Iterator[Metric]:
@@ -63,7 +62,7 @@ class WorkerCollector(Collector):
         info = self._worker.info()
         said = {"worker": info.worker, "host": info.host, "engine": info.engine}
         yield InfoMetricFamily("headway_worker", "This worker, as `headway status` names it.", said)
-        yield from shown(FIGURES, self._figures(info))
+        yield from family_metrics(FIGURES, self._figures(info))
         states = {state: float(state == info.state) for state in STATES}
         yield metric("headway_worker_state", "1 for the state that the worker is in, 0 for others.", states, "state")
 
@@ -79,7 +78,7 @@ class WorkerCollector(Collector):
 
 
 @contextmanager
-def serving(worker: Watched, config: WorkersConfig) -> Iterator[MetricsEndpoint | None]:
+def serve_worker_metrics(worker: WorkerCounters, config: WorkersConfig) -> Iterator[MetricsEndpoint | None]:
     """Serve the worker's metrics on the first free port from `metrics_port` on; 0: on none. Raises ConfigError if no
     port is free."""
     if not config.metrics_port:

@@ -1,4 +1,4 @@
-"""The pages of `headway data inspect`: a table of uses, what is wrong, and examples with the trained tokens marked."""
+"""The report of `headway data inspect`: a table of uses, what is wrong, and examples with the trained tokens marked."""
 
 from typing import Any
 
@@ -10,8 +10,7 @@ from rich.text import Text
 from headway.broker.errors import ConfigError
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import load_recipe
-from headway.deploy.tables import WholeWords
-from headway.deploy.terminal import styled
+from headway.deploy.terminal import WordWrapTable, styled
 from headway.learner.config import ModelConfig
 from headway.learner.data.inspection import Inspection, RenderedRecord, UseReport
 from headway.learner.data.prompts.files import named_fields
@@ -60,7 +59,7 @@ def _examples(inspection: Inspection, recipe: Recipe | None, model: str) -> list
 
 def page(report: Report) -> RenderableType:
     """Return the report for a terminal."""
-    shown: list[RenderableType] = [WholeWords(_table(report)), *_wrong(report)]
+    shown: list[RenderableType] = [WordWrapTable(_table(report)), *_wrong(report)]
     if report.examples:
         shown.append(styled("\nTrained tokens are ", ("⟦marked⟧", "bold green"), "."))
     return Group(*shown, *(_example(example) for example in report.examples))

@@ -1,31 +1,217 @@
-"""A run's figures as the page draws them and as `--json` prints them."""
+"""What a page of runs shows, as it is drawn and as `--json` prints it: curves that are thinned to what a screen shows,
+and the samples and tokens of each weight version. `document` puts it into one HTML file with the style and the scripts.
+"""
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+import base64
+import hashlib
+import html
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
 
 from headway.broker.schema.metrics import StepMetrics
-from headway.broker.schema.status import Tallies
-from headway.deploy.observe.status import RECENT_STEPS, workers_json
+from headway.broker.schema.status import RunStatus, Tallies, VersionGroups, WorkerInfo
+from headway.deploy.observe.status import RECENT_STEPS, version_text, workers_json
 from headway.deploy.printing import visible
 from headway.deploy.recipe.parse import to_yaml
 from headway.deploy.run.events import EvaluationEvent, HeartbeatEvent, RunIncident, StageEvent, run_incidents
 from headway.deploy.run.figures import (
+    lag_histogram,
     moving_average,
     trained_by_response_length,
+    trained_by_step_of_weights,
     trained_per_s,
     trained_per_s_on_average,
+    trained_tokens_by_step_of_weights,
 )
 from headway.deploy.run.record import Record
 from headway.deploy.run.replay_comparison import leaves
 from headway.deploy.run.samples import ShownSample, samples_of
 
-from .thinning import COLUMNS, POINTS, Curve, LagMap, curve, lag_map, spans
-from .versions import HeldVersion, held_versions
+POINTS = 400
+"""Most points of a curve."""
+COLUMNS = 120
+"""Most columns of bars and of a heat map."""
+ROWS = 32
+"""Most rows of a heat map."""
+
+
+class Curve(msgspec.Struct, frozen=True, kw_only=True):
+    """A value over steps; each point stands for one or several steps."""
+
+    mean: list[float | None]
+    low: list[float | None] = []
+    """The smallest value behind each point; empty where each point stands for one step."""
+    high: list[float | None] = []
+
+
+class LagMap(msgspec.Struct, frozen=True, kw_only=True):
+    """The trajectories trained, by lag and by step."""
+
+    first: list[int]
+    """[columns] The first step of each column."""
+    last: list[int]
+    rows: list[tuple[int, int]]
+    """The smallest and the largest lag of each row."""
+    trajectories: list[list[int]]
+    """[columns, rows]"""
+    totals: list[int]
+    """[rows] Over all steps."""
+
+
+def spans(count: int, most: int) -> list[slice]:
+    """Cut `count` things into at most `most` runs of almost equal length."""
+    number = min(count, most)
+    return [slice(count * index // number, count * (index + 1) // number) for index in range(number)]
+
+
+def curve(values: Sequence[float | None]) -> Curve:
+    """Thin a series; a point whose values are all unknown is None."""
+    points = [[value for value in values[span] if value is not None] for span in spans(len(values), POINTS)]
+    mean = [fmean(point) if point else None for point in points]
+    if len(values) <= POINTS:
+        return Curve(mean=mean)
+    low, high = ([pick(point) if point else None for point in points] for pick in (min, max))
+    return Curve(mean=mean, low=low, high=high)
+
+
+def lag_map(steps: Sequence[StepMetrics]) -> LagMap:
+    """Count trajectories by lag and by step, in at most COLUMNS x ROWS cells."""
+    columns = [steps[span] for span in spans(len(steps), COLUMNS)]
+    rows = list(_rows(max((max(step.lag_histogram, default=0) for step in steps), default=0)))
+    return LagMap(
+        first=[column[0].step for column in columns],
+        last=[column[-1].step for column in columns],
+        rows=rows,
+        trajectories=[_by_row(lag_histogram(column), rows) for column in columns],
+        totals=_by_row(lag_histogram(steps), rows),
+    )
+
+
+def _rows(largest: int) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of lags from 0 to `largest`, each of the same width."""
+    width = -(-(largest + 1) // ROWS)
+    for low in range(0, largest + 1, width):
+        yield low, low + width - 1
+
+
+def _by_row(counts: dict[int, int], rows: Sequence[tuple[int, int]]) -> list[int]:
+    width, by_row = rows[0][1] - rows[0][0] + 1, Counter[int]()
+    for lag, count in counts.items():
+        by_row[lag // width] += count
+    return [by_row[index] for index in range(len(rows))]
+
+
+_NO_GROUPS = VersionGroups(step=0, generating=0, ready=0, dropped=0)
+
+
+class VersionCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """The places of the samples of one weight version."""
+
+    version: str
+    is_announced: bool
+    workers: int
+    """Workers whose engines hold it."""
+    generating: int
+    """Samples that these workers hold leases of."""
+    groups_generating: int
+    """Groups whose oldest token it sampled, and that lack samples."""
+    groups_ready: int
+    """Groups whose oldest token it sampled, and that the learner has not taken."""
+    groups_dropped: int
+    tokens_ready: int
+    """Tokens that it sampled, of groups that the learner has not taken."""
+    trained: int
+    """Trajectories that the steps trained and whose oldest token it sampled."""
+    trained_tokens: int
+    """Tokens that it sampled and the steps trained."""
+
+
+def version_counts(look: RunStatus | HeartbeatEvent, steps: Sequence[StepMetrics]) -> list[VersionCounts]:
+    """Return the versions that workers hold, that groups wait with or that these steps trained, the newest first."""
+    holders: dict[str, list[WorkerInfo]] = defaultdict(list)
+    for worker in look.workers:
+        holders[version_text(worker.version)].append(worker)
+    steps = [step for step in steps if step.incarnation == look.incarnation]
+    trained, tokens = (
+        {f"{look.incarnation}.{step}": count for step, count in by_step(steps).items()}
+        for by_step in (trained_by_step_of_weights, trained_tokens_by_step_of_weights)
+    )
+    incarnation = look.announced.incarnation if look.announced is not None else look.incarnation
+    groups = {f"{incarnation}.{version.step}": version for version in look.versions}
+    announced = version_text(look.announced)
+    return [
+        _counts_of(
+            name, announced, holders[name], groups.get(name, _NO_GROUPS), trained.get(name, 0), tokens.get(name, 0)
+        )
+        for name in _newest({*holders, *groups, *trained, *tokens, announced})
+    ]
+
+
+def _counts_of(
+    name: str, announced: str, workers: Sequence[WorkerInfo], groups: VersionGroups, trained: int, trained_tokens: int
+) -> VersionCounts:
+    return VersionCounts(
+        version=name,
+        is_announced=name == announced,
+        workers=len(workers),
+        generating=sum(worker.active for worker in workers),
+        groups_generating=groups.generating,
+        groups_ready=groups.ready,
+        groups_dropped=groups.dropped,
+        tokens_ready=groups.ready_tokens,
+        trained=trained,
+        trained_tokens=trained_tokens,
+    )
+
+
+def _newest(names: set[str]) -> list[str]:
+    """Sort versions; the dash, which stands for no version yet, comes last."""
+    return sorted(
+        names, key=lambda name: [int(part) for part in name.split(".")] if name[0] != "-" else [], reverse=True
+    )
+
+
+HERE = Path(__file__).parent
+SCRIPTS = ("charts.js", "page.js")
+_MARKUP = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+
+
+def document(content: Any, title: str, *, is_live: bool = False) -> bytes:
+    """Return the whole file. A live page may ask the server that it came from; any other asks no server."""
+    style, script = _read("page.css"), "\n".join(_read(name) for name in SCRIPTS)
+    connect = " connect-src 'self';" if is_live else ""
+    policy = f"default-src 'none';{connect} style-src '{_digest(style)}'; script-src '{_digest(script)}'; img-src data:"
+    parts = {
+        "policy": policy,
+        "title": html.escape(title),
+        "style": style,
+        "content": embedded(content),
+        "script": script,
+    }
+    page = re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], _read("page.html"))
+    return page.encode()
+
+
+def embedded(content: Any) -> str:
+    """Return JSON that no HTML parser takes for the end of its element."""
+    text = msgspec.json.encode(content).decode()
+    return "".join(_MARKUP.get(character, character) for character in text)
+
+
+def _read(name: str) -> str:
+    return (HERE / name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
 
 SHOWN_WORKERS = 50
 """The most workers of a page: a table of a thousand, drawn each second, would hold the browser up."""
@@ -56,7 +242,7 @@ class PhaseSeconds(msgspec.Struct, frozen=True, kw_only=True):
     """[columns] By the names of PHASES."""
 
 
-class StagePicture(msgspec.Struct, frozen=True, kw_only=True):
+class StageFigures(msgspec.Struct, frozen=True, kw_only=True):
     """A stage without workers."""
 
     name: str
@@ -74,11 +260,11 @@ class LastLook(msgspec.Struct, frozen=True, kw_only=True):
     workers: list[dict[str, Any]]
     """The first SHOWN_WORKERS of them, by name."""
     worker_count: int
-    versions: list[HeldVersion]
+    versions: list[VersionCounts]
     tallies: Tallies
 
 
-class Picture(msgspec.Struct, frozen=True, kw_only=True):
+class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     """One run."""
 
     name: str
@@ -104,7 +290,7 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     """YAML; empty if it is unknown."""
     samples: list[ShownSample] = []
     """Trained samples to read."""
-    stages: list[StagePicture] = []
+    stages: list[StageFigures] = []
     last_look: LastLook | None = None
     trained_by_response_length: dict[int, int] = {}
     """Trained samples by the tokens of their response, up to a power of two."""
@@ -124,7 +310,7 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
     title: str
     made_at: str
     """In UTC, as ISO 8601 has it."""
-    runs: list[Picture]
+    runs: list[RunFigures]
     differences: list[Difference] = []
 
 
@@ -133,7 +319,7 @@ def page_of(records: Sequence[Record], read_samples: Callable[[Path], list[Shown
 
     `read_samples` returns the samples of a run's directory; only the page of a single run shows some.
     """
-    runs = [picture_of(record) for record in records]
+    runs = [run_figures(record) for record in records]
     if len(runs) == 1:
         runs = [msgspec.structs.replace(runs[0], samples=read_samples(records[0].directory))]
     counts = Counter(run.name for run in runs)
@@ -146,10 +332,10 @@ def page_of(records: Sequence[Record], read_samples: Callable[[Path], list[Shown
     )
 
 
-def picture_of(record: Record) -> Picture:
+def run_figures(record: Record) -> RunFigures:
     """Return the figures of one run."""
     steps, events = record.lineage, run_incidents(record.steps)
-    return Picture(
+    return RunFigures(
         name=_name(record),
         directory=visible(str(record.directory)),
         state=record.state,
@@ -176,18 +362,18 @@ def _last_look(look: HeartbeatEvent, steps: Sequence[StepMetrics]) -> LastLook:
         step=look.step,
         workers=workers_json(look.workers[:SHOWN_WORKERS]),
         worker_count=len(look.workers),
-        versions=held_versions(look, steps[-RECENT_STEPS:]),
+        versions=version_counts(look, steps[-RECENT_STEPS:]),
         tallies=look.tallies,
     )
 
 
-def _stage(name: str, steps: Sequence[StageEvent]) -> StagePicture:
+def _stage(name: str, steps: Sequence[StageEvent]) -> StageFigures:
     measured = sorted({name for step in steps for name in step.metrics if name.startswith("held_out/")})
     curves = {"loss": curve([step.loss for step in steps])}
     if any(step.pass_rate is not None for step in steps):
         curves["pass_rate"] = curve([step.pass_rate for step in steps])
     curves |= {visible(metric): curve([step.metrics.get(metric) for step in steps]) for metric in measured}
-    return StagePicture(
+    return StageFigures(
         name=visible(name), steps=[steps[span][-1].steps for span in spans(len(steps), POINTS)], curves=curves
     )
 

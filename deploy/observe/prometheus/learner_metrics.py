@@ -1,4 +1,4 @@
-"""The learner's metrics: sums and last values of its steps, and the pool and the queues as it saw them last."""
+"""The learner's metrics: sums and last values of its steps, and the pools, scorers and queues as it saw them last."""
 
 import time
 from collections import Counter
@@ -13,8 +13,7 @@ from headway.deploy.run.events import EvaluationEvent, Event, HeartbeatEvent, St
 from headway.deploy.run.figures import generated_per_s
 from headway.learner.experience.length_drift import drift_of
 
-from .families import STATES, Family, metric, shown
-from .pools import of_pools, of_scorers
+from .exposition import STATES, Family, family_metrics, labelled_metric, metric
 
 LAG_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 512, 1000)
 """Upper bounds of the histograms' buckets, in steps, those of `by_lag` in metrics.jsonl.
@@ -250,7 +249,7 @@ class RunCollector(Collector):
 
     def _of_steps(self) -> Iterator[Metric]:
         yield InfoMetricFamily("headway_run", "The run that this learner trains.", self._run)
-        yield from shown(SUMS, self._sums)
+        yield from family_metrics(SUMS, self._sums)
         yield _lag_histogram(
             "headway_learner_trajectory_lag_steps",
             "Lag of the oldest trained token of each trained trajectory.",
@@ -265,7 +264,7 @@ class RunCollector(Collector):
         )
         if self._step is not None:
             metrics = self._step.metrics
-            yield from shown(LAST_STEP, msgspec.structs.asdict(metrics))
+            yield from family_metrics(LAST_STEP, msgspec.structs.asdict(metrics))
             for name, text, field in BY_LAG:
                 values = {str(lag): getattr(figures, field) for lag, figures in metrics.by_lag.items()}
                 yield metric(name, f"{text}, by the largest lag of a bucket.", values, "lag")
@@ -298,8 +297,8 @@ class RunCollector(Collector):
         for name, text, field, label in TALLIES:
             counts = {str(of): float(count) for of, count in getattr(tallies, field).items()}
             yield metric(name, text, counts, label)
-        yield from shown(QUEUES, msgspec.structs.asdict(self._heartbeat.queues))
-        yield from shown(AGES, msgspec.structs.asdict(self._heartbeat.ages))
+        yield from family_metrics(QUEUES, msgspec.structs.asdict(self._heartbeat.queues))
+        yield from family_metrics(AGES, msgspec.structs.asdict(self._heartbeat.ages))
         for name, text, field in QUEUED:
             counts = _by_lag(self._heartbeat, field)
             yield metric(name, f"{text}: steps behind the announced weights.", counts, "lag")
@@ -316,8 +315,8 @@ class RunCollector(Collector):
             "At least so far apart are the lengths of begun and of trained prompts, from 0 (alike) to 1.",
             {"": drift_of(tallies, self._heartbeat.queues)},
         )
-        yield from of_pools(self._heartbeat)
-        yield from of_scorers(self._heartbeat)
+        yield from pool_metrics(self._heartbeat)
+        yield from scorer_metrics(self._heartbeat)
         rate = generated_per_s(workers)
         yield metric("headway_pool_tokens_per_second", "Tokens that the workers generate.", {"": rate})
         yield metric(
@@ -340,3 +339,61 @@ def _lag_histogram(name: str, text: str, lags: Counter[int]) -> Metric:
     buckets = [(str(float(bound)), float(count)) for bound, count in zip(LAG_BUCKETS, counts, strict=True)]
     total = sum(lag * count for lag, count in lags.items())
     return HistogramMetricFamily(name, text, [*buckets, ("+Inf", float(lags.total()))], total)
+
+
+POOL_STATES = ("wanted", "running", "leaving", "restarting", "given_up")
+"""Fields of PoolInfo."""
+SCORER_STATES = ("loading", "ready", "draining")
+
+
+def pool_metrics(event: HeartbeatEvent) -> Iterator[Metric]:
+    """Yield what supervisors say of their pools, and how many workers are late or in quarantine."""
+    yield labelled_metric(
+        "headway_pool_processes",
+        "Worker processes of each supervised pool: wanted by scale, running, asked to leave, started again after a"
+        " failure, and not started again.",
+        ("pool", "state"),
+        {(pool.pool, state): float(getattr(pool, state)) for pool in event.pools for state in POOL_STATES},
+    )
+    yield metric(
+        "headway_pool_late_workers",
+        "Living workers that missed heartbeats: they are dead, stand still or are cut off.",
+        {"": event.late_workers},
+    )
+    yield metric(
+        "headway_pool_quarantined_workers",
+        "Worker processes that get no more leases, as too many of their samples were refused.",
+        {"": event.quarantined_workers},
+    )
+
+
+def scorer_metrics(event: HeartbeatEvent) -> Iterator[Metric]:
+    """Yield the scorers' processes and the requests that wait for them."""
+    if not (event.scorers or event.scoring):
+        return
+    states: Counter[tuple[str, str]] = Counter((one.scorer, one.state) for one in event.scorers)
+    names = {one.scorer for one in event.scorers} | {one.scorer for one in event.scoring}
+    yield labelled_metric(
+        "headway_scorer_processes",
+        "Living processes of each scorer, by state.",
+        ("scorer", "state"),
+        {(name, state): float(states[name, state]) for name in sorted(names) for state in SCORER_STATES},
+    )
+    yield labelled_metric(
+        "headway_scorer_requests",
+        "Requests to each scorer that wait, or that one of its processes holds.",
+        ("scorer", "state"),
+        {(one.scorer, state): float(getattr(one, state)) for one in event.scoring for state in ("waiting", "leased")},
+    )
+    yield labelled_metric(
+        "headway_scorer_requests_ended_total",
+        "Requests to each scorer that were answered, or that several of its processes could not answer.",
+        ("scorer", "outcome"),
+        {(one.scorer, how): float(getattr(one, how)) for one in event.scoring for how in ("answered", "failed")},
+    )
+    for name, text, field in (
+        ("headway_scorer_oldest_request_seconds", "For how long the oldest open request has waited.", "oldest_s"),
+        ("headway_scorer_expired_leases_total", "Requests whose scorer lost its lease.", "expired_leases"),
+        ("headway_scorer_stored_bytes", "Bytes of requests and answers that the broker holds.", "bytes"),
+    ):
+        yield metric(name, text, {one.scorer: float(getattr(one, field)) for one in event.scoring}, "scorer")

@@ -39,8 +39,9 @@ def inspect(file: str, recipe: str, model: str, layout: str, dataset: str, split
     dataset_info.json, hf:OWNER/NAME or modelscope:OWNER/NAME. With --recipe or --model, three examples follow, with the
     trained tokens marked. The exit code is 1 if no stage can train on it.
     """
-    from headway.deploy.cli.data_pages import inspect_data, page
     from headway.deploy.terminal import Terminal
+
+    from .data_report import inspect_data, page
 
     report = inspect_data(file, {"format": layout, "dataset": dataset, "split": split}, recipe, model)
     if as_json:
@@ -50,7 +51,7 @@ def inspect(file: str, recipe: str, model: str, layout: str, dataset: str, split
     return int(not report.is_usable)
 
 
-def _of_a_set(command: F) -> F:
+def _dataset_options(command: F) -> F:
     """Add the options that the published sets have in common."""
     options = (
         click.option(
@@ -78,7 +79,7 @@ def _of_a_set(command: F) -> F:
 
 
 @data.command()
-@_of_a_set
+@_dataset_options
 @click.option(
     "--answer",
     "instruction",
@@ -96,7 +97,7 @@ def gsm8k(instruction: str, **options: Any) -> None:
 
 
 @data.command()
-@_of_a_set
+@_dataset_options
 def math(**options: Any) -> None:
     """Write MATH's rows {problem, level, type, solution} as prompts with their ground truth.
 
