@@ -35,8 +35,7 @@ from headway.broker.schema.weights import Probe, TensorSpec, WeightManifest
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.base import GenerationRequest, NamedTensors
-from headway.rollout_workers.swaps.probes import refuse_other_logprobs
-from headway.rollout_workers.swaps.tensors import refuse_other_tensors
+from headway.rollout_workers.weight_updates.verification import refuse_other_logprobs, refuse_other_tensors
 from headway.weightsync.tensors.fingerprint import fingerprint
 
 KINDS = ("adapter", "finish", "whole")

@@ -21,7 +21,7 @@ import uvloop
 from headway.broker.schema import Prompt
 from headway.rollout_workers.config import RewardConfig
 from headway.rollout_workers.rewards import open_reward
-from headway.rollout_workers.rewards.function_calls import Asked, Calls
+from headway.rollout_workers.rewards.functions import FunctionCaller, FunctionInput
 
 AT_ONCE = (1, 64)
 REPETITIONS = 5
@@ -65,10 +65,12 @@ async def compare(calls: int, characters: int, processes: int) -> dict[str, Any]
         extra_info={"level": 3},
         num_samples=1,
     )
-    own, response = Calls(trivial, "verl"), "y" * characters
+    own, response = FunctionCaller(trivial, "verl"), "y" * characters
 
     async def in_thread(prompt: Prompt, response: str) -> Any:
-        asked = Asked(prompt.text, None, response, [], prompt.ground_truth, prompt.data_source, prompt.extra_info)
+        asked = FunctionInput(
+            prompt.text, None, response, [], prompt.ground_truth, prompt.data_source, prompt.extra_info
+        )
         return await asyncio.to_thread(own.score, asked)
 
     pool = await open_reward([RewardConfig(kind="benchmarks.reward_calls:trivial", processes=processes)])

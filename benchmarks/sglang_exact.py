@@ -151,7 +151,7 @@ class Checks:
         """Swap a model's weights in; the check of its fingerprints must pass."""
         from headway.broker.schema import WeightVersion
         from headway.broker.schema.weights import Probe, TensorSpec, WeightManifest
-        from headway.rollout_workers.swaps.tensors import refuse_other_tensors
+        from headway.rollout_workers.weight_updates.verification import refuse_other_tensors
         from headway.weightsync.tensors.fingerprint import fingerprint
 
         tensors = [(name, one.detach()) for name, one in self.models[which].named_parameters()]

@@ -14,7 +14,7 @@ VERSION_EXIT = 79
 """Exit code of a process of another version than the run's learner. It would fail again if it were started again, but
 other processes may be of the right version."""
 
-SICK_EXIT = 80
+UNHEALTHY_EXIT = 80
 """Exit code of a worker that has found itself unfit to generate. Another process in its place may be fit."""
 
 SIGNALLED_EXIT = 81
@@ -116,7 +116,7 @@ class NoRoomError(WeightSyncError):
     """There is no memory for a version at the moment. Nothing was changed, and trying again may help."""
 
 
-class SickWorkerError(HeadwayError):
+class UnhealthyWorkerError(HeadwayError):
     """A worker has found itself unfit to generate: its engine hangs, fails or does not hold what was published."""
 
-    exit_code = SICK_EXIT
+    exit_code = UNHEALTHY_EXIT

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headway.broker.client.broker import Broker
+from headway.broker.client.outages import Outages
 from headway.broker.errors import HeadwayError
 from headway.broker.schema.weights import ModelFiles
-
-from .outages import Outages
 
 POLL_S = 0.2
 SUFFIXES = frozenset({".bpe", ".jinja", ".json", ".md", ".model", ".tiktoken", ".txt", ".vocab"})
@@ -36,12 +35,12 @@ async def fetch_model(broker: Broker, directory: Path) -> FetchedModel:
     """Wait for the run's model files and write them to a new `directory/model` that only this user can read. From then
     on the broker's client refuses segments that cannot be of this model."""
     outages = Outages(broker.url)
-    files = await outages.ride_out(broker.versions.model)
+    files = await outages.retry_until_available(broker.versions.model)
     if files is None:
         log.info("run %s has no model yet; waiting for its learner", broker.run)
     while files is None:
         await asyncio.sleep(POLL_S)
-        files = await outages.ride_out(broker.versions.model)
+        files = await outages.retry_until_available(broker.versions.model)
     broker.leases.limits = files.limits
     return FetchedModel(await asyncio.to_thread(write_model, files, directory / "model"), files.end_tokens)
 

@@ -15,7 +15,8 @@ from typing import Literal
 
 from headway.broker.client.broker import Broker
 from headway.broker.client.leases import SubmitOutcome
-from headway.broker.errors import SickWorkerError
+from headway.broker.client.outages import Outages
+from headway.broker.errors import UnhealthyWorkerError
 from headway.broker.schema import Lease
 from headway.broker.schema.status import WorkerInfo
 from headway.weightsync.config import WeightsConfig
@@ -25,30 +26,24 @@ from .config import EvalConfig, SamplingConfig, WorkersConfig
 from .decoding import Decoding
 from .engines.base import Engine
 from .environments.base import Environment
-from .environments.single_turn import SingleTurn
-from .health.own import EngineHealth
-from .health.rules import Verdict
-from .outages import Outages
+from .environments.built_in import SingleTurn
+from .evaluation import EvaluationSampler
+from .health import EngineHealth, Verdict
 from .rewards.base import Reward
 from .run_end import RunEnd
-from .samples.engine_use import EngineUse
 from .samples.episode import Episodes
-from .samples.evaluating import Evaluating
-from .samples.held_leases import HeldLeases
-from .samples.leased import LeasedSamples
-from .samples.places import SharedPlaces
-from .samples.submissions import WorkerSubmissions
-from .samples.taught import AskedTeacher
-from .samples.tracing import UNTRACED, SampleTracer
-from .swaps.colocation import EngineDeviceLock
-from .swaps.turns import SwapTurns
-from .swaps.weights import EngineWeights
+from .samples.generation import MonitoredEngine
+from .samples.leases import ConcurrencyShare, HeldLeases, LeasedSamples, WorkerSubmissions
+from .samples.teacher_client import TeacherClient
+from .samples.tracing import NO_TRACER, SampleTracer
+from .weight_updates.device_lock import EngineDeviceLock
+from .weight_updates.engine_weights import EngineWeights, SwapTurns
 
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.02, 0.5
 """Seconds between two requests for leases: the shortest after a success, up to the longest after refusals."""
-FAREWELL_S = 4.0
+EXIT_STEP_S = 4.0
 """Seconds that a leaving worker spends at most on each of four steps: handing back samples that it generates,
-submitting finished ones, handing back those that are not scored by then, and saying goodbye."""
+submitting finished ones, handing back those that are not scored by then, and telling the broker that it leaves."""
 MISSED_HEARTBEATS = 5
 """Heartbeats that a worker may miss before it counts as dead and its turn to swap goes to another worker."""
 MOST_UNSUBMITTED = 2
@@ -68,7 +63,7 @@ class Worker:
         subscriber: Subscriber,
         reward: Reward,
         environment: Environment | None = None,
-        teacher: AskedTeacher | None = None,
+        teacher: TeacherClient | None = None,
         decoding: Decoding,
         sampling: SamplingConfig,
         config: WorkersConfig,
@@ -80,16 +75,16 @@ class Worker:
         is_colocated: bool = False,
         evaluation: EvalConfig | None = None,
         under_way: int = 0,
-        tracer: SampleTracer = UNTRACED,
-        on_sick: Callable[[], object] = lambda: None,
-        farewell_s: float = FAREWELL_S,
+        tracer: SampleTracer = NO_TRACER,
+        on_unhealthy: Callable[[], object] = lambda: None,
+        exit_step_s: float = EXIT_STEP_S,
     ) -> None:
-        """`environment` answers turns; without one an episode has one turn. `teacher` gives trajectories its logprobs
-        of their tokens. With `records_experts` trajectories carry the experts that their tokens were given. With
+        """`environment` answers turns; without one an episode has one turn. `teacher` adds its logprobs of the
+        tokens to trajectories. With `records_experts` trajectories carry the experts that their tokens were given. With
         `is_colocated` the engine shares its device with the learner, in turns. `evaluation` says how held-out prompts
-        are sampled; by default this worker samples none. `under_way`: see SharedPlaces. `tracer` follows every sample
-        that may be trained. `on_sick` is called once, when the worker finds itself unfit and begins to hand its work
-        back. `farewell_s` limits each step of leaving (see FAREWELL_S)."""
+        are sampled; by default this worker samples none. `under_way`: see ConcurrencyShare. `tracer` follows every
+        sample that may be trained. `on_unhealthy` is called once, when the worker finds itself unhealthy and begins to
+        hand its work back. `exit_step_s` limits each step of leaving (see EXIT_STEP_S)."""
         self._broker = broker
         self._engine = engine
         self._subscriber = subscriber
@@ -106,20 +101,20 @@ class Worker:
         self._held = HeldLeases(broker.leases, lease_ttl_s)
         self._wake = asyncio.Event()
         self._submissions = WorkerSubmissions(broker.leases, self._outages)
-        self._weights = self._held_weights(weights)
-        self._use = self._engine_use()
-        self._device = self._borrowed_device() if is_colocated else None
+        self._weights = self._engine_weights(weights)
+        self._monitored_engine = self._monitor_engine()
+        self._device = self._engine_device_lock() if is_colocated else None
         self._samples = self._leased_samples(records_experts, tracer)
-        self._evaluating = self._sampler_of_held_out(evaluation or EvalConfig())
-        self._places = SharedPlaces(worker, engine.capacity, under_way)
+        self._evaluation_sampler = self._held_out_sampler(evaluation or EvalConfig())
+        self._concurrency = ConcurrencyShare(worker, engine.capacity, under_way)
         self._admitting = asyncio.Lock()
         self._verdict: Verdict | None = None
-        self._on_sick = on_sick
-        self._farewell_s = farewell_s
+        self._on_unhealthy = on_unhealthy
+        self._farewell_s = exit_step_s
         self._run_end = RunEnd(config.patience_s)
         self._end = ""
 
-    def _held_weights(self, weights: WeightsConfig) -> EngineWeights:
+    def _engine_weights(self, weights: WeightsConfig) -> EngineWeights:
         """Return the engine's weights, which are swapped when it is this worker's turn."""
         turns = self._broker.swap_turns
         return EngineWeights(
@@ -133,14 +128,14 @@ class Worker:
             on_swap=self._note_swap,
         )
 
-    def _engine_use(self) -> EngineUse:
-        """Return the engine as samples use it: the worker ends once its rules find it unfit."""
+    def _monitor_engine(self) -> MonitoredEngine:
+        """Return the engine as samples use it: the worker ends once the rules of `health.py` find it unhealthy."""
         config = self._config
         health = EngineHealth(look_s=config.heartbeat_s, stall_s=config.stall_s, errors=config.engine_errors)
-        return EngineUse(self._engine, health, lambda: self._weights.may_sample, self._fall_sick)
+        return MonitoredEngine(self._engine, health, lambda: self._weights.may_sample, self._mark_unhealthy)
 
-    def _borrowed_device(self) -> EngineDeviceLock:
-        """Return the device that the engine shares with the learner, in turns."""
+    def _engine_device_lock(self) -> EngineDeviceLock:
+        """Return the lock on the device that the engine shares with the learner."""
         return EngineDeviceLock(self._broker, self._engine, self._worker, self._outages, self._weights, self._set_aside)
 
     def _leased_samples(self, records_experts: bool, tracer: SampleTracer) -> LeasedSamples:
@@ -148,7 +143,7 @@ class Worker:
         return LeasedSamples(
             self._broker.leases,
             self._held,
-            self._use,
+            self._monitored_engine,
             self._episodes,
             self._teacher,
             self._submissions,
@@ -164,16 +159,16 @@ class Worker:
             on_change=self._wake.set,
         )
 
-    def _sampler_of_held_out(self, evaluation: EvalConfig) -> Evaluating:
+    def _held_out_sampler(self, evaluation: EvalConfig) -> EvaluationSampler:
         """Return this worker's part of the evaluations that the learner asks for."""
-        return Evaluating(
+        return EvaluationSampler(
             self._broker.evaluations,
             self._outages,
             self._episodes,
             self._decoding,
             self._sampling,
             evaluation,
-            self._use.generate,
+            self._monitored_engine.generate,
             worker=self._worker,
             lease_ttl_s=self._lease_ttl_s,
             max_model_len=self._engine.max_model_len,
@@ -198,8 +193,8 @@ class Worker:
     async def run(self) -> str:
         """Work until the worker is drained (returns "drained") or the run is over (returns its state).
 
-        Raises the first error of any task, and SickWorkerError once a worker that found itself unfit has handed its
-        work back.
+        Raises the first error of any task, and UnhealthyWorkerError once an unhealthy worker has handed its work
+        back.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -218,7 +213,7 @@ class Worker:
         finally:
             await self._leave()
         if self._verdict is not None:
-            raise SickWorkerError(self._verdict.reason)
+            raise UnhealthyWorkerError(self._verdict.reason)
         return self._end
 
     def request_drain(self) -> None:
@@ -234,7 +229,7 @@ class Worker:
             if now != before:  # heartbeats wake this loop, too, and tell nothing new
                 wait_s, before = SHORTEST_WAIT_S, now
             async with self._admitting:
-                await self._evaluating.fill(self._room(self._engine.capacity), tasks.create_task)
+                await self._evaluation_sampler.fill(self._room(self._engine.capacity), tasks.create_task)
                 leases = await self._lease()
                 for lease in leases:
                     self._samples.begin(lease, tasks.create_task)
@@ -244,12 +239,12 @@ class Worker:
     def _note_swap(self) -> None:
         """Note that the engine holds another version: it may be evaluated, and more samples may be leased with it."""
         if self._weights.version is not None:
-            self._evaluating.begin(self._weights.version)
+            self._evaluation_sampler.begin(self._weights.version)
         self._wake.set()
 
     async def _until_evaluated(self) -> bool:
         """Wait before a swap until the engine's version is needed no more. Returns whether it had to wait."""
-        return await self._evaluating.until_over()
+        return await self._evaluation_sampler.until_over()
 
     async def _set_aside(self) -> None:
         """Hand back every sample that is being generated; this worker or another one continues it later. The engine's
@@ -257,7 +252,7 @@ class Worker:
         for before."""
         async with self._admitting:
             pass
-        await self._outages.ride_out(self._held.hand_back_unfinished)
+        await self._outages.retry_until_available(self._held.hand_back_unfinished)
 
     async def _lease(self) -> tuple[Lease, ...]:
         room, version = self._room(), self._weights.usable
@@ -274,18 +269,18 @@ class Worker:
         while True:
             with self._outages:
                 heard = await self._held.report(self._broker.status, self.info(), self._alive_s)
-                self._places.hear(heard.serving)
+                self._concurrency.note_workers(heard.serving)
                 if heard.must_drain:
                     self.request_drain()
                 self._note_state(heard.state)
             self._wake.set()
-            self._use.look()
+            self._monitored_engine.look()
             await asyncio.sleep(self._config.heartbeat_s)
 
     def info(self) -> WorkerInfo:
         """Return what this worker reports of itself. Any thread may ask."""
         version = None if self._weights.is_paused else self._weights.version
-        generated = self._use.generated
+        generated = self._monitored_engine.generated
         return WorkerInfo(
             worker=self._worker,
             host=socket.gethostname(),
@@ -296,7 +291,7 @@ class Worker:
             broadcast_epoch=self._subscriber.epoch,
             wants_broadcast=self._subscriber.joins_groups and not self._end,
             capacity=self._engine.capacity,
-            active=len(self._held) + len(self._evaluating),
+            active=len(self._held) + len(self._evaluation_sampler),
             generated_tokens=generated.total,
             submitted=self._submissions.taken,
             tokens_per_s=generated.per_second(),
@@ -305,8 +300,8 @@ class Worker:
             or self._subscriber.last_error
             or self._outages.last_error
             or self._submissions.last_error
-            or self._use.last_error,
-            silent_s=self._use.silent_s,
+            or self._monitored_engine.last_error,
+            silent_s=self._monitored_engine.silent_s,
             busy_s=generated.busy_s,
             slot_s=generated.slot_s,
             broker_calls=self._broker.answered,
@@ -324,7 +319,7 @@ class Worker:
             return "starting"
         if self._device is not None and not self._device.is_awake:
             return "asleep"
-        return "generating" if len(self._held) + len(self._evaluating) else "idle"
+        return "generating" if len(self._held) + len(self._evaluation_sampler) else "idle"
 
     def _note_state(self, state: str) -> None:
         if self._run_end.is_over(state):
@@ -336,14 +331,14 @@ class Worker:
             self._end = reason
             self._wake.set()
 
-    def _fall_sick(self, verdict: Verdict | None) -> None:
+    def _mark_unhealthy(self, verdict: Verdict | None) -> None:
         """Begin to hand the work back, if there is a verdict and it is the first one."""
         if verdict is None or self._verdict is not None:
             return
         self._verdict = verdict
-        log.error("worker %s is sick: %s", self._worker, verdict.reason)
-        self._on_sick()
-        self._stop("sick")
+        log.error("worker %s is unhealthy: %s", self._worker, verdict.reason)
+        self._on_unhealthy()
+        self._stop("unhealthy")
 
     def _is_full(self) -> bool:
         """Whether the worker has nothing to lease until a sample ends or weights arrive."""
@@ -351,8 +346,8 @@ class Worker:
 
     def _room(self, places: int | None = None) -> int:
         """Return how many samples more the worker may begin if it takes so many at a time; by default its own."""
-        places = self._places.now if places is None else places
-        free = places - len(self._evaluating) - self._held.generating
+        places = self._concurrency.limit if places is None else places
+        free = places - len(self._evaluation_sampler) - self._held.generating
         return min(free, MOST_UNSUBMITTED * places - len(self._held))
 
     async def _wait(self, timeout_s: float | None) -> None:
@@ -368,7 +363,7 @@ class Worker:
             )
         with suppress(TimeoutError), self._outages:
             async with asyncio.timeout(self._farewell_s):
-                await self._evaluating.end()
+                await self._evaluation_sampler.end()
                 await self._held.hand_back_unfinished()
         await self._held.wait_submitted(self._farewell_s)
         with suppress(TimeoutError), self._outages:

@@ -19,14 +19,13 @@ from typing import Any, cast
 import msgspec
 
 from headway.broker.client.broker import Broker, open_broker
+from headway.broker.client.outages import Outages
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.status import WorkerInfo
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.base import Engine, GenerationRequest
-from headway.rollout_workers.outages import Outages
-from headway.rollout_workers.swaps.turns import SwapTurns
-from headway.rollout_workers.swaps.weights import EngineWeights
+from headway.rollout_workers.weight_updates.engine_weights import EngineWeights, SwapTurns
 from headway.weightsync.config import WeightsConfig
 from headway.weightsync.deliveries import Delivery, StreamedDelivery
 from headway.weightsync.subscriber import Subscriber

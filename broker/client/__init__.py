@@ -7,6 +7,8 @@
        ├─ supervisors  supervision.py (pools, faults)
        └─ observers    status.py, progress.py, usage.py (the learner's heartbeat, users and bytes of a run)
 
+    outages.py repeats the calls of a process while the broker does not answer.
+
 The invariant: a verb may be repeated after a lost reply. Each is one script on the server (`broker/scripts/`), which
 checks the lease's token or the learner's incarnation before it writes anything.
 """

@@ -26,7 +26,7 @@ from headway.broker.schema.status import WorkerInfo
 from headway.deploy.recipe.resolve import recipe_from_bytes
 from headway.deploy.recipe.worker_pools import SCORER
 from headway.rollout_workers.config import WorkersConfig
-from headway.rollout_workers.health.rules import GenerationPace, Verdict, silent, slowest
+from headway.rollout_workers.health import GenerationRate, Verdict, silent, slowest
 from headway.rollout_workers.run_end import RUN_OVER, RunEnd
 
 from .pool import Pool, Slot
@@ -94,7 +94,7 @@ class PoolHealth:
 
     def _compared(
         self, slots: Sequence[Slot], reports: dict[str, WorkerInfo], window_s: float
-    ) -> dict[str, GenerationPace]:
+    ) -> dict[str, GenerationRate]:
         """Return the paces of the workers that have reported for a whole window. One whose predecessors were set aside
         gets more time."""
         found = {}
@@ -119,7 +119,7 @@ class _Paces:
     def __init__(self) -> None:
         self._looks = deque[tuple[float, WorkerInfo]]()
 
-    def note(self, info: WorkerInfo, window_s: float) -> GenerationPace | None:
+    def note(self, info: WorkerInfo, window_s: float) -> GenerationRate | None:
         """Add a look, and return the pace over the window; None before the worker has reported for a whole one."""
         now = time.monotonic()
         self._looks.append((now, info))
@@ -128,7 +128,7 @@ class _Paces:
         at, first = self._looks[0]
         if now - at < window_s:
             return None
-        return GenerationPace(
+        return GenerationRate(
             info.generated_tokens - first.generated_tokens, info.busy_s - first.busy_s, info.slot_s - first.slot_s
         )
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
-from headway.broker.errors import BUG_EXIT, LASTING_EXIT, SICK_EXIT, SIGNALLED_EXIT, VERSION_EXIT, HeadwayError
+from headway.broker.errors import BUG_EXIT, LASTING_EXIT, SIGNALLED_EXIT, UNHEALTHY_EXIT, VERSION_EXIT, HeadwayError
 from headway.deploy.printing import say
 
 from .base import DRAIN_NOTICE, Command, Handle, Launcher
@@ -130,7 +130,7 @@ class Supervisor:
         if bug and bug == slot.bug and not self._is_anyone_well():
             raise _failed(child, f"So it did before: {self._whole()} been stopped.")
         slot.bug = bug
-        if child.exit_code() == SICK_EXIT and self._is_anyone_well():
+        if child.exit_code() == UNHEALTHY_EXIT and self._is_anyone_well():
             self._replace(slot, child)
             return
         if slot.failures > self.max_restarts:

@@ -278,9 +278,9 @@ def _is_here(reward: RewardConfig, where: str, say: Callable[[str], object]) -> 
 
 async def _call(recipe: Recipe, config: RewardConfig, item: Item, where: str) -> None:
     """Call a function once. Raises ConfigError where the call fails, or returns no finite number as its score."""
-    from headway.rollout_workers.rewards import open_alone
+    from headway.rollout_workers.rewards import open_single
 
-    reward = await open_alone(config.kind, config, roots_of(recipe))
+    reward = await open_single(config.kind, config, roots_of(recipe))
     prompt = _prompt(item)
     try:
         if prompt.messages is not None or recipe.prompts.system_prompt:
@@ -368,11 +368,11 @@ def _unreadable(recipe: Recipe, config: RewardConfig, items: Sequence[Item], whe
 
 
 async def _complaints(recipe: Recipe, config: RewardConfig, prompts: Sequence[Prompt]) -> list[str]:
-    from headway.rollout_workers.rewards import open_alone
-    from headway.rollout_workers.rewards.base import ReadsTruths
+    from headway.rollout_workers.rewards import open_single
+    from headway.rollout_workers.rewards.base import GroundTruthReader
 
-    reward = await open_alone(config.kind, config, roots_of(recipe))
-    assert isinstance(reward, ReadsTruths)
+    reward = await open_single(config.kind, config, roots_of(recipe))
+    assert isinstance(reward, GroundTruthReader)
     try:
         return await reward.complaints(prompts)
     finally:

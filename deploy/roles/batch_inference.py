@@ -29,9 +29,8 @@ from headway.learner.data.prompts.files import Row, RowFields, is_null, named_fi
 from headway.learner.data.prompts.rendering import Renderer
 from headway.learner.models.model import load_tokenizer
 from headway.rollout_workers.decoding import Decoding, response_text
-from headway.rollout_workers.evaluate import all_of
+from headway.rollout_workers.evaluation import all_of, held_out_request
 from headway.rollout_workers.samples.generation import generate, sample_seed
-from headway.rollout_workers.samples.held_out import held_out_request
 from headway.rollout_workers.samples.recorder import Recorder
 
 from .trained_model import GenerationSettings, TrainedModel, open_trained, own_decoding

@@ -67,15 +67,15 @@ def lasting_config_errors() -> Iterator[None]:
 
 async def fetch_config(broker: Broker) -> bytes:
     """Wait for a learner to store the run's resolved configuration, and return it."""
-    from headway.rollout_workers.outages import Outages
+    from headway.broker.client.outages import Outages
 
     outages = Outages(broker.url)
-    stored = await outages.ride_out(broker.status.config)
+    stored = await outages.retry_until_available(broker.status.config)
     if stored is None:
         log.info("run %s has no learner yet; waiting for one", broker.run)
     while stored is None:
         await asyncio.sleep(CONFIG_POLL_S)
-        stored = await outages.ride_out(broker.status.config)
+        stored = await outages.retry_until_available(broker.status.config)
     return stored
 
 

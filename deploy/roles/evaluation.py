@@ -23,14 +23,14 @@ from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.scorers import scorers_of
 from headway.deploy.recipe.trust import roots_of
 from headway.learner.experience.stream import Experience
-from headway.rollout_workers.evaluate import EvalResult, summarize
+from headway.rollout_workers.evaluation import EvalResult, summarize
 
 from .scorer import local_scorers, scorer_clients
 
 if TYPE_CHECKING:
     import torch
 
-    from headway.rollout_workers.evaluate import EvalResult
+    from headway.rollout_workers.evaluation import EvalResult
 
 
 class Evaluator:
@@ -97,8 +97,7 @@ class Evaluator:
     async def _measure(
         self, tensors: "list[tuple[str, torch.Tensor]] | None", prompts: Sequence[Prompt]
     ) -> "EvalResult":
-        from headway.rollout_workers.evaluate import evaluate
-        from headway.rollout_workers.samples.held_out import evaluation_sampling
+        from headway.rollout_workers.evaluation import evaluate, evaluation_sampling
 
         if tensors is not None:
             self._swaps += 1

@@ -30,7 +30,7 @@ from .evaluation import Evaluator, WorkerEvaluations
 
 if TYPE_CHECKING:
     from headway.deploy.observe.tracing.traces import StepTraces
-    from headway.rollout_workers.evaluate import EvalResult
+    from headway.rollout_workers.evaluation import EvalResult
 
 HEARTBEAT_S = 10.0
 """Seconds between two heartbeat events after steps, for sinks that want them. Each fetches the last steps from the

@@ -25,7 +25,7 @@ from .config_watch import Signals, drained_when_changed, fetch_config, lasting_c
 
 if TYPE_CHECKING:
     from headway.rollout_workers.rewards import ScorerOpener
-    from headway.rollout_workers.samples.taught import AskedTeacher
+    from headway.rollout_workers.samples.teacher_client import TeacherClient
     from headway.rollout_workers.scorers import TokenScorer
 
 
@@ -181,14 +181,14 @@ def local_scorers(recipe: Recipe) -> "ScorerOpener":
     return opened
 
 
-def open_teacher(broker: Broker, recipe: Recipe, worker: str) -> "AskedTeacher | None":
+def open_teacher(broker: Broker, recipe: Recipe, worker: str) -> "TeacherClient | None":
     """Return the recipe's teacher; None where it has none."""
-    from headway.rollout_workers.samples.taught import TEACHER, AskedTeacher
+    from headway.rollout_workers.samples.teacher_client import TEACHER, TeacherClient
 
     if not recipe.teacher.path:
         return None
     scorer = _asked(broker, worker, TEACHER, recipe.teacher.deadline_s)
-    return AskedTeacher(
+    return TeacherClient(
         scorer,
         temperature=recipe.sampling.temperature,
         deadline_s=recipe.teacher.deadline_s,
@@ -197,7 +197,7 @@ def open_teacher(broker: Broker, recipe: Recipe, worker: str) -> "AskedTeacher |
 
 
 def _asked(broker: Broker, worker: str, name: str, hold_s: float) -> "TokenScorer":
-    from headway.rollout_workers.outages import Outages
+    from headway.broker.client.outages import Outages
     from headway.rollout_workers.scorers.scorer_client import ScorerClient
 
     return ScorerClient(broker.scoring, Outages(broker.url), name, hold_s=hold_s, worker=worker)

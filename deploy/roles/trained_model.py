@@ -25,7 +25,7 @@ from headway.learner.models.model import load_tokenizer
 from headway.rollout_workers.config import EngineConfig, EvalConfig, SamplingConfig, WorkersConfig
 from headway.rollout_workers.decoding import Decoding, load_decoding
 from headway.rollout_workers.engines import open_engine
-from headway.rollout_workers.samples.held_out import evaluation_sampling
+from headway.rollout_workers.evaluation import evaluation_sampling
 from headway.weightsync.config import WeightsConfig
 
 if TYPE_CHECKING:

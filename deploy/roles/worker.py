@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from headway.broker.client.broker import Broker, open_broker
 from headway.broker.errors import (
     LASTING_EXIT,
-    SICK_EXIT,
+    UNHEALTHY_EXIT,
     SchemaMismatchError,
-    SickWorkerError,
+    UnhealthyWorkerError,
     WeightSyncError,
 )
 from headway.broker.user_code.import_paths import ImportRoots, import_directory
@@ -98,7 +98,7 @@ async def _run(
         await _name(broker, worker, "weights", str(error))
         if error.exit_code == LASTING_EXIT:
             raise
-        raise SickWorkerError(str(error)) from error
+        raise UnhealthyWorkerError(str(error)) from error
     finally:
         await broker.close()
 
@@ -110,7 +110,7 @@ async def _name(broker: Broker, worker: str, rule: str, reason: str) -> None:
 
 def _end_soon() -> None:
     """End the process once GRACE_S have passed, whatever hangs in it then."""
-    timer = threading.Timer(GRACE_S, os._exit, (SICK_EXIT,))
+    timer = threading.Timer(GRACE_S, os._exit, (UNHEALTHY_EXIT,))
     timer.daemon = True
     timer.start()
 
@@ -189,13 +189,13 @@ async def _work(
     drain: asyncio.Event,
     roots: ImportRoots,
     ahead: PrewarmedEngine,
-    farewell_s: float = DRAIN_WORKER_S / PARTS_OF_GRACE,
+    exit_step_s: float = DRAIN_WORKER_S / PARTS_OF_GRACE,
 ) -> None:
     from headway.deploy.observe.tracing import open_sample_traces
     from headway.rollout_workers.decoding import load_decoding
     from headway.rollout_workers.environments import open_environment
     from headway.rollout_workers.model_files import fetch_model
-    from headway.rollout_workers.swaps.colocation import staying_awake
+    from headway.rollout_workers.weight_updates.device_lock import keep_awake
     from headway.rollout_workers.worker import Worker
     from headway.weightsync.subscriber import Subscriber
 
@@ -208,7 +208,7 @@ async def _work(
     is_colocated, records_experts = recipe.run.is_colocated, recipe.algorithm.router_replay
     if is_colocated and not await or_drained(_may_open(broker, recipe, worker), drain):
         return
-    with lasting_config_errors(), staying_awake(broker, worker) if is_colocated else nullcontext():
+    with lasting_config_errors(), keep_awake(broker, worker) if is_colocated else nullcontext():
         rank = sent_rank(of_run, recipe, model, roots)
         engine = await ahead.taken(recipe, roots, model, rank) or open_worker_engine(recipe, model, worker, roots, rank)
     log.info("worker %s: engine %s is up", worker, recipe.engine.kind)
@@ -236,20 +236,20 @@ async def _work(
                 evaluation=recipe.evaluation,
                 under_way=_under_way(recipe),
                 tracer=tracer,
-                on_sick=_end_soon,
-                farewell_s=farewell_s,
+                on_unhealthy=_end_soon,
+                exit_step_s=exit_step_s,
             )
             await _roll_out(rollout, recipe, worker, drain, opened)
 
 
 async def _open_reward(broker: Broker, recipe: Recipe, worker: str, roots: ImportRoots) -> "Reward":
     """Open the rewards. Packages that they need are imported while the first samples are generated."""
-    from headway.rollout_workers.rewards import Unjudged, open_reward
+    from headway.rollout_workers.rewards import ZeroReward, open_reward
 
     from .scorer import scorer_clients
 
     if not recipe.rewards:
-        return Unjudged()
+        return ZeroReward()
     return await open_reward(recipe.rewards, roots, scorer_clients(broker, worker), warms=True)
 
 
@@ -281,16 +281,16 @@ async def _roll_out(
 
 async def _may_open(broker: Broker, recipe: Recipe, worker: str) -> bool:
     """Wait until the learner leaves the device to engines. Returns False if the run is over."""
-    from headway.rollout_workers.outages import Outages
+    from headway.broker.client.outages import Outages
     from headway.rollout_workers.run_end import RunEnd
-    from headway.rollout_workers.swaps.colocation import until_engine_may_open
+    from headway.rollout_workers.weight_updates.device_lock import wait_for_device
 
     run_end = RunEnd(recipe.workers.patience_s)
 
     async def is_over() -> bool:
         return run_end.is_over(await broker.status.state())
 
-    return await until_engine_may_open(broker.phases, worker, Outages(broker.url), is_over)
+    return await wait_for_device(broker.phases, worker, Outages(broker.url), is_over)
 
 
 async def _drain_when_asked(worker: "Worker", drain: asyncio.Event) -> None:

@@ -22,9 +22,9 @@ async def open_environment(config: EnvironmentConfig, roots: ImportRoots | None 
     """Open the environment of `config.kind`. Raises ConfigError for an unknown kind or option, and for a user's own
     class that may not be imported (`roots`) or cannot be opened."""
     if ":" in config.kind:
-        from .own import open_own
+        from .custom import open_custom
 
-        return await open_own(config, roots or ImportRoots())
+        return await open_custom(config, roots or ImportRoots())
     return _built_in(config, "")
 
 
@@ -38,12 +38,12 @@ def _built_in(config: EnvironmentConfig, source: str) -> Environment:
     options = f"{source}environment.options"
     match config.kind:
         case "single_turn":
-            from .single_turn import SingleTurn, SingleTurnOptions
+            from .built_in import SingleTurn, SingleTurnOptions
 
             typed_options(config.options, SingleTurnOptions, options)
             return SingleTurn()
         case "second_try":
-            from .second_try import SecondTry, SecondTryOptions
+            from .built_in import SecondTry, SecondTryOptions
 
             return SecondTry(typed_options(config.options, SecondTryOptions, options))
         case unknown:

@@ -5,8 +5,8 @@
                                                               └─ reward_model ──asks──► scorers
 
 The invariant: nothing is ever trained on a score that no function returned. A call of your own function that raises,
-hangs or ends its process is made once more. If that fails too, the worker gives the sample up, to be generated anew. A
-worker that could score none of several samples in a row ends with an error that names function and prompt.
+hangs or ends its process is made once more. If that fails too, the worker gives the sample up, to be generated again.
+A worker that could score none of several samples in a row ends with an error that names function and prompt.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from headway.rollout_workers.config import REWARDS, RewardConfig
 from headway.rollout_workers.scorers.base import TokenScorer
 
 from .base import Reward, Score
-from .unjudged import Unjudged
+from .built_in import ZeroReward
 
 ScorerOpener = Callable[[str, RewardConfig], TokenScorer]
 """Opens the scorer of a reward model by the name of its reward."""
@@ -37,14 +37,14 @@ async def open_reward(
     Raises ConfigError for a kind that does not exist, may not be imported (`roots`, by default Headway's own modules
     and the working directory's) or cannot be called.
     """
-    from .weighted import WeightedReward, WeightedSum
+    from .built_in import WeightedReward, WeightedSum
 
     if not configs:
         raise ConfigError(f"rewards: none given; name at least one of {', '.join(REWARDS)} or package.module:function")
     roots, terms = roots or ImportRoots(), list[WeightedReward]()
     try:
         for name, config in zip(reward_names(configs), configs, strict=True):
-            reward = await open_alone(name, config, roots, open_scorer, warms=warms)
+            reward = await open_single(name, config, roots, open_scorer, warms=warms)
             terms.append(WeightedReward(name, config.weight, reward, config.mean, config.std, config.clip))
     except BaseException:
         await WeightedSum(terms).close()
@@ -52,19 +52,19 @@ async def open_reward(
     return WeightedSum(terms)
 
 
-async def open_alone(
+async def open_single(
     name: str, config: RewardConfig, roots: ImportRoots, open_scorer: ScorerOpener | None = None, *, warms: bool = False
 ) -> Reward:
     """Open one reward, without its weight. The arguments and errors are those of `open_reward`."""
     match config.kind:
         case "reward_model":
-            from .reward_model import AskedReward
+            from .built_in import ModelReward
 
             if open_scorer is None:
                 raise ConfigError("rewards: a reward_model is asked by the workers of a run, and there is none here.")
-            return AskedReward(name, open_scorer(name, config), config.deadline_s)
+            return ModelReward(name, open_scorer(name, config), config.deadline_s)
         case "arithmetic":
-            from .arithmetic import ArithmeticReward
+            from .built_in import ArithmeticReward
 
             return ArithmeticReward()
         case "math_verify":
@@ -90,4 +90,4 @@ def reward_names(configs: Sequence[RewardConfig]) -> list[str]:
     return [name if count == 1 else f"{name}_{count}" for name, count in zip(short, counts, strict=True)]
 
 
-__all__ = ["Reward", "Score", "ScorerOpener", "Unjudged", "open_alone", "open_reward", "reward_names"]
+__all__ = ["Reward", "Score", "ScorerOpener", "ZeroReward", "open_reward", "open_single", "reward_names"]

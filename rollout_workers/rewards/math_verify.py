@@ -67,7 +67,7 @@ class MathVerifyReward:
         return Score(total=float(is_right), components={"timed_out": 0.0})
 
     async def complaints(self, prompts: Sequence[Prompt]) -> list[str]:
-        """See ReadsTruths. A ground truth that takes too long to read is complained of, too. Numbers start no
+        """See GroundTruthReader. A ground truth that takes too long to read is complained of, too. Numbers start no
         process."""
         truths = [(place, one.ground_truth) for place, one in enumerate(prompts) if not _is_number(one.ground_truth)]
         told = [""] * len(prompts)

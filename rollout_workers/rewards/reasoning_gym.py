@@ -47,7 +47,7 @@ class ReasoningGymReward:
         return Score(total=total, components={"tagged": tagged, "timed_out": 0.0})
 
     async def complaints(self, prompts: Sequence[Prompt]) -> list[str]:
-        """See ReadsTruths. An entry is unfit that has no task, or whose task cannot judge its right answer."""
+        """See GroundTruthReader. An entry is unfit that has no task, or whose task cannot judge its right answer."""
         asked = [(prompt.group, prompt.extra_info) for prompt in prompts]
         return [await self._pool.call("complaint", *one, deadline_s=self._deadline_s) for one in asked]
 

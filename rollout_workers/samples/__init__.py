@@ -1,13 +1,15 @@
 """One sample in a worker: generated, recorded token by token, saved in segments, held by a lease.
 
-    leased.py ──► episode.py ─► engine_use.py ─► generation.py ─► recorder.py ─► trajectory ─► submissions.py
-        │         turns         counted, judged   one turn          │                          handed in, durable
-        └► held_leases.py: renewed, lost                            └─► segments.py ─► broker
+    leases.py ──► episode.py ──► generation.py ──► recorder.py ──► trajectory ──► leases.py
+     renewed       turns          one turn of        │              submitted, durable
+                                  an engine          └─► segments.py ─► broker
 
-    taught.py, chosen_experts.py     what a trajectory carries besides: a teacher's logprobs, the router's experts
-    evaluating.py, held_out.py       samples of held-out prompts, which are never trained
-    places.py                        how many at a time, where the recipe leaves it open
-    throughput.py, tracing.py        how fast, and when each phase began
+    leases.py            the samples of held leases, how many at a time, and their submission
+    episode.py           turns: generated, scored, answered by the environment
+    generation.py        a turn with one engine, whose requests are counted and whose failures are noted
+    recorder.py          tokens, logprobs, version spans and the experts that a router chose
+    teacher_client.py    a teacher's logprobs of a finished sample
+    tracing.py           the seam for a tracer: when each phase of a sample began
 
 The invariant: every token has the logprob and the weight version with which it was sampled, whichever workers took
 turns at its sample.

@@ -10,17 +10,16 @@ from headway.broker.errors import HeadwayError
 from headway.broker.schema import Prompt
 from headway.rollout_workers.decoding import Decoding, response_text
 from headway.rollout_workers.environments.base import Environment, Episode
-from headway.rollout_workers.rewards.base import Reward
-from headway.rollout_workers.rewards.failures import Failures
+from headway.rollout_workers.rewards.base import CallFailures, Reward
 
 from .recorder import Recorder
-from .tracing import UNTRACED, SampleTrace
+from .tracing import NO_TRACER, SampleTrace
 
 PATIENCE_S = 60.0
 """An environment that the model could understand so recently is not given up."""
 
 
-class JudgedTurn(NamedTuple):
+class ScoredTurn(NamedTuple):
     """A scored and answered turn."""
 
     reward: float
@@ -39,7 +38,7 @@ class Episodes:
         self._reward = reward
         self._decoding = decoding
         self._encoding = asyncio.Lock()
-        self._failures = Failures(
+        self._failures = CallFailures(
             f"environment {getattr(environment, 'kind', type(environment).__name__)}",
             "It must say text, or token ids of the model.",
             PATIENCE_S,
@@ -52,28 +51,30 @@ class Episodes:
         recorder: Recorder,
         generate: Callable[[], Awaitable[None]],
         room: Callable[[], int],
-        trace: SampleTrace = UNTRACED,
-    ) -> JudgedTurn | None:
-        """Play turns until the sample needs the engine no more. Returns the judgement of its last turn, or None if that
-        turn is still to be judged. `generate` records a turn to its end; `room` returns how many tokens may follow.
-        Raises as `judge` does."""
+        trace: SampleTrace = NO_TRACER,
+    ) -> ScoredTurn | None:
+        """Play turns until the sample needs the engine no more. Returns its scored last turn, or None if that turn
+        is still to be scored. `generate` records a turn to its end; `room` returns how many tokens may follow.
+        Raises as `score_turn` does."""
         while True:
             with trace.generating():
                 await generate()
             if len(recorder.turns) + 1 >= self._environment.max_turns:
                 return None
-            judged = await self.judge(prompt, recorder, room(), trace)
-            if not judged.said:
-                return judged
-            recorder.hear(judged.said, judged.reward)
+            scored = await self.score_turn(prompt, recorder, room(), trace)
+            if not scored.said:
+                return scored
+            recorder.add_environment_tokens(scored.said, scored.reward)
 
-    async def judge(self, prompt: Prompt, recorder: Recorder, room: int, trace: SampleTrace = UNTRACED) -> JudgedTurn:
+    async def score_turn(
+        self, prompt: Prompt, recorder: Recorder, room: int, trace: SampleTrace = NO_TRACER
+    ) -> ScoredTurn:
         """Score the turn that was recorded last, and let the environment answer it. Raises UnscoredError or
         RewardError."""
         with trace.scoring():
-            return await self._judge(prompt, recorder, room)
+            return await self._score_turn(prompt, recorder, room)
 
-    async def _judge(self, prompt: Prompt, recorder: Recorder, room: int) -> JudgedTurn:
+    async def _score_turn(self, prompt: Prompt, recorder: Recorder, room: int) -> ScoredTurn:
         bounds = [*((turn.start, turn.end) for turn in recorder.turns), (recorder.turn_start, len(recorder.tokens))]
         answers = tuple(response_text(self._decoding, recorder.tokens[start:end]) for start, end in bounds)
         score = await self._reward.score(prompt, answers[-1], recorder.finished(), recorder.tokens)
@@ -90,7 +91,7 @@ class Episodes:
         if said and len(said) >= room:  # the model needs room to answer
             said, step = [], await self._environment.step(replace(episode, finish_reason="length", room=0))
         measured = {f"environment/{name}": value for name, value in step.components.items()}
-        return JudgedTurn(step.reward, {**score.components, **measured}, said)
+        return ScoredTurn(step.reward, {**score.components, **measured}, said)
 
     async def close(self) -> None:
         """Close environment and reward."""

@@ -3,7 +3,7 @@
 The model reads what an environment says after a turn, but did not sample it: these tokens have loss mask 0, logprob 0
 and the version of the token before. They become part of the sample together with the first token that is sampled after
 them, when they have been fed and their chosen experts are known. So no segment ends with them, and a worker that
-continues a sample at a turn's end asks its environment anew.
+continues a sample at a turn's end asks its environment again.
 
 The recorder trusts no engine: it refuses impossible output before the learner would train on it.
 """
@@ -14,11 +14,54 @@ from collections.abc import Sequence
 import numpy as np
 
 from headway.broker.errors import HeadwayError
-from headway.broker.schema import Lease, Segment, Trajectory, TrajectoryId, Turn, VersionSpan, WeightVersion
+from headway.broker.schema import Experts, Lease, Segment, Trajectory, TrajectoryId, Turn, VersionSpan, WeightVersion
 from headway.broker.security.sample_validation import LOGPROB_ROUNDING
 from headway.rollout_workers.engines.base import Chunk, FinishReason
 
-from .chosen_experts import ChosenExperts
+
+class MissingExpertsError(HeadwayError):
+    """A worker cannot continue this sample: its segments lack the chosen experts."""
+
+
+class RoutedExperts:
+    """Collects one row of experts per token of prompt and response. The newest sampled token has no row yet: it was not
+    fed."""
+
+    def __init__(self, prompt_length: int) -> None:
+        self.count = 0
+        """Tokens that have a row."""
+        self._prompt_length = prompt_length
+        self._parts: list[Experts] = []
+
+    def add(self, experts: Experts | None, response_length: int) -> str:
+        """Append the new rows of a response of `response_length` tokens. Returns what is wrong with them, or ""."""
+        expected = self._prompt_length + response_length - 1 - self.count
+        if experts is None or experts.ndim != 3 or len(experts) != expected:
+            rows = "no" if experts is None else len(experts)
+            return f"the experts of {rows} tokens where it fed {expected}"
+        if self._parts and (experts.dtype, *experts.shape[1:]) != (self._parts[0].dtype, *self._parts[0].shape[1:]):
+            return f"experts of shape {experts.shape} and type {experts.dtype}, unlike those before"
+        ordered = np.sort(experts, axis=2)
+        if (ordered[..., 1:] == ordered[..., :-1]).any():
+            return "the same expert twice for one token"
+        self._parts.append(experts)
+        self.count += expected
+        return ""
+
+    def add_segment(self, segment: Segment) -> None:
+        """Append a segment's rows. Raises MissingExpertsError if it has none: it was generated before the run recorded
+        experts."""
+        if wrong := self.add(segment.experts, segment.start + len(segment.tokens)):
+            raise MissingExpertsError(
+                f"{segment.tid}: its segment {segment.index} has {wrong}, and algorithm.router_replay=true needs them."
+                " Set it to false again; or resume with --rewind-to STEP --regenerate, which forgets what was sampled."
+            )
+
+    def after(self, response_position: int) -> Experts:
+        """Return the rows of the tokens that were fed to sample the response from this position on; at 0, the prompt's
+        rows too."""
+        first = self._prompt_length + response_position - 1 if response_position else 0
+        return np.concatenate(self._parts)[first:]
 
 
 class EngineOutputError(HeadwayError):
@@ -40,11 +83,11 @@ class Recorder:
         self.spans: list[VersionSpan] = []
         self.turns: list[Turn] = []
         """The finished turns that another turn followed."""
-        self.heard: list[int] = []
+        self.environment_tokens: list[int] = []
         """Tokens that the environment said after the last turn; empty once a token is sampled after them."""
-        self._heard_after: Turn | None = None
+        self._turn_before_environment: Turn | None = None
         self.finish_reason: FinishReason | None = None
-        self._experts = None if prompt_length is None else ChosenExperts(prompt_length)
+        self._experts = None if prompt_length is None else RoutedExperts(prompt_length)
         for segment in segments:
             if self._experts:
                 self._experts.add_segment(segment)
@@ -75,18 +118,18 @@ class Recorder:
         """Response position of the first token of the current turn."""
         return bytes(self.loss_mask).rfind(0) + 1
 
-    def hear(self, said: Sequence[int], reward: float) -> None:
+    def add_environment_tokens(self, said: Sequence[int], reward: float) -> None:
         """Note that the environment gave `reward` for the turn that has ended and says these tokens before the next."""
         assert said
-        self._heard_after = Turn(self.turn_start, len(self.tokens), reward)
-        self.heard = list(said)
+        self._turn_before_environment = Turn(self.turn_start, len(self.tokens), reward)
+        self.environment_tokens = list(said)
         self.finish_reason = None
 
     def add(self, chunk: Chunk) -> None:
         """Append a chunk. Raises EngineOutputError if it cannot follow what was recorded."""
         self._refuse_impossible(chunk)
         if chunk.token_ids:
-            self._add_heard()
+            self._append_environment_tokens()
             self._add_experts(chunk)
             self._extend_spans(len(chunk.token_ids), chunk.version)
         self.tokens += chunk.token_ids
@@ -97,7 +140,7 @@ class Recorder:
 
     def finished(self) -> FinishReason:
         """Return why the last turn ended. Raises EngineOutputError if it did not end or has no token."""
-        if self.finish_reason is None or not self.tokens or self.heard:
+        if self.finish_reason is None or not self.tokens or self.environment_tokens:
             raise EngineOutputError(
                 f"the engine's stream ended after {len(self.tokens)} tokens with finish reason "
                 f"{self.finish_reason}; each turn needs a token and a last chunk that says stop or length"
@@ -137,15 +180,15 @@ class Recorder:
             experts=self._experts.after(start) if self._experts else None,
         )
 
-    def _add_heard(self) -> None:
-        if self._heard_after is None:
+    def _append_environment_tokens(self) -> None:
+        if self._turn_before_environment is None:
             return
-        self.turns.append(self._heard_after)
-        self._extend_spans(len(self.heard), self.newest_version)
-        self.tokens += self.heard
-        self.logprobs += [0.0] * len(self.heard)
-        self.loss_mask += [0] * len(self.heard)
-        self.heard, self._heard_after = [], None
+        self.turns.append(self._turn_before_environment)
+        self._extend_spans(len(self.environment_tokens), self.newest_version)
+        self.tokens += self.environment_tokens
+        self.logprobs += [0.0] * len(self.environment_tokens)
+        self.loss_mask += [0] * len(self.environment_tokens)
+        self.environment_tokens, self._turn_before_environment = [], None
 
     def _add_experts(self, chunk: Chunk) -> None:
         if self._experts is None:

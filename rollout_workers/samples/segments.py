@@ -107,7 +107,7 @@ class SegmentLog:
         """Adapt to the segments that the broker has, where they differ from the sent ones."""
         if expected == segment.index + 1:  # the broker has this segment: its answer was lost
             self._cuts.append(segment.start + len(segment.tokens))
-        elif expected < segment.index:  # the broker lost its last second in a restart: cut those segments anew
+        elif expected < segment.index:  # the broker lost its last second in a restart: cut those segments again
             del self._cuts[expected + 1 :]
         else:
             log.warning(

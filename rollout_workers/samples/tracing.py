@@ -34,7 +34,7 @@ class SampleTracer(Protocol):
         ...
 
 
-class Untraced:
+class NoTracer:
     """A tracer that records nothing."""
 
     def sample(self, lease: Lease, recorder: Recorder) -> AbstractContextManager[SampleTrace]:
@@ -53,4 +53,4 @@ class Untraced:
         """Does nothing."""
 
 
-UNTRACED = Untraced()
+NO_TRACER = NoTracer()

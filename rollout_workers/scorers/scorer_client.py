@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headway.broker.client.outages import Outages
 from headway.broker.client.scoring import Scores, Scoring, ScoringResult, new_request_name
 from headway.broker.errors import HeadwayError
 from headway.broker.schema import ScoreRequest
-from headway.rollout_workers.outages import Outages
 
 from .base import Runner, ScoringError
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.broker.client.broker import Broker
+from headway.broker.client.outages import Outages
 from headway.broker.client.scoring import ScoreLease, Scores
 from headway.broker.errors import HeadwayError
 from headway.broker.schema import ScoreRequest
 from headway.broker.schema.status import ScorerInfo
-from headway.rollout_workers.outages import Outages
 from headway.rollout_workers.run_end import RunEnd
 
 from .base import Runner
@@ -266,14 +266,14 @@ class ScorerServer:
 
     async def _answer(self, batch: Sequence[ScoreLease], scores: list[Scores]) -> None:
         answers = list(zip(batch, scores, strict=True))
-        await self._outages.ride_out(lambda: self._broker.scoring.answer(self._scorer, answers))
+        await self._outages.retry_until_available(lambda: self._broker.scoring.answer(self._scorer, answers))
         self.scored += len(batch)
         self._tokens += sum(map(_length, batch))
         for lease in batch:
             self._drop(lease)
 
     async def _give_up(self, lease: ScoreLease, reason: str) -> None:
-        await self._outages.ride_out(lambda: self._broker.scoring.release(self._scorer, [lease], reason))
+        await self._outages.retry_until_available(lambda: self._broker.scoring.release(self._scorer, [lease], reason))
         self._drop(lease)
 
     def _drop(self, lease: ScoreLease) -> None:

@@ -14,6 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from headway.broker.client.broker import Broker
+from headway.broker.client.outages import Outages
 from headway.broker.client.usage import LearnerInfo
 from headway.broker.config import BrokerConfig
 from headway.broker.errors import LASTING_EXIT, ConfigError
@@ -38,7 +39,6 @@ from headway.rollout_workers.config import (
     TeacherConfig,
     WorkersConfig,
 )
-from headway.rollout_workers.outages import Outages
 from headway.rollout_workers.scorers.base import UnfitModelError
 from headway.rollout_workers.scorers.scorer_client import ScorerClient
 from tests.broker.scenario import FRESH

@@ -12,12 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from headway.broker.errors import BUG_EXIT, LASTING_EXIT, SICK_EXIT, SIGNALLED_EXIT, VERSION_EXIT, HeadwayError
+from headway.broker.errors import BUG_EXIT, LASTING_EXIT, SIGNALLED_EXIT, UNHEALTHY_EXIT, VERSION_EXIT, HeadwayError
 from headway.deploy.launch.base import DRAIN_NOTICE, Command
 from headway.deploy.launch.pool import Pool
 from headway.deploy.launch.processes import Child, guarded
 from headway.deploy.launch.supervisor import RoleFailedError, Supervisor
-from headway.rollout_workers.health.rules import Verdict
+from headway.rollout_workers.health import Verdict
 from tests.processes import children_left
 
 FOREVER = "import time\nwhile True: time.sleep(0.05)"
@@ -221,15 +221,15 @@ def test_a_worker_of_another_version_is_given_up_and_the_others_go_on(tmp_path: 
     assert said[0].startswith("other exited with code 79: protocol 1, not 2.\nRestarting it cannot mend this.")
 
 
-SICK = f"import sys; print('Error: the engine hangs.', flush=True); sys.exit({SICK_EXIT})"
+UNHEALTHY = f"import sys; print('Error: the engine hangs.', flush=True); sys.exit({UNHEALTHY_EXIT})"
 
 
 def test_a_sick_worker_is_replaced_as_long_as_others_are_well(tmp_path: Path) -> None:
     """The pauses grow longer, and a message names a remedy where restarts of other kinds would have come to an end."""
     said, over = list[str](), tmp_path / "over"
     learner = role("learner", f"import os, time\nwhile not os.path.exists({str(over)!r}): time.sleep(0.02)", tmp_path)
-    sick = f"import os, time\nwhile not os.path.exists('w0.up'): time.sleep(0.02)\n{SICK}"
-    pool = Pool.of([role("w0", drains("w0"), tmp_path), role("w1", sick, tmp_path)])
+    unhealthy = f"import os, time\nwhile not os.path.exists('w0.up'): time.sleep(0.02)\n{UNHEALTHY}"
+    pool = Pool.of([role("w0", drains("w0"), tmp_path), role("w1", unhealthy, tmp_path)])
 
     def say(text: str) -> None:
         said.append(text)
@@ -271,7 +271,7 @@ def test_a_worker_on_which_there_is_a_verdict_drains_and_another_takes_its_place
 
 
 def test_workers_that_are_all_sick_stop_the_run(tmp_path: Path) -> None:
-    workers = [role(name, SICK, tmp_path) for name in ("w0", "w1")]
+    workers = [role(name, UNHEALTHY, tmp_path) for name in ("w0", "w1")]
     supervisor = Supervisor(
         [Pool.of(workers)], role("learner", FOREVER, tmp_path), max_restarts=2, backoff_s=0.02, say=lambda _: None
     )

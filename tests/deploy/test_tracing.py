@@ -17,7 +17,7 @@ from headway.deploy.observe.tracing import open_sample_traces, open_step_traces,
 from headway.learner.stages.loop import Lap, Stopwatch, seconds_by_phase
 from headway.rollout_workers.engines.base import Chunk
 from headway.rollout_workers.samples.recorder import Recorder
-from headway.rollout_workers.samples.tracing import UNTRACED, SampleTracer
+from headway.rollout_workers.samples.tracing import NO_TRACER, SampleTracer
 from tests.collector import Collector, collecting
 
 IDENTITY = "0123456789abcdef"
@@ -25,9 +25,9 @@ PHASES = ("checkpoint", "evaluate", "take", "pack", "train", "publish")
 OFF = """
 import sys
 from headway.deploy.observe.tracing import open_sample_traces, open_step_traces
-from headway.rollout_workers.samples.tracing import UNTRACED
+from headway.rollout_workers.samples.tracing import NO_TRACER
 with open_sample_traces("run", "w") as samples, open_step_traces("run", "id") as steps:
-    assert (samples, steps) == (UNTRACED, None)
+    assert (samples, steps) == (NO_TRACER, None)
 assert "headway.deploy.observe.tracing.provider" not in sys.modules
 assert not [name for name in sys.modules if name.startswith("opentelemetry.exporter")]
 """
@@ -77,7 +77,7 @@ def test_what_cannot_send_traces_says_so_and_works(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(tracing, "is_installed", lambda module: installed)
     with open_sample_traces("run", "w") as samples:
-        assert samples is UNTRACED
+        assert samples is NO_TRACER
     assert said in caplog.text
 
 
@@ -221,7 +221,7 @@ def play(
     with samples.sample(lease, recorder) as trace:
         for turn in range(turns):
             if turn:
-                recorder.hear([7], 0.0)
+                recorder.add_environment_tokens([7], 0.0)
             with trace.generating():
                 version = WeightVersion(1, turn)
                 recorder.add(Chunk(token_ids=[2, 3], logprobs=[-1.0, -1.0], version=version, finish_reason="stop"))

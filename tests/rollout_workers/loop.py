@@ -19,8 +19,8 @@ from headway.rollout_workers.decoding import Decoding
 from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.base import NamedTensors
 from headway.rollout_workers.rewards.base import Score
-from headway.rollout_workers.samples.taught import AskedTeacher
-from headway.rollout_workers.worker import FAREWELL_S, Worker
+from headway.rollout_workers.samples.teacher_client import TeacherClient
+from headway.rollout_workers.worker import EXIT_STEP_S, Worker
 from headway.weightsync.config import WeightsConfig
 from headway.weightsync.publisher import PublishReport
 from headway.weightsync.tensors.fingerprint import fingerprint
@@ -229,15 +229,15 @@ def make_worker(
     patience_s: float = 60.0,
     segment_tokens: int = 16,
     stall_s: float = 600.0,
-    on_sick: Callable[[], object] = lambda: None,
+    on_unhealthy: Callable[[], object] = lambda: None,
     stop_token_ids: Sequence[int] = (),
     records_experts: bool = False,
     is_colocated: bool = False,
     weights: WeightsConfig | None = None,
     evaluation: EvalConfig | None = None,
-    teacher: AskedTeacher | None = None,
+    teacher: TeacherClient | None = None,
     under_way: int = 0,
-    farewell_s: float = FAREWELL_S,
+    exit_step_s: float = EXIT_STEP_S,
 ) -> Worker:
     """Make a worker without stop tokens, so that every response has exactly `max_new_tokens`."""
     return Worker(
@@ -260,8 +260,8 @@ def make_worker(
         is_colocated=is_colocated,
         evaluation=evaluation,
         under_way=under_way,
-        on_sick=on_sick,
-        farewell_s=farewell_s,
+        on_unhealthy=on_unhealthy,
+        exit_step_s=exit_step_s,
     )
 
 

@@ -6,12 +6,12 @@ from typing import Any, cast
 import pytest
 import torch
 
+from headway.broker.client.outages import Outages
 from headway.broker.errors import NoRoomError, WeightSyncError
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.weights import Probe, WeightManifest
 from headway.rollout_workers.engines.base import Check, Engine, NamedTensors
-from headway.rollout_workers.outages import Outages
-from headway.rollout_workers.swaps.adapter_base import AdapterBase
+from headway.rollout_workers.weight_updates.engine_weights import AdapterBaseWeights
 from headway.weightsync.deliveries import Delivery
 from headway.weightsync.subscriber import Subscriber
 from headway.weightsync.tensors.receive_buffers import BufferSet
@@ -83,66 +83,66 @@ def engine() -> Holding:
 
 
 @pytest.fixture
-def base(engine: Holding, subscriber: Announced) -> AdapterBase:
-    return AdapterBase(
+def base(engine: Holding, subscriber: Announced) -> AdapterBaseWeights:
+    return AdapterBaseWeights(
         cast(Engine, engine), cast(Subscriber, cast(Any, subscriber)), Outages("redis://nowhere"), verify=True
     )
 
 
 async def test_a_base_is_loaded_once_for_all_learners_that_have_it(
-    base: AdapterBase, engine: Holding, subscriber: Announced
+    base: AdapterBaseWeights, engine: Holding, subscriber: Announced
 ) -> None:
     for incarnation in (1, 1, 2):
-        await base.held(incarnation)
+        await base.engine_with_base(incarnation)
     assert engine.loads == 1
     subscriber.base_now = base_of(2.0)
-    await base.held(2)
+    await base.engine_with_base(2)
     assert engine.loads == 1  # one learner's base never changes
-    await base.held(3)
+    await base.engine_with_base(3)
     assert engine.loads == 2
     base.forget()
-    await base.held(3)
+    await base.engine_with_base(3)
     assert engine.loads == 3
 
 
 async def test_after_a_load_that_failed_the_base_before_counts_as_lost(
-    base: AdapterBase, engine: Holding, subscriber: Announced
+    base: AdapterBaseWeights, engine: Holding, subscriber: Announced
 ) -> None:
-    await base.held(1)
+    await base.engine_with_base(1)
     subscriber.base_now, engine.fails = base_of(2.0), True
     with pytest.raises(WeightSyncError, match="lost its way"):
-        await base.held(2)
+        await base.engine_with_base(2)
     subscriber.base_now, engine.fails = base_of(1.0), False
-    await base.held(3)
+    await base.engine_with_base(3)
     assert engine.weight.tolist() == base_of(1.0).tensors[0][1].tolist()
 
 
 async def test_files_that_the_engine_did_not_take_are_not_given_to_it_again(
-    base: AdapterBase, engine: Holding, subscriber: Announced
+    base: AdapterBaseWeights, engine: Holding, subscriber: Announced
 ) -> None:
     subscriber.in_files, engine.fails = replace(base_of(2.0), is_verified=False), True
     with pytest.raises(WeightSyncError, match="lost its way"):
-        await base.held(1)
+        await base.engine_with_base(1)
     assert engine.weight.tolist() == base_of(1.0).tensors[0][1].tolist()
     engine.fails = False
-    await base.held(1)
+    await base.engine_with_base(1)
     assert engine.loads == 3
 
 
 async def test_a_lack_of_memory_is_no_fault_of_the_files(
-    base: AdapterBase, engine: Holding, subscriber: Announced
+    base: AdapterBaseWeights, engine: Holding, subscriber: Announced
 ) -> None:
     subscriber.in_files, engine.has_room = replace(base_of(1.0), is_verified=False), False
     with pytest.raises(NoRoomError):
-        await base.held(1)
+        await base.engine_with_base(1)
     engine.has_room = True
-    await base.held(1)
+    await base.engine_with_base(1)
     assert (engine.loads, subscriber.verified) == (2, 1)
 
 
 async def test_files_are_verified_where_the_engine_says_nothing(
-    base: AdapterBase, engine: Holding, subscriber: Announced
+    base: AdapterBaseWeights, engine: Holding, subscriber: Announced
 ) -> None:
     subscriber.in_files = replace(base_of(1.0), is_verified=False)
-    await base.held(1)
+    await base.engine_with_base(1)
     assert (engine.loads, subscriber.verified) == (1, 1)

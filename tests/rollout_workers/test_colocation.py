@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from headway.broker.client.broker import Broker
+from headway.broker.client.outages import Outages
 from headway.broker.server.embedded import EmbeddedServer
-from headway.rollout_workers.outages import Outages
-from headway.rollout_workers.swaps import colocation
-from headway.rollout_workers.swaps.colocation import staying_awake, until_engine_may_open
+from headway.rollout_workers.weight_updates import device_lock
+from headway.rollout_workers.weight_updates.device_lock import keep_awake, wait_for_device
 from headway.rollout_workers.worker import Worker
 
 from .loop import Deliveries, Learner, make_engine, make_worker, running, until
@@ -68,7 +68,7 @@ def watched(engine: Any) -> Any:
 
 @asynccontextmanager
 async def at_work(broker: Broker, engine: Any, deliveries: Deliveries, **options: Any) -> AsyncIterator[Worker]:
-    assert await until_engine_may_open(broker.phases, "worker-1", Outages(broker.url), is_never_over)
+    assert await wait_for_device(broker.phases, "worker-1", Outages(broker.url), is_never_over)
     worker = make_worker(broker, engine, deliveries, is_colocated=True, segment_tokens=0, **options)
     async with running(worker) as task:
         yield worker
@@ -222,14 +222,14 @@ async def test_an_engine_is_opened_only_while_engines_may_generate(brokers: tupl
     async def is_over() -> bool:
         return await brokers[1].status.state() == "finished"
 
-    opening = asyncio.create_task(until_engine_may_open(phases, "w", outages, is_over))
+    opening = asyncio.create_task(wait_for_device(phases, "w", outages, is_over))
     await asyncio.sleep(0.1)
     assert not opening.done()
     assert await learner.broker.phases.train(learner.owner) == ()
     await learner.broker.phases.generate(learner.owner, LONG_S)
     assert await opening
     assert await learner.broker.phases.train(learner.owner) == ("w",)
-    opening = asyncio.create_task(until_engine_may_open(phases, "w", outages, is_over))  # the worker was started again
+    opening = asyncio.create_task(wait_for_device(phases, "w", outages, is_over))  # the worker was started again
     await all_asleep(learner)
     await learner.broker.status.set_state(learner.owner, "finished")
     assert not await opening
@@ -238,12 +238,12 @@ async def test_an_engine_is_opened_only_while_engines_may_generate(brokers: tupl
 async def test_a_worker_counts_as_awake_while_its_engine_starts(
     brokers: tuple[Broker, Broker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(colocation, "OPENING_S", 0.5)
-    monkeypatch.setattr(colocation, "SAY_S", 0.1)
+    monkeypatch.setattr(device_lock, "OPENING_S", 0.5)
+    monkeypatch.setattr(device_lock, "SAY_S", 0.1)
     learner = await Learner.start(brokers[0], groups=2)
     await learner.broker.phases.generate(learner.owner, LONG_S)
     assert await brokers[1].phases.may_generate("w", 0.5, is_awake=False)
-    with staying_awake(brokers[1], "w"):
+    with keep_awake(brokers[1], "w"):
         await asyncio.sleep(1.5)
         assert await learner.broker.phases.train(learner.owner) == ("w",)
     await all_asleep(learner)
@@ -252,10 +252,10 @@ async def test_a_worker_counts_as_awake_while_its_engine_starts(
 async def test_an_engine_starts_while_the_broker_is_away(
     server: EmbeddedServer, brokers: tuple[Broker, Broker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(colocation, "SAY_S", 0.1)
+    monkeypatch.setattr(device_lock, "SAY_S", 0.1)
     await Learner.start(brokers[0], groups=2)
     server.stop()
-    with staying_awake(brokers[1], "w"):
+    with keep_awake(brokers[1], "w"):
         server.start()
         connection, names = brokers[0]._connection, list[bytes]()
         async with asyncio.timeout(240):

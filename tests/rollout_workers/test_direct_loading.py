@@ -17,7 +17,7 @@ from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.base import Engine, WeightFingerprints
 from headway.rollout_workers.engines.weight_loading import direct_loading
 from headway.rollout_workers.engines.weight_loading.direct_loading import DirectLoading
-from headway.rollout_workers.swaps.tensors import refuse_other_tensors, tells_all
+from headway.rollout_workers.weight_updates.verification import covers_all_tensors, refuse_other_tensors
 from headway.weightsync.limits import Deadline
 from headway.weightsync.tensors.buckets import views
 from headway.weightsync.tensors.deltas import encode, patch
@@ -187,11 +187,11 @@ def test_a_tensor_that_the_engine_does_not_hold_is_missed() -> None:
 def test_an_engine_tells_all_only_under_the_names_that_were_published() -> None:
     experts = "layers.0.mlp.experts.down_proj"
     manifest = published([("a", torch.ones(8)), (experts, torch.ones(2, 3, 4))])
-    assert tells_all(manifest, WeightFingerprints.of({"a": (1, 8), experts: (1, 24)}))
-    assert not tells_all(
+    assert covers_all_tensors(manifest, WeightFingerprints.of({"a": (1, 8), experts: (1, 24)}))
+    assert not covers_all_tensors(
         manifest, WeightFingerprints.of({"a": (1, 8), "layers.0.mlp.experts.0.down_proj.weight": (1, 12)})
     )
-    assert not tells_all(manifest, None)
+    assert not covers_all_tensors(manifest, None)
 
 
 def whole(loadings: Iterable[DirectLoading]) -> WeightFingerprints:

@@ -16,8 +16,11 @@ from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.base import AdaptedEngine, WeightFingerprints
 from headway.rollout_workers.engines.embedded.lora_layers import Adapter
-from headway.rollout_workers.swaps.probes import refuse_other_logprobs, refuse_unused_adapter
-from headway.rollout_workers.swaps.tensors import refuse_other_tensors
+from headway.rollout_workers.weight_updates.verification import (
+    refuse_other_logprobs,
+    refuse_other_tensors,
+    refuse_unused_adapter,
+)
 
 from .adapters import RANK, SCALE, NamedTensors, adapter_delivery, base_tensors, make_adapter, merged, of_attention
 from .generation import PROMPTS, begin, difference, hold, run_all

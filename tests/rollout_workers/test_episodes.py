@@ -14,7 +14,7 @@ from headway.broker.schema import Trajectory, WeightVersion
 from headway.rollout_workers.config import SamplingConfig
 from headway.rollout_workers.engines.base import Chunk
 from headway.rollout_workers.environments import Episode, Step
-from headway.rollout_workers.evaluate import evaluate
+from headway.rollout_workers.evaluation import evaluate
 from headway.rollout_workers.rewards.base import RewardError, UnscoredError
 from headway.rollout_workers.samples.episode import Episodes
 from headway.rollout_workers.samples.recorder import Recorder
@@ -35,7 +35,7 @@ from .loop import (
     until,
 )
 from .models import forward_logprobs, make_model
-from .test_chosen_experts import chosen_by
+from .test_routed_experts import chosen_by
 
 STOPS = range(0, 64, 8)
 SAID = (5, 7, 9)
@@ -199,8 +199,8 @@ async def test_what_the_model_cannot_read_is_the_environments_fault_and_not_the_
     episodes = Episodes(Says(says), OneReward(), reader)
     for error in (UnscoredError, UnscoredError, RewardError):
         with pytest.raises(error, match="environment my_env:Says said what the model cannot read on prompt '"):
-            await episodes.judge(prompts(1)[0], a_turn(), 100)
-    possible = await Episodes(Says((3, 9)), OneReward(), reader).judge(prompts(1)[0], a_turn(), 100)
+            await episodes.score_turn(prompts(1)[0], a_turn(), 100)
+    possible = await Episodes(Says((3, 9)), OneReward(), reader).score_turn(prompts(1)[0], a_turn(), 100)
     assert possible.said == [3, 9]
 
 
@@ -212,6 +212,6 @@ async def test_a_text_is_tokenized_beside_the_event_loop() -> None:
         return [3]
 
     reader = decoding(STOPS)._replace(encode=encode)
-    await Episodes(Says("more"), OneReward(), reader).judge(prompts(1)[0], a_turn(), 100)
+    await Episodes(Says("more"), OneReward(), reader).score_turn(prompts(1)[0], a_turn(), 100)
     assert threads
     assert threading.main_thread() not in threads

@@ -12,9 +12,8 @@ from headway.rollout_workers.config import EngineConfig, EvalConfig, SamplingCon
 from headway.rollout_workers.decoding import Decoding
 from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.base import Chunk, Engine, GenerationRequest
-from headway.rollout_workers.evaluate import EvalResult, evaluate, summarize
+from headway.rollout_workers.evaluation import EvalResult, evaluate, evaluation_sampling, summarize
 from headway.rollout_workers.rewards.base import RewardError, Score
-from headway.rollout_workers.samples.held_out import evaluation_sampling
 
 from .models import STOP, make_model, named_tensors, save_config
 

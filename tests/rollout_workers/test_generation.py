@@ -93,7 +93,7 @@ async def test_an_interruption_after_the_last_token_asks_for_no_more() -> None:
 
 async def test_an_engine_that_never_gets_to_a_token_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "PAUSE_S", 0)
-    monkeypatch.setattr(generation, "MOST_IN_VAIN", 3)
+    monkeypatch.setattr(generation, "MOST_EMPTY_REQUESTS", 3)
     engine = Scripted([chunk([1], finish="interrupted")], *[[chunk([], finish="interrupted")]] * 4)
     with pytest.raises(EngineOutputError, match="interrupted 4 requests in a row"):
         await generate(engine, request(), Recorder())

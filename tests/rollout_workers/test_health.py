@@ -2,8 +2,15 @@
 
 import pytest
 
-from headway.rollout_workers.health.own import EngineHealth
-from headway.rollout_workers.health.rules import ERRORS_WITHIN_S, GenerationPace, failing, silent, slowest, stalled
+from headway.rollout_workers.health import (
+    ERRORS_WITHIN_S,
+    EngineHealth,
+    GenerationRate,
+    failing,
+    silent,
+    slowest,
+    stalled,
+)
 
 
 @pytest.mark.parametrize(
@@ -62,24 +69,24 @@ def test_errors_that_are_far_apart_do_not_add_up() -> None:
     assert verdict.reason.endswith("(workers.engine_errors); the last time: RuntimeError: it gave no reason")
 
 
-EVEN = GenerationPace(tokens=6000, busy_s=60.0, slot_s=240.0)
+EVEN = GenerationRate(tokens=6000, busy_s=60.0, slot_s=240.0)
 """A pace of 100 tokens/s, 25 for each of 4 requests."""
 
 
 @pytest.mark.parametrize(
     ("others", "pace", "is_slow"),
     [
-        (3, GenerationPace(1000, 60.0, 240.0), True),
-        (2, GenerationPace(1000, 60.0, 240.0), True),
-        (1, GenerationPace(1000, 60.0, 240.0), False),  # two workers have no majority
-        (3, GenerationPace(3000, 60.0, 240.0), False),  # half the pace
-        (3, GenerationPace(1000, 20.0, 80.0), False),  # hardly busy: it starts, swaps or has no work
-        (3, GenerationPace(1000, 60.0, 40.0), False),  # few requests: 17 tokens/s in all, and 25 for each
-        (3, GenerationPace(6000, 60.0, 2400.0), False),  # many requests: 2.5 tokens/s for each, and 100 in all
-        (3, GenerationPace(0, 60.0, 240.0), True),
+        (3, GenerationRate(1000, 60.0, 240.0), True),
+        (2, GenerationRate(1000, 60.0, 240.0), True),
+        (1, GenerationRate(1000, 60.0, 240.0), False),  # two workers have no majority
+        (3, GenerationRate(3000, 60.0, 240.0), False),  # half the pace
+        (3, GenerationRate(1000, 20.0, 80.0), False),  # hardly busy: it starts, swaps or has no work
+        (3, GenerationRate(1000, 60.0, 40.0), False),  # few requests: 17 tokens/s in all, and 25 for each
+        (3, GenerationRate(6000, 60.0, 2400.0), False),  # many requests: 2.5 tokens/s for each, and 100 in all
+        (3, GenerationRate(0, 60.0, 240.0), True),
     ],
 )
-def test_a_worker_is_slow_by_both_of_its_paces(others: int, pace: GenerationPace, is_slow: bool) -> None:
+def test_a_worker_is_slow_by_both_of_its_paces(others: int, pace: GenerationRate, is_slow: bool) -> None:
     paces = {f"w{number}": EVEN for number in range(others)} | {"slow": pace}
     found = slowest(paces, 60.0, 0.25)
     assert (found is not None) == is_slow
@@ -88,14 +95,14 @@ def test_a_worker_is_slow_by_both_of_its_paces(others: int, pace: GenerationPace
 
 
 def test_others_that_only_wait_for_the_slow_worker_are_compared_by_the_little_that_they_do() -> None:
-    waits = GenerationPace(tokens=400, busy_s=4.0, slot_s=16.0)
-    assert slowest({"a": waits, "b": waits, "c": GenerationPace(600, 60.0, 240.0)}, 60.0, 0.25) is not None
-    idle = GenerationPace(tokens=200, busy_s=2.0, slot_s=8.0)
-    assert slowest({"a": idle, "b": idle, "c": GenerationPace(600, 60.0, 240.0)}, 60.0, 0.25) is None
+    waits = GenerationRate(tokens=400, busy_s=4.0, slot_s=16.0)
+    assert slowest({"a": waits, "b": waits, "c": GenerationRate(600, 60.0, 240.0)}, 60.0, 0.25) is not None
+    idle = GenerationRate(tokens=200, busy_s=2.0, slot_s=8.0)
+    assert slowest({"a": idle, "b": idle, "c": GenerationRate(600, 60.0, 240.0)}, 60.0, 0.25) is None
 
 
 def test_the_verdict_on_a_slow_worker_names_its_figures() -> None:
-    found = slowest({"a": EVEN, "b": EVEN, "c": GenerationPace(600, 60.0, 240.0)}, 60.0, 0.25)
+    found = slowest({"a": EVEN, "b": EVEN, "c": GenerationRate(600, 60.0, 240.0)}, 60.0, 0.25)
     assert found is not None
     assert found[1].reason == (
         "it generates 2.5 tokens/s and request, 10% of the median 25 of the 3 busy workers of its pool, and 10 tokens/s"
@@ -105,7 +112,7 @@ def test_the_verdict_on_a_slow_worker_names_its_figures() -> None:
 
 
 def test_a_pool_in_which_nobody_makes_a_token_has_no_slow_worker() -> None:
-    assert slowest({name: GenerationPace(0, 60.0, 240.0) for name in "abc"}, 60.0, 0.25) is None
+    assert slowest({name: GenerationRate(0, 60.0, 240.0) for name in "abc"}, 60.0, 0.25) is None
     assert slowest({}, 60.0, 0.25) is None
 
 

@@ -79,7 +79,7 @@ def two_turns() -> Recorder:
     """Record [1, 2], the answer [8, 9], then [3] by newer weights."""
     recorder = Recorder()
     recorder.add(chunk([1, 2], V1, "stop"))
-    recorder.hear([8, 9], 0.25)
+    recorder.add_environment_tokens([8, 9], 0.25)
     recorder.add(chunk([3], V2, "stop"))
     return recorder
 
@@ -97,8 +97,8 @@ def test_what_an_environment_says_is_not_trained_and_has_no_logprob() -> None:
 def test_no_segment_ends_with_what_an_environment_says() -> None:
     recorder = Recorder()
     recorder.add(chunk([1, 2], V1, "stop"))
-    recorder.hear([8, 9], 0.25)
-    assert (recorder.tokens, recorder.heard, recorder.turns) == ([1, 2], [8, 9], [])
+    recorder.add_environment_tokens([8, 9], 0.25)
+    assert (recorder.tokens, recorder.environment_tokens, recorder.turns) == ([1, 2], [8, 9], [])
     first = recorder.segment(LEASE.tid, 0, 0)
     recorder.add(chunk([3], V2))
     segments = [decode_segment(encode_segment(one)) for one in (first, recorder.segment(LEASE.tid, 1, 2))]
@@ -112,7 +112,7 @@ def test_no_segment_ends_with_what_an_environment_says() -> None:
 def test_a_turn_without_a_token_is_refused() -> None:
     recorder = Recorder()
     recorder.add(chunk([1], V1, "stop"))
-    recorder.hear([8], 0.0)
+    recorder.add_environment_tokens([8], 0.0)
     recorder.add(chunk([], V1, "stop"))
     with pytest.raises(EngineOutputError, match="each turn needs a token"):
         recorder.finished()

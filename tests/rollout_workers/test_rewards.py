@@ -25,13 +25,13 @@ from headway.broker.user_code.pool import MOST_OUTPUT_BYTES, Host, HostProcess
 from headway.broker.wire.codec import decode, encode
 from headway.rollout_workers.config import RewardConfig
 from headway.rollout_workers.rewards import open_reward
-from headway.rollout_workers.rewards.arithmetic import ArithmeticReward
 from headway.rollout_workers.rewards.base import Reward, RewardError, Score, UnscoredError
+from headway.rollout_workers.rewards.built_in import ArithmeticReward
 from headway.rollout_workers.rewards.math_verify import MathVerifyReward
 from headway.rollout_workers.rewards.reasoning_gym import ReasoningGymReward
 from headway.rollout_workers.scorers import ScoringError
 
-OWN = "tests.rollout_workers.own_rewards"
+OWN = "tests.rollout_workers.custom_rewards"
 PLENTY_S = 120.0
 
 

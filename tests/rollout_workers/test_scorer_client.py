@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from headway.broker.client.broker import Broker
+from headway.broker.client.outages import Outages
 from headway.broker.client.scoring import Scores
 from headway.broker.errors import BrokerError
 from headway.broker.schema import ScoreRequest
 from headway.broker.server.embedded import EmbeddedServer
-from headway.rollout_workers.outages import Outages
 from headway.rollout_workers.rewards.base import RewardError, UnscoredError
 from headway.rollout_workers.samples.recorder import Recorder
-from headway.rollout_workers.samples.taught import TEACHER, AskedTeacher
+from headway.rollout_workers.samples.teacher_client import TEACHER, TeacherClient
 from headway.rollout_workers.scorers.base import ScoringError, pack_candidates
 from headway.rollout_workers.scorers.scorer_client import ScorerClient
 
@@ -162,7 +162,7 @@ async def test_a_trajectory_has_the_teachers_logprobs_of_its_own_tokens(
     learner = await Learner.start(brokers[0], groups=4)
     deliveries = Deliveries()
     scorer = ScorerClient(brokers[1].scoring, Outages(brokers[1].url), TEACHER, hold_s=30)
-    teacher = AskedTeacher(scorer, temperature=0.5, deadline_s=30, top_k=top_k)
+    teacher = TeacherClient(scorer, temperature=0.5, deadline_s=30, top_k=top_k)
     worker = make_worker(brokers[1], make_engine(tmp_path), deliveries, teacher=teacher)
     await learner.publish(0, deliveries)
     async with running(worker), asyncio.timeout(HANGS_AFTER_S):
@@ -187,11 +187,11 @@ async def test_a_teacher_tells_nothing_of_what_the_environment_said_and_gives_up
 ) -> None:
     recorder = Recorder()
     recorder.tokens, recorder.loss_mask = [5, 6, 7], [1, 0, 1]
-    teacher, prompt = AskedTeacher(asked, temperature=1.0, deadline_s=0.01), prompts(1)[0]
+    teacher, prompt = TeacherClient(asked, temperature=1.0, deadline_s=0.01), prompts(1)[0]
     async with answering(brokers[0], QUALITY, per_token), asyncio.timeout(HANGS_AFTER_S):
-        found = (await teacher.teach(prompt, recorder)).teacher_logprobs
-        naming = AskedTeacher(asked, temperature=1.0, deadline_s=30, top_k=2)
-        named = await naming.teach(prompt, recorder)
+        found = (await teacher.logprobs(prompt, recorder)).teacher_logprobs
+        naming = TeacherClient(asked, temperature=1.0, deadline_s=30, top_k=2)
+        named = await naming.logprobs(prompt, recorder)
     np.testing.assert_allclose(found, np.array([-0.005, 0, -0.007], np.float32))
     np.testing.assert_allclose(named.teacher_logprobs, found)
     assert (named.candidate_tokens is None, named.candidate_logprobs is None) == (False, False)
@@ -200,4 +200,4 @@ async def test_a_teacher_tells_nothing_of_what_the_environment_said_and_gives_up
     async with answering(brokers[0], QUALITY, lambda request: -per_token(request)), asyncio.timeout(HANGS_AFTER_S):
         for kind in (UnscoredError, UnscoredError, RewardError):
             with pytest.raises(kind, match=r"the teacher was asked in vain on prompt .* logprobs of up to 0.00"):
-                await teacher.teach(prompt, recorder)
+                await teacher.logprobs(prompt, recorder)

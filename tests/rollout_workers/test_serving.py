@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from headway.broker.client.broker import Broker
+from headway.broker.client.outages import Outages
 from headway.broker.client.scoring import Scores
 from headway.broker.schema import ScoreRequest
 from headway.broker.server.embedded import EmbeddedServer
-from headway.rollout_workers.outages import Outages
 from headway.rollout_workers.scorers import serving
 from headway.rollout_workers.scorers.base import ScoringError
 from headway.rollout_workers.scorers.scorer_client import ScorerClient

@@ -27,7 +27,7 @@ from .generation import PROMPTS, hold, request
 from .marks import needs_sglang
 from .models import make_model, save_config
 from .sglang_settings import sglang_config
-from .test_chosen_experts import TID, chosen_by, experts_of, record
+from .test_routed_experts import TID, chosen_by, experts_of, record
 from .unpinned_sglang import unpin
 
 CONFIG = sglang_config(max_concurrent=4, max_model_len=512)

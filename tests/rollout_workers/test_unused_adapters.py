@@ -16,8 +16,11 @@ from headway.broker.schema.weights import Probe
 from headway.learner.stages.loop import TOLERANCE
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import open_engine
-from headway.rollout_workers.swaps.probes import refuse_other_logprobs, refuse_unused_adapter
-from headway.rollout_workers.swaps.tensors import refuse_other_tensors
+from headway.rollout_workers.weight_updates.verification import (
+    refuse_other_logprobs,
+    refuse_other_tensors,
+    refuse_unused_adapter,
+)
 
 from .adapters import RANK, SCALE, NamedTensors, base_tensors, make_adapter, merged
 from .loop import manifest

@@ -30,7 +30,7 @@ from headway.rollout_workers.samples.recorder import Recorder
 
 from .generation import PROMPTS, hold, request
 from .models import make_model, named_tensors, save_config
-from .test_chosen_experts import TID, chosen_by, experts_of, record
+from .test_routed_experts import TID, chosen_by, experts_of, record
 
 OLD, NEW = WeightVersion(1, 1), WeightVersion(1, 2)
 LAYERS, PER_TOKEN = 2, 2

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from headway.broker.client.broker import Broker
-from headway.broker.errors import ServerRestartedError, SickWorkerError
+from headway.broker.errors import ServerRestartedError, UnhealthyWorkerError
 from headway.broker.schema import Group, Prompt, WeightVersion
 from headway.broker.schema.weights import ModelFiles
 from headway.broker.server.embedded import EmbeddedServer
@@ -164,7 +164,7 @@ async def test_a_drain_hands_back_whole_what_is_not_scored_in_time(
     learner = await Learner.start(brokers[0], groups=2)
     deliveries, reward = Deliveries(), EndlessReward()
     worker = make_worker(
-        brokers[1], make_engine(tmp_path), deliveries, reward=reward, segment_tokens=64, farewell_s=0.5
+        brokers[1], make_engine(tmp_path), deliveries, reward=reward, segment_tokens=64, exit_step_s=0.5
     )
     await learner.publish(0, deliveries)
     async with running(worker) as task:
@@ -321,7 +321,7 @@ async def test_an_engine_that_hangs_ends_the_worker_and_hands_its_leases_back(
     deliveries, engine = Deliveries(), make_engine(tmp_path)
     monkeypatch.setattr(engine, "generate", never)
     await learner.publish(0, deliveries)
-    with pytest.raises(SickWorkerError, match=r"has sampled nothing for 0\.2 s \(workers\.stall_s\)"):
+    with pytest.raises(UnhealthyWorkerError, match=r"has sampled nothing for 0\.2 s \(workers\.stall_s\)"):
         await asyncio.wait_for(make_worker(brokers[1], engine, deliveries, stall_s=0.2).run(), 20)
     status = await brokers[0].status.snapshot()
     assert (status.queues.leased, status.queues.retry) == (0, CAPACITY)
@@ -375,11 +375,13 @@ async def test_an_engine_that_fails_again_and_again_ends_the_worker_with_its_wor
 ) -> None:
     learner = await Learner.start(brokers[0], groups=8)
     deliveries, engine, told = Deliveries(), FailingEngine(make_engine(tmp_path), 10**6), list[str]()
-    worker = make_worker(brokers[1], engine, deliveries, on_sick=lambda: told.append("sick"), segment_tokens=1000)
+    worker = make_worker(
+        brokers[1], engine, deliveries, on_unhealthy=lambda: told.append("unhealthy"), segment_tokens=1000
+    )
     await learner.publish(0, deliveries)
-    with pytest.raises(SickWorkerError, match=r"the engine failed 3 times within 600 s.*RuntimeError: CUDA error"):
+    with pytest.raises(UnhealthyWorkerError, match=r"the engine failed 3 times within 600 s.*RuntimeError: CUDA error"):
         await asyncio.wait_for(worker.run(), 60)
-    assert told == ["sick"]
+    assert told == ["unhealthy"]
     status = await brokers[0].status.snapshot()
     assert status.queues.leased == 0
     assert status.workers == ()

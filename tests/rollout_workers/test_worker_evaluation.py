@@ -9,9 +9,8 @@ from headway.broker.client.broker import Broker
 from headway.broker.client.evaluations import EvaluationProgress
 from headway.broker.schema import Prompt, WeightVersion
 from headway.rollout_workers.config import EvalConfig, SamplingConfig
-from headway.rollout_workers.evaluate import EvalResult, evaluate, summarize
+from headway.rollout_workers.evaluation import EvalResult, evaluate, evaluation_sampling, summarize
 from headway.rollout_workers.rewards.base import Score, UnscoredError
-from headway.rollout_workers.samples.held_out import evaluation_sampling
 
 from .loop import LONG, LONGER, Deliveries, Learner, decoding, make_engine, make_worker, running, until
 from .models import named_tensors

@@ -10,12 +10,12 @@ import pytest
 from headway.broker.client.broker import Broker
 from headway.broker.errors import WeightSyncError
 from headway.broker.schema import Group, Trajectory, WeightVersion
-from headway.rollout_workers.samples.chosen_experts import MissingExpertsError
+from headway.rollout_workers.samples.recorder import MissingExpertsError
 from headway.rollout_workers.worker import Worker
 
 from .loop import CAPACITY, LONG, LONGER, Deliveries, Learner, make_engine, make_worker, until
 from .models import forward_logprobs
-from .test_chosen_experts import chosen_by
+from .test_routed_experts import chosen_by
 
 
 async def work_a_while(worker: Worker) -> int:

@@ -18,8 +18,8 @@ from headway.broker.schema.weights import Probe
 from headway.broker.server.embedded import EmbeddedServer
 from headway.rollout_workers.engines.base import Chunk, GenerationRequest
 from headway.rollout_workers.engines.weight_loading.shared_tensors import Handover
-from headway.rollout_workers.swaps import weights
-from headway.rollout_workers.swaps.probes import refuse_other_logprobs
+from headway.rollout_workers.weight_updates import engine_weights
+from headway.rollout_workers.weight_updates.verification import refuse_other_logprobs
 from headway.weightsync.config import WeightsConfig
 from headway.weightsync.publisher import Publisher, PublishReport
 from headway.weightsync.subscriber import Subscriber
@@ -162,7 +162,7 @@ async def test_an_engine_that_never_answers_the_probe_ends_the_worker(
     learner = await Learner.start(brokers[0], groups=2)
     deliveries, engine = Deliveries(), make_engine(tmp_path)
     monkeypatch.setattr(engine, "score", lambda _: asyncio.Event().wait())
-    monkeypatch.setattr(weights, "PROBE_S", 0.1)
+    monkeypatch.setattr(engine_weights, "PROBE_S", 0.1)
     await learner.publish(0, deliveries)
     with pytest.raises(WeightSyncError, match=r"did not answer the probe of .* within 0\.1 s"):
         await asyncio.wait_for(make_worker(brokers[1], engine, deliveries).run(), 20)

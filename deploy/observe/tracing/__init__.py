@@ -37,11 +37,11 @@ log = logging.getLogger(__name__)
 @contextmanager
 def open_sample_traces(run: str, worker: str) -> Iterator["SampleTracer"]:
     """Yield what traces the samples of this worker's process; it does nothing where the environment wants no traces."""
-    from headway.rollout_workers.samples.tracing import UNTRACED
+    from headway.rollout_workers.samples.tracing import NO_TRACER
 
     with _open_spans("headway-worker", {"headway.run": run, "service.instance.id": worker}) as spans:
         if spans is None:
-            yield UNTRACED
+            yield NO_TRACER
             return
         from .traces import SampleTraces
 

@@ -52,7 +52,7 @@ class SampleTrace:
     @contextmanager
     def generating(self) -> Iterator[None]:
         """Trace a turn that begins, and in it the sampling of its tokens."""
-        turn = len(self._recorder.turns) + bool(self._recorder.heard)
+        turn = len(self._recorder.turns) + bool(self._recorder.environment_tokens)
         self._turn = self._spans.start("turn", self._root, {"headway.turn": turn})
         before = sum(self._recorder.loss_mask)
         with self._phase("generate") as span:

@@ -1,4 +1,4 @@
-"""Asks a teacher for its logprobs of the tokens of a finished sample."""
+"""Asks a teacher for its logprobs of the tokens of a finished sample, by way of its scorers."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from headway.broker.schema import Prompt
 from headway.broker.security.sample_validation import LOGPROB_ROUNDING
-from headway.rollout_workers.rewards.failures import Failures
+from headway.rollout_workers.rewards.base import CallFailures
 from headway.rollout_workers.scorers.base import ScoringError, TokenScorer, unpack_candidates
 
 from .recorder import Recorder
@@ -16,7 +16,7 @@ TEACHER = "teacher"
 """The name of the scorer that workers ask."""
 
 
-class Taught(NamedTuple):
+class TeacherLogprobs(NamedTuple):
     """The fields of a trajectory that a teacher fills; 0 in the places of an environment's tokens."""
 
     teacher_logprobs: NDArray[np.float32]
@@ -27,19 +27,19 @@ class Taught(NamedTuple):
     """[R, K]"""
 
 
-class AskedTeacher:
-    """The teacher as a worker asks it."""
+class TeacherClient:
+    """Asks the teacher, by way of its scorers."""
 
     def __init__(self, scorer: TokenScorer, *, temperature: float, deadline_s: float, top_k: int = 0) -> None:
         """`temperature`: that at which the workers sample. `top_k`: the candidates that it names in each place."""
         self._scorer = scorer
         self._temperature = temperature
         self._top_k = top_k
-        self._failures = Failures(
+        self._failures = CallFailures(
             "the teacher", "Look into the logs of its scorers.", deadline_s, tried="was asked in vain"
         )
 
-    async def teach(self, prompt: Prompt, recorder: Recorder) -> Taught:
+    async def logprobs(self, prompt: Prompt, recorder: Recorder) -> TeacherLogprobs:
         """Return the natural logarithms of the probabilities that the teacher gives the sampled tokens of a finished
         sample, and its candidates in their places, at the sampling temperature.
 
@@ -56,8 +56,8 @@ class AskedTeacher:
         self._failures.note_success()
         mask = np.asarray(recorder.loss_mask, bool)
         if not self._top_k:
-            return Taught(_where(mask, logprobs), None, None)
-        return Taught(
+            return TeacherLogprobs(_where(mask, logprobs), None, None)
+        return TeacherLogprobs(
             _where(mask, logprobs),
             np.where(mask[:, None], tokens, 0).astype(np.int32),
             _where(mask[:, None], candidates),

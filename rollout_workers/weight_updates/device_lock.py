@@ -1,9 +1,9 @@
-"""Lets an engine have its device in turns with the learner: the engine sleeps while the learner trains.
+"""Gives an engine its device in turns with the learner: the engine sleeps while the learner trains.
 
     phase generate ──► wake ──► swap (the newest weights) ──► lease, generate
-    phase train    ──► set running samples aside, as segments ──► sleep ──► tell the server
+    phase train    ──► hand running samples back, as segments ──► sleep ──► tell the server
 
-The server decides which engines are awake (`broker/client/engine_pauses.py`). While the broker is away nothing changes.
+The server decides which engines are awake, by the verbs of `broker.client`. While the broker is away nothing changes.
 """
 
 import asyncio
@@ -14,23 +14,24 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from headway.broker import BlockingBroker, Broker
 from headway.broker.client.engine_pauses import OPENING_S, SAY_S, Phases
+from headway.broker.client.outages import Outages
 from headway.broker.errors import BrokerError
 from headway.rollout_workers.engines.base import Engine
-from headway.rollout_workers.outages import Outages
 
-from .weights import EngineWeights
-
-POLL_S = 0.01
-"""Seconds between two questions for the phase. A change of phase takes two answers."""
-FAREWELL_S = 5.0
-"""Seconds to tell the server that the engine is closed."""
+from .engine_weights import EngineWeights
 
 log = logging.getLogger(__name__)
 
 
+POLL_S = 0.01
+"""Seconds between two questions for the phase. A change of phase takes two answers."""
+EXIT_NOTICE_S = 5.0
+"""Seconds to tell the server that the engine is closed."""
+
+
 class EngineDeviceLock:
     """The learner's device, on which a worker's engine generates in turns with it. The engine was opened after
-    `until_engine_may_open` returned."""
+    `wait_for_device` returned."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class EngineDeviceLock:
         """Tell the server that the engine is closed. If the broker does not answer, the engine counts as awake for a
         while."""
         with suppress(TimeoutError), self._outages:
-            async with asyncio.timeout(FAREWELL_S):
+            async with asyncio.timeout(EXIT_NOTICE_S):
                 await self._phases.fell_asleep(self._worker)
 
     async def _ask(self) -> None:
@@ -103,28 +104,30 @@ class EngineDeviceLock:
         awake."""
         async with self._asking:
             self.is_awake = False
-            await self._outages.ride_out(lambda: self._phases.fell_asleep(self._worker))
+            await self._outages.retry_until_available(lambda: self._phases.fell_asleep(self._worker))
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
         async with self._answered:
             await self._answered.wait_for(is_so)
 
 
-async def until_engine_may_open(
+async def wait_for_device(
     phases: Phases, worker: str, outages: Outages, is_over: Callable[[], Awaitable[bool]]
 ) -> bool:
     """Wait until the engine may take memory; the worker then counts as awake. Returns False if the run ended first
     (`is_over`)."""
-    await outages.ride_out(lambda: phases.fell_asleep(worker))  # perhaps an earlier worker of this name died awake
-    while not await outages.ride_out(lambda: phases.may_generate(worker, OPENING_S, is_awake=False)):
-        if await outages.ride_out(is_over):
+    await outages.retry_until_available(
+        lambda: phases.fell_asleep(worker)
+    )  # perhaps an earlier worker of this name died awake
+    while not await outages.retry_until_available(lambda: phases.may_generate(worker, OPENING_S, is_awake=False)):
+        if await outages.retry_until_available(is_over):
             return False
         await asyncio.sleep(POLL_S)
     return True
 
 
 @contextmanager
-def staying_awake(broker: Broker, worker: str) -> Iterator[None]:
+def keep_awake(broker: Broker, worker: str) -> Iterator[None]:
     """Keep the worker alive in the server's eyes, from a thread, while starting the engine blocks the event loop."""
     done = threading.Event()
     thread = threading.Thread(target=_say_awake, args=(broker, worker, done), name="awake", daemon=True)

@@ -22,7 +22,7 @@ class Outages:
         self._is_down = False
         self.last_error = ""
 
-    async def ride_out(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def retry_until_available(self, call: Callable[[], Awaitable[T]]) -> T:
         """Repeat the call until the broker answers, and return its result. Only cancelling ends the wait."""
         wait_s = self._shortest_s
         while True:

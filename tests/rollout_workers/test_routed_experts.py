@@ -16,9 +16,8 @@ from headway.broker.wire.codec import decode_segment, encode_segment
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.base import Chunk, Engine, GenerationRequest
-from headway.rollout_workers.samples.chosen_experts import MissingExpertsError
 from headway.rollout_workers.samples.generation import generate
-from headway.rollout_workers.samples.recorder import EngineOutputError, Recorder
+from headway.rollout_workers.samples.recorder import EngineOutputError, MissingExpertsError, Recorder
 
 from .generation import PROMPTS, hold, request
 from .models import make_model, save_config

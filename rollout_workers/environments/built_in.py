@@ -1,4 +1,6 @@
-"""A second try after a wrong answer: it trains and measures whether the model corrects its answers."""
+"""The environments of Headway: one turn, whose reward is the score of the reward functions, or a second try after a
+wrong answer, which trains and measures whether the model corrects its answers.
+"""
 
 from typing import Annotated
 
@@ -6,6 +8,23 @@ import msgspec
 from msgspec import Meta
 
 from .base import Episode, Step
+
+
+class SingleTurnOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """There are no options."""
+
+
+class SingleTurn:
+    """Ends every episode after its first turn."""
+
+    max_turns = 1
+
+    async def step(self, episode: Episode) -> Step:
+        """End the episode, with the score as its reward."""
+        return Step(reward=episode.score)
+
+    async def close(self) -> None:
+        """Do nothing: there is nothing to free."""
 
 
 class SecondTryOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,25 +1,165 @@
-"""Swaps and verifies an engine's weights. Only verified weights count as held."""
+"""Swaps and verifies an engine's weights. Only verified weights count as held.
+
+`AdapterBaseWeights` are the frozen weights below a run's adapters: fetched once, and verified before an adapter comes
+over them. With `SwapTurns` the engines of a pool never all pause together. A turn keeps engines busy and protects no
+data: a broker that does not answer, or a turn that does not come, delays a swap and never prevents it.
+"""
 
 import asyncio
 import functools
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from typing import Any, Literal
 
+from headway.broker.client.engine_pauses import SwapTurnVerbs
+from headway.broker.client.outages import Outages
 from headway.broker.errors import NoRoomError, VersionRegressionError, WeightSyncError
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.weights import WeightManifest
-from headway.rollout_workers.engines.base import Engine, rounding_of, takes_adapters
-from headway.rollout_workers.outages import Outages
+from headway.rollout_workers.engines.base import (
+    AdaptedEngine,
+    Engine,
+    WeightFingerprints,
+    attaches_memory,
+    rounding_of,
+    takes_adapters,
+)
 from headway.weightsync.deliveries import Delivery, StreamedDelivery
 from headway.weightsync.subscriber import Subscriber
 
-from .adapter_base import AdapterBase
-from .probes import refuse_other_logprobs, refuse_unused_adapter
-from .tensors import refuse_other_tensors
-from .turns import SwapTurns
+from .verification import covers_all_tensors, refuse_other_logprobs, refuse_other_tensors, refuse_unused_adapter
+
+log = logging.getLogger(__name__)
+
+
+class AdapterBaseWeights:
+    """The base that an engine holds, if any."""
+
+    def __init__(self, engine: Engine, subscriber: Subscriber, outages: Outages, *, verify: bool) -> None:
+        self._engine = engine
+        self._subscriber = subscriber
+        self._outages = outages
+        self._verify = verify
+        self._fingerprints: tuple[int, ...] = ()
+        """The fingerprints of the base that the engine holds; () without any."""
+        self._incarnation = 0
+        """The learner whose base that is."""
+        self._looks_at_files = True
+        """False once the engine has not taken a base from the model's files."""
+
+    def forget(self) -> None:
+        """Note that the engine has lost it."""
+        self._fingerprints = ()
+
+    async def engine_with_base(self, incarnation: int) -> AdaptedEngine:
+        """Return the engine once it holds the base of this learner's adapters. Another learner's may be the same, and
+        is then not loaded again. Raises WeightSyncError if the engine cannot hold one."""
+        if not takes_adapters(self._engine):
+            raise WeightSyncError(
+                "the run's versions are adapters, and this engine takes whole weights alone. Set weights.adapter=merged"
+                " for the run, or start the worker with an engine that takes adapters (engine.kind=embedded)"
+            )
+        if self._fingerprints and self._incarnation == incarnation:
+            return self._engine
+        while (base := await self._outages.retry_until_available(self._fetched)) is not None:
+            if await self._is_loaded(self._engine, base):
+                break
+            self._looks_at_files = False
+        self._incarnation = incarnation
+        return self._engine
+
+    async def _fetched(self) -> Delivery | None:
+        return await self._subscriber.base(
+            self._fingerprints, attachable=attaches_memory(self._engine), from_files=self._looks_at_files
+        )
+
+    async def _is_loaded(self, engine: AdaptedEngine, base: Delivery) -> bool:
+        """Load a base. Returns False if it lay in the model's files and is not what was published."""
+        told: WeightFingerprints | None = None
+
+        def check(held: WeightFingerprints | None) -> None:
+            nonlocal told
+            told = held
+            refuse_other_tensors(base.manifest, held)
+
+        nbytes = sum(spec.nbytes for spec in base.manifest.tensors)
+        log.info("the base of adapters has come, %.1f GB; the engine loads it", nbytes / 1e9)
+        self.forget()  # a load that fails may leave anything
+        try:
+            await engine.load_base(base.tensors, check=check if self._verify or not base.is_verified else None)
+            if not base.is_verified and not covers_all_tensors(base.manifest, told):
+                await self._subscriber.verify(base)
+        except WeightSyncError as error:
+            if base.is_verified or isinstance(error, NoRoomError):
+                raise
+            log.warning("the engine does not take the base of adapters as it lies in the model's files: %s", error)
+            return False
+        self._fingerprints = base.manifest.fingerprints
+        log.info("holds the base of adapters: %d tensors", len(self._fingerprints))
+        return True
+
+
+TURN_POLL_S = 0.05
+"""Seconds between two requests for a turn."""
+LONGEST_TURN_WAIT_S = 300.0
+"""Seconds to wait for a turn: many times what a swap takes. An engine that hangs keeps its turn until the deadline of
+its call, and the deadlines of all its calls together are much longer than other workers should wait."""
+GIVE_BACK_S = 1.0
+"""Seconds to give a turn back. If the broker does not answer, the turn ends by itself."""
+
+
+class SwapTurns:
+    """Takes turns for one worker, one at a time."""
+
+    def __init__(self, turns: SwapTurnVerbs, worker: str, outages: Outages, *, share: float, ttl_s: float) -> None:
+        """`share`: the part of the pool's workers that may swap at once; with 1 no turns are taken. `ttl_s`: seconds
+        after which a turn that is not renewed ends."""
+        self._turns = turns
+        self._worker = worker
+        self._outages = outages
+        self._share = share
+        self._ttl_s = ttl_s
+
+    @asynccontextmanager
+    async def turn(self, is_urgent: Callable[[], bool]) -> AsyncIterator[bool]:
+        """Hold a turn and renew it, or go on without one once `is_urgent` returns True. Yields whether the worker had
+        to wait."""
+        if self._share >= 1:
+            yield False
+            return
+        token = f"{self._worker}:{secrets.token_hex(8)}"
+        renewing = asyncio.create_task(self._renew(token))
+        try:
+            yield await self._wait(token, is_urgent)
+        finally:
+            renewing.cancel()
+            with suppress(TimeoutError), self._outages:
+                async with asyncio.timeout(GIVE_BACK_S):
+                    await self._turns.give_back(token)
+
+    async def _wait(self, token: str, is_urgent: Callable[[], bool]) -> bool:
+        """Wait until the worker has a turn, or should swap without one. Returns whether it had to wait."""
+        deadline, has_waited = time.monotonic() + LONGEST_TURN_WAIT_S, False
+        with self._outages:
+            while not await self._turns.take(token, self._share, self._ttl_s):
+                has_waited = True
+                if is_urgent():
+                    break
+                if time.monotonic() > deadline:
+                    log.warning("no turn within %.0f s: swapping weights while others do", LONGEST_TURN_WAIT_S)
+                    break
+                await asyncio.sleep(TURN_POLL_S)
+        return has_waited
+
+    async def _renew(self, token: str) -> None:
+        while True:
+            await asyncio.sleep(self._ttl_s / 3)
+            with self._outages:
+                await self._turns.renew(token, self._ttl_s)
+
 
 RETRY_S = 0.5
 """Seconds between two attempts after a delivery that failed or was refused."""
@@ -32,8 +172,6 @@ Contents = Literal["nothing", "version", "mixture", "away"]
 """The contents of an engine. "nothing": no weights, before the first version and after a sleep. "version": the newest
 verified version. "mixture": parts of two versions, because the rest of one did not come; the engine is paused. "away":
 it sleeps."""
-
-log = logging.getLogger(__name__)
 
 
 class EngineWeights:
@@ -64,7 +202,7 @@ class EngineWeights:
         self._changed = asyncio.Condition()
         self._engine_is_ours = asyncio.Lock()
         self._contents: Contents = "nothing"
-        self._base = AdapterBase(engine, subscriber, outages, verify=verify)
+        self._base = AdapterBaseWeights(engine, subscriber, outages, verify=verify)
         self.version: WeightVersion | None = None
         """The newest version that was verified, even if the engine has lost it since."""
         self.swaps = 0
@@ -146,7 +284,7 @@ class EngineWeights:
         wait."""
         while True:
             try:
-                delivery = await self._outages.ride_out(self._delivery)
+                delivery = await self._outages.retry_until_available(self._delivery)
                 self._refuse_regression(delivery.manifest.version)
             except (WeightSyncError, VersionRegressionError) as error:
                 self.last_error = str(error)
@@ -257,7 +395,7 @@ class EngineWeights:
             "check": functools.partial(refuse_other_tensors, manifest) if self._verify else None,
         }
         if manifest.adapter_scale:
-            engine = await self._base.held(manifest.version.incarnation)
+            engine = await self._base.engine_with_base(manifest.version.incarnation)
             swap = functools.partial(
                 engine.swap_adapter, manifest.version, delivery.tensors, manifest.adapter_scale, **how
             )

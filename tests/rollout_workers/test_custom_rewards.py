@@ -22,7 +22,7 @@ from headway.rollout_workers.config import RewardConfig
 from headway.rollout_workers.rewards import open_reward
 from headway.rollout_workers.rewards.base import RewardError, Score, UnscoredError
 
-OWN = "tests.rollout_workers.own_rewards"
+OWN = "tests.rollout_workers.custom_rewards"
 HANGS_S, PLENTY_S = 1.5, 60.0
 
 Reward = Callable[..., Awaitable[Score]]
@@ -110,7 +110,7 @@ async def test_one_that_has_worked_has_as_long_as_a_call_may_take(
     open_own: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock_s = 0.0
-    monkeypatch.setattr("headway.rollout_workers.rewards.failures.time", SimpleNamespace(monotonic=lambda: clock_s))
+    monkeypatch.setattr("headway.rollout_workers.rewards.base.time", SimpleNamespace(monotonic=lambda: clock_s))
     score = await open_own("exits", deadline_s=20.0)
     await score("7")
     for _ in range(3):
@@ -130,7 +130,7 @@ async def test_a_call_that_fails_once_is_made_once_more(
     score = await open_own("fails_once")
     with caplog.at_level(logging.WARNING):
         assert (await score("7", tried=str(tmp_path / "tried"))).total == 1.0
-    assert "raised ConnectionError: the judge is away (own_rewards.py, line" in caplog.text
+    assert "raised ConnectionError: the judge is away (custom_rewards.py, line" in caplog.text
     assert ", in fails_once); it is made once more" in caplog.text
 
 

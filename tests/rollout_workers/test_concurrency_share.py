@@ -7,7 +7,7 @@ import pytest
 
 from headway.broker.client.broker import Broker
 from headway.deploy.observe.autoscaling import busy_share
-from headway.rollout_workers.samples.places import LEAST, SharedPlaces
+from headway.rollout_workers.samples.leases import LEAST_SHARE, ConcurrencyShare
 
 from .loop import GROUP_SIZE, LONG, Deliveries, Learner, make_engine, make_worker, running, until
 
@@ -17,19 +17,26 @@ UNDER_WAY = (MAX_LAG + 1) * GROUPS_PER_STEP * GROUP_SIZE
 
 @pytest.mark.parametrize(
     ("batched", "under_way", "serving", "places"),
-    [(512, 768, 1, 512), (512, 768, 2, 384), (512, 768, 5, 154), (64, 768, 5, 64), (512, 20, 9, LEAST), (4, 20, 9, 4)],
+    [
+        (512, 768, 1, 512),
+        (512, 768, 2, 384),
+        (512, 768, 5, 154),
+        (64, 768, 5, 64),
+        (512, 20, 9, LEAST_SHARE),
+        (4, 20, 9, 4),
+    ],
 )
 def test_a_worker_takes_its_share(batched: int, under_way: int, serving: int, places: int) -> None:
-    shared, alone = SharedPlaces("w", batched, under_way), SharedPlaces("w", batched)
-    for one in (shared, alone):
-        one.hear(serving)
-    assert (shared.now, alone.now) == (places, batched)
+    shared, unshared = ConcurrencyShare("w", batched, under_way), ConcurrencyShare("w", batched)
+    for one in (shared, unshared):
+        one.note_workers(serving)
+    assert (shared.limit, unshared.limit) == (places, batched)
 
 
 async def test_a_worker_that_joins_gets_samples_of_one_that_has_them_all(
     brokers: tuple[Broker, Broker], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger="headway.rollout_workers.samples.places")
+    caplog.set_level(logging.INFO, logger="headway.rollout_workers.samples.leases")
     learner = await Learner.start(brokers[0], groups=2 * UNDER_WAY, max_lag=MAX_LAG)
     deliveries = Deliveries(), Deliveries()
     first, second = (

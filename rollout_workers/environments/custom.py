@@ -19,25 +19,25 @@ from headway.broker.user_code.import_paths import ImportRoots, load_custom
 from headway.broker.user_code.pool import HostPool
 from headway.broker.user_code.protocol import Program
 from headway.rollout_workers.config import EnvironmentConfig
-from headway.rollout_workers.rewards.failures import Failures, LeftOut
-from headway.rollout_workers.rewards.function_calls import measures, number
+from headway.rollout_workers.rewards.base import CallFailures, DroppedMeasures
+from headway.rollout_workers.rewards.functions import measures, number
 
 from .base import Environment, Episode, Step
 
-Answered = tuple[Step, list[str], int]
+StepResult = tuple[Step, list[str], int]
 """A step, the names of its measures that are left out, and the length of what it says if that is left out."""
 THREADS = 32
 COROUTINES = 1024
 log = logging.getLogger(__name__)
 
 
-async def open_own(config: EnvironmentConfig, roots: ImportRoots) -> "OwnEnvironment":
+async def open_custom(config: EnvironmentConfig, roots: ImportRoots) -> "CustomEnvironment":
     """Open `package.module:Class` in processes of its own. Raises ConfigError if it does not exist, may not be imported
     or has no `max_turns` of 1 or more, UserCodeError if opening it hangs or ends its process."""
     roots.check(config.kind, "environment.kind")
     program = Program(
         name=f"environment {config.kind}",
-        factory=f"{__name__}:Opened",
+        factory=f"{__name__}:HostedEnvironment",
         arguments={
             "path": config.kind,
             "options": dict(config.options),
@@ -54,10 +54,10 @@ async def open_own(config: EnvironmentConfig, roots: ImportRoots) -> "OwnEnviron
     except BaseException:
         await pool.close()
         raise
-    return OwnEnvironment(config, pool, max_turns)
+    return CustomEnvironment(config, pool, max_turns)
 
 
-class OwnEnvironment:
+class CustomEnvironment:
     """Calls one class in processes that can be killed."""
 
     def __init__(self, config: EnvironmentConfig, pool: HostPool, max_turns: int) -> None:
@@ -67,8 +67,8 @@ class OwnEnvironment:
         self._too_long = 0
         self._pool = pool
         self._deadline_s = config.deadline_s
-        self._left_out = LeftOut(f"environment {config.kind}")
-        self._failures = Failures(
+        self._left_out = DroppedMeasures(f"environment {config.kind}")
+        self._failures = CallFailures(
             f"environment {config.kind}",
             "Return a Step for every episode, within environment.deadline_s.",
             config.deadline_s,
@@ -102,7 +102,7 @@ class OwnEnvironment:
         except UserCodeError as error:
             raise self._failures.note(episode.prompt, error) from error
         self._failures.note_success()
-        step, left_out, too_long = msgspec.convert(answered, Answered)
+        step, left_out, too_long = msgspec.convert(answered, StepResult)
         return replace(step, components=self._left_out.note(dict(step.components), left_out)), too_long
 
     async def close(self) -> None:
@@ -110,7 +110,7 @@ class OwnEnvironment:
         await self._pool.close()
 
 
-class Opened:
+class HostedEnvironment:
     """The user's class in its process. It checks what the class returns, and sends it as plain data."""
 
     def __init__(self, path: str, options: dict[str, Any], named: list[str], directory: str, max_says: int) -> None:
@@ -142,7 +142,7 @@ class Opened:
 
 
 def _plain(step: Any, max_says: int) -> Any:
-    """Return the parts of `Answered` as plain data."""
+    """Return the parts of `StepResult` as plain data."""
     if not isinstance(step, Step):
         raise TypeError(f"step returned {step!r:.200}, which is no headway.rollout_workers.environments.Step")
     reward = number(step.reward)
@@ -152,5 +152,5 @@ def _plain(step: Any, max_says: int) -> Any:
     too_long = len(step.says) if len(step.says) > max_says else 0
     step = replace(step, reward=reward, components=components, says="" if too_long else step.says)
     plain = msgspec.to_builtins((step, left_out, too_long))
-    msgspec.convert(plain, Answered)  # raises for a result that is no Step
+    msgspec.convert(plain, StepResult)  # raises for a result that is no Step
     return plain

@@ -1,4 +1,4 @@
-"""The rules by which a worker is set aside: figures in, a verdict out.
+"""The rules by which a worker is unhealthy, and is set aside: figures in, a verdict with its reason out.
 
 stalled   the engine has requests, and has sampled nothing for `stall_s` seconds
 failing   the engine has raised errors, or sent impossible output, `errors` times within ERRORS_WITHIN_S
@@ -10,10 +10,19 @@ slow      the worker generates less than `factor` of the median of its pool, bot
 Only busy time counts for `slow`: not that of a start, a swap, or of an engine without requests. An engine with few
 requests is slower in all, and one with many is slower for each: so both figures must be low. All workers of a pool have
 one kind of engine.
+
+`EngineHealth` collects a worker's figures of its own engine. The worker itself is alive when its engine hangs: without
+these figures it would renew the leases of its samples for ever while the learner waits for them. Its supervisor
+collects the figures of `slow` and `silent` (`deploy/launch/judging.py`).
+
+The invariant: a worker is judged by itself or by its own supervisor, never by another worker. So a process with a
+worker's password can have no process set aside but itself.
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -70,7 +79,7 @@ def silent(unheard_s: float, stall_s: float) -> Verdict | None:
 
 
 @dataclass(frozen=True)
-class GenerationPace:
+class GenerationRate:
     """The tokens that a worker has generated within a window."""
 
     tokens: int
@@ -90,22 +99,56 @@ class GenerationPace:
         return self.tokens / self.slot_s if self.slot_s else 0.0
 
 
-def slowest(paces: Mapping[str, GenerationPace], window_s: float, factor: float) -> tuple[str, Verdict] | None:
-    """Return the slowest worker of a pool with the verdict on it, or None if none is slow. `paces`: by worker, over a
+def slowest(rates: Mapping[str, GenerationRate], window_s: float, factor: float) -> tuple[str, Verdict] | None:
+    """Return the slowest worker of a pool with the verdict on it, or None if none is slow. `rates`: by worker, over a
     window of `window_s`."""
-    compared = {name: pace for name, pace in paces.items() if pace.busy_s >= LEAST_BUSY_OTHERS * window_s}
-    judged = {name: pace for name, pace in compared.items() if pace.busy_s >= LEAST_BUSY * window_s}
+    compared = {name: rate for name, rate in rates.items() if rate.busy_s >= LEAST_BUSY_OTHERS * window_s}
+    judged = {name: rate for name, rate in compared.items() if rate.busy_s >= LEAST_BUSY * window_s}
     if len(compared) < LEAST_COMPARED or not judged:
         return None
-    per_second = statistics.median(pace.per_second for pace in compared.values())
-    per_slot = statistics.median(pace.per_slot for pace in compared.values())
-    name, pace = min(judged.items(), key=lambda item: item[1].per_slot)
-    if pace.per_slot >= factor * per_slot or pace.per_second >= factor * per_second:
+    per_second = statistics.median(rate.per_second for rate in compared.values())
+    per_slot = statistics.median(rate.per_slot for rate in compared.values())
+    name, rate = min(judged.items(), key=lambda item: item[1].per_slot)
+    if rate.per_slot >= factor * per_slot or rate.per_second >= factor * per_second:
         return None
     return name, Verdict(
         "slow",
-        f"it generates {pace.per_slot:.3g} tokens/s and request, {pace.per_slot / per_slot:.0%} of the median"
-        f" {per_slot:.3g} of the {len(compared)} busy workers of its pool, and {pace.per_second:.3g} tokens/s in all,"
+        f"it generates {rate.per_slot:.3g} tokens/s and request, {rate.per_slot / per_slot:.0%} of the median"
+        f" {per_slot:.3g} of the {len(compared)} busy workers of its pool, and {rate.per_second:.3g} tokens/s in all,"
         f" where their median is {per_second:.3g}; less than {factor:.0%} of both over {window_s:g} s sets a worker"
         " aside (workers.slow_factor, workers.slow_window_s)",
     )
+
+
+class EngineHealth:
+    """Counts errors, and looks in which the engine had requests and sampled nothing.
+
+    It counts looks instead of time: a worker process that was stopped has not looked meanwhile.
+    """
+
+    def __init__(
+        self, *, look_s: float, stall_s: float, errors: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`look_s`: about the seconds between two looks. `stall_s` and `errors`: the limits; 0: none."""
+        self._look_s, self._stall_s, self._errors, self._clock = look_s, stall_s, errors, clock
+        self._looks = 0
+        self._tokens: int | None = None
+        self._failed_s = deque[float](maxlen=max(1, errors))
+        self.last_error = ""
+
+    def look(self, requests: int, tokens: int) -> Verdict | None:
+        """Compare with the last look. `requests`: those for which the engine may sample; `tokens`: all that it has
+        sampled until now. Requests that the last look did not see may have come just now, and begin the count."""
+        if not requests or tokens != self._tokens:
+            self._looks, self._tokens = 0, tokens if requests else None
+            return None
+        self._looks += 1
+        return stalled(requests, self._looks * self._look_s, self._stall_s) if self._stall_s else None
+
+    def failed(self, error: Exception) -> Verdict | None:
+        """Count an error of the engine."""
+        text = str(error) or "it gave no reason"
+        self.last_error = f"the engine failed: {type(error).__name__}: {text}"
+        now_s = self._clock()
+        self._failed_s.append(now_s)
+        return failing(tuple(self._failed_s), now_s, self._errors, f"{type(error).__name__}: {text}")

@@ -1,0 +1,12 @@
+"""New weights in a running engine, swapped in turns and verified; the lock on a device that engine and learner share.
+
+    subscriber ─► engine_weights.py ─► a swap turn of the broker ─► engine.swap_weights ─► verification.py ─► held
+                     ▲    ▲
+                     │    └ the weights below adapters: from the model's files, or pulled
+    device_lock.py ──┘ wakes the engine in the phase `generate`, puts it to sleep in the phase `train`
+
+The folder knows engines by their seam, and weight versions by `weightsync`; it knows no samples.
+
+The invariant: only verified weights count as held, and an engine samples with nothing else. A missing turn delays a
+swap and never prevents it.
+"""
