@@ -55,8 +55,6 @@ def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
 
     for path, page in pages().items():
         files.append(File.generated(config, path, content=page))
-    for picture in RESULTS.parent.glob("*.png"):
-        files.append(File.generated(config, f"notes/{picture.name}", abs_src_path=str(picture)))
     return files
 
 

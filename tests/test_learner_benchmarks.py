@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.grouped_experts import routed_counts
 from benchmarks.peer_losses.__main__ import difference
 from benchmarks.peer_losses.imitated import imitated
 from benchmarks.peer_losses.ours import composed
@@ -185,30 +184,6 @@ def test_all_cases_train_the_same(models: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_grouped_experts_are_compared(tmp_path: Path) -> None:
-    command = ("benchmarks.grouped_experts", "--shape", "toy-moe", "--device", "cpu", "--tokens", "64")
-    result = last_line(*command, "--repeats", "1", "--output", str(tmp_path))
-
-    assert list(result["cases"]) == ["64 balanced", "64 skewed"]
-    assert all(case["largest_difference"] < 0.02 for case in result["cases"].values())
-    balanced, skewed = (routed_counts(4096, 128, 8, exponent) for exponent in (0.0, 1.0))
-    assert (sum(balanced), sum(skewed)) == (4096 * 8, 4096 * 8)
-    assert max(balanced) < 1.3 * 256 < 4 * 256 < max(skewed) <= 4096
-
-
-@pytest.mark.slow
-def test_long_sequences_are_measured(models: Path, tmp_path: Path) -> None:
-    command = ("benchmarks.long_sequences", "--shape", "toy", "--device", "cpu", "--models", str(models))
-    result = last_line(*command, "--tokens", "50", "--logprob-tokens", "40", "--output", str(tmp_path))
-
-    assert result["failed"] == {}
-    assert result["training 50 tokens, context 1"]["tokens_per_s"] > 0
-    chunked, plain = result["logprobs chunked"], result["logprobs plain"]
-    assert chunked["logprobs_mean"] == pytest.approx(plain["logprobs_mean"], rel=1e-2)
-    assert chunked["grad_norms"] == pytest.approx(plain["grad_norms"], rel=2e-2)
-
-
-@pytest.mark.slow
 def test_prefix_trees_are_measured(models: Path) -> None:
     command = ("benchmarks.prefix_trees", "--shape", "toy", "--device", "cpu", "--models", str(models))
     sizes = ("--groups", "1,4", "--prompts", "16", "--responses", "8", "--samples", "8", "--repeats", "1")
@@ -218,15 +193,6 @@ def test_prefix_trees_are_measured(models: Path) -> None:
         assert shared[setting]["grad_norm"] == pytest.approx(shared["never"]["grad_norm"], rel=1e-3)
     assert shared["never"]["computed"] == shared["never"]["tokens"] == shared["always"]["tokens"]
     assert shared["auto"]["computed"] < 0.7 * shared["auto"]["tokens"]
-
-
-@pytest.mark.slow
-def test_whole_rows_are_measured_small_and_large(models: Path) -> None:
-    command = ("benchmarks.whole_rows", "--shape", "toy", "--device", "cpu", "--models", str(models))
-    sizes = ("--whole", "64", "--tokens", "256", "--budget", "128", "--repeats", "1", "--of", "before,large-kept")
-    found = last_line(*command, *sizes)["settings"]
-    assert [figures["micro_batches"] for figures in found.values()] == [2, 1]
-    assert found["large-kept"]["grad_norm"] == pytest.approx(found["before"]["grad_norm"], rel=1e-3)
 
 
 def test_what_a_row_computes_is_counted_with_and_without_shared_tokens() -> None:

@@ -5,7 +5,7 @@
 
     first         learning: GRPO of SmolLM2, of a MoE through Megatron; faults of weight transfers
     second        long-tailed asynchrony, and what a worker costs
-    third         weight transfers, engines' contracts, agreement of logprobs, scorers
+    third         weight transfers, engines' contracts, agreement of logprobs
     long-tailed   the long-tailed race on two GPUs, then the pass rates of its models
     one-gpu       the same of the short task on one GPU
     verl          verl's run of the short task on two

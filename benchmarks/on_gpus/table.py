@@ -132,7 +132,6 @@ def _third(machine: Machine) -> list[Measurement]:
         return Measurement(name, command, seconds, gpus=gpus, in_turn="weights")
 
     moe, halves = ("--shape", "moe-2.4b"), ("--learner-gpus", 2, "--engine-gpus", 2)
-    long = ("--dtype", "float32", "--groups", 64, "--response-tokens", 256, "--timeout-s", 140)
     share = ("--share",) if whole == 2 else ()
     return [
         sync("sync", 400, "--native", "--versions", 12),
@@ -141,7 +140,6 @@ def _third(machine: Machine) -> list[Measurement]:
         Measurement("engines", _tests("tests/rollout_workers/test_engine_contract.py", "-k", "vllm"), 300),
         Measurement("agreement_moe", module("agreement", *moe, "--layers", 4, "--engine", "vllm"), 300),
         Measurement("agreement", module("agreement", "--shape", "qwen3-0.6b", "--engine", "vllm"), 200),
-        Measurement("scorers", module("scorers", "--shape", "qwen3-0.6b", *long), 300),
         sync("sync_sharded", 200, "--limit-s", 190, *moe, *halves, *share, gpus=whole),
     ]
 

@@ -29,7 +29,7 @@ from headway.learner.data.prompts.files import Row, RowFields, is_null, named_fi
 from headway.learner.data.prompts.rendering import Renderer
 from headway.learner.models.model import load_tokenizer
 from headway.rollout_workers.decoding import Decoding, response_text
-from headway.rollout_workers.evaluation import all_of, held_out_request
+from headway.rollout_workers.evaluation import gather_or_cancel, held_out_request
 from headway.rollout_workers.samples.generation import generate, sample_seed
 from headway.rollout_workers.samples.recorder import Recorder
 
@@ -278,10 +278,10 @@ class EngineSampler:
 
         async def work() -> None:
             for index, prompt in queue:
-                add(index, await all_of([respond(index, number) for number in range(prompt.num_samples)]))
+                add(index, await gather_or_cancel([respond(index, number) for number in range(prompt.num_samples)]))
 
         try:
-            await all_of([work() for _ in range(min(engine.capacity, len(prompts)))])
+            await gather_or_cancel([work() for _ in range(min(engine.capacity, len(prompts)))])
         finally:
             await engine.close()
 

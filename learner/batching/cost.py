@@ -25,8 +25,8 @@ PASSES = 3
 
 GPU_FLOPS = 160e12
 """The operations in a second that a small model's forward and backward pass reached on an H100: 77.2 ms for 15,361
-tokens of SmolLM2-135M's shape, replayed as CUDA graphs. This and the next three figures are measured by
-`benchmarks.small_models` (benchmarks/RESULTS.md)."""
+tokens of SmolLM2-135M's shape, replayed as CUDA graphs. This and the next three figures are measured
+(benchmarks/RESULTS.md, "Where an update of a small model goes")."""
 
 LAUNCH_S, TREE_LAUNCH_S = 98e-3 / 30, 106e-3 / 30
 """Seconds in which a process launches the forward and backward pass of one layer, without and with shared tokens: the

@@ -12,7 +12,7 @@ import redis
 from msgspec.structs import replace
 from redis.exceptions import RedisError, ResponseError
 
-from headway.broker.client.supervision import PLACES, UNCONFIRMED_S
+from headway.broker.client.supervision import KEPT_S, PLACES
 from headway.broker.connection.function_library import flags_of, script_names
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.status import PoolInfo
@@ -184,7 +184,7 @@ async def test_a_fault_of_no_real_time_is_passed_over(cast: Cast, intruder: Intr
     """A display that wrote the time would end."""
     fault = {"worker": "w", "host": "h", "rule": "r", "reason": "x", "at": AWAY[kind]}
     for place in PLACES:
-        intruder.clients[Role.WORKER].set(f"{intruder.prefix}fault:{place}", json.dumps(fault), ex=UNCONFIRMED_S)
+        intruder.clients[Role.WORKER].set(f"{intruder.prefix}fault:{place}", json.dumps(fault), ex=KEPT_S)
     assert (await cast.learner.status.snapshot()).faults == ()
     await cast.worker.faults.report(worker="w", host="h", rule="version", reason="another one")
     assert [fault.rule for fault in (await cast.learner.status.snapshot()).faults] == ["version"]

@@ -1,6 +1,6 @@
 """`learner.prefix_sharing: auto` takes the plan that was measured to be the quicker one, on a GPU and on a CPU.
 
-The measurements are those of benchmarks/RESULTS.md: `benchmarks.small_models` and `benchmarks.prefix_trees` on an H100.
+The measurements are those of benchmarks/RESULTS.md ("Tokens that samples share"), on an H100 and on a CPU core.
 """
 
 from dataclasses import replace
@@ -71,7 +71,7 @@ def test_auto_shares_on_a_gpu_where_that_was_quicker(
 
 
 def test_a_short_row_shares_where_its_kernels_are_replayed() -> None:
-    """48.6 ms against 77.2: nothing is launched (benchmarks.small_models)."""
+    """48.6 ms against 77.2: nothing is launched (benchmarks/RESULTS.md)."""
     assert shares(SMOLLM2, "cuda", count=128, budget=16384, prompt=64, response=50, is_replayed=True)
 
 

@@ -180,7 +180,7 @@ def test_a_word_that_would_end_the_learner_costs_its_speaker_the_group(
     def say(formed: BroadcastGroup) -> None:
         rank = formed.members.index(HOSTILE.worker) + 1
         key = f"wave/0/group/0/{rank}"
-        assert blocking_store.call(blocking_store.meetings.set(formed.meeting, HOSTILE.worker, key, WRONG[kind]))
+        assert blocking_store.call(blocking_store.rendezvous.set(formed.meeting, HOSTILE.worker, key, WRONG[kind]))
 
     attack = Attack(blocking_store, blocking, say)
     epoch, told = attack.sender.prepare(lambda: [HONEST, HOSTILE], V1)

@@ -4,8 +4,7 @@ One thread decodes, and takes commands (add, cancel, swap, score) between two fo
 loop a few tokens at a time: waking every reader after every token would cost more than a step.
 
 Headway has this engine for its exactness: transformers' continuous batching keeps stale keys over a weight swap and
-cannot say where in a sample the swap fell. `benchmarks/engines.py` compares the speed of both, which alone would not
-justify it.
+cannot say where in a sample the swap fell.
 """
 
 import asyncio
