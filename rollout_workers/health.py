@@ -13,7 +13,7 @@ one kind of engine.
 
 `EngineHealth` collects a worker's figures of its own engine. The worker itself is alive when its engine hangs: without
 these figures it would renew the leases of its samples for ever while the learner waits for them. Its supervisor
-collects the figures of `slow` and `silent` (`deploy/launch/judging.py`).
+collects the figures of `slow` and `silent` (`deploy/launch/pool_reports.py`).
 
 The invariant: a worker is judged by itself or by its own supervisor, never by another worker. So a process with a
 worker's password can have no process set aside but itself.

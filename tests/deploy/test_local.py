@@ -58,7 +58,7 @@ def test_a_run_that_ended_without_a_checkpoint_is_not_told_of_one(tmp_path: Path
     assert " --resume\n" in text
 
 
-@pytest.mark.parametrize("called", ["somewhere/deploy/__main__.py", "venv/bin/headway"])
+@pytest.mark.parametrize("called", ["somewhere/headway/__main__.py", "venv/bin/headway"])
 def test_hints_name_a_command_that_can_be_typed(called: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     own = tmp_path / "venv" / "bin" / "headway"

@@ -102,7 +102,7 @@ def test_each_scorer_has_a_script_with_its_gpu_and_password() -> None:
         assert {"--array=0-1", "--gres=gpu:1", "--cpus-per-task=3", "--mem=9G"} <= set(head(scripts / script))
         user, file, name = settings(scripts / script, "BROKER_USER", "PASSWORD_FILE", "SCORER")
         assert (user, Path(file).name, f"scorer-{name}.sh") == ("headway-scorer", "scorer", script)
-        (line,) = [line for line in (scripts / script).read_text().splitlines() if "deploy scorers" in line]
+        (line,) = [line for line in (scripts / script).read_text().splitlines() if "-m headway scorers" in line]
         words = [
             "scorers",
             "--count",

@@ -37,8 +37,8 @@ def test_a_pool_follows_a_rise_of_the_load_out_and_a_drop_in(terminals: Terminal
     learns, works, looks = [exported(terminals, server, command) for command in ("learner", "workers", "status")]
     for name in ("learner", "pool"):
         (terminals.directory(name) / "paced.py").write_text(PACED)
+        (terminals.root / name / "pace").write_text("0.5")
     pace = terminals.root / "pool" / "pace"
-    pace.write_text("0.5")
     recipe = write_recipe(
         terminals.directory("learner"), learner={"steps": STEPS}, rewards=[{"kind": "paced:compute_score"}]
     )

@@ -128,7 +128,7 @@ def test_a_run_is_not_disturbed_by_files_of_the_user_that_have_names_of_ours(ins
 
 
 def test_every_verb_of_the_broker_is_shipped(installation: Installation) -> None:
-    listing = "from headway.broker.connection.verbs import script_names; print(*script_names())"
+    listing = "from headway.broker.connection.function_library import script_names; print(*script_names())"
     shipped = {path.stem for path in (REPOSITORY / "broker" / "scripts").glob("*.lua")}
     assert set(installation.run("python", "-c", listing).split()) == {
         name for name in shipped if not name.startswith("lib_")
