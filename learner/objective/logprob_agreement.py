@@ -35,8 +35,8 @@ class DisagreementError(HeadwayError):
 
 
 class LogprobAgreement:
-    """Compares the fresh tokens of the first batch that has some, before it is trained. Tokens of older weights say
-    nothing, and a resumed learner may meet some batches of them first. Collective over the ranks."""
+    """Compares the fresh tokens of the first batch that has some, before it is trained. Tokens of older weights, or of
+    the weights that the learner before a resume had at the same step, say nothing. Collective over the ranks."""
 
     def __init__(self, ranks: Ranks, bound: float, *, is_cut: bool = False) -> None:
         """`bound`: of the mean absolute difference; 0: nothing is compared. `is_cut`: the engine samples from a part of
@@ -50,10 +50,16 @@ class LogprobAgreement:
         batches: Sequence[PackedBatch],
         logprobs: Callable[[Sequence[PackedBatch]], Sequence[torch.Tensor]],
         step: int,
+        *,
+        is_of_this_learner: bool,
     ) -> dict[str, float]:
         """Returns figures of the comparison, with the logprobs that the learner computes for the batches; none where it
-        is not due. Raises DisagreementError."""
-        if not self._is_due or not self._ranks.sum([sum(float(_fresh(batch).sum()) for batch in batches)])[0]:
+        is not due. `is_of_this_learner`: see `Updater.update`. Raises DisagreementError."""
+        if not self._is_due:
+            return {}
+        fresh = sum(float(_fresh(batch).sum()) for batch in batches)
+        fresh, others = self._ranks.sum([fresh, float(not is_of_this_learner)])
+        if not fresh or others:
             return {}
         off = [
             (own_T.cpu().double() - batch.behavior_logprobs_T.cpu().double())[_fresh(batch)]

@@ -203,11 +203,16 @@ class Updater:
         parts = split(units, self._learner.updates_per_step)
         return Prefetcher([partial(self._packed, part) for part in parts])
 
-    def update(self, packed: Sequence[list[PackedBatch]], step: int) -> Update:
+    def update(self, packed: Sequence[list[PackedBatch]], step: int, *, is_of_this_learner: bool = True) -> Update:
         """Makes an optimizer update of each part of a packed step; proximal logprobs are those before the first of
-        them, which needs no forward pass for its own. Raises DisagreementError, with nothing trained, where engine and
-        learner compute different models."""
-        agreement = self._logprob_agreement.compare(packed[0], self._logprobs, step) if packed else {}
+        them, which needs no forward pass for its own. `is_of_this_learner`: whether no token of the step was sampled by
+        the weights that the learner before a resume had at this step, which may differ from the present ones. Raises
+        DisagreementError, with nothing trained, where engine and learner compute different models."""
+        agreement = (
+            self._logprob_agreement.compare(packed[0], self._logprobs, step, is_of_this_learner=is_of_this_learner)
+            if packed
+            else {}
+        )
         rate = self.learning_rate(step)
         parts, losses, norms, reports, critic_reports = [], [], [], [], list[dict[str, float]]()
         for objective, part, proximal_logprobs in self._updates(packed):

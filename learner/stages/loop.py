@@ -221,7 +221,7 @@ class Learner:
             scored = self.updater.compute_advantages(groups, before.step)
             batches = self.updater.pack(scored.sequences)
             watch.lap("pack")
-            update = self.updater.update(batches, before.step)
+            update = self.updater.update(batches, before.step, is_of_this_learner=not _other_learner(groups, before))
         except HeadwayError:
             raise
         except Exception as error:
@@ -378,3 +378,9 @@ class RlStage:
         if latest is None:
             raise CheckpointError("The run has ended, and its checkpoints are gone.")
         return latest.path
+
+
+def _other_learner(groups: Sequence[Group], version: WeightVersion) -> bool:
+    """Returns whether another incarnation's weights of the version's step sampled some of the tokens."""
+    spans = (span for group in groups for trajectory in group.trajectories for span in trajectory.spans)
+    return any(span.version.step == version.step and span.version.incarnation != version.incarnation for span in spans)

@@ -116,6 +116,14 @@ def test_tokens_of_older_weights_are_not_compared() -> None:
         updater.update([[concatenate(sampled_by(other, [3, 0]))]], 3)
 
 
+def test_tokens_of_the_learner_before_a_resume_are_not_compared() -> None:
+    backend = open_backend("fsdp", MODEL, OPTIMIZER, seed=1)
+    updater, batch = updater_of(backend, EXACT), pack(sampled_by(capped(engine_of())), 0, 1, 40)
+    assert "agreement_mean" not in updater.update([batch], 0, is_of_this_learner=False).algorithm
+    with pytest.raises(DisagreementError):
+        updater.update([batch], 0)
+
+
 @pytest.mark.parametrize("leaks", [False, True])
 def test_tokens_of_a_cut_vocabulary_may_be_likelier_to_the_engine_alone(leaks: bool) -> None:
     backend = open_backend("fsdp", MODEL, OPTIMIZER, seed=1)
