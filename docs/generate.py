@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "RESULTS.md"
+PROMETHEUS = ROOT / "deploy" / "observe" / "prometheus"
 LINKED_TEST = re.compile(r"\]\(reference/tests\.md#([\w-]+)\)")
 UNITS = {"_bytes_per_s": "bytes a second", "_s": "seconds", "_bytes": "bytes", "_tokens": "tokens", "_steps": "steps"}
 LISTED = re.compile(r"(?:^|(?<=[,;:.] ))([a-z]\w*)(?=,| \(|: )")
@@ -305,11 +306,31 @@ def _field_list(fields: tuple[Field, ...]) -> str:
 
 
 def metrics() -> str:
-    """Every field of a line of metrics.jsonl."""
+    """Every field of a line of metrics.jsonl, and every metric that Prometheus reads."""
     text = "# Metrics\n\nThe learner writes one line for every step into `metrics.jsonl`, with these fields.\n"
     text += _field_list(wire_structs()["StepMetrics"][1])
     meaning, fields = wire_structs()["LagFigures"]
-    return f"{text}\n## by_lag\n\n{meaning}\n{_field_list(fields)}"
+    text += f"\n## by_lag\n\n{meaning}\n{_field_list(fields)}"
+    for module, title in (("learner_metrics", "the learner"), ("worker_metrics", "a worker")):
+        text += f"\n## Prometheus: {title}\n\n| metric | meaning |\n|---|---|\n"
+        text += "".join(f"| `{name}` | {_sentence(meaning)} |\n" for name, meaning in prometheus_metrics(module))
+    return text
+
+
+def prometheus_metrics(module: str) -> Iterator[tuple[str, str]]:
+    """Every metric that a module of deploy/observe/prometheus/ makes, with its help, in the order of the module."""
+    nodes = ast.walk(ast.parse((PROMETHEUS / f"{module}.py").read_text()))
+    for node in sorted(nodes, key=lambda node: getattr(node, "lineno", 0)):
+        match node:
+            case ast.Call(args=[ast.Constant(value=str(name)), ast.Constant(value=str(meaning)), *_]):
+                is_info = isinstance(node.func, ast.Name) and node.func.id == "InfoMetricFamily"
+                found = (f"{name}_info" if is_info else name, meaning)
+            case ast.Tuple(elts=[ast.Constant(value=str(name)), ast.Constant(value=str(meaning)), *_]):
+                found = (name, meaning)
+            case _:
+                continue
+        if name.startswith("headway_"):
+            yield found
 
 
 PROMISE = """
