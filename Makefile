@@ -48,7 +48,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 		$(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install -q pip; }
 	@echo "Installing Headway into $(VENV) (about a minute)"
 	@$(PIP) install -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt torch
-	@$(PIP) install -q -c constraints.txt -e .
+	@$(PIP) install -q -c constraints.txt -e '.[plots,reasoning-gym,top]'
 	@touch $@
 
 # Enough for most tests: all but vLLM and Megatron Core.

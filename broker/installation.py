@@ -8,6 +8,8 @@ from pathlib import Path
 
 import msgspec
 
+from .errors import ConfigError
+
 SHARED_TMPDIR = "HEADWAY_SHARED_TMPDIR"
 """The variable that names this machine's directory of temporary files to a process whose TMPDIR is its own. A
 supervised worker has one, which is removed with what is left in it."""
@@ -32,6 +34,18 @@ def is_installed(module: str) -> bool:
         return find_spec(module) is not None
     except ModuleNotFoundError:  # its parent package is missing
         return False
+
+
+def check_extra(extra: str, module: str, needed_by: str, *, name: str = "") -> None:
+    """Raises ConfigError, with the command that installs it, where the package of an extra of Headway is missing.
+    `needed_by` is a setting or a command; `name` is the package's, if it is not the module's."""
+    if not is_installed(module):
+        raise ConfigError(f"{needed_by} needs {name or module}, which is not installed. {pip_install(extra)}.")
+
+
+def pip_install(extra: str) -> str:
+    """Returns the command that installs an extra of Headway."""
+    return f"pip install 'headway[{extra}]'"
 
 
 def version_of(distribution: str) -> str | None:

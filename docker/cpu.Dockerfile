@@ -21,9 +21,9 @@ COPY deploy/ deploy/
 COPY learner/ learner/
 COPY rollout_workers/ rollout_workers/
 COPY weightsync/ weightsync/
-# Extras of Headway, such as ray,wandb
+# More extras of Headway, such as ray,wandb
 ARG EXTRAS=""
-RUN pip install --no-cache-dir -c constraints.txt ".${EXTRAS:+[$EXTRAS]}"
+RUN pip install --no-cache-dir -c constraints.txt ".[plots,reasoning-gym,top${EXTRAS:+,$EXTRAS}]"
 
 FROM python:${PYTHON}
 # Probes of KubeRay ask with wget.

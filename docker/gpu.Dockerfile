@@ -23,7 +23,8 @@ RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     python3 -m pip list --format=freeze > /tmp/base.txt && \
     awk -F '==' '{name = tolower($1); gsub(/[-_.]+/, "-", name)} NR == FNR {has[name]; next} /==/ && !(name in has)' \
         /tmp/base.txt /tmp/constraints.txt > /tmp/others.txt && \
-    python3 -m pip install --no-cache-dir -c /tmp/base.txt -c /tmp/others.txt "$(echo /wheels/*.whl)${EXTRAS:+[$EXTRAS]}" && \
+    python3 -m pip install --no-cache-dir -c /tmp/base.txt -c /tmp/others.txt \
+        "$(echo /wheels/*.whl)[plots,reasoning-gym,top${EXTRAS:+,$EXTRAS}]" && \
     rm /tmp/base.txt /tmp/others.txt
 # Probes of KubeRay ask with wget.
 # hadolint ignore=DL3008

@@ -16,7 +16,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from headway.broker.errors import HeadwayError
-from headway.broker.installation import TorchFacts, version_of
+from headway.broker.installation import TorchFacts, pip_install, version_of
 from headway.deploy.terminal import styled
 from headway.learner.backends import BACKENDS
 from headway.rollout_workers.engines import ENGINES
@@ -58,6 +58,7 @@ class MachineReport(msgspec.Struct, frozen=True, kw_only=True):
     scorers: tuple[Finding, ...]
     """The kinds of `scorers.engine`."""
     rewards: tuple[Finding, ...]
+    displays: tuple[Finding, ...]
     ready: bool
     """Whether `headway run arithmetic.yaml` works."""
 
@@ -75,7 +76,11 @@ def examine() -> MachineReport:
         scorers=tuple(_finding(name, known.examine(torch), known.remedy) for name, known in RUNTIMES.items()),
         rewards=(
             _package("math-verify", "reward math_verify"),
-            _package("reasoning-gym", "reward and prompts reasoning_gym"),
+            _package("reasoning-gym", "reward and prompts reasoning_gym", extra="reasoning-gym"),
+        ),
+        displays=(
+            _package("matplotlib", "the plot at the end of a run", extra="plots"),
+            _package("textual", "headway top", extra="top"),
         ),
         ready=all(found[0].works for found in (servers, engines, backends)),
     )
@@ -86,7 +91,7 @@ def report_tables(report: MachineReport) -> RenderableType:
     table = Table(box=None, padding=(0, 2), show_header=False)
     for column in ("name", "works", "detail"):
         table.add_column(column, overflow="fold")
-    for section in ("machine", "servers", "engines", "backends", "transports", "scorers", "rewards"):
+    for section in ("machine", "servers", "engines", "backends", "transports", "scorers", "rewards", "displays"):
         table.add_row(styled((section, "bold")))
         for found in getattr(report, section):
             remedy = f"\n{found.remedy}" if found.remedy and not found.works else ""
@@ -181,7 +186,7 @@ def _package(name: str, use: str, extra: str = "") -> Finding:
         name=name,
         works=version is not None,
         detail=f"{version or 'missing'} ({use})",
-        remedy=f"pip install 'headway[{extra}]'" if extra else f"pip install {name}",
+        remedy=pip_install(extra) if extra else f"pip install {name}",
     )
 
 

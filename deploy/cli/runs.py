@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from headway.broker.errors import RunNotFoundError
+from headway.broker.installation import check_extra
 from headway.deploy.printing import complain, say, say_json
 
 from .options import F, json_option, server_option
@@ -45,6 +46,7 @@ def top(url: str | None, run: str | None) -> None:
     under the cursor, d drains the worker under the cursor and x quarantines it, ? explains the keys, q quits and leaves
     the run as it is.
     """
+    check_extra("top", "textual", "headway top")
     complain("Loading, and looking for the run ...")
     from .top import watch_on_screen
 

@@ -15,8 +15,7 @@ from rich.table import Table
 
 from headway.broker.client.broker import BlockingBroker
 from headway.broker.connection.address import without_secrets
-from headway.broker.errors import ConfigError
-from headway.broker.installation import is_installed
+from headway.broker.installation import check_extra
 from headway.broker.server.access import Role
 from headway.broker.user_code.import_paths import in_one_paragraph, load_custom
 from headway.deploy.observe.live import watch
@@ -42,7 +41,7 @@ from headway.deploy.run.directory import (
     prepare,
     refuse_if_in_use,
 )
-from headway.deploy.run.report import amend_summary, read_summary
+from headway.deploy.run.report import NO_PLOT, amend_summary, can_plot, read_summary
 from headway.deploy.run.resume import check_resumable
 from headway.deploy.run.stage_output import after_stages, check_made, planned
 from headway.deploy.terminal import Terminal, styled
@@ -311,8 +310,11 @@ class LocalRun:
     def _conclude(self, directory: Path, code: int) -> None:
         if summary := read_summary(directory):
             self.console.print(summary_table(summary, self.recipe.run.name))
-        for plot in sorted((directory / "plots").glob("*.png")):
+        plots = sorted((directory / "plots").glob("*.png"))
+        for plot in plots:
             self._say(f"Plot: {os.path.relpath(plot)}")
+        if summary and not plots and not can_plot():
+            self._say(NO_PLOT)
         self._say("What to try next:")
         for command, what in self._hints(code, directory):
             self._say(f"  {what}:\n    {command}")
@@ -450,10 +452,7 @@ def open_launcher(config: LauncherConfig) -> Launcher:
 
                 return LocalLauncher(**config.options)
             case "ray":
-                if not is_installed("ray"):
-                    raise ConfigError(
-                        "launcher.kind=ray needs Ray, which is not installed. pip install 'headway[ray]'."
-                    )
+                check_extra("ray", "ray", "launcher.kind=ray", name="Ray")
                 from .ray_launcher import RayLauncher
 
                 return RayLauncher(**config.options)

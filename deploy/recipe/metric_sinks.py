@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from headway.broker.errors import ConfigError
-from headway.broker.installation import is_installed
+from headway.broker.installation import check_extra
 from headway.broker.user_code.kinds import typed_options, unknown_kind
 
 LOOPBACK = "127.0.0.1"
@@ -69,20 +68,16 @@ class SinkKind:
 
     options: type[msgspec.Struct]
     package: str = ""
-    """The module of a package that not every installation has; empty: none."""
-    remedy: str = ""
-    """The command that installs it."""
+    """The module of a package that not every installation has, and the extra of that name; empty: none."""
 
 
 SINKS = {
     "jsonl": SinkKind(options=JsonlOptions),
-    "tensorboard": SinkKind(
-        options=TensorBoardOptions, package="tensorboard", remedy="pip install 'headway[tensorboard]'."
-    ),
+    "tensorboard": SinkKind(options=TensorBoardOptions, package="tensorboard"),
     "prometheus": SinkKind(options=PrometheusOptions),
-    "wandb": SinkKind(options=WandbOptions, package="wandb", remedy="pip install 'headway[wandb]'."),
-    "mlflow": SinkKind(options=MlflowOptions, package="mlflow", remedy="pip install 'headway[mlflow]'."),
-    "trackio": SinkKind(options=TrackioOptions, package="trackio", remedy="pip install 'headway[trackio]'."),
+    "wandb": SinkKind(options=WandbOptions, package="wandb"),
+    "mlflow": SinkKind(options=MlflowOptions, package="mlflow"),
+    "trackio": SinkKind(options=TrackioOptions, package="trackio"),
 }
 
 
@@ -106,7 +101,5 @@ def check_sink_packages(configs: Sequence[SinkConfig]) -> None:
     """Raise ConfigError, with the remedy, if the package of a sink is missing."""
     for index, config in enumerate(configs):
         known = SINKS.get(config.kind)
-        if known is not None and known.package and not is_installed(known.package):
-            raise ConfigError(
-                f"metrics[{index}].kind={config.kind} needs {known.package}, which is not installed. {known.remedy}"
-            )
+        if known is not None and known.package:
+            check_extra(known.package, known.package, f"metrics[{index}].kind={config.kind}")

@@ -46,6 +46,7 @@ from headway.learner.stages.registry import check_records
 from headway.rollout_workers.config import READERS, RewardConfig
 from headway.rollout_workers.decoding import check_kept
 from headway.rollout_workers.engines import abilities_of, check_installed, check_requirements
+from headway.rollout_workers.rewards import check_installed as check_reward_installed
 from headway.rollout_workers.rewards.functions import check_function
 from headway.rollout_workers.scorers.runtimes import check_installed as check_runtime_installed
 
@@ -210,6 +211,8 @@ def check_packages(recipe: Recipe, *, has_workers: bool) -> None:
         check_quantizer(recipe.model.adapter.quantize_base)
     check_sink_packages(recipe.metrics)
     if has_workers:
+        for index, reward in enumerate(recipe.rewards):
+            check_reward_installed(reward.kind, f"rewards[{index}].kind")
         if recipe.scorers.count and scorers_of(recipe):
             check_runtime_installed(recipe.scorers.engine.kind)
         for one in (recipe, *(pool.recipe for pool in pools_of(recipe))):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import msgspec
 
 from headway.broker.errors import HeadwayError
+from headway.broker.installation import is_installed, pip_install
 from headway.broker.schema.metrics import StepMetrics
 
 from . import figures
@@ -200,11 +201,23 @@ def _write_summary(directory: Path, summary: dict[str, Any]) -> dict[str, Any]:
 BLUE, ORANGE, GREEN, VERMILION, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#7F7F7F"
 
 
-def plot(directory: Path, max_lag: int | None = None) -> Path:
-    """Draw `directory`/plots/reward_lag.png from the run's files, with the bound on lag if it is given.
+NO_PLOT = f"There is no plot, because matplotlib is not installed. {pip_install('plots')}."
+
+
+def can_plot() -> bool:
+    """Return whether matplotlib is installed."""
+    return is_installed("matplotlib")
+
+
+def plot(directory: Path, max_lag: int | None = None) -> Path | None:
+    """Draw `directory`/plots/reward_lag.png from the run's files, with the bound on lag if it is given. Without
+    matplotlib, log so and return None.
 
     Raises HeadwayError if it cannot be written.
     """
+    if not can_plot():
+        log.warning(NO_PLOT)
+        return None
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from headway.broker.errors import ConfigError
+from headway.broker.installation import check_extra
 from headway.broker.user_code.import_paths import ImportRoots, import_directory
 from headway.broker.user_code.kinds import did_you_mean, typed_options, unknown_kind
 from headway.broker.user_code.pool import BlockingHost
@@ -210,6 +211,7 @@ def worked_tasks(path: str, options: WorkedSolutionOptions, seed: int) -> Iterat
     """Yields reasoning-gym tasks in turn with their work, but never held-out entries."""
     from .prompts.reasoning_gym import open_tasks
 
+    check_extra("reasoning-gym", "reasoning_gym", "a phase of kind reasoning_gym", name="reasoning-gym")
     check_tasks(path)
     source = open_tasks(path, options.task_options, seed=zlib.crc32(f"examples:{seed}".encode()))
     rng = random.Random(f"reasoning-gym-examples:{seed}")

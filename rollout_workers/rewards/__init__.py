@@ -12,6 +12,7 @@ A worker that could score none of several samples in a row ends with an error th
 from collections.abc import Callable, Sequence
 
 from headway.broker.errors import ConfigError
+from headway.broker.installation import check_extra
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.broker.user_code.kinds import unknown_kind
 from headway.rollout_workers.config import REWARDS, RewardConfig
@@ -19,6 +20,9 @@ from headway.rollout_workers.scorers.base import TokenScorer
 
 from .base import Reward, Score
 from .built_in import ZeroReward
+
+EXTRAS = {"reasoning_gym": ("reasoning-gym", "reasoning_gym")}
+"""The kinds that need an extra of Headway, which is named after its package, and the package's module."""
 
 ScorerOpener = Callable[[str, RewardConfig], TokenScorer]
 """Opens the scorer of a reward model by the name of its reward."""
@@ -74,6 +78,7 @@ async def open_single(
         case "reasoning_gym":
             from .reasoning_gym import ReasoningGymReward
 
+            check_installed(config.kind)
             return ReasoningGymReward(config.deadline_s, config.processes, warms=warms)
         case path if ":" in path:
             from .functions import open_function
@@ -83,6 +88,13 @@ async def open_single(
             raise unknown_kind(unknown, REWARDS, "rewards.kind")
 
 
+def check_installed(kind: str, key: str = "rewards.kind") -> None:
+    """Raise ConfigError, with the remedy, if the package of a reward of this kind is missing. `key` names it."""
+    if kind in EXTRAS:
+        extra, module = EXTRAS[kind]
+        check_extra(extra, module, f"{key}={kind}", name=extra)
+
+
 def reward_names(configs: Sequence[RewardConfig]) -> list[str]:
     """Return short names for metrics and scorers. The second function of a name gets `_2`."""
     short = [config.kind.rsplit(":", 1)[-1] for config in configs]
@@ -90,4 +102,13 @@ def reward_names(configs: Sequence[RewardConfig]) -> list[str]:
     return [name if count == 1 else f"{name}_{count}" for name, count in zip(short, counts, strict=True)]
 
 
-__all__ = ["Reward", "Score", "ScorerOpener", "ZeroReward", "open_reward", "open_single", "reward_names"]
+__all__ = [
+    "Reward",
+    "Score",
+    "ScorerOpener",
+    "ZeroReward",
+    "check_installed",
+    "open_reward",
+    "open_single",
+    "reward_names",
+]

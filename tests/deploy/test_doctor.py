@@ -47,15 +47,21 @@ def test_a_torch_that_does_not_import_is_a_finding(tmp_path: Path) -> None:
 
 def test_packages_of_extras_are_installed_by_their_extras(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "version_of", lambda _: None)
+    monkeypatch.setattr(doctor, "_ask_torch", TorchFacts)
     extras = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
-    found = {finding.name: finding.remedy for finding in doctor._backends(TorchFacts()) if "missing" in finding.detail}
+    report = doctor.examine()
+    parts = [*report.backends, *report.rewards, *report.displays]
+    found = {part.name: part.remedy for part in parts if "[" in part.remedy and "missing" in part.detail}
     assert found == {
         "bitsandbytes": "pip install 'headway[quantized]'",
         "flash-attn-4": "pip install 'headway[flash-attn]'",
+        "reasoning-gym": "pip install 'headway[reasoning-gym]'",
+        "matplotlib": "pip install 'headway[plots]'",
+        "textual": "pip install 'headway[top]'",
     }
     for name, remedy in found.items():
         extra = remedy.split("[")[1].split("]")[0]
-        assert any(one.startswith(f"{name}==") for one in extras[extra])
+        assert any(one.startswith((f"{name}==", f"{name}>=")) for one in extras[extra])
 
 
 @pytest.mark.parametrize(
@@ -106,7 +112,15 @@ def test_tables_show_remedies_only_where_something_is_missing() -> None:
     finding = doctor.Finding(name="vllm", works=False, detail="not installed", remedy="pip install [vllm]")
     fine = doctor.Finding(name="fsdp", works=True, detail="torch", remedy="never shown")
     report = doctor.MachineReport(
-        machine=(), servers=(), engines=(finding,), backends=(fine,), transports=(), scorers=(), rewards=(), ready=False
+        machine=(),
+        servers=(),
+        engines=(finding,),
+        backends=(fine,),
+        transports=(),
+        scorers=(),
+        rewards=(),
+        displays=(),
+        ready=False,
     )
     console = Terminal(record=True, width=100, file=io.StringIO())
     console.print(doctor.report_tables(report))

@@ -237,6 +237,6 @@ def test_a_pool_lies_as_its_placement_says_and_grows_beside_its_group(cluster: A
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.deploy.launch.local.is_installed", lambda module: False)
+    monkeypatch.setattr("headway.broker.installation.is_installed", lambda module: False)
     with pytest.raises(ConfigError, match=r"launcher\.kind=ray needs Ray.*pip install 'headway\[ray\]'"):
         open_launcher(LauncherConfig(kind="ray"))

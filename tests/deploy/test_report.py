@@ -116,6 +116,7 @@ def test_the_plot_is_a_picture(tmp_path: Path, is_empty: bool) -> None:
     if not is_empty:
         write_resumed_run(tmp_path)
     path = plot(tmp_path, max_lag=2)
+    assert path is not None
     assert path == tmp_path / "plots" / "reward_lag.png"
     assert path.read_bytes().startswith(b"\x89PNG")
 

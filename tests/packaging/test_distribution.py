@@ -1,17 +1,24 @@
-"""A release: a source archive, the wheel built from it, and an environment that has only this wheel of Headway."""
+"""A release: a source archive, the wheel built from it, and an environment that has only this wheel of Headway and what
+`pip install headway` brings."""
 
 import json
 import os
 import re
 import subprocess
 import sys
-import sysconfig
 import tarfile
+import tomllib
 import zipfile
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from email.message import Message
+from email.parser import Parser
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from headway import __version__
 
@@ -20,12 +27,21 @@ ROOMS = ["algorithms", "broker", "deploy", "learner", "rollout_workers", "weight
 OF_THE_PACKAGE = {"headway/__init__.py", "headway/__main__.py", "headway/py.typed"}
 SHIPPED_SUFFIXES = {".py", ".lua", ".yaml", ".json", ".html", ".css", ".js", ".sh", ".typed"}
 SHADOW = "raise SystemExit('a module of the user was imported in the place of ours')"
+FOR_SOME_USERS = {"matplotlib": "plots", "textual": "top", "reasoning-gym": "reasoning-gym"}
+"""Packages that not all users need, and their extras."""
+MATHEMATICS = """
+import pkgutil
+import headway.algorithms as rooms
+for found in pkgutil.walk_packages(rooms.__path__, "headway.algorithms."):
+    __import__(found.name)
+"""
 SEMANTIC = r"\d+\.\d+\.\d+(-[\w.]+)?"
 
 
 @dataclass(frozen=True)
 class Installation:
-    """A virtual environment that holds the wheel, and finds the dependencies where the tests find them."""
+    """A virtual environment that holds the wheel, and finds the dependencies where the tests find them; packages that
+    `pip install headway` does not bring, it does not find."""
 
     programs: Path
     elsewhere: Path
@@ -33,11 +49,18 @@ class Installation:
 
     def run(self, program: str, *arguments: str, cwd: Path | None = None) -> str:
         """Return the output of `program` of this environment. Raises CalledProcessError if it fails."""
+        done = self.attempt(program, *arguments, cwd=cwd)
+        sys.stderr.write(done.stderr)
+        done.check_returncode()
+        return done.stdout
+
+    def attempt(self, program: str, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+        """Run `program` of this environment, which may fail."""
         command = [str(self.programs / program), *arguments]
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HEADWAY_"))}
         return subprocess.run(
-            command, cwd=cwd or self.elsewhere, env=environment, stdout=subprocess.PIPE, text=True, check=True
-        ).stdout
+            command, cwd=cwd or self.elsewhere, env=environment, capture_output=True, text=True, check=False
+        )
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +86,8 @@ def installation(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Insta
     _python("-m", "venv", "--without-pip", str(environment))
     _python("-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index", str(wheel))
     packages = next(environment.glob("lib/python*/site-packages"))
-    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    here = metadata.distribution("torch").locate_file("")
+    (packages / "dependencies.pth").write_text(f"{here}\n{_without(_base_dependencies())}\n")
     return Installation(python.parent, tmp_path_factory.mktemp("elsewhere"))
 
 
@@ -101,6 +125,27 @@ def test_the_command_answers_with_its_version_and_its_help(installation: Install
     assert "plan-memory" in installation.run("headway", "--help")
 
 
+def test_what_only_some_users_need_is_an_extra(wheel: Path) -> None:
+    told = _metadata(wheel)
+    needed = [Requirement(line) for line in told.get_all("Requires-Dist", [])]
+    assert not set(FOR_SOME_USERS) & {one.name for one in needed if one.marker is None}
+    for package, extra in FOR_SOME_USERS.items():
+        assert extra in told.get_all("Provides-Extra", [])
+        assert any(one.name == package and f"'{extra}'" in str(one.marker).replace('"', "'") for one in needed)
+
+
+def test_a_command_without_its_extra_says_how_to_install_it(installation: Installation) -> None:
+    refused = installation.attempt("headway", "top")
+    assert refused.returncode == 1
+    assert "needs textual, which is not installed. pip install 'headway[top]'." in " ".join(refused.stderr.split())
+    assert "Traceback" not in refused.stderr
+
+
+def test_the_mathematics_needs_torch_alone(installation: Installation) -> None:
+    others = "".join(f"sys.modules['headway.{room}'] = None; " for room in ROOMS if room != "algorithms")
+    installation.run("python", "-W", "ignore", "-c", f"{_without(['torch'])}; {others}{MATHEMATICS}")
+
+
 def test_a_shipped_recipe_is_found_from_any_directory(installation: Installation) -> None:
     assert "parameters in float32" in installation.run("headway", "plan-memory", "arithmetic.yaml")
 
@@ -121,7 +166,10 @@ def test_a_run_is_not_disturbed_by_files_of_the_user_that_have_names_of_ours(ins
         "evaluation.prompts=0",
         "run.directory=runs",
     )
-    installation.run("headway", "run", "arithmetic.yaml", *short, "rewards=[{kind: 'deploy:of_length'}]", cwd=home)
+    said = installation.run(
+        "headway", "run", "arithmetic.yaml", *short, "rewards=[{kind: 'deploy:of_length'}]", cwd=home
+    )
+    assert "There is no plot, because matplotlib is not installed. pip install 'headway[plots]'." in said
     (metrics,) = home.glob("runs/*/metrics.jsonl")
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert max(step["step"] for step in steps if "step" in step) >= 1
@@ -151,3 +199,40 @@ def _build(kind: str, directory: Path, output: Path) -> Path:
 
 def _python(*arguments: str, cwd: Path = REPOSITORY) -> None:
     subprocess.run([sys.executable, *arguments], cwd=cwd, stdout=subprocess.DEVNULL, check=True)
+
+
+def _metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as opened:
+        return Parser().parsestr(opened.read(f"headway-{__version__}.dist-info/METADATA").decode())
+
+
+def _base_dependencies() -> Sequence[str]:
+    return tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dependencies"]
+
+
+def _without(requirements: Iterable[str]) -> str:
+    """Return a line of Python by which no installed package is found but the required ones, and what these require."""
+    kept = _closure(requirements)
+    hidden = sorted(
+        module
+        for module, distributions in metadata.packages_distributions().items()
+        if module != "headway" and not kept & {canonicalize_name(name) for name in distributions}
+    )
+    return f"import sys; sys.modules.update(dict.fromkeys({hidden}))"
+
+
+def _closure(requirements: Iterable[str]) -> set[str]:
+    """Return the distributions that pip installs for the requirements."""
+    found, waiting = set[tuple[str, str]](), [(Requirement(one), "") for one in requirements]
+    while waiting:
+        required, extra = waiting.pop()
+        if required.marker is not None and not required.marker.evaluate({"extra": extra}):
+            continue
+        name = canonicalize_name(required.name)
+        for asked in {"", *required.extras} - {asked for known, asked in found if known == name}:
+            found.add((name, asked))
+            try:
+                waiting += [(Requirement(line), asked) for line in metadata.requires(name) or ()]
+            except metadata.PackageNotFoundError:  # what a CPU's torch does without
+                continue
+    return {name for name, _ in found}

@@ -97,4 +97,6 @@ def test_versions_are_those_of_constraints(file: Path, tmp_path: Path) -> None:
 def test_headway_can_be_installed_in_the_versions_of_constraints() -> None:
     """This environment has the versions of constraints.txt, so pip asks no index."""
     options = ["--dry-run", "--no-index", "--no-build-isolation", "--quiet", "-c", "constraints.txt"]
-    subprocess.run([sys.executable, "-m", "pip", "install", *options, "."], cwd=ROOT, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", *options, ".[plots,reasoning-gym,top]"], cwd=ROOT, check=True
+    )

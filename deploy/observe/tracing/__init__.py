@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from headway.broker.installation import is_installed
+from headway.broker.installation import is_installed, pip_install
 
 if TYPE_CHECKING:
     from headway.rollout_workers.samples.tracing import SampleTracer
@@ -73,7 +73,7 @@ def _open_spans(service: str, attributes: Mapping[str, str]) -> Iterator["Spans 
         yield None
         return
     if not all(is_installed(package) for package in PACKAGES):
-        log.warning("No traces are sent to %s: opentelemetry is not installed. pip install 'headway[otel]'.", endpoint)
+        log.warning("No traces are sent to %s: opentelemetry is not installed. %s.", endpoint, pip_install("otel"))
         yield None
         return
     from .provider import close_provider, make_provider, make_spans

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from headway.broker.errors import ConfigError
+from headway.broker.installation import check_extra
 from headway.broker.user_code.kinds import did_you_mean
 
 from .base import Item, PromptSource, is_held_out
@@ -108,10 +109,9 @@ class ReasoningGymPrompts:
 
     def _check(self) -> None:
         """Generates one entry, so that a wrong name or option raises at once."""
-        try:
-            from reasoning_gym.factory import DATASETS
-        except ImportError as error:
-            raise ConfigError(f"prompts.kind=reasoning_gym: pip install reasoning-gym==0.1.25 ({error}).") from error
+        check_extra("reasoning-gym", "reasoning_gym", "prompts.kind=reasoning_gym", name="reasoning-gym")
+        from reasoning_gym.factory import DATASETS
+
         if self._task not in DATASETS:
             hint = did_you_mean(self._task, DATASETS)
             raise ConfigError(f"prompts.path: reasoning_gym has no task {self._task!r} among its {len(DATASETS)}{hint}")
