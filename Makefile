@@ -31,7 +31,7 @@ EXTERN_TESTS := tests/deploy/test_dashboards.py tests/deploy/test_slurm.py tests
 	tests/end_to_end/test_browser.py tests/docs/test_site_in_browser.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev install-megatron demo demo-vllm demo-megatron chaos parity peer-losses race bench-broker study-staleness docs test test-quick test-ray test-trackers test-peft test-sglang test-environments test-browser test-extern extern-tools check shape format clean
+.PHONY: help install install-dev install-megatron demo demo-vllm demo-megatron chaos parity peer-losses race bench-broker study-staleness docs test test-quick test-ray test-trackers test-peft test-sglang test-environments test-browser test-extern extern-tools lint check shape format clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -175,11 +175,13 @@ extern-tools:
 		PATH="$$PATH:/usr/sbin" command -v $$tool > /dev/null || missing="$$missing $$tool"; done; \
 	test -z "$$missing" || { echo "make test-extern needs programs that are not installed:$$missing"; exit 1; }
 
-check: install-dev  ## what CI runs: format, lint, types, import contracts, tests
+lint: install-dev  ## format, lint, types and import contracts, without a test
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+
+check: lint  ## what CI runs: format, lint, types, import contracts, tests
 	@$(BIN)/python -m pytest $(PYTEST_OPTIONS) $(RERUN)
 
 shape: install  ## sizes of rooms, modules, functions and documents as JSON
