@@ -1,6 +1,6 @@
-"""What a run warns of, in logs and on terminals: workers that were set aside, and steps that train nothing because the
-rewards of each group are all equal. The learner's log also tells which process the run waits for once nothing has moved
-for a while.
+"""The warnings of a run, in logs and on terminals: workers that were set aside, and steps that train nothing because
+the rewards of each group are all equal. The learner's log also tells which process the run waits for once nothing has
+moved for a while.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""What engines in processes of their own share: calls with a deadline, the number of requests, layers with experts.
+"""The parts that engines in processes of their own share: calls with a deadline, numbers of requests, expert layers.
 
 Errors of these calls are told apart from Headway's own.
 """

@@ -1,4 +1,4 @@
-"""How a process has responses scored: by scorers that it asks through the broker, or by a model of its own.
+"""A process has responses scored by scorers that it asks through the broker, or by a model of its own.
 
 The worker's end: many samples wait at once, and one loop asks and collects for all of them. Commands without a broker
 score in their own process.

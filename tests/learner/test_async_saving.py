@@ -123,7 +123,7 @@ class Story:
     def compute_advantages(self, groups: object, step: int) -> Any:
         return SimpleNamespace(sequences=())
 
-    def update(self, sequences: object, step: int) -> Any:
+    def update(self, sequences: object, step: int, **_: object) -> Any:
         self.events.append(("trained", step))
         return SimpleNamespace(loss=0.0)
 
@@ -149,8 +149,8 @@ def test_training_goes_on_and_the_commit_waits(tmp_path: Path) -> None:
     story.write = lambda step: _must(is_trained.wait(60))
     update = story.update
 
-    def update_and_tell(packed: object, step: int) -> Any:
-        updated = update(packed, step)
+    def update_and_tell(packed: object, step: int, **named: object) -> Any:
+        updated = update(packed, step, **named)
         if step == EVERY:  # the checkpoint before it is still being written
             assert story.happened("committed") == []
             is_trained.set()

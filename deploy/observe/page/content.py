@@ -1,5 +1,5 @@
-"""What a page of runs shows, as it is drawn and as `--json` prints it: curves that are thinned to what a screen shows,
-and the samples and tokens of each weight version. `document` puts it into one HTML file with the style and the scripts.
+"""The content of a page of runs, as it is drawn and as `--json` prints it: curves, thinned to what a screen shows, and
+the samples and tokens of each weight version. `document` puts it into one HTML file with the style and the scripts.
 """
 
 import base64

@@ -25,16 +25,16 @@ class SampleTraces:
         self._spans = spans
 
     @contextmanager
-    def sample(self, lease: Lease, recorder: Recorder) -> Iterator["SampleTrace"]:
+    def sample(self, lease: Lease, recorder: Recorder) -> Iterator["SampleSpans"]:
         """Trace one sample while this worker holds its lease."""
-        traced = SampleTrace(self._spans, lease, recorder)
+        traced = SampleSpans(self._spans, lease, recorder)
         try:
             yield traced
         finally:
             traced.leave()
 
 
-class SampleTrace:
+class SampleSpans:
     """The trace of one sample. The worker whose submission counts sends the root span, and every worker that held the
     lease sends the turns that it took part in."""
 
