@@ -151,7 +151,7 @@ def test_a_command_says_its_farewell_after_another_of_its_directory_has_gone(
     last = (
         "import pathlib, time\nprint('here', flush=True)\n"
         f"while not pathlib.Path({str(go)!r}).exists(): time.sleep(0.05)\n"
-        "from headway.deploy.launch.base import write_exit_notice\nsay_farewell()"
+        "from headway.deploy.launch.base import write_exit_notice\nwrite_exit_notice()"
     )
     first = launcher.start(
         replace(waiting(private / "w"), log=tmp_path / "w.log", exit_notice=private / "w.exit_notice")

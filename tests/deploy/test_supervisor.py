@@ -120,12 +120,12 @@ def test_a_worker_that_keeps_failing_stops_the_run_with_its_own_last_error(tmp_p
 
 LEAVES = (
     "import os, sys; sys.path.insert(0, {root!r})\n"
-    "from headway.deploy.launch.base import write_exit_notice\n{work}\nsay_farewell()"
+    "from headway.deploy.launch.base import write_exit_notice\n{work}\nwrite_exit_notice()"
 )
 
 
 def says_farewell(name: str, work: str, directory: Path) -> Command:
-    """Return the script of a role that prints a exit_notice when it has done its work."""
+    """Return the script of a role that writes its exit notice when it has done its work."""
     script = LEAVES.format(root=os.getcwd(), work=work)
     return replace(role(name, script, directory), exit_notice=directory / f"{name}.exit_notice")
 
