@@ -131,7 +131,7 @@ class Story:
         if step == self.asks_for_bytes_at:
             self.asks_for_bytes_at = 99
             return WaitReason.FOR_COMMIT
-        group: Any = SimpleNamespace(prompt=SimpleNamespace(group="0-0"))
+        group: Any = SimpleNamespace(prompt=SimpleNamespace(group="0-0"), trajectories=())
         return TakenBatch(step, (group,))
 
     def commit(self, step: int) -> None:
