@@ -250,9 +250,12 @@ def tried(recipe: Recipe, say: Callable[[str], object], *, calls: bool = True) -
     if recipe.prompts.kind not in LOCAL:
         say(f"Trying the rewards: the prompts ({recipe.prompts.kind}) are opened first, which may take a while.")
     source, skipped = open_source(recipe.prompts, recipe.run.seed), dict[str, str]()
+    prompt: Prompt | None = None
     for where, reward in tries:
         if ":" in reward.kind:
-            asyncio.run(_call(recipe, reward, source.train(0, 0), where))
+            item = source.train(0, 0)
+            prompt = prompt or asyncio.run(_trial_prompt(recipe, item))
+            asyncio.run(_call(recipe, reward, item, prompt, where))
         else:
             items = source.items if isinstance(source, PromptList) else [source.train(0, 0)]
             skipped |= _unreadable(recipe, reward, items, where)
@@ -279,15 +282,20 @@ def _is_here(reward: RewardConfig, where: str, say: Callable[[str], object]) -> 
     return True
 
 
-async def _call(recipe: Recipe, config: RewardConfig, item: Item, where: str) -> None:
+async def _trial_prompt(recipe: Recipe, item: Item) -> Prompt:
+    """Return the prompt of trial calls. Rendering it starts a process, so all calls share it."""
+    prompt = _prompt(item)
+    if prompt.messages is not None or recipe.prompts.system_prompt:
+        prompt = msgspec.structs.replace(prompt, text=await _rendered(recipe, item) or prompt.text)
+    return prompt
+
+
+async def _call(recipe: Recipe, config: RewardConfig, item: Item, prompt: Prompt, where: str) -> None:
     """Call a function once. Raises ConfigError where the call fails, or returns no finite number as its score."""
     from headway.rollout_workers.rewards import open_single
 
     reward = await open_single(config.kind, config, roots_of(recipe))
-    prompt = _prompt(item)
     try:
-        if prompt.messages is not None or recipe.prompts.system_prompt:
-            prompt = msgspec.structs.replace(prompt, text=await _rendered(recipe, item) or prompt.text)
         await reward.score(prompt, RESPONSE, "stop", (0,))
     except ConfigError:
         raise
