@@ -28,7 +28,6 @@ _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """The keys of a message under which files have a thought. Which of them a template reads is its own."""
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-
 log = logging.getLogger(__name__)
 
 
@@ -116,7 +115,7 @@ class ChatTemplate:
         """Returns the text, and the parts that the template marks by {% generation %}; None for one without marks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        template = self._tokenizer.get_chat_template(tools=given.tools or None)
+        template = self._template(given)
         if not _MARKED.search(template):
             return None
 
@@ -147,6 +146,10 @@ class ChatTemplate:
         text = self._rendered(render, bare, what)
         return bare if self._ends.count(text) >= count and text.startswith(bos if begins else "") else list(messages)
 
+    def _template(self, given: TemplateInputs) -> str:
+        """Returns the template that renders these: a tokenizer may have one of its own for tools."""
+        return str(self._tokenizer.get_chat_template(tools=given.tools or None))
+
     def _check(self, what: str, given: TemplateInputs) -> None:
         if not self.is_there:
             raise ConfigError(
@@ -155,7 +158,7 @@ class ChatTemplate:
             )
         if not given.columns:
             return
-        template = self._tokenizer.get_chat_template(tools=given.tools or None)
+        template = self._template(given)
         if given.tools and "tools" not in template:
             raise _not_written_tools(what)
         own = self._arguments
@@ -165,7 +168,7 @@ class ChatTemplate:
                     f"{what} has {name!r} in 'chat_template_kwargs', which Headway decides itself. Leave it out: these"
                     " are values of names that the model's chat template reads."
                 )
-            if not re.search(rf"\b{re.escape(name)}\b", template):
+            if not _reads(template, name):
                 raise ConfigError(
                     f"{what} has {name!r} in 'chat_template_kwargs', and the model's chat template does not read it, so"
                     f" it would change nothing. {_OTHERWISE}"
@@ -173,8 +176,7 @@ class ChatTemplate:
 
     def _check_thoughts(self, messages: Sequence[Message], what: str, given: TemplateInputs) -> None:
         stated = [name for name in _THOUGHTS if any(each.get(name) for each in messages)]
-        template = self._tokenizer.get_chat_template(tools=given.tools or None) if stated else ""
-        if stated and not any(re.search(rf"\b{name}\b", template) for name in stated):
+        if stated and not any(_reads(self._template(given), name) for name in stated):
             raise ConfigError(
                 f"{what} has {stated[0]!r} in a message, and the model's chat template does not read it, so the thought"
                 " would be left out. Give one that does (model.chat_template=FILE), or write the thought into the"
@@ -320,6 +322,10 @@ def _not_written_tools(what: str) -> ConfigError:
         f"{what} has 'tools', and the model's chat template does not write them, so the model would know of none."
         f" {_OTHERWISE}"
     )
+
+
+def _reads(template: str, name: str) -> bool:
+    return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
 
 def _parts(text: str) -> list[dict[str, str]]:
