@@ -221,7 +221,7 @@ class Learner:
             scored = self.updater.compute_advantages(groups, before.step)
             batches = self.updater.pack(scored.sequences)
             watch.lap("pack")
-            update = self.updater.update(batches, before.step, is_of_this_learner=not _other_learner(groups, before))
+            update = self.updater.update(batches, before.step, is_of_this_learner=_is_of(before, groups))
         except HeadwayError:
             raise
         except Exception as error:
@@ -380,7 +380,7 @@ class RlStage:
         return latest.path
 
 
-def _other_learner(groups: Sequence[Group], version: WeightVersion) -> bool:
-    """Returns whether another incarnation's weights of the version's step sampled some of the tokens."""
+def _is_of(version: WeightVersion, groups: Sequence[Group]) -> bool:
+    """Returns whether all tokens of the version's step were sampled by the weights of its own incarnation."""
     spans = (span for group in groups for trajectory in group.trajectories for span in trajectory.spans)
-    return any(span.version.step == version.step and span.version.incarnation != version.incarnation for span in spans)
+    return all(span.version == version for span in spans if span.version.step == version.step)
