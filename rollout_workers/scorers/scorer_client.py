@@ -56,12 +56,7 @@ class ScorerClient:
         self, prompt_tokens: Sequence[int], response_tokens: Sequence[int], temperature: float = 1.0, top_k: int = 0
     ) -> Scores:
         """Ask, and wait for the scores. Raises ScoringError where several processes could not answer."""
-        request = ScoreRequest(
-            prompt_tokens=np.asarray(prompt_tokens, np.int32),
-            response_tokens=np.asarray(response_tokens, np.int32),
-            temperature=temperature,
-            top_k=top_k,
-        )
+        request = _request(prompt_tokens, response_tokens, temperature, top_k)
         name = new_request_name()
         answer: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
         self._pending[name] = _Asked(request, answer)
@@ -160,12 +155,7 @@ class InProcessScorer:
         self, prompt_tokens: Sequence[int], response_tokens: Sequence[int], temperature: float = 1.0, top_k: int = 0
     ) -> Scores:
         """Return the scores of a response."""
-        request = ScoreRequest(
-            prompt_tokens=np.asarray(prompt_tokens, np.int32),
-            response_tokens=np.asarray(response_tokens, np.int32),
-            temperature=temperature,
-            top_k=top_k,
-        )
+        request = _request(prompt_tokens, response_tokens, temperature, top_k)
         async with self._one_at_a_time:
             if self._runner is None:
                 self._runner = await asyncio.to_thread(self._open_runner)
@@ -174,3 +164,14 @@ class InProcessScorer:
 
     async def close(self) -> None:
         """Do nothing: the model goes with the process."""
+
+
+def _request(
+    prompt_tokens: Sequence[int], response_tokens: Sequence[int], temperature: float, top_k: int
+) -> ScoreRequest:
+    return ScoreRequest(
+        prompt_tokens=np.asarray(prompt_tokens, np.int32),
+        response_tokens=np.asarray(response_tokens, np.int32),
+        temperature=temperature,
+        top_k=top_k,
+    )
