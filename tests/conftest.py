@@ -14,6 +14,8 @@ from hypothesis import settings
 from headway.broker import BlockingBroker, Broker, open_broker
 from headway.broker.server.embedded import EmbeddedServer
 
+from .processes import await_end_of_hosts
+
 # Tests share the cores with each other and with the processes that they start. Threads of torch that wait for each
 # other there cost several times what they compute.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -66,6 +68,14 @@ def state_of_the_process() -> Iterator[None]:
     root.setLevel(level)
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_host_left() -> Iterator[None]:
+    """Let hosts of user code end that a module's tests left to the garbage collector: the next module may look for
+    processes that are left."""
+    yield
+    await_end_of_hosts()
 
 
 @pytest.fixture(autouse=True, scope="module")

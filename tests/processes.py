@@ -1,5 +1,6 @@
 """Functions that kill a process, or find those that a test has left running."""
 
+import gc
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ import psutil
 import redis
 
 from headway.broker.server.embedded import EmbeddedServer
+from headway.broker.user_code import host
 from headway.deploy.launch import parent_watch
 
 KEPT = r"resource_tracker|forkserver|/ray/(core|_private|autoscaler|dashboard)/|^ray::"
@@ -58,6 +60,21 @@ def shared_memory_of(pid: int) -> set[Path]:
 def children_left() -> list[psutil.Process]:
     """Return the processes below this one, without those of multiprocessing or Ray that end together with it."""
     return [one for one in psutil.Process().children(recursive=True) if _is_left(one)]
+
+
+def await_end_of_hosts() -> None:
+    """Delete what is garbage and keeps a host of user code running, and wait until none is left, or 30 s are over."""
+    latest = time.monotonic() + 30
+    while any(map(_is_host, children_left())) and time.monotonic() < latest:
+        gc.collect()
+        time.sleep(0.05)
+
+
+def _is_host(process: psutil.Process) -> bool:
+    try:
+        return host.__name__ in process.cmdline()
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _is_left(process: psutil.Process) -> bool:

@@ -2,7 +2,6 @@
 """A server that dies under a run is started again with its address and data, and ends with the run in every case."""
 
 import errno
-import gc
 import os
 import re
 import shutil
@@ -10,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,15 +29,6 @@ from tests.processes import children_left
 from .test_supervisor import FOREVER, await_end, await_files, role
 
 KEY = "headway:{r}:key"
-
-
-@pytest.fixture(autouse=True)
-def _no_children_of_other_tests() -> None:
-    """Let hosts of user code end that an earlier test left to the garbage collector."""
-    gc.collect()
-    latest = time.monotonic() + 30
-    while children_left() and time.monotonic() < latest:
-        time.sleep(0.05)
 
 
 def test_a_server_that_dies_under_a_run_is_started_again_with_its_data(tmp_path: Path) -> None:
