@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import torch
 
-from headway.learner.checkpoints.checkpoint import could_not_write, partial_path, put_in_place, sync_tree
+from headway.learner.checkpoints.checkpoint import caught, could_not_write, partial_path, put_in_place, sync_tree
 from headway.learner.ranks import Ranks
 
 from .base import CheckpointPart, TrainableModel
@@ -41,7 +41,7 @@ class SnapshotWriter:
         self._ranks = ranks
         self._directory = directory
         self._partial = partial_path(directory)
-        self._agree(_failure(lambda: self._make_folders(models)) if ranks.is_first else None)
+        self._agree(caught(lambda: self._make_folders(models)) if ranks.is_first else None)
         is_copied = background is not None
         self._snapshots = [model.snapshot(self._partial / name, is_copied=is_copied) for name, model in models.items()]
         self._written = background.submit(self._write) if background else _done_now(self._write)
@@ -57,8 +57,8 @@ class SnapshotWriter:
         """
         self._agree(self._written.exception())
         for snapshot in self._snapshots:
-            self._agree(_failure(snapshot.complete))
-        self._agree(_failure(lambda: self._put_in_place(seal)) if self._ranks.is_first else None)
+            self._agree(caught(snapshot.complete))
+        self._agree(caught(lambda: self._put_in_place(seal)) if self._ranks.is_first else None)
 
     def _make_folders(self, models: Iterable[str]) -> None:
         shutil.rmtree(self._partial, ignore_errors=True)
@@ -66,7 +66,7 @@ class SnapshotWriter:
             (self._partial / name).mkdir(parents=True, exist_ok=True)
 
     def _write(self) -> None:
-        failures = [_failure(write) for snapshot in self._snapshots for write in snapshot.writes]
+        failures = [caught(write) for snapshot in self._snapshots for write in snapshot.writes]
         for failure in filter(None, failures):
             raise failure
         sync_tree(self._partial)
@@ -124,17 +124,9 @@ def snapshot_gathered(
     return write_gathered
 
 
-def _failure(act: Callable[[], object]) -> Exception | None:
-    try:
-        act()
-    except Exception as error:  # noqa: BLE001 - raised again once all ranks know of it
-        return error
-    return None
-
-
 def _done_now(work: Callable[[], None]) -> Future[None]:
     future: Future[None] = Future()
-    failure = _failure(work)
+    failure = caught(work)
     future.set_exception(failure) if failure else future.set_result(None)
     return future
 

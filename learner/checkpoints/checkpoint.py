@@ -306,7 +306,7 @@ def load_first(checkpoints: Sequence[Checkpoint], load: Callable[[Path], None], 
 def _failure(checkpoint: Checkpoint, load: Callable[[Path], None], ranks: "Ranks") -> Exception | None:
     """Returns why the checkpoint cannot be loaded: an error on every rank if there is one on any."""
     for act in (lambda: check_digests(checkpoint.path, ranks.rank, ranks.world_size), lambda: load(checkpoint.path)):
-        failure = _caught(act)
+        failure = caught(act)
         if ranks.any(failure is not None):
             return failure or CheckpointError(
                 f"Checkpoint {checkpoint.path} could not be loaded: another rank says why."
@@ -314,7 +314,8 @@ def _failure(checkpoint: Checkpoint, load: Callable[[Path], None], ranks: "Ranks
     return None
 
 
-def _caught(act: Callable[[], object]) -> Exception | None:
+def caught(act: Callable[[], object]) -> Exception | None:
+    """Returns the error that `act` raises, for all ranks to hear of it."""
     try:
         act()
     except Exception as error:  # noqa: BLE001 - all ranks must hear of it; raised again where nothing else is left

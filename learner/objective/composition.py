@@ -131,8 +131,6 @@ log = logging.getLogger(__name__)
 Surrogate = Callable[..., tuple[torch.Tensor, Metrics]]
 """The signature of objectives, users' own too; `algorithms.objectives` describes it. A loss of pairs has that of
 `algorithms.preferences`."""
-Correction = Callable[..., tuple[torch.Tensor, Metrics]]
-"""The signature of corrections; `algorithms.corrections` describes it."""
 Advantage = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, Metrics]]
 """(rewards_S, group_S) -> (advantages_S, metrics); see `algorithms.advantages`."""
 Aggregation = Callable[..., torch.Tensor]

@@ -55,6 +55,11 @@ class Preference(TemplateInputs, frozen=True, kw_only=True):
         """The prompt with the worse completion, which alone is trained."""
         return _answered(self, self.rejected)
 
+    @property
+    def conversations(self) -> tuple[Conversation, Conversation]:
+        """The better one, and the worse one."""
+        return self.chosen_conversation, self.rejected_conversation
+
 
 class LabelledCompletion(TemplateInputs, frozen=True, kw_only=True):
     """A completion that is desirable or not, without another one to compare it with."""

@@ -5,6 +5,7 @@ model that the stage starts from.
 """
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 
@@ -12,7 +13,6 @@ from headway.algorithms.metrics import Metrics, read
 from headway.algorithms.preferences import PREFERENCES, REFERENCE_FREE
 from headway.learner.backends.base import TokenLoss
 from headway.learner.batching.units import Row, Unit, row_values
-from headway.learner.data.records import Conversation, Preference
 from headway.learner.data.records.loading import open_pairs
 from headway.learner.objective.composition import open_part
 from headway.learner.stages.base import StageParts
@@ -85,10 +85,6 @@ class DpoStage(TaskStage):
 
     def __init__(self, parts: StageParts, options: DpoOptions) -> None:
         """Raises ConfigError for pairs that cannot be read or tokenized."""
-        trained, held_out = read_units(parts, options, open_pairs, _responses, WHERE)
+        trained, held_out = read_units(parts, options, open_pairs, attrgetter("conversations"), WHERE)
         task = DpoTask(parts, options, [unit for _, unit in trained], [unit for _, unit in held_out])
         super().__init__(parts, options, task, part="dpo")
-
-
-def _responses(pair: Preference) -> tuple[Conversation, Conversation]:
-    return pair.chosen_conversation, pair.rejected_conversation

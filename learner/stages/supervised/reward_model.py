@@ -15,6 +15,7 @@ reads: the value of the state in which it would be chosen is the score.
 """
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -27,7 +28,7 @@ from headway.learner.backends.base import ScoreBackend, TokenLoss
 from headway.learner.batching.batch import PackedBatch
 from headway.learner.batching.packing import PackableSequence, labelled
 from headway.learner.batching.units import Row, Unit
-from headway.learner.data.records import Conversation, Preference
+from headway.learner.data.records import Preference
 from headway.learner.data.records.loading import open_pairs
 from headway.learner.models.end_tokens import end_tokens
 from headway.learner.stages.base import StageParts
@@ -87,7 +88,7 @@ class RewardModelStage(TaskStage):
         self._model = cast(ScoreBackend, parts.backend)
         trained, held_out = (
             [(pair, completed(unit, pair.place, parts.tokenizer)) for pair, unit in units]
-            for units in read_units(parts, options, open_pairs, _responses, WHERE)
+            for units in read_units(parts, options, open_pairs, attrgetter("conversations"), WHERE)
         )
         super().__init__(parts, options, RewardTask(options, trained, held_out), part="reward model")
 
@@ -122,7 +123,3 @@ def completed(unit: Unit, place: str, tokenizer: "PreTrainedTokenizerBase") -> U
 def with_state_behind(token_ids: "np.typing.NDArray[np.int32]") -> PackableSequence:
     """Returns a sequence of one token more, whose value is that of the state behind `token_ids`."""
     return labelled(np.append(token_ids, token_ids[-1:]), np.append(np.zeros_like(token_ids, np.uint8), np.uint8(1)))
-
-
-def _responses(pair: Preference) -> tuple[Conversation, Conversation]:
-    return pair.chosen_conversation, pair.rejected_conversation

@@ -25,7 +25,8 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def can_pin() -> bool:
-    """Return whether this machine has pinned memory, by which SGLang's layers with adapters are set up."""
+    """Return whether this machine has pinned memory: SGLang sets up layers with adapters by it, and keeps rows of
+    experts there."""
     return torch.cuda.is_available()
 
 

@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from headway.broker.errors import HeadwayError
 from headway.broker.schema import Experts
 from headway.rollout_workers.engines.base import FinishReason, GenerationRequest
 from headway.rollout_workers.engines.external_engine import RoutedLayers
 
-from .lora_pool import adapter_name
+from .lora_pool import adapter_name, can_pin
 
 ALL_TOKENS = -1
 """SGLang's `top_k` that cuts nothing."""
@@ -118,11 +117,6 @@ def ending(output: Any) -> FinishReason | Literal["abort"] | None:
 
 OPTION = "enable_return_routed_experts"
 START = "routed_experts_start_len"
-
-
-def can_pin() -> bool:
-    """Return whether this machine has pinned memory, in which SGLang keeps the rows."""
-    return torch.cuda.is_available()
 
 
 def expert_arguments() -> dict[str, Any]:
