@@ -37,7 +37,8 @@ def replay(updater: Updater, experience_log: ExperienceLog, steps: range) -> Ite
         scored = updater.compute_advantages(groups, step)
         batches = updater.pack(scored.sequences)
         watch.lap("pack")
-        update = updater.update(batches, step)
+        # The run's own learner has compared its engine's tokens; a replay with other settings has other weights.
+        update = updater.update(batches, step, is_of_this_learner=False)
         watch.lap("train")
         for phase in ("publish", "checkpoint"):
             watch.lap(phase)

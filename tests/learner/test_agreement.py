@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from headway.learner.objective.logprob_agreement import EXACT, DisagreementError
 from headway.learner.objective.objective import Objective
 from headway.learner.objective.update import Updater
 from headway.learner.ranks import Ranks
+from headway.learner.stages.replay import replay
 from tests.learner.tiny import OPTIMIZER, model_config, sequences
 
 MODEL = model_config("qwen3", initializer_range=0.3)
@@ -122,6 +124,15 @@ def test_tokens_of_the_learner_before_a_resume_are_not_compared() -> None:
     assert "agreement_mean" not in updater.update([batch], 0, is_of_this_learner=False).algorithm
     with pytest.raises(DisagreementError):
         updater.update([batch], 0)
+
+
+def test_a_replay_with_other_weights_than_the_runs_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    updater = updater_of(open_backend("fsdp", MODEL, OPTIMIZER, seed=1), EXACT)
+    scored = SimpleNamespace(sequences=sampled_by(capped(engine_of())))
+    monkeypatch.setattr(updater, "compute_advantages", lambda *_: scored)
+    log: Any = SimpleNamespace(read=lambda step: ())
+    (trained,) = replay(updater, log, range(1))
+    assert "agreement_mean" not in trained.update.algorithm
 
 
 @pytest.mark.parametrize("leaks", [False, True])
