@@ -88,6 +88,16 @@ def _no_process_group_left() -> Iterator[None]:
         distributed.destroy_process_group()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _torch_threads_settable() -> Iterator[None]:
+    """Let the next module set torch's threads: vLLM for CPUs puts a function in place of torch's that does nothing in a
+    process where one of its engines has run."""
+    yield
+    torch = sys.modules.get("torch")  # most modules have not imported it
+    if torch is not None:
+        torch.set_num_threads = torch._C.set_num_threads  # type: ignore[attr-defined]
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[EmbeddedServer]:
     with EmbeddedServer(tmp_path / "server") as running:
