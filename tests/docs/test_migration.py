@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from headway.broker.errors import UnknownKeysError
-from headway.deploy.cli.main import answer
 from headway.deploy.recipe.foreign_keys import FOREIGN_KEYS
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import load_recipe
@@ -113,16 +112,6 @@ def test_every_key_of_the_command_is_answered(tmp_path: Path) -> None:
     told = [path for line in lines for path in re.split(r"; did you mean|\. [A-Z]", line)[0].split(", ")]
     assert sorted(told) == sorted(word.partition("=")[0] for word in overrides)
     assert not [line for line in lines if "Valid here" in line]
-
-
-def test_the_page_shows_what_is_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.yaml").write_text(whole_recipe(""))
-    command, _, shown = VERLS.split("```text\n$ headway ")[1].split("```")[0].replace("\\\n", "").partition("\n")
-    assert answer(shlex.split(command)) == 1
-    assert capsys.readouterr().err == shown
 
 
 def test_the_recipe_is_the_translation_of_the_command(tmp_path: Path) -> None:

@@ -45,17 +45,6 @@ def test_a_sub_room_s_page_names_files_that_lie_there() -> None:
     assert not missing
 
 
-LARGE = {"deploy/cli", "deploy/observe", "deploy/recipe", "deploy/roles", "deploy/run"} | {
-    "broker/client", "learner/data", "learner/experience", "learner/objective", "rollout_workers/samples"
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("sub_room", sorted(LARGE))
-def test_a_large_sub_room_s_page_names_all_its_files(sub_room: str) -> None:
-    files = {path.name for path in (ROOT / sub_room).glob("*.py")} - {"__init__.py"}
-    assert not files - set(NAMED_FILE.findall(room_page(sub_room)))
-
-
 @pytest.mark.parametrize("page", markdown_pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_path_that_a_page_names_exists(page: Path) -> None:
     """A bare file name lies in the folder of the path before it in its paragraph, row or list item."""

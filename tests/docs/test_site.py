@@ -14,17 +14,6 @@ from .pages import ROOT
 FETCHED = re.compile(r"<(?:link|script|img|iframe|source)\b[^>]*?\b(?:href|src)=[\"']?((?:https?:)?//[^\"' >]+)")
 BUILD = [sys.executable, "-m", "mkdocs", "build", "--strict"]
 """Without `--quiet`: what MkDocs does not print, it does not count as a warning either."""
-TITLED = {
-    "multi-turn": "guides/environments.html",
-    "custom reward": "guides/own-task.html#custom-reward-function",
-    "override": "guides/own-task.html#override-a-key-on-the-command-line",
-    "two machines": "guides/roles.html#two-or-more-machines",
-    "sft": "guides/stages.html#sft-before-rl",
-    "password": "guides/server.html#passwords-what-each-role-may-do",
-    "power loss": "guarantees.html#power-loss-at-the-server",
-    "lag bounded": "rules.html#where-and-why-lag-is-bounded",
-}
-"""Words that readers search for, and the section that answers each: the search ranks matches in titles first."""
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +36,6 @@ def words(search: dict[str, Any], text: str) -> set[str]:
     return set(re.split(search["config"]["separator"], re.sub(r"<[^>]*>", " ", text).lower()))
 
 
-@pytest.mark.parametrize("query", TITLED)
-def test_a_title_holds_what_readers_search_for(search: dict[str, Any], query: str) -> None:
-    (title,) = [doc["title"] for doc in search["docs"] if doc["location"] == TITLED[query]]
-    found = words(search, title)
-    assert all(any(word.startswith(asked) for word in found) for asked in words(search, query))
-
-
 def test_a_key_is_found_without_its_section(search: dict[str, Any]) -> None:
     found = {doc["location"] for doc in search["docs"] if "lease_ttl_s" in words(search, doc["text"])}
     assert found >= {"guides/server.html#when-a-lease-expires", "reference/configuration.html#broker"}
@@ -64,15 +46,6 @@ def test_pages_that_open_from_a_disk_can_be_searched(site: Path, search: dict[st
     assert json.loads(script.partition("=")[2]) == search
     (worker,) = re.findall(r'<script src="?([^">]*iframe-worker[^">]*)', (site / "guides" / "data.html").read_text())
     assert "IFrameWorker" in (site / "guides" / worker).read_text()
-
-
-@pytest.mark.parametrize("method", ["SFT", "DPO", "IPO", "KTO", "ORPO", "SimPO", "Reward models", "distillation", "RL"])
-def test_the_menu_of_each_page_names_every_way_to_train(site: Path, method: str) -> None:
-    for path in ("index.html", "reference/keys.html"):
-        menu = re.findall(
-            r'class="?md-nav__link"?[^>]*>\s*<span class="?md-ellipsis"?>\s*([^<]+)', (site / path).read_text()
-        )
-        assert [entry for entry in menu if re.search(rf"\b{method}\b", entry)]
 
 
 @pytest.mark.parametrize("target", ["docs", "format", "parity", "shape", "demo", "chaos", "test-quick"])

@@ -92,8 +92,6 @@ def test_code_fits_a_small_screen_on_pages_of_a_disk(site: Path) -> None:  # noq
     [
         ("simpo", "guides/preferences.html"),
         ("lease_ttl_s", "guides/server.html"),
-        ("two machines", "guides/roles.html#two-or-more-machines"),
-        ("reward model", "guides/reward-models.html"),
     ],
 )
 def test_the_search_works_on_pages_of_a_disk(site: Path, asked: str, found: str) -> None:  # noqa: F811

@@ -168,9 +168,3 @@ def test_a_changed_output_does_not_match() -> None:
     assert not Shape("Pool two: 1 workers\n...\nwarm-up", exactly=False).is_in(said)
     assert not Shape("Pool two: 3 workers wanted.", exactly=True).is_in(said)
     assert not Shape("step 3/9 lag 0.123\n", exactly=False).is_in(said)
-
-
-def test_an_output_that_is_half_printed_is_soon_read() -> None:
-    row = "one" + " " * 150 + "\n" + "1" + "  0" * 50
-    shape = Shape("a 1\n...\nb ... 2\n...\none ... 1 0 0\n...\ntwo 1 0\n...\nend", exactly=False)
-    assert not shape.is_in("\n".join(["a 1", "b c 2", *[row] * 40]))
