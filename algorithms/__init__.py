@@ -5,12 +5,12 @@ where each sequence begins, `loss_mask_T` is 1 where a token is trained. pi is t
 (`current_logprobs`), mu the one that sampled (`behavior_logprobs`), pi_prox the learner's before the update
 (`proximal_logprobs`).
 
-    rewards.py                                  length, overlong penalty, KL taken from the reward
     rewards ─ advantages.py ─► A_S              comparisons: with the group, the others in it, the batch
-    rewards, values ─ returns.py ─► A_T         a critic's: generalized estimation, whitening, turns
+    rewards, values ─ returns.py ─► A_T         a critic's: generalized estimation, whitening, turns; terms of a reward:
+                                                length, overlong penalty, KL taken from it
     logprobs ─ ratios.py ─► r_T, s_S            of a token; of a sequence: product, geometric mean, GSPO's token form
-    r_T, A_T ─ objectives/ ─► losses_T          clipped (PPO, GSPO, DPPO, SAPO), weighted (CISPO, TOPR, ASPO, no clip)
-    pi_prox / mu ─ corrections/ ─► weights_T    importance weights, masks, rejection, second moment, age
+    r_T, A_T ─ objectives.py ─► losses_T        clipped (PPO, GSPO, DPPO, SAPO), weighted (CISPO, TOPR, ASPO, no clip)
+    pi_prox / mu ─ corrections.py ─► weights_T  importance weights, age; correction_masks.py: rejection, second moment
     pi, mu, lag ─ proximal.py ─► pi_prox        interpolated by age instead of a forward pass
     logprobs ─ ratios.py ─► penalty_T           estimates of a KL divergence: k1, k2, k3
     aggregation.py ─► shares_T                  means, sums over a sequence, fixed denominator: loss = sum(w * losses)

@@ -19,7 +19,7 @@ from trl.trainer.rloo_trainer import RLOOTrainer
 from headway.algorithms.advantages import leave_one_out
 from headway.algorithms.presets import PRESETS
 from headway.algorithms.ratios import KL_ESTIMATORS
-from headway.algorithms.rewards import kl_shaped
+from headway.algorithms.returns import kl_shaped
 
 from .of_verl import Setting
 from .ours import Side, composed, differentiated

@@ -76,7 +76,7 @@ INTERFACE = (
         " the learner.",
         example="my_flow/objective.py",
         names=(
-            Name("headway.algorithms.objectives.base:TokenObjective"),
+            Name("headway.algorithms.objectives:TokenObjective"),
             Name("headway.algorithms.tokens:Tokens"),
             Name("headway.algorithms.metrics:Metrics"),
             Name("headway.algorithms.metrics:masked_mean"),

@@ -17,8 +17,8 @@ from msgspec import structs
 
 from headway.algorithms.advantages import ADVANTAGES
 from headway.algorithms.aggregation import AGGREGATIONS, pair_mean
+from headway.algorithms.correction_masks import BATCH_STATISTICS
 from headway.algorithms.corrections import CORRECTIONS, PAIR_CORRECTIONS, TRUST_REGIONS, WEIGHTS
-from headway.algorithms.corrections.masks import BATCH_STATISTICS
 from headway.algorithms.metrics import Metrics
 from headway.algorithms.objectives import IGNORES_ANCHOR, OBJECTIVES
 from headway.algorithms.preferences import PREFERENCES, REFERENCE_FREE

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from headway.algorithms.returns import clipped_value_loss, gae, whiten, whitening_sums
-from headway.algorithms.rewards import at_last_trained
+from headway.algorithms.returns import at_last_trained, clipped_value_loss, gae, whiten, whitening_sums
 from headway.learner.backends.base import Snapshot, ValueBackend
 from headway.learner.batching.batch import PackedBatch
 from headway.learner.ranks import Ranks

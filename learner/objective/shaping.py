@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headway.algorithms.rewards import length_normalized, overlong_penalty
+from headway.algorithms.returns import length_normalized, overlong_penalty
 from headway.broker.errors import HeadwayError
 from headway.broker.schema import Group, Trajectory
 from headway.learner.algorithm_config import RewardShapingConfig

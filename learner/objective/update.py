@@ -16,7 +16,7 @@ import torch
 
 from headway.algorithms.metrics import summarize, summarize_by_lag
 from headway.algorithms.ratios import KL_ESTIMATORS
-from headway.algorithms.rewards import kl_shaped
+from headway.algorithms.returns import kl_shaped
 from headway.broker.schema import Group, Trajectory
 from headway.learner.algorithm_config import AlgorithmConfig
 from headway.learner.backends import abilities_of

@@ -4,8 +4,8 @@
 import pytest
 import torch
 
+from headway.algorithms.correction_masks import BATCH_STATISTICS, m2po, m2po_threshold
 from headway.algorithms.corrections import CORRECTIONS
-from headway.algorithms.corrections.masks import BATCH_STATISTICS, m2po, m2po_threshold
 from headway.algorithms.ratios import token_log_ratio
 from headway.algorithms.tokens import Tokens
 from tests.algorithms.ragged import Ragged, every_case, make

@@ -11,8 +11,8 @@ import torch
 
 from headway.algorithms.advantages import ADVANTAGES
 from headway.algorithms.aggregation import AGGREGATIONS, pair_mean
+from headway.algorithms.correction_masks import BATCH_STATISTICS
 from headway.algorithms.corrections import CORRECTIONS, PAIR_CORRECTIONS
-from headway.algorithms.corrections.masks import BATCH_STATISTICS
 from headway.algorithms.distillation import reverse_kl_distillation, sft, teacher_advantages, top_k_distillation
 from headway.algorithms.metrics import masked_mean, policy_gap, share, survival
 from headway.algorithms.objectives import OBJECTIVES
@@ -28,15 +28,19 @@ from headway.algorithms.ratios import (
     token_ratio,
 )
 from headway.algorithms.returns import (
+    at_last_trained,
     at_turn_ends,
     clipped_value_loss,
     gae,
+    kl_shaped,
+    kl_shaped_tokens,
+    length_normalized,
+    overlong_penalty,
     returns_to_go,
     turn_of_token,
     whiten,
     whitening_sums,
 )
-from headway.algorithms.rewards import at_last_trained, kl_shaped, kl_shaped_tokens, length_normalized, overlong_penalty
 from headway.algorithms.tokens import Tokens, lengths, segment_mean
 from tests.algorithms.ragged import make
 from tests.algorithms.test_corrections import ACTIVE, ACTIVE_SEED

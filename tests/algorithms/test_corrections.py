@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from headway.algorithms.corrections import CORRECTIONS, WEIGHTS
-from headway.algorithms.corrections.masks import (
+from headway.algorithms.correction_masks import (
     geometric_sequence_mask,
     kl_rejection,
     m2po,
@@ -17,7 +16,9 @@ from headway.algorithms.corrections.masks import (
     token_mask,
     veto,
 )
-from headway.algorithms.corrections.weights import (
+from headway.algorithms.corrections import (
+    CORRECTIONS,
+    WEIGHTS,
     age_weight,
     decoupled,
     geometric_truncated_is,

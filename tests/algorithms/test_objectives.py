@@ -8,9 +8,7 @@ import torch
 
 from headway.algorithms.aggregation import sequence_mean, trained_sequences
 from headway.algorithms.metrics import Metrics, read, summarize
-from headway.algorithms.objectives import IGNORES_ANCHOR, OBJECTIVES
-from headway.algorithms.objectives.clipped import gspo, ppo_clip
-from headway.algorithms.objectives.weighted import policy_gradient
+from headway.algorithms.objectives import IGNORES_ANCHOR, OBJECTIVES, gspo, policy_gradient, ppo_clip
 from headway.algorithms.tokens import Tokens
 from tests.algorithms import oracles
 from tests.algorithms.ragged import Ragged, assert_same, every_case, make, stack

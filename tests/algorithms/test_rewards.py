@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from headway.algorithms.ratios import k1
-from headway.algorithms.returns import returns_to_go
-from headway.algorithms.rewards import kl_shaped, kl_shaped_tokens, length_normalized, overlong_penalty
+from headway.algorithms.returns import kl_shaped, kl_shaped_tokens, length_normalized, overlong_penalty, returns_to_go
 from headway.algorithms.tokens import segment_sum
 from tests.algorithms.ragged import Ragged, every_case, make
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.algorithms.objectives.base import TokenObjective
+from headway.algorithms.objectives import TokenObjective
 from headway.deploy.cli.main import answer
 from headway.deploy.flow.example.my_flow.objective import clipped
 from headway.deploy.flow.example.my_flow.prompts import Sums

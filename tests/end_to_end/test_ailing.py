@@ -27,7 +27,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from headway.algorithms.objectives.clipped import ppo_clip
+from headway.algorithms.objectives import ppo_clip
 from headway.rollout_workers.engines.embedded.engine import open_embedded
 
 AILMENTS = {"worker-1": "fails", "worker-2": "hangs", "worker-3": "is slow", "worker-4": "computes otherwise"}

@@ -79,7 +79,7 @@ def test_the_head_computes_no_more_than_is_trained() -> None:
 
 def test_functions_of_a_recipe_read_what_they_like() -> None:
     assert Objective(AlgorithmConfig()).ignores_context
-    own = AlgorithmConfig(objective=ObjectiveConfig(kind="headway.algorithms.objectives.clipped:unclipped"))
+    own = AlgorithmConfig(objective=ObjectiveConfig(kind="headway.algorithms.objectives:unclipped"))
     assert not Objective(own).ignores_context
 
 
