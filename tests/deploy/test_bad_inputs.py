@@ -37,7 +37,7 @@ from headway.learner.stages.registry import (
 from .bad_inputs import COMMANDS, DATA, DOUBLING, FILES, GARBAGE, NOWHERE, OVERRIDES, RECIPE, RUNS, VALUES, rows
 from .test_cli import clean_environment
 
-DEADLINE_S = 120
+DEADLINE_S = 240
 OPTIONS = (
     "headway.deploy.recipe.worker_pools",
     "headway.deploy.recipe.metric_sinks",

@@ -279,7 +279,7 @@ def test_the_broker_serves_until_told_to_stop_and_keeps_its_data(tmp_path: Path)
         assert taken.returncode == 1
         assert f"Port {port} on 127.0.0.1 is taken" in taken.stderr
         arguments[arguments.index(str(port))] = str(free_port())
-        second = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False)
+        second = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
         assert second.returncode == 1
         assert "Stop it first, or choose another directory (--directory)." in second.stderr
         process.send_signal(signal.SIGINT)

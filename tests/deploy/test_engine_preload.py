@@ -21,7 +21,7 @@ def imports_of_a_worker(tmp_path: Path, **environment: str) -> list[str]:
         env={**others, "TMPDIR": str(tmp_path), **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert run.returncode != 0
     assert "a b" in run.stderr

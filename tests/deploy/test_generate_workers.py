@@ -77,7 +77,7 @@ def test_killed_workers_and_a_killed_writer_lose_no_prompt_and_answer_none_twice
     until(lambda: len(lines(out)) >= MANY - 3, writer)
     writer.kill()
     writer.wait()
-    psutil.wait_procs(processes, timeout=60)
+    psutil.wait_procs(processes, timeout=240)
     assert not [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
     found = Counter(line["index"] for line in lines(out))
     assert max(found.values()) == 1

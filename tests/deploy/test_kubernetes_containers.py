@@ -26,7 +26,7 @@ from .kubernetes_objects import BASE, headway_lines, launch, objects_in
 from .slurm_cluster import free_port
 from .test_cli import clean_environment
 
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 
 
 @pytest.fixture(autouse=True)

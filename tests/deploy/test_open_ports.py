@@ -54,9 +54,9 @@ def test_idle_clients_keep_nobody_out_and_cost_no_more_than_so_many_threads(
         threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
         port = int(url.split(":")[2].partition("/")[0])
         for _ in range(IDLE):
-            client = open_ones.enter_context(socket.create_connection((HOST, port), timeout=30))
+            client = open_ones.enter_context(socket.create_connection((HOST, port), timeout=240))
             client.sendall(says)
-        with urllib.request.urlopen(url, timeout=30) as answer:
+        with urllib.request.urlopen(url, timeout=240) as answer:
             assert answer.status == 200
         until(lambda: threading.active_count() <= threads + MOST)
         until(lambda: len(os.listdir("/proc/self/fd")) <= files + IDLE + MOST)

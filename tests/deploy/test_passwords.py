@@ -106,5 +106,5 @@ def test_a_pool_is_refused_at_once_with_the_url_of_a_role_that_may_not_do_its_wo
         with pytest.raises(BrokerError, match=r"another run's\? `headway broker` prints .* one of `headway workers`"):
             run_workers(urls[role], run_name, 1, ())
     for role in (Role.WORKER, Role.LEARNER):
-        check_may_work(urls[role], run_name, timeout_s=5)
-    check_may_work(server.url, run_name, timeout_s=5)
+        check_may_work(urls[role], run_name, timeout_s=240)
+    check_may_work(server.url, run_name, timeout_s=240)

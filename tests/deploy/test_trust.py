@@ -34,7 +34,7 @@ async def test_a_worker_that_finds_the_standard_library_in_its_configuration_run
     worker = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "headway", *command, stderr=asyncio.subprocess.PIPE
     )
-    _, said = await asyncio.wait_for(worker.communicate(), 60)
+    _, said = await asyncio.wait_for(worker.communicate(), 240)
     assert worker.returncode == LASTING_EXIT
     assert b"rewards[0].kind: 'subprocess:Popen' is not imported: 'subprocess' belongs to Python's standard" in said
 

@@ -149,7 +149,7 @@ def do(step: Step, shells: dict[int, Shell]) -> None:
             case _:
                 shell.wait_for(Shape(step.text, exactly=step.kind == "expect exactly"))
     if step.kind == "open":
-        with urllib.request.urlopen(step.text, timeout=60) as answer:
+        with urllib.request.urlopen(step.text, timeout=240) as answer:
             assert answer.read().startswith(b"<!doctype html>")
 
 

@@ -24,7 +24,7 @@ from .watching import attached
 
 pytestmark = NEEDS_CHROMIUM
 
-PATIENCE_MS = 60_000
+PATIENCE_MS = 240_000
 DRAWN = ".grid.live table"
 DRAWN_REPORT = "p:last-child:has-text('Made by Headway')"
 FIRST = ["Reward", "Held-out pass rate", "Lag", "Loss"]

@@ -41,7 +41,7 @@ from tests.learner.batches import damage
 from tests.processes import kill
 
 GROUPS_PER_STEP, MAX_LAG = 4, 1
-DEADLINE_S = 30.0
+DEADLINE_S = 240.0
 RULES = RunRules(max_lag=MAX_LAG, groups_per_step=GROUPS_PER_STEP)
 PROBE = Probe(token_ids=[1, 2], logprobs=[-1.0], tolerance=0.1)
 TOKENIZER = load_tokenizer(

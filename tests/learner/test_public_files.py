@@ -49,7 +49,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the directory of LLaMA-Factory's example files, from its source archive."""
     directory = tmp_path_factory.mktemp("archive")
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", PACKAGE, "-d", str(directory)]
-    done = subprocess.run([*command, f"{PACKAGE}=={VERSION}"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, f"{PACKAGE}=={VERSION}"], capture_output=True, text=True, timeout=240)
     if done.returncode:
         pytest.skip(f"the package index gives no {PACKAGE} {VERSION}: {done.stderr.strip().splitlines()[-1]}")
     with tarfile.open(directory / f"{PACKAGE}-{VERSION}.tar.gz") as archive:

@@ -192,7 +192,7 @@ async def test_a_worker_whose_engine_keeps_an_older_adapter_ends_and_samples_not
         await run.publish(0)
         groups = await run.take(0)
         await run.publish(1)
-        await asyncio.wait([task], timeout=60)
+        await asyncio.wait([task], timeout=240)
     with pytest.raises(WeightSyncError, match=r"the engine holds another .*lora_[AB] than was published"):
         task.result()
     assert run.worker.info().version == run.learner.version(0)
@@ -213,7 +213,7 @@ async def test_a_worker_whose_engine_loads_a_small_adapter_and_does_not_use_it_e
         await run.publish(0, 0.05, ROUNDING["bfloat16"])
         await run.take(0)
         await run.publish(1, 0.05, ROUNDING["bfloat16"])
-        await asyncio.wait([task], timeout=60)
+        await asyncio.wait([task], timeout=240)
     with pytest.raises(WeightSyncError, match="the engine computes without its adapter"):
         task.result()
     assert run.worker.info().version == run.learner.version(0)

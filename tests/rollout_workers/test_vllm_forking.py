@@ -20,7 +20,7 @@ from .marks import VLLM
 from .models import make_model, save_config
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 """A deadline for steps that take seconds: a machine may be busy, but nothing waits for ever."""
 FORKS = """
 import json, os, sys, time

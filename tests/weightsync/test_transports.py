@@ -355,14 +355,14 @@ def pull(promised: WeightManifest) -> tuple[torch.Tensor, ...]:
 
 
 def until(is_so: Callable[[], bool]) -> None:
-    deadline = Deadline(20)
+    deadline = Deadline(240)
     while not is_so():
         deadline.check("what the test waits for")
         deadline.pause(0.01)
 
 
 def fetch(server: PullServer, path: str, token: str = "secret") -> int:
-    connection = http.client.HTTPConnection(LOCAL, urlsplit(server.url).port, timeout=5)
+    connection = http.client.HTTPConnection(LOCAL, urlsplit(server.url).port, timeout=240)
     connection.request("GET", path, headers={"Authorization": f"Bearer {token}"})
     with connection.getresponse() as response:
         return response.status

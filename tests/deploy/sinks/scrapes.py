@@ -10,7 +10,7 @@ Sample = tuple[str, tuple[tuple[str, str], ...]]
 
 def scrape(url: str) -> dict[Sample, float]:
     """Return every figure at the endpoint."""
-    with urllib.request.urlopen(url, timeout=30) as answer:
+    with urllib.request.urlopen(url, timeout=240) as answer:
         text = answer.read().decode()
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
