@@ -10,7 +10,7 @@ import pytest
 from headway.broker.errors import HeadwayError
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.broker.user_code.kinds import check_offers
-from headway.deploy.launch.local import open_launcher
+from headway.deploy.launch.local_run import open_launcher
 from headway.deploy.observe.sinks import make_sink
 from headway.deploy.recipe.metric_sinks import SinkConfig
 from headway.deploy.recipe.recipe import LauncherConfig

@@ -69,7 +69,7 @@ def slurm(
     The directory must have the same path on every node, and only you may read it: the passwords are in it. Jobs drain
     before their time limit, go back into the queue and go on.
     """
-    from headway.deploy.launch.slurm import SlurmOptions, slurm_scripts, write_slurm_scripts
+    from headway.deploy.launch.slurm_scripts import SlurmOptions, slurm_scripts, write_slurm_scripts
     from headway.deploy.recipe.resolve import load_recipe
 
     loaded = load_recipe(recipe, overrides)
@@ -118,7 +118,7 @@ def kubernetes(
 
     Only you may read the directory's secrets: passwords, and the key of the broker's certificate.
     """
-    from headway.deploy.launch.kubernetes import KubernetesOptions, manifests, write_manifests
+    from headway.deploy.launch.kubernetes_manifests import KubernetesOptions, manifests, write_manifests
     from headway.deploy.recipe.resolve import load_recipe
 
     loaded = load_recipe(recipe, overrides)

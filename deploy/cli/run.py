@@ -82,7 +82,7 @@ def execute(
     loaded = load_recipe(recipe, overrides)
     if hint := hint_of(recipe):
         complain(hint)
-    from headway.deploy.launch.local import LocalRun, open_launcher
+    from headway.deploy.launch.local_run import LocalRun, open_launcher
     from headway.deploy.recipe.stage_graph import number_of
     from headway.deploy.run.report import read_summary
     from headway.deploy.terminal import Terminal
@@ -142,7 +142,7 @@ def prepare(
     from headway.deploy.recipe.resolve import load_recipe
 
     loaded = load_recipe(recipe, overrides)
-    from headway.deploy.launch.local import LocalRun
+    from headway.deploy.launch.local_run import LocalRun
     from headway.deploy.terminal import Terminal
 
     LocalRun(loaded, recipe, overrides, resume, overwrite, Terminal(), rewind, force).prepare()
@@ -151,8 +151,7 @@ def prepare(
 @contextmanager
 def printing_launcher(as_json: bool) -> "Iterator[Launcher]":
     """Yield a launcher whose commands are printed: each as it is given, or all at the end as one JSON object."""
-    from headway.deploy.launch.base import Command
-    from headway.deploy.launch.dry_run_launcher import PrintedLauncher, as_builtins, as_text
+    from headway.deploy.launch.base import Command, PrintedLauncher, as_builtins, as_text
 
     if not as_json:
         yield PrintedLauncher(lambda command: say(as_text(command)))

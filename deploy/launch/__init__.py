@@ -1,13 +1,13 @@
 """Starts a run's processes in order, and watches, restarts and stops them.
 
-    local.py ──► commands.py   the exact command of each role, with its environment and resources
-             ──► supervisor.py ──Command──► base.Launcher ──► base.Handle
-             ──► pool.py, pool_reports.py   pools of processes; their reports to the broker
+    local_run.py ──► commands.py   the exact command of each role, with its environment and resources
+                 ──► supervisor.py ──Command──► base.Launcher ──► base.Handle
+                 ──► pool.py, pool_reports.py   pools of processes; their reports to the broker
 
-    processes.py         `local`: child processes of this one; parent_watch.py ends each with its parent
-    ray_launcher.py      `ray`: processes on the nodes of a Ray cluster, each under an actor (ray_actor.py)
-    dry_run_launcher.py  `--dry-run`: shows commands, starts none
-    slurm.py, kubernetes.py   write what a cluster's own scheduler starts
+    base.py              the seam; `--dry-run`: shows commands, starts none
+    local_launcher.py    `local`: child processes of this one; parent_watch.py ends each with its parent
+    ray_launcher.py      `ray`: processes on the nodes of a Ray cluster, each under an actor
+    slurm_scripts.py, kubernetes_manifests.py   write what a cluster's own scheduler starts
     broker_server.py     the run's server, a child of this process
     engine_preload.py    imports what a worker's engine needs, before the worker imports anything else
 

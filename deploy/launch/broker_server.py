@@ -23,8 +23,8 @@ from headway.deploy.printing import complain, say
 from headway.deploy.run.directory import held, writable
 from headway.learner.checkpoints.disk import free_mib
 
+from .local_launcher import guarded
 from .pool import HEALTHY_S
-from .processes import guarded
 from .supervisor import RoleFailedError
 
 MAX_RESTARTS = 5

@@ -14,8 +14,8 @@ from headway.broker.errors import BUG_EXIT, LASTING_EXIT, SIGNALLED_EXIT, UNHEAL
 from headway.deploy.printing import say
 
 from .base import DRAIN_NOTICE, Command, Handle, Launcher
+from .local_launcher import LocalLauncher
 from .pool import Pool, Slot
-from .processes import LocalLauncher
 
 POLL_S = 0.1
 MAX_BACKOFF_S = 10.0

@@ -35,7 +35,7 @@ from headway.broker.schema.weights import Probe
 from headway.broker.server.access import Role
 from headway.deploy.launch.broker_server import SupervisedServer
 from headway.deploy.launch.commands import WorkerCommand, engine_gpus
-from headway.deploy.launch.local import forget
+from headway.deploy.launch.local_run import forget
 from headway.deploy.launch.pool import Pool
 from headway.deploy.launch.supervisor import Supervisor
 from headway.deploy.printing import say

@@ -23,7 +23,7 @@ from headway.broker.keys import check_pool_name, check_run_name, check_worker_na
 from headway.deploy.launch.base import WORKER_SESSION, WORKER_TAG, Launcher, write_exit_notice
 from headway.deploy.launch.broker_server import check_may_work, check_traits, unless_absent
 from headway.deploy.launch.commands import ScorerCommand, WorkerCommand, learner_command, sft_command
-from headway.deploy.launch.local import check_rewind, forget, ping, program, run_stages, stop_notice
+from headway.deploy.launch.local_run import check_rewind, forget, ping, program, run_stages, stop_notice
 from headway.deploy.launch.pool import DRAIN_WORKER_S, Pool
 from headway.deploy.launch.pool_reports import death_reports, pool_reports
 from headway.deploy.launch.supervisor import Supervisor

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config
 from headway.broker.errors import ConfigError
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.deploy.cli.main import answer
-from headway.deploy.launch.local import LocalRun
+from headway.deploy.launch.local_run import LocalRun
 from headway.deploy.recipe.adapter_support import (
     UnfitEngineError,
     WeightlessModel,

@@ -18,7 +18,7 @@ import pytest
 from headway.broker.errors import ConfigError, HeadwayError
 from headway.broker.user_code.kinds import typed_options
 from headway.deploy.cli.main import answer
-from headway.deploy.launch import broker_server, local
+from headway.deploy.launch import broker_server, local_run
 from headway.deploy.printing import visible
 from headway.deploy.recipe.limits import LIMITS
 from headway.deploy.recipe.recipe import Recipe
@@ -59,7 +59,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith("HEADWAY_")]:
         monkeypatch.delenv(name)
-    for module in (run_lookup, local, directory, broker_server):
+    for module in (run_lookup, local_run, directory, broker_server):
         monkeypatch.setattr(module, "PATIENCE_S", 0.02)
     (tmp_path / "recipe.yaml").write_text(json.dumps(RECIPE))
     (tmp_path / "halves.jsonl").write_text(json.dumps({"query": "a\udfff", "response": "b"}))

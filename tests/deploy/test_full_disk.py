@@ -15,8 +15,8 @@ from headway.broker.errors import BUG_EXIT, HeadwayError
 from headway.broker.schema.metrics import StepMetrics
 from headway.deploy.cli import main
 from headway.deploy.launch.base import Command
-from headway.deploy.launch.local import LocalRun
-from headway.deploy.launch.processes import Child
+from headway.deploy.launch.local_launcher import Child
+from headway.deploy.launch.local_run import LocalRun
 from headway.deploy.launch.supervisor import RoleFailedError, Supervisor
 from headway.deploy.observe.sinks.jsonl import JsonlSink
 from headway.deploy.recipe.resolve import load_recipe

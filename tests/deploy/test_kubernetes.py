@@ -21,7 +21,7 @@ import yaml
 from headway.broker.connection.address import Address
 from headway.broker.server.access import Role
 from headway.deploy.cli.main import answer, cli
-from headway.deploy.launch.kubernetes import AUTOSCALER_PORT, METRICS_PORT, PULL_PORTS
+from headway.deploy.launch.kubernetes_manifests import AUTOSCALER_PORT, METRICS_PORT, PULL_PORTS
 from headway.deploy.launch.pool import DRAIN_WORKER_S
 from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.roles.autoscaler import Wanted

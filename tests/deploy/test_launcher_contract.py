@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from headway.broker.errors import ConfigError
-from headway.deploy.launch.base import Command, Handle, Launcher, Resources
-from headway.deploy.launch.dry_run_launcher import PrintedLauncher
-from headway.deploy.launch.local import open_launcher
+from headway.deploy.launch.base import Command, Handle, Launcher, PrintedLauncher, Resources
+from headway.deploy.launch.local_run import open_launcher
 from headway.deploy.launch.pool import Pool
 from headway.deploy.launch.supervisor import Supervisor
 from headway.deploy.recipe.recipe import LauncherConfig
@@ -149,7 +148,7 @@ def test_a_process_has_the_directory_and_variables_of_its_command(starting: Laun
 OWN = """
 from dataclasses import replace
 from headway.deploy.launch.base import Launcher
-from headway.deploy.launch.processes import LocalLauncher
+from headway.deploy.launch.local_launcher import LocalLauncher
 
 class Nice(Launcher):
     def __init__(self, niceness):

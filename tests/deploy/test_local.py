@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headway.deploy.launch.commands import WorkerCommand, connection
-from headway.deploy.launch.local import LocalRun, program, run_stages
+from headway.deploy.launch.local_run import LocalRun, program, run_stages
 from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.roles.standalone import _say_how_it_ended
 from headway.deploy.run.directory import prepare

@@ -14,7 +14,7 @@ import pytest
 
 from headway.broker.errors import ConfigError
 from headway.deploy.launch.base import Command, Handle, Launcher, Resources
-from headway.deploy.launch.local import open_launcher
+from headway.deploy.launch.local_run import open_launcher
 from headway.deploy.recipe.recipe import LauncherConfig
 from headway.deploy.recipe.resolve import load_recipe
 from tests.ray_cluster import needs_ray, ray_cluster, raylet_of

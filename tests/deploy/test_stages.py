@@ -13,7 +13,7 @@ from msgspec.structs import replace as replace_struct
 
 from headway.broker.errors import ConfigError, HeadwayError
 from headway.deploy.launch.commands import stage_command
-from headway.deploy.launch.local import LocalRun, stop_notice
+from headway.deploy.launch.local_run import LocalRun, stop_notice
 from headway.deploy.recipe.parse import shipped_recipes
 from headway.deploy.recipe.preflight import check_data
 from headway.deploy.recipe.recipe import Recipe

@@ -14,8 +14,8 @@ import pytest
 
 from headway.broker.errors import BUG_EXIT, LASTING_EXIT, SIGNALLED_EXIT, UNHEALTHY_EXIT, VERSION_EXIT, HeadwayError
 from headway.deploy.launch.base import DRAIN_NOTICE, Command
+from headway.deploy.launch.local_launcher import Child, guarded
 from headway.deploy.launch.pool import Pool
-from headway.deploy.launch.processes import Child, guarded
 from headway.deploy.launch.supervisor import RoleFailedError, Supervisor
 from headway.rollout_workers.health import Verdict
 from tests.processes import children_left
@@ -463,7 +463,7 @@ import sys
 from pathlib import Path
 from headway.deploy.launch.base import Command
 from headway.deploy.launch.pool import Pool
-from headway.deploy.launch.processes import guarded
+from headway.deploy.launch.local_launcher import guarded
 from headway.deploy.launch.supervisor import Supervisor
 import subprocess
 server = subprocess.Popen([sys.executable, "-c", {FOREVER!r}], start_new_session=True)

@@ -17,8 +17,8 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from headway.broker.installation import SHARED_TMPDIR, shared_temporary_directory
 from headway.deploy.launch.base import Command
+from headway.deploy.launch.local_launcher import IN_RAM, LONGEST_DIRECTORY, LOOK_S, PATIENCE_S, Child, TemporaryFiles
 from headway.deploy.launch.pool import Pool
-from headway.deploy.launch.processes import IN_RAM, LONGEST_DIRECTORY, LOOK_S, PATIENCE_S, Child, TemporaryFiles
 from headway.deploy.launch.supervisor import Supervisor
 from tests.broker.topologies import wait_until
 from tests.processes import is_alive, shared_memory_of
@@ -181,7 +181,7 @@ def test_a_run_that_ends_waits_once_for_all_and_not_after_a_second_signal(
             pid, name = (slot.child.command.directory() / "keeper").read_text().split()
             keepers.append(psutil.Process(int(pid)))
             shared.append(IN_RAM / name)
-        monkeypatch.setattr("headway.deploy.launch.processes.time", clock := Clock())
+        monkeypatch.setattr("headway.deploy.launch.local_launcher.time", clock := Clock())
         if signals == 1:
             clock.on_wait = lambda: supervisor._stops.append(signal.SIGINT)
         supervisor._kill_all()

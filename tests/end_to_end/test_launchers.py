@@ -22,7 +22,7 @@ NICE = """
 import json
 from dataclasses import replace
 from headway.deploy.launch.base import Launcher
-from headway.deploy.launch.processes import LocalLauncher
+from headway.deploy.launch.local_launcher import LocalLauncher
 
 class Nice(Launcher):
     def __init__(self, record):

@@ -26,9 +26,9 @@ from headway.broker.schema.status import DeadLetter, RunStatus, Tallies, Version
 from headway.broker.server.access import Role
 from headway.broker.server.embedded import EmbeddedServer
 from headway.deploy.cli.dashboard import Source
+from headway.deploy.launch.local_launcher import Child, LocalLauncher
 from headway.deploy.launch.pool import Pool
 from headway.deploy.launch.pool_reports import pool_reports
-from headway.deploy.launch.processes import Child, LocalLauncher
 from headway.deploy.observe.bottleneck import Bottleneck
 from headway.deploy.observe.page import live_page
 from headway.deploy.observe.page.content import version_counts

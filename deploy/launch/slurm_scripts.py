@@ -6,8 +6,11 @@
                  logs/      what the jobs print
                  address, jobs.txt   written by the broker's job and by submit.sh
 
-Every script is whole: a head with Slurm's options and the settings of this run, and a body from `deploy/slurm/`. The
+Every script is whole: a head with Slurm's options and the settings of this run, and bodies from `deploy/slurm/`: that
+of all jobs (`job.sh`: a child process, how it is told to drain, how the job is queued again), and that of its role. The
 directory, the run's directory and the Python environment must have the same paths on every node.
+
+The invariant: no script contains a password. Roles read them from the files below `server/passwords`.
 """
 
 import os

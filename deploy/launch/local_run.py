@@ -61,9 +61,9 @@ from .commands import (
     server_command,
     stage_command,
 )
+from .local_launcher import LocalLauncher
 from .pool import Pool
 from .pool_reports import pool_reports
-from .processes import LocalLauncher
 from .supervisor import RoleFailedError, Supervisor
 
 PATIENCE_S = 3.0
@@ -448,7 +448,7 @@ def open_launcher(config: LauncherConfig) -> Launcher:
     with in_one_paragraph(config.kind, "launcher"):
         match config.kind:
             case "local":
-                from .processes import LocalLauncher
+                from .local_launcher import LocalLauncher
 
                 return LocalLauncher(**config.options)
             case "ray":

@@ -7,9 +7,17 @@
                  scorers/NAME/        the same of a reward model or the teacher
                  rayjob.yaml          with --ray, instead of learner.yaml, pools/ and scorers/
                  base/                as it is shipped
+                     broker/      Valkey: a StatefulSet with its data on a volume
+                     learner/     a StatefulSet with the run's directory on a volume; learner.sh resumes a run
+                     workers/     a pool: a Deployment, of which each pod is one worker
+                     scorers/     a reward model or a teacher: a Deployment, of which each pod scores
+                     autoscaler/  `headway autoscale --serve` for a pool, which KEDA asks
+                     ray/         a RayJob of KubeRay in place of learner and workers, which runs `headway ray up`
+                     network/     who may reach whom
                  secrets/             passwords, users and the server's certificate; kept by later launches
 
-`kubectl apply -k DIRECTORY` starts the run.
+`kubectl apply -k DIRECTORY` starts the run. The invariant: no shipped manifest contains a password, a recipe or the
+name of a run. Kustomize makes Secrets and ConfigMaps of files of the directory.
 """
 
 import re
