@@ -10,7 +10,7 @@ from headway.broker.errors import ConfigError
 from headway.deploy.recipe.resolve import load_recipe
 from headway.learner.backends import BACKENDS, BackendAbilities
 from headway.rollout_workers.engines import ENGINES
-from headway.weightsync.transports.abilities import TRANSPORTS
+from headway.weightsync.transports.base import TRANSPORTS
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("algorithms", "broker", "weightsync", "rollout_workers", "learner", "deploy")

@@ -25,11 +25,10 @@ from safetensors import SafetensorError, safe_open
 from headway.broker.errors import WeightSyncError
 from headway.broker.schema.weights import DeltaSpec, TensorSpec, WeightManifest
 
-from .deliveries import Delivery
+from .deliveries import BufferSet, Delivery
 from .limits import Deadline
 from .tensors.buckets import DTYPES, aligned, as_bytes, verify, view
 from .tensors.fingerprint import fingerprint
-from .tensors.receive_buffers import BufferSet
 from .tensors.shared_memory import attachable_file
 from .tensors.staging import BASE
 from .transports.base import PullTransport

@@ -30,12 +30,13 @@ from headway.weightsync.sender import Sender, follows_by_pull
 from headway.weightsync.tensors.buckets import sha256_of
 from headway.weightsync.tensors.deltas import Delta, DeltaChain
 from headway.weightsync.tensors.staging import BASE, Gathering, StagedWeights, Staging, describe_base, stage
-from headway.weightsync.transports.abilities import abilities_of, broadcast_device
 from headway.weightsync.transports.addresses import learner_address
 from headway.weightsync.transports.broadcast import seal
-from headway.weightsync.transports.http.server import PullServer
 from headway.weightsync.transports.rendezvous import BlockingStore
 from headway.weightsync.transports.threads import DaemonPool
+
+from .transports.base import abilities_of, broadcast_device
+from .transports.http_pull import PullServer
 
 logger = logging.getLogger(__name__)
 _DIGESTS_AT_ONCE = 8

@@ -27,14 +27,13 @@ from headway.broker.schema.weights import DeltaSpec, TensorSpec, WeightManifest
 from .archives import open_reader
 from .archives.pull import ArchivePull
 from .config import WeightsConfig
-from .deliveries import Delivery
+from .deliveries import BufferPool, BufferSet, Delivery
 from .limits import Deadline, RateLimiter
 from .model_files import files_first
 from .tensors.buckets import allocate, check_manifest, verify
 from .tensors.deltas import chain_from, patch
-from .tensors.receive_buffers import BufferPool, BufferSet
 from .transports.base import PullTransport, SupersededError, UnreachableError
-from .transports.http.client import HttpPull
+from .transports.http_pull import HttpPull
 from .transports.threads import BoundedThreads, all_of
 
 AT_ONCE = 4

@@ -20,10 +20,9 @@ from headway.broker.schema import WeightVersion
 from headway.broker.schema.weights import BroadcastGroup, TensorSpec, WeightManifest
 from headway.broker.user_code.import_paths import ImportRoots
 
-from .deliveries import StreamedDelivery
+from .deliveries import BufferPool, BufferSet, DoubleBuffer, StreamedDelivery
 from .limits import Deadline
 from .tensors.buckets import Fingerprints, check_offer, compare
-from .tensors.receive_buffers import BufferPool, BufferSet, DoubleBuffer
 from .transports.addresses import address_towards
 from .transports.base import BroadcastGroupTransport
 from .transports.broadcast import empty_seal, form_group, pipelined, unsealed

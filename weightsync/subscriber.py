@@ -31,16 +31,15 @@ from headway.broker.schema.weights import WeightManifest
 from headway.broker.user_code.import_paths import ImportRoots
 
 from .config import WeightsConfig
-from .deliveries import Delivery, StreamedDelivery
+from .deliveries import BufferPool, BufferSet, Delivery, DoubleBuffer, StreamedDelivery, attachable_buckets
 from .limits import Deadline, RateLimiter
 from .model_files import base_in_files, files_first, verify_base
 from .puller import BackgroundPuller, Puller
 from .receiver import GroupFollower, GroupMembership
 from .tensors.buckets import allocate, check_manifest
-from .tensors.receive_buffers import BufferPool, BufferSet, DoubleBuffer, attachable_buckets
 from .tensors.staging import BASE, manifest_of_base
-from .transports.abilities import abilities_of, broadcast_device
-from .transports.http.client import HttpPull
+from .transports.base import abilities_of, broadcast_device
+from .transports.http_pull import HttpPull
 from .transports.threads import BoundedThreads
 
 T = TypeVar("T")

@@ -24,8 +24,8 @@ from headway.deploy.roles import worker as rollout
 from headway.deploy.roles.config_watch import ConfigChangedError
 from headway.rollout_workers.worker import Worker
 from headway.weightsync import receiver
+from headway.weightsync.deliveries import BufferPool, BufferSet
 from headway.weightsync.receiver import GroupMembership
-from headway.weightsync.tensors.receive_buffers import BufferPool, BufferSet
 
 from .engine import SlowEngine, Tally
 from .process import BEGIN_ANEW, enter

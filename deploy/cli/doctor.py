@@ -21,7 +21,7 @@ from headway.deploy.terminal import styled
 from headway.learner.backends import BACKENDS
 from headway.rollout_workers.engines import ENGINES
 from headway.rollout_workers.scorers.runtimes import RUNTIMES
-from headway.weightsync.transports.abilities import TRANSPORTS
+from headway.weightsync.transports.base import TRANSPORTS
 
 PROBE_DEADLINE_S = 60.0
 TORCH_PROBE = """

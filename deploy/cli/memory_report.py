@@ -32,7 +32,7 @@ from headway.rollout_workers.engines.gpus import gpus_of
 from headway.rollout_workers.scorers.runtimes import abilities_of as runtime_abilities
 from headway.rollout_workers.scorers.runtimes import gpus_of as gpus_of_runtime
 from headway.rollout_workers.scorers.runtimes.abilities import cache_tokens
-from headway.weightsync.transports.abilities import abilities_of, broadcast_device
+from headway.weightsync.transports.base import abilities_of, broadcast_device
 
 
 class ModelShapes:

@@ -401,7 +401,7 @@ def _shipped(folder: Traversable, place: str) -> Iterator[tuple[str, str]]:
 
 def _make_secrets(directory: Path) -> None:
     """Make the passwords, the server's users and its certificate. Passwords and a certificate that are there stay."""
-    from headway.weightsync.transports.http.certificate import self_signed
+    from headway.weightsync.transports.certificate import self_signed
 
     directory.mkdir(mode=0o700, exist_ok=True)
     directory.chmod(0o700)

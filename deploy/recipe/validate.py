@@ -20,8 +20,8 @@ from headway.rollout_workers.environments import check_environment
 from headway.rollout_workers.scorers.runtimes import RUNTIMES
 from headway.rollout_workers.scorers.runtimes import check_options as check_runtime_options
 from headway.weightsync.config import WeightsConfig
-from headway.weightsync.transports.abilities import TRANSPORTS
-from headway.weightsync.transports.abilities import abilities_of as transport_abilities
+from headway.weightsync.transports.base import TRANSPORTS
+from headway.weightsync.transports.base import abilities_of as transport_abilities
 
 from .adapter_support import impossible_adapters
 from .limits import beyond_limits

@@ -14,8 +14,7 @@ from headway.rollout_workers.engines.base import Chunk, GenerationRequest, Named
 from headway.rollout_workers.rewards.base import Score
 from headway.rollout_workers.worker import Worker
 from headway.weightsync.config import WeightsConfig
-from headway.weightsync.deliveries import Delivery
-from headway.weightsync.tensors.receive_buffers import BufferSet
+from headway.weightsync.deliveries import BufferSet, Delivery
 
 VERSION = WeightVersion(1, 0)
 PROMPT_TOKENS = [3, 1, 4]

@@ -12,9 +12,8 @@ from headway.broker.schema import WeightVersion
 from headway.broker.schema.weights import Probe, WeightManifest
 from headway.rollout_workers.engines.base import Check, Engine, NamedTensors
 from headway.rollout_workers.weight_updates.engine_weights import AdapterBaseWeights
-from headway.weightsync.deliveries import Delivery
+from headway.weightsync.deliveries import BufferSet, Delivery
 from headway.weightsync.subscriber import Subscriber
-from headway.weightsync.tensors.receive_buffers import BufferSet
 from headway.weightsync.tensors.staging import stage
 
 

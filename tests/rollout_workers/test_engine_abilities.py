@@ -33,7 +33,7 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_engines_and_transports_state_is_known_without_torch() -> None:
     program = (
-        "import sys, headway.rollout_workers.engines.gpus, headway.weightsync.transports.abilities;"
+        "import sys, headway.rollout_workers.engines.gpus, headway.weightsync.transports.base;"
         "import headway.deploy.recipe.validate, headway.learner.backends;"
         "sys.exit(str({'torch', 'vllm', 'sglang', 'transformers'} & set(sys.modules)))"
     )

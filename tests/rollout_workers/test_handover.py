@@ -4,7 +4,7 @@ import torch
 
 from headway.rollout_workers.engines.weight_loading.named_tensors import one_by_one
 from headway.rollout_workers.engines.weight_loading.shared_tensors import Handover, TensorMapper
-from headway.weightsync.tensors.receive_buffers import attachable_buckets
+from headway.weightsync.deliveries import attachable_buckets
 
 EXPERTS = "layers.0.experts"
 

@@ -21,7 +21,7 @@ from headway.weightsync.config import WeightsConfig
 from headway.weightsync.deliveries import Delivery
 from headway.weightsync.publisher import Publisher, PublishReport
 from headway.weightsync.subscriber import Subscriber
-from headway.weightsync.transports.http.connections import Content
+from headway.weightsync.transports.http_connections import Content
 from headway.weightsync.transports.rendezvous import BlockingStore
 from tests.weightsync import worker_process
 from tests.weightsync.interruptions import Interruptions

@@ -12,9 +12,9 @@ import torch
 from headway.broker.errors import WeightSyncError
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.weights import Probe, TensorSpec, WeightManifest
+from headway.weightsync.deliveries import BufferPool
 from headway.weightsync.tensors.buckets import ALIGNMENT, check_manifest, verify, views
 from headway.weightsync.tensors.fingerprint import fingerprint
-from headway.weightsync.tensors.receive_buffers import BufferPool
 from headway.weightsync.tensors.staging import OtherTensorsError, StagedWeights, Staging, stage
 
 BUCKET_BYTES = 4096

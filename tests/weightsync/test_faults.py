@@ -18,7 +18,7 @@ from headway.broker import Broker
 from headway.broker.errors import NoRoomError
 from headway.broker.schema import WeightVersion
 from headway.weightsync.config import WeightsConfig
-from headway.weightsync.tensors.receive_buffers import BufferSet
+from headway.weightsync.deliveries import BufferSet
 from tests.full_disk import no_files_over
 from tests.weightsync.conftest import (
     CONFIG,

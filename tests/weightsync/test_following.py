@@ -18,7 +18,7 @@ from headway.weightsync.puller import Puller, PullResult
 from headway.weightsync.tensors import deltas as deltas_module
 from headway.weightsync.tensors.buckets import views
 from headway.weightsync.tensors.staging import stage
-from headway.weightsync.transports.http.client import HttpPull
+from headway.weightsync.transports.http_pull import HttpPull
 from tests.weightsync.conftest import (
     CONFIG,
     TIMEOUT_S,

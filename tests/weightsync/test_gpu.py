@@ -15,7 +15,7 @@ from headway.weightsync.tensors.buckets import fingerprints
 from headway.weightsync.tensors.fingerprint import MatrixParts, fingerprint, fingerprint_parts
 from headway.weightsync.tensors.shared_memory import gpu_handle
 from headway.weightsync.tensors.staging import Staging, stage
-from headway.weightsync.transports.http.server import ServedVersion
+from headway.weightsync.transports.http_pull import ServedVersion
 
 from .conftest import ON_GPUS
 from .test_buckets import awkward_tensors

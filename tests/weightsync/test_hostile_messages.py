@@ -15,13 +15,12 @@ from headway.broker import BlockingBroker
 from headway.broker.errors import WeightSyncError
 from headway.broker.schema.weights import BroadcastGroup
 from headway.weightsync.config import WeightsConfig
+from headway.weightsync.deliveries import BufferPool
 from headway.weightsync.limits import Deadline
 from headway.weightsync.receiver import join
 from headway.weightsync.sender import Sender
-from headway.weightsync.tensors.receive_buffers import BufferPool
 from headway.weightsync.transports.broadcast import form_group, seal
-from headway.weightsync.transports.rendezvous import BlockingStore, Rendezvous
-from headway.weightsync.transports.store import message_format
+from headway.weightsync.transports.rendezvous import BlockingStore, Rendezvous, message_format
 
 from .conftest import TIMEOUT_S
 from .test_transports import CPU, DATA, LOCAL, V0, V1, WEIGHTS, group, manifest

@@ -2,9 +2,8 @@
 
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.weights import Probe, WeightManifest
-from headway.weightsync.deliveries import Delivery
+from headway.weightsync.deliveries import BufferPool, BufferSet, Delivery
 from headway.weightsync.subscriber import Inbox
-from headway.weightsync.tensors.receive_buffers import BufferPool, BufferSet
 
 V1, V2, V3 = (WeightVersion(1, step) for step in (1, 2, 3))
 

@@ -17,11 +17,11 @@ import torch
 from msgspec.structs import replace
 
 from headway.broker.errors import WeightSyncError
+from headway.weightsync.transports import http_connections
 from headway.weightsync.transports.addresses import allow_many_files, learner_address, listen
-from headway.weightsync.transports.http import connections
-from headway.weightsync.transports.http.certificate import new_identity, trusting
-from headway.weightsync.transports.http.connections import MAX_UNAUTHENTICATED
-from headway.weightsync.transports.http.server import PullServer
+from headway.weightsync.transports.certificate import new_identity, trusting
+from headway.weightsync.transports.http_connections import MAX_UNAUTHENTICATED
+from headway.weightsync.transports.http_pull import PullServer
 from tests.weightsync.conftest import CONFIG, InProcessWorker, Learner, pull_then_receive
 from tests.weightsync.test_transports import DATA, LOCAL, V0, listening, manifest, pull, until
 
@@ -140,7 +140,7 @@ def test_who_does_not_read_costs_no_thread_and_keeps_nobody_out(pulls: PullServe
 def test_more_than_there_is_room_for_are_asked_to_come_again(
     pulls: PullServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "MOST", 5)
+    monkeypatch.setattr(http_connections, "MOST", 5)
     readers = [connect(pulls, GET) for _ in range(5)]
     until(lambda: pulls._responder.answered == 5)
     with connect(pulls, GET) as late:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from headway.broker.errors import NoRoomError, WeightSyncError
+from headway.weightsync.deliveries import attachable_buckets
 from headway.weightsync.tensors.buckets import allocate
-from headway.weightsync.tensors.receive_buffers import attachable_buckets
 from headway.weightsync.tensors.shared_memory import (
     _decode,
     attach,

@@ -23,19 +23,17 @@ from headway.broker.schema import WeightVersion
 from headway.broker.schema.weights import BroadcastGroup, Probe, WeightManifest
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.weightsync.config import WeightsConfig
+from headway.weightsync.deliveries import BufferPool
 from headway.weightsync.limits import Deadline
 from headway.weightsync.puller import Puller
 from headway.weightsync.receiver import join
 from headway.weightsync.sender import Sender
-from headway.weightsync.tensors.receive_buffers import BufferPool
 from headway.weightsync.tensors.staging import stage
-from headway.weightsync.transports.abilities import abilities_of
+from headway.weightsync.transports import http_pull
 from headway.weightsync.transports.addresses import learner_address, listen
-from headway.weightsync.transports.base import BroadcastGroupTransport, SupersededError
+from headway.weightsync.transports.base import BroadcastGroupTransport, SupersededError, abilities_of
 from headway.weightsync.transports.broadcast import check_transport, form_group, seal
-from headway.weightsync.transports.http import server
-from headway.weightsync.transports.http.client import HttpPull
-from headway.weightsync.transports.http.server import PullServer
+from headway.weightsync.transports.http_pull import HttpPull, PullServer
 from headway.weightsync.transports.rendezvous import BlockingStore, Rendezvous
 from tests import plugged
 from tests.weightsync.conftest import TIMEOUT_S
@@ -394,7 +392,7 @@ def test_who_is_in_the_middle_of_a_version_gets_it_to_its_end(
     pulls.keep_only(V1, {})
     got = pull(manifest(V0, pulls.url))
     assert all(torch.equal(a, b) for a, b in zip(got, DATA, strict=True))
-    monkeypatch.setattr(server, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(http_pull, "PATIENCE_S", 0.0)
     until(lambda: not pulls._versions[V0].is_needed)
     pulls.keep_only(V1, {})
     with pytest.raises(SupersededError):
@@ -432,7 +430,7 @@ def test_versions_that_were_read_make_room_for_one_that_is(pulls: PullServer) ->
 def test_a_version_is_needed_until_a_slow_reader_has_all_of_it(
     pulls: PullServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(http_pull, "PATIENCE_S", 0.0)
     pulls.serve(V0, DATA)
     with socket.create_connection((LOCAL, urlsplit(pulls.url).port or 0)) as reader:
         reader.sendall(b"GET /1/0/1 HTTP/1.0\r\nAuthorization: Bearer secret\r\n\r\n")
@@ -454,15 +452,15 @@ def test_what_was_not_copied_in_time_is_served_no_more() -> None:
 
 def test_what_is_forgotten_is_copied_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that seemed to fail announced the version, which a worker reads while its memory may be overwritten."""
-    is_copying, goes_on, copy = threading.Event(), threading.Event(), server.ServedVersion._copy
+    is_copying, goes_on, copy = threading.Event(), threading.Event(), http_pull.ServedVersion._copy
 
-    def slow_copy(self: server.ServedVersion, bucket: torch.Tensor) -> torch.Tensor | None:
+    def slow_copy(self: http_pull.ServedVersion, bucket: torch.Tensor) -> torch.Tensor | None:
         if bucket is memory[1]:
             is_copying.set()
             goes_on.wait(TIMEOUT_S)
         return copy(self, bucket)
 
-    monkeypatch.setattr(server.ServedVersion, "_copy", slow_copy)
+    monkeypatch.setattr(http_pull.ServedVersion, "_copy", slow_copy)
     pulls = PullServer(LOCAL, "secret", TIMEOUT_S, memory_is_reused=True)
     memory = tuple(bucket.clone() for bucket in DATA)
     pulls.serve(V0, memory)

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from headway.broker.schema import WeightVersion
 from headway.broker.server.embedded import EmbeddedServer
 from headway.weightsync.config import WeightsConfig
-from headway.weightsync.tensors.receive_buffers import DoubleBuffer
+from headway.weightsync.deliveries import DoubleBuffer
 from tests.broker.topologies import ask
 from tests.weightsync.conftest import CONFIG, Learner, WorkerProcess
 from tests.weightsync.interruptions import Place, damaged_bucket

@@ -19,7 +19,7 @@ from headway.weightsync.tensors.buckets import as_bytes, digest_bytes
 from headway.weightsync.tensors.deltas import Delta
 from headway.weightsync.tensors.staging import StagedWeights
 
-from .base import Archive, anchor_name, anchor_names, delta_name
+from . import Archive, anchor_name, anchor_names, delta_name
 
 logger = logging.getLogger(__name__)
 NOTHING = Archived(None, ())

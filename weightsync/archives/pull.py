@@ -16,7 +16,7 @@ from headway.weightsync.tensors.buckets import allocate, as_bytes, digest_bytes,
 from headway.weightsync.tensors.deltas import by_bucket, chain_from, patch
 from headway.weightsync.transports.base import PullTransport, SupersededError, UnreachableError
 
-from .base import ArchiveReader, anchor_names, delta_name
+from . import ArchiveReader, anchor_names, delta_name
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

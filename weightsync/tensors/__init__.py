@@ -2,7 +2,7 @@
 
     learner   named tensors ─► staging.py ─► buckets.py ─► sent
                                    └─► deltas.py: what has changed since a version, and the chain of these
-    worker    received ─► receive_buffers.py: memory that is used again ─► views of buckets: named tensors
+    worker    received ─► memory that is used again (`weightsync/deliveries.py`) ─► views of buckets: named tensors
 
     fingerprint.py          sums that two ends compare; fingerprint_kernel.py computes them on a GPU
     shared_memory.py        buffers that several processes of one machine map

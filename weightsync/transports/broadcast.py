@@ -19,8 +19,7 @@ from headway.broker.user_code.import_paths import ImportRoots, load_custom
 from headway.broker.user_code.kinds import unknown_kind
 from headway.weightsync.limits import Deadline
 
-from .abilities import TRANSPORTS
-from .base import BroadcastGroupTransport
+from .base import TRANSPORTS, BroadcastGroupTransport
 from .collective import COLLECTIVES, ProcessGroupTransport, backend_class
 from .ipc import IpcTransport
 

@@ -12,15 +12,14 @@ import pytest
 
 from headway.broker import Broker
 from headway.broker.schema.weights import Archived, WeightManifest
-from headway.weightsync.archives import open_reader
-from headway.weightsync.archives.base import ArchiveReader
+from headway.weightsync.archives import ArchiveReader, open_reader
 from headway.weightsync.archives.pull import ArchivePull
 from headway.weightsync.limits import Deadline, RateLimiter
 from headway.weightsync.puller import Puller, PullResult
 from headway.weightsync.tensors.buckets import views
 from headway.weightsync.tensors.staging import stage
 from headway.weightsync.transports.base import UnreachableError
-from headway.weightsync.transports.http.client import HttpPull
+from headway.weightsync.transports.http_pull import HttpPull
 from tests.weightsync.conftest import CONFIG, TIMEOUT_S, Learner, announced, weights
 from tests.weightsync.worker_process import fingerprint
 

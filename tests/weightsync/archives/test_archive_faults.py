@@ -14,7 +14,7 @@ import pytest
 from headway.broker import Broker
 from headway.broker.errors import WeightSyncError
 from headway.weightsync import puller
-from headway.weightsync.archives.base import anchor_names, delta_name
+from headway.weightsync.archives import anchor_names, delta_name
 from headway.weightsync.archives.directory import DirectoryArchive, DirectoryReader
 from headway.weightsync.config import WeightsConfig
 from headway.weightsync.limits import RateLimiter

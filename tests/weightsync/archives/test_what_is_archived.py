@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from headway.broker import Broker
 from headway.weightsync import puller
-from headway.weightsync.archives.base import anchor_names, delta_name
+from headway.weightsync.archives import anchor_names, delta_name
 from headway.weightsync.config import WeightsConfig
 from headway.weightsync.limits import Deadline, RateLimiter
 from headway.weightsync.transports.base import SupersededError
