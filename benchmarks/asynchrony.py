@@ -40,7 +40,7 @@ from headway.broker.schema.metrics import StepMetrics
 from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.run.directory import EXPERIENCE
 from headway.deploy.run.figures import EDGE_STEPS
-from headway.deploy.run.report import METRICS, lineage, read_lines, read_summary
+from headway.deploy.run.record import METRICS, lineage, read_lines, read_summary
 from headway.deploy.run.stage_output import is_complete
 from headway.learner.experience.log import ExperienceLog
 

@@ -368,8 +368,7 @@ headway run recipe.yaml
 
 def python() -> str:
     """The interface of a user's own flow, with the example that `headway new flow` writes."""
-    from headway.deploy.flow.interface import INTERFACE
-    from headway.deploy.flow.new import EXAMPLE
+    from headway.deploy.flow.interface import EXAMPLE, INTERFACE
 
     def file(path: str) -> str:
         language = Path(path).suffix.removeprefix(".").replace("py", "python")

@@ -18,7 +18,7 @@ from benchmarks.long_tailed import FEWEST_TERMS, MOST_TERMS, LongTailedPrompts, 
 from headway.broker.schema import Trajectory, VersionSpan, WeightVersion
 from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.run.events import StepEvent
-from headway.deploy.run.report import summarize
+from headway.deploy.run.record import summarize
 from headway.learner.data.prompts.base import Item
 from headway.learner.experience.log import ExperienceLog
 from headway.rollout_workers.rewards.reasoning_gym import Verifiers

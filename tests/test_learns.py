@@ -17,7 +17,7 @@ from headway.deploy.recipe.adapter_support import rank_for_worker
 from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.run.directory import EXPERIENCE
 from headway.deploy.run.events import StepEvent
-from headway.deploy.run.report import summarize
+from headway.deploy.run.record import summarize
 from headway.learner.experience.log import ExperienceLog
 from tests.deploy.runs import bare_metrics, evaluation, open_record
 from tests.learner.batches import group

@@ -15,7 +15,7 @@ import uvloop
 from headway.broker.schema.status import RunStatus
 from headway.deploy.run.directory import identity_of
 from headway.deploy.run.events import EvaluationEvent
-from headway.deploy.run.report import EVALUATIONS, read_lines
+from headway.deploy.run.record import EVALUATIONS, read_lines
 
 from .audit import MUST_BE_ZERO, audit
 from .backend import author_of

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from headway.broker.schema.metrics import StepMetrics
-from headway.deploy.run.report import METRICS, lineage, read_lines, read_summary
+from headway.deploy.run.record import METRICS, lineage, read_lines, read_summary
 
 from .apart import APART, HELD, POOLS, by_pool
 from .parts import ALGORITHMS, CONTROL, SECONDS, SFT

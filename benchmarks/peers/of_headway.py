@@ -8,7 +8,7 @@ from statistics import fmean
 from benchmarks.learns.parts import finish
 from headway.broker.schema.metrics import StepMetrics
 from headway.deploy.run.directory import CHECKPOINTS
-from headway.deploy.run.report import METRICS, lineage, read_last_look, read_lines
+from headway.deploy.run.record import METRICS, lineage, read_last_look, read_lines
 from headway.learner.checkpoints.checkpoint import CheckpointStore
 
 from .engine_idle import Report, idle, reports_of

@@ -84,7 +84,7 @@ def execute(
         complain(hint)
     from headway.deploy.launch.local_run import LocalRun, open_launcher
     from headway.deploy.recipe.stage_graph import number_of
-    from headway.deploy.run.report import read_summary
+    from headway.deploy.run.record import read_summary
     from headway.deploy.terminal import Terminal
 
     terminal = Terminal(stderr=as_json)

@@ -124,7 +124,7 @@ def autoscale(
     """
     if least > most:
         raise click.UsageError("--least is above --most.")
-    from headway.deploy.observe.autoscaling import Targets
+    from headway.deploy.roles.autoscaler import Targets
 
     targets = Targets(least=least, most=most, wait=wait, busy=busy, steps=steps)
     if serve is not None:

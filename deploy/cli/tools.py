@@ -163,7 +163,7 @@ def flow(directory: Path, as_json: bool) -> None:
     It has a prompt source, a reward, an environment, an objective, a stage and a metric sink, each in a short file,
     with tests and a recipe that trains a tiny model on a CPU in less than a minute.
     """
-    from headway.deploy.flow.new import write_flow
+    from headway.deploy.flow.interface import write_flow
 
     files = write_flow(directory)
     if as_json:

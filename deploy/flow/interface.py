@@ -1,12 +1,17 @@
-"""The names that users may import from Headway, seam by seam.
+"""The names that users may import from Headway, seam by seam, and the example that uses them all.
 
 Signatures and docstrings are read from the source, so that nothing is imported for a page of them."""
 
 import ast
+import os
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from headway.broker.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -229,3 +234,29 @@ def _text_of(node: ast.stmt | None) -> str:
         case ast.Expr(value=ast.Constant(value=str(text))):
             return " ".join(text.split())
     return ""
+
+
+EXAMPLE = Path(__file__).parent / "example"
+LEFT_OUT = shutil.ignore_patterns("__pycache__", ".*")
+
+
+def example_files() -> tuple[str, ...]:
+    """Return the files of the example, below its directory, in the order in which a reader meets them."""
+    order = ("recipe", "prompts", "rewards", "environment", "objective", "stage", "sink", "__init__", "test_my_flow")
+    paths = [path for pattern in ("*.yaml", "*.py", "my_flow/*.py") for path in EXAMPLE.glob(pattern)]
+    return tuple(str(path.relative_to(EXAMPLE)) for path in sorted(paths, key=lambda path: order.index(path.stem)))
+
+
+def write_flow(directory: Path) -> tuple[str, ...]:
+    """Write the example as `directory`, whole or not at all, and return its files. Raises ConfigError where the
+    directory exists or cannot be made."""
+    if directory.exists() or directory.is_symlink():
+        raise ConfigError(f"{directory} exists already. Name a directory that does not.")
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as beside:
+            shutil.copytree(EXAMPLE, Path(beside, "flow"), ignore=LEFT_OUT)
+            os.rename(Path(beside, "flow"), directory)
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be made: {error.strerror or error}.") from error
+    return example_files()

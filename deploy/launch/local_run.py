@@ -41,7 +41,7 @@ from headway.deploy.run.directory import (
     prepare,
     refuse_if_in_use,
 )
-from headway.deploy.run.report import NO_PLOT, amend_summary, can_plot, read_summary
+from headway.deploy.run.record import NO_PLOT, amend_summary, can_plot, read_summary
 from headway.deploy.run.resume import check_resumable
 from headway.deploy.run.stage_output import after_stages, check_made, planned
 from headway.deploy.terminal import Terminal, styled

@@ -2,7 +2,6 @@
 
     the broker's status ─┬─ status.py, live.py, run_warnings.py  ─► terminal and log
                          ├─ bottleneck.py                        ─► the process that a run waits for
-                         ├─ autoscaling.py                       ─► the wanted number of workers
                          └─ page/                                ─► browser
     the learner's events ─── sinks/ ─► prometheus/
     a worker's samples ───── tracing/

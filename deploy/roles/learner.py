@@ -42,7 +42,7 @@ from headway.deploy.run.directory import (
     note_incarnation,
 )
 from headway.deploy.run.events import EvaluationEvent
-from headway.deploy.run.report import plot, summarize
+from headway.deploy.run.record import plot, summarize
 from headway.learner.backends.base import Backend
 from headway.learner.checkpoints.best import Best, read_best
 from headway.learner.checkpoints.checkpoint import CheckpointStore

@@ -15,7 +15,7 @@ from headway.broker.schema import Trajectory, WeightVersion
 from headway.broker.schema.metrics import StepMetrics
 from headway.broker.schema.status import RunStatus
 from headway.deploy.observe.run_warnings import FLAT_STEPS, FlatRewardReporter
-from headway.deploy.observe.sinks.delivery import Sinks
+from headway.deploy.observe.sinks.base import Sinks
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.run.events import EvaluationEvent, HeartbeatEvent, StepEvent
 from headway.learner.backends.base import Backend
@@ -29,7 +29,7 @@ from headway.learner.stages.loop import TrainedStep, seconds_by_phase
 from .evaluation import Evaluator, WorkerEvaluations
 
 if TYPE_CHECKING:
-    from headway.deploy.observe.tracing.traces import StepTraces
+    from headway.deploy.observe.tracing.spans import StepTraces
     from headway.rollout_workers.evaluation import EvalResult
 
 HEARTBEAT_S = 10.0

@@ -16,8 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from headway.broker.errors import ConfigError
 from headway.broker.schema import Prompt
 from headway.deploy.observe.sinks import open_sinks
-from headway.deploy.observe.sinks.base import SinkRun
-from headway.deploy.observe.sinks.delivery import Sinks
+from headway.deploy.observe.sinks.base import SinkRun, Sinks
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.stage_graph import references
 from headway.deploy.run.events import StageEvent

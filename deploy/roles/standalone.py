@@ -349,9 +349,8 @@ def run_replay(
 ) -> int:
     """Print how the replay compares. Returns 1 if the same settings did not give the same bits."""
     from headway.deploy.run.directory import find_run
-    from headway.deploy.run.replay_comparison import comparison_json, comparison_table, verdict
 
-    from .replay import Replay, replayed_recipe
+    from .replay import Replay, comparison_json, comparison_table, replayed_recipe, verdict
     from .trained_model import original_recipe
 
     original = original_recipe(find_run(run))

@@ -1,9 +1,9 @@
 """A run's directory: its files, the process that holds it, and how it is read again.
 
-    learner, stage ─ events.py ─► report.py, stage_output.py ─► metrics.jsonl, summary.json, plots, ...
+    learner, stage ─ events.py ─► record.py, stage_output.py ─► metrics.jsonl, summary.json, plots, ...
                                         │
     directory.py                        ▼
-    one run, one directory       record.py ─► figures.py, samples.py ─► replay_comparison.py
+    one run, one directory       figures.py, samples.py ─► replays, pages, terminal
 
     stage_output.py                the models and records of stages without workers
     resume.py                      the keys that a resumed run may change

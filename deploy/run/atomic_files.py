@@ -13,7 +13,7 @@ UNFINISHED = ".part"
 
 
 @contextmanager
-def told(path: Path) -> Iterator[None]:
+def write_errors(path: Path) -> Iterator[None]:
     """Turn the system's refusal of `path` into a HeadwayError with the remedy."""
     try:
         yield
@@ -26,7 +26,7 @@ def append_line(path: Path, line: bytes) -> None:
 
     A process that is killed meanwhile may tear the line: a process that continues the file calls `cut_torn_line` first.
     """
-    with told(path), path.open("ab", buffering=0) as file:
+    with write_errors(path), path.open("ab", buffering=0) as file:
         before = file.seek(0, os.SEEK_END)
         try:
             _write_all(file.fileno(), line + b"\n")
@@ -37,7 +37,7 @@ def append_line(path: Path, line: bytes) -> None:
 
 def cut_torn_line(path: Path) -> None:
     """Keep only the file's whole lines. Raises HeadwayError."""
-    with told(path):
+    with write_errors(path):
         content = path.read_bytes() if path.exists() else b""
         if content and not content.endswith(b"\n"):
             os.truncate(path, content.rfind(b"\n") + 1)
@@ -47,7 +47,7 @@ def replace_file(path: Path, content: bytes) -> None:
     """Replace the file durably. Raises HeadwayError and leaves the file as it was."""
     part = path.with_name(f".{path.name}{UNFINISHED}")
     try:
-        with told(path):
+        with write_errors(path):
             with part.open("wb", buffering=0) as file:
                 _write_all(file.fileno(), content)
                 os.fsync(file.fileno())

@@ -26,7 +26,7 @@ from headway.deploy.recipe.schema_errors import _fields, _is_struct, _metas, _pl
 from headway.deploy.roles import run_lookup
 from headway.deploy.run import directory
 from headway.deploy.run.directory import CONFIG, ENDPOINT, INCARNATION, held, last_incarnation
-from headway.deploy.run.report import SUMMARY
+from headway.deploy.run.record import SUMMARY
 from headway.learner.stages.registry import (
     DpoOptions,
     KtoOptions,

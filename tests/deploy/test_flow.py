@@ -16,7 +16,7 @@ from headway.deploy.flow.example.my_flow.prompts import Sums
 from headway.deploy.flow.example.my_flow.rewards import right
 from headway.deploy.flow.example.my_flow.sink import Csv
 from headway.deploy.flow.example.my_flow.stage import ShortestFirst
-from headway.deploy.flow.new import EXAMPLE, example_files
+from headway.deploy.flow.interface import EXAMPLE, example_files
 from headway.deploy.observe.sinks.base import MetricSink
 from headway.learner.data.prompts.base import PromptSource
 from headway.learner.stages.base import Stage

@@ -21,7 +21,7 @@ from headway.deploy.launch.supervisor import RoleFailedError, Supervisor
 from headway.deploy.observe.sinks.jsonl import JsonlSink
 from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.run.directory import CONFIG, INCARNATION, note_incarnation, prepare
-from headway.deploy.run.report import (
+from headway.deploy.run.record import (
     METRICS,
     SUMMARY,
     TRAINED,

@@ -10,14 +10,14 @@ from msgspec.structs import replace
 
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.status import RunStatus
-from headway.deploy.observe.sinks.delivery import Sinks
+from headway.deploy.observe.sinks.base import Sinks
 from headway.deploy.observe.sinks.jsonl import JsonlSink
 from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.roles import observer as observing
 from headway.deploy.roles.observer import RunObserver
 from headway.deploy.roles.observer import step_event as event_of
 from headway.deploy.run.events import Event, HeartbeatEvent, StepEvent
-from headway.deploy.run.report import read_last_look
+from headway.deploy.run.record import read_last_look
 from headway.learner.batching.packing import from_trajectory
 from headway.learner.experience.length_drift import length_class
 from headway.learner.experience.stream import Experience

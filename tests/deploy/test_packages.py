@@ -9,7 +9,7 @@ from headway.broker.errors import ConfigError
 from headway.deploy.observe.sinks import open_sinks
 from headway.deploy.recipe.preflight import check_packages
 from headway.deploy.recipe.resolve import load_recipe
-from headway.deploy.run.report import plot
+from headway.deploy.run.record import plot
 from headway.learner.config import SftPhaseConfig
 from headway.learner.data.examples import open_examples
 from headway.learner.data.prompts import open_source

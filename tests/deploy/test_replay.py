@@ -7,10 +7,17 @@ import pytest
 
 from headway.broker.errors import ConfigError
 from headway.deploy.recipe.resolve import dump_recipe, load_recipe
-from headway.deploy.roles.replay import Replay, replayed_recipe
+from headway.deploy.roles.replay import (
+    ComparedWeights,
+    Comparison,
+    Replay,
+    changed_settings,
+    comparison_json,
+    replayed_recipe,
+    verdict,
+)
 from headway.deploy.roles.trained_model import original_recipe
 from headway.deploy.run.directory import find_run
-from headway.deploy.run.replay_comparison import ComparedWeights, Comparison, changed_settings, comparison_json, verdict
 from headway.learner.algorithm_config import AggregationConfig
 from headway.learner.config import LayoutConfig
 from headway.learner.experience.log import ExperienceLog

@@ -9,7 +9,7 @@ import pytest
 
 from headway.broker.schema.metrics import StepMetrics
 from headway.deploy.run.figures import moving_average, trained_per_s_on_average
-from headway.deploy.run.report import (
+from headway.deploy.run.record import (
     METRICS,
     TRAINED,
     TrainedLine,

@@ -17,9 +17,8 @@ from headway.broker import BlockingBroker
 from headway.broker.owner import Owner
 from headway.broker.schema.status import PoolInfo
 from headway.broker.server.embedded import EmbeddedServer
-from headway.deploy.observe.autoscaling import Targets
 from headway.deploy.recipe.resolve import load_recipe, recipe_to_bytes
-from headway.deploy.roles.autoscaler import Together, answering, noticeable
+from headway.deploy.roles.autoscaler import Targets, Together, answering, noticeable
 from tests.broker.scenario import FRESH, rules
 from tests.broker.test_codec import WORKER
 

@@ -28,7 +28,7 @@ from headway.deploy.observe.tracing import open_sample_traces, open_step_traces
 from headway.rollout_workers.samples.tracing import NO_TRACER
 with open_sample_traces("run", "w") as samples, open_step_traces("run", "id") as steps:
     assert (samples, steps) == (NO_TRACER, None)
-assert "headway.deploy.observe.tracing.provider" not in sys.modules
+assert "headway.deploy.observe.tracing.spans" not in sys.modules
 assert not [name for name in sys.modules if name.startswith("opentelemetry.exporter")]
 """
 
@@ -168,7 +168,7 @@ def test_a_collector_that_is_away_is_said_once(
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         if not is_open:
             silent.close()
-        monkeypatch.setattr("headway.deploy.observe.tracing.provider.CLOSE_S", 2.0)
+        monkeypatch.setattr("headway.deploy.observe.tracing.spans.CLOSE_S", 2.0)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
         monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")

@@ -9,7 +9,7 @@ import pytest
 
 from headway.broker.client.evaluations import EvaluationProgress, EvaluationResult
 from headway.broker.schema import Prompt, WeightVersion
-from headway.deploy.observe.sinks.delivery import Sinks
+from headway.deploy.observe.sinks.base import Sinks
 from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.roles import evaluation
 from headway.deploy.roles.evaluation import WorkerEvaluations

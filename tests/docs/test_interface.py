@@ -4,8 +4,7 @@ import ast
 
 import pytest
 
-from headway.deploy.flow.interface import INTERFACE, Name, described
-from headway.deploy.flow.new import EXAMPLE, example_files
+from headway.deploy.flow.interface import EXAMPLE, INTERFACE, Name, described, example_files
 
 from .pages import ROOMS, ROOT
 

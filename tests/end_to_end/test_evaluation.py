@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.deploy.run import report
+from headway.deploy.run import record
 from headway.deploy.run.events import EvaluationEvent
 from headway.learner.checkpoints.best import read_best
 from tests.broker.audit import Audit, Auditor
@@ -92,7 +92,7 @@ def test_the_best_checkpoint_is_kept_over_a_killed_learner(terminals: Terminals,
 
     run = checkpoints.parent
     check_trained(run, steps=STEPS, trajectories_per_step=16, max_lag=2)
-    rates = {event.step: event.pass_rate for event in report.lineage(evaluations_of(run)) if event.step}
+    rates = {event.step: event.pass_rate for event in record.lineage(evaluations_of(run)) if event.step}
     # The one of step 3 may have been under way when the learner was killed; steps that are replayed are not evaluated.
     assert set(rates) | {EVERY} | without_result(second) == set(range(EVERY, STEPS + 1, EVERY))
     best = read_best(checkpoints)
@@ -111,7 +111,7 @@ def without_result(learner: Terminal) -> set[int]:
 
 
 def evaluations_of(run: Path) -> list[EvaluationEvent]:
-    return report.read_lines(run / report.EVALUATIONS, EvaluationEvent)
+    return record.read_lines(run / record.EVALUATIONS, EvaluationEvent)
 
 
 def recipe_of(terminals: Terminals, **checkpoint: object) -> Path:

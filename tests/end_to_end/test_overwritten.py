@@ -8,7 +8,7 @@ import pytest
 
 from headway.broker.schema.status import WorkerInfo
 from headway.deploy.run.directory import identity_of
-from headway.deploy.run.report import TRAINED, TrainedLine, read_lines
+from headway.deploy.run.record import TRAINED, TrainedLine, read_lines
 
 from .recipes import write_recipe
 from .records import check_trained

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.deploy.observe.tracing.provider import ids_of_trajectory
+from headway.deploy.observe.tracing.spans import ids_of_trajectory
 from headway.learner.experience.log import ExperienceLog
 from tests.collector import Collector, Received, collecting
 

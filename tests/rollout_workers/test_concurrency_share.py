@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from headway.broker.client.broker import Broker
-from headway.deploy.observe.autoscaling import busy_share
+from headway.deploy.roles.autoscaler import busy_share
 from headway.rollout_workers.samples.leases import LEAST_SHARE, ConcurrencyShare
 
 from .loop import GROUP_SIZE, LONG, Deliveries, Learner, make_engine, make_worker, running, until

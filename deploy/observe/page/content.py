@@ -30,8 +30,7 @@ from headway.deploy.run.figures import (
     trained_per_s_on_average,
     trained_tokens_by_step_of_weights,
 )
-from headway.deploy.run.record import Record
-from headway.deploy.run.replay_comparison import leaves
+from headway.deploy.run.record import Record, leaves
 from headway.deploy.run.samples import ShownSample, samples_of
 
 POINTS = 400

@@ -27,8 +27,7 @@ from headway.deploy.recipe.metric_sinks import (
     check_sink_packages,
 )
 
-from .base import MetricSink, SinkRun
-from .delivery import Sinks
+from .base import MetricSink, SinkRun, Sinks
 
 
 def open_sinks(configs: Sequence[SinkConfig], run: SinkRun) -> Sinks:

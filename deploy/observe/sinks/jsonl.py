@@ -5,9 +5,9 @@ from pathlib import Path
 
 import msgspec
 
-from headway.deploy.run.atomic_files import append_line, cut_torn_line, replace_file, told
+from headway.deploy.run.atomic_files import append_line, cut_torn_line, replace_file, write_errors
 from headway.deploy.run.events import EvaluationEvent, Event, HeartbeatEvent, StageEvent, StepEvent
-from headway.deploy.run.report import EVALUATIONS, LAST_LOOK, METRICS, TRAINED, TrainedLine
+from headway.deploy.run.record import EVALUATIONS, LAST_LOOK, METRICS, TRAINED, TrainedLine
 from headway.deploy.run.stage_output import StageRecord
 
 from .base import SinkRun
@@ -32,7 +32,7 @@ class JsonlSink:
     def open(self, run: SinkRun) -> None:
         """Make the directory, and remove a line that a killed learner left unfinished. Raises HeadwayError."""
         self._directory, self._identity, self._stage_file = run.directory, run.identity, run.record
-        with told(run.directory):
+        with write_errors(run.directory):
             run.directory.mkdir(parents=True, exist_ok=True)
         for name in (METRICS, TRAINED, EVALUATIONS):
             cut_torn_line(run.directory / name)

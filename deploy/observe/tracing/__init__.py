@@ -7,8 +7,7 @@
                       └ links ──► the trajectories that it trained
 
 No id travels with the data, so every worker that holds a sample's lease adds to the same trace, and the learner links
-to it. `provider.py` makes the ids, and opens and closes the exporter; `traces.py` follows a worker's samples and
-a learner's steps.
+to it. `spans.py` makes the ids, opens and closes the exporter, and follows a worker's samples and a learner's steps.
 
 The invariant: where the environment names no collector, this room imports nothing of OpenTelemetry. A collector that is
 away neither delays nor ends a run, and no trace changes what is trained.
@@ -25,8 +24,7 @@ from headway.broker.installation import is_installed, pip_install
 if TYPE_CHECKING:
     from headway.rollout_workers.samples.tracing import SampleTracer
 
-    from .provider import Spans
-    from .traces import StepTraces
+    from .spans import Spans, StepTraces
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
@@ -43,7 +41,7 @@ def open_sample_traces(run: str, worker: str) -> Iterator["SampleTracer"]:
         if spans is None:
             yield NO_TRACER
             return
-        from .traces import SampleTraces
+        from .spans import SampleTraces
 
         yield SampleTraces(spans)
 
@@ -56,7 +54,7 @@ def open_step_traces(run: str, identity: str) -> Iterator["StepTraces | None"]:
         if spans is None:
             yield None
             return
-        from .traces import StepTraces
+        from .spans import StepTraces
 
         yield StepTraces(spans, identity)
 
@@ -76,7 +74,7 @@ def _open_spans(service: str, attributes: Mapping[str, str]) -> Iterator["Spans 
         log.warning("No traces are sent to %s: opentelemetry is not installed. %s.", endpoint, pip_install("otel"))
         yield None
         return
-    from .provider import close_provider, make_provider, make_spans
+    from .spans import close_provider, make_provider, make_spans
 
     provider = make_provider(service, attributes, endpoint=endpoint, protocol=_first(os.environ, PROTOCOLS))
     if provider is None:

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from headway.deploy.cli.main import cli
 from headway.deploy.recipe.resolve import dump_recipe, load_recipe
-from headway.deploy.run.report import summarize
+from headway.deploy.run.record import summarize
 from tests.deploy.runs import write_resumed_run
 
 

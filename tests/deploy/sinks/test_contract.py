@@ -19,7 +19,7 @@ from headway.deploy.observe.sinks.prometheus import PrometheusSink
 from headway.deploy.observe.sinks.trackers import TensorBoardSink, points, step_of
 from headway.deploy.recipe.metric_sinks import PrometheusOptions, SinkConfig, TensorBoardOptions
 from headway.deploy.run.events import EvaluationEvent, Event, HeartbeatEvent
-from headway.deploy.run.report import EVALUATIONS, METRICS, lineage, read_lines
+from headway.deploy.run.record import EVALUATIONS, METRICS, lineage, read_lines
 from headway.deploy.run.stage_output import record_of
 from tests.deploy.runs import evaluation, run_status, sink_run, stage_event, step_event, step_metrics
 

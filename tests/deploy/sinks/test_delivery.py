@@ -8,8 +8,7 @@ from threading import Event as Flag
 import pytest
 
 from headway.broker.errors import HeadwayError
-from headway.deploy.observe.sinks.base import SinkRun
-from headway.deploy.observe.sinks.delivery import Sinks
+from headway.deploy.observe.sinks.base import SinkRun, Sinks
 from headway.deploy.run.events import Event
 from tests.deploy.runs import sink_run, step_event
 

@@ -27,7 +27,7 @@ from headway.deploy.observe.prometheus.learner_metrics import (
     SUMS,
 )
 from headway.deploy.observe.sinks import open_sinks
-from headway.deploy.observe.sinks.delivery import Sinks
+from headway.deploy.observe.sinks.base import Sinks
 from headway.deploy.observe.sinks.prometheus import PrometheusSink
 from headway.deploy.recipe.metric_sinks import PrometheusOptions, SinkConfig
 from headway.deploy.run.events import Event, HeartbeatEvent

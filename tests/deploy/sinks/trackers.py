@@ -16,7 +16,7 @@ from headway.broker.schema.metrics import StepMetrics
 from headway.deploy.observe.sinks import open_sinks
 from headway.deploy.recipe.metric_sinks import SinkConfig
 from headway.deploy.run.events import HeartbeatEvent, StepEvent
-from headway.deploy.run.report import METRICS, read_lines
+from headway.deploy.run.record import METRICS, read_lines
 from tests.deploy.runs import evaluation, run_status, sink_run, step_event, step_metrics
 
 IDENTITY = "0123456789abcdef"
