@@ -42,7 +42,7 @@ from headway.learner.objective.logprob_agreement import EXACT
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.base import Engine, GenerationRequest
-from headway.rollout_workers.model_files import write_model
+from headway.rollout_workers.model_download import write_model
 from headway.rollout_workers.samples.generation import generate
 from headway.rollout_workers.samples.recorder import Recorder
 

@@ -36,7 +36,7 @@ import numpy as np
 
 from benchmarks.gpus import Utilization, gpu_names, watching
 from benchmarks.learns.parts import CPU, SECONDS, SFT, finish
-from headway.broker.schema.metrics import StepMetrics
+from headway.broker.schema.step_metrics import StepMetrics
 from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.run.directory import EXPERIENCE
 from headway.deploy.run.figures import EDGE_STEPS

@@ -26,8 +26,7 @@ from headway.broker.schema import Prompt, WeightVersion
 from .config import EvalConfig, SamplingConfig
 from .decoding import Decoding
 from .engines.base import Engine, GenerationRequest
-from .environments.base import Environment
-from .environments.built_in import SingleTurn
+from .environments import Environment, SingleTurn
 from .rewards.base import Reward, UnscoredError
 from .samples.episode import Episodes
 from .samples.generation import EngineFailedError, generate, room

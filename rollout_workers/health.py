@@ -13,7 +13,7 @@ one kind of engine.
 
 `EngineHealth` collects a worker's figures of its own engine. The worker itself is alive when its engine hangs: without
 these figures it would renew the leases of its samples for ever while the learner waits for them. Its supervisor
-collects the figures of `slow` and `silent` (`deploy/launch/pool_reports.py`).
+collects the figures of `slow` and `silent` (`deploy/launch/pool_reports.py`). `RunEnd` says when its run is over.
 
 The invariant: a worker is judged by itself or by its own supervisor, never by another worker. So a process with a
 worker's password can have no process set aside but itself.
@@ -152,3 +152,24 @@ class EngineHealth:
         now_s = self._clock()
         self._failed_s.append(now_s)
         return failing(tuple(self._failed_s), now_s, self._errors, f"{type(error).__name__}: {text}")
+
+
+RUN_OVER = ("finished", "stopped")
+
+
+class RunEnd:
+    """Tracks what the broker says of the run's state. A worker may arrive before the learner that resumes an ended
+    run."""
+
+    def __init__(self, patience_s: float) -> None:
+        """`patience_s`: seconds that a worker which finds its run ended waits for a learner to resume it."""
+        self._patience_s = patience_s
+        self._began = time.monotonic()
+        self._saw_run_alive = False
+
+    def is_over(self, state: str) -> bool:
+        """Return whether the worker should end. `state` is the broker's answer; "absent" decides nothing."""
+        if state in RUN_OVER:
+            return self._saw_run_alive or time.monotonic() - self._began > self._patience_s
+        self._saw_run_alive = self._saw_run_alive or state != "absent"
+        return False

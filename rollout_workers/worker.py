@@ -25,18 +25,16 @@ from headway.weightsync.subscriber import Subscriber
 from .config import EvalConfig, SamplingConfig, WorkersConfig
 from .decoding import Decoding
 from .engines.base import Engine
-from .environments.base import Environment
-from .environments.built_in import SingleTurn
+from .environments import Environment, SingleTurn
 from .evaluation import EvaluationSampler
-from .health import EngineHealth, Verdict
+from .health import EngineHealth, RunEnd, Verdict
 from .rewards.base import Reward
-from .run_end import RunEnd
 from .samples.episode import Episodes
 from .samples.generation import MonitoredEngine
-from .samples.leases import ConcurrencyShare, HeldLeases, LeasedSamples, WorkerSubmissions
+from .samples.leased_samples import ConcurrencyShare, HeldLeases, LeasedSamples, WorkerSubmissions
 from .samples.teacher_client import TeacherClient
 from .samples.tracing import NO_TRACER, SampleTracer
-from .weight_updates.device_lock import EngineDeviceLock
+from .weight_updates.engine_device_lock import EngineDeviceLock
 from .weight_updates.engine_weights import EngineWeights, SwapTurns
 
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.02, 0.5

@@ -87,7 +87,7 @@ OPENERS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
         "stages[0].kind",
         lambda own: open_stage(StageConfig(kind=own), None, "stages[0]"),  # type: ignore[arg-type]
     ),
-    "headway.rollout_workers.environments.base:Environment": (
+    "headway.rollout_workers.environments:Environment": (
         "step",
         "environment.kind",
         lambda own: asyncio.run(open_environment(EnvironmentConfig(kind=own), ImportRoots((own,)))),

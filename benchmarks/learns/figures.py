@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from headway.broker.schema.metrics import StepMetrics
+from headway.broker.schema.step_metrics import StepMetrics
 from headway.deploy.run.record import METRICS, lineage, read_lines, read_summary
 
 from .apart import APART, HELD, POOLS, by_pool

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks.learns.parts import finish
-from headway.broker.schema.metrics import StepMetrics
+from headway.broker.schema.step_metrics import StepMetrics
 from headway.deploy.run.directory import CHECKPOINTS
 from headway.deploy.run.record import METRICS, lineage, read_last_look, read_lines
 from headway.learner.checkpoints.checkpoint import CheckpointStore

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from headway.broker.schema.metrics import StepMetrics
+from headway.broker.schema.step_metrics import StepMetrics
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import dump_recipe, load_recipe
 from headway.learner.algorithm_config import AlgorithmConfig

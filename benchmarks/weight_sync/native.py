@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import torch
 
-from headway.rollout_workers.engines.vllm.processes import prepare_environment
+from headway.rollout_workers.engines.vllm.fork_server import prepare_environment
 
 from .engine import PROMPT
 from .order import REST_S, Order

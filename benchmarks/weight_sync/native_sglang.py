@@ -23,8 +23,8 @@ import msgspec
 import torch
 
 from headway.rollout_workers.config import EngineConfig
-from headway.rollout_workers.engines.sglang.start import engine_arguments, prepare_environment, started
-from headway.rollout_workers.engines.sglang.weight_transfer import agreed, session
+from headway.rollout_workers.engines.sglang.open_sglang import engine_arguments, prepare_environment, started
+from headway.rollout_workers.engines.sglang.weight_loader import agreed, session
 
 from .engine import PROMPT
 from .order import REST_S, Order

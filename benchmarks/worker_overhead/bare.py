@@ -19,8 +19,8 @@ from headway.learner.models.model import load_tokenizer
 from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.abilities import REQUESTS
 from headway.rollout_workers.engines.base import GenerationRequest
-from headway.rollout_workers.engines.vllm.engine import VllmEngine
-from headway.rollout_workers.engines.vllm.requests import sampling
+from headway.rollout_workers.engines.vllm.vllm_engine import VllmEngine
+from headway.rollout_workers.engines.vllm.vllm_requests import sampling
 
 from .workload import Workload, prompts, rate, read_weights
 

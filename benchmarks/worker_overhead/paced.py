@@ -19,9 +19,9 @@ from msgspec.structs import replace
 
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines.abilities import REQUESTS
-from headway.rollout_workers.engines.vllm.engine import VllmEngine
-from headway.rollout_workers.engines.vllm.processes import prepare_environment
-from headway.rollout_workers.engines.vllm.start import open_vllm
+from headway.rollout_workers.engines.vllm.fork_server import prepare_environment
+from headway.rollout_workers.engines.vllm.open_vllm import open_vllm
+from headway.rollout_workers.engines.vllm.vllm_engine import VllmEngine
 
 KIND = "benchmarks.worker_overhead.paced:open_paced"
 """The value of `engine.kind`; `engine.options` then also has `step_s` and `mean_tokens`."""

@@ -16,7 +16,6 @@ from headway.broker.errors import BrokerError, FrameError, RunNotFoundError
 from headway.broker.keys import RUNS, check_worker_name, is_name
 from headway.broker.owner import Owner
 from headway.broker.schema import Lease, WeightVersion
-from headway.broker.schema.metrics import StepMetrics
 from headway.broker.schema.status import (
     DeadLetter,
     PoolInfo,
@@ -30,6 +29,7 @@ from headway.broker.schema.status import (
     VersionGroups,
     WorkerInfo,
 )
+from headway.broker.schema.step_metrics import StepMetrics
 from headway.broker.wire.codec import decode, encode
 
 from .leases import members

@@ -17,7 +17,7 @@ import msgspec
 from headway.broker.connection.connection import Connection, pairs
 from headway.broker.errors import BrokerError, FrameError
 from headway.broker.schema import WeightVersion
-from headway.broker.schema.metrics import StepMetrics
+from headway.broker.schema.step_metrics import StepMetrics
 from headway.broker.wire.codec import decode
 
 

@@ -2,7 +2,7 @@
 
     __init__.py     the data path: prompts, leases, segments, trajectories and groups, and the rules for them
     weights.py      a version of the weights and its receivers; the model's files
-    metrics.py      a learner step
+    step_metrics.py a learner step
     status.py       a snapshot of a run; the reports of workers, scorers and pools
 
 Numpy arrays travel as raw little-endian buffers (see `broker.wire.codec`); everything else is msgpack.

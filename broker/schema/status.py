@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 from . import WeightVersion
-from .metrics import StepMetrics
+from .step_metrics import StepMetrics
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):

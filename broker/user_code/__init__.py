@@ -6,8 +6,7 @@ can be killed for code that may hang.
 
 A host (`host.py`) is a process that has opened one program, such as a reward function, before it is needed. If a call
 hangs or ends it, it is killed and replaced. All calls that were in it are made once more, one by one in a host of
-their own, so that only the call at fault fails (`pool.py`). Both sides speak `protocol.py`. Output of user code goes to
-stderr.
+their own, so that only the call at fault fails (`pool.py`). Output of user code goes to stderr.
 
 Invariants: no call outlives its deadline, nor the process that made it; a name in a configuration from the network is
 imported only from below the modules that this process's own operator named, never from the standard library.

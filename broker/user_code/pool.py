@@ -21,7 +21,7 @@ import msgspec
 
 from headway.broker.errors import ConfigError, UserCodeError
 
-from .protocol import LENGTH, MAX_FRAME_BYTES, Call, CallAnswer, Program, frame
+from .host import LENGTH, MAX_FRAME_BYTES, Call, CallAnswer, Program, frame
 
 MOST_OUTPUT_BYTES, OUTPUT_S = 1 << 20, 60.0
 """The most bytes that a process may print into the log of its caller, in so many seconds."""

@@ -33,8 +33,8 @@ from headway.broker.schema import (
     VersionSpan,
     WeightVersion,
 )
-from headway.broker.schema.metrics import StepMetrics
 from headway.broker.schema.status import PoolInfo, RunStatus, ScorerInfo, WorkerInfo
+from headway.broker.schema.step_metrics import StepMetrics
 from headway.broker.schema.weights import BroadcastGroup, ModelFiles, Probe, WeightManifest
 
 from .buffers import ExpertsHead, pack_experts, pack_tokens, unpack_experts, unpack_tokens

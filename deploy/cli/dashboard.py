@@ -18,7 +18,7 @@ from headway.deploy.roles.run_lookup import client_of, locate_run
 from headway.deploy.run.directory import CONFIG, find_endpoint, find_run, find_starting, is_going_on
 from headway.deploy.run.figures import learned, spent
 from headway.deploy.run.record import METRICS, Record, lineage, read_record, stamp
-from headway.rollout_workers.run_end import RUN_OVER
+from headway.rollout_workers.health import RUN_OVER
 
 KEPT_STEPS = 512
 

@@ -28,10 +28,10 @@ from headway.learner.objective.update import prefix_sharing_of
 from headway.learner.planning.estimates import scorer_bytes
 from headway.learner.planning.memory import PlannedModel, RankMemory, plan_distillation, plan_memory, with_score_head
 from headway.learner.stages.registry import DistillationOptions, options_of
-from headway.rollout_workers.engines.gpus import gpus_of
+from headway.rollout_workers.engines import gpus_of
 from headway.rollout_workers.scorers.runtimes import abilities_of as runtime_abilities
+from headway.rollout_workers.scorers.runtimes import cache_tokens
 from headway.rollout_workers.scorers.runtimes import gpus_of as gpus_of_runtime
-from headway.rollout_workers.scorers.runtimes.abilities import cache_tokens
 from headway.weightsync.transports.base import abilities_of, broadcast_device
 
 

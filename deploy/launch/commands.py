@@ -14,8 +14,7 @@ from headway.deploy.run.directory import CONFIG
 from headway.deploy.run.stage_output import Planned
 from headway.learner.experience.log import Rewind
 from headway.rollout_workers.config import EngineConfig, ScorersConfig
-from headway.rollout_workers.engines import abilities_of
-from headway.rollout_workers.engines.gpus import gpus_of
+from headway.rollout_workers.engines import abilities_of, gpus_of
 from headway.rollout_workers.scorers.runtimes import gpus_of as gpus_of_runtime
 
 from .base import BROKER, PREWARM, Command, Resources

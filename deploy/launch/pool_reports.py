@@ -26,8 +26,7 @@ from headway.broker.schema.status import WorkerInfo
 from headway.deploy.recipe.resolve import recipe_from_bytes
 from headway.deploy.recipe.worker_pools import SCORER
 from headway.rollout_workers.config import WorkersConfig
-from headway.rollout_workers.health import GenerationRate, Verdict, silent, slowest
-from headway.rollout_workers.run_end import RUN_OVER, RunEnd
+from headway.rollout_workers.health import RUN_OVER, GenerationRate, RunEnd, Verdict, silent, slowest
 
 from .pool import Pool, Slot
 

@@ -19,7 +19,7 @@ from headway.broker.schema.status import PoolInfo, RunStatus, ScoringQueue, Work
 from headway.broker.staleness import is_in_reach
 from headway.deploy.recipe.scorers import POOL
 from headway.deploy.run.figures import WINDOW
-from headway.rollout_workers.run_end import RUN_OVER
+from headway.rollout_workers.health import RUN_OVER
 
 QUIET_S = 30.0
 """Nothing moved for a while: after so many seconds without a batch and without new weights, or after QUIET_STEPS times

@@ -16,11 +16,11 @@ from rich.text import Text
 
 from headway.broker.client.broker import BlockingBroker
 from headway.broker.errors import HeadwayError, RunNotFoundError
-from headway.broker.schema.metrics import StepMetrics
 from headway.broker.schema.status import RunStatus
+from headway.broker.schema.step_metrics import StepMetrics
 from headway.deploy.run.figures import WINDOW, generated_per_s, moving_average, trained_per_s
 from headway.deploy.terminal import Terminal, styled
-from headway.rollout_workers.run_end import RUN_OVER
+from headway.rollout_workers.health import RUN_OVER
 
 from .bottleneck import Bottleneck, Reminder
 from .bottleneck import look as look_at

@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 
 from headway.broker.client.broker import BlockingBroker
 from headway.broker.errors import HeadwayError
-from headway.broker.schema.metrics import StepMetrics
 from headway.broker.schema.status import Fault, RunStatus
+from headway.broker.schema.step_metrics import StepMetrics
 
 from .bottleneck import Reminder, look
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headway.broker.errors import LASTING_EXIT, ConfigError, HeadwayError
+from headway.broker.user_code.host import Program
 from headway.broker.user_code.import_paths import ImportRoots, import_directory
 from headway.broker.user_code.pool import BlockingHost
-from headway.broker.user_code.protocol import Program
 from headway.learner.backends import adapter_base_problem
 from headway.learner.config import ModelConfig
 from headway.learner.models.directory import read_config

@@ -24,8 +24,7 @@ from typing import Any
 
 from headway.broker.errors import ConfigError
 from headway.rollout_workers.config import EngineConfig
-from headway.rollout_workers.engines import abilities_of
-from headway.rollout_workers.engines.gpus import gpus_of, visible_devices
+from headway.rollout_workers.engines import abilities_of, gpus_of, visible_devices
 from headway.weightsync.transports.base import abilities_of as transport_abilities
 
 from .recipe import Recipe

@@ -20,9 +20,9 @@ import msgspec
 from headway.broker.errors import ConfigError, HeadwayError, UserCodeError
 from headway.broker.installation import cache_directory, version_of
 from headway.broker.schema import Prompt
+from headway.broker.user_code.host import Program
 from headway.broker.user_code.import_paths import ImportRoots, definition, import_directory
 from headway.broker.user_code.pool import Host
-from headway.broker.user_code.protocol import Program
 from headway.learner.backends import check_installed as check_backend_installed
 from headway.learner.config import ModelConfig
 from headway.learner.data.examples import open_examples

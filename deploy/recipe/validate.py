@@ -14,8 +14,7 @@ from headway.learner.config import EXAMPLES, PROMPTS, STAGES, LearnerConfig, Sta
 from headway.learner.models.parallel_layout import check_ranks, check_splits
 from headway.learner.stages.registry import options_of
 from headway.rollout_workers.config import READERS, REWARDS, EngineConfig
-from headway.rollout_workers.engines import ENGINES, abilities_of, check_options
-from headway.rollout_workers.engines.gpus import visible_devices
+from headway.rollout_workers.engines import ENGINES, abilities_of, check_options, visible_devices
 from headway.rollout_workers.environments import check_environment
 from headway.rollout_workers.scorers.runtimes import RUNTIMES
 from headway.rollout_workers.scorers.runtimes import check_options as check_runtime_options

@@ -36,13 +36,13 @@ import msgspec
 
 from headway.broker.client.broker import BlockingBroker
 from headway.broker.errors import BrokerError, ConfigError
-from headway.broker.schema.metrics import StepMetrics
 from headway.broker.schema.status import PoolInfo, QueueAges, RunStatus, WorkerInfo
+from headway.broker.schema.step_metrics import StepMetrics
 from headway.deploy.observe.bounded_server import BoundedServer, QuietRequestHandler
 from headway.deploy.observe.status import pool_of, workers_of
 from headway.deploy.printing import say, say_json
 from headway.deploy.run.figures import wait_fraction
-from headway.rollout_workers.run_end import RUN_OVER
+from headway.rollout_workers.health import RUN_OVER
 
 from .run_lookup import as_learner, awaited, client_of, locate_run
 

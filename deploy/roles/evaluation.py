@@ -46,7 +46,7 @@ class Evaluator:
         from headway.rollout_workers.decoding import load_decoding
         from headway.rollout_workers.engines import open_engine
         from headway.rollout_workers.environments import open_environment
-        from headway.rollout_workers.model_files import write_model
+        from headway.rollout_workers.model_download import write_model
         from headway.rollout_workers.rewards import open_reward
 
         from .trained_model import own_decoding

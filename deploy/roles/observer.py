@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from headway.broker.schema import Trajectory, WeightVersion
-from headway.broker.schema.metrics import StepMetrics
 from headway.broker.schema.status import RunStatus
+from headway.broker.schema.step_metrics import StepMetrics
 from headway.deploy.observe.run_warnings import FLAT_STEPS, FlatRewardReporter
 from headway.deploy.observe.sinks.base import Sinks
 from headway.deploy.recipe.recipe import Recipe

@@ -117,7 +117,7 @@ class PrewarmedEngine:
         """Return the recipe, and the rank of the adapters that the engine takes, with the model's files written; None
         if that cannot be. Whatever is wrong with the recipe, the learner will tell."""
         from headway.learner.models.model_files import model_files
-        from headway.rollout_workers.model_files import write_model
+        from headway.rollout_workers.model_download import write_model
 
         with suppress(HeadwayError, OSError):
             of_run = after_stages(load_recipe(path, (f"run.name='{self._run}'",)))

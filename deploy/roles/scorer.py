@@ -77,7 +77,7 @@ async def _serve(
     drain: asyncio.Event,
     roots: ImportRoots,
 ) -> None:
-    from headway.rollout_workers.model_files import fetch_model
+    from headway.rollout_workers.model_download import fetch_model
     from headway.rollout_workers.scorers.runtimes import open_runner
     from headway.rollout_workers.scorers.serving import RequestLimits, ScorerServer
 

@@ -40,7 +40,7 @@ from headway.deploy.run.stage_output import after_stages, check_made, is_complet
 from headway.deploy.terminal import Terminal
 from headway.learner.experience.log import Rewind
 from headway.rollout_workers.config import EngineConfig, ScorersConfig, WorkersConfig
-from headway.rollout_workers.engines.gpus import visible_devices
+from headway.rollout_workers.engines import visible_devices
 from headway.weightsync.config import WeightsConfig
 
 from .config_watch import ConfigChangedError

@@ -194,8 +194,8 @@ async def _work(
     from headway.deploy.observe.tracing import open_sample_traces
     from headway.rollout_workers.decoding import load_decoding
     from headway.rollout_workers.environments import open_environment
-    from headway.rollout_workers.model_files import fetch_model
-    from headway.rollout_workers.weight_updates.device_lock import keep_awake
+    from headway.rollout_workers.model_download import fetch_model
+    from headway.rollout_workers.weight_updates.engine_device_lock import keep_awake
     from headway.rollout_workers.worker import Worker
     from headway.weightsync.subscriber import Subscriber
 
@@ -282,8 +282,8 @@ async def _roll_out(
 async def _may_open(broker: Broker, recipe: Recipe, worker: str) -> bool:
     """Wait until the learner leaves the device to engines. Returns False if the run is over."""
     from headway.broker.client.outages import Outages
-    from headway.rollout_workers.run_end import RunEnd
-    from headway.rollout_workers.weight_updates.device_lock import wait_for_device
+    from headway.rollout_workers.health import RunEnd
+    from headway.rollout_workers.weight_updates.engine_device_lock import wait_for_device
 
     run_end = RunEnd(recipe.workers.patience_s)
 

@@ -34,7 +34,7 @@ from headway.deploy.printing import say
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import dump_recipe, recipe_to_bytes
 from headway.learner.checkpoints.disk import FULL
-from headway.rollout_workers.run_end import RUN_OVER
+from headway.rollout_workers.health import RUN_OVER
 
 from .atomic_files import UNFINISHED, replace_file
 from .stage_output import SFT, STAGES, is_complete, is_of

@@ -7,7 +7,6 @@ from typing import Literal
 import msgspec
 
 from headway.broker.schema import WeightVersion
-from headway.broker.schema.metrics import StepMetrics
 from headway.broker.schema.status import (
     PoolInfo,
     QueueAges,
@@ -19,6 +18,7 @@ from headway.broker.schema.status import (
     VersionGroups,
     WorkerInfo,
 )
+from headway.broker.schema.step_metrics import StepMetrics
 
 
 class StepEvent(msgspec.Struct, frozen=True, kw_only=True):

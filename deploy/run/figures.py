@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any, TypeVar, overload
 
-from headway.broker.schema.metrics import LagFigures, StepMetrics
 from headway.broker.schema.status import WorkerInfo
+from headway.broker.schema.step_metrics import LagFigures, StepMetrics
 
 from .events import EvaluationEvent
 

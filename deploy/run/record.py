@@ -17,7 +17,7 @@ import msgspec
 from headway.broker.connection.address import without_secrets
 from headway.broker.errors import HeadwayError
 from headway.broker.installation import is_installed, pip_install
-from headway.broker.schema.metrics import StepMetrics
+from headway.broker.schema.step_metrics import StepMetrics
 from headway.deploy.recipe.parse import read_yaml
 
 from . import figures

@@ -20,10 +20,10 @@ from msgspec import Meta
 
 from headway.broker.errors import ConfigError
 from headway.broker.installation import check_extra
+from headway.broker.user_code.host import Program
 from headway.broker.user_code.import_paths import ImportRoots, import_directory
 from headway.broker.user_code.kinds import did_you_mean, typed_options, unknown_kind
 from headway.broker.user_code.pool import BlockingHost
-from headway.broker.user_code.protocol import Program
 from headway.learner.config import EXAMPLES, SftPhaseConfig
 
 from .prompts.arithmetic import ArithmeticOptions, Chain, apply, chain_options, draw_chain

@@ -21,8 +21,8 @@ from headway.broker.client.learner import Claim, NotReady, TakenBatch
 from headway.broker.errors import HeadwayError, RunNotFoundError
 from headway.broker.owner import Owner
 from headway.broker.schema import Group, Prompt, TrajectoryId, WeightVersion
-from headway.broker.schema.metrics import StepMetrics
 from headway.broker.schema.status import RunStatus
+from headway.broker.schema.step_metrics import StepMetrics
 from headway.broker.schema.weights import Probe
 from headway.learner.data.prompts.cursor import PromptCursor
 from headway.learner.objective.shaping import is_informative

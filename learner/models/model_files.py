@@ -34,7 +34,7 @@ Files = dict[str, bytes]
 CONFIG, TOKENIZER_CONFIG, TEMPLATE = "config.json", "tokenizer_config.json", "chat_template.jinja"
 TEMPLATES = "additional_chat_templates"
 SENT = frozenset({".bpe", ".jinja", ".json", ".md", ".model", ".tiktoken", ".txt", ".vocab"})
-"""The suffixes of files that workers get and write (`rollout_workers/model_files.py`): nothing executes them."""
+"""The suffixes of files that workers get and write (`rollout_workers/model_download.py`): nothing executes them."""
 
 
 def kept_files(model: ModelConfig, *, dtype: str = "", is_trained: bool = True) -> Files:

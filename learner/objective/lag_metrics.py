@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from headway.algorithms.metrics import LAG_BUCKETS
-from headway.broker.schema.metrics import LagFigures
+from headway.broker.schema.step_metrics import LagFigures
 from headway.learner.batching.packing import PackableSequence
 
 

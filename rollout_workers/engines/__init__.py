@@ -5,27 +5,34 @@
 
 `base.py` is the seam. `embedded/` runs any transformers model in this process (`decoder.py` is one step of it), `vllm/`
 runs vLLM, and `sglang/` SGLang. `weight_loading/` brings a version's tensors into their memory. `abilities.py` states
-what each can do; it imports neither torch nor an engine. `ENGINES` registers them.
+what each can do; it imports neither torch nor an engine. `ENGINES` registers them. Here stand the GPUs that an engine
+takes, too, those that each worker gets, and a lock so that engines start on a GPU one by one.
 
 The invariant: a token is sampled by exactly the weights that its chunk names, and its logprob is the one that it was
 sampled with. Keys and values come from the same weights, unless a swap was told to keep older ones.
 """
 
+import fcntl
 import inspect
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from headway.broker.errors import ConfigError
+from headway.broker.installation import shared_temporary_directory
 from headway.broker.user_code.import_paths import ImportRoots, load, load_custom
 from headway.broker.user_code.kinds import unknown_kind, unknown_option
 from headway.rollout_workers.config import EngineConfig
 
-from .abilities import EMBEDDED, REQUESTS, SGLANG, VLLM, EngineAbilities, KnownEngine
+from .abilities import EMBEDDED, REQUESTS, SGLANG, VLLM, EngineAbilities, KnownEngine, gpus_with
 
 if TYPE_CHECKING:
     from .base import Engine
+
 
 SLEEPING = ("sleep", "wake")
 """Methods that an engine may lack if its abilities say that it does not sleep."""
@@ -144,3 +151,52 @@ def open_engine(
     seam = AdaptedEngine if adapter_rank else Seam
     own: Engine = load_custom(config.kind, seam, "engine.kind", started, roots=roots, not_asked=not_asked)
     return own
+
+
+def gpus_of(engine: EngineConfig, abilities: EngineAbilities | None = None) -> int:
+    """Return how many GPUs one engine takes. `abilities`: those of an imported engine; by default those that are known
+    without an import. Raises ConfigError for a size that is no positive integer."""
+    return gpus_with(engine.options, (abilities or abilities_of(engine)).gpu_options, "engine.options")
+
+
+def visible_devices(
+    devices: Sequence[int | str], engine: EngineConfig, abilities: EngineAbilities | None = None
+) -> list[str]:
+    """Return CUDA_VISIBLE_DEVICES for each worker: as many consecutive GPUs as an engine takes, or those that one entry
+    names together.
+
+    Raises ConfigError if the GPUs cannot be shared out evenly.
+    """
+    abilities = abilities or abilities_of(engine)
+    gpus = gpus_of(engine, abilities)
+    product = " * ".join(f"engine.options.{option}" for option in abilities.gpu_options)
+    taken = f"{gpus} ({product})" if product else str(gpus)
+    named = [str(device).split(",") for device in devices]
+    if all(len(one) == 1 for one in named):
+        if len(named) % gpus:
+            raise ConfigError(
+                f"workers.devices names {len(named)} GPUs, and each worker's engine takes {taken}: name a multiple of"
+                f" {gpus}; consecutive ones go to one worker."
+            )
+        named = [[name for one in named[start : start + gpus] for name in one] for start in range(0, len(named), gpus)]
+    for one in named:
+        if len(one) < gpus:
+            raise ConfigError(
+                f"workers.devices gives {','.join(one)!r} to one worker, whose engine takes {gpus} GPUs"
+                f"{f' ({product})' if product else ''}: name {gpus} of them."
+            )
+    return [",".join(one) for one in named]
+
+
+@contextmanager
+def start_lock(uuids: Iterable[str]) -> Iterator[None]:
+    """Wait until no engine of this user is starting on any of these GPUs; other engines wait for the end of the block.
+
+    vLLM measures free memory while it starts, and fails if another engine changes it meanwhile. The lock of a killed
+    process is free at once.
+    """
+    with ExitStack() as stack:
+        for uuid in sorted(uuids):  # sorted, so that two engines cannot wait for each other
+            path = shared_temporary_directory() / f"headway-{os.getuid()}-{uuid}.lock"
+            fcntl.flock(stack.enter_context(path.open("w")), fcntl.LOCK_EX)
+        yield

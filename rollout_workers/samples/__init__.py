@@ -1,13 +1,13 @@
 """One sample in a worker: generated, recorded token by token, saved in segments, held by a lease.
 
-    leases.py ──► episode.py ──► generation.py ──► recorder.py ──► trajectory ──► leases.py
-     renewed       turns          one turn of        │              submitted, durable
-                                  an engine          └─► segments.py ─► broker
+    leased_samples.py ──► episode.py ──► generation.py ──► recorder.py ──► trajectory ──► leased_samples.py
+     renewed               turns          one turn of        │              submitted, durable
+                                          an engine          └─► segments ─► broker
 
-    leases.py            the samples of held leases, how many at a time, and their submission
+    leased_samples.py    the samples of held leases, how many at a time, and their submission
     episode.py           turns: generated, scored, answered by the environment
     generation.py        a turn with one engine, whose requests are counted and whose failures are noted
-    recorder.py          tokens, logprobs, version spans and the experts that a router chose
+    recorder.py          tokens, logprobs, version spans and the experts that a router chose; segments
     teacher_client.py    a teacher's logprobs of a finished sample
     tracing.py           the seam for a tracer: when each phase of a sample began
 

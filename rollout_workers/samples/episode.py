@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from headway.broker.errors import HeadwayError
 from headway.broker.schema import Prompt
 from headway.rollout_workers.decoding import Decoding, response_text
-from headway.rollout_workers.environments.base import Environment, Episode
+from headway.rollout_workers.environments import Environment, Episode
 from headway.rollout_workers.rewards.base import CallFailures, Reward
 
 from .recorder import Recorder

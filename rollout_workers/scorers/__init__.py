@@ -1,6 +1,6 @@
 """Scorers are models that score finished responses, in processes of their own: reward models and teachers.
 
-    worker ── scorer_client.py ──ask──► broker ──lease──► serving.py ── runner (`runtimes/`) in a scorer's process
+    worker ── scorer_client.py ──ask──► broker ──lease──► serving.py ── runner (`runtimes.py`) in a process
               ▲                           │                    │
               └──────────collect──────────┴◄──────answer───────┘
 

@@ -22,7 +22,7 @@ from headway.broker.client.scoring import ScoreLease, Scores
 from headway.broker.errors import HeadwayError
 from headway.broker.schema import ScoreRequest
 from headway.broker.schema.status import ScorerInfo
-from headway.rollout_workers.run_end import RunEnd
+from headway.rollout_workers.health import RunEnd
 
 from .base import Runner
 

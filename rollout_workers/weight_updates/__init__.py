@@ -3,7 +3,7 @@
     subscriber ─► engine_weights.py ─► a swap turn of the broker ─► engine.swap_weights ─► verification.py ─► held
                      ▲    ▲
                      │    └ the weights below adapters: from the model's files, or pulled
-    device_lock.py ──┘ wakes the engine in the phase `generate`, puts it to sleep in the phase `train`
+    engine_device_lock.py  wakes the engine in the phase `generate`, puts it to sleep in the phase `train`
 
 The folder knows engines by their seam, and weight versions by `weightsync`; it knows no samples.
 

@@ -30,8 +30,8 @@ from headway.broker.schema import (
     VersionSpan,
     WeightVersion,
 )
-from headway.broker.schema.metrics import LagFigures, StepMetrics
 from headway.broker.schema.status import PoolInfo, QueueDepths, RunStatus, ScorerInfo, WorkerInfo
+from headway.broker.schema.step_metrics import LagFigures, StepMetrics
 from headway.broker.schema.weights import BroadcastGroup, DeltaSpec, ModelFiles, Probe, TensorSpec, WeightManifest
 from headway.broker.wire import codec
 

@@ -28,8 +28,8 @@ from headway.broker.schema import (
     VersionSpan,
     WeightVersion,
 )
-from headway.broker.schema.metrics import StepMetrics
 from headway.broker.schema.status import PoolInfo, QueueDepths, RunStatus, ScorerInfo, WorkerInfo
+from headway.broker.schema.step_metrics import StepMetrics
 from headway.broker.schema.weights import DeltaSpec, ModelFiles, Probe, TensorSpec, WeightManifest
 from headway.broker.wire import buffers, checks, codec
 from headway.broker.wire.codec import (

@@ -52,7 +52,9 @@ def test_what_lies_in_the_directory_is_imported(directory: Path, path: str) -> N
 
 
 def test_headways_own_modules_are_imported_from_anywhere(tmp_path: Path) -> None:
-    ImportRoots(directory=tmp_path).load("headway.rollout_workers.engines.embedded.engine:open_embedded", "engine.kind")
+    ImportRoots(directory=tmp_path).load(
+        "headway.rollout_workers.engines.embedded.embedded_engine:open_embedded", "engine.kind"
+    )
 
 
 @pytest.mark.parametrize(

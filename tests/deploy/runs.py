@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 
 from headway.broker.schema import WeightVersion
-from headway.broker.schema.metrics import LagFigures, StepMetrics
 from headway.broker.schema.status import (
     PoolInfo,
     QueueAges,
@@ -17,6 +16,7 @@ from headway.broker.schema.status import (
     ScoringQueue,
     WorkerInfo,
 )
+from headway.broker.schema.step_metrics import LagFigures, StepMetrics
 from headway.deploy.observe.sinks.base import SinkRun
 from headway.deploy.observe.sinks.jsonl import JsonlSink
 from headway.deploy.run.events import EvaluationEvent, StageEvent, StepEvent

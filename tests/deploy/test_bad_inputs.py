@@ -46,7 +46,7 @@ OPTIONS = (
     "headway.learner.data.prompts.files",
     "headway.learner.data.records.loading",
     "headway.learner.stages.registry",
-    "headway.rollout_workers.environments.built_in",
+    "headway.rollout_workers.environments",
 )
 """The modules that declare options of kinds."""
 TO_NOWHERE = f"broker.url={NOWHERE}"

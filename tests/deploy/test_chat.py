@@ -93,7 +93,7 @@ def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(model: Path, monke
     def press_ctrl_c(piece: str) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("headway.rollout_workers.engines.embedded.engine.FLUSH_S", 0.0)
+    monkeypatch.setattr("headway.rollout_workers.engines.embedded.embedded_engine.FLUSH_S", 0.0)
     monkeypatch.setattr(Decoder, "step", decode)
     with opened(model, "engine.max_model_len=128", "sampling.max_new_tokens=100") as chat:
         stopped = chat.say("5", press_ctrl_c)

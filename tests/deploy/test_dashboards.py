@@ -15,8 +15,8 @@ import yaml
 from msgspec.structs import replace
 
 from headway.broker.schema import WeightVersion
-from headway.broker.schema.metrics import LagFigures
 from headway.broker.schema.status import Tallies, VersionGroups
+from headway.broker.schema.step_metrics import LagFigures
 from headway.deploy.observe.prometheus.exposition import MetricsEndpoint
 from headway.deploy.observe.prometheus.learner_metrics import RunCollector
 from headway.deploy.observe.prometheus.worker_metrics import WorkerCollector

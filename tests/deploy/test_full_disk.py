@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from headway.broker.errors import BUG_EXIT, HeadwayError
-from headway.broker.schema.metrics import StepMetrics
+from headway.broker.schema.step_metrics import StepMetrics
 from headway.deploy.cli import main
 from headway.deploy.launch.base import Command
 from headway.deploy.launch.local_launcher import Child

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from rich.console import RenderableType
 
 from headway.broker.errors import BrokerUnavailableError, RunNotFoundError
-from headway.broker.schema.metrics import StepMetrics
 from headway.broker.schema.status import DeadLetter, Fault, RunStatus
+from headway.broker.schema.step_metrics import StepMetrics
 from headway.deploy.observe.live import NO_LEARNER, NOTHING_TRAINED, Monitor, changes, panel, sparkline, step_line
 from headway.deploy.observe.run_warnings import FaultReporter, FlatRewardReporter, flat_reward_text
 from headway.deploy.observe.status import status_json, status_tables

@@ -15,7 +15,7 @@ from headway.deploy.roles.config_watch import lasting_config_errors
 from headway.deploy.roles.prewarmed_engine import PrewarmedEngine
 from headway.deploy.roles.worker import _private_directory
 from headway.learner.models.model_files import model_files
-from headway.rollout_workers.model_files import write_model
+from headway.rollout_workers.model_download import write_model
 
 SIZED = "engine.options={kv_cache_memory_bytes: 1000000000}"
 WIDER = "model.random.config.moe_intermediate_size=32"

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from headway.broker.schema.metrics import StepMetrics
+from headway.broker.schema.step_metrics import StepMetrics
 from headway.deploy.run.figures import moving_average, trained_per_s_on_average
 from headway.deploy.run.record import (
     METRICS,

@@ -15,7 +15,7 @@ from headway.broker.user_code.import_paths import ImportRoots
 from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.roles.prewarmed_engine import PrewarmedEngine
 from headway.deploy.roles.worker import _work, work
-from headway.rollout_workers.model_files import FetchedModel
+from headway.rollout_workers.model_download import FetchedModel
 
 from .test_scorers import begin
 from .tiny_model import make_model
@@ -50,7 +50,7 @@ async def test_a_worker_that_cannot_open_a_part_closes_the_others(
     async def fetched(broker: object, private: Path) -> FetchedModel:
         return FetchedModel(model, (18,))
 
-    monkeypatch.setattr("headway.rollout_workers.model_files.fetch_model", fetched)
+    monkeypatch.setattr("headway.rollout_workers.model_download.fetch_model", fetched)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -112,7 +112,7 @@ async def test_an_engine_is_closed_first_and_its_error_does_not_hide_the_refusal
     def untraced(run: str, worker: str) -> None:
         raise HeadwayError("no traces")
 
-    monkeypatch.setattr("headway.rollout_workers.model_files.fetch_model", fetched)
+    monkeypatch.setattr("headway.rollout_workers.model_download.fetch_model", fetched)
     monkeypatch.setattr("headway.weightsync.subscriber.Subscriber.close", close)
     monkeypatch.setattr("headway.deploy.roles.worker.open_worker_engine", lambda *arguments: Engine(closed))
     if what == "tracing":

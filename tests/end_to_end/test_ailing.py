@@ -28,7 +28,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from headway.algorithms.objectives import ppo_clip
-from headway.rollout_workers.engines.embedded.engine import open_embedded
+from headway.rollout_workers.engines.embedded.embedded_engine import open_embedded
 
 AILMENTS = {"worker-1": "fails", "worker-2": "hangs", "worker-3": "is slow", "worker-4": "computes otherwise"}
 TOKEN_S = {"is slow": 0.8}

@@ -15,7 +15,7 @@ SOURCE = '''
 from headway.broker.errors import ConfigError, ForeignWeightsError
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines.abilities import EngineAbilities
-from headway.rollout_workers.engines.embedded.engine import EmbeddedEngine, open_embedded
+from headway.rollout_workers.engines.embedded.embedded_engine import EmbeddedEngine, open_embedded
 
 ABILITIES = EngineAbilities()
 

@@ -15,7 +15,7 @@ import msgspec
 
 from headway.learner.backends.fsdp.backend import FsdpBackend
 from headway.rollout_workers.engines.base import Chunk, GenerationRequest
-from headway.rollout_workers.engines.embedded.engine import open_embedded
+from headway.rollout_workers.engines.embedded.embedded_engine import open_embedded
 
 FILE = "WITNESS"
 """The variable that names the file."""

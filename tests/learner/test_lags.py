@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from headway.broker.schema.metrics import LagFigures
+from headway.broker.schema.step_metrics import LagFigures
 from headway.deploy.run.figures import by_lag
 from headway.learner.batching.packing import PackableSequence
 from headway.learner.objective.lag_metrics import bucket_of, figures_by_lag, lag_of_sequence, tokens_by_lag

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from headway.rollout_workers.engines.vllm.processes import new_processes
-from headway.rollout_workers.engines.vllm.start import cached_configuration
+from headway.rollout_workers.engines.vllm.fork_server import new_processes
+from headway.rollout_workers.engines.vllm.open_vllm import cached_configuration
 
 from .marks import VLLM
 from .models import make_model, save_config

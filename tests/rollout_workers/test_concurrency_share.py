@@ -7,7 +7,7 @@ import pytest
 
 from headway.broker.client.broker import Broker
 from headway.deploy.roles.autoscaler import busy_share
-from headway.rollout_workers.samples.leases import LEAST_SHARE, ConcurrencyShare
+from headway.rollout_workers.samples.leased_samples import LEAST_SHARE, ConcurrencyShare
 
 from .loop import GROUP_SIZE, LONG, Deliveries, Learner, make_engine, make_worker, running, until
 
@@ -36,7 +36,7 @@ def test_a_worker_takes_its_share(batched: int, under_way: int, serving: int, pl
 async def test_a_worker_that_joins_gets_samples_of_one_that_has_them_all(
     brokers: tuple[Broker, Broker], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger="headway.rollout_workers.samples.leases")
+    caplog.set_level(logging.INFO, logger="headway.rollout_workers.samples.leased_samples")
     learner = await Learner.start(brokers[0], groups=2 * UNDER_WAY, max_lag=MAX_LAG)
     deliveries = Deliveries(), Deliveries()
     first, second = (

@@ -12,10 +12,9 @@ from headway.deploy.recipe.placement import worker_gpus
 from headway.deploy.recipe.preflight import check_packages
 from headway.deploy.recipe.resolve import load_recipe
 from headway.rollout_workers.config import EngineConfig
-from headway.rollout_workers.engines import ENGINES, abilities_of, open_engine
+from headway.rollout_workers.engines import ENGINES, abilities_of, gpus_of, open_engine
 from headway.rollout_workers.engines.abilities import EngineAbilities
-from headway.rollout_workers.engines.gpus import gpus_of
-from headway.rollout_workers.engines.sglang.start import open_sglang
+from headway.rollout_workers.engines.sglang.open_sglang import open_sglang
 from tests import plugged
 
 from .models import make_model, save_config
@@ -33,7 +32,7 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_engines_and_transports_state_is_known_without_torch() -> None:
     program = (
-        "import sys, headway.rollout_workers.engines.gpus, headway.weightsync.transports.base;"
+        "import sys, headway.rollout_workers.engines, headway.weightsync.transports.base;"
         "import headway.deploy.recipe.validate, headway.learner.backends;"
         "sys.exit(str({'torch', 'vllm', 'sglang', 'transformers'} & set(sys.modules)))"
     )

@@ -15,7 +15,7 @@ from headway.broker.schema import WeightVersion
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.base import AdaptedEngine, WeightFingerprints
-from headway.rollout_workers.engines.embedded.lora_layers import Adapter
+from headway.rollout_workers.engines.embedded.model_layers import Adapter
 from headway.rollout_workers.weight_updates.verification import (
     refuse_other_logprobs,
     refuse_other_tensors,
@@ -37,8 +37,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """Options with which vLLM takes the base as on a GPU: by copies, whose places were traced."""
 NAMES = {
-    "vllm": "headway.rollout_workers.engines.vllm.engine.adapter_request",
-    "sglang": "headway.rollout_workers.engines.sglang.requests.adapter_name",
+    "vllm": "headway.rollout_workers.engines.vllm.vllm_engine.adapter_request",
+    "sglang": "headway.rollout_workers.engines.sglang.sglang_requests.adapter_name",
 }
 """Import paths of what engines name a request's adapter by."""
 

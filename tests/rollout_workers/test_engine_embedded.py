@@ -14,10 +14,10 @@ from headway.broker.errors import ConfigError, HeadwayError, WeightSyncError
 from headway.broker.schema import WeightVersion
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import open_engine
-from headway.rollout_workers.engines.embedded import engine as embedded
-from headway.rollout_workers.engines.embedded import experts as embedded_experts
-from headway.rollout_workers.engines.embedded.engine import EmbeddedEngine
-from headway.rollout_workers.engines.embedded.experts import EXPERTS
+from headway.rollout_workers.engines.embedded import embedded_engine as embedded
+from headway.rollout_workers.engines.embedded import model_layers as embedded_experts
+from headway.rollout_workers.engines.embedded.embedded_engine import EmbeddedEngine
+from headway.rollout_workers.engines.embedded.model_layers import EXPERTS
 from headway.rollout_workers.engines.embedded.slot_cache import ATTENTION
 from headway.rollout_workers.engines.weight_loading.named_tensors import load_tensors, one_by_one
 

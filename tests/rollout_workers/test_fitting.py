@@ -17,10 +17,10 @@ from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.abilities import REQUESTS
 from headway.rollout_workers.engines.base import EngineOptionsError
 from headway.rollout_workers.engines.external_engine import fitting_requests
-from headway.rollout_workers.engines.sglang.start import MOST_FITTING, open_sglang
-from headway.rollout_workers.engines.sglang.start import engine_arguments as sglang_arguments
-from headway.rollout_workers.engines.vllm.start import GRAPHED, explained
-from headway.rollout_workers.engines.vllm.start import engine_arguments as vllm_arguments
+from headway.rollout_workers.engines.sglang.open_sglang import MOST_FITTING, open_sglang
+from headway.rollout_workers.engines.sglang.open_sglang import engine_arguments as sglang_arguments
+from headway.rollout_workers.engines.vllm.open_vllm import GRAPHED, explained
+from headway.rollout_workers.engines.vllm.open_vllm import engine_arguments as vllm_arguments
 from tests import plugged
 
 from .generation import PROMPTS, hold, run_all
@@ -155,7 +155,7 @@ async def test_an_option_is_looked_for_among_the_arguments_that_sglang_says_it_h
     def arguments(model_path: str, tp_size: int = 1) -> None:
         raise AssertionError("SGLang is started")
 
-    monkeypatch.setattr("headway.rollout_workers.engines.sglang.start.prepare_environment", lambda threads: None)
+    monkeypatch.setattr("headway.rollout_workers.engines.sglang.open_sglang.prepare_environment", lambda threads: None)
     for name in ("sglang", "sglang.srt", "sglang.srt.server_args"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setattr(sys.modules["sglang.srt.server_args"], "ServerArgs", arguments, raising=False)

@@ -9,9 +9,9 @@ import pytest
 
 from headway.broker.errors import ConfigError
 from headway.rollout_workers.config import EngineConfig
-from headway.rollout_workers.engines.gpus import start_lock, visible_devices
-from headway.rollout_workers.engines.sglang.start import named_gpus
-from headway.rollout_workers.engines.vllm.start import measured_gpus
+from headway.rollout_workers.engines import start_lock, visible_devices
+from headway.rollout_workers.engines.sglang.open_sglang import named_gpus
+from headway.rollout_workers.engines.vllm.open_vllm import measured_gpus
 
 
 def vllm(**options: object) -> EngineConfig:
@@ -57,7 +57,7 @@ def test_engines_start_on_a_gpu_one_after_the_other(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     program = f"""
 import tempfile, time
-from headway.rollout_workers.engines.gpus import start_lock
+from headway.rollout_workers.engines import start_lock
 tempfile.tempdir = {str(tmp_path)!r}
 with start_lock(["b", "a"]):
     print("starting", flush=True)

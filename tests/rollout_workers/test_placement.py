@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headway.broker.errors import WeightSyncError
-from headway.rollout_workers.engines.weight_loading.placement import Placement, PublishedTensor, trace
+from headway.rollout_workers.engines.weight_loading.weight_placement import Placement, PublishedTensor, trace
 
 WIDTH, HEADS, EXPERTS, INNER, VOCABULARY = 8, 4, 3, 6, 10
 

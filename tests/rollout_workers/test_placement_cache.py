@@ -10,8 +10,12 @@ import torch
 
 from headway.broker.installation import cache_directory
 from headway.rollout_workers.engines.weight_loading.direct_loading import DirectLoading
-from headway.rollout_workers.engines.weight_loading.placement import Block, Placement
-from headway.rollout_workers.engines.weight_loading.placement_cache import PlacementCache, placement_cache
+from headway.rollout_workers.engines.weight_loading.weight_placement import (
+    Block,
+    Placement,
+    PlacementCache,
+    placement_cache,
+)
 
 from .test_placement import SHAPES, Shard, published, version
 
@@ -148,7 +152,7 @@ def test_it_needs_no_disk(tmp_path: Path) -> None:
 
 
 def test_the_oldest_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.rollout_workers.engines.weight_loading.placement_cache.MOST_FILES", 2)
+    monkeypatch.setattr("headway.rollout_workers.engines.weight_loading.weight_placement.MOST_FILES", 2)
     engine = Engine(tmp_path)
     assert engine.holds(beginning())
     (first,) = tmp_path.iterdir()

@@ -23,10 +23,9 @@ from headway.broker.schema import ScoreRequest
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.config import ScorerEngineConfig, ScorersConfig
 from headway.rollout_workers.scorers.base import Runner, ScoringModel, UnfitModelError, unpack_candidates
-from headway.rollout_workers.scorers.runtimes import RUNTIMES, abilities_of, gpus_of, open_runner
-from headway.rollout_workers.scorers.runtimes.abilities import BLOCK_TOKENS
-from headway.rollout_workers.scorers.runtimes.vllm_runtime import SEQUENCES, arguments_of
+from headway.rollout_workers.scorers.runtimes import BLOCK_TOKENS, RUNTIMES, abilities_of, gpus_of, open_runner
 from headway.rollout_workers.scorers.scorer_client import InProcessScorer
+from headway.rollout_workers.scorers.vllm_runtime import SEQUENCES, arguments_of
 from tests import plugged
 
 from .marks import VLLM
@@ -116,7 +115,7 @@ def test_a_reward_models_score_is_read_at_the_last_token_whatever_that_is(case: 
 def test_a_teacher_gives_the_logprob_of_each_token_at_the_sampling_temperature(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headway.rollout_workers.scorers.runtimes.transformers_runtime._LOGITS_AT_A_TIME", 4 * TOKENS)
+    monkeypatch.setattr("headway.rollout_workers.scorers.transformers_runtime._LOGITS_AT_A_TIME", 4 * TOKENS)
     for temperature in case.temperatures():
         asked = requests([(3, 1), (2, 30), (9, 11), (31, 32)], temperature=temperature)
         for one, found in zip(asked, case.teaching.score(asked), strict=True):

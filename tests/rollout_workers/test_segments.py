@@ -9,9 +9,8 @@ from headway.broker.client.leases import AppendOutcome, AppendReply
 from headway.broker.schema import Lease, Prompt, Segment, TrajectoryId, WeightVersion
 from headway.rollout_workers.config import WorkersConfig
 from headway.rollout_workers.engines.base import Chunk
-from headway.rollout_workers.samples import segments as segments_module
-from headway.rollout_workers.samples.recorder import Recorder
-from headway.rollout_workers.samples.segments import SegmentLog
+from headway.rollout_workers.samples import recorder as segments_module
+from headway.rollout_workers.samples.recorder import Recorder, SegmentLog
 
 PROMPT = Prompt(group="g", token_ids=[5], text="5", ground_truth="", data_source="test", num_samples=1)
 TID = TrajectoryId("g", 0, 0)

@@ -19,8 +19,8 @@ from headway.broker.schema import Experts
 from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.base import Engine
 from headway.rollout_workers.engines.external_engine import RoutedLayers
-from headway.rollout_workers.engines.sglang import requests
-from headway.rollout_workers.engines.sglang.requests import routed_expert_rows
+from headway.rollout_workers.engines.sglang import sglang_requests as requests
+from headway.rollout_workers.engines.sglang.sglang_requests import routed_expert_rows
 from headway.rollout_workers.samples.recorder import Recorder
 
 from .generation import PROMPTS, hold, request

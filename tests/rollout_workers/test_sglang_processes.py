@@ -24,9 +24,9 @@ import pytest
 
 from headway.broker.errors import HeadwayError
 from headway.rollout_workers.engines import open_engine
-from headway.rollout_workers.engines.sglang.engine import SglangEngine
-from headway.rollout_workers.engines.sglang.processes import SglangProcesses, own_log, own_sockets
-from headway.rollout_workers.engines.sglang.start import prepare_environment
+from headway.rollout_workers.engines.sglang.open_sglang import prepare_environment
+from headway.rollout_workers.engines.sglang.sglang_engine import SglangEngine
+from headway.rollout_workers.engines.sglang.sglang_processes import SglangProcesses, own_log, own_sockets
 from tests.processes import is_alive, tethered
 
 from .marks import needs_sglang

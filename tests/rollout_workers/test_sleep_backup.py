@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from headway.rollout_workers.config import EngineConfig
-from headway.rollout_workers.engines.vllm.start import BETWEEN_MIXED, engine_arguments, spaced_sizes
+from headway.rollout_workers.engines.vllm.open_vllm import BETWEEN_MIXED, engine_arguments, spaced_sizes
 from headway.rollout_workers.engines.weight_loading.sleep_backup import SleepBackup, gaps
 
 

@@ -22,10 +22,10 @@ from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.base import GenerationRequest
 from headway.rollout_workers.engines.external_engine import RoutedLayers, routed_layers
-from headway.rollout_workers.engines.vllm.engine import VllmEngine
-from headway.rollout_workers.engines.vllm.processes import prepare_environment
-from headway.rollout_workers.engines.vllm.requests import new_rows, split, take_rows
-from headway.rollout_workers.engines.vllm.start import open_vllm
+from headway.rollout_workers.engines.vllm.fork_server import prepare_environment
+from headway.rollout_workers.engines.vllm.open_vllm import open_vllm
+from headway.rollout_workers.engines.vllm.vllm_engine import VllmEngine
+from headway.rollout_workers.engines.vllm.vllm_requests import new_rows, split, take_rows
 from headway.rollout_workers.samples.recorder import Recorder
 
 from .generation import PROMPTS, hold, request

@@ -13,7 +13,7 @@ import pytest
 
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import libraries_of, open_engine, preload
-from headway.rollout_workers.engines.vllm.processes import METHOD
+from headway.rollout_workers.engines.vllm.fork_server import METHOD
 from tests.processes import is_alive
 
 from .marks import VLLM

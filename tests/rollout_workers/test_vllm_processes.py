@@ -16,9 +16,9 @@ from headway.broker.schema import WeightVersion
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.base import AdaptedEngine, Engine, WeightFingerprints
-from headway.rollout_workers.engines.vllm.engine import VllmEngine
-from headway.rollout_workers.engines.vllm.processes import METHOD
-from headway.rollout_workers.engines.vllm.start import STREAM_INTERVAL
+from headway.rollout_workers.engines.vllm.fork_server import METHOD
+from headway.rollout_workers.engines.vllm.open_vllm import STREAM_INTERVAL
+from headway.rollout_workers.engines.vllm.vllm_engine import VllmEngine
 from headway.rollout_workers.weight_updates.verification import refuse_other_logprobs, refuse_other_tensors
 
 from .adapters import RANK, SCALE, NamedTensors, adapter_delivery, base_tensors, make_adapter, merged

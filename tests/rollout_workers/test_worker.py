@@ -17,7 +17,7 @@ from headway.broker.schema.weights import ModelFiles
 from headway.broker.server.embedded import EmbeddedServer
 from headway.rollout_workers import worker as worker_module
 from headway.rollout_workers.engines.base import Chunk, Engine, GenerationRequest
-from headway.rollout_workers.model_files import ModelFilesError, fetch_model, write_model
+from headway.rollout_workers.model_download import ModelFilesError, fetch_model, write_model
 from headway.rollout_workers.rewards.base import RewardError, Score, UnscoredError
 from headway.rollout_workers.worker import MOST_UNSUBMITTED
 

@@ -8,7 +8,7 @@ from typing import Any
 import vllm._custom_ops
 import vllm.model_executor.layers.utils
 
-from headway.rollout_workers.engines.vllm.weight_transfer import WeightExtension
+from headway.rollout_workers.engines.vllm.transfer_engine import WeightExtension
 
 vllm._custom_ops._supports_onednn = False
 vllm.model_executor.layers.utils.check_cpu_sgl_kernel = lambda *sizes: False

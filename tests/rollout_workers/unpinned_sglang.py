@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from headway.rollout_workers.engines.sglang import lora_pool, requests
-from headway.rollout_workers.engines.sglang.processes import PARENT_BOUND, ParentBoundFunction
+from headway.rollout_workers.engines.sglang import lora_pool
+from headway.rollout_workers.engines.sglang import sglang_requests as requests
+from headway.rollout_workers.engines.sglang.sglang_processes import PARENT_BOUND, ParentBoundFunction
 
 
 def unpin(patch: pytest.MonkeyPatch) -> None:

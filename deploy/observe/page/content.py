@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from headway.broker.schema.metrics import StepMetrics
 from headway.broker.schema.status import RunStatus, Tallies, VersionGroups, WorkerInfo
+from headway.broker.schema.step_metrics import StepMetrics
 from headway.deploy.observe.status import RECENT_STEPS, version_text, workers_json
 from headway.deploy.printing import visible
 from headway.deploy.recipe.parse import to_yaml

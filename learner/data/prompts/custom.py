@@ -4,9 +4,9 @@ from typing import Any
 
 import msgspec
 
+from headway.broker.user_code.host import Program
 from headway.broker.user_code.import_paths import import_directory, load_custom
 from headway.broker.user_code.pool import BlockingHost
-from headway.broker.user_code.protocol import Program
 from headway.learner.config import PromptsConfig
 
 from .base import Item, PromptSource

@@ -1,8 +1,8 @@
 """The engine inside the worker's own process: a transformers model, sampled in one batch.
 
-    engine.py ──commands──► its thread ──► decoder.py ─┬─ slot_cache.py   attention over keys in fixed places
-       ▲                              one step, samples ├─ experts.py      the experts, and which ones were chosen
-       └──────chunks of tokens──────────────────────────└─ lora_layers.py  low-rank changes that layers add
+    embedded_engine.py ──commands──► its thread ──► decoder.py ─┬─ slot_cache.py    attention over keys in fixed places
+       ▲                                one step, samples       └─ model_layers.py  chosen experts; adapters
+       └──────chunks of tokens
 
 Weights arrive through `engines/weight_loading/`. The folder knows no broker and no worker.
 

@@ -17,7 +17,7 @@ from torch import nn
 from headway.broker.schema import Experts, WeightVersion
 from headway.rollout_workers.engines.base import EngineOptionsError, GenerationRequest
 
-from .experts import RouterTap
+from .model_layers import RouterTap
 from .slot_cache import Decode, Prefill, SlotCache, SlotLayout
 
 

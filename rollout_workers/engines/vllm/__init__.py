@@ -1,8 +1,8 @@
 """vLLM as an engine: AsyncLLM in this process, its workers in their own.
 
-    start ─► engine ─┬─ requests   a request in vLLM's words, its outputs as chunks
-       │             └─ calls ─► vLLM's processes: weight_transfer ─► lora_buffers
-       └─ processes ─► fork_preload, scheduler: in vLLM's processes
+    open_vllm ─► vllm_engine ─┬─ vllm_requests   a request in vLLM's words, its outputs as chunks
+       │                      └─► vLLM's processes: transfer_engine ─► lora_buffers
+       └─ fork_server ─► fork_preload, scheduler: in vLLM's processes
 
-The invariant: this module imports nothing: vLLM's processes import `weight_transfer` before they load a model.
+The invariant: this module imports nothing: vLLM's processes import `transfer_engine` before they load a model.
 """

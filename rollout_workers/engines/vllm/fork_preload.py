@@ -6,7 +6,7 @@ import importlib
 import os
 from contextlib import suppress
 
-from .processes import end_with_parent, has_opened_cuda
+from .fork_server import end_with_parent, has_opened_cuda
 
 OF_EVERY_PROCESS = (
     "vllm.v1.engine.core",
@@ -17,7 +17,7 @@ OF_EVERY_PROCESS = (
     "vllm.model_executor.models.llama",
     "vllm.model_executor.models.qwen3",
     "vllm.model_executor.models.qwen3_moe",
-    "headway.rollout_workers.engines.vllm.weight_transfer",
+    "headway.rollout_workers.engines.vllm.transfer_engine",
 )
 OF_CUDA = ("vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu.model_runner", "vllm.v1.attention.backends.flash_attn")
 OF_CPUS = ("vllm.v1.worker.cpu_worker",)

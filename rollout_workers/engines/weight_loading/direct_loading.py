@@ -21,9 +21,20 @@ from headway.broker.errors import WeightSyncError
 from headway.rollout_workers.engines.base import WeightFingerprints
 from headway.weightsync.tensors.fingerprint import MatrixParts, fingerprint, fingerprint_parts
 
-from .placement import Block, Copies, Load, Placement, PublishedTensor, rows_of, runs_of, scrambled, scribble, trace
-from .placement_cache import PlacementCache
 from .sleep_backup import gaps
+from .weight_placement import (
+    Block,
+    Copies,
+    Load,
+    Placement,
+    PlacementCache,
+    PublishedTensor,
+    rows_of,
+    runs_of,
+    scrambled,
+    scribble,
+    trace,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import torch
 
 from headway.weightsync.tensors.fingerprint import UNSIGNED
 
-from .placement import rows_of
+from .weight_placement import rows_of
 
 Runs = Sequence[tuple[int, int]]
 """Runs of rows as [from, to)."""

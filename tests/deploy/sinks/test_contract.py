@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import pytest
 from msgspec.structs import replace
 
-from headway.broker.schema.metrics import StepMetrics
+from headway.broker.schema.step_metrics import StepMetrics
 from headway.deploy.observe.sinks import make_sink
 from headway.deploy.observe.sinks.base import MetricSink, SinkRun
 from headway.deploy.observe.sinks.jsonl import JsonlSink

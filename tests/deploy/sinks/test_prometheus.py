@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from headway.algorithms import metrics as of_loss
 from headway.broker.errors import ConfigError
 from headway.broker.schema import WeightVersion
-from headway.broker.schema.metrics import LagFigures, StepMetrics
 from headway.broker.schema.status import QueueAges, QueueDepths, Silence, Tallies, VersionGroups
+from headway.broker.schema.step_metrics import LagFigures, StepMetrics
 from headway.deploy.observe.prometheus.learner_metrics import (
     AGES,
     BY_LAG,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from headway.broker.schema.metrics import StepMetrics
+from headway.broker.schema.step_metrics import StepMetrics
 from headway.deploy.observe.sinks import open_sinks
 from headway.deploy.recipe.metric_sinks import SinkConfig
 from headway.deploy.run.events import HeartbeatEvent, StepEvent

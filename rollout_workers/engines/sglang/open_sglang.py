@@ -16,16 +16,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from headway.broker.errors import HeadwayError
 from headway.broker.installation import version_of
 from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines import gpus_of, start_lock
 from headway.rollout_workers.engines.abilities import REQUESTS, SGLANG
 from headway.rollout_workers.engines.base import EngineOptionsError, check_arguments
 from headway.rollout_workers.engines.external_engine import fitting_requests, routed_layers
-from headway.rollout_workers.engines.gpus import gpus_of, start_lock
 
-from .engine import SglangEngine
 from .lora_pool import adapter_arguments
-from .processes import PARENT_BOUND, SglangProcesses, end, ignore_signal, own_log, own_sockets
-from .requests import expert_arguments
-from .weight_transfer import LOADER
+from .sglang_engine import SglangEngine
+from .sglang_processes import PARENT_BOUND, SglangProcesses, end, ignore_signal, own_log, own_sockets
+from .sglang_requests import expert_arguments
+from .weight_loader import LOADER
 
 STREAM_INTERVAL = 16
 """Tokens of a request that arrive together. One by one they would take the worker's event loop longer than a GPU takes

@@ -32,9 +32,9 @@ from headway.rollout_workers.engines.weight_loading.named_tensors import renamed
 from headway.rollout_workers.engines.weight_loading.shared_tensors import Handover
 
 from .lora_pool import make_known
-from .processes import SglangProcesses
-from .requests import SampleRequests, ending, new_tokens, routed_expert_rows, scoring
-from .weight_transfer import LoaderOrder, ordered, prove, session, sleep, wake
+from .sglang_processes import SglangProcesses
+from .sglang_requests import SampleRequests, ending, new_tokens, routed_expert_rows, scoring
+from .weight_loader import LoaderOrder, ordered, prove, session, sleep, wake
 
 AGAIN_S = 0.2
 """Seconds between two demands that SGLang ends its requests: one that reaches it before a request does is lost."""

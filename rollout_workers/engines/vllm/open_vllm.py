@@ -25,15 +25,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from headway.broker.errors import HeadwayError
 from headway.broker.installation import cache_directory, version_of
 from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines import gpus_of, start_lock
 from headway.rollout_workers.engines.abilities import REQUESTS, VLLM
 from headway.rollout_workers.engines.base import EngineOptionsError, check_arguments
 from headway.rollout_workers.engines.external_engine import fitting_requests, routed_layers
-from headway.rollout_workers.engines.gpus import gpus_of, start_lock
 
-from .engine import VllmEngine
+from .fork_server import new_processes, preload
 from .lora_buffers import adapter_arguments
-from .processes import new_processes, preload
-from .requests import expert_arguments
+from .vllm_engine import VllmEngine
+from .vllm_requests import expert_arguments
 
 STREAM_INTERVAL = 16
 """Tokens of a request that arrive together, except its first and its last. One by one, with 512 requests at once, they
@@ -76,7 +76,7 @@ def engine_arguments(
         "max_num_seqs": sequences,
         "seed": seed,
         "logprobs_mode": "processed_logprobs",
-        "worker_extension_cls": "headway.rollout_workers.engines.vllm.weight_transfer.WeightExtension",
+        "worker_extension_cls": "headway.rollout_workers.engines.vllm.transfer_engine.WeightExtension",
         "weight_transfer_config": {"backend": "headway"},
         "disable_log_stats": True,
         "stream_interval": STREAM_INTERVAL,

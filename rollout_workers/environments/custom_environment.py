@@ -1,6 +1,6 @@
 """An environment of your own by import path, `package.module:Class`, called as Class(**options).
 
-It has `max_turns` and `step(episode) -> Step`, plain or a coroutine, as `base.py` says, and is called from several
+It has `max_turns` and `step(episode) -> Step`, plain or a coroutine, as `Environment` says, and is called from several
 threads at once. It runs in processes of its own (`broker.user_code`), under a deadline, as reward functions do.
 """
 
@@ -15,14 +15,14 @@ import msgspec
 from msgspec.structs import replace
 
 from headway.broker.errors import UserCodeError
+from headway.broker.user_code.host import Program
 from headway.broker.user_code.import_paths import ImportRoots, load_custom
 from headway.broker.user_code.pool import HostPool
-from headway.broker.user_code.protocol import Program
 from headway.rollout_workers.config import EnvironmentConfig
 from headway.rollout_workers.rewards.base import CallFailures, DroppedMeasures
 from headway.rollout_workers.rewards.functions import measures, number
 
-from .base import Environment, Episode, Step
+from . import Environment, Episode, Step
 
 StepResult = tuple[Step, list[str], int]
 """A step, the names of its measures that are left out, and the length of what it says if that is left out."""

@@ -30,7 +30,7 @@ from headway.rollout_workers.engines.weight_loading.sleep_backup import SleepBac
 
 from .lora_pool import PooledAdapters
 
-LOADER = "headway.rollout_workers.engines.sglang.weight_transfer.load"
+LOADER = "headway.rollout_workers.engines.sglang.weight_loader.load"
 """The import path by which SGLang finds `load`."""
 
 NAME = "headway"

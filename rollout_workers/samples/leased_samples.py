@@ -24,8 +24,7 @@ from headway.rollout_workers.rewards.base import UnscoredError
 
 from .episode import Episodes, ScoredTurn
 from .generation import EngineFailedError, MonitoredEngine, request_of, room
-from .recorder import Recorder
-from .segments import SegmentLog
+from .recorder import Recorder, SegmentLog
 from .teacher_client import TeacherClient
 from .tracing import SampleTrace, SampleTracer
 

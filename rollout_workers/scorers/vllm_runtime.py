@@ -20,12 +20,12 @@ from headway.broker.errors import ConfigError
 from headway.broker.schema import ScoreRequest
 from headway.rollout_workers.config import ScorersConfig
 from headway.rollout_workers.engines.abilities import gpus_with
-from headway.rollout_workers.engines.vllm.processes import prepare_environment
-from headway.rollout_workers.engines.vllm.start import check_head_dim
-from headway.rollout_workers.scorers.base import Runner, ScoringModel, UnfitModelError, pack_candidates, tokens_of
+from headway.rollout_workers.engines.vllm.fork_server import prepare_environment
+from headway.rollout_workers.engines.vllm.open_vllm import check_head_dim
 
-from .abilities import STEP_TOKENS, VLLM, cache_tokens
+from .base import Runner, ScoringModel, UnfitModelError, pack_candidates, tokens_of
 from .model_checks import check_head, check_labels, longest_of, reading, shared_tokens
+from .runtimes import STEP_TOKENS, VLLM, cache_tokens
 
 
 class BatchEngine:

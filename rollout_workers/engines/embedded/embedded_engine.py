@@ -42,8 +42,7 @@ from headway.rollout_workers.engines.weight_loading.engine_adapters import check
 from headway.rollout_workers.engines.weight_loading.named_tensors import Filling, fill, held_tensors
 
 from .decoder import Decoder, Sample, Sampler
-from .experts import EXPERTS
-from .lora_layers import Adapter
+from .model_layers import EXPERTS, Adapter
 from .slot_cache import ATTENTION
 
 T = TypeVar("T")
