@@ -17,7 +17,7 @@ from headway.learner.data.records import Conversation, Message
 from headway.learner.data.records.conversation_renderer import ConversationRenderer
 from headway.learner.data.records.record_types import Trained
 from headway.learner.models.model import load_model, load_tokenizer
-from headway.learner.stages.supervised.sft import SftTask
+from headway.learner.stages.sft import SftTask
 
 from .ours import Side
 from .sample import Outcome, Sample

@@ -103,7 +103,7 @@ INTERFACE = (
             Name("headway.learner.ranks:Ranks", ("is_first", "replica", "replicas", "sum", "max", "any")),
             Name("headway.learner.stages.stage_checkpoints:StageCheckpoints", ("load", "keep_if_due", "keep", "leave")),
             Name("headway.learner.data.examples:Example"),
-            Name("headway.learner.stages.sft_phases:tokenize"),
+            Name("headway.learner.stages.sft:tokenize"),
             Name("headway.learner.batching.packing:pack"),
             Name("headway.learner.objective.objective:supervised_loss"),
         ),

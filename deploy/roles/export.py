@@ -44,7 +44,7 @@ from headway.learner.checkpoints.checkpoint import (
 from headway.learner.checkpoints.disk import free_mib
 from headway.learner.config import ModelConfig
 from headway.learner.models.model_files import classifier_files, kept_files, write_files
-from headway.learner.stages.supervised.reward_model import with_state_behind
+from headway.learner.stages.reward_model import with_state_behind
 
 from .trained_model import TrainedModel, is_model
 

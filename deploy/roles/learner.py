@@ -58,9 +58,9 @@ from headway.learner.objective.objective import Objective
 from headway.learner.objective.update import Updater
 from headway.learner.ranks import Ranks
 from headway.learner.stages.device_lock import DeviceLock, wait_for_device
+from headway.learner.stages.distill import as_teacher
 from headway.learner.stages.loop import TOLERANCE, Learner, LoopConfig, RlStage
-from headway.learner.stages.resume import Origin, RunClaim, Start, choose_origin, claim_run, identify, open_log
-from headway.learner.stages.supervised.distillation import as_teacher
+from headway.learner.stages.starting_point import Origin, RunClaim, Start, choose_origin, claim_run, identify, open_log
 from headway.rollout_workers.decoding import check_kept
 from headway.weightsync.publisher import Publisher
 from headway.weightsync.transports.addresses import allow_many_files

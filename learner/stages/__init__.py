@@ -2,15 +2,20 @@
 
     base.py    what a stage is: open, run, save, and what the next one starts from
     loop.py    the learner's loop, `rl`: take -> pack -> step -> publish -> commit
-    sft_phases.py          packed cross-entropy on generated examples, phase by phase
-    supervised/            training on records of files: `sft`, `dpo`, `kto`, `reward_model`, `distill`
-    registry.py            the stages of `supervised/` and their options, by the name that a recipe gives
-    resume.py              where a learner begins: checkpoint, identity, log, claim
+    registry.py            the stages over records of files and their options, by the name that a recipe gives
+    record_stage.py        their loop: batch -> pack -> update -> measure -> checkpoint; each kind brings a task
+      ├─ sft.py            conversations: supervised fine-tuning; and on generated examples, phase by phase
+      ├─ dpo.py, kto.py    preferences: pairs (DPO and its kin), single judgements (KTO)
+      ├─ reward_model.py   pairs, for a model of scores
+      ├─ distill.py        conversations with a teacher: forward or reverse KL, or JSD, to what it finds likely
+      └─ response_values.py   reference logprobs and a teacher's likeliest tokens, computed once and kept
+    starting_point.py      where a learner begins: checkpoint, identity, log, claim
     stage_checkpoints.py   one checkpoint at a time, written while training goes on; the model that a stage leaves
     device_lock.py         learner and engines on the same devices in turns
     replay.py              trains a run's batches again from its log
 
-The invariant: a stage that was stopped or killed, and is opened again, ends with the weights that it would have had.
+The invariant: a stage that was stopped or killed, and is opened again, ends with the weights that it would have had;
+neither packing nor the number of ranks changes the loss of one over records.
 """
 
 from collections.abc import Sequence
@@ -37,7 +42,7 @@ def open_stage(config: StageConfig, parts: "StageParts", where: str) -> "Stage":
     assert not config.has_workers, "the learner's role opens it, with a broker besides"
     match config.kind:
         case "sft" if not config.is_over_records:
-            from .sft_phases import SftPhasesStage
+            from .sft import SftPhasesStage
 
             return SftPhasesStage(parts, config.phases)
         case known if known in RECORD_STAGES:

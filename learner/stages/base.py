@@ -9,7 +9,7 @@
 
 `rl` (`loop.py`) is the learner's loop, whose data come from workers through the broker, so that `deploy` opens it with
 a broker besides. The other built-in kinds train from data of their own: `registry.py` names those over records of
-files, and `sft_phases.py` trains on generated examples (`phases`). Your own is a class
+files, and `sft.py` also trains on generated examples (`phases`). Your own is a class
 `package.module:Name` with an `Options` struct, called as Name(parts, options); `learner.stages.open_stage` finds it.
 """
 

@@ -358,7 +358,7 @@ class Learner:
 
 
 class RlStage:
-    """One rank of the learner's loop. `resume.py` decides, with the broker, where it begins before it is opened."""
+    """One rank of the learner's loop. `starting_point.py` decides where it begins, before it is opened."""
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner

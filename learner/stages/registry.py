@@ -159,19 +159,19 @@ class RecordStage:
 
 RECORD_STAGES: dict[str, RecordStage] = {
     "sft": RecordStage(
-        path="headway.learner.stages.supervised.sft:SftStage",
+        path="headway.learner.stages.sft:SftStage",
         options=SftOptions,
         read=open_conversations,
     ),
-    "dpo": RecordStage(path="headway.learner.stages.supervised.dpo:DpoStage", options=DpoOptions, read=open_pairs),
-    "kto": RecordStage(path="headway.learner.stages.supervised.kto:KtoStage", options=KtoOptions, read=open_labelled),
+    "dpo": RecordStage(path="headway.learner.stages.dpo:DpoStage", options=DpoOptions, read=open_pairs),
+    "kto": RecordStage(path="headway.learner.stages.kto:KtoStage", options=KtoOptions, read=open_labelled),
     "distill": RecordStage(
-        path="headway.learner.stages.supervised.distillation:DistillationStage",
+        path="headway.learner.stages.distill:DistillationStage",
         options=DistillationOptions,
         read=open_conversations,
     ),
     "reward_model": RecordStage(
-        path="headway.learner.stages.supervised.reward_model:RewardModelStage",
+        path="headway.learner.stages.reward_model:RewardModelStage",
         options=RewardModelOptions,
         read=open_pairs,
         leaves_policy=False,

@@ -14,7 +14,7 @@ from headway.deploy.roles.backend import recipe_critic
 from headway.learner.backends import open_backend
 from headway.learner.batching.packing import concatenate
 from headway.learner.ranks import Ranks
-from headway.learner.stages.supervised.reward_model import with_state_behind
+from headway.learner.stages.reward_model import with_state_behind
 from tests.end_to_end.recipes import TINY, write_recipe
 from tests.learner.preferences import MODEL
 from tests.learner.scoring import by_transformers, responses

@@ -6,9 +6,9 @@ from typing import Any
 from headway.learner.backends.base import Backend
 from headway.learner.batching.units import Unit
 from headway.learner.config import RecordsConfig
+from headway.learner.stages.distill import DistillationTask
+from headway.learner.stages.record_stage import TaskStage
 from headway.learner.stages.registry import DistillationOptions
-from headway.learner.stages.supervised.distillation import DistillationTask
-from headway.learner.stages.supervised.stage import TaskStage
 from tests.learner.preferences import pairs, parts_of
 
 OPTIONS = DistillationOptions(

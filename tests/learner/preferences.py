@@ -18,10 +18,10 @@ from headway.learner.models.model import load_tokenizer
 from headway.learner.ranks import Ranks
 from headway.learner.stages import open_stage
 from headway.learner.stages.base import Progress, Stage, StageParts
+from headway.learner.stages.dpo import DpoTask
+from headway.learner.stages.record_stage import TaskStage
 from headway.learner.stages.registry import DpoOptions, LossConfig
 from headway.learner.stages.stage_checkpoints import StageCheckpoints
-from headway.learner.stages.supervised.dpo import DpoTask
-from headway.learner.stages.supervised.stage import TaskStage
 from tests.learner.tiny import OPTIMIZER, VOCABULARY, model_config
 
 MODEL = model_config("qwen3")

@@ -33,7 +33,7 @@ from headway.learner.stages.base import Progress, Stage
 from headway.learner.stages.loop import Learner, LoopConfig, RlStage, TrainedStep
 from headway.learner.stages.registry import DpoOptions
 from headway.learner.stages.replay import weights_digest
-from headway.learner.stages.resume import choose_origin
+from headway.learner.stages.starting_point import choose_origin
 from tests.learner import distilling
 from tests.learner.batches import group
 from tests.learner.preferences import opened, opened_kto, opened_scores, opened_sft, parts_of

@@ -26,7 +26,7 @@ from headway.learner.data.prompts.arithmetic import apply
 from headway.learner.data.prompts.base import Item, PromptSource, is_held_out
 from headway.learner.data.prompts.cursor import PromptCursor
 from headway.learner.data.prompts.rendering import Prompts, Renderer
-from headway.learner.stages.sft_phases import tokenize
+from headway.learner.stages.sft import tokenize
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"

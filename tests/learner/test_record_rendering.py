@@ -12,7 +12,7 @@ from headway.learner.data.examples import Example
 from headway.learner.data.prompts.rendering import Renderer
 from headway.learner.data.records import Conversation, Preference
 from headway.learner.data.records.conversation_renderer import ConversationRenderer, LengthLimit, Rendered
-from headway.learner.stages.sft_phases import tokenize
+from headway.learner.stages.sft import tokenize
 
 PLAIN = (
     "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% if m.role == 'assistant' %}~{% endif %}"

@@ -16,7 +16,7 @@ from headway.learner.checkpoints.checkpoint import CheckpointError, CheckpointSt
 from headway.learner.data.prompts.cursor import PromptCursor
 from headway.learner.experience.log import ExperienceLog, Rewind
 from headway.learner.ranks import Ranks
-from headway.learner.stages.resume import Origin, RunClaim, choose_origin, claim_run, identify, open_log
+from headway.learner.stages.starting_point import Origin, RunClaim, choose_origin, claim_run, identify, open_log
 from tests.learner.batches import batch
 
 RANKS = Ranks(0, 1, 0, 1, True)

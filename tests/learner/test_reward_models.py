@@ -19,8 +19,8 @@ from headway.learner.data.records.loading import open_pairs
 from headway.learner.models.model import load_tokenizer
 from headway.learner.models.model_files import check_classifier
 from headway.learner.stages.base import Progress
-from headway.learner.stages.supervised.reward_model import completed, with_state_behind
-from headway.learner.stages.supervised.stage import RecordOrder
+from headway.learner.stages.record_stage import RecordOrder
+from headway.learner.stages.reward_model import completed, with_state_behind
 
 from .preferences import MODEL, arithmetic, opened_scores
 from .scoring import STOP, by_transformers, responses, scores

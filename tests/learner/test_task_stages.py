@@ -29,18 +29,18 @@ from headway.learner.data.records.loading import open_conversations, open_pairs
 from headway.learner.models.model import load_tokenizer
 from headway.learner.stages import check_stages, open_stage
 from headway.learner.stages.base import Progress, StageError
+from headway.learner.stages.distill import as_teacher
+from headway.learner.stages.dpo import DpoStage
+from headway.learner.stages.kto import mismatches
+from headway.learner.stages.record_stage import RecordOrder, read_units
 from headway.learner.stages.registry import BestOptions, DpoOptions, SftOptions
-from headway.learner.stages.sft_phases import tokenize
-from headway.learner.stages.supervised.distillation import as_teacher
-from headway.learner.stages.supervised.dpo import DpoStage
-from headway.learner.stages.supervised.kto import mismatches
-from headway.learner.stages.supervised.response_values import (
+from headway.learner.stages.response_values import (
     CandidateFiles,
     compute_candidates,
     read_candidates,
     reference_logprobs,
 )
-from headway.learner.stages.supervised.stage import RecordOrder, read_units
+from headway.learner.stages.sft import tokenize
 
 from . import distilling, preferences
 from .preferences import opened, pairs, parts_of

@@ -23,7 +23,7 @@ from headway.learner.data.texts.messages import TemplateInputs
 from headway.learner.data.texts.template import ChatTemplate
 from headway.learner.models import chat_template
 from headway.learner.models.chat_template import RenderWatch, read_chat_template
-from headway.learner.stages.sft_phases import tokenize
+from headway.learner.stages.sft import tokenize
 from headway.rollout_workers.decoding import load_decoding
 
 CHAT = (

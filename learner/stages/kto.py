@@ -23,8 +23,8 @@ from headway.learner.data.records.record_types import Content
 from headway.learner.stages.base import StageParts
 from headway.learner.stages.registry import KtoOptions
 
+from .record_stage import TaskStage, Units, names_of, read_units
 from .response_values import Values, reference_logprobs
-from .stage import TaskStage, Units, names_of, read_units
 
 WHERE = "stages.kto.options"
 

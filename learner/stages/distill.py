@@ -23,10 +23,9 @@ from headway.learner.data.records import Conversation
 from headway.learner.data.records.loading import open_conversations
 from headway.learner.models.model import load_tokenizer
 from headway.learner.stages.base import StageError, StageParts
+from headway.learner.stages.record_stage import EMPTY, TaskStage, names_of, read_units
 from headway.learner.stages.registry import DistillationOptions
-
-from .response_values import CandidateFiles, compute_candidates, read_candidates
-from .stage import EMPTY, TaskStage, names_of, read_units
+from headway.learner.stages.response_values import CandidateFiles, compute_candidates, read_candidates
 
 WHERE = "stages.distill.options"
 

@@ -18,8 +18,8 @@ from headway.learner.objective.composition import open_part
 from headway.learner.stages.base import StageParts
 from headway.learner.stages.registry import DpoOptions
 
+from .record_stage import TaskStage, names_of, read_units
 from .response_values import Values, reference_logprobs
-from .stage import TaskStage, names_of, read_units
 
 WHERE = "stages.dpo.options"
 

@@ -34,7 +34,7 @@ from headway.learner.models.end_tokens import end_tokens
 from headway.learner.stages.base import StageParts
 from headway.learner.stages.registry import RewardModelOptions
 
-from .stage import TaskStage, Units, names_of, read_units
+from .record_stage import TaskStage, Units, names_of, read_units
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -33,8 +33,7 @@ from headway.learner.data.records.loading import digest_of
 from headway.learner.objective.objective import Objective
 from headway.learner.stages.base import Progress, StageMetrics, StageParts
 from headway.learner.stages.registry import HELD_OUT, BestOptions, TrainingOptions
-
-from .response_values import digest_of_units
+from headway.learner.stages.response_values import digest_of_units
 
 
 class RecordOrder:
