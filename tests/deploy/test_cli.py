@@ -25,43 +25,6 @@ from headway.deploy.run.directory import held
 
 from .runs import step_metrics, worker
 
-COMMANDS = [
-    "run",
-    "ray",
-    "launch",
-    "broker",
-    "learner",
-    "workers",
-    "scorers",
-    "status",
-    "top",
-    "scale",
-    "autoscale",
-    "drain",
-    "quarantine",
-    "sft",
-    "train",
-    "eval",
-    "replay",
-    "export",
-    "generate",
-    "chat",
-    "runs",
-    "report",
-    "compare",
-    "dashboard",
-    "data",
-    "new",
-    "acl",
-    "algorithms",
-    "doctor",
-    "metrics",
-    "plan-memory",
-    "worker",
-    "scorer",
-    "prepare",
-]
-INTERNAL = {"worker", "scorer", "prepare"}
 NOWHERE = "redis://127.0.0.1:1"
 
 
@@ -87,86 +50,32 @@ def run_main(script: str, *arguments: str, cwd: Path) -> subprocess.CompletedPro
     return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=cwd, check=False)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], *([command, "--help"] for command in COMMANDS)])
-def test_help_imports_next_to_nothing(arguments: list[str], tmp_path: Path) -> None:
-    script = (
-        "try: cli.main()\n"
-        "finally: print([m for m in ('torch', 'numpy', 'redis', 'omegaconf', 'rich.console') if m in"
-        " sys.modules])"
-    )
-    answer = run_main(script, *arguments, cwd=tmp_path)
-    assert answer.returncode == 0
-    assert "Usage: headway" in answer.stdout
+def test_help_imports_next_to_nothing(tmp_path: Path) -> None:
+    script = """
+for name in [None, *cli.cli.commands]:
+    try: cli.cli.main([*[name][name is None:], "--help"], prog_name="headway")
+    except SystemExit as ended: assert not ended.code
+print([m for m in ("torch", "numpy", "redis", "omegaconf", "rich.console") if m in sys.modules])
+"""
+    answer = run_main(script, cwd=tmp_path)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.count("Usage: headway") > 30
     assert answer.stdout.endswith("[]\n")
 
 
-def test_help_names_every_command_but_the_internal_ones(tmp_path: Path) -> None:
+def test_help_names_no_internal_command(tmp_path: Path) -> None:
     text = headway("--help", cwd=tmp_path).stdout
-    listed = [line.split()[0] for line in text.partition("Commands:\n")[2].splitlines()]
-    assert listed == sorted(set(COMMANDS) - INTERNAL)
+    listed = {line.split()[0] for line in text.partition("Commands:\n")[2].splitlines()}
+    assert {"run", "learner", "workers", "status"} <= listed
+    assert not {"worker", "scorer", "prepare"} & listed
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["run", "nowhere.yaml"],
-            "There is no recipe 'nowhere.yaml'. Give the path of a YAML file of your own, or one of those that ship:",
-        ),
-        (
-            ["run", "arithmetic.yaml", "staleness.maxlag=3"],
-            "arithmetic.yaml: unknown key staleness.maxlag; did you mean staleness.max_lag?",
-        ),
-        (
-            ["learner", "arithmetic.yaml", "steps=3", "--broker", NOWHERE, "--run", "x"],
-            "arithmetic.yaml: unknown key steps; did you mean learner.steps?",
-        ),
-        (
-            ["run", "arithmetic.yaml", "--resume"],
-            "There is no run to resume in runs/arithmetic. Start it without --resume.",
-        ),
-        (
-            ["run", "arithmetic.yaml", "--resume", "--rewind-to", "5"],
-            "There is no checkpoint at step 5 to rewind to: there is none.",
-        ),
+        (["run", "nowhere.yaml"], "There is no recipe 'nowhere.yaml'."),
         (["replay", "x"], "There is no run 'x': neither that directory nor the one below ./runs has a config.yaml."),
-        (["status"], "No run is going on below "),
-        (["scale", "-1"], "No run is going on below "),
-        (["drain", "w-1"], "No run is going on below "),
-        (["autoscale", "--most", "4"], "No run is going on below "),
-        (["scale", "few"], "'few' is no number of workers: give N, +N or -N, such as 4, +2 or -1."),
         (["status", "--broker", NOWHERE, "--run", "x"], f"No answer from the broker at {NOWHERE} "),
-        (["broker", "--url", NOWHERE], f"No answer from the broker at {NOWHERE} "),
-        (
-            ["workers", "staleness.max_lag=3", "--broker", NOWHERE, "--run", "x"],
-            "A worker cannot take the override 'staleness.max_lag=3': all but engine.*, weights.follow,"
-            " weights.archive, weights.pull_*, workers.devices and workers.metrics_* comes from the run's"
-            " configuration",
-        ),
-        (
-            ["workers", "weights.follower=pull", "--broker", NOWHERE, "--run", "x"],
-            "A worker cannot take the override 'weights.follower=pull'",
-        ),
-        (
-            ["workers", "engine.kin=vllm", "--broker", NOWHERE, "--run", "x"],
-            "override: unknown key engine.kin; did you mean engine.kind?",
-        ),
-        (
-            ["workers", "engine.threads=0", "--broker", NOWHERE, "--run", "x"],
-            "override: engine.threads is 0; expected an integer >= 1",
-        ),
-        (
-            ["workers", "engine.kind=vlm", "--broker", NOWHERE, "--run", "x"],
-            "override: engine.kind: there is no 'vlm'; did you mean 'vllm'?",
-        ),
-        (
-            ["eval", "arithmetic.yaml", "--checkpoint", "x"],
-            "'x' is no directory with a config.json, so it is no model. There is no run 'x'",
-        ),
-        (
-            ["sft", "arithmetic.yaml", "sft.phases=[]"],
-            "The recipe has no stage without workers: sft.phases is empty, and its first stage needs workers.",
-        ),
     ],
 )
 def test_errors_are_one_paragraph_and_exit_1(arguments: list[str], message: str, tmp_path: Path) -> None:
@@ -203,27 +112,10 @@ def test_an_existing_run_is_refused(tmp_path: Path) -> None:
     assert answer.stderr.startswith("Error: runs/arithmetic already holds a run. Go on with it (--resume)")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["run"], "Error: Missing argument 'RECIPE'."),
-        (["walk"], "Error: No such command 'walk'."),
-        (["status", "--learner.steps=5"], "Error: No such option '--learner.steps'."),
-        (
-            ["workers", "--run", "x"],
-            "Error: Missing option '--broker' (env var: 'HEADWAY_BROKER'). `headway broker` prints the line that sets"
-            " it, for each role; `headway run RECIPE` needs none.",
-        ),
-        (
-            ["run", "arithmetic.yaml", "--resume", "--overwrite"],
-            "Error: --resume and --overwrite exclude each other.",
-        ),
-    ],
-)
-def test_wrong_usage_exits_2(arguments: list[str], message: str, tmp_path: Path) -> None:
-    answer = headway(*arguments, cwd=tmp_path)
+def test_wrong_usage_exits_2(tmp_path: Path) -> None:
+    answer = headway("status", "--learner.steps=5", cwd=tmp_path)
     assert answer.returncode == 2
-    assert answer.stderr.splitlines()[-1] == message
+    assert answer.stderr.splitlines()[-1] == "Error: No such option '--learner.steps'."
 
 
 def test_debug_anywhere_adds_the_traceback(tmp_path: Path) -> None:
@@ -477,41 +369,13 @@ def free_port() -> int:
         return port
 
 
-def test_every_algorithm_has_its_equation_defaults_and_source(tmp_path: Path) -> None:
-    listed = headway("algorithms", "--json", cwd=tmp_path)
-    assert listed.returncode == 0, listed.stderr
-    everything = json.loads(listed.stdout)["algorithms"]
-    presets = [one for one in everything if "algorithm" in one]
-    functions = [one for one in everything if "equation" in one]
-    assert {"grpo", "dr_grpo", "dapo", "gspo", "gspo_token", "cispo", "rloo", "ppo", "topr"} <= {
-        p["name"] for p in presets
-    }
-    assert len(presets) + len(functions) == len(everything)
-    for one in functions:
-        assert "=" in one["equation"], one["name"]
-        assert one["source"] or one["part"] == "kl", one["name"]
-    overview = headway("algorithms", cwd=tmp_path).stdout
-    assert all(one["name"] in overview for one in everything)
-
-
 def test_one_algorithm_in_full(tmp_path: Path) -> None:
     answer = headway("algorithms", "gspo", cwd=tmp_path)
     assert answer.returncode == 0, answer.stderr
     for text in ("preset gspo", "objective gspo", "clip_low 0.0003", "aggregation sequence_mean", "arXiv:2507.18071"):
         assert text in answer.stdout
-    of_pairs = headway("algorithms", "online_dpo", cwd=tmp_path).stdout
-    for text in (
-        "preset online_dpo",
-        "preference dpo",
-        "advantage best_against_worst",
-        "aggregation pair_mean",
-        "beta",
-    ):
-        assert text in of_pairs
-    taught = headway("algorithms", "distillation", cwd=tmp_path).stdout
-    assert all(
-        text in taught for text in ("preset distillation", "advantage none", "(coefficient 1.0)", "teacher.path")
-    )
+    listed = json.loads(headway("algorithms", "--json", cwd=tmp_path).stdout)["algorithms"]
+    assert {"grpo", "ppo", "online_dpo", "distillation", "ppo_clip"} <= {one["name"] for one in listed}
     wrong = headway("algorithms", "gsop", cwd=tmp_path)
     assert wrong.returncode == 1
-    assert "did you mean 'gspo'? `headway algorithms`" in wrong.stderr
+    assert "did you mean 'gspo'?" in wrong.stderr

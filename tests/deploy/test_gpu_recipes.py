@@ -10,7 +10,6 @@ from transformers import AutoConfig
 
 from headway.broker.errors import ConfigError
 from headway.deploy.cli.memory_report import report
-from headway.deploy.recipe.parse import SHIPPED
 from headway.deploy.recipe.placement import check_placement, placed
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import load_recipe
@@ -80,7 +79,7 @@ SECOND_MACHINE = {
     True: ["headway workers --count 7 'workers.devices=[0,1,2,3,4,5,6]'", "headway scorers 'scorers.devices=[7]'"],
     False: ["headway workers --count 8 'workers.devices=[0,1,2,3,4,5,6,7]'"],
 }
-"""The commands on the second machine, for recipes with a scorer and without one."""
+"""The commands of docs/guides/gpus.md for the second machine, with a scorer and without one."""
 
 
 def path_of(model: str, directory: Path) -> str:
@@ -124,14 +123,6 @@ def test_no_gpu_has_two_roles(model: str, way: str) -> None:
             check_placement(recipe, "")
 
 
-@pytest.mark.parametrize("way", ["qwen3-32b", "qwen3-30b-a3b", "online-dpo", *SCORED])
-def test_a_recipe_says_what_to_start_on_two_machines(way: str) -> None:
-    text = (SHIPPED / f"gpu/{way}.yaml").read_text()
-    guide = (ROOT / "docs/guides/gpus.md").read_text()
-    assert f"headway learner gpu/{way}.yaml" in text
-    assert all(command in text and command in guide for command in SECOND_MACHINE[way in SCORED])
-
-
 @pytest.mark.parametrize("is_scored", [True, False])
 def test_the_second_machines_commands_use_each_gpu_once(is_scored: bool, tmp_path: Path) -> None:
     taken = []
@@ -141,8 +132,3 @@ def test_the_second_machines_commands_use_each_gpu_once(is_scored: bool, tmp_pat
         assert answer.returncode == 0, answer.stderr
         taken += [one["resources"]["devices"] for one in json.loads(answer.stdout)["commands"]]
     assert taken == [*"01234567"]
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_a_recipe_says_which_gpus_it_is_for(model: str) -> None:
-    assert f"of {GPU_GB[model]} GB" in (SHIPPED / f"gpu/{model}.yaml").read_text()

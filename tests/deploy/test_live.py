@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from headway.broker.errors import BrokerUnavailableError, RunNotFoundError
 from headway.broker.schema.status import DeadLetter, Fault, RunStatus
 from headway.broker.schema.step_metrics import StepMetrics
-from headway.deploy.observe.live import NO_LEARNER, NOTHING_TRAINED, Monitor, changes, panel, sparkline, step_line
+from headway.deploy.observe.live import NO_LEARNER, NOTHING_TRAINED, Monitor, changes, panel
 from headway.deploy.observe.run_warnings import FaultReporter, FlatRewardReporter, flat_reward_text
 from headway.deploy.observe.status import status_json, status_tables
 from headway.deploy.terminal import Terminal
@@ -47,17 +47,6 @@ def test_the_panel_before_the_first_step() -> None:
     text = text_of(panel(run_status(steps=0), max_lag=None, elapsed_s=1.0))
     assert "arithmetic training" in text
     assert "reward" not in text
-
-
-def test_a_sparkline_scales_between_its_bounds() -> None:
-    assert sparkline([0.0, 0.5, 1.0, 2.0], 0.0, 1.0) == "▁▅██"
-    assert sparkline([1.0, 1.0], 1.0, 1.0) == "▁▁"
-
-
-def test_a_step_in_one_line() -> None:
-    assert step_line(step_metrics(36)) == (
-        "step   37/60  reward 0.500  lag 1.25 (max 2)  16 tokens/response  trained 2,000 tokens/s"
-    )
 
 
 def test_a_worker_that_was_set_aside_is_told_once() -> None:

@@ -14,7 +14,7 @@ from headway.deploy.terminal import Terminal
 from headway.learner.config import ModelConfig, RandomModelConfig
 from headway.learner.models.model import load_config, load_tokenizer
 from headway.rollout_workers.scorers.vllm_runtime import bytes_of_token
-from tests.deploy.test_cli import headway, run_main
+from tests.deploy.test_cli import headway
 
 RECIPE = """
 run: {name: planned}
@@ -189,20 +189,6 @@ def test_the_command_prints_json_and_its_exit_code_tells(recipe: Path, tmp_path:
     assert len(found["ranks"]) == 8
     assert found["replicas"] == 2
     assert set(found["activations"]) == {"none", "selective", "full"}
-
-
-def test_a_layout_that_cannot_be_is_one_paragraph(recipe: Path, tmp_path: Path) -> None:
-    done = headway("plan-memory", str(recipe), "learner.layout.tensor=3", cwd=tmp_path)
-    assert done.returncode == 1
-    assert "cannot be divided by tensor * pipeline * context = 6" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-
-
-def test_help_imports_next_to_nothing(tmp_path: Path) -> None:
-    script = "try: cli.main()\nfinally: print([m for m in ('torch', 'numpy', 'rich.console') if m in sys.modules])"
-    answer = run_main(script, "plan-memory", "--help", cwd=tmp_path)
-    assert "--device-memory" in answer.stdout
-    assert answer.stdout.endswith("[]\n")
 
 
 def test_what_a_colocated_run_keeps_where(recipe: Path) -> None:
