@@ -172,20 +172,6 @@ def test_orpo_of_certain_tokens_is_finite(dtype: torch.dtype) -> None:
     assert math.isfinite(_numbers(metrics)["log_odds_ratio"])
 
 
-@every_kind
-def test_what_stands_at_masked_places_never_matters(name: str) -> None:
-    batch = _pairs("ragged")
-    absurd_T = torch.tensor([float("nan"), float("-inf"), float("inf")])[torch.arange(batch.mask_T.numel()) % 3]
-    is_masked_T = batch.mask_T == 0
-    current_T = torch.where(is_masked_T, absurd_T, batch.current_T).requires_grad_()
-    anchor_T = torch.where(is_masked_T, absurd_T.flip(0), batch.anchor_T)
-    losses_P, _ = losses_of(name, replace(batch, current_T=current_T, anchor_T=anchor_T))
-    (gradient_T,) = torch.autograd.grad(losses_P.sum(), current_T)
-    torch.testing.assert_close(losses_P, losses_of(name, batch)[0])
-    assert torch.isfinite(gradient_T).all()
-    assert (gradient_T[is_masked_T] == 0).all()
-
-
 KTO_OPTIONS: tuple[dict[str, Any], ...] = ({}, {"beta": 0.7, "desirable_weight": 1.5, "undesirable_weight": 0.5})
 every_kto = pytest.mark.parametrize("options", KTO_OPTIONS)
 
@@ -262,11 +248,6 @@ def test_kto_reports_each_kind_of_response(case: str) -> None:
         assert numbers[f"logprob_{kind}"] == pytest.approx(sum(logprobs[first::2]) / count)
     right = [gain > 0.4 if s % 2 else gain < 0.4 for s, gain in enumerate(gains)]
     assert numbers["reward_accuracy"] == pytest.approx(sum(right) / max(len(right), 1))
-
-
-@pytest.mark.parametrize("function", [*PREFERENCES.values(), kto, reference_point_of])
-def test_docstrings_name_their_source(function: Callable[..., object]) -> None:
-    assert "\n\n    Source: " in (function.__doc__ or "")
 
 
 # --- the equations

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from tests.broker.topologies import free_port
+
 START_S = 240.0
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 
@@ -49,13 +51,6 @@ PartitionName=main Nodes={host} Default=YES MaxTime=INFINITE State=UP
 def missing_programs() -> list[str]:
     """Return the programs of a cluster that are not installed; Debian's slurm-wlm and munge have them."""
     return [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextmanager

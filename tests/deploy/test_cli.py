@@ -5,7 +5,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +21,7 @@ from headway.broker.server.embedded import EmbeddedServer
 from headway.deploy.recipe.resolve import load_recipe, with_overrides
 from headway.deploy.roles.standalone import _own_of
 from headway.deploy.run.directory import held
+from tests.broker.topologies import free_port
 
 from .runs import step_metrics, worker
 
@@ -360,13 +360,6 @@ async def test_status_of_an_unknown_run_lists_those_there_are(
         f"Error: No run other at {server.url}. Runs there: {broker.run}."
         " A learner claims its run once the stages before it are done.\n"
     )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def test_one_algorithm_in_full(tmp_path: Path) -> None:

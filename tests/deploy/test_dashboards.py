@@ -97,12 +97,6 @@ def test_every_query_is_of_something_that_the_roles_serve(option: str, served: d
         assert not [name for name, matchers in selectors if not is_served(name, matchers, served)], expression
 
 
-def test_a_query_of_something_else_is_noticed(served: dict[Sample, float]) -> None:
-    assert not is_served("headway_learner_rewards", "", served)
-    assert not is_served("headway_broker_groups", 'state="redy"', served)
-    assert is_served("headway_broker_groups", 'state="ready",instance=~"$learner"', served)
-
-
 def test_the_dashboard_is_json_whose_panels_lie_beside_each_other() -> None:
     panels = json.loads(printed("--grafana"))["panels"]
     places = [panel["gridPos"] for panel in panels]

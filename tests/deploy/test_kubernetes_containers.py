@@ -21,9 +21,9 @@ import redis
 from headway.broker.server.access import Role
 from headway.broker.server.embedded import find_server
 from headway.deploy.cli.main import cli
+from tests.broker.topologies import free_port
 
 from .kubernetes_objects import BASE, headway_lines, launch, objects_in
-from .slurm_cluster import free_port
 from .test_cli import clean_environment
 
 DEADLINE_S = 240.0

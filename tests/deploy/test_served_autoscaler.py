@@ -21,8 +21,8 @@ from headway.deploy.recipe.resolve import load_recipe, recipe_to_bytes
 from headway.deploy.roles.autoscaler import Targets, Together, answering, noticeable
 from tests.broker.scenario import FRESH, rules
 from tests.broker.test_codec import WORKER
+from tests.broker.topologies import free_port
 
-from .slurm_cluster import free_port
 from .test_autoscaling import LONG_S, WAITING
 from .test_cli import clean_environment
 

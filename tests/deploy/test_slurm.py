@@ -23,8 +23,9 @@ import redis
 from headway.broker.server.access import Role
 from headway.broker.server.embedded import EmbeddedServer
 from headway.deploy.cli.main import answer
+from tests.broker.topologies import free_port
 
-from .slurm_cluster import cluster, free_port, missing_programs
+from .slurm_cluster import cluster, missing_programs
 from .test_cli import clean_environment
 
 POOLS = "workers.pools=[{name: big, count: 3, engine: {kind: vllm, options: {tensor_parallel_size: 2}}}]"

@@ -17,6 +17,7 @@ from headway.broker.schema.status import WorkerInfo
 from headway.deploy.observe.prometheus.exposition import STATES, MetricsEndpoint
 from headway.deploy.observe.prometheus.worker_metrics import WorkerCollector, serve_worker_metrics
 from headway.rollout_workers.config import WorkersConfig
+from tests.broker.topologies import free_port
 from tests.rollout_workers.loop import Deliveries, Learner, make_engine, make_worker, running, until
 
 from .runs import worker
@@ -34,12 +35,6 @@ class Stub:
 
     def info(self) -> WorkerInfo:
         return self.said
-
-
-def free_port() -> int:
-    with closing(socket.create_server(("127.0.0.1", 0))) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def test_the_endpoint_shows_what_the_worker_says_now() -> None:

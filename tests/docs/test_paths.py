@@ -51,12 +51,6 @@ def test_every_path_that_a_page_names_exists(page: Path) -> None:
     assert not list(_missing_paths(page.read_text(), _paths()))
 
 
-def test_a_path_is_looked_for_where_the_page_says_that_it_lies() -> None:
-    repository = {"a/", "a/b.py", "a/c/", "a/c/d.py"}
-    assert not list(_missing_paths("`a/b.py`, `c/d.py`\n- `a/c/`, `d.py`", repository))
-    assert list(_missing_paths("`a/b.py`, `d.py`\n\n`d.py`\n- `a/e/`", repository)) == ["d.py", "d.py", "a/e/"]
-
-
 def _missing_paths(page: str, repository: set[str]) -> Iterator[str]:
     for block in BLOCK.split(re.sub(r"^```.*?^```", "", page, flags=re.M | re.S)):
         folder = PurePosixPath()

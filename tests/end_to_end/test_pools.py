@@ -9,12 +9,13 @@ import psutil
 import pytest
 
 from headway.broker.schema.status import PoolInfo, RunStatus, WorkerInfo
+from tests.broker.topologies import free_port
 from tests.rollout_workers.marks import VLLM
 
 from .recipes import MODEL, write_recipe
 from .records import check_trained
 from .terminals import Terminal, Terminals, paused
-from .test_separate_roles import RUN, exported, free_port
+from .test_separate_roles import RUN, exported
 from .watching import watching
 
 pytestmark = [*VLLM, pytest.mark.timeout(900)]

@@ -33,7 +33,7 @@ from headway.deploy.observe.prometheus.learner_metrics import (
 from headway.deploy.observe.prometheus.worker_metrics import FIGURES
 from headway.deploy.observe.status import RECENT_STEPS
 from headway.deploy.run.directory import newest_endpoint
-from tests.broker.topologies import wait_until
+from tests.broker.topologies import free_port, wait_until
 from tests.deploy.page.test_dashboard import get_json
 from tests.deploy.sinks.curves import every_curve
 from tests.deploy.sinks.scrapes import Sample, figure, scrape
@@ -43,7 +43,6 @@ from .prometheus_server import IS_INSTALLED, prometheus, without_variables
 from .recipes import write_recipe
 from .records import Line, lineage
 from .terminals import Terminal, Terminals
-from .test_separate_roles import free_port
 from .watching import Watch, attached
 
 pytestmark = pytest.mark.slow

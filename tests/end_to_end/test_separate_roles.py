@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 import signal
-import socket
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import pytest
 
 from headway.broker import BlockingBroker
 from headway.broker.schema.status import RunStatus, WorkerInfo
-from tests.broker.topologies import wait_until
+from tests.broker.topologies import free_port, wait_until
 
 from .recipes import write_recipe
 from .records import check_trained, summary
@@ -211,10 +210,3 @@ def check_nothing_is_shared(terminals: Terminals) -> None:
     for name in ("drained", "joined"):
         left = {path.name for path in (terminals.root / name).iterdir()}
         assert left - {".cache", "__pycache__"} == {"tmp", "sevens.py", "terminal.log"}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port

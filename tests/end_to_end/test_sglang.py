@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.learns.apart import by_pool
 from headway.broker.schema.status import RunStatus
-from tests.broker.topologies import wait_until
+from tests.broker.topologies import free_port, wait_until
 from tests.processes import is_alive, shared_memory_of
 from tests.rollout_workers.marks import SGLANG
 
@@ -21,7 +21,7 @@ from .recipes import MODEL, write_recipe
 from .records import check_trained, summary
 from .terminals import HEADWAY, Terminal, Terminals, paused
 from .test_pools import WIDER, busy, of_pool
-from .test_separate_roles import RUN, exported, free_port
+from .test_separate_roles import RUN, exported
 from .watching import attached, watching
 
 pytestmark = SGLANG

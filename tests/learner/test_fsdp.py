@@ -200,18 +200,6 @@ def assert_equal_logprobs(backend: Backend, other: Backend, batches: list[Packed
     assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_sequence_never_sees_its_neighbours(architecture: str) -> None:
-    backend = open_backend("fsdp", model_config(architecture), OPTIMIZER)
-    first, second, third = sequences([9, 11, 8])
-    (_, other, _) = sequences([9, 11, 8], seed=7)
-    (before,) = backend.logprobs([concatenate([first, second, third])], 1.0)
-    (after,) = backend.logprobs([concatenate([first, other, third])], 1.0)
-    torch.testing.assert_close(before[:9], after[:9], rtol=0, atol=1e-6)
-    torch.testing.assert_close(before[20:], after[20:], rtol=0, atol=1e-6)
-    assert not torch.allclose(before[10:20], after[10:20])
-
-
 def reference_steps(architecture: str, *steps: list[PackableSequence]) -> tuple[PreTrainedModel, list[list[float]]]:
     """Take the same steps with an ordinary model, AdamW and clipping."""
     model = load_model(model_config(architecture), 3)

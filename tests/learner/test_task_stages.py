@@ -556,20 +556,6 @@ def test_sft_trains_the_conversations_of_a_file(tmp_path: Path, caplog: pytest.L
     assert seen[-1].loss < seen[0].loss
 
 
-@pytest.mark.parametrize("micro_batch_tokens", [16, 4096])
-def test_kto_learns_judgements_however_they_are_packed(micro_batch_tokens: int, tmp_path: Path) -> None:
-    seen: dict[int, list[Progress]] = {64: [], micro_batch_tokens: []}
-    for tokens, found in seen.items():
-        parts = parts_of(tmp_path / str(tokens), micro_batch_tokens=tokens, report=found.append)
-        assert open_stage(StageConfig(kind="kto", options=JUDGED), parts, "stages[0]").run()
-    one, other = seen.values()
-    assert one[0].loss == pytest.approx(0.5, abs=1e-6)  # the model is its own reference before the first step
-    for step, same in zip(one[1:], other[1:], strict=True):
-        assert same.metrics == pytest.approx(step.metrics, rel=2e-3, abs=1e-5)
-    assert one[-1].metrics["reward_desirable"] > one[-1].metrics["reward_undesirable"]
-    assert {"held_out/loss", "held_out/reward_accuracy"} <= set(one[-1].metrics)
-
-
 def test_each_epoch_holds_every_record_once_in_an_order_of_its_own() -> None:
     order = RecordOrder([1] * 10, batch_size=4, epochs=2, max_steps=0, seed=1)
     trained = [index for step in range(order.steps) for index in order.batch(step)]
