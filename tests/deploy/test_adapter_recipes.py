@@ -215,18 +215,16 @@ def test_samples_finish_with_their_adapter_where_engines_hold_several(tmp_path: 
     recipe = load(tmp_path, model=adapted(OF_RL), stages=[SFT, RL], staleness={"max_lag": 5}, **on_vllm)
     dense, experts = (load_config(model_config(name)) for name in ("qwen3", "qwen3_moe"))
     assert (rank_for_worker(recipe, recipe.engine, dense), adapters_held(recipe)) == (4, 6)
-    with pytest.raises(ConfigError, match=r"stages, or sglang on one GPU, a model without experts, .* recompute"):
+    with pytest.raises(ConfigError, match=r"sglang on one GPU, .* recompute"):
         rank_for_worker(recipe, recipe.engine, experts)
-    with pytest.raises(UnfitEngineError, match=r"this worker's engine \(embedded\) holds one adapter at a time"):
+    with pytest.raises(UnfitEngineError, match=r"\(embedded\) holds one adapter"):
         rank_for_worker(recipe, load(tmp_path).engine, dense)
     for sections in (
         finish,
         {**on_vllm, "model": TINY["model"]},
         {**on_vllm, "weights": {**finish["weights"], "adapter": "merged"}},
     ):
-        with pytest.raises(
-            ConfigError, match=r"weights\.kv_policy is finish, which needs versions that carry an adapter"
-        ):
+        with pytest.raises(ConfigError, match=r"weights\.kv_policy is finish"):
             load(tmp_path, **{"model": adapted(OF_RL), "stages": [SFT, RL], **sections})
 
 
@@ -251,9 +249,7 @@ def test_a_worker_gets_what_the_run_sends_or_is_refused(tmp_path: Path) -> None:
     dense, experts = (load_config(model_config(name)) for name in ("qwen3", "qwen3_moe"))
     assert rank_for_worker(recipe, own.engine, dense) == 4
     assert rank_for_worker(own, recipe.engine, experts) == 0, "all get merged weights, whatever this one could take"
-    with pytest.raises(
-        UnfitEngineError, match=r"worker's engine \(vllm\) takes whole weights .* weights\.adapter=merged"
-    ):
+    with pytest.raises(UnfitEngineError, match=r"\(vllm\) takes whole weights .* weights\.adapter=merged"):
         rank_for_worker(recipe, own.engine, experts)
 
 
@@ -301,7 +297,7 @@ def test_an_engine_of_ones_own_is_asked_whether_it_takes_adapters(
     with pytest.raises(UnfitEngineError, match="takes no adapters of models with experts"):
         rank_for_worker(takes, takes.engine, experts, roots)
     check_packages(whole, has_workers=False)
-    with pytest.raises(ConfigError, match=r"alone, and the engine plugged:ForwardEngine takes no adapters\. Set"):
+    with pytest.raises(ConfigError, match=r"the engine plugged:ForwardEngine takes no adapters"):
         check_packages(whole, has_workers=True)
     with pytest.raises(UnfitEngineError, match=r"worker's engine \(plugged:ForwardEngine\) takes whole weights"):
         rank_for_worker(takes, whole.engine, dense, roots)

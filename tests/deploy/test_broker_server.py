@@ -63,10 +63,9 @@ def test_a_server_that_dies_under_a_run_is_started_again_with_its_data(tmp_path:
         assert (tmp_path / "found").read_text() == "value"
         assert (server.url_of(Role.LEARNER), server.restarts) == (url, 1)
         assert server.pid != first
-    assert said == [
-        f"The server has died. Starting it again with its data (1 of {MAX_RESTARTS})."
-        f" Its log: {tmp_path / 'broker' / 'server.log'}"
-    ]
+    (told,) = said
+    assert f"(1 of {MAX_RESTARTS})" in told
+    assert str(tmp_path / "broker" / "server.log") in told
     assert children_left() == []
 
 

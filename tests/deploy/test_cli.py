@@ -132,9 +132,8 @@ CRASH = "def crash(**_): raise {error}\ncli.cli.commands['doctor'].callback = cr
 def test_a_bug_is_confessed_with_its_log(tmp_path: Path) -> None:
     answer = run_main(CRASH.format(error="ZeroDivisionError('division by zero')"), "doctor", cwd=tmp_path)
     assert answer.returncode == 70
-    assert answer.stderr.startswith(
-        "Error: This is a bug in Headway, not a mistake of yours: ZeroDivisionError: division by zero. The traceback"
-    )
+    assert answer.stderr.startswith("Error: This is a bug in Headway")
+    assert "ZeroDivisionError: division by zero" in answer.stderr
     assert len(answer.stderr.splitlines()) == 1
     log = Path(next(word for word in answer.stderr.split() if "headway-bug-" in word).rstrip(";"))
     assert "raise ZeroDivisionError" in log.read_text() or "ZeroDivisionError: division by zero" in log.read_text()
@@ -313,9 +312,7 @@ async def test_a_watch_waits_for_the_run_and_tells_it_line_by_line(
     with watching_status(server.url, broker.run, tmp_path) as watching:
         assert watching.stdout is not None
         assert watching.stderr is not None
-        assert (
-            "A learner claims its run once the stages before it are done. Waiting for it." in watching.stderr.readline()
-        )
+        assert "Waiting for it" in watching.stderr.readline()
         await claimed(broker)
         looks = [json.loads(watching.stdout.readline()) for _ in range(2)]
         watching.send_signal(signal.SIGINT)
@@ -351,15 +348,11 @@ async def test_status_of_an_unknown_run_lists_those_there_are(
     await claimed(broker)
     answer = headway("status", "--broker", server.url, "--run", "other", cwd=tmp_path)
     assert answer.returncode == 1
-    assert answer.stderr == (
-        f"Error: No run other at {server.url}. Runs there: {broker.run}."
-        " A learner claims its run once the stages before it are done. --watch waits for it.\n"
-    )
+    assert answer.stderr.startswith(f"Error: No run other at {server.url}. Runs there: {broker.run}.")
+    assert "--watch" in answer.stderr
     answer = headway("scale", "+1", "--broker", server.url, "--run", "other", cwd=tmp_path)
-    assert answer.stderr == (
-        f"Error: No run other at {server.url}. Runs there: {broker.run}."
-        " A learner claims its run once the stages before it are done.\n"
-    )
+    assert answer.stderr.startswith(f"Error: No run other at {server.url}. Runs there: {broker.run}.")
+    assert "--watch" not in answer.stderr
 
 
 def test_one_algorithm_in_full(tmp_path: Path) -> None:

@@ -196,9 +196,7 @@ def test_a_stored_share_is_taken() -> None:
 
 
 def test_too_many_engines_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"16 engines on GPU 1, and 16 of them .* less than 0\.05 .* workers\.devices"
-    ):
+    with pytest.raises(ConfigError, match=r"16 engines on GPU 1, .* 0\.05 .* workers\.devices"):
         divided("workers.count=16", "workers.devices=[1]")
     answer = headway("run", "arithmetic.yaml", *ON_GPUS, "workers.count=16", "workers.devices=[1]", cwd=tmp_path)
     assert (answer.returncode, answer.stdout, list(tmp_path.iterdir())) == (1, "", [])

@@ -81,13 +81,11 @@ def test_all_unknown_keys_are_told_at_once_those_with_one_answer_in_one_line(
     (tmp_path / "own.yaml").write_text(RECIPE + "data: {truncation: error, train_batch_size: 64}\n")
     overrides = ["data.filter_overlong_prompts=True", "learner.stepz=3"]
     assert answer(["run", "own.yaml", *overrides]) == 1
-    assert capsys.readouterr().err.splitlines() == [
-        "Error: own.yaml has 4 unknown keys:",
-        "  data.truncation, data.filter_overlong_prompts. No prompt is cut: one that leaves no room for a response in"
-        " engine.max_model_len is passed over.",
-        "  data.train_batch_size; did you mean learner.groups_per_step? Both count prompts.",
-        "  learner.stepz; did you mean learner.steps?",
-    ]
+    first, no_cut, counted, misspelt = capsys.readouterr().err.splitlines()
+    assert first == "Error: own.yaml has 4 unknown keys:"
+    assert no_cut.startswith("  data.truncation, data.filter_overlong_prompts. No prompt is cut")
+    assert counted.startswith("  data.train_batch_size; did you mean learner.groups_per_step?")
+    assert misspelt == "  learner.stepz; did you mean learner.steps?"
 
 
 def test_a_whole_configuration_of_unknown_settings_is_told_in_short(tmp_path: Path) -> None:
@@ -106,6 +104,4 @@ def test_keys_of_headway_s_own_sections_are_answered_by_their_last_name(tmp_path
 
 def test_a_command_without_a_recipe_asks_for_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(["run", "data.train_batch_size=64", "trainer.save_freq=20"]) == 1
-    assert capsys.readouterr().err.startswith(
-        "Error: 'data.train_batch_size=64' stands where the recipe is to be named; overrides follow it. Give the path"
-    )
+    assert capsys.readouterr().err.startswith("Error: 'data.train_batch_size=64' stands where the recipe is")

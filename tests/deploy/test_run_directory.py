@@ -39,11 +39,8 @@ def test_an_existing_run_is_refused_and_both_ways_out_are_named(recipe: Recipe, 
     (prepare(recipe, resume=False, overwrite=False) / "metrics.jsonl").touch()
     with pytest.raises(ConfigError) as caught:
         prepare(recipe, resume=False, overwrite=False)
-    assert str(caught.value) == (
-        f"{tmp_path / 'mine'} already holds a run. Go on with it (--resume), start it anew and lose"
-        f" what it holds"
-        " (--overwrite), or choose another name (run.name=...)."
-    )
+    for part in (str(tmp_path / "mine"), "--resume", "--overwrite", "run.name"):
+        assert part in str(caught.value)
 
 
 def test_overwrite_empties_and_resume_keeps(recipe: Recipe) -> None:

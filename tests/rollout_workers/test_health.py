@@ -104,11 +104,9 @@ def test_others_that_only_wait_for_the_slow_worker_are_compared_by_the_little_th
 def test_the_verdict_on_a_slow_worker_names_its_figures() -> None:
     found = slowest({"a": EVEN, "b": EVEN, "c": GenerationRate(600, 60.0, 240.0)}, 60.0, 0.25)
     assert found is not None
-    assert found[1].reason == (
-        "it generates 2.5 tokens/s and request, 10% of the median 25 of the 3 busy workers of its pool, and 10 tokens/s"
-        " in all, where their median is 100; less than 25% of both over 60 s sets a worker aside (workers.slow_factor,"
-        " workers.slow_window_s)"
-    )
+    for part in ("2.5 tokens/s", "10% of the median 25 of the 3", "10 tokens/s", "100", "25%", "60 s"):
+        assert part in found[1].reason
+    assert "(workers.slow_factor, workers.slow_window_s)" in found[1].reason
 
 
 def test_a_pool_in_which_nobody_makes_a_token_has_no_slow_worker() -> None:

@@ -189,9 +189,8 @@ def test_a_summary_that_is_older_than_the_steps_is_not_shown(tmp_path: Path) -> 
     run = pictured(directory)
     assert (run["summary"]["steps"], run["summary"]["trained_trajectories"]) == (6, 6)
     assert not {"generated_tokens", "worker_restarts"} & set(run["summary"])
-    assert run["notes"] == [
-        "summary.json is older than the last steps, so these figures were computed from the other files."
-    ]
+    (note,) = run["notes"]
+    assert note.startswith("summary.json is older")
 
 
 def test_a_run_that_a_process_holds_is_running_and_a_report_leaves_no_trace(tmp_path: Path) -> None:
