@@ -20,7 +20,8 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.throughput import checkpoint, isolated
-from benchmarks.throughput.results import last_words
-from benchmarks.throughput.shapes import shape_of
 from headway.broker.schema import Lease, Prompt, Trajectory, TrajectoryId, WeightVersion
 from headway.broker.wire.codec import decode_trajectory, encode_trajectory
 from headway.learner.backends import open_backend
@@ -45,6 +43,10 @@ from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.base import Engine, GenerationRequest
 from headway.rollout_workers.samples.generation import generate
 from headway.rollout_workers.samples.recorder import Recorder
+
+from . import command
+from .models import shape_of, written
+from .processes import isolated, last_words
 
 SCALE = 0.05
 """The standard deviation of every matrix."""
@@ -192,55 +194,50 @@ def main() -> int:
     options = _parse()
     results: dict[str, Any] = {}
     failed: dict[str, str] = {}
-    for shape_name in options.shape:
-        shape = shape_of(shape_name, options.layers)
-        directory = checkpoint.folder(options.models, f"wide-{shape_name}", shape)
-        checkpoint.write_isolated(shape, directory, options.device, options.timeout_s, SCALE)
-        for engine, quantization in _engines(options):
+    for shape in options.shape:
+        device = options.device
+        model = written(shape, options.layers, models=options.models, device=device, scale=SCALE)
+        quantizations = ("", options.quantization) if options.quantization else ("",)
+        for engine, quantization in product(options.engine, quantizations):
+            if quantization and engine != "vllm":
+                continue
+            name = " ".join(filter(None, [shape, engine, quantization]))
             with tempfile.TemporaryDirectory(prefix="headway-agreement-") as samples:
                 settings = {
-                    "model": str(directory),
-                    "has_experts": bool(shape.experts),
+                    "model": str(model),
+                    "has_experts": bool(shape_of(shape).experts),
                     "samples": str(Path(samples, "trajectories")),
-                    "device": options.device,
+                    "device": device,
                     "prompts": options.prompts,
                     "tokens": options.tokens,
                     "quantization": quantization,
                 }
-                name = " ".join(filter(None, [shape_name, engine, quantization]))
-                steps = [(name, "sample", engine)]
-                steps += [(f"{name} {backend}", "compare", backend) for backend in options.backend]
-                for label, function, kind in steps:
+                steps = [("sample", engine), *(("compare", backend) for backend in options.backend)]
+                for function, kind in steps:
                     order = {"kind": kind, **settings}
-                    outcome = isolated.run(f"benchmarks.agreement:{function}", order, 1, options.timeout_s)
+                    outcome = isolated(f"benchmarks.agreement:{function}", order, 1, options.timeout_s)
+                    label = f"{name} {kind}" if function == "compare" else name
+                    command.tell(f"{label}: {outcome.get('error') or json.dumps(outcome['result'])}")
                     if "error" in outcome:
                         failed[label] = last_words(outcome)
-                        print(f"{label}: {outcome['error']}", file=sys.stderr, flush=True)
                         if function == "sample":
                             break
                     elif function == "compare":
                         results[label] = outcome["result"]
-                        print(f"{label}: {json.dumps(outcome['result'])}", file=sys.stderr, flush=True)
-    print(json.dumps({"device": options.device, "dtype": "bfloat16", **results, "failed": failed}))
-    return int(bool(failed))
-
-
-def _engines(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """Yield engines and their quantization."""
-    for engine in options.engine:
-        yield engine, ""
-        if options.quantization and engine == "vllm":
-            yield engine, options.quantization
+    return command.finish({"device": options.device, "dtype": "bfloat16", **results, "failed": failed}, failed)
 
 
 def _parse() -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
     has_megatron = importlib.util.find_spec("megatron") is not None
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", type=_names, default="qwen3-0.6b,moe-2.4b" if on_gpu else "toy,toy-moe")
+    shapes, engines = (
+        (["qwen3-0.6b", "moe-2.4b"], ["embedded", "vllm"]) if on_gpu else (["toy", "toy-moe"], ["embedded"])
+    )
+    parser = command.parser(__doc__, "agreement")
+    parser.add_argument("--shape", type=command.names, default=shapes)
     parser.add_argument("--layers", type=int, default=0, help="0: as many as the shape has")
-    parser.add_argument("--engine", type=_names, default="embedded,vllm" if on_gpu else "embedded")
-    parser.add_argument("--backend", type=_names, default="fsdp,megatron" if has_megatron else "fsdp")
+    parser.add_argument("--engine", type=command.names, default=engines)
+    parser.add_argument("--backend", type=command.names, default=["fsdp", "megatron"] if has_megatron else ["fsdp"])
     parser.add_argument("--quantization", default="", help="of vLLM, such as fp8, beside none")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256 if on_gpu else 64, help="of every response")
@@ -248,10 +245,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--timeout-s", type=float, default=300.0, help="of one process")
     parser.add_argument("--models", type=Path, help="default: in memory if it has room, else the temporary folder")
     return parser.parse_args()
-
-
-def _names(text: str) -> list[str]:
-    return text.split(",")
 
 
 if __name__ == "__main__":

@@ -14,11 +14,12 @@ A line is one of: trains (with the figures), refused (before a process of a run 
 
 import argparse
 import asyncio
-import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,6 @@ import msgspec
 import numpy as np
 import torch
 
-from benchmarks.throughput import isolated
-from benchmarks.throughput.results import last_words
 from headway.broker.errors import HeadwayError
 from headway.broker.schema import WeightVersion
 from headway.learner.backends import open_backend
@@ -45,6 +44,9 @@ from headway.rollout_workers.engines.base import Engine, GenerationRequest
 from headway.rollout_workers.model_download import write_model
 from headway.rollout_workers.samples.generation import generate
 from headway.rollout_workers.samples.recorder import Recorder
+
+from . import command
+from .processes import isolated, last_words
 
 BOUND = EXACT
 """The largest mean difference that counts as agreement."""
@@ -214,38 +216,22 @@ def _train(backend: Backend, sampled: Sequence[PackableSequence]) -> None:
 def main() -> int:
     """Return the exit code: 1 if an architecture neither trains nor is refused."""
     options = _parse()
-    results: dict[str, dict[str, Any]] = {}
-    for name, engine in _asked(options):
+    results: dict[str, dict[str, Any]] = {engine: {} for engine in options.engine}
+    for engine, name in product(options.engine, options.names or every()):
         order = {"architecture": name, "engine": engine}
-        outcome = isolated.run("benchmarks.architectures:measured", order, 1, options.timeout_s)
+        outcome = isolated("benchmarks.architectures:measured", order, 1, options.timeout_s)
         line = outcome.get("result") or {"outcome": "failed", "words": last_words(outcome)}
-        results.setdefault(engine, {})[name] = line
-        print(_shown(name, engine, line), file=sys.stderr, flush=True)
-    counts = {
-        engine: {
-            kind: sum(one["outcome"] == kind for one in lines.values()) for kind in ("trains", "refused", "failed")
-        }
-        for engine, lines in results.items()
-    }
-    print(json.dumps({"bound": BOUND, "counts": counts, **results}))
-    return int(any(one["failed"] for one in counts.values()))
-
-
-def _asked(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    for engine in options.engine:
-        for name in options.names or every():
-            yield name, engine
-
-
-def _shown(name: str, engine: str, line: dict[str, Any]) -> str:
-    what = f"mean {line['mean']:.1e}, worst {line['max']:.1e}" if "mean" in line else line["words"][:150]
-    return f"| {name} | {engine} | {line['outcome']} | {what} |"
+        results[engine][name] = line
+        what = f"mean {line['mean']:.1e}, worst {line['max']:.1e}" if "mean" in line else line["words"][:150]
+        command.tell(f"| {name} | {engine} | {line['outcome']} | {what} |")
+    counts = {engine: Counter(one["outcome"] for one in lines.values()) for engine, lines in results.items()}
+    return command.finish({"bound": BOUND, "counts": counts, **results}, any(one["failed"] for one in counts.values()))
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.parser(__doc__, "architectures")
     parser.add_argument("names", nargs="*", help="types of models, such as llama; all by default")
-    parser.add_argument("--engine", type=lambda text: text.split(","), default=["embedded"])
+    parser.add_argument("--engine", type=command.names, default=["embedded"])
     parser.add_argument("--timeout-s", type=float, default=300.0)
     return parser.parse_args()
 

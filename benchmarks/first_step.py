@@ -22,7 +22,6 @@ import importlib.util
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -34,10 +33,9 @@ from typing import Any
 
 import psutil
 
-from benchmarks.gpus import NO_MULTICAST
-from benchmarks.learns.parts import placement
-from benchmarks.throughput import checkpoint
-from benchmarks.throughput.shapes import shape_of
+from . import command
+from .gpus import NO_MULTICAST, placement
+from .models import written
 
 LOOK_S = 0.05
 STEPS = 2
@@ -73,26 +71,23 @@ CACHES = {"VLLM_CACHE_ROOT": "vllm", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTO
 def main() -> int:
     """Measure all runs, as the command line says. Return the exit code: 1 if one failed."""
     options = _parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the run ends too, as at Ctrl-C
+    command.end_children_at_sigterm()
     overrides = ["stages=[{kind: rl}]", "learner.steps=1000", "evaluation.prompts=0", *options.overrides]
     if options.gpus:
-        overrides = [*placement(options.gpus, 1, options.workers_per_gpu), *overrides]
+        overrides = [*placement(options.gpus, options.workers_per_gpu), *overrides]
     if options.shape:
-        shape = shape_of(options.shape)
-        directory = checkpoint.folder(None, options.shape, shape)
-        checkpoint.write_isolated(shape, directory, "cuda" if options.gpus else "cpu", 300.0)
+        directory = written(options.shape, device="cuda" if options.gpus else "cpu")
         overrides = [f"model.path={directory}", *overrides]
     environment = {**os.environ, **NO_MULTICAST, "VLLM_LOGGING_LEVEL": "INFO", **new_caches(options.caches)}
     runs = []
     for _ in range(options.runs):
         runs.append(_run(options.recipe, overrides, environment, options.timeout_s))
-        print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
+        command.tell(json.dumps(runs[-1]))
         if "error" in runs[-1]:
-            print(runs[-1]["error"], file=sys.stderr, flush=True)
+            command.tell(runs[-1]["error"])
             break
     found = {"recipe": options.recipe, "gpus": options.gpus, "cores": os.cpu_count(), "has_bytecode": _has_bytecode()}
-    print(json.dumps({**found, "overrides": overrides, "runs": runs}))
-    return int("error" in runs[-1])
+    return command.finish({**found, "overrides": overrides, "runs": runs}, "error" in runs[-1])
 
 
 def new_caches(directory: Path | None) -> dict[str, str]:
@@ -115,12 +110,12 @@ def _run(recipe: str, overrides: list[str], environment: dict[str, str], timeout
     """Return what is known of one run."""
     with tempfile.TemporaryDirectory(prefix="headway-first-step-") as directory:
         run = Path(directory, "run")
-        command = [sys.executable, "-m", "headway", "run", recipe, f"run.directory={directory}", "run.name=run"]
+        started = [sys.executable, "-m", "headway", "run", recipe, f"run.directory={directory}", "run.name=run"]
         words = Path(directory, "words")
         with (
             words.open("w") as told,
             subprocess.Popen(
-                [*command, *overrides], stdout=subprocess.DEVNULL, stderr=told, env=environment
+                [*started, *overrides], stdout=subprocess.DEVNULL, stderr=told, env=environment
             ) as process,
         ):
             seen = _Seen(run, psutil.Process(process.pid))
@@ -222,7 +217,7 @@ FIRST = ("take_s", "train_s", "publish_s", "step_s", "time_s")
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.parser(__doc__, "first_step")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--recipe", default="arithmetic-vllm.yaml")
     parser.add_argument("--shape", default="", help="of random weights; empty: the recipe's own model")

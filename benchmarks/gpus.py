@@ -1,19 +1,20 @@
-"""The GPUs of this process: their names, ways to share them, and their use during the steps that count."""
+"""The GPUs of this process: their names, ways to share them, and their use."""
 
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from pathlib import Path
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from statistics import fmean
 
-from benchmarks.repeated import repeated
+from .processes import repeated
 
-LOOK_S = 0.2
+LOOK_S = 0.5
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 """The environment of processes that leave NVLink's multicast alone, which not every machine lends."""
+Look = tuple[float, list[float]]
+"""A time of the clock, and the use of each GPU in per cent."""
 
 
 def gpu_names(count: int) -> list[str]:
@@ -33,26 +34,13 @@ def on_host(name: str) -> dict[str, str]:
     return {"NCCL_HOSTID": name}
 
 
-@dataclass
-class Utilization:
-    """For each GPU, the share of time in which any kernel ran while the counted steps were made."""
-
-    metrics: Path
-    first: int
-    """The number of steps before those that count."""
-    steps: int
-    gpus: int
-    seen: list[list[float]] = field(default_factory=list)
-
-    def look(self) -> None:
-        """Take a look. It does nothing where there is no GPU, or the counted steps have not begun."""
-        done = self.metrics.read_text().count("\n") if self.metrics.exists() else 0
-        if self.first <= done < self.steps:
-            self.seen.append(gpu_use(gpu_names(self.gpus)))
-
-    def mean(self) -> list[float]:
-        """Return the mean, by GPU."""
-        return [round(fmean(of_one) / 100, 3) for of_one in zip(*self.seen, strict=True)]
+def placement(gpus: int, per_gpu: int = 1) -> tuple[str, ...]:
+    """Return overrides that put the learner on the first GPU, and so many workers on each of the others."""
+    if gpus < 2:
+        return ("workers.count=1",) if gpus else ("learner.device=cpu", "engine.kind=embedded", "engine.device=cpu")
+    others = gpu_names(gpus)[1:] * per_gpu
+    devices = f"workers.devices=[{','.join(others)}]"
+    return (f"workers.count={len(others)}", devices, "engine.options.gpu_memory_utilization=0.8")
 
 
 def gpu_use(names: Sequence[str]) -> list[float]:
@@ -63,6 +51,16 @@ def gpu_use(names: Sequence[str]) -> list[float]:
     return [float(line) for line in subprocess.run(query, capture_output=True, text=True).stdout.splitlines()]
 
 
-def watching(utilization: Utilization) -> AbstractContextManager[None]:
-    """Look at it until the end of the block."""
-    return repeated(utilization.look, LOOK_S)
+@contextmanager
+def looking(gpus: int) -> Iterator[list[Look]]:
+    """Look at the first GPUs until the end of the block; what was seen stands in the list that it gives."""
+    seen: list[Look] = []
+    names = gpu_names(gpus)
+    with repeated(lambda: seen.append((time.time(), gpu_use(names))), LOOK_S) if gpus else nullcontext():
+        yield seen
+
+
+def idle(seen: Sequence[Look], first: float, last: float) -> list[float] | None:
+    """Return the share of time without a kernel between two times of the clock, by GPU; None if nothing was seen."""
+    uses = [use for at, use in seen if first <= at <= last and use]
+    return [round(1 - fmean(of_one) / 100, 3) for of_one in zip(*uses, strict=True)] if uses else None

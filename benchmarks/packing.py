@@ -15,8 +15,6 @@ the last line is one JSON object.
     plan_s            processor seconds of one plan, the median of three
 """
 
-import argparse
-import json
 import math
 import statistics
 import sys
@@ -30,6 +28,8 @@ from numpy.typing import NDArray
 from headway.learner.batching.cost import CostModel
 from headway.learner.batching.packing import Plan, plan
 from headway.learner.models.shape import shape_of
+
+from . import command
 
 SHORTEST, LONGEST = 32, 16384
 ROUNDS = 3
@@ -116,8 +116,9 @@ def _rows(lengths: Sequence[int] | NDArray[np.int64], budget: int) -> Iterator[t
     yield rows, longest
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    """Measure all cases."""
+    parser = command.parser(__doc__, "packing")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1_000, 10_000, 100_000])
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--budgets", type=int, nargs="+", default=[16_384, 32_768])
@@ -126,14 +127,14 @@ def main() -> None:
     for name, count, replicas, budget in product(DISTRIBUTIONS, options.sequences, options.replicas, options.budgets):
         case: dict[str, object] = {"lengths": name, "sequences": count, "replicas": replicas, "budget": budget}
         case |= measure(DISTRIBUTIONS[name](count), replicas, budget, cost)
-        print(" ".join(f"{key} {_shown(value)}" for key, value in case.items()), file=sys.stderr)
+        command.tell(
+            " ".join(
+                f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in case.items()
+            )
+        )
         cases.append(case)
-    print(json.dumps({"cases": cases}))
-
-
-def _shown(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return command.finish({"cases": cases})
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,11 +9,12 @@ already are not run again: a comparison that was stopped goes on. The last line 
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from . import command
 
 if TYPE_CHECKING:
     from tests.learner.parity.finding import Finding
@@ -25,8 +26,7 @@ def main() -> int:
     out = options.out or Path("runs/parity") / f"{options.device}-{options.dtype}-{options.shape}"
     findings = _compare(options, out)
     summary = _summary(findings)
-    print(json.dumps({"directory": str(out), **summary}))
-    return 1 if summary["failed"] else 0
+    return command.finish({"directory": str(out), **summary}, summary["failed"])
 
 
 def _compare(options: argparse.Namespace, out: Path) -> "list[Finding]":
@@ -43,7 +43,7 @@ def _compare(options: argparse.Namespace, out: Path) -> "list[Finding]":
     for finding in comparison.run(cases):
         findings.append(finding)
         words = "; ".join(problem.strip() for problem in finding.problems) or "equal"
-        print(f"{len(findings)}/{len(cases)} {finding.name} {finding.seconds} s: {words}", file=sys.stderr, flush=True)
+        command.tell(f"{len(findings)}/{len(cases)} {finding.name} {finding.seconds} s: {words}")
     return findings
 
 
@@ -70,25 +70,15 @@ def _rounded(deviations: dict[str, float]) -> dict[str, float]:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.parity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--backend", type=_names, default=["fsdp", "megatron"], metavar="B,...")
-    parser.add_argument("--model", type=_names, default=["qwen3", "llama", "qwen3_moe"], metavar="NAME,...")
-    parser.add_argument("--processes", type=_numbers, default=[1, 2, 4], metavar="N,...")
+    parser = command.parser(__doc__, "parity")
+    parser.add_argument("--backend", type=command.names, default=["fsdp", "megatron"], metavar="B,...")
+    parser.add_argument("--model", type=command.names, default=["qwen3", "llama", "qwen3_moe"], metavar="NAME,...")
+    parser.add_argument("--processes", type=command.numbers, default=[1, 2, 4], metavar="N,...")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--shape", choices=["toy", "small"], default="toy", help="widths of 32 or 512")
     parser.add_argument("--out", type=Path, help="default: runs/parity/DEVICE-DTYPE-SHAPE")
     return parser.parse_args()
-
-
-def _names(text: str) -> list[str]:
-    return text.split(",")
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
 
 
 if __name__ == "__main__":

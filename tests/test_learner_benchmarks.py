@@ -1,36 +1,25 @@
-"""The learner's benchmarks run, train the same thing in every case, and survive a case that dies."""
+"""The learner's benchmarks run, and survive a case that dies."""
 
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks import models
+from benchmarks.kernel_times import summary
+from benchmarks.models import SHAPES, step_flops
 from benchmarks.peer_losses.__main__ import difference
 from benchmarks.peer_losses.imitated import imitated
 from benchmarks.peer_losses.ours import composed
 from benchmarks.peer_losses.sample import draw
-from benchmarks.prefix_trees import doubled_pairs, samples
-from benchmarks.stage_throughput.data import write as write_records
-from benchmarks.stage_throughput.order import Order as StageOrder
-from benchmarks.stage_throughput.order import Task
-from benchmarks.stage_throughput.ours import measure_ordered as measure_stage
-from benchmarks.throughput import checkpoint, isolated
-from benchmarks.throughput.case import Case
-from benchmarks.throughput.kernel_groups import summary
-from benchmarks.throughput.leaks import leak_of
-from benchmarks.throughput.names import stands_for
-from benchmarks.throughput.results import Results, last_words
-from benchmarks.throughput.rows import packed_rows, padded_rows
-from benchmarks.throughput.shapes import SHAPES, step_flops
-from benchmarks.throughput.workload import long_tailed_lengths, sequences
-from headway.learner.batching.packing import PackableSequence, concatenate
+from benchmarks.processes import isolated
+from benchmarks.throughput import Workload, doubled_pairs, samples
+from headway.learner.batching.packing import concatenate
 from headway.learner.config import ModelConfig
 from headway.learner.models.model import load_config, load_tokenizer
 
@@ -39,19 +28,12 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with both toys."""
     directory = tmp_path_factory.mktemp("models")
     for name in ("toy", "toy-moe"):
-        checkpoint.write(SHAPES[name], checkpoint.folder(directory, name, SHAPES[name]), "cpu")
+        models.write(SHAPES[name], models.folder(directory, name, SHAPES[name]), "cpu")
     return directory
-
-
-def toy(models: Path, name: str = "toy") -> tuple[Any, dict[str, Any]]:
-    """Return the model in fp32, and the report of transformers about its loading."""
-    path = checkpoint.folder(models, name, SHAPES[name])
-    model, said = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
-    return model, said
 
 
 def last_line(*command: str, code: int = 0) -> Any:
@@ -62,11 +44,12 @@ def last_line(*command: str, code: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("name", ["toy", "toy-moe"])
-def test_random_weights_are_a_whole_checkpoint(models: Path, name: str) -> None:
-    model, said = toy(models, name)
+def test_random_weights_are_a_whole_checkpoint(folder: Path, name: str) -> None:
+    path = models.folder(folder, name, SHAPES[name])
+    model, said = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
     assert not any(said[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert 0.01 < model.get_output_embeddings().weight.std() < 0.03
-    given = ModelConfig(path=str(checkpoint.folder(models, name, SHAPES[name])))
+    given = ModelConfig(path=str(path))
     assert load_config(given).rope_parameters["rope_theta"] == 1e6
     assert load_tokenizer(given).decode(load_tokenizer(given)("12+3").input_ids) == "12+3"
 
@@ -88,111 +71,40 @@ def test_attention_counts_half_of_every_square() -> None:
 
 
 def test_lengths_have_a_long_tail() -> None:
-    lengths = sorted(long_tailed_lengths(10_000, 1024, 16384))
+    drawn = Workload(lengths=(1024, 16384), samples=10_000).draw(50)
+    lengths = sorted(len(one.token_ids) for one in drawn)
     assert lengths[5000] == pytest.approx(1024, rel=0.05)
     assert (lengths[0], lengths[-1]) == (32, 16384)
     assert sum(lengths) / 10_000 > 1.4 * 1024
 
 
-def alone_logprobs(model: Any, sequence: PackableSequence) -> torch.Tensor:
-    """Return the logprobs of one sequence in a row of its own; 0 for its first token."""
-    token_ids_L = torch.from_numpy(sequence.token_ids).long()
-    logprobs_LV = model(input_ids=token_ids_L[None]).logits[0].log_softmax(-1)
-    return torch.nn.functional.pad(logprobs_LV[:-1].gather(1, token_ids_L[1:, None])[:, 0], (1, 0))
-
-
-@pytest.mark.parametrize("rows", [None, 1, 3])
-def test_padded_and_packed_rows_have_the_same_logprobs(models: Path, rows: int | None) -> None:
-    model, given = toy(models)[0], sequences([7, 12, 5, 20, 3], SHAPES["toy"].vocabulary)
-    padded = padded_rows(given, 40, rows, 0, 1)
-    sizes = {None: [(3, 12), (2, 20)], 1: [(1, 7), (1, 12), (1, 5), (1, 20), (1, 3)], 3: [(3, 12), (2, 20)]}
-    assert [tuple(one.token_ids_BL.shape) for one in padded] == sizes[rows]
-    (packed,) = packed_rows(given, 1000, 0, 1)
-    alone = torch.cat([alone_logprobs(model, sequence) for sequence in given])
-    torch.testing.assert_close(packed.logprobs(model, CPU), alone, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(torch.cat([one.logprobs(model, CPU) for one in padded]), alone, atol=1e-5, rtol=1e-5)
-
-
-def test_every_rank_has_as_many_rows() -> None:
-    given = sequences([7, 12, 5, 20, 3], 50)
-    shares = [padded_rows(given, 40, 2, rank, 2) for rank in range(2)]
-    assert [[one.is_real for one in share] for share in shares] == [[True, True], [True, False]]
-    assert sum(one.batch.num_tokens for share in shares for one in share) == 47
-
-
-def test_a_leak_between_packed_sequences_is_seen(models: Path) -> None:
-    model, given = toy(models)[0], sequences([9, 12, 40], SHAPES["toy"].vocabulary)
-
-    def leaky(position_ids: torch.Tensor, **inputs: Any) -> Any:
-        return model(position_ids=torch.arange(position_ids.shape[1])[None], **inputs)
-
-    assert not leak_of(model, given, CPU)["leaks"]
-    assert leak_of(leaky, given, CPU)["leaks"]
-
-
 def test_what_happens_in_a_case_stays_there() -> None:
-    assert isolated.run("math:sqrt", 4.0, 1, 60) == {"result": 2.0}
-    assert "ValueError" in isolated.run("math:sqrt", -1.0, 1, 60)["error"]
-    assert "exit status -9" in isolated.run("signal:raise_signal", 9, 1, 60)["error"]
-    assert "stopped after 2 s" in isolated.run("time:sleep", 100, 1, 2)["error"]
+    assert isolated("math:sqrt", 4.0, 1, 60) == {"result": 2.0}
+    assert "ValueError" in isolated("math:sqrt", -1.0, 1, 60)["error"]
+    assert "exit status -9" in isolated("signal:raise_signal", 9, 1, 60)["error"]
+    assert "stopped after 2 s" in isolated("time:sleep", 100, 1, 2)["error"]
 
 
 def test_the_first_of_several_ranks_answers() -> None:
-    assert isolated.run("os:getenv", "RANK", 2, 120) == {"result": "0"}
-
-
-def test_a_case_that_failed_is_tried_again_and_one_with_figures_is_not(tmp_path: Path) -> None:
-    case = Case(name="fsdp", shape="toy")
-    failed, measured, known = (
-        Results(tmp_path).measured(case, function, 1, 60) for function in ("math:sqrt", "builtins:len", "math:sqrt")
-    )
-    assert last_words(failed).startswith("TypeError")
-    assert measured["result"] == 1
-    assert known == measured
-    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 2
-
-
-def test_short_names_stand_for_several_cases() -> None:
-    assert stands_for("fsdp,transformers-packed,fsdp") == [
-        "fsdp",
-        "transformers-packed-sdpa",
-        "transformers-packed-flex",
-    ]
-    with pytest.raises(ValueError, match="transformers-padded-0"):
-        stands_for("fsdp,transformers-padded-0")
+    assert isolated("os:getenv", "RANK", 2, 120) == {"result": "0"}
 
 
 @pytest.mark.slow
-def test_all_cases_train_the_same(models: Path, tmp_path: Path) -> None:
-    cases = "fsdp,transformers-padded-2"
-    common = ("benchmarks.throughput", "--shape", "toy", "--device", "cpu", "--models", str(models))
-    sizes = ("--sequences", "5", "--median-tokens", "30", "--longest-tokens", "60", "--micro-batch-tokens", "64")
-    steps = ("--steps", "1", "--warm-up-steps", "0", "--profile", "--output", str(tmp_path))
-    result = last_line(*common, *sizes, *steps, "--cases", cases)
-
-    assert list(result["cases"]) == cases.split(",")
-    assert (result["failed"], result["best_baseline"] in result["cases"]) == ({}, True)
-    text = (tmp_path / "results.jsonl").read_text()
-    lines = [json.loads(line)["result"] for line in text.splitlines()]
-    for line in lines:
-        assert (line["loss"], line["grad_norm"]) == pytest.approx((lines[0]["loss"], lines[0]["grad_norm"]), rel=1e-2)
-        assert line["profile"]["operators"]
-        assert line["tokens_per_s"] == pytest.approx(line["tokens"] / line["step_s"], rel=0.01)
-
-    assert last_line(*common, *sizes, *steps, "--cases", cases) == result, "nothing is measured twice"
-    assert (tmp_path / "results.jsonl").read_text() == text
-
-
-@pytest.mark.slow
-def test_prefix_trees_are_measured(models: Path) -> None:
-    command = ("benchmarks.prefix_trees", "--shape", "toy", "--device", "cpu", "--models", str(models))
-    sizes = ("--groups", "1,4", "--prompts", "16", "--responses", "8", "--samples", "8", "--repeats", "1")
-    alone, shared = last_line(*command, *sizes)["cases"]
+def test_the_learner_is_measured_with_and_without_shared_prompts(folder: Path) -> None:
+    place = ("benchmarks.throughput", "--shape", "toy", "--device", "cpu", "--models", str(folder))
+    sizes = ("--groups", "1,4", "--prompts", "16", "--responses", "8", "--samples", "8", "--whole", "64")
+    steps = ("--steps", "1", "--warm-ups", "0", "--tokens", "512", "--sharing", "never,auto,always")
+    result = last_line(*place, *sizes, *steps)
+    whole, alone, shared = result["fsdp"]
+    assert (whole["never"]["tokens"], whole["samples"], result["failed"]) == (512, 8, {})
     assert alone["times_faster_auto"] == alone["times_faster_always"] == "the rows of never"
     for setting in ("auto", "always"):
         assert shared[setting]["grad_norm"] == pytest.approx(shared["never"]["grad_norm"], rel=1e-3)
     assert shared["never"]["computed"] == shared["never"]["tokens"] == shared["always"]["tokens"]
     assert shared["auto"]["computed"] < 0.7 * shared["auto"]["tokens"]
+    assert alone["never"]["tokens_per_s"] == pytest.approx(
+        alone["never"]["tokens"] / alone["never"]["update_s"], rel=0.01
+    )
 
 
 def test_what_a_row_computes_is_counted_with_and_without_shared_tokens() -> None:
@@ -241,28 +153,3 @@ def test_where_no_peer_is_installed_the_comparison_says_how_to() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert "`make peer-losses` installs verl and TRL" in done.stderr
-
-
-@pytest.mark.parametrize("task", ["sft", "dpo"])
-def test_a_stages_speed_is_of_all_tokens_that_it_trains(models: Path, tmp_path: Path, task: Task) -> None:
-    path, output = tmp_path / "records.jsonl", checkpoint.folder(models, "toy", SHAPES["toy"])
-    mean = write_records(path, task, count=8, median=1 << 20, longest=64)  # all equally long
-    order = StageOrder(
-        name="headway",
-        task=task,
-        model=str(output),
-        data=str(path),
-        records_per_step=4,
-        longest_tokens=64,
-        mean_tokens=mean,
-        micro_batch_tokens=128,
-        steps=1,
-        warm_up_steps=1,
-        device="cpu",
-    )
-    figures = measure_stage(msgspec.to_builtins(order))
-    assert figures["tokens_per_step"] == pytest.approx(4 * mean, rel=0 if task == "sft" else 0.2)
-    assert figures["tokens_per_s"] * figures["step_s"] == pytest.approx(figures["tokens_per_step"], rel=0.01)
-    assert figures["first_loss"] == pytest.approx(
-        {"sft": math.log(SHAPES["toy"].vocabulary), "dpo": math.log(2)}[task], rel=0.01
-    )

@@ -1,55 +1,48 @@
 """The contestants: Headway, both trainers of TRL, the synchronous one with each of its settings, and verl. Each runs in
-its own processes, and one evaluator measures all models."""
+its own processes, one evaluator measures all models, and figures of runs that have ended are kept."""
 
 import json
 import os
-import resource
 import shutil
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from benchmarks.gpus import gpu_names
-from benchmarks.learns.parts import finish
+from benchmarks.gpus import gpu_names, idle, looking
+from benchmarks.processes import ROOT, finish_group, headway
 from headway.broker.errors import ConfigError
-from headway.deploy.run.stage_output import is_complete
+from headway.deploy.run.atomic_files import replace_file
+from headway.deploy.run.stage_output import is_complete, is_of
 
 from . import of_headway, of_trl_async, of_verl
 from .figures import FIRST, Figures
-from .gpu_idle import idle, looking
 from .of_trl import TrlOrder, TrlSetting
-from .processes import finish_group
-from .race import LONG_TAILED, Race
+from .race import HEADWAY, LONG_TAILED, Race
 
-ROOT = Path(__file__).parents[2]
-"""The project."""
 BESIDE_ON_CPU = "trl-all-threads-eager-experts"
 """One more contestant where the task's model has experts, as it has on CPUs: TRL's fastest setting there."""
 TRL = {
     "trl-1-thread": TrlSetting(threads=1),
     "trl-all-threads": TrlSetting(),
-    **{f"trl-1-thread-{count}-micro-batches": TrlSetting(threads=1, micro_batches=count) for count in (4, 8, 16, 32)},
-    **{f"trl-all-threads-{count}-micro-batches": TrlSetting(micro_batches=count) for count in (2, 4, 8)},
-    "trl-1-thread-continuous": TrlSetting(threads=1, continuous_batching=True),
-    "trl-1-thread-eager-experts": TrlSetting(threads=1, model={"experts_implementation": "eager"}),
+    "trl-all-threads-8-micro-batches": TrlSetting(micro_batches=8),
     BESIDE_ON_CPU: TrlSetting(model={"experts_implementation": "eager"}),
-    "trl-1-thread-batched-experts": TrlSetting(threads=1, model={"experts_implementation": "batched_mm"}),
 }
 """TRL's settings, by the name of their runs."""
-DEFAULT = (of_headway.NAME, "trl-1-thread", "trl-all-threads")
+DEFAULT = (HEADWAY, "trl-1-thread", "trl-all-threads")
 """The contestants that race unless the user names others."""
-LONG_TAILED_ON_GPUS = (of_headway.NAME, "trl-all-threads-8-micro-batches")
+LONG_TAILED_ON_GPUS = (HEADWAY, "trl-all-threads-8-micro-batches")
 """Those of the long-tailed task on GPUs, where larger passes of TRL's run out of memory."""
-ON_TWO = (of_trl_async.NAME, *(name for name, one in of_verl.SETTINGS.items() if one.mode == of_verl.ASYNC))
-"""The contestants whose trainer has one GPU and whose server has another."""
 LOOPBACK = "127.0.0.1"
 """The address at which a peer's processes meet: all are on this machine, which may have no other."""
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", LOOPBACK)
-NAMES = (of_headway.NAME, *TRL, of_trl_async.NAME, *of_verl.SETTINGS)
+NAMES = (HEADWAY, *TRL, of_trl_async.NAME, of_verl.NAME)
+REMEDY = "give another --output, or the same task and settings"
 
 
 def default(gpus: int, task: str) -> tuple[str, ...]:
@@ -61,9 +54,9 @@ def default(gpus: int, task: str) -> tuple[str, ...]:
 
 def lacking(name: str, gpus: int) -> str:
     """Return why a contestant cannot race on so many GPUs; empty if it can."""
-    if name in ON_TWO and gpus != 2:
+    if name == of_trl_async.NAME and gpus != 2:
         return f"{name} trains on one GPU and generates on another: it needs --gpus 2"
-    if name in of_verl.SETTINGS and gpus == 0:
+    if name == of_verl.NAME and gpus == 0:
         return f"{name} generates with vLLM on GPUs only: it needs --gpus 1 or 2"
     return ""
 
@@ -75,10 +68,9 @@ def warm_up(race: Race, timeout_s: float) -> None:
     """
     if not is_complete(race.model):
         place = (f"run.directory={race.output}", f"run.name={race.model.name}")
-        # No evaluation: the race measures the model itself.
+        # No evaluation: the race measures models itself.
         others = (*race.all_overrides, *place, "evaluation.prompts=0")
-        command = ["sft", race.recipe, "--output", str(race.model), *others]
-        finish(command, race.model, timeout_s)
+        headway(["sft", race.recipe, "--output", str(race.model), *others], timeout_s)
 
 
 def copy_warm_up(race: Race, output: Path) -> None:
@@ -97,41 +89,82 @@ def copy_warm_up(race: Race, output: Path) -> None:
 
 
 def run(name: str, race: Race, python: Path, timeout_s: float) -> Figures:
-    """Make a contestant's run anew; `python` is an interpreter that has TRL. The model is not measured yet.
+    """Make a contestant's run anew; `python` is an interpreter that has the peer. The model is not measured yet.
 
     Raises CalledProcessError or TimeoutExpired, its output on stderr.
     """
-    before, began = _processor_s(), time.time()
+    began = time.time()
     with looking(race.gpus) as seen:
-        if name == of_headway.NAME:
+        if name == HEADWAY:
             figures, model = of_headway.drive(race, timeout_s)
-        elif name in of_verl.SETTINGS:
-            figures, model = of_verl.drive(name, race, python, timeout_s)
+        elif name == of_verl.NAME:
+            figures, model = of_verl.drive(race, python, timeout_s)
         else:
             figures, model = _drive_trl(name, race, python, timeout_s)
-    samples = len(figures.rewards) * race.samples_per_step
     first = figures.ends_s[min(FIRST, len(figures.ends_s) - 1) - 1]
-    return msgspec.structs.replace(
-        figures,
-        gpu_idle=idle(seen, began + first, began + figures.ends_s[-1]),
-        processor_ms_per_sample=round(1000 * (_processor_s() - before) / samples, 2),
-        model=str(model),
-    )
+    gpu_idle = idle(seen, began + first, began + figures.ends_s[-1])
+    return msgspec.structs.replace(figures, gpu_idle=gpu_idle, model=str(model))
 
 
 def judged(figures: Figures, race: Race, timeout_s: float) -> Figures:
-    """Return the figures with the pass rate of their model. Raises CalledProcessError or TimeoutExpired."""
-    return msgspec.structs.replace(figures, pass_rate=pass_rate(race, Path(figures.model), timeout_s))
+    """Return the figures with the share of the recipe's held-out prompts that their model solves.
 
-
-def pass_rate(race: Race, model: Path, timeout_s: float) -> float:
-    """Return the share of the recipe's held-out prompts that a saved model solves, by Headway's embedded engine.
-
-    Raises CalledProcessError or TimeoutExpired.
+    Headway's embedded engine measures all. Raises CalledProcessError or TimeoutExpired.
     """
-    command = (sys.executable, "-m", "headway", "eval", race.recipe, *race.all_overrides, "--checkpoint", str(model))
-    done = subprocess.run([*command, "--json"], stdout=subprocess.PIPE, check=True, timeout=timeout_s)
-    return float(json.loads(done.stdout)["pass_rate"])
+    command = (sys.executable, "-m", "headway", "eval", race.recipe, *race.all_overrides)
+    checkpoint = ("--checkpoint", figures.model, "--json")
+    done = subprocess.run([*command, *checkpoint], stdout=subprocess.PIPE, check=True, timeout=timeout_s)
+    return msgspec.structs.replace(figures, pass_rate=float(json.loads(done.stdout)["pass_rate"]))
+
+
+def check(race: Race, names: Sequence[str]) -> None:
+    """Raise ConfigError if the output has a model of another warm-up, or figures of these names from another race."""
+    if is_complete(race.model) and not is_of(race.model, race.load()):
+        raise ConfigError(f"--output {race.output} has a model that other settings have warmed up: {REMEDY}.")
+    for name in names:
+        if _file(race, name).exists():
+            _read(race, name)
+
+
+def kept(
+    race: Race,
+    name: str,
+    make: Callable[[], Figures],
+    judge: Callable[[Figures], Figures] | None,
+    *,
+    is_read: bool,
+) -> Figures:
+    """Return the figures of that name, which `make` finds unless they are kept and to be read.
+
+    `judge` adds a pass rate that they lack, unless it is None. Raises what both raise; what `make` found is kept then.
+    """
+    found = _read(race, name) if is_read and _file(race, name).exists() else _written(race, name, make())
+    return found if judge is None or found.pass_rate is not None else _written(race, name, judge(found))
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    race: dict[str, Any]
+    figures: Figures
+
+
+def _read(race: Race, name: str) -> Figures:
+    entry, ours = msgspec.json.decode(_file(race, name).read_bytes(), type=_Entry), race.settings()
+    keys = (entry.race.keys() | ours) - (set() if name.startswith(HEADWAY) else {"own"})
+    differing = sorted(key for key in keys if entry.race.get(key) != ours.get(key))
+    if differing:
+        words = ", ".join(f"{key} is {entry.race.get(key)}, not {ours.get(key)}" for key in differing[:5])
+        raise ConfigError(f"--go-on: in the kept figures of {name} in {race.output} {words}: {REMEDY}.")
+    return entry.figures
+
+
+def _written(race: Race, name: str, found: Figures) -> Figures:
+    _file(race, name).parent.mkdir(parents=True, exist_ok=True)
+    replace_file(_file(race, name), msgspec.json.encode(_Entry(race.settings(), found)))
+    return found
+
+
+def _file(race: Race, name: str) -> Path:
+    return Path(race.output) / "figures" / f"{name}.json"
 
 
 def _drive_trl(name: str, race: Race, python: Path, timeout_s: float) -> tuple[Figures, Path]:
@@ -154,17 +187,8 @@ def _drive_trl(name: str, race: Race, python: Path, timeout_s: float) -> tuple[F
         environment["CUDA_VISIBLE_DEVICES"], server_gpu = gpu_names(2)
     elif race.gpus > 1:
         launcher = (*TORCHRUN, "--nproc-per-node", str(race.gpus))
-    order.write_bytes(
-        msgspec.json.encode(
-            TrlOrder(race=race, setting=setting, model=str(model), began=time.time(), server_gpu=server_gpu)
-        )
-    )
+    told = TrlOrder(race=race, setting=setting, model=str(model), began=time.time(), server_gpu=server_gpu)
+    order.write_bytes(msgspec.json.encode(told))
     command = (str(python), "-W", "ignore", *launcher, "-m", f"{__package__}.{module}", str(order), str(result))
     finish_group(command, timeout_s, environment)
     return msgspec.json.decode(result.read_bytes(), type=Figures), model
-
-
-def _processor_s() -> float:
-    """Return the processor time of all processes that have ended and that this one, or one of them, waited for."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime

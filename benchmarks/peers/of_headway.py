@@ -1,26 +1,21 @@
 """Headway's driver: `headway run` as a user starts it, with nothing but the race's recipe."""
 
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.learns.parts import finish
+from benchmarks.processes import headway
 from headway.broker.schema.step_metrics import StepMetrics
 from headway.deploy.run.directory import CHECKPOINTS
-from headway.deploy.run.record import METRICS, lineage, read_last_look, read_lines
+from headway.deploy.run.record import METRICS, lineage, read_lines
 from headway.learner.checkpoints.checkpoint import CheckpointStore
 
-from .engine_idle import Report, idle, reports_of
-from .figures import FIRST, Figures, Step, figures_of
-from .race import Race
-
-NAME = "headway"
+from .figures import Figures, Step, figures_of
+from .race import HEADWAY, Race
 
 
 def arguments(race: Race) -> list[str]:
     """Return the arguments of `headway` that make the run, which writes one checkpoint, at its end."""
-    steps = race.load().learner.steps
     return [
         "run",
         race.recipe,
@@ -30,8 +25,8 @@ def arguments(race: Race) -> list[str]:
         f"model.path={race.model}",
         "sft.phases=[]",
         f"run.directory={race.output}",
-        f"run.name={NAME}",
-        f"checkpoint.every_steps={steps}",
+        f"run.name={HEADWAY}",
+        f"checkpoint.every_steps={race.load().learner.steps}",
         "evaluation.prompts=0",
     ]
 
@@ -41,17 +36,15 @@ def drive(race: Race, timeout_s: float) -> tuple[Figures, Path]:
 
     Raises CalledProcessError or TimeoutExpired, its output on stderr.
     """
-    directory, began = Path(race.output) / NAME, time.time()
-    with reports_of(directory) as reports:
-        finish(arguments(race), directory, timeout_s)
+    directory, began = Path(race.output) / HEADWAY, time.time()
+    headway(arguments(race), timeout_s)
     latest = CheckpointStore(directory / CHECKPOINTS, keep=1).latest()
     assert latest is not None, directory
-    return read_figures(directory, began, reports), latest.path
+    return read_figures(directory, began), latest.path
 
 
-def read_figures(directory: Path, began: float, reports: Mapping[str, Sequence[Report]]) -> Figures:
-    """Return the figures from the files of a run whose command began at that time of the clock, and from what its
-    workers reported meanwhile."""
+def read_figures(directory: Path, began: float) -> Figures:
+    """Return the figures from the files of a run whose command began at that time of the clock."""
     metrics = lineage(read_lines(directory / METRICS, StepMetrics))
     # The last line was written when the last step ended; the lines count from the beginning of the learner's loop.
     loop_s = (directory / METRICS).stat().st_mtime - began - metrics[-1].time_s
@@ -65,13 +58,4 @@ def read_figures(directory: Path, began: float, reports: Mapping[str, Sequence[R
         )
         for step in metrics
     ]
-    look = read_last_look(directory)
-    workers = look.workers if look else ()
-    swaps = sum(worker.swaps for worker in workers)
-    first = began + steps[min(FIRST, len(steps) - 1) - 1].end_s
-    return figures_of(
-        steps,
-        engine_idle=idle(reports, first, began + steps[-1].end_s),
-        pause_per_update_s=sum(worker.swap_s for worker in workers) / swaps if swaps else None,
-        lag_mean=fmean(step.lag_mean for step in metrics),
-    )
+    return figures_of(steps, lag_mean=fmean(step.lag_mean for step in metrics))

@@ -17,7 +17,7 @@ import msgspec
 from headway.broker.schema import Prompt
 from headway.deploy.recipe.recipe import Recipe
 
-from .figures import FIRST, Figures, Step, figures_of
+from .figures import Figures, Step, figures_of
 from .race import Race
 
 
@@ -28,8 +28,6 @@ class TrlSetting(msgspec.Struct, frozen=True, kw_only=True):
     """OMP_NUM_THREADS; None: as many as PyTorch takes by itself."""
     micro_batches: int = 1
     """Forward and backward passes of an update."""
-    continuous_batching: bool = False
-    """Whether transformers generates in continuous batches instead of one padded batch."""
     model: dict[str, Any] = {}
     """Arguments with which transformers loads the model."""
 
@@ -47,19 +45,12 @@ class TrlOrder(msgspec.Struct, frozen=True, kw_only=True):
     """The name of the GPU of a server that generates; None without one."""
 
 
-def seconds_since(began: float) -> float:
-    """Return the seconds since a time of the clock, which processes share."""
-    return time.time() - began
-
-
 class Clock:
     """Notes when steps end, and what the verifier saw and the engine took in each of them."""
 
     def __init__(self, began: float) -> None:
         self._began = began
         self.steps: list[Step] = []
-        self.generating_s: list[float] = []
-        """Seconds of each step in which samples were generated."""
         self._rewards: list[float] = []
         self._tokens = 0
         self._generating_s = 0.0
@@ -70,7 +61,7 @@ class Clock:
         self._tokens += sum(map(len, responses))
 
     def add_generation(self, seconds: float) -> None:
-        """Note the time of a call that generated."""
+        """Note the time of a call that generated, in which nothing was trained."""
         self._generating_s += seconds
 
     def end_step(self) -> None:
@@ -78,27 +69,14 @@ class Clock:
         samples, tokens, rewards = summed(len(self._rewards), self._tokens, sum(self._rewards))
         self.steps.append(
             Step(
-                end_s=seconds_since(self._began),
+                end_s=time.time() - self._began,
                 samples=round(samples),
                 tokens=round(tokens),
                 reward=rewards / max(1, samples),
                 learner_idle_s=self._generating_s,
             )
         )
-        self.generating_s.append(self._generating_s)
         self._rewards, self._tokens, self._generating_s = [], 0, 0.0
-
-    def figures(self, first: int = FIRST) -> Figures:
-        """Return the figures: while one part works the other one is idle, all of an update is the engine's pause."""
-        first = min(first, len(self.steps) - 1)
-        seconds = self.steps[-1].end_s - self.steps[first - 1].end_s
-        training_s = seconds - sum(self.generating_s[first:])
-        return figures_of(
-            self.steps,
-            engine_idle=training_s / seconds,
-            pause_per_update_s=training_s / len(self.steps[first:]),
-            first=first,
-        )
 
 
 def summed(*values: float) -> list[float]:
@@ -165,7 +143,6 @@ def config_of(race: Race, setting: TrlSetting, directory: str) -> dict[str, Any]
         "bf16": on_gpu,
         "use_cpu": not on_gpu,
         "gradient_checkpointing": False,
-        "use_transformers_continuous_batching": setting.continuous_batching,
         "use_vllm": on_gpu,
         **({"vllm_mode": "colocate", "vllm_max_model_length": recipe.engine.max_model_len} if on_gpu else {}),
         "model_init_kwargs": {"dtype": "float32", "attn_implementation": "sdpa", **setting.model},
@@ -285,7 +262,7 @@ def run(order: TrlOrder) -> Figures:
     )
     trainer.train()
     trainer.save_model(order.model)
-    return clock.figures()
+    return figures_of(clock.steps)
 
 
 def main() -> None:

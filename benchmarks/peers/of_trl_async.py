@@ -1,11 +1,8 @@
 """python -m benchmarks.peers.of_trl_async ORDER RESULT
 
 The driver of TRL's AsyncGRPOTrainer, in an interpreter that has TRL and vLLM: the trainer on one GPU, `vllm serve` on
-another, to which it sends its weights by NCCL. ORDER and RESULT are files of JSON.
-
-Steps are of exactly the race's samples (`token_budget` 0, where TRL fills rows up to a number of tokens), and weights
-are sent after each. Its attention kernel comes from a hub; torch's variable-length kernel stands in for it. Without
-GPUs it is a rehearsal: all is real, with vLLM for CPUs, but no weights are sent.
+another, to which it sends its weights by NCCL. ORDER and RESULT are files of JSON. Steps are of exactly the race's
+samples (`token_budget` 0, where TRL fills rows up to a number of tokens), and weights are sent after each.
 """
 
 import inspect
@@ -15,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -27,7 +25,7 @@ import msgspec
 from headway.deploy.recipe.recipe import Recipe
 
 from .figures import Figures, Step, figures_of
-from .of_trl import Judge, TrlOrder, TrlSetting, config_of, prompts_of, row_of, seconds_since
+from .of_trl import Judge, TrlOrder, TrlSetting, config_of, prompts_of, row_of
 from .race import Race
 
 if TYPE_CHECKING:
@@ -44,20 +42,16 @@ NO_TOOLS = {
     "fields": {"content": {"close_pattern": r"\Z", "content": "text"}},
 }
 """A template of answers, which the trainer wants for a chat template that it does not know: all of it is text."""
-SYNCHRONOUS = frozenset(
-    (
-        "loss_type",  # it has one: the mean over all tokens
-        "beta",
-        "steps_per_generation",
-        "shuffle_dataset",
-        "use_transformers_continuous_batching",
-        "use_vllm",
-        "vllm_mode",
-        "vllm_max_model_length",
-        "vllm_gpu_memory_utilization",
-        "vllm_importance_sampling_correction",
-    )
-)
+SYNCHRONOUS = {
+    "loss_type",  # it has one: the mean over all tokens
+    "beta",
+    "steps_per_generation",
+    "shuffle_dataset",
+    "use_vllm",
+    "vllm_mode",
+    "vllm_max_model_length",
+    "vllm_importance_sampling_correction",
+}
 """Arguments of GRPOConfig that AsyncGRPOConfig does not have."""
 WARM_SERVER_S = 240.0
 
@@ -85,31 +79,20 @@ def async_config_of(race: Race, directory: str, url: str) -> dict[str, Any]:
     }
 
 
-def server_arguments(recipe: Recipe, model: Path, port: int) -> list[str]:
-    """Return the arguments of `vllm serve` that AsyncGRPOTrainer wants, and the race's model and lengths."""
-    on_gpu = recipe.engine.device == "cuda"
-    of_gpu = ("--gpu-memory-utilization", "0.85", "--weight-transfer-config", '{"backend": "nccl"}')
-    return [
-        str(model),
-        *("--host", "127.0.0.1", "--port", str(port)),
-        *("--dtype", recipe.engine.dtype, "--max-model-len", str(recipe.engine.max_model_len)),
-        *("--logprobs-mode", "processed_logprobs", "--disable-uvicorn-access-log"),
-        *(of_gpu if on_gpu else ("--enforce-eager",)),
-    ]
-
-
 @contextmanager
-def serving(recipe: Recipe, model: Path, gpu: str | None) -> Iterator[str]:
+def serving(recipe: Recipe, model: Path, gpu: str) -> Iterator[str]:
     """Serve the model until the end of the block, on that GPU; gives the URL at which it will answer."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-W", "ignore", "-m", "vllm.entrypoints.cli.main", "serve"]
-    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
-    if gpu is None:
-        environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    else:
-        environment["CUDA_VISIBLE_DEVICES"] = gpu
-    with subprocess.Popen([*command, *server_arguments(recipe, model, port)], env=environment) as server:
+    command = [
+        *(sys.executable, "-W", "ignore", "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--dtype", recipe.engine.dtype, "--max-model-len", str(recipe.engine.max_model_len)),
+        *("--logprobs-mode", "processed_logprobs", "--disable-uvicorn-access-log"),
+        *("--gpu-memory-utilization", "0.85", "--weight-transfer-config", '{"backend": "nccl"}'),
+    ]
+    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "CUDA_VISIBLE_DEVICES": gpu}
+    with subprocess.Popen(command, env=environment) as server:
         is_over = threading.Event()
 
         def watch() -> None:
@@ -153,34 +136,18 @@ class PathKernel:
         """
         assert causal, "TRL's trees are causal"
         assert window_size == (-1, -1), "no model of the race has a sliding window"
-        if query_QHD.is_cuda:
-            return _on_gpu(
-                query_QHD, key_KHD, value_KHD, cu_queries, cu_keys, longest_queries, longest_keys, softmax_scale
-            )
-        return _run_by_run(query_QHD, key_KHD, value_KHD, cu_queries.tolist(), cu_keys.tolist(), softmax_scale)
+        if not query_QHD.is_cuda:
+            return _run_by_run(query_QHD, key_KHD, value_KHD, cu_queries.tolist(), cu_keys.tolist(), softmax_scale)
+        from torch.nn.attention.varlen import varlen_attn
 
-
-def _on_gpu(
-    query_QHD: "torch.Tensor",
-    key_KHD: "torch.Tensor",
-    value_KHD: "torch.Tensor",
-    cu_queries: "torch.Tensor",
-    cu_keys: "torch.Tensor",
-    longest_queries: int,
-    longest_keys: int,
-    scale: float,
-) -> "torch.Tensor":
-    from torch.nn.attention.varlen import varlen_attn
-
-    known = _options_of(varlen_attn)  # torch's versions name them differently
-    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    if "enable_gqa" in known:
-        options["enable_gqa"] = query_QHD.shape[1] != key_KHD.shape[1]
-    attended = varlen_attn(
-        query_QHD, key_KHD, value_KHD, cu_queries, cu_keys, longest_queries, longest_keys, scale=scale, **options
-    )
-    assert not isinstance(attended, tuple)
-    return attended
+        known = _options_of(varlen_attn)  # torch's versions name them differently
+        options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+        if "enable_gqa" in known:
+            options["enable_gqa"] = query_QHD.shape[1] != key_KHD.shape[1]
+        bounds = (cu_queries, cu_keys, longest_queries, longest_keys)
+        attended = varlen_attn(query_QHD, key_KHD, value_KHD, *bounds, scale=softmax_scale, **options)
+        assert not isinstance(attended, tuple)
+        return attended
 
 
 @cache
@@ -212,26 +179,6 @@ def _run_by_run(
     return torch.cat(attended)
 
 
-class NotSent:
-    """Takes the place of the trainer's weight transfer in a rehearsal."""
-
-    def init_weight_transfer(self) -> None:
-        pass
-
-    def pause(self) -> None:
-        pass
-
-    def send_weights(self, iterator: Iterator[tuple[str, "torch.Tensor"]]) -> None:
-        for _ in iterator:
-            pass
-
-    def resume(self) -> None:
-        pass
-
-    def destroy(self) -> None:
-        pass
-
-
 class AsyncClock:
     """Makes steps of what the trainer logs of each of its updates."""
 
@@ -240,7 +187,6 @@ class AsyncClock:
         self._updates = updates
         self._logged: list[Mapping[str, float]] = []
         self._steps: list[Step] = []
-        self._pauses_s: list[float] = []
         self._lags: list[float] = []
 
     def note(self, logs: Mapping[str, float]) -> None:
@@ -248,32 +194,25 @@ class AsyncClock:
         self._logged.append(logs)
         if len(self._logged) < self._updates:
             return
-        samples = sum(log["batch/samples_per_step"] for log in self._logged)
         self._steps.append(
             Step(
-                end_s=seconds_since(self._began),
-                samples=round(samples),
+                end_s=time.time() - self._began,
+                samples=round(sum(log["batch/samples_per_step"] for log in self._logged)),
                 tokens=round(sum(log["batch/trained_tokens_per_step"] for log in self._logged)),
                 reward=fmean(log["reward"] for log in self._logged if log.get("reward") is not None),
                 learner_idle_s=sum(log["perf/rollout_wait_s"] for log in self._logged),
             )
         )
-        self._pauses_s += [log["perf/weight_sync_s"] for log in self._logged if "perf/weight_sync_s" in log]
         self._lags += [log["sample/staleness_mean"] for log in self._logged if "sample/staleness_mean" in log]
         self._logged = []
 
     def figures(self) -> Figures:
-        """Return the figures. The engine is paused while it is sent weights; how busy it was only its GPU tells."""
-        return figures_of(
-            self._steps,
-            engine_idle=None,
-            pause_per_update_s=fmean(self._pauses_s),
-            lag_mean=fmean(self._lags) if self._lags else 0.0,
-        )
+        return figures_of(self._steps, lag_mean=fmean(self._lags) if self._lags else 0.0)
 
 
 def run(order: TrlOrder) -> Figures:
     """Serve, train, save the model, and return the figures. The server starts while the trainer is imported."""
+    assert order.server_gpu is not None
     with serving(order.race.load(), order.race.model, order.server_gpu) as url:
         return _trained(order, url)
 
@@ -281,12 +220,10 @@ def run(order: TrlOrder) -> Figures:
 def _trained(order: TrlOrder, url: str) -> Figures:
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
-    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, packing
 
     race, model = order.race, order.race.model
     packing._flash_attn = PathKernel
-    if not race.on_gpu:  # it asks CUDA for the card's name
-        async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
     recipe = race.load()
     clock = AsyncClock(order.began, recipe.learner.updates_per_step)
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -309,7 +246,6 @@ def _trained(order: TrlOrder, url: str) -> Figures:
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
         callbacks=[Steps()],
-        weight_transfer=None if race.on_gpu else NotSent(),
     )
     trainer.train()
     trainer.save_model(order.model)

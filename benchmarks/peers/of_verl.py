@@ -2,13 +2,8 @@
 
 It trains as many samples in as many updates with the same loss, and hands weights over once a step. It wants the
 package flash-attn. Where that is not installed, `verl_stand_ins.py` has the logprobs, which verl alone computes token
-by token; padded rows and torch's attention stand in for its attention, or packed rows, which are verl's own default,
-and torch's variable-length kernel. Its engines keep their memory while it trains, and it looks every 20 ms for samples
-that have ended, not every 2 s. Its asynchronous trainer has one GPU and a server of vLLM the other, to which it sends
-weights by NCCL from a buffer of the package cupy.
-
-Ray runs on this machine alone, without its dashboard and without ending processes of a machine whose memory grows with
-its use. All processes of verl inherit the environment of its command.
+by token, and torch's variable-length kernel for its packed rows. Its engines keep their memory while it trains, and it
+looks every 20 ms for samples that have ended, not every 2 s. Ray runs on this machine alone.
 """
 
 import json
@@ -18,53 +13,26 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from benchmarks.repeated import repeated
+from benchmarks.processes import ROOT, finish_group, repeated
 from headway.deploy.recipe.recipe import Recipe
 
 from .figures import Figures, Step, figures_of
 from .of_trl import prompts_of, row_of
-from .processes import finish_group
 from .race import Race
 
-
-class VerlSetting(msgspec.Struct, frozen=True):
-    """One of verl's settings that is tried."""
-
-    mode: str
-    """`trainer.v1.trainer_mode`."""
-    packed: bool = False
-    """Whether samples lie in one row without padding, which torch's variable-length kernel attends to."""
-    in_core: bool = False
-    """Whether an engine computes in the process of its scheduler, as vLLM's own default is; verl starts one more."""
-
-
-SYNC, ASYNC = "sync", "separate_async"
-SETTINGS = {
-    "verl-sync": VerlSetting(SYNC),
-    "verl-sync-packed": VerlSetting(SYNC, packed=True),
-    "verl-sync-packed-in-core": VerlSetting(SYNC, packed=True, in_core=True),
-    "verl-async": VerlSetting(ASYNC),
-    "verl-async-packed": VerlSetting(ASYNC, packed=True),
-}
-"""verl's settings, by the name of their runs."""
+NAME = "verl-sync-packed"
 RACE = "HEADWAY_RACE"
 """The environment variable with the race, as JSON, for `verl_rewards.py`."""
-AHEAD = 10
-"""Steps of prompts beyond those that are trained, which an asynchronous trainer has under way at the end."""
 NO_DUAL_CLIP = 1e6
 MOST_SEQUENCES = 1024
 """The most that an engine of verl generates at a time. vLLM by itself records graphs of up to 512, 51 of them twice."""
-ROOT = Path(__file__).parents[2]
-"""The project, which verl's interpreter has not installed."""
 HERE = Path(__file__).parent
 ATTENTION = "race_varlen"
 """The name of the attention that `verl_attention.py` registers with transformers."""
 IN_PROCESSES = {
-    # Its asynchronous trainer logs a line, at the level INFO, with an argument that Python's logging does not know.
     "VERL_LOGGING_LEVEL": "WARNING",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_memory_monitor_refresh_ms": "0",
@@ -100,7 +68,7 @@ def write_prompts(race: Race, file: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(race.model)
     source = open_source(recipe.prompts, recipe.run.seed)
     rows = []
-    for at, prompt in enumerate(prompts_of(recipe, recipe.learner.steps + AHEAD, tokenizer)):
+    for at, prompt in enumerate(prompts_of(recipe, recipe.learner.steps, tokenizer)):
         messages = [
             {"role": "system", "content": recipe.prompts.system_prompt},
             {"role": "user", "content": source.train(0, at).content},
@@ -119,16 +87,14 @@ def write_prompts(race: Race, file: Path) -> None:
     parquet.write_table(Table.from_pylist(rows), file)
 
 
-def overrides_of(race: Race, setting: VerlSetting, directory: Path) -> list[str]:
+def overrides_of(race: Race, directory: Path) -> list[str]:
     """Return the overrides of verl's configuration, in Hydra's syntax."""
-    recipe, mode = race.load(), setting.mode
-    of_vllm = "+actor_rollout_ref.rollout.engine_kwargs.vllm"
+    recipe = race.load()
     return [
         *_of_data(recipe, directory),
-        *_of_actor(recipe, race.model, packed=setting.packed),
-        *_of_rollout(recipe, mode, race),
-        *_of_trainer(recipe, race, mode, directory),
-        *([f"{of_vllm}.distributed_executor_backend=uni"] if setting.in_core else ()),
+        *_of_actor(recipe, race.model),
+        *_of_rollout(recipe, race),
+        *_of_trainer(recipe, race, directory),
         "+ray_kwargs.ray_init.include_dashboard=False",
         "algorithm.adv_estimator=grpo",
         "algorithm.use_kl_in_reward=False",
@@ -154,13 +120,13 @@ def _of_data(recipe: Recipe, directory: Path) -> list[str]:
     ]
 
 
-def _of_actor(recipe: Recipe, model: Path, *, packed: bool) -> list[str]:
+def _of_actor(recipe: Recipe, model: Path) -> list[str]:
     actor, optimizer = "actor_rollout_ref.actor", recipe.optimizer
     return [
         f"actor_rollout_ref.model.path={model}",
-        f"actor_rollout_ref.model.use_remove_padding={packed}",
+        "actor_rollout_ref.model.use_remove_padding=True",
         f"actor_rollout_ref.model.external_lib={__package__}.verl_stand_ins",
-        f"+actor_rollout_ref.model.override_config.attn_implementation={ATTENTION if packed else 'sdpa'}",
+        f"+actor_rollout_ref.model.override_config.attn_implementation={ATTENTION}",
         "actor_rollout_ref.model.enable_gradient_checkpointing=False",
         f"{actor}.ppo_mini_batch_size={recipe.learner.groups_per_step // recipe.learner.updates_per_step}",
         f"{actor}.use_dynamic_bsz=True",
@@ -183,17 +149,9 @@ def _graphed(sequences: int) -> list[int]:
     return [*fewer, sizes[len(fewer)]]
 
 
-def _of_rollout(recipe: Recipe, mode: str, race: Race) -> list[str]:
+def _of_rollout(recipe: Recipe, race: Race) -> list[str]:
     rollout = "actor_rollout_ref.rollout"
-    is_alone = mode == ASYNC
-    batches = 1 + max(1, recipe.staleness.max_lag) if is_alone else 1
-    sequences = min(MOST_SEQUENCES, batches * race.samples_per_step // (1 if is_alone else max(1, race.gpus)))
-    alone = (
-        "actor_rollout_ref.hybrid_engine=False",
-        f"{rollout}.nnodes=1",
-        f"{rollout}.n_gpus_per_node=1",
-        f"{rollout}.checkpoint_engine.backend=nccl",
-    )
+    sequences = min(MOST_SEQUENCES, race.samples_per_step // max(1, race.gpus))
     return [
         f"{rollout}.name=vllm",
         f"{rollout}.n={recipe.learner.group_size}",
@@ -204,26 +162,19 @@ def _of_rollout(recipe: Recipe, mode: str, race: Race) -> list[str]:
         f"{rollout}.max_model_len={recipe.engine.max_model_len}",
         f"{rollout}.max_num_seqs={MOST_SEQUENCES}",
         f"{rollout}.cudagraph_capture_sizes={_graphed(sequences)}".replace(" ", ""),
-        f"{rollout}.gpu_memory_utilization={0.85 if is_alone else 0.3}",
+        f"{rollout}.gpu_memory_utilization=0.3",
         f"{rollout}.free_cache_engine=False",
         f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes=1024",
-        *(alone if is_alone else ()),
     ]
 
 
-def _of_trainer(recipe: Recipe, race: Race, mode: str, directory: Path) -> list[str]:
-    trainer, ahead = "trainer.v1.separate_async", max(1, recipe.staleness.max_lag)
-    alone = (
-        f"{trainer}.parameter_sync_step={recipe.learner.updates_per_step}",
-        f"{trainer}.num_warmup_batches={ahead}",
-        f"trainer.v1.sampler.max_off_policy_threshold={ahead + 1}",  # it counts versions: a lag of 0 is one
-    )
+def _of_trainer(recipe: Recipe, race: Race, directory: Path) -> list[str]:
     return [
-        f"trainer.v1.trainer_mode={mode}",
+        "trainer.v1.trainer_mode=sync",
         f"trainer.v1.sampler.custom_sampler.path={HERE / 'verl_samplers.py'}",
-        f"trainer.v1.sampler.custom_sampler.name={'OftenAsync' if mode == ASYNC else 'OftenSync'}",
+        "trainer.v1.sampler.custom_sampler.name=OftenSync",
         "trainer.nnodes=1",
-        f"trainer.n_gpus_per_node={1 if mode == ASYNC else race.gpus}",
+        f"trainer.n_gpus_per_node={race.gpus}",
         f"trainer.total_training_steps={recipe.learner.steps}",
         f"trainer.save_freq={recipe.learner.steps}",
         "trainer.test_freq=-1",
@@ -231,9 +182,8 @@ def _of_trainer(recipe: Recipe, race: Race, mode: str, directory: Path) -> list[
         "trainer.resume_mode=disable",
         "trainer.logger=[console,file]",
         "trainer.project_name=race",
-        f"trainer.experiment_name={mode}",
+        "trainer.experiment_name=sync",
         f"trainer.default_local_dir={directory / 'checkpoints'}",
-        *(alone if mode == ASYNC else ()),
     ]
 
 
@@ -248,22 +198,21 @@ def environment_of(race: Race, directory: Path) -> dict[str, str]:
     return {**IN_PROCESSES, **os.environ, **own}
 
 
-def drive(name: str, race: Race, python: Path, timeout_s: float) -> tuple[Figures, Path]:
+def drive(race: Race, python: Path, timeout_s: float) -> tuple[Figures, Path]:
     """Make the run, and return its figures and the directory of its model.
 
     Raises CalledProcessError or TimeoutExpired, its output on stderr.
     """
-    directory, began = Path(race.output) / name, time.time()
+    directory, began = Path(race.output) / NAME, time.time()
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
     write_prompts(race, directory / "prompts.parquet")
-    setting = SETTINGS[name]
-    command = (str(python), "-W", "ignore", "-m", "verl.trainer.main_ppo", *overrides_of(race, setting, directory))
+    command = (str(python), "-W", "ignore", "-m", "verl.trainer.main_ppo", *overrides_of(race, directory))
     with following(directory / "metrics.jsonl") as lines:
         finish_group(command, timeout_s, environment_of(race, directory), directory)
     steps = race.load().learner.steps
     model = directory / "checkpoints" / f"global_step_{steps}" / "actor" / "huggingface"
-    return figures_from(lines, began, race.samples_per_step, is_sync=setting.mode == SYNC), model
+    return figures_from(lines, began, race.samples_per_step), model
 
 
 @contextmanager
@@ -283,11 +232,8 @@ def following(file: Path) -> Iterator[list[Line]]:
     read()
 
 
-def figures_from(lines: Sequence[Line], began: float, samples: int, *, is_sync: bool) -> Figures:
-    """Return the figures of lines of metrics. The last step's time to save the model does not count.
-
-    The synchronous trainer's engines stand still while it trains; how busy the other one's are only its GPU tells.
-    """
+def figures_from(lines: Sequence[Line], began: float, samples: int) -> Figures:
+    """Return the figures of lines of metrics. The last step's time to save the model does not count."""
     steps = [
         Step(
             end_s=at - began - metrics.get("timing_s/save_checkpoint", 0.0),
@@ -298,14 +244,4 @@ def figures_from(lines: Sequence[Line], began: float, samples: int, *, is_sync: 
         )
         for at, metrics in lines
     ]
-    every: list[dict[str, Any]] = [metrics for _, metrics in lines]
-    whole_s = [of["timing_s/step"] - of.get("timing_s/save_checkpoint", 0.0) for of in every]
-    trained_s = [seconds - of["timing_s/gen"] for seconds, of in zip(whole_s, every, strict=True)]
-    pauses_s = trained_s if is_sync else [of["timing_s/update_weights"] for of in every]
-    lags = [of.get("training/off_policy/trajectory_staleness_worst/mean", 0.0) for of in every]
-    return figures_of(
-        steps,
-        engine_idle=sum(trained_s) / sum(whole_s) if is_sync else None,
-        pause_per_update_s=sum(pauses_s) / len(pauses_s),
-        lag_mean=sum(lags) / len(lags),
-    )
+    return figures_of(steps)

@@ -1,5 +1,6 @@
 """The definition of the race, which all drivers read: a recipe of Headway with overrides, and its warmed-up model."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import msgspec
 from headway.broker.errors import ConfigError
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import load_recipe
-from headway.deploy.run.stage_output import SFT, origin
+from headway.deploy.run.stage_output import SFT
 
 ON_GPU = ("learner.device=cuda", "engine.kind=vllm", "engine.device=cuda", "weights.transport=ipc")
 ENGINES = 4
@@ -30,7 +31,9 @@ SETTINGS = {
 }
 """Headway's own settings by the number of GPUs. On CPUs each of two workers has half of a step in its engine. On one
 GPU learner and engines share it, and the engines together take less of its memory than TRL leaves to its own by
-default. Of two GPUs the learner has one and four engines the other, as in benchmarks.asynchrony."""
+default. Of two GPUs the learner has one and four engines the other."""
+HEADWAY = "headway"
+"""The name of Headway's runs."""
 SHORT, LONG_TAILED = "short", "long-tailed"
 GRPO = ("group_mean_std", "ppo_clip", "token_mean")
 """The composition that both have: the preset `grpo`, TRL's `loss_type="dapo"`."""
@@ -46,8 +49,6 @@ OWN = {
 steps of progress, as `benchmarks/RESULTS.md` shows. With a GPU to themselves Headway's engines are fast enough to give
 some speed away for fresher samples. Long-tailed samples keep the recipe's bound, which the longest of them need, and
 are begun one step ahead. A peer has the recipe's own bound, where it has any."""
-JUDGING = ("rewards", "environment", "evaluation")
-"""Sections of a recipe that decide the pass rate of a model, beside its prompts and but for the engine's rounding."""
 ELSEWHERE = {"run", "model", "sft", "stages", "broker", "evaluation", "checkpoint"}
 """Sections of a recipe that no contestant's figures depend on: places, the warm-up and the evaluation."""
 
@@ -67,7 +68,7 @@ TASKS = {
     LONG_TAILED: {
         "cpu": Task(str(Path(__file__).with_name("long_tailed.yaml"))),
         "cuda": Task(
-            str(Path(__file__).parents[1] / "long_tailed.yaml"),
+            str(Path(__file__).with_name("long_tailed_gpu.yaml")),
             (*LIKE_PRESET, "learner.steps=40", "evaluation.prompts=512"),
         ),
     },
@@ -116,17 +117,11 @@ class Race(msgspec.Struct, frozen=True, kw_only=True):
     def settings(self) -> dict[str, Any]:
         """Return what decides a run's figures, by key: the recipe's settings, but for where it runs and what it was
         warmed up with, and the number of GPUs."""
-        sections = _sections(self.load())
+        sections = json.loads(msgspec.json.encode(self.load()))  # as they are read back
         found: dict[str, Any] = {"gpus": self.gpus, "own": list(self.own)}
         for section in sorted(sections.keys() - ELSEWHERE):
             found |= _flat(sections[section], section)
         return {key: value for key, value in found.items() if key != "workers.devices"}
-
-    def before(self) -> dict[str, Any]:
-        """Return what decides the pass rate of the warmed-up model, by key: its making and the evaluation."""
-        recipe = self.load()
-        sections = _sections(recipe)
-        return _flat(origin(recipe, 0) | {section: sections[section] for section in JUDGING}, "")
 
     def load(self, overrides: Sequence[str] = ()) -> Recipe:
         """Return the recipe. Raises ConfigError, also for a loss that TRL does not have in the same form."""
@@ -137,11 +132,6 @@ class Race(msgspec.Struct, frozen=True, kw_only=True):
         if found != GRPO or loss.corrections or any(more):
             raise ConfigError(f"algorithm: {found} is not the loss of the race; leave it at algorithm.preset=grpo.")
         return recipe
-
-
-def _sections(recipe: Recipe) -> dict[str, Any]:
-    sections: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(recipe))  # as they are read back
-    return sections
 
 
 def _flat(value: Any, key: str) -> dict[str, Any]:

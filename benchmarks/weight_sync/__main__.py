@@ -6,229 +6,162 @@
 One learner and one engine, each on GPUs of its own, on the same ones with `--transport ipc` or `--share`, or on the
 CPU with `--device cpu`. With `--share` NCCL is told that the two are on different hosts, and goes through sockets. A
 learner of several GPUs has its weights in shards (FSDP2), an engine of several is tensor-parallel. `--native` then
-does the same with the engine's own transfer: vLLM's over NCCL (two GPUs); SGLang's over its process group, or, where
-both share a GPU, of the trainer's memory (on a CPU both). The first version is pulled and traces the engine's loader,
-the second forms the group; the medians are of the later ones. Lines go to OUTPUT/results.jsonl; the last line is one
-JSON object.
+does the same with vLLM's own transfer over NCCL. The first version is pulled and traces the engine's loader, the second
+forms the group; the medians are of the later ones. Lines go to OUTPUT/results.jsonl; the last line is one JSON object.
 """
 
 import argparse
 import json
 import os
-import signal
 import statistics
-import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
+from benchmarks import command
 from benchmarks.gpus import gpu_names, on_host
-from benchmarks.throughput.shapes import SHAPES, shape_of
+from benchmarks.models import SHAPES, shape_of
+from benchmarks.processes import Group
 from headway.broker.server.embedded import EmbeddedServer
 from headway.rollout_workers.engines import ENGINES
 
-from .order import Order
-from .tensors import write_config
+from . import Order
 
 WARM_UP = 2
 """The number of versions that do not count."""
-NATIVE = {
-    "native": "times_faster",
-    "native_distributed": "times_faster_than_distributed",
-    "native_tensor": "times_faster_than_tensor",
-}
-"""The engines' own transfers, and the names of the ratios of their seconds to ours."""
+NATIVE_VERSIONS = 4
+Lines = list[dict[str, Any]]
 
 
-class Places(NamedTuple):
-    """The GPUs that each end sees, as CUDA_VISIBLE_DEVICES."""
-
-    ranks: int
-    """The number of the learner's ranks."""
-    learner: str
-    engine: str
-    host_of_engine: dict[str, str]
-    """Variables of the engine's environment."""
-
-    @classmethod
-    def of(cls, learner: int, engine: int, *, are_shared: bool) -> "Places":
-        """Return the places; the first GPUs are the learner's."""
-        names = gpu_names(max(learner, engine) if are_shared else learner + engine)
-        engines = names[:engine] if are_shared else names[learner:]
-        host = on_host("engine") if are_shared else {}
-        return cls(learner, ",".join(names[:learner]), ",".join(engines), host)
-
-
-def measure(order: Order, output: Path, places: Places, limit_s: float) -> list[dict[str, Any]]:
+def measure(order: Order, options: argparse.Namespace) -> Lines:
     """Return one line for every version, with the reports of both ends."""
+    are_shared = options.share or options.transport == "ipc"
+    learner, engine = places(options.learner_gpus, options.engine_gpus, are_shared=are_shared)
     encoded = msgspec.json.encode(order).decode()
+    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.learner_gpus))
     with TemporaryDirectory() as directory, EmbeddedServer(Path(directory)) as server:
-        arguments = [server.url, "weight-sync", encoded]
-        processes = [
-            _start("learner", [*_ranks(places.ranks), *_module("learner"), *arguments], output, places.learner),
-            _start("engine", [*_module("engine"), *arguments], output, places.engine, **places.host_of_engine),
-        ]
-        end = time.monotonic() + limit_s
-        try:
-            while any(process.poll() is None for process in processes) and time.monotonic() < end:
-                if any(process.poll() for process in processes):
-                    break
-                time.sleep(0.2)
-        finally:
-            for process in processes:
-                _end(process)
-    sent, taken = _lines(output / "learner.log"), _lines(output / "engine.log")
-    return [{**one, **taken.get(version, {})} for version, one in sent.items()]
+        given = (server.url, "weight-sync", encoded)
+        words = {
+            "learner": (*(ranks if options.learner_gpus > 1 else ()), *_module("learner"), *given),
+            "engine": (*_module("engine"), *given),
+        }
+        sees = {"learner": {"CUDA_VISIBLE_DEVICES": learner}, "engine": {"CUDA_VISIBLE_DEVICES": engine}}
+        sees["engine"] |= on_host("engine") if are_shared else {}
+        _run(words, sees, options.output, options.limit_s)
+    sent, taken = (_objects(options.output / f"{name}.log") for name in words)
+    of_engine = {line["version"]: line for line in taken}
+    return [{**line, **of_engine.get(line["version"], {})} for line in sent]
 
 
-def _start(name: str, arguments: list[str], output: Path, gpus: str, **environment: str) -> subprocess.Popen[bytes]:
-    """Start Python with these arguments; it sees these GPUs."""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus, **environment}
-    command = [sys.executable, *arguments]
-    with (output / f"{name}.log").open("wb") as log:
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+def native(order: Order, options: argparse.Namespace) -> Lines:
+    """Return one line for every update by vLLM's own transfer; its trainer starts the engine."""
+    learner, engine = places(1, options.engine_gpus, are_shared=False)
+    words = {"native": (*_module("native"), msgspec.json.encode(order).decode())}
+    sees = {"native": {"CUDA_VISIBLE_DEVICES": learner, "ENGINE_GPU": engine}}
+    _run(words, sees, options.output, options.native_limit_s)
+    return _objects(options.output / "native.log")
 
 
-def _module(name: str) -> list[str]:
-    return ["-m", f"benchmarks.weight_sync.{name}"]
+def places(learner: int, engine: int, *, are_shared: bool) -> tuple[str, str]:
+    """Return the GPUs that each end sees, as CUDA_VISIBLE_DEVICES; the first ones are the learner's."""
+    names = gpu_names(max(learner, engine) if are_shared else learner + engine)
+    return ",".join(names[:learner]), ",".join(names[:engine] if are_shared else names[learner:])
 
 
-def _ranks(count: int) -> list[str]:
-    return [] if count == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+def _run(
+    words: Mapping[str, Sequence[str]], sees: Mapping[str, Mapping[str, str]], output: Path, limit_s: float
+) -> None:
+    """Run these commands of Python until all have ended or one has failed; their output goes to files."""
+    running, end = dict[str, Group](), time.monotonic() + limit_s
+    try:
+        for name, arguments in words.items():
+            with (output / f"{name}.log").open("w") as log:
+                environment = {**os.environ, **sees[name]}
+                running[name] = Group((sys.executable, *arguments), environment, output=log, words=log)
+        codes: list[int | None] = [None]
+        while None in codes and not any(codes) and time.monotonic() < end:
+            codes = [group.poll(0.2) for group in running.values()]
+    finally:
+        for group in running.values():
+            group.end()
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process with its children: one that stays would keep the GPU's memory."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def _module(name: str) -> tuple[str, str]:
+    return ("-m", f"benchmarks.weight_sync.{name}")
 
 
-def _lines(path: Path) -> dict[int, dict[str, Any]]:
-    return {line["version"]: line for line in _objects(path)}
-
-
-def _objects(path: Path) -> list[dict[str, Any]]:
+def _objects(path: Path) -> Lines:
     lines = [json.loads(line) for line in path.read_text().splitlines() if line.startswith('{"')]
     return [line for line in lines if "version" in line]
 
 
-def seconds(line: dict[str, Any]) -> dict[str, float]:
+def seconds(line: Mapping[str, Any]) -> dict[str, float]:
     """Return the seconds from the step on; only versions that were broadcast and swapped in have all of them."""
-    if "first_new_token" not in line or not line.get("received"):
+    if "first_new_token" not in line or not line.get("received", True):
         return {}
-    began = line["began"]
-    return {
-        "received": line["received"] - began,
-        "swap_began": line["swap"][0] - began,
-        "swapped": line["swap"][1] - began,
-        "last_old_token": line["last_old_token"] - began,
-        "first_new_token": line["first_new_token"] - began,
-        "verified": line["verified"] - began,
-        "announced": line["announced"] - began,
-        "engine_without_tokens": line["first_new_token"] - line["last_old_token"],
-        "longest_pause": line["longest_pause_s"],
-    }
+    moments = ("received", "swapped", "verified", "announced", "first_new_token")
+    found = {name: line[name] - line["began"] for name in moments if name in line}
+    return found | {"engine_without_tokens": line["first_new_token"] - line["last_old_token"]}
 
 
-def peers(order: Order, output: Path, places: Places, limit_s: float) -> dict[str, Any]:
-    """Return the medians of the engine's own transfers of the same tensors, each without its first version."""
-    module, ways = ("native_sglang", ["distributed", "tensor"]) if order.engine == "sglang" else ("native", [""])
-    lines = native(module, order, output, places, limit_s)
-    of_each = {way: [native_seconds(line) for line in lines if line.get("way", "") == way][1:] for way in ways}
-    return {"_".join(["native", *filter(None, [way])]): medians(of_each[way]) for way in ways}
+def medians(lines: Lines, warm_up: int, nbytes: int) -> dict[str, float]:
+    """Return the median of every key, over the versions after the warm-up, and the speed."""
+    counted = [found for line in lines[warm_up:] if (found := seconds(line))]
+    if not counted:
+        return {}
+    found = {key: round(statistics.median(line[key] for line in counted), 4) for key in counted[0]}
+    return found | {"gb_per_s": round(nbytes / found["first_new_token"] / 1e9, 2)}
 
 
-def native(module: str, order: Order, output: Path, places: Places, limit_s: float) -> list[dict[str, Any]]:
-    """Run a trainer and an engine with a transfer that is not ours, and return a line for every update."""
-    arguments = [*_module(module), msgspec.json.encode(order).decode()]
-    process = _start("native", arguments, output, places.learner, ENGINE_GPU=places.engine)
-    try:
-        process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        print(f"the engine's own transfer had not ended after {limit_s:.0f} s", file=sys.stderr)
-    finally:
-        _end(process)
-    return _objects(output / "native.log")
-
-
-def native_seconds(line: dict[str, Any]) -> dict[str, float]:
-    """Return the same moments of a transfer that is not ours."""
-    return {
-        "first_new_token": line["first_new_token"] - line["began"],
-        "engine_without_tokens": line["first_new_token"] - line["last_old_token"],
-    }
-
-
-def medians(lines: list[dict[str, float]]) -> dict[str, float]:
-    """Return the median of every key, over the versions after the warm-up."""
-    counted = [line for line in lines if line]
-    return {key: round(statistics.median(line[key] for line in counted), 4) for key in counted[0]} if counted else {}
-
-
-def main() -> None:
-    arguments = parse()
-    output = arguments.output
-    output.mkdir(parents=True, exist_ok=True)
-    shape = shape_of(arguments.shape, arguments.layers)
-    is_cpu = arguments.device == "cpu"
-    # The engine reports tokens one by one, because their times are measured.
-    options: dict[str, Any] = {} if arguments.engine == "embedded" else {"stream_interval": 1}
-    abilities = ENGINES[arguments.engine].abilities
-    options |= {} if is_cpu else {abilities.memory_option: arguments.gpu_memory}
-    options |= {abilities.gpu_options[0]: arguments.engine_gpus} if arguments.engine_gpus > 1 else {}
-    options |= json.loads(arguments.options)
-    are_shared = arguments.share or arguments.transport == "ipc"
-    places = Places.of(arguments.learner_gpus, arguments.engine_gpus, are_shared=are_shared)
-    order = Order(
-        model=str(write_config(shape, output / "model")),
-        dtype="float32" if is_cpu else "bfloat16",
-        device=arguments.device,
-        transport=arguments.transport,
-        staging=arguments.staging,
-        bucket_bytes=arguments.bucket_mib << 20,
-        timeout_s=arguments.timeout_s,
-        versions=arguments.versions,
-        engine=arguments.engine,
-        requests=arguments.requests,
-        new_tokens=arguments.new_tokens,
-        kv_policy=arguments.kv_policy,
-        options=options,
-    )
-    found: dict[str, Any] = {"shape": arguments.shape, "layers": shape.layers, "transport": order.transport}
-    lines = measure(order, output, places, arguments.limit_s)
-    of_each = [seconds(line) for line in lines]
+def main() -> int:
+    """Return the exit code: 1 if no version was measured."""
+    options = _parse()
+    options.output.mkdir(parents=True, exist_ok=True)
+    shape = shape_of(options.shape, options.layers)
+    model = options.output / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps(shape.config()))  # engines start with random weights
+    order = _order(options, model)
+    lines = measure(order, options)
+    nbytes = lines[0]["bytes"] if lines else 0
+    told = {name: value for name, value in vars(options).items() if name != "output"}
+    found: dict[str, Any] = {"options": told, "bytes": nbytes}
     found |= {
-        "staging": order.staging,
-        "kv_policy": order.kv_policy,
-        "learner_gpus": arguments.learner_gpus,
-        "engine_gpus": arguments.engine_gpus,
-        "are_shared": are_shared,
-        "bytes": lines[0]["bytes"] if lines else 0,
+        "ours": medians(lines, WARM_UP, nbytes),
         "failed": {x["version"]: x["failed"] for x in lines if x["failed"]},
     }
-    found["ours"] = medians(of_each[WARM_UP:])
-    found["first_version"] = of_each[0] if of_each else {}
-    if arguments.native:
-        found |= peers(msgspec.structs.replace(order, versions=4), output, places, arguments.native_limit_s)
-    for who in ("ours", *NATIVE):
-        if found.get(who):
-            found[who]["gb_per_s"] = round(found["bytes"] / found[who]["first_new_token"] / 1e9, 2)
-    for who, ratio in NATIVE.items():
-        if found.get(who) and found.get("ours"):
-            found[ratio] = round(found[who]["first_new_token"] / found["ours"]["first_new_token"], 2)
-    with (output / "results.jsonl").open("a") as results:
+    if options.native:
+        theirs = native(msgspec.structs.replace(order, versions=NATIVE_VERSIONS), options)
+        found["native"] = medians(theirs, 1, nbytes)
+        if found["native"] and found["ours"]:
+            found["times_faster"] = round(found["native"]["first_new_token"] / found["ours"]["first_new_token"], 2)
+    with (options.output / "results.jsonl").open("a") as results:
         results.writelines(json.dumps(line) + "\n" for line in (*lines, found))
-    print(json.dumps(found))
+    return command.finish(found, not found["ours"])
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def _order(options: argparse.Namespace, model: Path) -> Order:
+    # The engine reports tokens one by one, because their times are measured.
+    engine: dict[str, Any] = {} if options.engine == "embedded" else {"stream_interval": 1}
+    abilities, is_cpu = ENGINES[options.engine].abilities, options.device == "cpu"
+    engine |= {} if is_cpu else {abilities.memory_option: options.gpu_memory}
+    engine |= {abilities.gpu_options[0]: options.engine_gpus} if options.engine_gpus > 1 else {}
+    same = ("device", "transport", "staging", "versions", "engine", "requests", "new_tokens", "kv_policy", "timeout_s")
+    return Order(
+        model=str(model),
+        dtype="float32" if is_cpu else "bfloat16",
+        options=engine | json.loads(options.options),
+        **{name: getattr(options, name) for name in same},
+    )
+
+
+def _parse() -> argparse.Namespace:
+    parser = command.parser(__doc__, "weight_sync")
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, default=0, help="0: as many as the shape has")
     parser.add_argument("--transport", choices=["nccl", "ipc", "gloo"], default="nccl")
@@ -242,16 +175,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--versions", type=int, default=6)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=1000)
-    parser.add_argument("--bucket-mib", type=int, default=1024)
     parser.add_argument("--gpu-memory", type=float, default=0.5, help="share of the GPU that the engine takes")
     parser.add_argument("--kv-policy", choices=["recompute", "keep"], default="recompute")
     parser.add_argument("--timeout-s", type=float, default=30.0, help="deadline of a broadcast")
     parser.add_argument("--limit-s", type=float, default=240.0, help="for ours")
-    parser.add_argument("--native-limit-s", type=float, default=150.0, help="for the engine's own")
-    parser.add_argument("--native", action="store_true", help="the engine's own transfer too")
+    parser.add_argument("--native-limit-s", type=float, default=150.0, help="for vLLM's own")
+    parser.add_argument("--native", action="store_true", help="vLLM's own transfer too")
     parser.add_argument("--output", type=Path, required=True)
     return parser.parse_args()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

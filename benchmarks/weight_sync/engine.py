@@ -12,7 +12,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,7 +29,7 @@ from headway.weightsync.config import WeightsConfig
 from headway.weightsync.deliveries import Delivery, StreamedDelivery
 from headway.weightsync.subscriber import Subscriber
 
-from .order import REST_S, Order
+from . import REST_S, Order
 
 HEARTBEAT_S = 0.2
 PROMPT = list(range(3, 19))
@@ -42,23 +41,11 @@ class Clock:
     def __init__(self) -> None:
         self.first: dict[WeightVersion, float] = {}
         self.last: dict[WeightVersion, float] = {}
-        self.tokens = 0
-        self.pauses: list[tuple[float, float]] = []
-        """Pairs (end, length) of times without any token."""
-        self._latest = time.monotonic()
 
-    def note(self, version: WeightVersion, count: int) -> None:
+    def note(self, version: WeightVersion) -> None:
         now = time.monotonic()
         self.first.setdefault(version, now)
         self.last[version] = now
-        self.tokens += count
-        if now - self._latest > 0.02:
-            self.pauses.append((now, now - self._latest))
-        self._latest = now
-
-    def pauses_since(self, since: float) -> list[tuple[float, float]]:
-        """Return the longest three pauses, the longest first."""
-        return sorted((pause for pause in self.pauses if pause[0] >= since), key=lambda pause: -pause[1])[:3]
 
 
 async def follow(url: str, run: str, order: Order) -> None:
@@ -92,24 +79,21 @@ async def follow(url: str, run: str, order: Order) -> None:
         background = [tasks.create_task(held.follow()), tasks.create_task(_beat(broker, subscriber, held))]
         await held.reach(None)
         background += [tasks.create_task(_generate(engine, order, number, clock)) for number in range(order.requests)]
-        for version in _versions(order, await held.reach(None)):
+        first = await held.reach(None)
+        for number in range(first.step, order.versions):
+            version = WeightVersion(first.incarnation, number)
             await held.reach(version)
             while version not in clock.first:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
             before = max((at for other, at in clock.last.items() if other < version), default=verified[version])
             await asyncio.sleep(REST_S / 2)
-            pauses = clock.pauses_since(swapping.at[version][0])  # the last old token may come after one
             line = {
                 "version": version.step,
                 "received": subscriber.at.get(version),
-                "swap": swapping.at[version],
+                "swapped": swapping.at[version],
                 "last_old_token": before,
                 "first_new_token": clock.first[version],
                 "verified": verified[version],
-                "longest_pause_s": pauses[0][1] if pauses else 0.0,
-                "pauses": pauses,
-                "tokens": clock.tokens,
-                "is_proved": version in swapping.proved,
             }
             print(json.dumps(line), flush=True)
         for task in background:
@@ -120,25 +104,18 @@ async def follow(url: str, run: str, order: Order) -> None:
 
 
 class _Swapping:
-    """The engine as a swap sees it: it notes begin and end of swaps, and whether the weights were proved."""
+    """The engine as a swap sees it: it notes the ends of swaps, of which each must prove the weights."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.at: dict[WeightVersion, tuple[float, float]] = {}
-        self.proved: set[WeightVersion] = set()
+        self.at: dict[WeightVersion, float] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     async def swap_weights(self, version: WeightVersion, *arguments: Any, check: Any, **options: Any) -> None:
-        def noted(held: Any) -> None:
-            check(held)
-            if held is not None:
-                self.proved.add(version)
-
-        began = time.monotonic()
-        await self._engine.swap_weights(version, *arguments, check=noted, **options)
-        self.at[version] = began, time.monotonic()
+        await self._engine.swap_weights(version, *arguments, check=check, **options)
+        self.at[version] = time.monotonic()
 
 
 class _Noting(Subscriber):
@@ -154,11 +131,6 @@ class _Noting(Subscriber):
         return delivery
 
 
-def _versions(order: Order, first: WeightVersion) -> Iterator[WeightVersion]:
-    for number in range(first.step, order.versions):
-        yield WeightVersion(first.incarnation, number)
-
-
 async def _generate(engine: Engine, order: Order, number: int, clock: Clock) -> None:
     for count in itertools.count():
         request = GenerationRequest(
@@ -170,7 +142,7 @@ async def _generate(engine: Engine, order: Order, number: int, clock: Clock) -> 
         )
         async for chunk in engine.generate(request):
             if chunk.token_ids:
-                clock.note(chunk.version, len(chunk.token_ids))
+                clock.note(chunk.version)
 
 
 async def _beat(broker: Broker, subscriber: Subscriber, held: EngineWeights) -> None:

@@ -1,6 +1,6 @@
 """vLLM's own NCCL weight transfer, packed, with the same tensors: the peer of Headway's transfer.
 
-    python -m benchmarks.weight_sync.native ORDER     the trainer; it starts the engine as a process of its own
+    python -m benchmarks.weight_sync.native ORDER     runs the trainer, which starts the engine as a process of its own
 
 The engine generates the same requests; for every update it pauses them, as Headway's does. One line of JSON an update.
 """
@@ -9,21 +9,21 @@ import asyncio
 import itertools
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import torch
 
 from headway.rollout_workers.engines.vllm.fork_server import prepare_environment
 
+from . import REST_S, Order
 from .engine import PROMPT
-from .order import REST_S, Order
-from .tensors import random_tensors, step
-from .trainer import answer_of, free_port, tell
+from .learner import random_tensors, step
 
 
 def train(order: Order, engine_gpu: str) -> None:
@@ -44,7 +44,8 @@ def train(order: Order, engine_gpu: str) -> None:
         "packed": True,
     }
     answer_of(engine.stdout, "up")
-    port = free_port()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     tell(
         engine.stdin, {"join": {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}}
     )
@@ -66,6 +67,19 @@ def train(order: Order, engine_gpu: str) -> None:
         print(json.dumps(line), flush=True)
     engine.stdin.close()
     engine.wait()
+
+
+def tell(to: IO[str], what: dict[str, Any]) -> None:
+    to.write(json.dumps(what) + "\n")
+    to.flush()
+
+
+def answer_of(lines: IO[str], key: str) -> dict[str, Any]:
+    """Return the next line with `key`; other lines are the engine's own."""
+    for line in lines:
+        if line.startswith("{") and key in (answer := json.loads(line)):
+            return dict(answer)
+    raise SystemExit("the engine ended early")
 
 
 async def serve(order: Order) -> None:

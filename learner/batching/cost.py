@@ -25,8 +25,8 @@ PASSES = 3
 
 GPU_FLOPS = 160e12
 """The operations in a second that a small model's forward and backward pass reached on an H100: 77.2 ms for 15,361
-tokens of SmolLM2-135M's shape, replayed as CUDA graphs. This and the next three figures are measured
-(benchmarks/RESULTS.md, "Where an update of a small model goes")."""
+tokens of SmolLM2-135M's shape, replayed as CUDA graphs. This and the next three figures are
+measured."""
 
 LAUNCH_S, TREE_LAUNCH_S = 98e-3 / 30, 106e-3 / 30
 """Seconds in which a process launches the forward and backward pass of one layer, without and with shared tokens: the
@@ -38,7 +38,7 @@ ms longer than as many tokens that share nothing. Their paths have 15,233 tokens
 
 CPU_FLOPS = 25e9
 """The operations in a second that one core reached in forward and backward passes of models of width 64. This and the
-next three figures are measured on rows of 146 to 14,764 tokens (benchmarks/RESULTS.md)."""
+next three figures are measured on rows of 146 to 14,764 tokens."""
 
 CPU_ROW_S, CPU_TREE_S = 5.5e-3, 0.3e-3
 """Seconds that each layer takes for a row of hardly any tokens, and longer for one that shares tokens. A core computes

@@ -1,6 +1,6 @@
 """`learner.prefix_sharing: auto` takes the plan that was measured to be the quicker one, on a GPU and on a CPU.
 
-The measurements are those of benchmarks/RESULTS.md ("Tokens that samples share"), on an H100 and on a CPU core.
+The measurements were made on an H100 and on a CPU core.
 """
 
 from dataclasses import replace
@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from transformers import Qwen3Config
 
-from benchmarks.prefix_trees import samples
-from benchmarks.throughput.shapes import SHAPES
+from benchmarks.models import SHAPES
+from benchmarks.throughput import samples
 from headway.learner.batching.clusters import PrefixSharing, clusters_of
 from headway.learner.batching.cost import CostModel
 from headway.learner.batching.tree import TreeSize
@@ -71,7 +71,7 @@ def test_auto_shares_on_a_gpu_where_that_was_quicker(
 
 
 def test_a_short_row_shares_where_its_kernels_are_replayed() -> None:
-    """48.6 ms against 77.2: nothing is launched (benchmarks/RESULTS.md)."""
+    """48.6 ms against 77.2: nothing is launched."""
     assert shares(SMOLLM2, "cuda", count=128, budget=16384, prompt=64, response=50, is_replayed=True)
 
 

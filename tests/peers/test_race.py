@@ -14,8 +14,8 @@ import pytest
 from benchmarks.peers import contestants, of_headway
 from benchmarks.peers.__main__ import main as peers
 from benchmarks.peers.of_trl import Clock, TrlSetting, Verifier, config_of, prompts_of, row_of
-from benchmarks.peers.processes import finish_group
 from benchmarks.peers.race import LONG_TAILED, SHORT, TASKS, Race
+from benchmarks.processes import finish_group
 from headway.broker.errors import ConfigError
 from headway.deploy.recipe.resolve import load_recipe
 from headway.learner.data.examples import open_examples
@@ -168,7 +168,7 @@ def test_an_interpreter_is_found_from_every_directory(
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr(contestants, "warm_up", lambda *_: None)
     monkeypatch.setattr(contestants, "run", run)
-    place = ["--output", race.output, "--gpus", "1", "--of", "verl-sync", "--unjudged"]
+    place = ["--output", race.output, "--gpus", "1", "--of", "verl-sync-packed", "--unjudged"]
     monkeypatch.setattr(sys, "argv", ["peers", *place, "--python", "./verl.sh"])
     assert peers() == 1
     assert given == [tmp_path / "verl.sh"]
@@ -177,7 +177,7 @@ def test_an_interpreter_is_found_from_every_directory(
 def test_who_needs_gpus_says_so() -> None:
     assert not contestants.lacking("headway", 0)
     assert "--gpus 2" in contestants.lacking("trl-async", 1)
-    assert "--gpus 1 or 2" in contestants.lacking("verl-sync", 0)
+    assert "--gpus 1 or 2" in contestants.lacking("verl-sync-packed", 0)
 
 
 def test_without_trl_the_program_says_how_to_get_it(tmp_path: Path) -> None:

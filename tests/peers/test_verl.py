@@ -23,27 +23,15 @@ from tests.peers.races import race_in
 ROOT = Path(__file__).parents[2]
 
 
-VERL = tuple(of_verl.SETTINGS[name] for name in ("verl-sync", "verl-async"))
-
-
 def test_verl_trains_as_many_samples_in_as_many_updates(tmp_path: Path) -> None:
     recipe, overrides = msgspec.structs.astuple(TASKS[SHORT]["cuda"])
     race = race_in(tmp_path, *overrides, "optimizer.max_grad_norm=0.5", recipe=recipe, gpus=2)
-    sync, alone = (dict(one.split("=", 1) for one in of_verl.overrides_of(race, one, tmp_path)) for one in VERL)
-    for one in (sync, alone):
-        assert (one["data.train_batch_size"], one["actor_rollout_ref.rollout.n"]) == ("32", "16")
-        assert one["actor_rollout_ref.actor.ppo_mini_batch_size"] == "8"
-        assert one["actor_rollout_ref.actor.optim.clip_grad"] == "0.5"  # verl reads no actor.grad_clip
-        assert (one["trainer.total_training_steps"], one["data.max_response_length"]) == ("40", "96")
-    assert (sync["trainer.n_gpus_per_node"], alone["trainer.n_gpus_per_node"]) == ("2", "1")
-    assert alone["trainer.v1.separate_async.parameter_sync_step"] == "4"
-
-
-def test_vllm_computes_in_the_process_of_its_scheduler_where_a_setting_says_so(race: Race, tmp_path: Path) -> None:
-    backend = "+actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend=uni"
-    on_one = msgspec.structs.replace(race, gpus=1)
-    having = [name for name, of in of_verl.SETTINGS.items() if backend in of_verl.overrides_of(on_one, of, tmp_path)]
-    assert having == ["verl-sync-packed-in-core"]
+    one = dict(override.split("=", 1) for override in of_verl.overrides_of(race, tmp_path))
+    assert (one["data.train_batch_size"], one["actor_rollout_ref.rollout.n"]) == ("32", "16")
+    assert one["actor_rollout_ref.actor.ppo_mini_batch_size"] == "8"
+    assert one["actor_rollout_ref.actor.optim.clip_grad"] == "0.5"  # verl reads no actor.grad_clip
+    assert (one["trainer.total_training_steps"], one["data.max_response_length"]) == ("40", "96")
+    assert one["trainer.n_gpus_per_node"] == "2"
 
 
 def test_verls_packed_rows_attend_as_separate_ones() -> None:
@@ -80,7 +68,7 @@ def test_verl_reads_the_conversations_that_headways_model_reads(race: Race) -> N
     of_verl.write_prompts(spoken, race.model / "prompts.parquet")
     rows = parquet.read_table(race.model / "prompts.parquet").to_pylist()
     source = open_source(race.load().prompts, race.load().run.seed)
-    assert len(rows) == (3 + of_verl.AHEAD) * 4
+    assert len(rows) == 3 * 4
     assert rows[5]["prompt"] == [
         {"role": "system", "content": "1+1"},
         {"role": "user", "content": source.train(0, 5).content},
@@ -100,9 +88,9 @@ def test_verls_metrics_become_figures_as_they_are_written(tmp_path: Path) -> Non
         (began + 10.0, metrics),
         (began + 16.0, {**metrics, "timing_s/step": 6.0, "timing_s/save_checkpoint": 2.0}),
     ]
-    one = of_verl.figures_from(timed, began, samples=8, is_sync=True)
+    one = of_verl.figures_from(timed, began, samples=8)
     assert (one.ends_s, one.samples_per_s, one.response_tokens) == ([10.0, 14.0], 2.0, 5.0)
-    assert (one.engine_idle, one.pause_per_update_s, one.learner_idle) == (0.75, 3.0, 0.25)
+    assert one.learner_idle == 0.25
 
 
 def test_verls_logprobs_are_of_whole_rows_without_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.worker_overhead.paced import PacedCore
 from headway.broker.errors import HeadwayError
 from headway.broker.schema import Experts, WeightVersion
 from headway.rollout_workers.config import EngineConfig
@@ -30,6 +29,7 @@ from headway.rollout_workers.samples.recorder import Recorder
 
 from .generation import PROMPTS, hold, request
 from .models import make_model, named_tensors, save_config
+from .paced_core import PacedCore
 from .test_routed_experts import TID, chosen_by, experts_of, record
 
 OLD, NEW = WeightVersion(1, 1), WeightVersion(1, 2)

