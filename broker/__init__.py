@@ -8,14 +8,14 @@ The learner owns the run, feeds prompts, takes a step's groups and commits them 
 step is durable. Workers lease samples, append segments, submit trajectories, and may come and go at any time.
 
     schema/, keys.py        the contract: the structs that cross a process, and the keys in the server
-    staleness.py            the bound on lag, in integers; scripts/lease.lua and scripts/take.lua apply it
+    staleness.py            the bound on lag, in integers; scripts/leases.lua and scripts/batches.lua apply it
     config.py, errors.py, owner.py   the settings; the errors; which learner may write
     security/               stands against hostile workers: sample validation, garbage collection
     wire/                   frames: structs and arrays as bytes and back, checked and bounded
     connection/             the connection to a server or cluster: address, routes, round trips, outages
     client/                 the verbs: leases and submissions of workers, batches and versions of the learner,
                             evaluations and scoring work, which are no part of the experience stream, ...
-    scripts/                the server's side of the verbs, a Lua file for each
+    scripts/                the server's side of the verbs, a Lua file for each noun
     server/                 the embedded server, and which user of any server may do what
     user_code/              processes in which rewards, prompt sources and examples of the user's own run
 

@@ -109,8 +109,7 @@ trimmed, ready_at (when it had all its samples), by_step (what each step's weigh
 for which incarnation's weights and when it was given), step:I (the lowest of its lease and segments, then of its
 submission), oldest:I (lowest of its segments), by:I (its last holder: name and session, with a `?` behind a name that
 belongs to another session), since:I (when a segment brought it tokens), and once submitted bytes:I, payload:I and
-tokens:I (what each version sampled, as `measures` in `lib_arguments.lua`
-has it).
+tokens:I (what each version sampled, as `measures` in `calls.lua` has it).
 
 Fields of `evaluation:V`: size (samples), samples (of each prompt), done, mixed (samples that had tokens of other
 versions), keep (seconds for which workers keep the version), seen (when a worker last had a sample for no longer than

@@ -52,28 +52,25 @@ def mean_s_against(name: str) -> Mapping[str, float]:
 
 def _owner_fence() -> None:
     """Let a replaced learner go on taking, committing and announcing."""
-    _edit(
-        "take", "if held ~= incarnation or call('GET', PUBLIC .. 'owner') ~= redis.sha1hex(token) then", "if false then"
-    )
-    _edit("reassert", "if not is_ours and number('incarnation') >= tonumber(ARGV[1]) then", "if false then")
+    _edit("if held ~= incarnation or call('GET', PUBLIC .. 'owner') ~= redis.sha1hex(token) then", "if false then")
+    _edit("if not is_ours and number('incarnation') >= tonumber(ARGV[1]) then", "if false then")
     _publish_again()
-    _edit("version", "if against < 0 or (compare('offered') < 0 and not is_repeated) then", "if false then")
+    _edit("if against < 0 or (compare('offered') < 0 and not is_repeated) then", "if false then")
 
 
 def _server_fence() -> None:
     """Let no client notice that a server came back without its last second."""
     _publish_again()
-    _edit("take", "if server and server ~= '' and server ~= server_id() then", "if false then")
+    _edit("if server and server ~= '' and server ~= server_id() then", "if false then")
 
 
 def _lease_token() -> None:
     """Let any submission complete a sample, however late and however often."""
     _edit(
-        "submit",
         "local mine = had_round == one.round and (is_holder or (copier and not had_payload)",
         "local mine = had_round == one.round and (true",
     )
-    _edit("submit", "if mine and had_payload then", "if false then")
+    _edit("if mine and had_payload then", "if false then")
 
 
 def _commit_after_checkpoint() -> None:
@@ -86,20 +83,20 @@ def _commit_after_checkpoint() -> None:
         return batch
 
     patch.object(Experience, "take", take_and_commit).start()
-    _edit("claim", "if is_rewound then forget(mark, step) end", "")
+    _edit("if is_rewound then forget(mark, step) end", "")
 
 
 def _over_bound_check() -> None:
     """Let take, packing and the check of samples ignore lag, and let no learner wait for stragglers."""
-    _edit("take", "  sweep_old(queue)\n", "")
-    _edit("take", "if need > 0 and must_wait(ready, need) then", "if false then")
+    _edit("    send_back_old(queue)\n", "")
+    _edit("if need > 0 and must_wait(ready, need) then", "if false then")
     patch.object(packing, "is_too_stale", lambda version, step, max_lag: False).start()
     patch.object(learner, "check_lag", lambda trajectory, step, max_lag: None).start()
 
 
 def _lease_expiry() -> None:
     """Keep the leases of dead workers for ever."""
-    _edit("lease", "\ncollect_expired()\n", "\n")
+    _edit("\n  collect_expired()\n", "\n")
 
 
 def _worker_resubmission() -> None:
@@ -114,7 +111,7 @@ def _worker_resubmission() -> None:
 def _rewind_fork() -> None:
     """Keep samples of an abandoned branch's weights valid."""
     begins = "local function fork(incarnation, step)\n"
-    _edit("claim", begins, begins + "  do return end\n")
+    _edit(begins, begins + "  do return end\n")
 
 
 def _frame_checksum() -> None:
@@ -124,7 +121,7 @@ def _frame_checksum() -> None:
 
 def _identity_check() -> None:
     """Let clients of an overwritten run go on in the run that has its name now."""
-    _edit("lease", "if held_identity and held_identity ~= IDENTITY then", "if false then")
+    _edit("if held_identity and held_identity ~= IDENTITY then", "if false then")
 
     def keep(self: connection.Connection, identity: str) -> None:
         self.identity = self.identity or identity
@@ -148,7 +145,7 @@ def _possible_check() -> None:
 
 def _quarantine() -> None:
     """Let a worker that sends pills go on getting leases."""
-    _edit("reject", "if holder and call('HINCRBY', P .. 'strikes', holder, 1) >= 3 then", "if false then")
+    _edit("if holder and call('HINCRBY', P .. 'strikes', holder, 1) >= 3 then", "if false then")
 
 
 _PUBLISHER = "a publisher that refuses to publish a version twice"
@@ -185,11 +182,11 @@ def _publish_again() -> None:
     patch.object(Publisher, "begin", begin_again).start()
 
 
-def _edit(script: str, old: str, new: str) -> None:
-    """Replace `old` in the script, and in the parts that scripts share."""
+def _edit(old: str, new: str) -> None:
+    """Replace `old` in the scripts. Their digest stays, as processes without the edit must understand each other."""
+    function_library.protocol()  # which is kept
     original = function_library.script_source
-    parts = (script, *function_library.included(script))
-    assert any(old in original(part) for part in parts), f"{script}.lua has changed: {old!r} is not in it any more"
+    assert any(old in original(name) for name in function_library.FILES), f"the scripts have changed: no {old!r}"
 
     @cache
     def edited(name: str) -> str:

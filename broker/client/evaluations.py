@@ -33,7 +33,7 @@ from headway.broker.wire.codec import decode, encode
 _PROMPTS_AT_A_TIME = 100
 _NO_EVALUATION = -1
 MOST_COMPONENT_BYTES = 20_000
-"""The same bound stands in evaluation_submit.lua."""
+"""The same bound stands in evaluations.lua."""
 
 
 class EvaluationOutcome(StrEnum):

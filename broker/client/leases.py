@@ -40,7 +40,7 @@ __all__ = ["AppendOutcome", "AppendReply", "LeaseReply", "Leases", "NoMoreLeases
 _HEAD_BYTES = 256
 _NO_SEGMENT = -1
 _COPY = "copy"
-"""The beginning of the tokens of copies, see `lib_tokens.lua`."""
+"""The beginning of the tokens of copies, see `tokens.lua`."""
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ class Leases:
         return LeaseReply(leases, state.decode(), NoMoreLeases(reason.decode()) if reason else None)
 
     async def _asked(self, worker: str, version: WeightVersion, count: int, ttl_s: float) -> list[Any]:
-        """Returns the answer of `lease.lua`, with the samples in doubt as (member, token). All that is said of the
+        """Returns the answer of the verb `lease`, with the samples in doubt as (member, token). All that is said of the
         leases that the worker holds is how many they are, and which of them are copies."""
         held = self._held[worker]
         state, reason, highest, in_doubt, *granted = await self._connection.script(

@@ -32,7 +32,7 @@ Scores = NDArray[np.float32]
 """The answer to a request, flat: [1] of a reward model, [R] of a teacher, or [R, 1 + 2K] of one that was asked for K
 candidates (`broker.schema.ScoreRequest`)."""
 MAX_ANSWER_BYTES = 1 << 23
-"""The most bytes of one answer; `lib_scoring.lua` has the same number."""
+"""The most bytes of one answer; `scoring.lua` has the same number."""
 _BYTES_AT_A_TIME = 1 << 20
 """About the most bytes of requests in one call, so that none holds the server up."""
 

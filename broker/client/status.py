@@ -42,7 +42,7 @@ _WARNINGS = 100
 """The most complaints about unreadable reports that a client keeps: a worker that sends one may send many."""
 
 _SESSION_MS = 120_000
-"""Milliseconds that a session lasts after a heartbeat: see heartbeat.lua."""
+"""Milliseconds that a session lasts after a heartbeat: see `heartbeat` in workers.lua."""
 _LARGEST = 1e15
 """The bound of figures in a report."""
 _LATE = 0.5

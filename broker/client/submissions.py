@@ -34,7 +34,7 @@ class Submission:
     lease: Lease
     payload: bytes
     measures: bytes
-    """The payload's measures, as `submit.lua` takes them (`measures_of`)."""
+    """The payload's measures, as the verb `submit` takes them (`measures_of`)."""
     at: float
 
 
@@ -230,7 +230,7 @@ class Submissions:
 
 
 def measures_of(frame: bytes, spans: Sequence[VersionSpan]) -> bytes:
-    """Returns what a script is told of a blob (`measures` in `lib_arguments.lua`): its bytes, then the incarnation,
+    """Returns what a script is told of a blob (`measures` in `calls.lua`): its bytes, then the incarnation,
     the step and the tokens of each version that sampled it."""
     if len(spans) == 1:
         one, version = spans[0], spans[0].version

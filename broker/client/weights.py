@@ -4,7 +4,7 @@ manifests, the broadcast group, the model's files. It also archives weights as b
 In the rendezvous store the learner and the members of a broadcast group exchange values while the group forms:
 
     learner   writes `meeting:NAME`, which no worker may write: its values, and who the members are
-    members   write `joining:NAME:MEMBER`, each by its own session (`broker/scripts/rendezvous_set.lua`)
+    members   write `joining:NAME:MEMBER`, each by its own session (`broker/scripts/rendezvous.lua`)
     server    notifies workers, in the stream `bell`, of every version that the learner offers or announces, and of
               every new group
 

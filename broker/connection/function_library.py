@@ -1,11 +1,12 @@
-"""The verbs that the server carries out: a library of functions for each run, made of the scripts in `scripts/`.
+"""The verbs that the server carries out: a library of functions for each run, made of the files in `scripts/`.
 
-A script begins with the files that it includes, and perhaps with its flags. In the library it is a function, which
-follows all those files and three prefixes of keys. Two prefixes contain a secret: a user that may call the function but
-not read it can write these keys only as the function does (see `access`).
+The library is three prefixes of keys, and the text of all files in one order. Two prefixes contain a secret: a user
+that may call a function but not read it can write these keys only as the function does (see `access`).
 """
 
+import re
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha1
@@ -17,24 +18,12 @@ from headway.broker.installation import version_of
 from headway.broker.keys import Keys
 
 _SECRET_BYTES = 16
-_CALL = "lib_call"
-SHARED = tuple(
-    f"lib_{name}"
-    for name in (
-        "base",
-        "arguments",
-        "samples",
-        "tokens",
-        "groups",
-        "evaluations",
-        "claim",
-        "workers",
-        "scoring",
-    )
+FILES = (
+    *("calls", "samples", "tokens", "groups", "evaluations", "scoring", "claims", "prompts", "leases", "segments"),
+    *("submissions", "batches", "weights", "rendezvous", "garbage", "engine_pauses", "workers", "pools", "status"),
 )
-"""The files that scripts include, in this order, as each uses the ones before it."""
-_STATE = "local call, KEYS, ARGV, IDENTITY, is_there, forks, highest, clock, has_refused, risen, SERVER\n"
-_INCLUDE, _FLAGS = "-- include:", "-- flags:"
+"""The files of `scripts/`, in this order, as each uses what those before it define."""
+_VERB = re.compile(r"^(?:register|verb|owner_verb)\('(\w+)', \{(.*?)\}, function", re.MULTILINE)
 
 
 def new_secret() -> str:
@@ -43,37 +32,23 @@ def new_secret() -> str:
 
 
 @cache
-def script_names() -> tuple[str, ...]:
-    """Returns the names of all verbs."""
-    names = (entry.name.removesuffix(".lua") for entry in (files("headway.broker") / "scripts").iterdir())
-    return tuple(sorted(name for name in names if not name.startswith("lib_")))
-
-
-@cache
 def script_source(name: str) -> str:
-    """Returns the text of a script, or of a file that scripts include."""
-    return _file(name)
+    """Returns the text of a file."""
+    return (files("headway.broker") / "scripts" / f"{name}.lua").read_text()
 
 
 @cache
-def included(name: str) -> tuple[str, ...]:
-    """Returns the files that a script's first line names, and the one with which its function begins."""
-    files_named = _file(name).partition("\n")[0].removeprefix(_INCLUDE).split()
-    return (*files_named, _CALL) if files_named else ()
-
-
-@cache
-def flags_of(name: str) -> tuple[str, ...]:
-    """Returns a script's flags. `no-writes`: users that may only read may call it. `allow-oom`: a server without memory
-    carries it out."""
-    _, line, *_ = _file(name).split("\n", 2)
-    return tuple(line.removeprefix(_FLAGS).split()) if line.startswith(_FLAGS) else ()
+def verb_flags() -> Mapping[str, frozenset[str]]:
+    """Returns the flags of each verb. `no-writes`: users that may only read may call it. `allow-oom`: a server without
+    memory carries it out."""
+    found = (match for name in FILES for match in _VERB.finditer(script_source(name)))
+    return {verb[1]: frozenset(re.findall(r"[\w-]+", verb[2])) for verb in found}
 
 
 @cache
 def protocol() -> str:
-    """Returns a digest of all scripts: clients with other scripts would misunderstand each other."""
-    return sha1("".join(_file(name) for name in _file_names()).encode(), usedforsecurity=False).hexdigest()[:16]
+    """Returns a digest of all files: clients with other ones would misunderstand each other."""
+    return sha1("".join(map(script_source, FILES)).encode(), usedforsecurity=False).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -97,33 +72,13 @@ class Verbs:
 
     def call(self, name: str) -> tuple[str, str]:
         """Returns the command that calls the function, and the function's name."""
-        return "FCALL_RO" if "no-writes" in flags_of(name) else "FCALL", f"{self.library}_{name}"
+        return "FCALL_RO" if "no-writes" in verb_flags()[name] else "FCALL", f"{self.library}_{name}"
 
 
 def library(keys: Keys) -> tuple[Verbs, str]:
     """Returns the library of a run whose secret is known, and the library's text."""
     prefixes = f"local P, PUBLIC, PROMPT = '{keys.hidden('')}', '{keys('')}', '{keys.prompt('')}'\n"
-    body = "".join([prefixes, _STATE, *map(script_source, SHARED), *map(_function, script_names())])
+    body = "".join([prefixes, *map(script_source, FILES)])
     name = "headway_" + sha1(body.encode(), usedforsecurity=False).hexdigest()
     verbs = Verbs(protocol(), name)
     return verbs, f"#!lua name={name}\nlocal VERBS, LIBRARY = '{verbs.protocol} {name}', '{name}_'\n{body}"
-
-
-def _function(name: str) -> str:
-    flags = ", ".join(f"'{flag}'" for flag in flags_of(name))
-    beginning = script_source(_CALL) if included(name) else ""
-    return (
-        f"redis.register_function{{function_name = LIBRARY .. '{name}', flags = {{{flags}}}, "
-        f"callback = function(keys, arguments)\n{beginning}{script_source(name)}\nend}}\n"
-    )
-
-
-@cache
-def _file_names() -> tuple[str, ...]:
-    names = (entry.name for entry in (files("headway.broker") / "scripts").iterdir())
-    return tuple(sorted(name.removesuffix(".lua") for name in names if name.endswith(".lua")))
-
-
-@cache
-def _file(name: str) -> str:
-    return (files("headway.broker") / "scripts" / f"{name}.lua").read_text()

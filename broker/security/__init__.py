@@ -4,8 +4,8 @@
     garbage_collection.py   frees orphaned keys, with which a worker could keep the server's memory full
 
 Elsewhere: the access control lists of users (`server/access.py`), the checks of frames (`wire/checks.py`), and on the
-server the checks of a verb's arguments (`scripts/lib_arguments.lua`) and quarantine (`strike` in
-`scripts/lib_base.lua`).
+server the checks of a verb's arguments (`scripts/calls.lua`) and quarantine (`strike` in
+`scripts/samples.lua`).
 
 The invariant: whatever a worker's user sends, the learner trains no sample that breaks the run's rules.
 """

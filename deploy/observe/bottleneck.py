@@ -204,7 +204,7 @@ def _what_workers_lack(status: RunStatus, progress: StepProgress) -> str:
         return "no prompts are left"
     if progress.stored_bytes >= progress.max_bytes:
         return f"the store is full ({_store(progress)})"
-    # an index counts admissions less drops; see broker/scripts/lease.lua
+    # an index counts admissions less drops; see broker/scripts/leases.lua
     index = status.queues.admitted - status.queues.dropped_stale - status.queues.uninformative
     if is_in_reach(index, _next_step(status), progress.ahead, progress.groups_per_step):
         return ""

@@ -13,7 +13,7 @@ import pytest
 
 from headway.broker import Broker, open_broker
 from headway.broker.connection.connection import Connection
-from headway.broker.connection.function_library import SHARED, script_names, script_source
+from headway.broker.connection.function_library import FILES, script_source, verb_flags
 from headway.broker.errors import BrokerError, BrokerUnavailableError
 from headway.broker.server.embedded import EmbeddedServer
 from tests.processes import kill
@@ -242,7 +242,6 @@ async def test_functions_that_the_server_forgot_come_with_their_text(broker: Bro
     await run.generate(4, 0)
     ask(server, "FUNCTION", "FLUSH")
     await broker._connection.load_verbs()
-    assert {"lease", "submit", "take"} <= set(script_names())
-    assert "lib" not in script_names()
-    assert not [name for name in SHARED if re.search(r"^local [a-z_]+$", script_source(name), re.M)], "kept for ever"
+    assert {"lease", "submit", "take"} <= set(verb_flags())
+    assert not [name for name in FILES if re.search(r"^local [a-z_]+$", script_source(name), re.M)], "kept for ever"
     assert await run.take(0) == groups(0, 1)

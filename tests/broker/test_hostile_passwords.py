@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from redis.exceptions import RedisError, ResponseError
 
 from headway.broker.client.supervision import KEPT_S, PLACES
-from headway.broker.connection.function_library import flags_of, script_names
+from headway.broker.connection.function_library import verb_flags
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.status import PoolInfo
 from headway.broker.server.access import Role, User, users
@@ -111,7 +111,7 @@ async def test_no_answer_holds_what_opens_more(cast: Cast, intruder: Intruder, r
     secrets = await busy(cast)
     client, answers = intruder.clients[role], list[str]()
     members = [f"{group_id(n)}:0:{i}" for n in range(3) for i in (0, 1)]
-    for verb in (name for name in script_names() if "no-writes" in flags_of(name)):
+    for verb in (name for name, flags in verb_flags().items() if "no-writes" in flags):
         for arguments in ([], ["m", "", "key"], ["8c2f", "w", "in/w"], [part for m in members for part in (m, "x")]):
             name, of = f"{cast.hostile.library}_{verb}", f"{intruder.prefix}hidden:of:{cast.hostile.identity}"
             with suppress(ResponseError):

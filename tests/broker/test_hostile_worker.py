@@ -12,7 +12,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from headway.broker.client.leases import SubmitOutcome
 from headway.broker.client.scoring import new_request_name
-from headway.broker.connection.function_library import script_names
+from headway.broker.connection.function_library import verb_flags
 from headway.broker.schema import WeightVersion
 from headway.broker.server.embedded import EmbeddedServer
 
@@ -215,7 +215,7 @@ class Fuzz:
         self.refused = self.answered = 0
 
     def strike(self) -> None:
-        verb = self._random.choice(script_names())
+        verb = self._random.choice(sorted(verb_flags()))
         if verb == "lease" or self._random.random() < 0.05:
             with suppress(RedisError):
                 self._held = (self._hostile.lease(self._random.randrange(4), 0.2) + self._held)[:16]

@@ -25,7 +25,7 @@ def other_version(directory: Path) -> dict[str, str]:
     for package in PACKAGES:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / package, directory / package, symlinks=True, ignore=ignored)
-    with (directory / "broker/scripts/lease.lua").open("a") as script:
+    with (directory / "broker/scripts/leases.lua").open("a") as script:
         script.write("-- another version\n")
     (directory / "home").mkdir()
     return {

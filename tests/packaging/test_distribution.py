@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from headway import __version__
+from headway.broker.connection.function_library import verb_flags
 
 REPOSITORY = Path(__file__).parents[2]
 ROOMS = ["algorithms", "broker", "deploy", "learner", "rollout_workers", "weightsync"]
@@ -174,11 +175,8 @@ def test_a_run_is_not_disturbed_by_files_of_the_user_that_have_names_of_ours(ins
 
 
 def test_every_verb_of_the_broker_is_shipped(installation: Installation) -> None:
-    listing = "from headway.broker.connection.function_library import script_names; print(*script_names())"
-    shipped = {path.stem for path in (REPOSITORY / "broker" / "scripts").glob("*.lua")}
-    assert set(installation.run("python", "-c", listing).split()) == {
-        name for name in shipped if not name.startswith("lib_")
-    }
+    listing = "from headway.broker.connection.function_library import verb_flags; print(*verb_flags())"
+    assert installation.run("python", "-c", listing).split() == [*verb_flags()]
 
 
 def _build(kind: str, directory: Path, output: Path) -> Path:

@@ -1,50 +1,7 @@
--- Shared by all scripts: keys, counters, fields, blobs. A script begins with `-- include: FILE...` and may use what
--- those files define. broker/connection/function_library.py makes each script a function of the run's library, which begins with
--- three prefixes of keys (see broker/keys.py): P of keys that only scripts write, PUBLIC of keys that clients write,
--- too, and PROMPT of prompts. The shared files follow once, for all functions; lib_call sets what changes from call to
--- call. Scripts see only the names of payloads and segments, never their bytes.
-local META = P .. 'meta'
-local RETRY, LEASES, OPEN, READY = P .. 'retry', P .. 'leases', P .. 'open', P .. 'ready'
-local REFUSED = P .. 'refused'
--- How many weight versions displays show, the newest ones.
-local SHOWN_VERSIONS = 32
-
-local function now()
-  if not clock then
-    local t = call('TIME')
-    clock = t[1] + t[2] / 1e6
-  end
-  return clock
-end
-local function meta(field) return call('HGET', META, field) end
-local function number(field) return tonumber(meta(field) or '') or 0 end
--- Returns true if the learner has refused a sample whose group is not settled yet.
-local function is_any_refused()
-  if has_refused == nil then has_refused = call('EXISTS', REFUSED) == 1 end
-  return has_refused
-end
--- Both add to counters, and never of a run that is not there: a deleted run would come back with them.
-local function is_run()
-  if is_there == nil then is_there = call('EXISTS', META) == 1 end
-  return is_there
-end
-local function count(field, n) if is_run() then call('HINCRBY', META, field, n or 1) end end
-local function tally(what, key, n) if is_run() then call('HINCRBY', P .. 'tally', what .. ':' .. key, n or 1) end end
--- Returns the smallest power of two that is at least n: tallies count lengths by it.
-local function length_class(n)
-  local length = 1
-  while length < n do length = 2 * length end
-  return length
-end
--- Returns the id of the server's process. The library keeps it, and its memory lasts as long as that process.
-local function server_id()
-  SERVER = SERVER or string.match(call('INFO', 'server'), 'run_id:(%x+)')
-  return SERVER
-end
-
+-- Samples and their groups: the fields of a group, blobs, segments, dead letters, and transitions of single samples:
+-- queued, handed back, refused for the weights that sampled them.
 local function group_key(g) return P .. 'group:' .. g end
 local function member(g, round, i) return g .. ':' .. round .. ':' .. i end
-local function parse(m) return string.match(m, '^(.+):(%d+):(%d+)$') end
 local function segments_key(m) return P .. 'segments:' .. m end
 local function field(g, name) return call('HGET', group_key(g), name) end
 local function fields(g, ...) return unpack(call('HMGET', group_key(g), ...)) end
@@ -152,13 +109,13 @@ local function parse_segment(entry) return string.match(entry, '^(%S+) (%d+) (%d
 -- How many segments of one sample are looked at. No honest sample has more, and more would hold up all other clients.
 local MOST_SEGMENTS = 10000
 -- Returns {name of a segment = bytes that its worker recorded for it} of a sample.
-local function said_of_segments(m)
-  local said = {}
+local function segment_bytes(m)
+  local recorded = {}
   for _, entry in ipairs(call('LRANGE', segments_key(m), 0, MOST_SEGMENTS - 1)) do
     local name, bytes = parse_segment(entry)
-    said[name] = tonumber(bytes)
+    recorded[name] = tonumber(bytes)
   end
-  return said
+  return recorded
 end
 
 local MOST_ENTRIES = MOST_SEGMENTS
@@ -170,7 +127,7 @@ local function recorded_bytes(name, seen)
   if not g then return end
   if kind == 'segment' then
     if not seen[m] then
-      seen[m] = said_of_segments(m)
+      seen[m] = segment_bytes(m)
       seen.entries = (seen.entries or 0) + math.min(MOST_SEGMENTS, call('LLEN', segments_key(m)))
     end
     return seen[m][name]
@@ -202,4 +159,100 @@ local function discard_segments(g, m, i)
   local tokens = free_segments(g, m, i)
   count('discarded_tokens', tokens)
   if tokens > 0 then tally('cut_by_response_length', length_class(tokens)) end
+end
+
+-- Offers all samples of an open group to workers, under the index that it has.
+local function enqueue(g, index, round, size)
+  local scored = {}
+  call('HSET', group_key(g), 'state', 'open', 'index', index, 'queued_at', now())
+  for a, m in ipairs(members(g, round, size)) do scored[2 * a - 1], scored[2 * a] = index, m end
+  call('ZADD', RETRY, unpack(scored))
+end
+
+-- Returns what the weights of each step sampled of a group, as text: `STEP:SAMPLES:TOKENS...`. A sample counts at its
+-- oldest step, a token at its own.
+local function by_step(g, size)
+  local samples, tokens, parts = {}, {}, {}
+  for _, had in ipairs(by_sample(g, 'tokens', size)) do
+    local oldest
+    for at = 1, #(had or ''), 12 do
+      local _, step, n = struct.unpack('>I4I4I4', had, at)
+      if not oldest or step < oldest then oldest = step end
+      tokens[step] = (tokens[step] or 0) + n
+    end
+    if oldest then samples[oldest] = (samples[oldest] or 0) + 1 end
+  end
+  for step, n in pairs(tokens) do parts[#parts + 1] = string.format('%d:%d:%d', step, samples[step] or 0, n) end
+  return table.concat(parts, ' ')
+end
+
+-- Lets a group that has all its samples wait for the learner.
+local function make_ready(g, floor, size)
+  call('HSET', group_key(g), 'state', 'ready', 'ready_at', now(), 'by_step', by_step(g, size))
+  call('ZADD', READY, floor, g)
+end
+
+-- Ends a sample's lease. Any worker may lease the sample next and go on after its segments.
+local function hand_back(m)
+  local g, _, i = parse(m)
+  local oldest = field(g, 'oldest:' .. i)
+  call('HDEL', group_key(g), 'token:' .. i, 'by:' .. i, 'since:' .. i)
+  if oldest then call('HSET', group_key(g), 'step:' .. i, oldest) else call('HDEL', group_key(g), 'step:' .. i) end
+  call('ZREM', LEASES, m)
+  call('ZADD', RETRY, field(g, 'index'), m)
+  refloor(g)
+end
+
+-- Ends the lease of a void sample and frees its segments. They may be what makes it void: a worker that went on after
+-- them would be fenced again.
+local function restart_sample(g, m, i, has_segments)
+  if has_segments then discard_segments(g, m, i) end
+  hand_back(m)
+end
+
+-- Returns true if the weights belong to a branch that a rewind has abandoned.
+local function is_abandoned(incarnation, step)
+  forks = forks or call('HGETALL', P .. 'forks')
+  for a = 1, #forks, 2 do
+    if incarnation < tonumber(forks[a]) and step > tonumber(forks[a + 1]) then return true end
+  end
+  return false
+end
+
+-- A server that loses its last second forgets fewer announcements than this. No worker can have weights that are newer
+-- by more steps than the newest that this server remembers.
+local FORGOTTEN = 64
+local function highest_step()
+  highest = highest or number('highest_step')
+  return highest
+end
+local function is_impossible(newest) return newest > highest_step() + FORGOTTEN end
+
+-- Returns the newest step of `versions`, {incarnation, step}..., and true if a rewind has abandoned any of them, or if
+-- any is newer than all that the server knows.
+local function newest_of(versions)
+  local newest, is_void = -1, false
+  for b = 1, #versions, 2 do
+    if versions[b + 1] > newest then newest = versions[b + 1] end
+    is_void = is_void or is_abandoned(versions[b], versions[b + 1])
+  end
+  return newest, is_void or newest > highest_step()
+end
+
+-- Returns true if a sample with tokens of step `oldest` is too old for the next step. With `mask` no sample is.
+local function is_over_bound(oldest)
+  local announced, lag, on_over_bound = unpack(call('HMGET', META, 'announced_step', 'max_lag', 'on_over_bound'))
+  return announced and on_over_bound ~= 'mask' and announced - oldest > tonumber(lag)
+end
+
+-- Adds a dead letter and a strike against the holder `by`.
+local function blame(m, by, reason)
+  to_dead_letters(m, name_of(by), reason, '', by)
+  strike(by)
+end
+
+local function note_newest(g, had, newest)
+  if newest <= (tonumber(had or '') or -1) then return end
+  call('HSET', group_key(g), 'newest', newest)
+  if newest > number('newest_step') then call('HSET', META, 'newest_step', newest) end
 end

@@ -13,7 +13,7 @@ local function tokens_under(nonce)
 end
 
 -- Returns nil if this is no token of this sample; else true if another server process gave it, false if this one did.
-local function is_of_before(m, token)
+local function is_of_earlier_server(m, token)
   local nonce, server, proven = string.match(token, '^(%w+)%.(%x+)%.(%x+)$')
   if not nonce or proof(m, proof_key(nonce, server)) ~= proven then return nil end
   return server ~= string.sub(server_id(), 1, 8)
@@ -24,7 +24,7 @@ local function nonce_of_lease(nonce, incarnation)
   return nonce .. 'x' .. incarnation .. 'x' .. string.format('%.0f', 1000 * now())
 end
 -- Returns the incarnation and the time in seconds, or nothing for another token.
-local function told_by(token)
+local function parse_lease_token(token)
   local incarnation, ms = string.match(token or '', '^%x+x(%d+)x(%d+)%.')
   return incarnation, ms and ms / 1000
 end
@@ -32,7 +32,7 @@ end
 -- token. A worker's weights become older only with a later incarnation; the sample's are {incarnation, step}...
 local function is_older_than_lease(oldest, from, token, versions)
   if not from or oldest >= tonumber(from) then return false end
-  local under = told_by(token)
+  local under = parse_lease_token(token)
   if not under then return false end
   for b = 1, #versions, 2 do
     if versions[b] > tonumber(under) and versions[b] <= number('incarnation') then return false end
@@ -40,7 +40,7 @@ local function is_older_than_lease(oldest, from, token, versions)
   return true
 end
 -- Returns when a sample was leased, or got its last tokens; `since` is when segments brought it some.
-local function moved_at(token, since) return tonumber(since or '') or select(2, told_by(token)) end
+local function last_progress(token, since) return tonumber(since or '') or select(2, parse_lease_token(token)) end
 
 -- A holder without its name and session, which are secret.
 local function digest_of(holder)
@@ -55,7 +55,7 @@ end
 -- Returns the step and the holder of a copy if this is the token of one of this sample, else nil.
 local function copy_of(m, token)
   local step, digest = string.match(token, '^copy%d+x(%d+)x(%x+)%.')
-  if not step or is_of_before(m, token) == nil then return nil end
+  if not step or is_of_earlier_server(m, token) == nil then return nil end
   return step, '? ' .. digest
 end
 
@@ -70,7 +70,7 @@ local function renew_leases(a)
     local g, round, i = sample(b)
     local had = call('HMGET', group_key(g), 'round', 'token:' .. i, 'payload:' .. i, 'state', 'since:' .. i)
     local is_wanted = had[1] == round and not had[3] and had[4] == 'open'
-    if is_wanted and had[2] == token and (moved_at(had[2], had[5]) or time) >= earliest then
+    if is_wanted and had[2] == token and (last_progress(had[2], had[5]) or time) >= earliest then
       call('ZADD', LEASES, deadline, m)
       call('ZREM', RETRY, m)
     elseif not (is_wanted and copy_of(m, token)) then

@@ -10,27 +10,17 @@ end
 local function batch_key(step) return P .. 'batch:' .. step end
 local function size_of(g) return tonumber(field(g, 'size')) end
 
--- Returns nil, or the error that the script must return: RESTARTED where the server is another one than the caller
--- knew, FENCED where the caller does not own the run any more.
-local function fence(incarnation, token, server)
-  if server and server ~= '' and server ~= server_id() then return redis.error_reply('RESTARTED ' .. server_id()) end
-  local held = meta('incarnation')
-  if held ~= incarnation or call('GET', PUBLIC .. 'owner') ~= redis.sha1hex(token) then
-    return redis.error_reply('FENCED ' .. (held or 'nobody'))
-  end
-end
-
 local function announced_step() return tonumber(meta('announced_step') or '') end
 
 -- Returns {size, round, pin, state, bytes, floor, length} of a group; false where it has no such field.
-local function told_of(g)
+local function group_record(g)
   return call('HMGET', group_key(g), 'size', 'round', 'pin', 'state', 'bytes', 'floor', 'length')
 end
 
--- Frees the blobs of a group's current round and takes its samples from every queue, which fences their leases. `told`
--- is what `told_of` returned. Returns the group's size, and false if it is pinned: then it is in no queue.
-local function free_round(g, told)
-  local size, round, pin, state, bytes = unpack(told, 1, 5)
+-- Frees the blobs of a group's current round and takes its samples from every queue, which fences their leases.
+-- `record` is what `group_record` returned. Returns the group's size, and false if it is pinned: then it is in no queue.
+local function free_round(g, record)
+  local size, round, pin, state, bytes = unpack(record, 1, 5)
   local all, is_queued, blobs = members(g, round, size), state ~= 'pinned', by_sample(g, 'oldest payload', size)
   for i, m in ipairs(all) do
     if blobs[i] then
@@ -52,7 +42,7 @@ end
 -- Returns the group's size.
 local function clear_round(g)
   local names = { 'floor', 'newest', 'bytes', 'done', 'pin', 'trimmed', 'ready_at', 'by_step', 'waited' }
-  local size = free_round(g, told_of(g))
+  local size = free_round(g, group_record(g))
   for i = 0, size - 1 do
     for _, name in ipairs({ 'token:', 'step:', 'tokens:', 'by:', 'since:', 'bytes:', 'payload:' }) do
       names[#names + 1] = name .. i
@@ -133,8 +123,8 @@ local function give_up_reproducing(step)
 end
 
 -- Removes a group that was trained or dropped. Its name stays in `names` as long as a feed could name it again.
-local function settle(g, names, told)
-  local size, is_queued = free_round(g, told)
+local function settle(g, names, record)
+  local size, is_queued = free_round(g, record)
   if is_any_refused() then
     for i = 0, size - 1 do call('SREM', REFUSED, g .. ':' .. i) end
   end
@@ -149,13 +139,13 @@ end
 -- Settles a group that a stated rule drops. Displays count such groups by the step of the oldest weights that sampled
 -- them; no more than the newest versions are kept.
 local function settle_dropped(g)
-  local told = told_of(g)
-  local floor = tonumber(told[6] or '')
+  local record = group_record(g)
+  local floor = tonumber(record[6] or '')
   if floor then
     call('ZADD', GIVEN_UP, floor, g)
     call('ZREMRANGEBYSCORE', GIVEN_UP, '-inf', floor - SHOWN_VERSIONS)
   end
-  settle(g, DROPPED, told)
+  settle(g, DROPPED, record)
 end
 
 local function is_settled(g)
@@ -165,7 +155,7 @@ end
 
 -- Gives standing to the holders of a group's samples, once in a call, and takes it from those that have not asked for
 -- long.
-local function give_standing(g, size)
+local function raise_standing(g, size)
   if not risen then
     risen = {}
     call('ZREMRANGEBYSCORE', STANDING, '-inf', now() - STANDING_S)
@@ -181,14 +171,14 @@ end
 -- Settles a group that the learner has trained for good, even where a server that lost writes has another state of it.
 -- Returns 1, or 0 if the group was settled already.
 local function settle_trained(g)
-  local told = told_of(g)
-  local size, _, pin, state, _, floor, length = unpack(told)
+  local record = group_record(g)
+  local size, _, pin, state, _, floor, length = unpack(record)
   if not state and is_settled(g) then return 0 end
   if not state or state == 'pool' then count('admitted') end
   if length then tally('trained_by_prompt_length', length) end
-  if pin then give_standing(g, size) end
+  if pin then raise_standing(g, size) end
   if pin and floor then tally('trained_by_lag', pin - floor) end
-  if state then settle(g, SETTLED, told) elseif g >= (meta('watermark') or '') then call('ZADD', SETTLED, 0, g) end
+  if state then settle(g, SETTLED, record) elseif g >= (meta('watermark') or '') then call('ZADD', SETTLED, 0, g) end
   count('trained')
   return 1
 end
