@@ -18,7 +18,7 @@ local function group_record(g)
 end
 
 -- Frees the blobs of a group's current round and takes its samples from every queue, which fences their leases.
--- `record` is what `group_record` returned. Returns the group's size, and false if it is pinned: then it is in no queue.
+-- `record` is what `group_record` returned. Returns the group's size, and false if it is pinned, and in no queue.
 local function free_round(g, record)
   local size, round, pin, state, bytes = unpack(record, 1, 5)
   local all, is_queued, blobs = members(g, round, size), state ~= 'pinned', by_sample(g, 'oldest payload', size)

@@ -228,15 +228,16 @@ class ConversationRenderer:
         else:
             encoded = [token_ids[begin:end] for begin, end in pairwise([0, *cuts, len(token_ids)])]
         trained = [(begin, end) in spans for begin, end in pairwise(borders)]
-        ends = [self._ended(encoded, number, what) if one else 0 for number, one in enumerate(trained)]
+        for number in (number for number, one in enumerate(trained) if one):
+            self._move_stop_token(encoded, number, what)
+        ends = [self._trained_length(piece) if one else 0 for one, piece in zip(trained, encoded, strict=True)]
         masks = [[1] * end + [0] * (len(piece) - end) for end, piece in zip(ends, encoded, strict=True)]
         return [token for piece in encoded for token in piece], [bit for mask in masks for bit in mask]
 
-    def _ended(self, pieces: list[list[int]], number: int, what: str) -> int:
-        """Returns the length of a trained turn up to its stop token; what the template writes after that is context.
+    def _move_stop_token(self, pieces: list[list[int]], number: int, what: str) -> None:
+        """Moves a stop token that follows a trained turn into it, in place, and adds one where the text has none.
 
-        A stop token that follows the turn is moved into it, and one is added where the text has none. Raises
-        ConfigError where other messages follow without one: no model learns to end from that.
+        Raises ConfigError where other messages follow without one: no model learns to end from that.
         """
         piece, behind, stops = pieces[number], pieces[number + 1 :], self._ends.token_ids
         if not any(token in stops for token in piece):
@@ -253,6 +254,10 @@ class ConversationRenderer:
                 if not str(self._tokenizer.decode(behind[0][: max(length - 1, 0)])).strip():
                     piece += behind[0][:length]
                     del behind[0][:length]
+
+    def _trained_length(self, piece: list[int]) -> int:
+        """Returns the length of a trained turn up to its stop token; what the template writes after that is context."""
+        stops = self._ends.token_ids
         return max((place + 1 for place, token in enumerate(piece) if token in stops), default=len(piece))
 
     # --- length
