@@ -24,22 +24,15 @@ def test_the_broker_is_measured_against_other_transports() -> None:
     assert all(lap["trajectories_per_s"] > 0 for lap in laps.values())
     (target,) = result["throughput"]["targets"]
     assert (target["against"], target["pass"]) == ("streams", target["ratio"] >= target["at_least"])
-    for verb in ("lease_ms", "submit_ms", "take_64_and_decode_ms"):
-        assert 0 < result["latency"][verb]["p50"] <= result["latency"][verb]["p99"]
     assert [crowd["workers"] for crowd in result["workers"]] == [1, 8]
-    assert all(crowd["server_cpu_us_per_sample"] > 0 for crowd in result["workers"])
-    (wire,) = result["wire"]
-    assert wire["frame"] < wire["raw_arrays"] < wire["pickled_lists"]
-    assert wire["frame"] < wire["all_verbs"]["whole"]["to_server"] < wire["all_verbs"]["in_4_segments"]["to_server"]
-    assert set(result["growth"]["through"]["per_cpu_second"]) == {"256"}
-
-
-def test_memory_is_watched_while_prompts_go_through() -> None:
-    result = last_line("benchmarks.memory", "--prompts", "512", "--every", "128")
-
-    assert result["prompts"] == 512
-    assert result["keys"]["last"] > 0
-    assert result["client_rss_bytes"]["flat"] == (result["client_rss_bytes"]["slope_per_prompt"] < 1e4)
+    for crowd in result["workers"]:
+        assert crowd["server_cpu_us_per_sample"] > 0
+        for verb in ("lease_ms", "submit_ms", "take_64_and_decode_ms"):
+            assert 0 < crowd[verb]["p50"] <= crowd[verb]["p99"]
+    memory = result["memory"]
+    assert memory["prompts"] == 512
+    assert memory["keys"]["last"] > 0
+    assert memory["client_rss_bytes"]["flat"] == (memory["client_rss_bytes"]["slope_per_prompt"] < 1e4)
 
 
 def test_corrections_are_compared_at_exact_lags(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from headway.deploy.roles import learner as training
 from headway.deploy.roles.observer import RunObserver
 from headway.learner.backends.base import Backend
 from headway.learner.batching.packing import PackableSequence
-from headway.learner.stages import resume
+from headway.learner.stages import starting_point
 from headway.learner.stages.loop import TrainedStep
 
 from .backend import TinyBackend
@@ -31,8 +31,8 @@ def run_learner(trial: Trial, url: str, incarnation: c_int64) -> None:
     TinyBackend.trails, TinyBackend.weights_name = trial.trails, trial.weights_name
     TinyBackend.step_s = trial.step_s
 
-    def claim_run(*arguments: Any, **named: Any) -> resume.RunClaim:
-        claimed = resume.claim_run(*arguments, **named)
+    def claim_run(*arguments: Any, **named: Any) -> starting_point.RunClaim:
+        claimed = starting_point.claim_run(*arguments, **named)
         incarnation.value = claimed.claim.owner.incarnation
         return claimed
 

@@ -1,25 +1,42 @@
-"""Laps: one producing and one consuming process, the same for every transport."""
+"""Trajectories a second through every transport: one producing and one consuming process, the same for all."""
 
 import multiprocessing
+import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import uvloop
 
-from .servers import Durability, cpu_seconds, fresh_server
-from .transports import ON_A_SERVER, ON_RAY, open_transport
-from .transports.base import Receipt, Task
+from benchmarks.command import tell
+
+from .load import BATCH, Durability, cpu_seconds, fresh_server, payloads_of
+from .transports import NEEDS, TRANSPORTS, Receipt, Task, is_installed, ray_cluster
 
 Role = Literal["producer", "consumer"]
 
 _LAP_DEADLINE_S = 300.0
 _WARM_UP = 128
 """The trajectories of a first lap that does not count: libraries are loaded, and daemons start their processes."""
+COUNTS = {10_000: 6144, 100_000: 1536, 300_000: 512}
+"""The trajectories of one lap, by the size of their frames."""
+_SHARES = {"headway_segments": 1 / 3, "ray_queue": 1 / 6}
+"""Slow transports move fewer, so that their laps end in the same time."""
+TARGETS = (
+    ("streams", 10_000, 0.7),
+    ("streams", 100_000, 0.9),
+    ("streams_plain_calls", 10_000, 0.7),
+    ("streams_plain_calls", 100_000, 0.9),
+    ("xread_one", 10_000, 3.0),
+    ("xread_one", 100_000, 3.0),
+    ("ray_queue", 10_000, 20.0),
+    ("ray_queue", 100_000, 8.0),
+)
+"""Headway moves at least so many times as much as the other one, with frames of so many bytes."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +63,6 @@ class Lap:
     def per_s(self) -> float:
         """Return trajectories a second."""
         return self.entry.count / self.wall_s
-
-    @property
-    def cpu_s_each(self) -> float:
-        """Return the processor time of all three processes for one trajectory."""
-        return (self.producer_cpu_s + self.consumer_cpu_s + self.server_cpu_s) / self.entry.count
 
 
 @dataclass(frozen=True)
@@ -129,7 +141,7 @@ def _serve(pipe: Connection, role: Role) -> None:
 
 
 async def _run(pipe: Connection, role: Role, name: str, task: Task) -> _Finished:
-    transport = open_transport(name)
+    transport = TRANSPORTS[name]()
     end = transport.producer(task) if role == "producer" else transport.consumer(task)
     assert task.payloads  # made before the clock starts
     async with end as work:
@@ -143,18 +155,65 @@ async def _run(pipe: Connection, role: Role, name: str, task: Task) -> _Finished
     return finished
 
 
-def laps(entries: list[Entry], rounds: int) -> Iterator[Lap]:
-    """Run all entries, round after round.
+def measure(
+    names: Sequence[str], counts: Mapping[int, int], durabilities: Sequence[Durability], *, rounds: int
+) -> dict[str, Any]:
+    """Measure all installed transports, round after round, and judge their targets.
 
     Entries that are compared follow each other closely, so that a disturbance of the machine affects all alike. Ray's
     daemons run only while transports that need them do.
     """
-    on_ray = [entry for entry in entries if entry.transport in ON_RAY]
-    others = [entry for entry in entries if entry.transport not in ON_RAY]
+    here = [name for name in names if is_installed(name)]
+    entries = [
+        Entry(name, aof, frame_bytes, max(1, round(most * _SHARES.get(name, 1.0) / BATCH)) * BATCH)
+        for frame_bytes, most in counts.items()
+        for name in here
+        for aof in ((None,) if name in NEEDS else durabilities)
+    ]
+    done: dict[Entry, list[Lap]] = {entry: [] for entry in entries}
     for _ in range(rounds):
-        for together in (others, on_ray):
-            if together:
-                yield from _round(sorted(together, key=lambda entry: (entry.frame_bytes, entry.aof or "")))
+        for needs_ray in (False, True):
+            together = [entry for entry in entries if (entry.transport == "ray_queue") == needs_ray]
+            for lap in _round(together) if together else ():
+                done[lap.entry].append(lap)
+                tell(f"{lap.entry}: {lap.per_s:.0f}/s")
+    return {
+        "promises": {name: TRANSPORTS[name]().promise for name in here},
+        "not_installed": [name for name in names if name not in here],
+        "laps": [_summary(entry, laps) for entry, laps in done.items()],
+        "targets": [verdict for target in TARGETS for verdict in _verdicts(target, done)],
+    }
+
+
+def _verdicts(target: tuple[str, int, float], done: Mapping[Entry, Sequence[Lap]]) -> Iterator[dict[str, Any]]:
+    """Yield medians of the rounds' ratios, on servers of the same durability: a disturbance that lasts is in both."""
+    against, frame_bytes, at_least = target
+    sized = [entry for entry in done if entry.frame_bytes == frame_bytes]
+    for mine in sized:
+        for theirs in sized:
+            if mine.transport != "headway" or theirs.transport != against or theirs.aof not in (mine.aof, None):
+                continue
+            ratio = statistics.median(a.per_s / b.per_s for a, b in zip(done[mine], done[theirs], strict=True))
+            verdict = {"against": against, "aof": mine.aof, "frame_bytes": frame_bytes, "at_least": at_least}
+            yield verdict | {"ratio": round(ratio, 2), "pass": ratio >= at_least}
+
+
+def _summary(entry: Entry, laps: Sequence[Lap]) -> dict[str, Any]:
+    rate = statistics.median(lap.per_s for lap in laps)
+    frame_bytes = payloads_of(entry.frame_bytes).frame_bytes
+    return {
+        "transport": entry.transport,
+        "aof": entry.aof,
+        "frame_bytes": round(frame_bytes),
+        "trajectories": entry.count,
+        "trajectories_per_s": round(rate),
+        "mb_per_s": round(rate * frame_bytes / 1e6, 1),
+        "rounds": [round(lap.per_s) for lap in laps],
+        "cpu_us_per_trajectory": {
+            who: round(1e6 * statistics.median(getattr(lap, f"{who}_cpu_s") for lap in laps) / entry.count)
+            for who in ("producer", "consumer", "server")
+        },
+    }
 
 
 def _round(entries: list[Entry]) -> Iterator[Lap]:
@@ -168,10 +227,8 @@ def _round(entries: list[Entry]) -> Iterator[Lap]:
 @contextmanager
 def _place(transport: str) -> Iterator[str]:
     """Yield the address where the transport's two ends meet; each lap on a server has its own."""
-    if transport in ON_RAY:
-        from .transports.ray_cluster import started
-
-        with started() as address:
+    if transport == "ray_queue":
+        with ray_cluster() as address:
             yield address
     else:
         with tempfile.TemporaryDirectory(prefix="headway-") as directory:
@@ -181,7 +238,6 @@ def _place(transport: str) -> Iterator[str]:
 def _lap(pair: Pair, entry: Entry, address: str) -> Lap:
     with ExitStack() as stack:
         server = stack.enter_context(fresh_server(entry.aof)) if entry.aof else None
-        assert (server is not None) == (entry.transport in ON_A_SERVER)
         task = Task(server.url if server else address, entry.count, entry.frame_bytes, pair.laps)
         before = cpu_seconds(server.pid) if server else 0.0
         producer, consumer = pair.lap(entry.transport, task)

@@ -4,8 +4,7 @@ The workers are coroutines of a few processes, each with a `Broker` and so with 
 process; the learner is another process. One worker more has a process to itself, as real ones do: its durations are the
 server's doing, and those of the crowd also that of a busy Python process. A worker holds one sample at a time and
 "generates" it in a random time, so that the load is that of so many workers, not the most that the server can bear. It
-waits for a notification and looks for versions as real workers do. The server's own time per command tells its
-work from that of the clients, which share the machine's cores with it.
+waits for a notification and looks for versions as real workers do.
 """
 
 import asyncio
@@ -19,7 +18,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
-import redis
 import uvloop
 
 from headway.broker import Broker, open_broker
@@ -27,10 +25,7 @@ from headway.broker.client.leases import SubmitOutcome
 from headway.broker.schema import Lease, WeightVersion
 from headway.broker.schema.status import WorkerInfo
 
-from .learner import BATCH, Learner, Run
-from .payloads import GROUP_SIZE, payloads_of
-from .servers import cpu_seconds, fresh_server
-from .worker import TTL_S, sampled_by
+from .load import BATCH, GROUP_SIZE, TTL_S, Learner, Run, cpu_seconds, fresh_server, payloads_of, sampled_by
 
 RUN = "latency"
 FRAME_BYTES = 10_000
@@ -46,38 +41,26 @@ _Result = tuple[list[float], list[float], float, float]
 """The durations of leases and submissions in seconds, and the monotonic times of the beginning and the end."""
 
 
-def crowds(*, counts: Sequence[int], samples_per_s: float, samples: int) -> list[dict[str, Any]]:
-    """Measure the same load from more and more workers, which also report and renew their leases every second."""
-    return [
-        measure(workers=workers, generate_s=workers / samples_per_s, samples=samples, heartbeat_s=HEARTBEAT_S)
-        for workers in counts
-    ]
-
-
-def measure(*, workers: int, generate_s: float, samples: int, heartbeat_s: float = 0.0) -> dict[str, Any]:
+def measure(workers: int, generate_s: float, samples: int) -> dict[str, Any]:
     """Return percentiles in milliseconds over so many samples, with the AOF synced every second.
 
-    Each worker reports and renews its lease every `heartbeat_s`; 0 means never. The server's processor time covers all
-    its work between the first worker's start and the last sample, connecting included.
+    Each worker reports and renews its lease every HEARTBEAT_S. The server's processor time covers all its work between
+    the first worker's start and the last sample, connecting included.
     """
     with fresh_server("everysec") as server:
         processes = min(PROCESSES, workers)
-        load = _Load(server.url, generate_s, heartbeat_s, workers // processes, samples // processes)
+        load = _Load(server.url, generate_s, workers // processes, samples // processes)
         run = Run(groups=(2 * samples + 3 * workers + 10 * BATCH) // GROUP_SIZE, max_lag=_MAX_LAG)
-        before = cpu_seconds(server.pid)
-        began_s = time.perf_counter()
-        alone = _Load(server.url, ALONE_GENERATE_S, heartbeat_s, 1, samples // 8)
+        before, began_s = cpu_seconds(server.pid), time.perf_counter()
+        alone = _Load(server.url, ALONE_GENERATE_S, 1, samples // 8)
         takes, (own, *results) = uvloop.run(_learn(run, [alone, *[load] * processes]))
         wall_s, spent = time.perf_counter() - began_s, cpu_seconds(server.pid) - before
-        commands = _commands(server.url, wall_s)
     return {
         "workers": workers,
         "mean_generation_s": generate_s,
         "samples_per_s": round(samples / (max(one[3] for one in results) - min(one[2] for one in results))),
-        "heartbeat_s": heartbeat_s,
         "server_cpu_us_per_sample": round(1e6 * spent / (samples + workers)),
         "server_share_of_a_core": round(spent / wall_s, 3),
-        "server_commands": commands,
         "frame_bytes": FRAME_BYTES,
         "lease_ms": _percentiles([lease for one in results for lease in one[0]]),
         "submit_ms": _percentiles([submit for one in results for submit in one[1]]),
@@ -85,28 +68,6 @@ def measure(*, workers: int, generate_s: float, samples: int, heartbeat_s: float
         "submit_of_a_worker_alone_in_its_process_ms": _percentiles(own[1]),
         "take_64_and_decode_ms": _percentiles(takes),
     }
-
-
-def _commands(url: str, wall_s: float) -> dict[str, dict[str, float]]:
-    """Return calls a second, and microseconds of each, for the commands that cost the server most."""
-    with redis.Redis.from_url(url) as client:
-        stats: dict[str, dict[str, float]] = client.info("commandstats")
-        dearest = sorted(stats, key=lambda name: stats[name]["usec"], reverse=True)[:6]
-        return {
-            name.removeprefix("cmdstat_"): {
-                "per_s": round(stats[name]["calls"] / wall_s, 1),
-                "us": round(stats[name]["usec_per_call"], 1),
-                "p99_below_us": _below_us(client, name.removeprefix("cmdstat_"), 0.99),
-                "longest_below_us": _below_us(client, name.removeprefix("cmdstat_"), 1.0),
-            }
-            for name in dearest
-        }
-
-
-def _below_us(client: Any, command: str, share: float) -> int:
-    """Return within how many microseconds the server itself carried out this share of the calls: a power of two."""
-    (found,) = client.execute_command("LATENCY", "HISTOGRAM", command).values()
-    return next(int(bound) for bound, within in found[b"histogram_usec"].items() if within >= share * found[b"calls"])
 
 
 async def _learn(run: Run, loads: "Sequence[_Load]") -> tuple[list[float], list[_Result]]:
@@ -121,7 +82,7 @@ async def _learn(run: Run, loads: "Sequence[_Load]") -> tuple[list[float], list[
         learner = await Learner.begin(broker, run)
         for process in processes:
             process.start()
-        training = asyncio.create_task(learner.train())
+        training = asyncio.create_task(_train(learner))
         while not (all(mine.poll() for mine, _ in pipes) and learner.take_s):
             if training.done():
                 training.result()
@@ -138,13 +99,17 @@ async def _learn(run: Run, loads: "Sequence[_Load]") -> tuple[list[float], list[
         await broker.close()
 
 
+async def _train(learner: Learner) -> None:
+    async for _ in learner.steps():
+        pass
+
+
 @dataclass(frozen=True)
 class _Load:
     """The load of one process of workers."""
 
     url: str
     generate_s: float
-    heartbeat_s: float
     workers: int
     samples: int
 
@@ -190,8 +155,7 @@ class _Crowd:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(one.hear())
             tasks.create_task(one.look())
-            if self._load.heartbeat_s:
-                tasks.create_task(one.beat(self._load.heartbeat_s))
+            tasks.create_task(one.beat())
             tasks.create_task(self._sample(one))
 
     async def _sample(self, one: "_Worker") -> None:
@@ -232,29 +196,26 @@ class _Worker:
                 async with asyncio.timeout(_LOOK_S):
                     await self._was_rung.wait()
 
-    async def beat(self, heartbeat_s: float) -> None:
+    async def beat(self) -> None:
         while True:
-            await self.broker.status.heartbeat(_info(self.name, self.version, len(self.held)), TTL_S, self.held, TTL_S)
-            await asyncio.sleep(heartbeat_s)
-
-
-def _info(name: str, version: WeightVersion, active: int) -> WorkerInfo:
-    return WorkerInfo(
-        worker=name,
-        host="bench",
-        pid=1,
-        engine="none",
-        state="generating",
-        version=version,
-        broadcast_epoch=0,
-        wants_broadcast=False,
-        capacity=1,
-        active=active,
-        generated_tokens=0,
-        submitted=0,
-        tokens_per_s=0.0,
-        swaps=0,
-    )
+            info = WorkerInfo(
+                worker=self.name,
+                host="bench",
+                pid=1,
+                engine="none",
+                state="generating",
+                version=self.version,
+                broadcast_epoch=0,
+                wants_broadcast=False,
+                capacity=1,
+                active=len(self.held),
+                generated_tokens=0,
+                submitted=0,
+                tokens_per_s=0.0,
+                swaps=0,
+            )
+            await self.broker.status.heartbeat(info, TTL_S, self.held, TTL_S)
+            await asyncio.sleep(HEARTBEAT_S)
 
 
 def _percentiles(seconds: list[float]) -> dict[str, float]:
