@@ -172,8 +172,8 @@ class Learner:
 
     def plan(self, given: "Sequence[PackableSequence]", sharing: Sharing) -> "list[PackedBatch]":
         """Return this rank's rows, as `learner.objective.update` packs them."""
+        from headway.learner.batching.clusters import pack_units
         from headway.learner.batching.cost import CostModel
-        from headway.learner.batching.units import pack_units
         from headway.learner.config import ModelConfig
         from headway.learner.models.model import load_config
         from headway.learner.models.shape import shape_of as model_shape_of

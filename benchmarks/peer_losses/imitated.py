@@ -9,8 +9,8 @@ import torch
 
 from headway.algorithms.metrics import summarize
 from headway.learner.backends.fsdp.policy import Policy
+from headway.learner.batching.clusters import Unit, pack_units
 from headway.learner.batching.packing import labelled
-from headway.learner.batching.units import Unit, pack_units
 from headway.learner.config import ModelConfig, RandomModelConfig
 from headway.learner.data.prompts.rendering import Renderer
 from headway.learner.data.records import Conversation, Message

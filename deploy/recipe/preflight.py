@@ -26,10 +26,10 @@ from headway.broker.user_code.pool import Host
 from headway.learner.backends import check_installed as check_backend_installed
 from headway.learner.config import ModelConfig
 from headway.learner.data.examples import open_examples
+from headway.learner.data.messages import Tags, read_prompt
 from headway.learner.data.prompts import open_source
 from headway.learner.data.prompts.base import Item, PromptSource
 from headway.learner.data.prompts.files import PromptList
-from headway.learner.data.texts.messages import Tags, read_prompt
 from headway.learner.models.architectures import check_architecture, check_heads
 from headway.learner.models.chat_template import read_chat_template
 from headway.learner.models.directory import (

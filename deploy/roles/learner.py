@@ -44,8 +44,7 @@ from headway.deploy.run.directory import (
 from headway.deploy.run.events import EvaluationEvent
 from headway.deploy.run.record import plot, summarize
 from headway.learner.backends.base import Backend
-from headway.learner.checkpoints.best import Best, read_best
-from headway.learner.checkpoints.checkpoint import CheckpointStore
+from headway.learner.checkpoints.checkpoint import Best, CheckpointStore, read_best
 from headway.learner.data.prompts import open_prompts
 from headway.learner.data.prompts.cursor import PromptCursor
 from headway.learner.experience.log import ExperienceLog, Rewind

@@ -18,8 +18,7 @@ from headway.broker.errors import ConfigError
 from headway.deploy.recipe.parse import read_yaml
 from headway.deploy.recipe.recipe import Recipe, plan_of
 from headway.deploy.recipe.resolve import recipe_to_bytes, with_held_out_seed
-from headway.learner.checkpoints.config_diff import ABSENT, changed_settings
-from headway.learner.config import SftConfig, StageConfig
+from headway.learner.config import ABSENT, SftConfig, StageConfig, changed_settings
 from headway.learner.experience.log import Rewind
 
 from .directory import CONFIG, SETTINGS

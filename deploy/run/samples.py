@@ -15,7 +15,7 @@ from headway.broker.schema import Group, Trajectory
 from .directory import CHECKPOINTS, EXPERIENCE
 
 if TYPE_CHECKING:
-    from headway.learner.experience.segments import BatchPlace
+    from headway.learner.experience.log_files import BatchPlace
 
 GROUPS = 4
 """Groups that are shown of a step; of each the best and the worst sample."""
@@ -103,7 +103,7 @@ def _stamp(path: Path) -> Stamp | None:
 
 
 def _newest_and_oldest(log: Path) -> Iterator[Logged]:
-    from headway.learner.experience.segments import files_in, read_segment
+    from headway.learner.experience.log_files import files_in, read_segment
 
     paths = files_in(log)
     for ordered, choose in ((reversed(paths), max), (iter(paths), min)):
@@ -123,7 +123,7 @@ def _last_bytes(place: "BatchPlace") -> bytes:
 
 
 def _of_step(place: "BatchPlace", step: int, decode: Decode) -> Iterator[ShownSample]:
-    from headway.learner.experience.logged_batch import read_first_groups
+    from headway.learner.experience.log_files import read_first_groups
 
     try:
         groups = read_first_groups(place, "", step, GROUPS)

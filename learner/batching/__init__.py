@@ -3,9 +3,9 @@
     trajectories ─► packing.py ──plan──► batch.py: rows of tokens, one for each micro-batch
                        ▲    └─ router_replay.py: the experts that a replayed router takes
     cost.py ───────────┘
-    tree.py, clusters.py   tokens that sequences share, and the sequences that are computed together for them
+    tree.py, clusters.py   tokens that sequences share; the sequences that are computed together for them, and units of
+                           sequences that must stay together, such as pairs
     padding.py    positions of a row, padded to a few shapes, so that recorded kernels compute many
-    units.py      the same for sequences that must stay together, such as pairs
 
 Objectives and backends read rows; the folder knows neither.
 

@@ -4,16 +4,24 @@ Samples of a group share at least their prompt, so they belong into one micro-ba
 all of them may keep the others waiting. So groups are also planned in halves, quarters and so on, and the plan is kept
 that takes the least time by the cost model. All units of a cluster have one prompt. What else they share, also with
 other clusters of a row, the tree finds.
+
+A unit are sequences that a loss compares, such as the two responses of a pair: a row holds its units one after another,
+and each unit's sequences in their order. The plan is that of `packing`, for which a unit counts as one sequence of all
+its tokens, and units that share tokens as one sequence of those that are computed.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from headway.learner.batching.tree import Labels, TreeSize, size_of
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
-from .cost import CostModel
-from .packing import PackableSequence, Plan, labels, plan
+from .batch import PackedBatch
+from .cost import DEFAULT_COST, CostModel
+from .packing import PackableSequence, Plan, concatenate, labels, plan
+from .tree import Labels, TreeSize, size_of
 
 PrefixSharing: TypeAlias = Literal["auto", "always", "never"]
 
@@ -150,3 +158,57 @@ def _duration(clusters: Sequence[UnitCluster], planned: Plan, cost: CostModel) -
         return cost.of_row(sum(one.cost for one in members), is_tree=any(one.is_shared for one in members))
 
     return sum(max(map(of_row, one)) for one in zip(*planned, strict=True))
+
+
+Unit = Sequence[PackableSequence]
+"""Sequences that stay together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One micro-batch of whole units."""
+
+    batch: PackedBatch
+    units: tuple[int, ...]
+    """The indices of its units among those that were packed, in the row's order."""
+
+
+def pack_units(
+    units: Sequence[Unit],
+    *,
+    replica: int,
+    replicas: int,
+    micro_batch_tokens: int,
+    cost: CostModel = DEFAULT_COST,
+    prefix_sharing: PrefixSharing = "never",
+) -> list[Row]:
+    """Returns this replica's rows, at least one, some perhaps empty. All ranks call it with the same units in the same
+    order. A unit that is longer than `micro_batch_tokens` gets a row of its own."""
+    clusters, planned = clusters_of(units, replicas, micro_batch_tokens, cost, prefix_sharing)
+    rows = []
+    for chosen in planned[replica]:
+        members = tuple(unit for index in chosen for unit in clusters[index].units)
+        is_tree = any(clusters[index].is_shared for index in chosen)
+        sequences = [sequence for unit in members for sequence in units[unit]]
+        rows.append(Row(batch=concatenate(sequences, is_tree=is_tree), units=members))
+    return rows
+
+
+def response_values(values_T: torch.Tensor, batch: PackedBatch, unit: Unit, first: int) -> list[NDArray[np.float32]]:
+    """Returns the values of each response [R] of a unit whose first sequence is sequence `first` of the row."""
+    starts = batch.cu_seqlens.tolist()
+    found = []
+    for number, sequence in enumerate(unit, first):
+        values_R = values_T[starts[number] + sequence.prompt_length : starts[number + 1]]
+        found.append(values_R.to("cpu", torch.float32).numpy())
+    return found
+
+
+def row_values(units: Sequence[Unit], values: Sequence[Sequence[NDArray[np.float32]]]) -> torch.Tensor:
+    """[T] the values of all responses at their places in a row of these units, 0 over prompts. `values` holds [R]
+    values for each sequence of each unit."""
+    parts: list[NDArray[np.float32]] = [np.zeros(0, np.float32)]
+    for unit, of_unit in zip(units, values, strict=True):
+        for sequence, values_R in zip(unit, of_unit, strict=True):
+            parts += [np.zeros(sequence.prompt_length, np.float32), values_R]
+    return torch.from_numpy(np.concatenate(parts))

@@ -1,9 +1,8 @@
 """The learner writes checkpoints and their digests, and a resumed one loads the newest that is whole.
 
-    checkpoint.py       the layout on disk, the learner's own state, which one is whole, digests, which one is loaded
-      ├─ best.py        the link to the best one, by a metric of evaluations
+    checkpoint.py       the layout on disk, the learner's own state, which one is whole, digests, which one is loaded;
+                        the link to the best one, by a metric of evaluations
       └─ disk.py        writes that reach the disk; refusals of the system, with the remedy
-    config_diff.py      the settings that differ between two runs of a configuration
 
 Backends write and read the tensors; stages decide when.
 

@@ -1,6 +1,7 @@
 """Prompts for the workers, and the examples, preferences and labelled completions of the learner's other stages.
 
-    texts/            turns what a row says into the tokens that a model gets
+    messages.py       messages of any dialect become those of chat templates; the error of a row
+    tokenization.py   messages ─ chat template ─► text ─► the tokens that a model gets
     prompts/          prompt sources, the cursor over them, and their rendering
     records/          conversations, pairs and labelled completions, read from the layouts that people have
     examples.py       {query, response} examples without end: worked chains and tasks, files, a user's function

@@ -26,10 +26,10 @@ from headway.broker.user_code.kinds import did_you_mean, typed_options, unknown_
 from headway.broker.user_code.pool import BlockingHost
 from headway.learner.config import EXAMPLES, SftPhaseConfig
 
+from .messages import TemplateInputs, check_sendable
 from .prompts.arithmetic import ArithmeticOptions, Chain, apply, chain_options, draw_chain
 from .prompts.base import Item
 from .prompts.files import Row, read_rows
-from .texts.messages import TemplateInputs, check_sendable
 
 AT_ONCE = 16
 _KEY = "sft.phases.kind"

@@ -2,8 +2,7 @@
 
     cursor ─► stream.py ─► broker ─► stream.py ─► log.py ─► the step
                                         │            │
-                                        │            ├ segments.py        files of many batches
-                                        │            └ logged_batch.py    one batch in a file
+                                        │            └ log_files.py       files of many batches, a batch in a file
                                         ├ broker_retries.py      calls are repeated until the broker answers
                                         └ publication_state.py   replayed, published, announced
     length_drift.py   whether load drops long prompts

@@ -2,7 +2,7 @@
 
 `Rewind` names the checkpoint to which a user goes back, and whether the steps after it are trained from the log again.
 
-    experience/steps_FIRST.log    the batches of step FIRST and of those after it, in the order taken (see `segments`)
+    experience/steps_FIRST.log    the batches of step FIRST and of those after it, in the order taken (see `log_files`)
 
 There is one line of descent: a learner that trains another batch at step N abandons what the log from N on holds, and
 it goes. The log is insurance: a full disk or damage is said, and costs nothing but the steps that it concerns.
@@ -20,8 +20,17 @@ from headway.broker.schema import Group, TrajectoryId
 from headway.learner.checkpoints.checkpoint import Checkpoint, CheckpointStore
 from headway.learner.checkpoints.disk import GONE, gone
 
-from .logged_batch import GroupFrames, LoggedBatchError, check_batch, read_batch, read_header, tids_of, write_batch
-from .segments import LogSegment, segments_in
+from .log_files import (
+    GroupFrames,
+    LoggedBatchError,
+    LogSegment,
+    check_batch,
+    read_batch,
+    read_header,
+    segments_in,
+    tids_of,
+    write_batch,
+)
 
 log = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from headway.weightsync.publisher import Publisher
 from .broker_retries import BrokerRetries, StopRequested, WaitTimeout
 from .length_drift import DriftWatch
 from .log import ExperienceLog
-from .logged_batch import tids_of
+from .log_files import tids_of
 from .publication_state import PublicationState, State
 
 

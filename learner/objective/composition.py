@@ -1,7 +1,7 @@
 """Resolves a recipe's names to functions of `algorithms`, and refuses those that do not fit together.
 
 A loss of pairs takes the best response of each group against its worst one, by reward (online DPO); the two sequences
-of a pair lie in one micro-batch (`learner.batching.units`).
+of a pair lie in one micro-batch (`learner.batching.clusters`).
 """
 
 import functools

@@ -22,11 +22,10 @@ from headway.learner.algorithm_config import AlgorithmConfig
 from headway.learner.backends import abilities_of
 from headway.learner.backends.base import Backend, CheckpointPart, TrainableModel
 from headway.learner.batching.batch import PackedBatch
-from headway.learner.batching.clusters import PrefixSharing
+from headway.learner.batching.clusters import PrefixSharing, Row, Unit, pack_units
 from headway.learner.batching.cost import DEFAULT_COST, CostModel
 from headway.learner.batching.packing import PackableSequence, from_trajectory
 from headway.learner.batching.router_replay import Routing
-from headway.learner.batching.units import Row, Unit, pack_units
 from headway.learner.config import LearnerConfig, OptimizerConfig, learning_rate
 from headway.learner.ranks import Ranks
 

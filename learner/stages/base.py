@@ -24,9 +24,8 @@ from transformers import PreTrainedTokenizerBase
 
 from headway.broker.errors import HeadwayError
 from headway.learner.backends.base import Backend
-from headway.learner.batching.clusters import PrefixSharing
+from headway.learner.batching.clusters import PrefixSharing, Row, Unit, pack_units
 from headway.learner.batching.cost import DEFAULT_COST, CostModel
-from headway.learner.batching.units import Row, Unit, pack_units
 from headway.learner.config import ModelConfig
 from headway.learner.data.prompts.rendering import Renderer
 from headway.learner.ranks import Ranks

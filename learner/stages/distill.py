@@ -17,7 +17,7 @@ from headway.algorithms.metrics import Metrics, masked_mean, read
 from headway.broker.errors import ConfigError
 from headway.learner.backends.base import Backend, Teacher, TokenLoss
 from headway.learner.batching.batch import PackedBatch
-from headway.learner.batching.units import Row, Unit
+from headway.learner.batching.clusters import Row, Unit
 from headway.learner.config import ModelConfig
 from headway.learner.data.records import Conversation
 from headway.learner.data.records.loading import open_conversations

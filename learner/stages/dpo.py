@@ -12,7 +12,7 @@ import torch
 from headway.algorithms.metrics import Metrics, read
 from headway.algorithms.preferences import PREFERENCES, REFERENCE_FREE
 from headway.learner.backends.base import TokenLoss
-from headway.learner.batching.units import Row, Unit, row_values
+from headway.learner.batching.clusters import Row, Unit, row_values
 from headway.learner.data.records.loading import open_pairs
 from headway.learner.objective.composition import open_part
 from headway.learner.stages.base import StageParts

@@ -15,7 +15,7 @@ from headway.algorithms.metrics import read
 from headway.algorithms.preferences import kto, reference_point_of, reference_point_sums
 from headway.broker.errors import ConfigError
 from headway.learner.backends.base import TokenLoss
-from headway.learner.batching.units import Row, Unit, row_values
+from headway.learner.batching.clusters import Row, Unit, row_values
 from headway.learner.config import RecordsConfig
 from headway.learner.data.records import Conversation, LabelledCompletion
 from headway.learner.data.records.loading import open_labelled

@@ -26,7 +26,7 @@ from headway.learner.batching.packing import PackableSequence, concatenate
 from headway.learner.checkpoints.checkpoint import CheckpointError, CheckpointStore, LearnerState
 from headway.learner.data.prompts.cursor import PromptCursor
 from headway.learner.experience.broker_retries import StopRequested
-from headway.learner.experience.logged_batch import share_groups
+from headway.learner.experience.log_files import share_groups
 from headway.learner.experience.stream import Experience, WaitReason
 from headway.learner.objective.update import ScoredBatch, Update, Updater
 from headway.learner.ranks import Ranks

@@ -23,8 +23,8 @@ from headway.broker.errors import ConfigError
 from headway.broker.user_code.kinds import unknown_kind
 from headway.learner.backends.base import TokenLoss
 from headway.learner.batching.batch import PackedBatch
+from headway.learner.batching.clusters import Row, Unit
 from headway.learner.batching.packing import PackableSequence, concatenate, labelled
-from headway.learner.batching.units import Row, Unit
 from headway.learner.config import RecordsConfig, learning_rate
 from headway.learner.data.prompts.base import held_out_places
 from headway.learner.data.records import Conversation

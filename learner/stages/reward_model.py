@@ -26,8 +26,8 @@ from headway.algorithms.preferences import bradley_terry
 from headway.broker.errors import ConfigError
 from headway.learner.backends.base import ScoreBackend, TokenLoss
 from headway.learner.batching.batch import PackedBatch
+from headway.learner.batching.clusters import Row, Unit
 from headway.learner.batching.packing import PackableSequence, labelled
-from headway.learner.batching.units import Row, Unit
 from headway.learner.data.records import Preference
 from headway.learner.data.records.loading import open_pairs
 from headway.learner.models.end_tokens import end_tokens

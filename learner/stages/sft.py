@@ -22,8 +22,8 @@ from transformers import PreTrainedTokenizerBase
 from headway.algorithms.distillation import sft
 from headway.algorithms.metrics import Metrics, masked_mean, read
 from headway.learner.backends.base import TokenLoss
+from headway.learner.batching.clusters import Row, Unit
 from headway.learner.batching.packing import PackableSequence, labelled, pack
-from headway.learner.batching.units import Row, Unit
 from headway.learner.config import SftPhaseConfig
 from headway.learner.data.examples import Example, open_examples
 from headway.learner.data.prompts.rendering import Renderer

@@ -20,18 +20,19 @@ from headway.broker.errors import ConfigError
 from headway.learner.backends.base import Backend, CheckpointPart, Snapshot
 from headway.learner.backends.hugging_face_files import write_tensors
 from headway.learner.backends.snapshots import NamedTensors, SnapshotWriter, snapshot_gathered
-from headway.learner.checkpoints.best import Best, read_best
 from headway.learner.checkpoints.checkpoint import (
+    Best,
     Checkpoint,
     CheckpointError,
     CheckpointStore,
     LearnerState,
     add_digests,
     load_first,
+    read_best,
     read_checkpoint,
     seal,
 )
-from headway.learner.checkpoints.config_diff import changed_settings
+from headway.learner.config import changed_settings
 from headway.learner.ranks import Ranks
 
 Binding = Mapping[str, Any]

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from headway.broker.schema import Group, Prompt, Trajectory, TrajectoryId, VersionSpan, WeightVersion
-from headway.learner.experience.segments import BatchPlace, segments_in
+from headway.learner.experience.log_files import BatchPlace, segments_in
 from tests.learner.tiny import VOCABULARY
 
 

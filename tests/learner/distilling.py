@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.learner.backends.base import Backend
-from headway.learner.batching.units import Unit
+from headway.learner.batching.clusters import Unit
 from headway.learner.config import RecordsConfig
 from headway.learner.stages.distill import DistillationTask
 from headway.learner.stages.record_stage import TaskStage

@@ -9,9 +9,8 @@ from numpy.typing import NDArray
 
 from headway.learner.backends import open_backend
 from headway.learner.backends.base import Backend
-from headway.learner.batching.clusters import PrefixSharing
+from headway.learner.batching.clusters import PrefixSharing, Unit
 from headway.learner.batching.packing import PackableSequence, labelled
-from headway.learner.batching.units import Unit
 from headway.learner.config import RecordsConfig, StageConfig
 from headway.learner.data.prompts.rendering import Renderer
 from headway.learner.models.model import load_tokenizer

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from headway.learner.backends import open_backend
 from headway.learner.batching.batch import PackedBatch
+from headway.learner.batching.clusters import pack_units
 from headway.learner.batching.packing import PackableSequence
-from headway.learner.batching.units import pack_units
 from headway.learner.config import ComputeConfig, LayoutConfig
 from tests.learner.replayed import EXPERTS, LENGTHS, TEMPERATURE, model, with_experts
 from tests.learner.tiny import OPTIMIZER, alike, ratio_loss, sequences

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.learner.checkpoints.best import Best, BestCheckpoint, read_best
-from headway.learner.checkpoints.checkpoint import CheckpointStore, LearnerState, seal
+from headway.learner.checkpoints.checkpoint import Best, BestCheckpoint, CheckpointStore, LearnerState, read_best, seal
 
 RATE = "evaluation/pass_rate"
 

@@ -29,7 +29,7 @@ from headway.learner.experience import stream
 from headway.learner.experience.broker_retries import StopRequested
 from headway.learner.experience.length_drift import DriftWatch, length_drift
 from headway.learner.experience.log import ExperienceLog
-from headway.learner.experience.logged_batch import tids_of
+from headway.learner.experience.log_files import tids_of
 from headway.learner.experience.stream import Experience, WaitReason
 from headway.learner.models.model import load_tokenizer
 from headway.weightsync.config import WeightsConfig

@@ -12,8 +12,7 @@ import headway.learner.experience.log as log_module
 from headway.broker.schema import SCHEMA_VERSION, Group
 from headway.broker.wire import codec
 from headway.learner.experience.log import ExperienceLog
-from headway.learner.experience.logged_batch import GroupFrames, tids_of
-from headway.learner.experience.segments import HEADER_BYTES, segments_in
+from headway.learner.experience.log_files import HEADER_BYTES, GroupFrames, segments_in, tids_of
 from tests.learner.batches import batch, change, group, place_of
 from tests.learner.full_disk import no_file_larger_than
 

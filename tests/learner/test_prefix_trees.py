@@ -18,11 +18,10 @@ from headway.algorithms.presets import PRESETS
 from headway.learner.backends import open_backend
 from headway.learner.backends.fsdp.policy import Policy, prepare_layers
 from headway.learner.batching.batch import PackedBatch
-from headway.learner.batching.clusters import PrefixSharing, clusters_of
+from headway.learner.batching.clusters import PrefixSharing, clusters_of, pack_units
 from headway.learner.batching.cost import DEFAULT_COST
 from headway.learner.batching.packing import Candidates, PackableSequence, concatenate
 from headway.learner.batching.tree import PrefixTree, build_tree, labels_of, size_of
-from headway.learner.batching.units import pack_units
 from headway.learner.config import ComputeConfig
 from headway.learner.models.attention import (
     PackedLayout,

@@ -25,9 +25,9 @@ from headway.learner.backends.fsdp.experts import _route
 from headway.learner.backends.fsdp.policy import FEW_EXPERTS, Policy, ValueModel, prepare_layers
 from headway.learner.backends.moe import RecordedExperts
 from headway.learner.batching.batch import PackedBatch
+from headway.learner.batching.clusters import pack_units
 from headway.learner.batching.packing import concatenate, from_trajectory
 from headway.learner.batching.router_replay import Routing, RoutingError, routing_of
-from headway.learner.batching.units import pack_units
 from headway.learner.config import ComputeConfig, LayoutConfig, LearnerConfig
 from headway.learner.models.model import load_config, load_model
 from headway.learner.objective.objective import Objective

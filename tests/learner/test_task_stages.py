@@ -19,9 +19,8 @@ from headway.broker.errors import ConfigError
 from headway.learner.backends import open_backend
 from headway.learner.backends.base import Backend, Teacher
 from headway.learner.batching.batch import PackedBatch
-from headway.learner.batching.clusters import PrefixSharing
+from headway.learner.batching.clusters import PrefixSharing, Row, Unit, pack_units
 from headway.learner.batching.packing import PackableSequence, concatenate, labelled
-from headway.learner.batching.units import Row, Unit, pack_units
 from headway.learner.config import ModelConfig, RandomModelConfig, RecordsConfig, StageConfig
 from headway.learner.data.examples import Example
 from headway.learner.data.records import Conversation, LabelledCompletion, Preference

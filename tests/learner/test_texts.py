@@ -14,13 +14,13 @@ from headway.broker.errors import ConfigError
 from headway.learner.config import PromptsConfig, SftPhaseConfig
 from headway.learner.data.examples import Example, open_examples
 from headway.learner.data.inspection import Inspection
+from headway.learner.data.messages import TemplateInputs
 from headway.learner.data.prompts import open_prompts
 from headway.learner.data.prompts.base import Item
 from headway.learner.data.prompts.rendering import Renderer
 from headway.learner.data.records import Conversation, LabelledCompletion, Preference, RecordOptions, open_records
 from headway.learner.data.records.conversation_renderer import ConversationRenderer
-from headway.learner.data.texts.messages import TemplateInputs
-from headway.learner.data.texts.template import ChatTemplate
+from headway.learner.data.tokenization import ChatTemplate
 from headway.learner.models import chat_template
 from headway.learner.models.chat_template import RenderWatch, read_chat_template
 from headway.learner.stages.sft import tokenize

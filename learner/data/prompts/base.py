@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from headway.learner.data.texts.messages import Message
+from headway.learner.data.messages import Message
 
 __all__ = ["Item", "Message", "PromptSource", "is_held_out"]
 

@@ -20,7 +20,7 @@ from msgspec import Meta
 from headway.broker.errors import ConfigError
 from headway.broker.user_code.kinds import typed_options
 from headway.learner.data.file_reading import check_file, dataset_rows, lines_of, parquet_rows
-from headway.learner.data.texts.messages import (
+from headway.learner.data.messages import (
     Content,
     Tags,
     check_sendable,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from headway.broker.errors import ConfigError
 from headway.broker.schema import Prompt
-from headway.learner.data.texts.messages import (
+from headway.learner.data.messages import (
     NOTHING,
     Content,
     Tags,
@@ -16,8 +16,7 @@ from headway.learner.data.texts.messages import (
     is_begun,
     read_prompt,
 )
-from headway.learner.data.texts.template import ChatTemplate, refuse_for_text
-from headway.learner.data.texts.tokens import Continuation, TextTokens
+from headway.learner.data.tokenization import ChatTemplate, Continuation, TextTokens, refuse_for_text
 from headway.learner.models.end_tokens import end_tokens
 
 from .base import Item, Message, PromptSource

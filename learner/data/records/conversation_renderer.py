@@ -18,10 +18,9 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from headway.broker.errors import ConfigError
+from headway.learner.data.messages import TemplateInputs
 from headway.learner.data.prompts.rendering import Renderer
-from headway.learner.data.texts.messages import TemplateInputs
-from headway.learner.data.texts.template import Span, refuse_for_text
-from headway.learner.data.texts.tokens import Ends
+from headway.learner.data.tokenization import Ends, Span, refuse_for_text
 
 from .record_types import Conversation, Message, Skipped
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from headway.learner.data.texts.messages import OPENING, Tags, check_turns, read_content, to_messages
+from headway.learner.data.messages import OPENING, Tags, check_turns, read_content, to_messages
 
 from .record_types import (
     Content,

@@ -19,8 +19,8 @@ from headway.broker.errors import ConfigError
 from headway.broker.user_code.kinds import did_you_mean, typed_options, unknown_kind
 from headway.learner.config import RECORDS, RecordsConfig
 from headway.learner.data.examples import ArithmeticExampleOptions, work_out, worked_chains
+from headway.learner.data.messages import Tags, check_sendable, to_kwargs, to_tools, under_system
 from headway.learner.data.prompts.arithmetic import Chain, chain_options, draw_chain
-from headway.learner.data.texts.messages import Tags, check_sendable, to_kwargs, to_tools, under_system
 
 from .layouts import LAYOUTS, RECORD_NAMES, Layout, Record, RowReader, is_layout_of, is_prompt_of_rl
 from .record_types import Conversation, LabelledCompletion, Preference, Row, RowError, Skipped, Trained, columns_of

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from headway.learner.data.texts.messages import Content, Message, RowError, TemplateInputs, shown
+from headway.learner.data.messages import Content, Message, RowError, TemplateInputs, shown
 
 __all__ = [
     "Content",

@@ -17,8 +17,8 @@ import msgspec
 from headway.broker.errors import ConfigError
 from headway.broker.user_code.kinds import did_you_mean
 from headway.learner.data.file_reading import check_file, dataset_rows, lines_of, parquet_rows, placed_rows
+from headway.learner.data.messages import Tags
 from headway.learner.data.prompts.files import fault_of
-from headway.learner.data.texts.messages import Tags
 
 from .record_types import Row, RowError
 

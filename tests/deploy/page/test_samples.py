@@ -13,10 +13,9 @@ from tokenizers.models import WordLevel
 from headway.broker.schema import Group, VersionSpan, WeightVersion
 from headway.deploy.run.directory import CHECKPOINTS, EXPERIENCE
 from headway.deploy.run.samples import GROUPS, Piece, SampleReader, samples_of
-from headway.learner.experience import logged_batch
+from headway.learner.experience import log_files
 from headway.learner.experience.log import ExperienceLog
-from headway.learner.experience.logged_batch import GroupFrames
-from headway.learner.experience.segments import HEADER_BYTES
+from headway.learner.experience.log_files import HEADER_BYTES, GroupFrames
 from tests.learner.batches import change, group, place_of
 
 PLENTY = 1 << 20
@@ -87,7 +86,7 @@ def test_a_batch_is_read_once_and_only_its_first_groups_are_decoded(
     decoded: list[Any] = []
     opened: list[Any] = []
     monkeypatch.setattr(GroupFrames, "group", noted(decoded, GroupFrames.group))
-    monkeypatch.setattr(logged_batch, "read_first_groups", noted(opened, logged_batch.read_first_groups))
+    monkeypatch.setattr(log_files, "read_first_groups", noted(opened, log_files.read_first_groups))
     numbers = range(3 * GROUPS)
     for step in (3, 4):
         logged(tmp_path, step, *(group(number, step=step) for number in numbers))
