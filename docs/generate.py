@@ -164,7 +164,7 @@ def _kind(kind: msgspec.inspect.Type) -> str:
 
 
 def _bounds(path: str, kind: msgspec.inspect.Type) -> str:
-    from headway.deploy.recipe.limits import LIMITS
+    from headway.deploy.recipe.validate import LIMITS
 
     of_type = {word: getattr(kind, name, None) for name, word in BOUNDS.items()}
     told = [f"{word} {_number(bound)}" for word, bound in of_type.items() if bound is not None]
@@ -262,10 +262,10 @@ def algorithms() -> str:
 
 def other_names() -> str:
     """Every name of verl and TRL that an error answers, in their order."""
-    from headway.deploy.recipe.foreign_keys import OF_TRL, OF_VERL
+    from headway.deploy.recipe.convert import foreign_keys
 
     text = "# Names in verl and TRL\n\nThe error for an unknown key answers these names of other trainers.\n"
-    for trainer, names in (("verl", OF_VERL), ("TRL", OF_TRL)):
+    for trainer, names in (("verl", foreign_keys()["verl"]), ("TRL", foreign_keys()["trl"])):
         text += f"\n## {trainer}\n\n| {trainer} | Headway | what differs |\n|---|---|---|\n"
         for name, (key, remark) in names.items():
             text += f"| `{name}` | {f'`{key}`' if key else ''} | {remark} |\n"

@@ -12,8 +12,7 @@ from headway.broker.user_code.import_paths import ImportRoots
 from headway.broker.user_code.kinds import check_offers
 from headway.deploy.launch.local_run import open_launcher
 from headway.deploy.observe.sinks import make_sink
-from headway.deploy.recipe.metric_sinks import SinkConfig
-from headway.deploy.recipe.recipe import LauncherConfig
+from headway.deploy.recipe.recipe import LauncherConfig, SinkConfig
 from headway.learner.backends import open_backend
 from headway.learner.config import ModelConfig, OptimizerConfig, PromptsConfig, SftPhaseConfig, StageConfig
 from headway.learner.data.examples import open_examples

@@ -146,7 +146,7 @@ def _print_files(texts: Mapping[str, str], head: str, as_json: bool) -> None:
 
 def _counts(pools: tuple[str, ...], option: str = "--pool") -> dict[str, int]:
     """Return the number of workers of each pool that the option names. Raises UsageError."""
-    from headway.deploy.recipe.worker_pools import MAIN
+    from headway.deploy.recipe.pools import MAIN
 
     counts = {}
     for pool in pools:

@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.broker.errors import ConfigError
+from headway.deploy.recipe.pools import REWARD_MODEL, Scorer, scorers_of
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import with_overrides
-from headway.deploy.recipe.scorers import REWARD_MODEL, Scorer, scorers_of
 from headway.deploy.recipe.stage_graph import REFERENCE
 from headway.deploy.terminal import WordWrapTable, styled
 from headway.learner.backends import BACKENDS

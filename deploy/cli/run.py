@@ -77,11 +77,9 @@ def execute(
     last: str | None = None,
 ) -> int:
     """Run the recipe with the launcher that it names, and return the exit code."""
-    from headway.deploy.recipe.resolve import hint_of, load_recipe
+    from headway.deploy.recipe.resolve import load_recipe
 
-    loaded = load_recipe(recipe, overrides)
-    if hint := hint_of(recipe):
-        complain(hint)
+    loaded = load_recipe(recipe, overrides, hint=complain)
     from headway.deploy.launch.local_run import LocalRun, open_launcher
     from headway.deploy.recipe.stage_graph import number_of
     from headway.deploy.run.record import read_summary

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from headway.broker.connection.address import PASSWORD_FILE, with_whole_paths
+from headway.deploy.recipe.pools import LEARNER, MAIN, SCORER, WORKER
 from headway.deploy.recipe.recipe import Recipe
-from headway.deploy.recipe.worker_pools import LEARNER, MAIN, SCORER, WORKER
 from headway.deploy.run.directory import CONFIG
 from headway.deploy.run.stage_output import Planned
 from headway.learner.experience.log import Rewind

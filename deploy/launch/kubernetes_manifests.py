@@ -34,13 +34,11 @@ from msgspec.structs import replace
 
 from headway.broker.errors import ConfigError
 from headway.broker.server.access import Credentials, Role, User
-from headway.deploy.recipe.metric_sinks import SinkConfig
 from headway.deploy.recipe.parse import to_yaml
-from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.recipe.pools import MAIN, check_models_for_pods, pools_of, scorers_of
+from headway.deploy.recipe.recipe import Recipe, SinkConfig
 from headway.deploy.recipe.resolve import dump_recipe
-from headway.deploy.recipe.scorers import check_models_for_pods, scorers_of
 from headway.deploy.recipe.trust import passed_on, passed_on_to_scorers
-from headway.deploy.recipe.worker_pools import MAIN, pools_of
 from headway.deploy.run.atomic_files import replace_file
 from headway.deploy.run.directory import writable
 

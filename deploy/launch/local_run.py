@@ -26,11 +26,10 @@ from headway.deploy.recipe.placement import (
     opens_beside_learner,
     worker_gpus,
 )
-from headway.deploy.recipe.preflight import check_code, check_data, check_packages, tried
+from headway.deploy.recipe.pools import MAIN, POOL, Scorer, pools_of, scorers_of
+from headway.deploy.recipe.preflight import check_start, tried
 from headway.deploy.recipe.recipe import LauncherConfig, Recipe
-from headway.deploy.recipe.scorers import POOL, Scorer, check_scorers, scorers_of
 from headway.deploy.recipe.trust import passed_on, passed_on_to_scorers
-from headway.deploy.recipe.worker_pools import MAIN, pools_of
 from headway.deploy.run.directory import (
     CHECKPOINTS,
     CONFIG,
@@ -158,11 +157,7 @@ class LocalRun:
     def _tried(self) -> Self:
         """Return this execution with the recipe's rewards tried, after all checks that take less time."""
         self.launcher.check(self.recipe)
-        check_packages(self.recipe, has_workers=True)
-        check_data(self.recipe, is_new=not self.resume, say=self._say)
-        check_scorers(self.recipe)
-        if self.recipe.launcher.kind == "local":
-            check_code(self.recipe)
+        check_start(self.recipe, has_workers=True, is_new=not self.resume, say=self._say)
         if not self.recipe.broker.is_embedded:
             ping(self.recipe.broker.url, self.recipe.run.name, self._say)  # before anything is removed
             if self.overwrite and not self.is_forced:

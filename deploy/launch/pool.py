@@ -11,7 +11,7 @@ from typing import NamedTuple, Self
 
 from headway.broker.errors import SIGNALLED_EXIT
 from headway.broker.schema.status import PoolInfo
-from headway.deploy.recipe.worker_pools import MAIN, SCORER
+from headway.deploy.recipe.pools import MAIN, SCORER
 from headway.rollout_workers.health import Verdict
 
 from .base import Command, Handle, Launcher

@@ -23,8 +23,8 @@ from headway.broker.errors import (
     RunNotFoundError,
 )
 from headway.broker.schema.status import WorkerInfo
+from headway.deploy.recipe.pools import SCORER
 from headway.deploy.recipe.resolve import recipe_from_bytes
-from headway.deploy.recipe.worker_pools import SCORER
 from headway.rollout_workers.config import WorkersConfig
 from headway.rollout_workers.health import RUN_OVER, GenerationRate, RunEnd, Verdict, silent, slowest
 

@@ -30,8 +30,18 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from headway.broker.config import BrokerConfig
 from headway.broker.errors import ConfigError
-from headway.deploy.recipe.scorers import POOL, scorers_of
-from headway.deploy.recipe.worker_pools import LEARNER, MAIN, SCORER, WHERE, WORKER, RayRole, pools_of, ray_role
+from headway.deploy.recipe.pools import (
+    LEARNER,
+    MAIN,
+    POOL,
+    SCORER,
+    WHERE,
+    WORKER,
+    RayRole,
+    pools_of,
+    ray_role,
+    scorers_of,
+)
 
 from .base import DONE_EXITS, ERROR_PREFIX, Command, Handle, Launcher, Resources
 from .commands import engine_gpus, learner_resources, scorer_gpus

@@ -24,11 +24,10 @@ from urllib.parse import quote
 
 from headway.broker.errors import ConfigError
 from headway.broker.server.access import Credentials, Role, User
+from headway.deploy.recipe.pools import MAIN, POOL, pools_of, scorers_of
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import dump_recipe
-from headway.deploy.recipe.scorers import POOL, scorers_of
 from headway.deploy.recipe.trust import passed_on, passed_on_to_scorers
-from headway.deploy.recipe.worker_pools import MAIN, pools_of
 from headway.deploy.run.atomic_files import replace_file
 from headway.deploy.run.directory import writable
 from headway.deploy.run.stage_output import planned

@@ -17,7 +17,7 @@ from headway.broker.client.progress import MissingSample, StepProgress, Unfinish
 from headway.broker.errors import RunNotFoundError
 from headway.broker.schema.status import PoolInfo, RunStatus, ScoringQueue, WorkerInfo
 from headway.broker.staleness import is_in_reach
-from headway.deploy.recipe.scorers import POOL
+from headway.deploy.recipe.pools import POOL
 from headway.deploy.run.figures import WINDOW
 from headway.rollout_workers.health import RUN_OVER
 

@@ -16,8 +16,7 @@ from headway.broker.errors import RunNotFoundError
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.status import Fault, PoolInfo, QueueAges, QueueDepths, RunStatus, Tallies, WorkerInfo
 from headway.broker.schema.step_metrics import StepMetrics
-from headway.deploy.recipe.scorers import POOL
-from headway.deploy.recipe.worker_pools import MAIN
+from headway.deploy.recipe.pools import MAIN, POOL
 from headway.deploy.run.figures import by_lag, generated_per_s, lag_histogram, trained_per_s
 from headway.deploy.terminal import WordWrapTable
 

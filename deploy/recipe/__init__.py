@@ -1,12 +1,11 @@
 """A user's recipe: its keys and limits, its checks, and the packages that it needs.
 
-    a file, overrides ─► parse.py ─► resolve.py ─► recipe.py: Recipe ─► validate.py
-                         `base`      presets       all sections         contradictions
+    a file, a.b=c ─► parse.py ─► convert.py ─► resolve.py ─► convert.py ─► validate.py
+      load_recipe    `base`,     unknown       presets,      recipe.py:    kinds, limits,
+                     references  keys          defaults      Recipe        contradictions
 
-    parse.py       text, `base` and overrides to plain values
-    resolve.py     schema_errors.py: unknown keys and wrong types; foreign_keys.py: what TRL and verl call a key
-    validate.py    limits.py, adapter_support.py, stage_graph.py
-    sections       metric_sinks.py, scorers.py, worker_pools.py
+    resolve.py     `load_recipe`, which goes this way once; what of a recipe is written for a run and for its workers
+    validate.py    asks adapter_support.py, placement.py, pools.py (of workers and scorers) and stage_graph.py, too
     before a run   preflight.py: data, models, code, packages, rewards; placement.py: GPUs and their memory
     in a worker    trust.py: what a configuration from the broker may set
 

@@ -16,9 +16,9 @@ from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import abilities_of as engine_abilities
 from headway.rollout_workers.engines.abilities import Adapted, gpus_with
 
+from .pools import pools_of
 from .recipe import Recipe
 from .stage_graph import chain_of
-from .worker_pools import pools_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -86,7 +86,7 @@ def why_merged(recipe: Recipe, adapted: Adapted) -> str:
         return "weights.staging is none"
     if recipe.run.is_colocated:
         return "run.placement is colocated"
-    own = [engine for engine in _engines(recipe) if _is_own(engine)]
+    own = [engine for engine in _engines(recipe) if ":" in engine.kind]
     if own and recipe.weights.adapter == "auto":
         return f"the engine {own[0].kind} is your own, which gets adapters by weights.adapter=alone"
     return next(filter(None, (_why_not(engine, adapted) for engine in _engines(recipe) if engine not in own)), "")
@@ -103,10 +103,6 @@ def check_own_engine(recipe: Recipe, roots: ImportRoots) -> None:
 
 def _engines(recipe: Recipe) -> list[EngineConfig]:
     return [recipe.engine, *(pool.recipe.engine for pool in pools_of(recipe))]
-
-
-def _is_own(engine: EngineConfig) -> bool:
-    return ":" in engine.kind
 
 
 def _why_not(engine: EngineConfig, adapted: Adapted, roots: ImportRoots | None = None) -> str:
@@ -163,7 +159,7 @@ def _impossible_sending(recipe: Recipe, adapted: Adapted) -> Iterator[str]:
         yield f"weights.adapter is alone, and {why}. {OTHERWISE}"
     if recipe.weights.kv_policy != "finish" or (
         sends_adapter(recipe, adapted)
-        and all(_is_own(engine) or engine_abilities(engine).holds_adapters for engine in _engines(recipe))
+        and all(":" in engine.kind or engine_abilities(engine).holds_adapters for engine in _engines(recipe))
     ):
         return
     yield (

@@ -31,6 +31,8 @@ BASE = "base"
 SHIPPED = Path(__file__).parents[1] / "recipes"
 LARGEST_FILE = 256 << 10
 """Most bytes of a recipe file; the longest recipe that ships has 4,000."""
+MOST_CHARACTERS = 1 << 20
+_REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 
 
 def shipped_recipes() -> list[str]:
@@ -62,8 +64,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return _resolve(_read_mapping(path), str(path))
 
 
-def read_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Return a recipe's mapping over those of its `base`, with references resolved and overrides applied.
+def read_recipe(path: Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a recipe's mapping over those of its `base`, with references resolved, and that with overrides applied.
 
     `base` is a recipe or a list of them, each over the one before; a list in a recipe replaces its base's, as `{}`
     does, and an engine of another kind leaves its base's options out. The override `base=NAME` takes the place of the
@@ -71,8 +73,8 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """
     chosen = [one for one in overrides if one.partition("=")[0].strip() == BASE]
     file = _with_its_bases(path, [_value_of(one) for one in chosen[-1:]])
-    merged = _merged(file, _plain(_merged(file)))
-    return with_own_options(_resolve(merged, str(path)), [one for one in overrides if one not in chosen], path.name)
+    merged = _resolve(_merged(file, _plain(_merged(file))), str(path))
+    return merged, with_own_options(merged, [one for one in overrides if one not in chosen], path.name)
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,7 @@ def _without_others(below: Any, above: Any, whole: Any, source: str) -> Any:
     """Return the mapping `below` without the options of each engine whose kind is another one in `above`. A kind that
     is a reference counts as the one to which it leads in the `whole` recipe."""
     for path in ENGINES:
-        engine, chosen = _section(below, path), _section(above, path)
+        engine, chosen = section_of(below, path), section_of(above, path)
         kind, options = engine.get("kind"), engine.get("options")
         if not kind or not options or not isinstance(options, dict) or chosen.get("kind", kind) == kind:
             continue
@@ -207,7 +209,7 @@ def _without_others(below: Any, above: Any, whole: Any, source: str) -> Any:
                 source, f"{key}.kind={other}", str(kind), ", ".join(f"{key}.options.{name}" for name in options)
             )
             below = deepcopy(below)
-            _section(below, path)["options"] = {}
+            section_of(below, path)["options"] = {}
     return below
 
 
@@ -217,13 +219,13 @@ def _led_to(kind: Any, path: Sequence[str], whole: Any) -> Any:
     beside = "kind of a file"  # the section's own kind may be another file's, and references may lead to it
     if "${" in str(kind):
         raw = deepcopy(whole)
-        _section(raw, path)[beside] = kind
+        section_of(raw, path)[beside] = kind
         with suppress(ConfigError, OmegaConfBaseException):
-            return _section(_resolve(OmegaConf.create(raw), ""), path).get(beside, kind)
+            return section_of(_resolve(OmegaConf.create(raw), ""), path).get(beside, kind)
     return kind
 
 
-def _section(raw: Any, path: Sequence[str]) -> dict[str, Any]:
+def section_of(raw: Any, path: Sequence[str]) -> dict[str, Any]:
     """Return the section at this path; an empty one where the file has something else there."""
     for key in path:
         raw = raw.get(key) if isinstance(raw, dict) else None
@@ -251,19 +253,15 @@ def _value_of(override: str) -> Any:
         ) from error
 
 
-def _list_of(key: str) -> str:
-    """Return the part of a key before its first index."""
-    return re.split(r"\[|\.-?\d", key)[0]
-
-
 def _apply(config: DictConfig, key: str, value: Any) -> None:
     try:
         OmegaConf.update(config, by_index(config, key), value, merge=False)
     except IndexError as error:
+        before_index = re.split(r"\[|\.-?\d", key[:200])[0]
         raise ConfigError(
             f"The override of {key[:200]!r} does not fit the recipe: the list has no item of this number. Items count"
             " from 0; to add one, write it into the recipe, or give the whole list:"
-            f" '{_list_of(key[:200])}=[{{...}}, {{...}}]'."
+            f" '{before_index}=[{{...}}, {{...}}]'."
         ) from error
     except (
         OmegaConfBaseException,
@@ -278,7 +276,10 @@ def _apply(config: DictConfig, key: str, value: Any) -> None:
 
 def _resolve(config: DictConfig, source: str) -> dict[str, Any]:
     try:
-        check_references(OmegaConf.to_container(config, resolve=False), source)
+        if _References(raw := _plain(config), source).characters((), raw, ()) > MOST_CHARACTERS:
+            raise ConfigError(
+                f"{source} has more than {MOST_CHARACTERS:,} characters once its references are replaced."
+            )
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{source}: {_first_line(error)}.") from error
@@ -288,33 +289,19 @@ def _resolve(config: DictConfig, source: str) -> dict[str, Any]:
 
 def _syntax_error(error: yaml.YAMLError) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        mark, problem = error.problem_mark, _first_sentence(str(error.problem))
+        # a library's next sentences say how to change its own limits
+        mark, problem = error.problem_mark, str(error.problem).partition(". See ")[0].rstrip(".")
         return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
     return _first_line(error)
-
-
-def _first_sentence(text: str) -> str:
-    """Return a library's first sentence: the next ones say how to change the library's own limits."""
-    return text.partition(". See ")[0].rstrip(".")
 
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0].rstrip(".")
 
 
-MOST_CHARACTERS = 1 << 20
-_REFERENCE = re.compile(r"\$\{([^${}]*)\}")
-
-
-def check_references(raw: Any, source: str) -> None:
-    """Raise ConfigError if `${a.b}` references, replaced, make the recipe too large, contain themselves, or are more
-    than the path of another value or `${oc.env:NAME}`."""
-    if _Expansion(raw, source).characters((), raw, ()) > MOST_CHARACTERS:
-        raise ConfigError(f"{source} has more than {MOST_CHARACTERS:,} characters once its references are replaced.")
-
-
-class _Expansion:
-    """Sizes of values with all references in them replaced."""
+class _References:
+    """Sizes of values with all `${a.b}` references in them replaced. Raises ConfigError for a value that contains
+    itself, and for a reference that is neither the path of another value nor `${oc.env:NAME}`."""
 
     def __init__(self, raw: Any, source: str) -> None:
         self._raw, self._source = raw, source

@@ -20,17 +20,15 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from headway.broker.errors import ConfigError
-from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import abilities_of, gpus_of, visible_devices
+from headway.rollout_workers.engines.abilities import EngineAbilities
 from headway.weightsync.transports.base import abilities_of as transport_abilities
 
+from .pools import MAIN, pools_of, scorers_of
 from .recipe import Recipe
-from .scorers import scorers_of
 from .trust import roots_of
-from .worker_pools import MAIN, pools_of
 
 MOST_SHARED = 0.5
 """The most of a GPU's memory that engines may take together where a learner or a scorer is on it, too."""
@@ -146,7 +144,7 @@ def placed_workers(
     GPUs that `headway run` sees; none: all of them. `share`: what an engine takes where the recipe does not say it;
     None: what it takes by itself."""
     engine, workers = recipe.engine, recipe.workers
-    abilities = abilities_of(engine, roots_of(recipe))
+    abilities = _abilities(recipe)
     if abilities.follows_device and engine.device == "cpu":
         return
     said = abilities.said(engine.options).get(abilities.memory_option, share or abilities.memory_share)
@@ -193,23 +191,10 @@ def _complaint(crowded: Mapping[str, Sequence[PlacedProcess]]) -> str:
     )
 
 
-def colocated_defaults(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that a colocated recipe may omit; {} for any other recipe, or for a malformed one."""
-    if _section(raw, "run").get("placement") != "colocated":
-        return {}
-    learner, engine = _section(raw, "learner"), _section(raw, "engine")
-    weights: dict[str, Any] = {"swaps_at_once": 1.0}
-    workers: dict[str, Any] = {}
-    if learner.get("device") == "cuda":
-        weights |= {"transport": "ipc", "staging": "host"}  # on GPUs there would have to be room for two more versions
-        processes = learner.get("processes", 1)
-        if isinstance(processes, int):
-            workers["count"] = max(1, processes // _gpus_each(engine))
-    return {"weights": weights, "workers": workers}
-
-
 def impossible_turns(recipe: Recipe) -> Iterator[str]:
-    """Yield contradictions to taking turns on the same devices."""
+    """Yield contradictions to taking turns on the same devices, for a colocated recipe."""
+    if not recipe.run.is_colocated:
+        return
     learner, engine, workers = recipe.learner, recipe.engine, recipe.workers
     abilities, transport = abilities_of(engine), transport_abilities(recipe.weights.transport)
     if abilities.follows_device and (engine.device == "cpu") != (learner.device == "cpu"):
@@ -272,27 +257,13 @@ def opens_beside_learner(recipe: Recipe, visible: str) -> bool:
     `visible` say: where they are on none of the learner's GPUs, or engines do not measure the memory that is free."""
     if recipe.run.is_colocated or recipe.learner.device == "cpu":
         return not recipe.run.is_colocated
-    abilities, options = abilities_of(recipe.engine, roots_of(recipe)), recipe.engine.options
+    abilities, options = _abilities(recipe), recipe.engine.options
     if abilities.sizing_option and options.get(abilities.sizing_option) is not None:
         return True
     ranks = visible.split(",") if visible else [str(rank) for rank in range(recipe.learner.processes)]
     given = {str(device) for device in recipe.workers.devices}
     on_cpu = abilities.follows_device and recipe.engine.device == "cpu"
     return on_cpu or bool(given and given.isdisjoint(ranks[: recipe.learner.processes]))
-
-
-def _gpus_each(engine: Mapping[str, Any]) -> int:
-    """Return the GPUs of an engine as it is written. Another check reports malformed ones."""
-    options = engine.get("options")
-    try:
-        return gpus_of(EngineConfig(kind=engine.get("kind", ""), options=options if isinstance(options, dict) else {}))
-    except ConfigError:
-        return 1
-
-
-def _section(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    section = raw.get(name, {})
-    return section if isinstance(section, Mapping) else {}
 
 
 OUTSIDE = 0.02
@@ -334,7 +305,7 @@ def only_gpu_bytes(visible: str) -> int | None:
 def memory_overrides(recipe: Recipe, shares: Mapping[str, float]) -> dict[str, list[str]]:
     """Return the overrides with which workers of each pool get the share of `engine_shares`, by the pool's name."""
     pools = _pools(recipe)
-    options = {name: abilities_of(pools[name].engine, roots_of(pools[name])).memory_option for name in shares}
+    options = {name: _abilities(pools[name]).memory_option for name in shares}
     return {name: [f"engine.options.{options[name]}={share:g}"] for name, share in shares.items()}
 
 
@@ -368,8 +339,13 @@ def engine_shares(recipe: Recipe, visible: str, learner_part: LearnerPart = unkn
 
 def _is_silent(recipe: Recipe) -> bool:
     """Whether the recipe does not say what its engines take of a GPU's memory, though they have an option for it."""
-    abilities = abilities_of(recipe.engine, roots_of(recipe))
+    abilities = _abilities(recipe)
     return bool(abilities.memory_option) and abilities.memory_option not in abilities.said(recipe.engine.options)
+
+
+def _abilities(recipe: Recipe) -> EngineAbilities:
+    """Return what the recipe's engine can. A user's own is imported to ask it."""
+    return abilities_of(recipe.engine, roots_of(recipe))
 
 
 def _pools(recipe: Recipe) -> dict[str, Recipe]:
@@ -393,14 +369,14 @@ def _share(gpu: str, here: Sequence[str], pools: Mapping[str, Recipe], name: str
         return LEAST
     taken, others = 0.0, 0
     for one in here:
-        abilities = abilities_of(pools[one].engine, roots_of(pools[one]))
+        abilities = _abilities(pools[one])
         options = abilities.said(pools[one].engine.options)
         said = options.get(abilities.memory_option, LEAST if _is_sized(pools[one]) else None)
         if isinstance(said, float | int):
             taken += said
         else:
             others += 1
-    abilities = abilities_of(pools[name].engine, roots_of(pools[name]))
+    abilities = _abilities(pools[name])
     whole = abilities.memory_share if left is None else left
     share = math.floor(100 * ((whole - taken) / others - OUTSIDE) + 1e-6) / 100
     if share < LEAST:
@@ -414,5 +390,5 @@ def _share(gpu: str, here: Sequence[str], pools: Mapping[str, Recipe], name: str
 
 
 def _is_sized(recipe: Recipe) -> bool:
-    option = abilities_of(recipe.engine, roots_of(recipe)).sizing_option
+    option = _abilities(recipe).sizing_option
     return bool(option) and recipe.engine.options.get(option) is not None

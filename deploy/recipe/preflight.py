@@ -7,6 +7,7 @@ under the reward's deadline, as in a worker.
 
 import asyncio
 import os
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -51,13 +52,11 @@ from headway.rollout_workers.rewards.functions import check_function
 from headway.rollout_workers.scorers.runtimes import check_installed as check_runtime_installed
 
 from .adapter_support import check_own_engine, check_targets
-from .metric_sinks import check_sink_packages
-from .recipe import Recipe
-from .scorers import scorers_of
+from .pools import pools_of, scorers_of
+from .recipe import Recipe, check_sink_packages
 from .stage_graph import REFERENCE
 from .trust import check_paths, roots_of
 from .validate import ROWS
-from .worker_pools import pools_of
 
 LOCAL = ("arithmetic", "jsonl", "parquet", "reasoning_gym")
 """Kinds of data on this machine. Other kinds come from a hub or from the user's own code, which runs where it is
@@ -65,6 +64,18 @@ needed."""
 SLOW = {"reasoning_gym": "reasoning-gym"}
 """Kinds of data whose package takes seconds to import, and the package's distribution. No process of a run begins
 before its data is checked."""
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+
+def check_start(recipe: Recipe, *, has_workers: bool, is_new: bool, say: Callable[[str], object]) -> None:
+    """Raise ConfigError for what this machine lacks of the learner, and of workers and scorers if they start here, too.
+    `say` gets warnings. What takes longer, and what changes the recipe, does `tried`."""
+    check_packages(recipe, has_workers=has_workers)
+    check_data(recipe, is_new=is_new, say=say)
+    if has_workers:
+        check_scorers(recipe)
+        if recipe.launcher.kind == "local":
+            check_code(recipe)
 
 
 def check_data(recipe: Recipe, *, is_new: bool = False, say: Callable[[str], object] | None = None) -> None:
@@ -178,6 +189,20 @@ def _check_template(recipe: Recipe, source: PromptSource) -> None:
         )
 
 
+def check_scorers(recipe: Recipe) -> None:
+    """Raise ConfigError, before anything is started, for a scorer's directory that is not on this machine, where
+    `headway run` starts the scorers, or holds no model."""
+    for scorer in scorers_of(recipe):
+        is_elsewhere = scorer.path.startswith(REFERENCE) or not recipe.scorers.count
+        if is_elsewhere or (_HUB_ID.fullmatch(scorer.path) and not Path(scorer.path).exists()):
+            continue
+        if not (Path(scorer.path).expanduser() / "config.json").is_file():
+            raise ConfigError(
+                f"{scorer.key}: {scorer.path} is no directory with a model: it has no config.json. Give the directory"
+                " of a trained model, a hub id, or stage:NAME."
+            )
+
+
 def check_code(recipe: Recipe) -> None:
     """Raise ConfigError, with its key, for the first import path that leads to nothing on this machine."""
     for index, reward in enumerate(recipe.rewards):
@@ -283,11 +308,15 @@ def _is_here(reward: RewardConfig, where: str, say: Callable[[str], object]) -> 
 
 
 async def _trial_prompt(recipe: Recipe, item: Item) -> Prompt:
-    """Return the prompt of trial calls. Rendering it starts a process, so all calls share it."""
+    """Return the prompt of trial calls, as the model reads it. Rendering it starts a process, so all calls share it.
+    Raises ConfigError for a row that the chat template refuses, and for a template that runs past the deadline."""
     prompt = _prompt(item)
-    if prompt.messages is not None or recipe.prompts.system_prompt:
-        prompt = msgspec.structs.replace(prompt, text=await _rendered(recipe, item) or prompt.text)
-    return prompt
+    if prompt.messages is None and not recipe.prompts.system_prompt:
+        return prompt
+    try:
+        return msgspec.structs.replace(prompt, text=await _asked(recipe, "text", item) or prompt.text)
+    except UserCodeError as error:
+        raise ConfigError(f"{item.place}: the prompt cannot be rendered: {error}") from error
 
 
 async def _call(recipe: Recipe, config: RewardConfig, item: Item, prompt: Prompt, where: str) -> None:
@@ -308,15 +337,6 @@ async def _call(recipe: Recipe, config: RewardConfig, item: Item, prompt: Prompt
         ) from error
     finally:
         await reward.close()
-
-
-async def _rendered(recipe: Recipe, item: Item) -> str:
-    """Return the text that the model reads; see `_asked`. Raises ConfigError for a row that the chat template refuses,
-    and for a template that runs past the deadline."""
-    try:
-        return await _asked(recipe, "text", item)
-    except UserCodeError as error:
-        raise ConfigError(f"{item.place}: the prompt cannot be rendered: {error}") from error
 
 
 async def _asked(recipe: Recipe, method: str, argument: object) -> str:

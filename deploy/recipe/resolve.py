@@ -1,9 +1,13 @@
-"""Reads recipes from YAML and overrides into typed, closed structs, and writes them for files and for workers."""
+"""Loads recipes, with what they may omit because of what they name, and writes them for files and for workers.
+
+load_recipe   parse.py: find_recipe ─► read_recipe ─► convert.py: check_tree
+              here:     _with_defaults ─► convert.py: to_struct ─► validate.py: check_values
+"""
 
 import functools
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,13 +17,15 @@ from msgspec.structs import replace
 from headway.broker.connection.address import without_secrets
 from headway.broker.errors import ConfigError
 from headway.learner.algorithm_config import AlgorithmConfig, preset_defaults
+from headway.rollout_workers.config import EngineConfig
+from headway.rollout_workers.engines import gpus_of
 
-from .limits import beyond_limits
-from .parse import find_recipe, newer_spelling, read_recipe, to_yaml, with_own_options
-from .placement import colocated_defaults
+from .convert import check_tree, converted, to_struct
+from .parse import find_recipe, newer_spelling, read_recipe, section_of, to_yaml, with_own_options
 from .recipe import LauncherConfig, Recipe
-from .schema_errors import check_plain, check_shape, explain
-from .validate import check_values
+from .validate import beyond_limits, check_values
+
+Sections = TypeVar("Sections", bound=msgspec.Struct)
 
 log = logging.getLogger(__name__)
 
@@ -28,26 +34,21 @@ RESOLVED = {
     *("algorithm", "optimizer", "learner", "sft", "checkpoint", "weights", "metrics"),
 }
 """The sections of a resolved configuration of any version. A recipe that people write names fewer."""
+SOURCE = "override"
+"""What errors in overrides of some sections name as their source."""
 HELD_OUT_COUNTS = ("held_out_rows", "held_out_records")
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe by path or shipped name, with `a.b=c` overrides. Raises ConfigError, which names the key."""
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), hint: Callable[[str], object] | None = None) -> Recipe:
+    """Read a recipe by path or shipped name, with `a.b=c` overrides. Raises ConfigError, which names the key. `hint` is
+    told how a recipe that says its warm-up in `sft` says it in `stages`."""
     found = find_recipe(str(path))
-    raw = read_recipe(found, overrides)
+    file, raw = read_recipe(found, overrides)
     _name_the_run(raw, found.stem)
-    return _to_recipe(raw, found.name, held_out_seed=None if raw.keys() >= RESOLVED else 0)
-
-
-def hint_of(path: str | Path) -> str:
-    """Return how a recipe of the user's own that says its warm-up in `sft` says it in `stages`; empty for others.
-
-    Raises ConfigError for a recipe that cannot be read.
-    """
-    stages = newer_spelling(read_recipe(find_recipe(str(path))))
-    if stages is None:
-        return ""
-    return f"{path}: `sft` is an older spelling of the first stage. Write the same as:\n\n{to_yaml(stages)}"
+    recipe = _resolved(raw, found.name, held_out_seed=None if raw.keys() >= RESOLVED else 0)
+    if hint is not None and (stages := newer_spelling(file)):
+        hint(f"{path}: `sft` is an older spelling of the first stage. Write the same as:\n\n{to_yaml(stages)}")
+    return recipe
 
 
 def with_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
@@ -55,8 +56,32 @@ def with_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     if not overrides:
         return recipe
     name = recipe.run.name
-    raw = msgspec.msgpack.decode(msgspec.msgpack.encode(recipe))  # with lists, which overrides can change, not tuples
-    return _to_recipe(with_own_options(raw, overrides, name), name)
+    return _resolved(with_own_options(_plain(recipe), overrides, name), name)
+
+
+def overridden(sections: Sections, overrides: Sequence[str]) -> Sections:
+    """Return the same sections with `a.b=c` overrides, as `with_own_options` applies them. Raises ConfigError for a key
+    or a value that none of them takes."""
+    chosen = converted(with_own_options(_plain(sections), overrides, SOURCE), type(sections), SOURCE)
+    for complaint in beyond_limits(chosen):
+        raise ConfigError(f"{SOURCE}: {complaint}")
+    return chosen
+
+
+def _plain(sections: msgspec.Struct) -> dict[str, Any]:
+    """Return the sections as plain values, with lists, which overrides can change, not tuples."""
+    plain: dict[str, Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(sections))
+    return plain
+
+
+def _resolved(raw: dict[str, Any], source: str, held_out_seed: int | None = 0) -> Recipe:
+    check_tree(raw, Recipe, source)
+    raw = _with_defaults(raw, source, held_out_seed)
+    recipe = _choose_model(to_struct(raw, Recipe, source))
+    if raw.get("weights", {}).get("archive") == "http":
+        _hint_at_no_archive()
+    check_values(recipe, source)
+    return recipe
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -115,22 +140,11 @@ def _name_the_run(raw: dict[str, Any], stem: str) -> None:
         run.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")[:100] or "run")
 
 
-def _to_recipe(raw: dict[str, Any], source: str, held_out_seed: int | None = 0) -> Recipe:
-    check_plain(raw, source)
-    check_shape(raw, Recipe, source)
+def _with_defaults(raw: dict[str, Any], source: str, held_out_seed: int | None) -> dict[str, Any]:
+    """Return the recipe over the keys that it may omit because of others that it names."""
     raw = with_held_out_seed(raw, held_out_seed)
-    raw = _merge(colocated_defaults(raw), raw)
-    raw = {**raw, "algorithm": _with_preset(raw.get("algorithm", {}), source)}
-    check_shape(raw, Recipe, source)
-    try:
-        recipe = msgspec.convert(raw, Recipe, strict=True)
-    except msgspec.ValidationError as error:
-        raise ConfigError(explain(error, raw, Recipe, source)) from error
-    if raw.get("weights", {}).get("archive") == "http":
-        _hint_at_no_archive()
-    recipe = _choose_model(recipe)
-    check_values(recipe, source)
-    return recipe
+    raw = _merge(_colocated_defaults(raw), raw)
+    return {**raw, "algorithm": _with_preset(raw.get("algorithm", {}), source)}
 
 
 @functools.cache
@@ -141,9 +155,31 @@ def _hint_at_no_archive() -> None:
 
 def _choose_model(recipe: Recipe) -> Recipe:
     """Choose a model's path over random weights, so that one override replaces a shipped recipe's model."""
-    if not recipe.model.path:
-        return recipe
-    return msgspec.structs.replace(recipe, model=msgspec.structs.replace(recipe.model, random=None))
+    return replace(recipe, model=replace(recipe.model, random=None)) if recipe.model.path else recipe
+
+
+def _colocated_defaults(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that a colocated recipe may omit; {} for any other recipe, or for a malformed one."""
+    if section_of(raw, ("run",)).get("placement") != "colocated":
+        return {}
+    learner, engine = section_of(raw, ("learner",)), section_of(raw, ("engine",))
+    weights: dict[str, Any] = {"swaps_at_once": 1.0}
+    workers: dict[str, Any] = {}
+    if learner.get("device") == "cuda":
+        weights |= {"transport": "ipc", "staging": "host"}  # on GPUs there would have to be room for two more versions
+        processes = learner.get("processes", 1)
+        if isinstance(processes, int):
+            workers["count"] = max(1, processes // _gpus_each(engine))
+    return {"weights": weights, "workers": workers}
+
+
+def _gpus_each(engine: Mapping[str, Any]) -> int:
+    """Return the GPUs of an engine as it is written. Another check reports malformed ones."""
+    options = engine.get("options")
+    try:
+        return gpus_of(EngineConfig(kind=engine.get("kind", ""), options=options if isinstance(options, dict) else {}))
+    except ConfigError:
+        return 1
 
 
 def _with_preset(algorithm: dict[str, Any], source: str) -> dict[str, Any]:
@@ -162,23 +198,3 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
         under = merged.get(key)
         merged[key] = _merge(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
     return merged
-
-
-Sections = TypeVar("Sections", bound=msgspec.Struct)
-SOURCE = "override"
-
-
-def overridden(sections: Sections, overrides: Sequence[str]) -> Sections:
-    """Return the same sections with `a.b=c` overrides, as `with_own_options` applies them. Raises ConfigError for a key
-    or a value that none of them takes."""
-    given = msgspec.msgpack.decode(msgspec.msgpack.encode(sections))  # with lists, which overrides can change
-    raw = with_own_options(given, overrides, SOURCE)
-    check_plain(raw, SOURCE)
-    check_shape(raw, type(sections), SOURCE)
-    try:
-        chosen = msgspec.convert(raw, type(sections), strict=True)
-    except msgspec.ValidationError as error:
-        raise ConfigError(explain(error, raw, type(sections), SOURCE)) from error
-    for complaint in beyond_limits(chosen):
-        raise ConfigError(f"{SOURCE}: {complaint}")
-    return chosen

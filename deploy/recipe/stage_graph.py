@@ -14,6 +14,7 @@ from headway.broker.errors import ConfigError
 from headway.learner.config import StageConfig
 from headway.learner.stages.registry import leaves_policy
 
+from .convert import values_in
 from .recipe import Recipe
 
 MODEL = "model"
@@ -60,15 +61,9 @@ def chain_of(plan: Plan, number: int) -> list[int]:
 
 def references(values: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """Yield (key, stage) of each path `stage:NAME` in plain values, such as `rewards[0].path`."""
-    match values:
-        case dict():
-            for name, value in values.items():
-                yield from references(value, f"{key}.{name}".lstrip("."))
-        case list() | tuple():
-            for index, value in enumerate(values):
-                yield from references(value, f"{key}[{index}]")
-        case str() if values.startswith(REFERENCE) and _names_a_model(key):
-            yield key, values.removeprefix(REFERENCE)
+    for path, value in values_in(values, key):
+        if isinstance(value, str) and value.startswith(REFERENCE) and _names_a_model(path):
+            yield path, value.removeprefix(REFERENCE)
 
 
 def with_paths(values: Any, path_of: Callable[[str], str | None], key: str = "") -> Any:
@@ -159,3 +154,34 @@ def _namesakes(plan: Plan, number: int) -> list[StageConfig]:
 
 def _listed(plan: Plan) -> str:
     return ", ".join(f"{stage.name} ({number})" for number, stage in enumerate(plan))
+
+
+def impossible_stages(recipe: Recipe) -> Iterator[str]:
+    """Yield what is wrong with the stages, their order, and the models and prompts that they need."""
+    if recipe.stages and recipe.sft.phases:
+        yield "both sft.phases and stages say what the warm-up is. Move the phases to stages: [{kind: sft, phases}]."
+    for index, stage in enumerate(recipe.stages):
+        if stage.phases and stage.kind != "sft":
+            yield f"stages[{index}].phases are of kind=sft, and this stage is {stage.kind}. Remove them."
+        if stage.phases and stage.options:
+            yield f"stages[{index}] has phases and options. Give it one of both: options name records, phases examples."
+        if stage.has_workers and index < len(recipe.stages) - 1:
+            yield (
+                f"stages[{index}] is {stage.kind}, which ends the run, and stages[{index + 1}] follows it. Move it to"
+                " the end, and train on in a run of its own, from model.path=CHECKPOINT."
+            )
+    yield from impossible_names(recipe.plan)
+    yield from impossible_starts(recipe.plan)
+    yield from impossible_references(recipe)
+    yield from _missing_prompts(recipe)
+    if all(stage.is_left_out for stage in recipe.plan):
+        yield "no stage is left to run. Add one to stages, such as {kind: rl}, or give sft its phases."
+
+
+def _missing_prompts(recipe: Recipe) -> Iterator[str]:
+    is_gated = any(phase.until_pass_rate for phase in recipe.warm_up)
+    who = "workers generate from" if recipe.has_learner else "until_pass_rate measures" if is_gated else ""
+    if who and not recipe.has_prompts:
+        yield f"there are no prompts, which {who}. Add prompts: {{kind: jsonl, path: FILE}}, or another kind."
+    if (who or recipe.has_prompts) and not recipe.rewards:
+        yield "there are no rewards, which score responses to prompts. Add rewards: [{kind: math_verify}], or another."

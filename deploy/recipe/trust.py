@@ -6,7 +6,7 @@ gives `headway run` its recipe, so that command passes on to its workers what th
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from headway.broker.errors import ConfigError
@@ -28,13 +28,7 @@ def check_stored(recipe: Recipe, overrides: Sequence[str], allowed: Sequence[str
     roots = ImportRoots((*allowed, *named))
     for key, path in _paths(recipe):
         roots.check(path, key)
-    for name, _ in _refused(recipe):
-        if name not in own["options"]:
-            raise ConfigError(
-                f"engine.options.{name} is not taken from the run's configuration: what it names, the engine may"
-                " import, read or run. If you trust whoever started the run's learner, give it to the workers"
-                f" themselves: headway workers engine.options.{name}=VALUE."
-            )
+    _check_options("engine.options", [name for name, _ in _refused(recipe)], own["options"], "the engine", "workers")
     return roots
 
 
@@ -45,14 +39,20 @@ def check_stored_scorers(recipe: Recipe, overrides: Sequence[str]) -> ImportRoot
     kind = recipe.scorers.engine.kind
     if ":" in kind:
         roots.check(kind, "scorers.engine.kind")
-    for name in _refused_of_scorers(recipe):
-        if name not in own.get("options", {}):
-            raise ConfigError(
-                f"scorers.engine.options.{name} is not taken from the run's configuration: what it names, vLLM may"
-                " import, read or run. If you trust whoever started the run's learner, give it to the scorers"
-                f" themselves: headway scorers scorers.engine.options.{name}=VALUE."
-            )
+    refused, given = _refused_of_scorers(recipe), own.get("options", {})
+    _check_options("scorers.engine.options", refused, given, "vLLM", "scorers")
     return roots
+
+
+def _check_options(key: str, refused: Iterable[str], given: Collection[str], reader: str, role: str) -> None:
+    """Raise ConfigError for the first refused option that the operator has not given. `role`: of which processes."""
+    for name in refused:
+        if name not in given:
+            raise ConfigError(
+                f"{key}.{name} is not taken from the run's configuration: what it names, {reader} may import, read or"
+                f" run. If you trust whoever started the run's learner, give it to the {role} themselves:"
+                f" headway {role} {key}.{name}=VALUE."
+            )
 
 
 def roots_of_scorers(recipe: Recipe) -> ImportRoots:

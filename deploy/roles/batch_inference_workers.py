@@ -40,10 +40,10 @@ from headway.deploy.launch.pool import Pool
 from headway.deploy.launch.supervisor import Supervisor
 from headway.deploy.printing import say
 from headway.deploy.recipe.placement import worker_gpus
+from headway.deploy.recipe.pools import MAIN
 from headway.deploy.recipe.recipe import Recipe, RunConfig
 from headway.deploy.recipe.resolve import recipe_to_bytes
 from headway.deploy.recipe.trust import passed_on
-from headway.deploy.recipe.worker_pools import MAIN
 from headway.deploy.run.directory import refuse_if_in_use
 from headway.learner.backends.adapter import open_weights
 from headway.learner.config import LearnerConfig, ModelConfig

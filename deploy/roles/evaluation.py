@@ -19,8 +19,8 @@ from headway.broker.client.broker import open_broker
 from headway.broker.client.evaluations import EvaluationProgress
 from headway.broker.schema import Prompt, WeightVersion
 from headway.broker.schema.weights import ModelFiles
+from headway.deploy.recipe.pools import scorers_of
 from headway.deploy.recipe.recipe import Recipe
-from headway.deploy.recipe.scorers import scorers_of
 from headway.deploy.recipe.trust import roots_of
 from headway.learner.experience.stream import Experience
 from headway.rollout_workers.evaluation import EvalResult, summarize

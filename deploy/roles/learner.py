@@ -28,11 +28,10 @@ from headway.deploy.observe.sinks.base import SinkRun
 from headway.deploy.observe.sinks.trackers import points
 from headway.deploy.observe.tracing import open_step_traces
 from headway.deploy.recipe.adapter_support import adapted_by, adapter_rank, why_merged
+from headway.deploy.recipe.pools import pools_of, scorers_of
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import recipe_to_bytes
-from headway.deploy.recipe.scorers import scorers_of
 from headway.deploy.recipe.trust import roots_of
-from headway.deploy.recipe.worker_pools import pools_of
 from headway.deploy.run.directory import (
     CHECKPOINTS,
     EXPERIENCE,

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from headway.broker.client.broker import Broker, open_broker
 from headway.broker.schema.status import ScorerInfo
 from headway.broker.user_code.import_paths import ImportRoots, import_directory
+from headway.deploy.recipe.pools import REWARD_MODEL, Scorer, scorer_named, scorers_of
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import recipe_from_bytes, with_overrides
-from headway.deploy.recipe.scorers import REWARD_MODEL, Scorer, scorer_named, scorers_of
 from headway.deploy.recipe.trust import check_stored_scorers, roots_of_scorers
 from headway.rollout_workers.config import RewardConfig
 

@@ -30,7 +30,7 @@ from headway.deploy.launch.supervisor import Supervisor
 from headway.deploy.observe.live import watch as watch_run
 from headway.deploy.observe.status import MOST_OF_PREFIX, UNNAMED
 from headway.deploy.printing import complain, say, say_json
-from headway.deploy.recipe.preflight import check_data, check_packages, tried
+from headway.deploy.recipe.preflight import check_start, tried
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import SOURCE, overridden
 from headway.deploy.recipe.validate import check_engine_kind
@@ -77,8 +77,7 @@ def run_learner(
     with ExitStack() as stack:
         if not prepared and is_first:
             stack.enter_context(held(recipe.run_directory))
-            check_packages(recipe, has_workers=False)
-            check_data(recipe, is_new=not resume, say=complain)
+            check_start(recipe, has_workers=False, is_new=not resume, say=complain)
         if not prepared and recipe.has_learner:  # by each rank, as each reads the prompts
             recipe = tried(recipe, say if is_first else lambda text: None, calls=is_first)
         if not prepared and is_first:

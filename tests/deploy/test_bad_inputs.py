@@ -20,9 +20,9 @@ from headway.broker.user_code.kinds import typed_options
 from headway.deploy.cli.main import answer
 from headway.deploy.launch import broker_server, local_run
 from headway.deploy.printing import visible
-from headway.deploy.recipe.limits import LIMITS
+from headway.deploy.recipe.convert import _fields, _is_struct, _metas, _plain
 from headway.deploy.recipe.recipe import Recipe
-from headway.deploy.recipe.schema_errors import _fields, _is_struct, _metas, _plain
+from headway.deploy.recipe.validate import LIMITS
 from headway.deploy.roles import run_lookup
 from headway.deploy.run import directory
 from headway.deploy.run.directory import CONFIG, ENDPOINT, INCARNATION, held, last_incarnation
@@ -39,8 +39,8 @@ from .test_cli import clean_environment
 
 DEADLINE_S = 240
 OPTIONS = (
-    "headway.deploy.recipe.worker_pools",
-    "headway.deploy.recipe.metric_sinks",
+    "headway.deploy.recipe.pools",
+    "headway.deploy.recipe.recipe",
     "headway.learner.data.examples",
     "headway.learner.data.prompts.arithmetic",
     "headway.learner.data.prompts.files",

@@ -8,8 +8,8 @@ import pytest
 from headway.broker.errors import ConfigError
 from headway.deploy.cli.memory_report import learner_part
 from headway.deploy.recipe.placement import check_placement, engine_shares, memory_overrides, only_gpu_bytes
+from headway.deploy.recipe.pools import pools_of
 from headway.deploy.recipe.resolve import load_recipe, with_overrides
-from headway.deploy.recipe.worker_pools import pools_of
 from headway.rollout_workers.engines import abilities_of
 
 from .test_cli import headway

@@ -14,7 +14,7 @@ import pytest
 from headway.deploy.observe.bounded_server import MOST
 from headway.deploy.observe.page.live_page import PageServer
 from headway.deploy.observe.sinks.prometheus import PrometheusSink
-from headway.deploy.recipe.metric_sinks import PrometheusOptions
+from headway.deploy.recipe.recipe import PrometheusOptions
 from headway.deploy.roles.autoscaler import Together, answering
 from tests.weightsync.test_transports import until
 

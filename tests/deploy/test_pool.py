@@ -23,7 +23,7 @@ from headway.deploy.launch.local_launcher import Child, LocalLauncher
 from headway.deploy.launch.pool import Pool
 from headway.deploy.launch.pool_reports import death_reports, pool_reports
 from headway.deploy.launch.supervisor import Supervisor
-from headway.deploy.recipe.worker_pools import SCORER
+from headway.deploy.recipe.pools import SCORER
 from tests.broker.scenario import FRESH, begin, rules
 from tests.broker.test_codec import WORKER
 from tests.broker.test_scoring import QUALITY, ask, lease

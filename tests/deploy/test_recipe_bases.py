@@ -6,7 +6,7 @@ import pytest
 
 from headway.broker.errors import ConfigError
 from headway.deploy.recipe import parse
-from headway.deploy.recipe.resolve import dump_recipe, hint_of, load_recipe
+from headway.deploy.recipe.resolve import dump_recipe, load_recipe
 
 
 def write(directory: Path, name: str, text: str) -> Path:
@@ -18,12 +18,13 @@ def write(directory: Path, name: str, text: str) -> Path:
 
 def test_a_recipe_lies_over_its_base_and_is_named_after_its_own_file(tmp_path: Path) -> None:
     mine = write(tmp_path, "mine.yaml", "base: arithmetic\nlearner: {steps: 7}\nrewards: [{kind: math_verify}]\n")
-    recipe, base = load_recipe(mine), load_recipe("arithmetic")
+    hints = list[str]()
+    recipe, base = load_recipe(mine, hint=hints.append), load_recipe("arithmetic")
     assert (recipe.learner.steps, recipe.run.name) == (7, "mine")
     assert recipe.learner.group_size == base.learner.group_size
     assert [reward.kind for reward in recipe.rewards] == ["math_verify"]
     assert load_recipe(write(tmp_path, "resolved.yaml", dump_recipe(recipe))) == recipe
-    assert hint_of(mine) == ""
+    assert hints == []
 
 
 @pytest.mark.parametrize(

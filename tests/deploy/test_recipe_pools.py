@@ -3,8 +3,8 @@
 import pytest
 
 from headway.broker.errors import ConfigError
+from headway.deploy.recipe.pools import pools_of
 from headway.deploy.recipe.resolve import load_recipe, recipe_from_bytes, recipe_to_bytes, with_overrides
-from headway.deploy.recipe.worker_pools import pools_of
 
 
 @pytest.mark.parametrize(

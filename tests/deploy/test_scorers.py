@@ -21,9 +21,9 @@ from headway.broker.errors import LASTING_EXIT, ConfigError
 from headway.broker.schema.status import PoolInfo, RunStatus
 from headway.deploy.observe.bottleneck import look
 from headway.deploy.observe.status import pool_of, status_json, status_tables
+from headway.deploy.recipe.pools import impossible_scorers
 from headway.deploy.recipe.recipe import Recipe, RunConfig
 from headway.deploy.recipe.resolve import recipe_to_bytes
-from headway.deploy.recipe.scorers import impossible_scorers
 from headway.deploy.roles.learner import rules_of
 from headway.deploy.roles.scorer import score
 from headway.deploy.roles.worker import work

@@ -256,7 +256,7 @@ def test_truths_of_a_data_set_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_on_ray_all_truths_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     make_model(Path("m"))
-    monkeypatch.setattr("headway.deploy.launch.local_run.check_packages", lambda *_, **__: None)  # Ray need not be here
+    monkeypatch.setattr("headway.deploy.recipe.preflight.check_packages", lambda *_, **__: None)  # Ray need not be here
     given = msgspec.structs.replace(recipe("math_verify", ["5", ""]), launcher=LauncherConfig(kind="ray"))
     local = LocalRun(given, "r.yaml", (), resume=False, overwrite=False, console=Terminal())
     with pytest.raises(ConfigError, match=r"p\.jsonl:2: "):

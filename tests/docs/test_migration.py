@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headway.broker.errors import UnknownKeysError
-from headway.deploy.recipe.foreign_keys import FOREIGN_KEYS
+from headway.deploy.recipe.convert import foreign_keys
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.run.resume import keys_of
@@ -21,6 +21,7 @@ from .pages import ROOT, whole_recipe
 PAGE = (ROOT / "docs" / "guides" / "from-verl-and-trl.md").read_text()
 VERLS = PAGE.partition("## A command of verl, translated")[2]
 REWARD = "reward.custom_reward_function"
+FOREIGN_KEYS = foreign_keys()["verl"] | foreign_keys()["trl"]
 
 
 def named_keys() -> Iterator[str]:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from headway.broker.user_code.import_paths import in_one_paragraph, load_custom
 from headway.broker.user_code.kinds import typed_options, unknown_kind
-from headway.deploy.recipe.metric_sinks import (
+from headway.deploy.recipe.recipe import (
     SINKS,
     JsonlOptions,
     MlflowOptions,

@@ -4,7 +4,7 @@ import logging
 
 from headway.deploy.observe.prometheus.exposition import MetricsEndpoint
 from headway.deploy.observe.prometheus.learner_metrics import RunCollector
-from headway.deploy.recipe.metric_sinks import PrometheusOptions
+from headway.deploy.recipe.recipe import PrometheusOptions
 from headway.deploy.run.events import Event
 
 from .base import SinkRun

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headway.broker.schema.step_metrics import StepMetrics
-from headway.deploy.recipe.metric_sinks import MlflowOptions, TensorBoardOptions, TrackioOptions, WandbOptions
+from headway.deploy.recipe.recipe import MlflowOptions, TensorBoardOptions, TrackioOptions, WandbOptions
 from headway.deploy.run.events import EvaluationEvent, Event, HeartbeatEvent, StageEvent, StepEvent
 from headway.deploy.run.figures import generated_per_s, trained_per_s, wait_fraction
 

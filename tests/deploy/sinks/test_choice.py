@@ -7,7 +7,7 @@ import pytest
 from headway.broker.errors import ConfigError
 from headway.deploy.observe.sinks import make_sink, open_sinks
 from headway.deploy.observe.sinks.jsonl import JsonlSink
-from headway.deploy.recipe.metric_sinks import SinkConfig
+from headway.deploy.recipe.recipe import SinkConfig
 from headway.deploy.recipe.resolve import dump_recipe, load_recipe
 from headway.deploy.recipe.trust import check_paths
 from tests.deploy.runs import sink_run, step_event

@@ -17,7 +17,7 @@ from headway.deploy.observe.sinks.base import MetricSink, SinkRun
 from headway.deploy.observe.sinks.jsonl import JsonlSink
 from headway.deploy.observe.sinks.prometheus import PrometheusSink
 from headway.deploy.observe.sinks.trackers import TensorBoardSink, points, step_of
-from headway.deploy.recipe.metric_sinks import PrometheusOptions, SinkConfig, TensorBoardOptions
+from headway.deploy.recipe.recipe import PrometheusOptions, SinkConfig, TensorBoardOptions
 from headway.deploy.run.events import EvaluationEvent, Event, HeartbeatEvent
 from headway.deploy.run.record import EVALUATIONS, METRICS, lineage, read_lines
 from headway.deploy.run.stage_output import record_of

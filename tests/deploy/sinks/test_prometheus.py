@@ -29,7 +29,7 @@ from headway.deploy.observe.prometheus.learner_metrics import (
 from headway.deploy.observe.sinks import open_sinks
 from headway.deploy.observe.sinks.base import Sinks
 from headway.deploy.observe.sinks.prometheus import PrometheusSink
-from headway.deploy.recipe.metric_sinks import PrometheusOptions, SinkConfig
+from headway.deploy.recipe.recipe import PrometheusOptions, SinkConfig
 from headway.deploy.run.events import Event, HeartbeatEvent
 from headway.learner.experience.length_drift import drift_of
 from tests.deploy.runs import (

@@ -13,7 +13,7 @@ import pytest
 from headway.broker.errors import ConfigError
 from headway.deploy.observe.sinks import open_sinks
 from headway.deploy.observe.sinks.trackers import mlflow_name, points
-from headway.deploy.recipe.metric_sinks import SinkConfig
+from headway.deploy.recipe.recipe import SinkConfig
 from headway.deploy.run.events import Event, HeartbeatEvent
 from tests.deploy.runs import evaluation, run_status, sink_run, step_metrics
 

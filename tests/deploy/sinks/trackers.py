@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from headway.broker.schema.step_metrics import StepMetrics
 from headway.deploy.observe.sinks import open_sinks
-from headway.deploy.recipe.metric_sinks import SinkConfig
+from headway.deploy.recipe.recipe import SinkConfig
 from headway.deploy.run.events import HeartbeatEvent, StepEvent
 from headway.deploy.run.record import METRICS, read_lines
 from tests.deploy.runs import evaluation, run_status, sink_run, step_event, step_metrics

@@ -1,21 +1,31 @@
-"""Checks a recipe's keys and types before it is converted, and explains errors: the key's full path, its value, what is
-expected and why. Values must be plain, finite, and of bounded size and depth."""
+"""Converts plain values to structs, and explains errors: the key's full path, its value, what is expected and why.
+
+Values must be plain, finite, and of bounded size and depth. `foreign_keys.yaml` says what TRL and verl call a key."""
 
 import difflib
+import functools
 import math
 import re
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 import msgspec
+import yaml
 from msgspec import Meta
 
 from headway.broker.errors import ConfigError, UnknownKeysError
 from headway.broker.user_code.kinds import did_you_mean
 
-from .foreign_keys import FOREIGN_KEYS, GROUPS, OF_VERL, VERL_SECTIONS, OurKey
+Struct = TypeVar("Struct", bound=msgspec.Struct)
+
+VERL_SECTIONS = ("actor_rollout_ref", "async_training", "critic", "data", "reward", "reward_model", "trainer")
+"""verl's sections of which Headway has none; `algorithm` is a section of both."""
+GROUPS = ("fsdp_config", "megatron", "policy_loss")
+"""Sections of verl whose sentence answers only those of their keys whose names have no answer of their own. The keys of
+other sections mean something else than those of the same names elsewhere: `val_kwargs.top_p` is not `top_p`."""
 
 OF_THEIR_OWN = ("sft", "stages", "optimizer", "algorithm.objective", "algorithm.critic")
 """Sections whose keys may have the name of another section's key in TRL or verl."""
@@ -35,8 +45,36 @@ WORDS = {
 }
 
 
-def check_shape(raw: dict[str, Any], struct: type[msgspec.Struct], source: str) -> None:
-    """Raise ConfigError for all unknown keys, each with Headway's name for one of TRL or verl, or the nearest one."""
+class OurKey(NamedTuple):
+    """Headway's answer to a key of TRL or verl."""
+
+    key: str = ""
+    """Headway's own key; empty: there is none."""
+    remark: str = ""
+    """A sentence on what differs, or on why there is no key."""
+
+
+@functools.cache
+def foreign_keys() -> dict[str, dict[str, OurKey]]:
+    """Return the answers to the names of `verl` and of `trl`. Only an error needs them."""
+    tables = yaml.safe_load(Path(__file__).with_name("foreign_keys.yaml").read_text(encoding="utf-8"))
+    return {
+        trainer: {name: OurKey(ours) if isinstance(ours, str) else OurKey(*ours) for name, ours in table.items()}
+        for trainer, table in tables.items()
+    }
+
+
+def converted(raw: dict[str, Any], struct: type[Struct], source: str) -> Struct:
+    """Return the struct of these values. Raises ConfigError, as `check_tree` and `to_struct` do."""
+    check_tree(raw, struct, source)
+    return to_struct(raw, struct, source)
+
+
+def check_tree(raw: dict[str, Any], struct: type[msgspec.Struct], source: str) -> None:
+    """Raise ConfigError for the first value that JSON and Headway's files could not hold, or else for all unknown keys,
+    each with Headway's name for one of TRL or verl, or the nearest one."""
+    for complaint in _complaints(raw, "", 0):
+        raise ConfigError(f"{source}: {complaint}")
     answers: dict[str, list[str]] = {}
     for path, fields in _unknown(raw, struct, ""):
         answers.setdefault(_answer(path, fields, struct), []).append(path)
@@ -49,7 +87,15 @@ def check_shape(raw: dict[str, Any], struct: type[msgspec.Struct], source: str) 
         raise ConfigError(f"{source}: algorithm is {raw['algorithm']!r}; expected a section of keys.")
 
 
-def explain(error: msgspec.ValidationError, raw: Any, struct: type[msgspec.Struct], source: str) -> str:
+def to_struct(raw: dict[str, Any], struct: type[Struct], source: str) -> Struct:
+    """Return the struct of values whose keys are known. Raises ConfigError for a missing key, and for a wrong value."""
+    try:
+        return msgspec.convert(raw, struct, strict=True)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_explained(error, raw, struct, source)) from error
+
+
+def _explained(error: msgspec.ValidationError, raw: Any, struct: type[msgspec.Struct], source: str) -> str:
     """Return msgspec's complaint as one paragraph."""
     text, _, where = str(error).partition(" - at `$")
     path = where.rstrip("`").lstrip(".")
@@ -57,10 +103,23 @@ def explain(error: msgspec.ValidationError, raw: Any, struct: type[msgspec.Struc
         path = f"{path}.{missing[1]}".lstrip(".")
         return f"{source}: {path} is missing; expected {_expected(path, struct)}."
     value = _look_up(raw, path)
-    quote = " (quote it to make it a text: '\"...\"')" if _wants_text(path, struct, value) else ""
+    is_unquoted = _plain(_annotation(path, struct)) is str and isinstance(value, int | float | bool)
+    quote = " (quote it to make it a text: '\"...\"')" if is_unquoted else ""
     nearest = _nearest_choice(path, struct, value)
     expected = f"{_expected(path, struct)}{quote}{nearest}{_written(path, struct, value)}"
     return f"{source}: {path} is {value!r}; expected {expected}"
+
+
+def values_in(raw: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (path, value), such as that of `rewards[0].path`, of all that is neither a mapping nor a list."""
+    if isinstance(raw, dict):
+        for key, below in raw.items():
+            yield from values_in(below, f"{path}.{key}".lstrip("."))
+    elif isinstance(raw, list | tuple):
+        for index, below in enumerate(raw):
+            yield from values_in(below, f"{path}[{index}]")
+    else:
+        yield path, raw
 
 
 def _nearest_choice(path: str, struct: type[msgspec.Struct], value: object) -> str:
@@ -120,11 +179,11 @@ def _ours(path: str) -> OurKey:
     equally long ones the first, but a group last; of others the last name."""
     names = path.lstrip("+").split(".")
     if not _is_verls(path):
-        return FOREIGN_KEYS.get(names[-1], OurKey())
+        return {**foreign_keys()["verl"], **foreign_keys()["trl"]}.get(names[-1], OurKey())
     starts = ((start, start + length) for length in range(len(names), 0, -1) for start in range(len(names)))
     parts = (".".join(names[start:end]) for start, end in starts if end <= len(names))
-    known = [part for part in parts if part in OF_VERL]
-    return OF_VERL[min(known, key=lambda part: part in GROUPS)] if known else OurKey()
+    known = [part for part in parts if part in foreign_keys()["verl"]]
+    return foreign_keys()["verl"][min(known, key=lambda part: part in GROUPS)] if known else OurKey()
 
 
 def _nearest(path: str, ours: OurKey, fields: list[str], struct: type[msgspec.Struct]) -> str:
@@ -217,10 +276,6 @@ def _type_words(kind: Any) -> str:
     return WORDS.get(get_origin(kind) or kind, str(kind))
 
 
-def _wants_text(path: str, struct: type[msgspec.Struct], value: Any) -> bool:
-    return _plain(_annotation(path, struct)) is str and isinstance(value, int | float | bool)
-
-
 def _annotation(path: str, struct: type[msgspec.Struct]) -> Any:
     """Return the annotation of the field at a path such as `sft.phases[0].max_steps`."""
     annotation: Any = struct
@@ -288,12 +343,6 @@ DEEPEST = 40
 LARGEST_INTEGER = 2**63 - 1
 
 
-def check_plain(raw: dict[str, Any], source: str) -> None:
-    """Raise ConfigError, with its path, for the first value that JSON and Headway's files could not hold."""
-    for complaint in _complaints(raw, "", 0):
-        raise ConfigError(f"{source}: {complaint}")
-
-
 def _complaints(value: Any, path: str, depth: int) -> Iterator[str]:
     if depth > DEEPEST:
         yield f"{path[:80]}... lies {DEEPEST} levels deep: a recipe has no more than a few."
@@ -321,16 +370,8 @@ def _wrong(value: object) -> str | None:
             return f"is an integer of {value.bit_length()} bits; expected one of at most 64 (write text in quotes)."
         case float() if not math.isfinite(value):
             return f"is {value}; expected a finite number."
-        case str() if "\0" in value or not _is_text(value):
+        case str() if "\0" in value or value.encode(errors="ignore").decode() != value:
             return f"is {value[:80]!r}; expected text in UTF-8, without NUL."
         case int() | float() | str():
             return None
     return f"is {str(value)[:80]!r}, a {type(value).__name__}; expected a text, a number, true, false or null."
-
-
-def _is_text(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
