@@ -274,7 +274,6 @@ def test_a_server_listens_at_the_address_that_it_is_given(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.skipif(os.environ.get("HEADWAY_TEST_SLURM") != "1", reason="asks for it: HEADWAY_TEST_SLURM=1")
 def test_a_run_on_a_cluster_drains_is_queued_again_and_ends(tmp_path: Path) -> None:
     assert not missing_programs()

@@ -35,7 +35,7 @@ KEYS = {"Ctrl-C": "\x03", "Ctrl-Z": "\x1a", "q": "q"}
 NUMBER_OF_ANY_SIZE = r"(?>\d+(?:,\d+)*(?:\.\d+)?)"
 VARYING = re.compile(rf"(\.\.\.|{NUMBER_OF_ANY_SIZE})")
 TERMINALS = 5
-DEADLINE_S = 180.0
+DEADLINE_S = 600.0
 
 
 class Step(NamedTuple):
@@ -118,7 +118,6 @@ def shells(directory: Path) -> Iterator[dict[int, Shell]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # a busy machine is no failure
 def test_a_reader_scales_kills_and_resumes_a_run_by_the_page(shells: dict[int, Shell], directory: Path) -> None:
     page = PAGE.read_text()
     for port in PORTS:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import psutil
-import pytest
 
 from headway.broker.schema.status import PoolInfo, RunStatus, WorkerInfo
 from tests.broker.topologies import free_port
@@ -18,7 +17,7 @@ from .terminals import Terminal, Terminals, paused
 from .test_separate_roles import RUN, exported
 from .watching import watching
 
-pytestmark = [*VLLM, pytest.mark.timeout(900)]
+pytestmark = VLLM
 
 STEPS = 120
 WIDER = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 128, "moe_intermediate_size": 64}

@@ -33,7 +33,7 @@ from .recipes import DENSE, write_recipe
 from .records import lineage, summary
 from .terminals import DEADLINE_S, Terminal, Terminals
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 RECIPE = "sft-rm-ppo.yaml"
 STEPS = 25

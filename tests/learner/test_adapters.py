@@ -205,13 +205,7 @@ def test_two_ranks_equal_one_and_each_resumes_from_the_other(tmp_path: Path) -> 
     fsdp_rank.step(begun, 0)
     begun.save(tmp_path / "alone")
     cases = [replace(case, checkpoint=case.checkpoint and str(tmp_path / case.checkpoint)) for case in RANKS]
-    run_ranks(
-        fsdp_rank.__name__,
-        2,
-        tmp_path,
-        *[msgspec.json.encode(case).decode() for case in cases],
-        timeout_s=280,
-    )
+    run_ranks(fsdp_rank.__name__, 2, tmp_path, *[msgspec.json.encode(case).decode() for case in cases])
     for number, case in enumerate(cases):
         model = replace(model_config(case.architecture), adapter=case.adapter)
         alone = open_backend("fsdp", model, OPTIMIZER, seed=3)

@@ -53,7 +53,7 @@ def test_what_is_written_is_the_snapshot(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_save_while_they_train(tmp_path: Path) -> None:
-    run_ranks(async_saving_rank.__name__, 2, tmp_path, "fsdp", "megatron", timeout_s=280)
+    run_ranks(async_saving_rank.__name__, 2, tmp_path, "fsdp", "megatron")
     alone = open_tiny("fsdp", 7)
     alone.load(tmp_path / "fsdp" / "checkpoints" / "1" / "step_2")
     expected = load_file(tmp_path / "fsdp" / "two.safetensors")

@@ -185,7 +185,7 @@ def test_any_split_into_micro_batches_makes_the_same_steps(architecture: str, bu
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_two_ranks_equal_one_and_one_goes_on_from_their_checkpoint(architecture: str, tmp_path: Path) -> None:
-    run_ranks(critic_rank.__name__, 2, tmp_path, architecture, timeout_s=200)
+    run_ranks(critic_rank.__name__, 2, tmp_path, architecture)
     alone = open_values(architecture)
     expected = critic_rank.steps(alone)
     ranks = [msgspec.json.decode((tmp_path / f"rank_{rank}.json").read_bytes(), type=list[Result]) for rank in (0, 1)]

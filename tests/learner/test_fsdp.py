@@ -251,7 +251,7 @@ def assert_parameters_close(got: dict[str, torch.Tensor], expected: dict[str, to
 def ranks_of(directory: Path, cases: list[Case], count: int) -> list[list[list[Result]]]:
     """Return results as [case][rank][step]."""
     given = [msgspec.json.encode(case).decode() for case in cases]
-    run_ranks(fsdp_rank.__name__, count, directory, *given, timeout_s=280)
+    run_ranks(fsdp_rank.__name__, count, directory, *given)
     return [
         [results_of(directory / str(number) / f"rank_{r}.json") for r in range(count)] for number in range(len(cases))
     ]
@@ -299,7 +299,7 @@ def test_any_ranks_equal_one(count: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_shards_of_all_kinds_are_gathered_as_they_were_cut() -> None:
-    run_ranks(whole_rank.__name__, 3, timeout_s=280)
+    run_ranks(whole_rank.__name__, 3)
 
 
 def test_a_name_that_changes_behind_the_layers_does_so_where_those_before_them_stay(

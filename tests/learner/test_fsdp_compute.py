@@ -71,7 +71,7 @@ def test_recomputation_runs_again_what_it_says_and_changes_no_gradient(architect
 
 def test_layers_of_any_number_and_length_are_compiled_once() -> None:
     """A process of its own does it: what torch has compiled for other tests changes what it compiles."""
-    run_alone(compiled_layers.__name__, timeout_s=200)
+    run_alone(compiled_layers.__name__)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])

@@ -253,7 +253,7 @@ STORIES = [
     pytest.param(
         (count, number),
         id=f"{architecture}-{dtype}-{described(layout, count)}",
-        marks=[pytest.mark.slow, pytest.mark.timeout(600)],
+        marks=[pytest.mark.slow],
     )
     for count, cases in LAYOUTS.items()
     for number, (architecture, dtype, layout) in enumerate(cases)
@@ -314,7 +314,7 @@ def stories_of(root: Path, count: int) -> list[Story]:
     cases = [case_of(root, *settings) for settings in LAYOUTS[count]]
     directory = root / f"ranks{count}"
     given = [msgspec.json.encode(case).decode() for case in cases]
-    run_ranks(megatron_rank.__name__, count, directory, *given, timeout_s=580)
+    run_ranks(megatron_rank.__name__, count, directory, *given)
     return [
         (case, directory / str(number), results_of(directory / str(number), count)) for number, case in enumerate(cases)
     ]

@@ -53,7 +53,7 @@ other cases."""
 LOW = Case(model=DENSE, adapter=replace(ADAPTER, dropout=0.5), dtype="bfloat16", layout=LayoutConfig(context=2))
 WHOLE = Case(model=BIASED, adapter=None, foreign="0/checkpoint")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         saved_base(model_config(name), root / name)
     write_checkpoint(model_config(BIASED), root / "whole")
     given = [msgspec.json.encode(_in(root, case)).decode() for case in (*CASES.values(), LOW, WHOLE)]
-    run_ranks(megatron_adapter_rank.__name__, RANKS, root, *given, timeout_s=280)
+    run_ranks(megatron_adapter_rank.__name__, RANKS, root, *given)
     return root
 
 

@@ -98,7 +98,7 @@ def test_peft_reads_what_megatron_has_written(name: str, tmp_path: Path) -> None
     base = saved_base(MODELS[name], tmp_path / "base")
     layout = LayoutConfig(tensor=2, **({} if name == "dense" else {"expert_tensor": 2}))
     case = Case(model=base.path, adapter=with_adapter(base).adapter, layout=layout)
-    run_ranks(megatron_adapter_rank.__name__, 2, tmp_path, msgspec.json.encode(case).decode(), timeout_s=120)
+    run_ranks(megatron_adapter_rank.__name__, 2, tmp_path, msgspec.json.encode(case).decode())
     adapted = peft.PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(base.path), tmp_path / "0" / "checkpoint" / FOLDER
     )

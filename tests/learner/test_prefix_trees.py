@@ -256,7 +256,7 @@ def test_a_bonus_for_entropy_counts_shared_tokens_once_a_sample() -> None:
 
 @pytest.mark.slow
 def test_no_preset_trains_otherwise_on_megatron() -> None:
-    run_ranks(preset_sharing.__name__, 1, "megatron", timeout_s=280)
+    run_ranks(preset_sharing.__name__, 1, "megatron")
 
 
 def test_values_and_scores_are_those_of_separate_sequences() -> None:

@@ -238,7 +238,7 @@ Told = dict[str, list[tuple[Result, Result]]]
 def layouts(tmp_path_factory: pytest.TempPathFactory) -> Told:
     directory = tmp_path_factory.mktemp("ranks")
     texts = [msgspec.json.encode(case).decode() for case in CASES.values()]
-    run_ranks(replay_rank.__name__, 2, directory, *texts, timeout_s=240)
+    run_ranks(replay_rank.__name__, 2, directory, *texts)
     return {
         name: [
             msgspec.json.decode((directory / f"{number}_{rank}.json").read_bytes(), type=tuple[Result, Result])

@@ -69,7 +69,7 @@ def test_opened_again_at_its_end_it_trains_nothing(open_one: Open, tmp_path: Pat
 def of_megatron(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Left]]:
     """Return the results of every stage on Megatron Core, which patches its process."""
     directory = tmp_path_factory.mktemp("megatron")
-    run_ranks(stage_rank.__name__, 1, directory, "megatron", timeout_s=280)
+    run_ranks(stage_rank.__name__, 1, directory, "megatron")
     return msgspec.json.decode((directory / "left.json").read_bytes(), type=dict[str, dict[str, Left]])
 
 

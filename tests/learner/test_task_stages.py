@@ -166,7 +166,7 @@ def test_two_ranks_that_pack_equal_one_that_does_not(name: str, of_two_ranks: li
 def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """Return the metrics that each rank saw, by stage."""
     directory = tmp_path_factory.mktemp("ranks")
-    run_ranks(preference_rank.__name__, 2, directory, timeout_s=200)
+    run_ranks(preference_rank.__name__, 2, directory)
     return [msgspec.json.decode((directory / f"rank_{rank}.json").read_bytes()) for rank in range(2)]
 
 

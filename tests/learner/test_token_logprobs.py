@@ -80,7 +80,7 @@ def test_any_chunk_equals_log_softmax_and_its_gradients(
 def test_halves_of_a_vocabulary_equal_the_whole(padded: int, tmp_path: Path) -> None:
     from tests.learner import test_candidate_logprobs as of_candidates  # it takes its input from here
 
-    run_ranks("tests.learner.token_logprobs_rank", 2, tmp_path, padded, timeout_s=120)
+    run_ranks("tests.learner.token_logprobs_rank", 2, tmp_path, padded)
     for name, expected in (("rank", oracle(0.7, padded)), ("candidates", of_candidates.oracle(0.7, padded))):
         first, second = (load_file(tmp_path / f"{name}_{rank}.safetensors") for rank in range(2))
         split = [key for key in expected if key.startswith("weight")]

@@ -40,7 +40,7 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 def ran(reward_model: ModelConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("ranks")
     layouts = msgspec.json.encode(LAYOUTS).decode()
-    run_ranks(values_rank.__name__, PROCESSES, directory, reward_model.path, layouts, timeout_s=400)
+    run_ranks(values_rank.__name__, PROCESSES, directory, reward_model.path, layouts)
     return directory
 
 

@@ -51,7 +51,6 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> FindingsOf:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # the first waits for all of its backend
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_layout_computes_what_transformers_computes(case: Case, findings: FindingsOf) -> None:
     assert not findings(case.backend)[case.name].problems
