@@ -26,7 +26,7 @@ def reverse_kl_distillation(
     sg stops the gradient. On samples of the student pi this is the policy gradient with advantage
     log teacher(y_t) - log pi(y_t): in expectation the gradient of KL(pi || teacher) at each prefix. Later tokens are
     not charged to earlier ones. On stale samples it needs an importance weight, like any policy gradient; the
-    objective gives it one (`learner.objective.objective`). The logarithm of the ratio is clamped to +-20. The loss's
+    objective gives it one (`learner.objective.loss`). The logarithm of the ratio is clamped to +-20. The loss's
     value says little; watch the metric `reverse_kl`, also by lag: the mean of log pi - log teacher.
 
     Source: Thinking Machines 2025, "On-Policy Distillation"; Agarwal et al. 2023 (GKD, arXiv:2306.13649), who sum the

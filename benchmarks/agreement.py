@@ -37,7 +37,7 @@ from headway.learner.backends.base import Backend
 from headway.learner.batching.packing import PackableSequence, concatenate, from_trajectory, pack
 from headway.learner.batching.router_replay import routing_of
 from headway.learner.config import ModelConfig, OptimizerConfig
-from headway.learner.models.model import load_config
+from headway.learner.models.pretrained import load_config
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.base import Engine, GenerationRequest

@@ -34,9 +34,9 @@ from headway.learner.backends.base import Backend
 from headway.learner.batching.packing import PackableSequence, concatenate
 from headway.learner.config import ModelConfig, OptimizerConfig, RandomModelConfig
 from headway.learner.models.architectures import check_architecture
-from headway.learner.models.directory import read_config
-from headway.learner.models.model import load_tokenizer
+from headway.learner.models.directory_checks import read_config
 from headway.learner.models.model_files import model_files
+from headway.learner.models.pretrained import load_tokenizer
 from headway.learner.objective.logprob_agreement import EXACT
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import open_engine

@@ -221,7 +221,7 @@ def write(shape: Shape, directory: Path, device: str, scale: float = SCALE) -> N
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     from headway.learner.config import ModelConfig, RandomModelConfig
-    from headway.learner.models.model import load_tokenizer
+    from headway.learner.models.pretrained import load_tokenizer
 
     tokenizer = load_tokenizer(ModelConfig(random=RandomModelConfig(architecture="qwen3", alphabet=ALPHABET)))
     tokenizer.save_pretrained(partial)

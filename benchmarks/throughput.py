@@ -136,7 +136,7 @@ class Learner:
 
     def __init__(self, order: Order) -> None:
         from headway.learner.algorithm_config import AlgorithmConfig
-        from headway.learner.objective.objective import Objective
+        from headway.learner.objective.loss import Objective
 
         self.order, self.shape = order, shape_of(order.shape, order.layers)
         self.objective = Objective(AlgorithmConfig(), is_one_update=True)
@@ -175,7 +175,7 @@ class Learner:
         from headway.learner.batching.clusters import pack_units
         from headway.learner.batching.cost import CostModel
         from headway.learner.config import ModelConfig
-        from headway.learner.models.model import load_config
+        from headway.learner.models.pretrained import load_config
         from headway.learner.models.shape import shape_of as model_shape_of
 
         shape = model_shape_of(load_config(ModelConfig(path=self.order.model)))

@@ -2,7 +2,7 @@
 
     data/ ─feed─► broker ─take─► experience/ ─► batching/ ─► objective/ ─► backends/ ─► stages/ ─publish─► weightsync
                     ▲            log            pack         loss          one update     │
-                    └─────────────────────────── commit ──────────────────────────────┴─► checkpoints/
+                    └─────────────────────────── commit ──────────────────────────────┴─► checkpoint.py
 
 `stages/loop.py` fits a screen: take -> pack -> proximal logprobs -> loss -> step -> publish -> commit.
 
@@ -13,8 +13,8 @@
     objective/      one update: the loss composed of `algorithms`, the critic, shaped rewards
     models/         a causal language model as every backend sees it
     backends/       models in shards, trained over ranks: FSDP2, Megatron Core
-    checkpoints/    checkpoints on the disk, and the choice of one to resume from
     planning/       how much memory a recipe takes, before anything starts
+    checkpoint.py, disk.py   checkpoints and their digests, the choice of one to resume from; writes that reach the disk
     config.py, algorithm_config.py   the settings with the rate of a step; those of the loss
     ranks.py        messages between ranks; rank 0 alone talks to the broker
 

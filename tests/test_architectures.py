@@ -15,7 +15,7 @@ from headway.learner.batching.packing import concatenate
 from headway.learner.config import ComputeConfig, OptimizerConfig
 from headway.learner.models.architectures import UNSERVED, UNTRAINED, check_architecture
 from headway.learner.models.attention import UnsupportedModelError
-from headway.learner.models.model import load_model
+from headway.learner.models.pretrained import load_model
 from tests.learner.tiny import sequences
 
 TRAINS = ["gpt_neox", "mixtral", "stablelm", "nemotron", "deepseek_v3", "biogpt"]

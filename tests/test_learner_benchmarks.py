@@ -21,7 +21,7 @@ from benchmarks.processes import isolated
 from benchmarks.throughput import Workload, doubled_pairs, samples
 from headway.learner.batching.packing import concatenate
 from headway.learner.config import ModelConfig
-from headway.learner.models.model import load_config, load_tokenizer
+from headway.learner.models.pretrained import load_config, load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")

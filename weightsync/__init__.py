@@ -39,7 +39,7 @@
     subscriber.py    a worker's side: one version after the other, received or pulled, verified; the inbox of its engine
     receiver.py      the epochs that name this worker, and a broadcast, in a thread
     puller.py        versions and deltas over HTTP or from an archive, in the background
-    model_files.py   what of the first version, or of the base of adapters, the model's own files hold
+    weights_from_files.py   what of the first version, or of the base of adapters, the model's own files hold
     deliveries.py    what the engine gets: a whole version, or one that still arrives (`staging: none`)
     tensors/         a version as bytes: buckets, staging, fingerprints, deltas, memory in which versions arrive
     transports/      how bytes travel: broadcast to a group that formed through the broker, or pulled over HTTP

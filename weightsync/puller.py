@@ -29,12 +29,12 @@ from .archives.pull import ArchivePull
 from .config import WeightsConfig
 from .deliveries import BufferPool, BufferSet, Delivery
 from .limits import Deadline, RateLimiter
-from .model_files import files_first
 from .tensors.buckets import allocate, check_manifest, verify
 from .tensors.deltas import chain_from, patch
 from .transports.base import PullTransport, SupersededError, UnreachableError
 from .transports.http_pull import HttpPull
 from .transports.threads import BoundedThreads, all_of
+from .weights_from_files import files_first
 
 AT_ONCE = 4
 """Connections of one pull. A single one does not fill the line: each bucket is copied, sent, copied and verified."""

@@ -33,7 +33,6 @@ from headway.broker.user_code.import_paths import ImportRoots
 from .config import WeightsConfig
 from .deliveries import BufferPool, BufferSet, Delivery, DoubleBuffer, StreamedDelivery, attachable_buckets
 from .limits import Deadline, RateLimiter
-from .model_files import base_in_files, files_first, verify_base
 from .puller import BackgroundPuller, Puller
 from .receiver import GroupFollower, GroupMembership
 from .tensors.buckets import allocate, check_manifest
@@ -41,6 +40,7 @@ from .tensors.staging import BASE, manifest_of_base
 from .transports.base import abilities_of, broadcast_device
 from .transports.http_pull import HttpPull
 from .transports.threads import BoundedThreads
+from .weights_from_files import base_in_files, files_first, verify_base
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class Subscriber:
     ) -> None:
         """`roots`: modules below which a transport of the user's own may be imported; by default those of
         ImportRoots. `model`: a directory from which the first version, or the base of adapters, is read if it holds
-        that, see `model_files`."""
+        that, see `weights_from_files`."""
         roots = roots or ImportRoots()
         self._broker = broker
         self._config = config

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from headway.learner.backends.base import Backend, Snapshot, TokenLoss
 from headway.learner.backends.snapshots import save
 from headway.learner.batching.batch import PackedBatch
-from headway.learner.checkpoints.checkpoint import read_checkpoint
+from headway.learner.checkpoint import read_checkpoint
 from headway.learner.config import ModelConfig, OptimizerConfig
 
 from .trail import Beginning, Trail

@@ -6,7 +6,7 @@ from typing import Literal, Self
 import msgspec
 
 from headway.deploy.recipe.recipe import Recipe
-from headway.learner.checkpoints.checkpoint import CheckpointStore
+from headway.learner.checkpoint import CheckpointStore
 
 from .tasks import ALPHABET, LONGEST, OVERWRITTEN_WEIGHTS, SCORER, WEIGHTS
 from .user_code import PROMPT_TOKENS

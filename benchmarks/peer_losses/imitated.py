@@ -16,7 +16,7 @@ from headway.learner.data.prompts.rendering import Renderer
 from headway.learner.data.records import Conversation, Message
 from headway.learner.data.records.conversation_renderer import ConversationRenderer
 from headway.learner.data.records.record_types import Trained
-from headway.learner.models.model import load_model, load_tokenizer
+from headway.learner.models.pretrained import load_model, load_tokenizer
 from headway.learner.stages.sft import SftTask
 
 from .ours import Side

@@ -15,7 +15,7 @@ from headway.algorithms.ratios import KL_ESTIMATORS
 from headway.algorithms.returns import clipped_value_loss, gae, returns_to_go, whiten, whitening_sums
 from headway.algorithms.tokens import segment_sum
 from headway.learner.algorithm_config import AlgorithmConfig
-from headway.learner.objective.objective import Objective
+from headway.learner.objective.loss import Objective
 
 from .sample import Outcome, Sample
 

@@ -8,7 +8,7 @@ from benchmarks.processes import headway
 from headway.broker.schema.step_metrics import StepMetrics
 from headway.deploy.run.directory import CHECKPOINTS
 from headway.deploy.run.record import METRICS, lineage, read_lines
-from headway.learner.checkpoints.checkpoint import CheckpointStore
+from headway.learner.checkpoint import CheckpointStore
 
 from .figures import Figures, Step, figures_of
 from .race import HEADWAY, Race

@@ -23,7 +23,7 @@ from headway.learner.algorithm_config import AlgorithmConfig
 from headway.learner.backends.base import Backend
 from headway.learner.data.prompts import open_prompts
 from headway.learner.data.prompts.cursor import PromptCursor
-from headway.learner.models.model import load_tokenizer
+from headway.learner.models.pretrained import load_tokenizer
 from headway.learner.ranks import Ranks
 
 from .rollouts import Rollouts

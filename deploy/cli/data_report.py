@@ -51,7 +51,7 @@ def inspect_data(path: str, options: dict[str, Any], recipe: str, model: str) ->
 
 def _examples(inspection: Inspection, recipe: Recipe | None, model: str) -> list[RenderedRecord]:
     from headway.learner.data.prompts.rendering import Renderer
-    from headway.learner.models.model import load_tokenizer
+    from headway.learner.models.pretrained import load_tokenizer
 
     tokenizer = load_tokenizer(recipe.model if recipe else ModelConfig(path=model))
     return inspection.examples(tokenizer, Renderer(tokenizer, recipe.prompts.system_prompt if recipe else ""), EXAMPLES)

@@ -24,7 +24,7 @@ from headway.broker.errors import BUG_EXIT, HeadwayError, UnknownKeysError, Untr
 from headway.broker.installation import shared_temporary_directory
 from headway.deploy.launch.engine_preload import preload_engine
 from headway.deploy.printing import complain, log_to_stderr, paragraph
-from headway.learner.checkpoints.disk import system_fault
+from headway.learner.disk import system_fault
 
 from . import data, launch, models, pages, roles, run, runs, tools
 

@@ -21,12 +21,18 @@ from headway.deploy.recipe.stage_graph import REFERENCE
 from headway.deploy.terminal import WordWrapTable, styled
 from headway.learner.backends import BACKENDS
 from headway.learner.config import AdapterConfig, ModelConfig, StageConfig
-from headway.learner.models.model import load_config
+from headway.learner.models.pretrained import load_config
 from headway.learner.models.shape import ModelShape, Parameter, adapter_parameters, shape_of
 from headway.learner.objective.composition import needs_critic, needs_reference
 from headway.learner.objective.update import prefix_sharing_of
-from headway.learner.planning.estimates import scorer_bytes
-from headway.learner.planning.memory import PlannedModel, RankMemory, plan_distillation, plan_memory, with_score_head
+from headway.learner.planning.memory import (
+    PlannedModel,
+    RankMemory,
+    plan_distillation,
+    plan_memory,
+    scorer_bytes,
+    with_score_head,
+)
 from headway.learner.stages.registry import DistillationOptions, options_of
 from headway.rollout_workers.engines import gpus_of
 from headway.rollout_workers.scorers.runtimes import abilities_of as runtime_abilities

@@ -105,7 +105,7 @@ INTERFACE = (
             Name("headway.learner.data.examples:Example"),
             Name("headway.learner.stages.sft:tokenize"),
             Name("headway.learner.batching.packing:pack"),
-            Name("headway.learner.objective.objective:supervised_loss"),
+            Name("headway.learner.objective.loss:supervised_loss"),
         ),
     ),
     Part(

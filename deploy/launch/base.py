@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from headway.broker.connection.address import PASSWORD, without_secrets
 from headway.broker.errors import SIGNALLED_EXIT
-from headway.learner.checkpoints.disk import FULL_IN_WORDS, is_full
+from headway.learner.disk import FULL_IN_WORDS, is_full
 
 if TYPE_CHECKING:
     from headway.deploy.recipe.recipe import Recipe

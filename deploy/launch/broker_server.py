@@ -21,7 +21,7 @@ from headway.broker.server.access import Role
 from headway.broker.server.embedded import LOOPBACK, EmbeddedServer
 from headway.deploy.printing import complain, say
 from headway.deploy.run.directory import held, writable
-from headway.learner.checkpoints.disk import free_mib
+from headway.learner.disk import free_mib
 
 from .local_launcher import guarded
 from .pool import HEALTHY_S

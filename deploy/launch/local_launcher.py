@@ -21,7 +21,7 @@ from typing import BinaryIO
 import psutil
 
 from headway.broker.installation import SHARED_TMPDIR, shared_temporary_directory
-from headway.learner.checkpoints.disk import gone
+from headway.learner.disk import gone
 
 from . import parent_watch
 from .base import ERROR_PREFIX, Command, Handle, Launcher

@@ -415,7 +415,7 @@ def check_rewind(recipe: Recipe, rewind: Rewind | None) -> None:
     """Raise HeadwayError, before anything is started, if the run cannot go back to that step."""
     if rewind is None:
         return
-    from headway.learner.checkpoints.checkpoint import CheckpointStore
+    from headway.learner.checkpoint import CheckpointStore
     from headway.learner.experience.log import ExperienceLog
     from headway.learner.experience.log import check_rewind as check
 

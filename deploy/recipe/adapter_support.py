@@ -11,7 +11,7 @@ from headway.broker.user_code.import_paths import ImportRoots, import_directory
 from headway.broker.user_code.pool import BlockingHost
 from headway.learner.backends import adapter_base_problem
 from headway.learner.config import ModelConfig
-from headway.learner.models.directory import read_config
+from headway.learner.models.directory_checks import read_config
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import abilities_of as engine_abilities
 from headway.rollout_workers.engines.abilities import Adapted, gpus_with
@@ -53,7 +53,7 @@ def adapted_by(recipe: Recipe, config: "PretrainedConfig") -> Adapted:
     """Return what the run's adapter changes of this model; of a run without one, what it could change. Raises
     ConfigError for a target that the model does not have."""
     from headway.learner.models.lora import changes_attention_alone
-    from headway.learner.models.model import unfilled
+    from headway.learner.models.pretrained import unfilled
     from headway.learner.models.shape import num_experts
 
     adapter = recipe.model.adapter
@@ -196,7 +196,7 @@ class WeightlessModel:
     places = 1
 
     def __init__(self, model: dict[str, Any]) -> None:
-        from headway.learner.models.model import load_config, unfilled
+        from headway.learner.models.pretrained import load_config, unfilled
 
         self._config = msgspec.convert(model, ModelConfig)
         self._model = unfilled(load_config(self._config))

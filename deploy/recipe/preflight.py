@@ -33,7 +33,7 @@ from headway.learner.data.prompts.base import Item, PromptSource
 from headway.learner.data.prompts.files import PromptList
 from headway.learner.models.architectures import check_architecture, check_heads
 from headway.learner.models.chat_template import read_chat_template
-from headway.learner.models.directory import (
+from headway.learner.models.directory_checks import (
     check_config_sizes,
     check_files,
     check_named_tokens,
@@ -366,7 +366,7 @@ class Rendering:
 
     def __init__(self, model: dict[str, Any], system_prompt: str) -> None:
         from headway.learner.data.prompts.rendering import Renderer
-        from headway.learner.models.model import load_tokenizer
+        from headway.learner.models.pretrained import load_tokenizer
 
         self._tokenizer = load_tokenizer(msgspec.convert(model, ModelConfig))
         self._renderer = Renderer(self._tokenizer, system_prompt)

@@ -16,7 +16,7 @@ from headway.learner.batching.cost import DEFAULT_COST, CostModel
 from headway.learner.batching.router_replay import Routing, routing_of
 from headway.learner.config import ModelConfig
 from headway.learner.models.architectures import check_architecture, check_heads
-from headway.learner.models.model import load_config
+from headway.learner.models.pretrained import load_config
 from headway.learner.models.shape import ModelShape, shape_of
 from headway.learner.objective.composition import gae_options
 from headway.learner.objective.critic import Critic

@@ -22,12 +22,12 @@ from headway.broker.schema import Prompt
 from headway.deploy.run.atomic_files import append_line, cut_torn_line, replace_file
 from headway.deploy.run.directory import held
 from headway.learner.backends.adapter import open_weights
-from headway.learner.checkpoints.disk import free_mib
 from headway.learner.config import ModelConfig
 from headway.learner.data.prompts.cursor import group_at
 from headway.learner.data.prompts.files import Row, RowFields, is_null, named_fields, names_of, read_rows, to_items
 from headway.learner.data.prompts.rendering import Renderer
-from headway.learner.models.model import load_tokenizer
+from headway.learner.disk import free_mib
+from headway.learner.models.pretrained import load_tokenizer
 from headway.rollout_workers.decoding import Decoding, response_text
 from headway.rollout_workers.evaluation import gather_or_cancel, held_out_request
 from headway.rollout_workers.samples.generation import generate, sample_seed

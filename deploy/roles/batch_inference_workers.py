@@ -49,8 +49,8 @@ from headway.learner.backends.adapter import open_weights
 from headway.learner.config import LearnerConfig, ModelConfig
 from headway.learner.data.prompts.cursor import group_at, place_of
 from headway.learner.experience.broker_retries import BrokerRetries
-from headway.learner.models.model import load_config
 from headway.learner.models.model_files import model_files
+from headway.learner.models.pretrained import load_config
 from headway.rollout_workers.config import EvalConfig
 from headway.weightsync.publisher import Publisher
 

@@ -12,7 +12,7 @@ from headway.broker.errors import ConfigError
 from headway.learner.config import ModelConfig
 from headway.learner.data.prompts.base import Message
 from headway.learner.data.prompts.rendering import Renderer
-from headway.learner.models.model import load_tokenizer
+from headway.learner.models.pretrained import load_tokenizer
 from headway.rollout_workers.decoding import response_text
 from headway.rollout_workers.engines.base import GenerationRequest
 from headway.rollout_workers.samples.generation import generate

@@ -139,7 +139,7 @@ def _in_one_process(recipe: Recipe) -> Recipe:
 def evaluate_checkpoint(recipe: Recipe, checkpoint: Path, prompts: int | None) -> "EvalResult":
     """Return the pass rate of the model in `checkpoint` on the recipe's held-out prompts. Raises HeadwayError."""
     from headway.learner.data.prompts import open_prompts
-    from headway.learner.models.model import load_tokenizer
+    from headway.learner.models.pretrained import load_tokenizer
 
     model = msgspec.structs.replace(recipe.model, path=str(checkpoint), random=None)
     source = open_prompts(recipe.prompts, load_tokenizer(model), recipe.run.seed)

@@ -34,15 +34,15 @@ from headway.learner.backends.adapter import CONFIG as ADAPTER_CONFIG
 from headway.learner.backends.hugging_face_files import TensorFiles, write_tensors
 from headway.learner.backends.score_head import has_score_head
 from headway.learner.batching.packing import PackableSequence, concatenate
-from headway.learner.checkpoints.checkpoint import (
+from headway.learner.checkpoint import (
     FILES_FILE,
     check_digests,
     partial_path,
     put_in_place,
     read_checkpoint,
 )
-from headway.learner.checkpoints.disk import free_mib
 from headway.learner.config import ModelConfig
+from headway.learner.disk import free_mib
 from headway.learner.models.model_files import classifier_files, kept_files, write_files
 from headway.learner.stages.reward_model import with_state_behind
 

@@ -43,16 +43,16 @@ from headway.deploy.run.directory import (
 from headway.deploy.run.events import EvaluationEvent
 from headway.deploy.run.record import plot, summarize
 from headway.learner.backends.base import Backend
-from headway.learner.checkpoints.checkpoint import Best, CheckpointStore, read_best
+from headway.learner.checkpoint import Best, CheckpointStore, read_best
 from headway.learner.data.prompts import open_prompts
 from headway.learner.data.prompts.cursor import PromptCursor
 from headway.learner.experience.log import ExperienceLog, Rewind
 from headway.learner.experience.stream import Experience
-from headway.learner.models.model import load_config, load_tokenizer
 from headway.learner.models.model_files import model_files
+from headway.learner.models.pretrained import load_config, load_tokenizer
 from headway.learner.objective.composition import needs_critic, needs_reference, needs_teacher
 from headway.learner.objective.logprob_agreement import EXACT, EXPLAINED, QUANTIZED
-from headway.learner.objective.objective import Objective
+from headway.learner.objective.loss import Objective
 from headway.learner.objective.update import Updater
 from headway.learner.ranks import Ranks
 from headway.learner.stages.device_lock import DeviceLock, wait_for_device

@@ -39,7 +39,7 @@ def sent_rank(of_run: Recipe, recipe: Recipe, model: Path, roots: ImportRoots) -
     """Return the rank of the adapters that a worker with this recipe is sent in the run of the other one, on the files
     in `model`; 0: whole weights. Raises UnfitEngineError if its engine does not take them."""
     from headway.learner.config import ModelConfig
-    from headway.learner.models.model import load_config
+    from headway.learner.models.pretrained import load_config
 
     return rank_for_worker(of_run, recipe.engine, load_config(ModelConfig(path=str(model))), roots)
 

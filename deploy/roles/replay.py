@@ -25,12 +25,11 @@ from headway.deploy.run.stage_output import after_stages
 from headway.learner.algorithm_config import AlgorithmConfig, preset_defaults
 from headway.learner.backends.adapter import FOLDER
 from headway.learner.backends.base import Backend
-from headway.learner.checkpoints.checkpoint import Checkpoint, CheckpointStore
+from headway.learner.checkpoint import Checkpoint, CheckpointStore
 from headway.learner.config import LayoutConfig
 from headway.learner.experience.log import ExperienceLog
 from headway.learner.ranks import Ranks
-from headway.learner.stages.loop import TrainedStep
-from headway.learner.stages.replay import ReplayError, replay, saved_tensors, weights_digest
+from headway.learner.stages.loop import ReplayError, TrainedStep, replay, saved_tensors, weights_digest
 
 from .backend import recipe_backend
 from .learner import recipe_updater, seed_generators

@@ -27,8 +27,8 @@ from headway.learner.backends.base import Backend
 from headway.learner.config import StageConfig
 from headway.learner.data.prompts import open_prompts
 from headway.learner.data.prompts.rendering import Renderer
-from headway.learner.models.model import load_tokenizer
 from headway.learner.models.model_files import model_files
+from headway.learner.models.pretrained import load_tokenizer
 from headway.learner.objective.composition import check_algorithm
 from headway.learner.objective.update import prefix_sharing_of
 from headway.learner.ranks import Ranks

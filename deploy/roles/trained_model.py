@@ -18,10 +18,10 @@ from headway.deploy.recipe.validate import check_engine
 from headway.deploy.run.directory import CHECKPOINTS, CONFIG, find_run
 from headway.learner.backends.adapter import open_weights
 from headway.learner.backends.score_head import has_score_head
-from headway.learner.checkpoints.checkpoint import CheckpointStore
+from headway.learner.checkpoint import CheckpointStore
 from headway.learner.config import ModelConfig
 from headway.learner.models.end_tokens import end_tokens
-from headway.learner.models.model import load_tokenizer
+from headway.learner.models.pretrained import load_tokenizer
 from headway.rollout_workers.config import EngineConfig, EvalConfig, SamplingConfig, WorkersConfig
 from headway.rollout_workers.decoding import Decoding, load_decoding
 from headway.rollout_workers.engines import open_engine

@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from headway.broker.errors import HeadwayError
-from headway.learner.checkpoints.disk import not_written, sync
+from headway.learner.disk import not_written, sync
 
 UNFINISHED = ".part"
 """The ending of files that a process left when it was killed during a write."""

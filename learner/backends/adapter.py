@@ -18,7 +18,7 @@ import torch
 from headway.broker.errors import ConfigError
 from headway.learner.config import AdapterConfig, ModelConfig
 from headway.learner.models.lora import adaptable, file_changes, peft_names, targets_of
-from headway.learner.models.model import load_config, unfilled
+from headway.learner.models.pretrained import load_config, unfilled
 
 from .hugging_face_files import TensorFiles, weight_files
 from .quantization import check_quantizer, quantize

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from headway.broker.errors import ConfigError
-from headway.learner.models.directory import INDEX, SINGLE, shards
+from headway.learner.models.directory_checks import INDEX, SINGLE, shards
 
 FILE_BYTES = 4 << 30
 """Size at which the next safetensors file begins."""

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from headway.broker.errors import ConfigError
 from headway.broker.installation import is_installed
 from headway.learner.models.lora import Target, adaptable
-from headway.learner.models.model import unfilled
+from headway.learner.models.pretrained import unfilled
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

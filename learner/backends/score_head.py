@@ -4,7 +4,7 @@ import torch
 
 from headway.broker.errors import ConfigError
 from headway.learner.config import ModelConfig
-from headway.learner.models.model import load_config, load_tokenizer
+from headway.learner.models.pretrained import load_config, load_tokenizer
 
 from .hugging_face_files import TensorFiles, weight_files
 

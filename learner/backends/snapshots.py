@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import torch
 
-from headway.learner.checkpoints.checkpoint import caught, could_not_write, partial_path, put_in_place, sync_tree
+from headway.learner.checkpoint import caught, could_not_write, partial_path, put_in_place, sync_tree
 from headway.learner.ranks import Ranks
 
 from .base import CheckpointPart, TrainableModel

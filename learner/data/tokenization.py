@@ -79,7 +79,7 @@ class TextTokens:
 
     def plain(self, text: str, what: str) -> list[int]:
         """Returns a text's own tokens."""
-        from headway.learner.models.model import encode  # imports torch, which callers that only read do not need
+        from headway.learner.models.pretrained import encode  # imports torch, which callers that only read do not need
 
         return encode(self._tokenizer, text, what, add_special_tokens=False)
 

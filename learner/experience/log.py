@@ -17,8 +17,8 @@ from pathlib import Path
 
 from headway.broker.errors import HeadwayError
 from headway.broker.schema import Group, TrajectoryId
-from headway.learner.checkpoints.checkpoint import Checkpoint, CheckpointStore
-from headway.learner.checkpoints.disk import GONE, gone
+from headway.learner.checkpoint import Checkpoint, CheckpointStore
+from headway.learner.disk import GONE, gone
 
 from .log_files import (
     GroupFrames,

@@ -27,7 +27,7 @@ import zstandard
 from headway.broker.errors import FrameError, HeadwayError
 from headway.broker.schema import Group, Prompt, TrajectoryId
 from headway.broker.wire.codec import decode, decode_trajectory, encode, encode_trajectory
-from headway.learner.checkpoints.disk import sync
+from headway.learner.disk import sync
 
 if TYPE_CHECKING:
     from headway.learner.ranks import Ranks

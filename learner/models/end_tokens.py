@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from headway.broker.errors import ConfigError
 
 from .chat_template import RenderWatch
-from .directory import read_json
+from .directory_checks import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -21,9 +21,9 @@ from headway.broker.errors import ConfigError
 from headway.broker.schema.weights import ModelFiles
 from headway.learner.config import ModelConfig
 
-from .directory import WEIGHTS, kept_paths, read_bounded
+from .directory_checks import WEIGHTS, kept_paths, read_bounded
 from .end_tokens import GENERATION_CONFIG, end_tokens
-from .model import load_config, load_tokenizer, reading
+from .pretrained import load_config, load_tokenizer, reading
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from headway.learner.config import AdapterConfig
 
 from .lora import targets_of
-from .model import unfilled
+from .pretrained import unfilled
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

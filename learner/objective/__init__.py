@@ -1,6 +1,6 @@
 """One update of the policy: the composed objective, the critic, shaped rewards, and the optimizer steps.
 
-    update.py: rewards ─► shaping.py ─► advantages ─► packing ─► proximal logprobs ─► objective.py ─► optimizer
+    update.py: rewards ─► shaping.py ─► advantages ─► packing ─► proximal logprobs ─► loss.py ─► optimizer
                           critic.py: values
 
     composition.py        the names of a recipe ─► functions of `algorithms`; refuses those that do not fit together

@@ -18,7 +18,7 @@ from headway.learner.backends.base import Snapshot, ValueBackend
 from headway.learner.batching.batch import PackedBatch
 from headway.learner.ranks import Ranks
 
-from .objective import Objective
+from .loss import Objective
 
 Sums = tuple[float, float, float]
 """`algorithms.returns.whitening_sums` of a whole batch."""

@@ -32,7 +32,7 @@ from headway.learner.ranks import Ranks
 from .composition import open_advantage, pairs_of
 from .critic import Critic, outcome_rewards
 from .logprob_agreement import LogprobAgreement
-from .objective import Objective, whole_report
+from .loss import Objective, whole_report
 from .shaping import RewardStats, group_advantages, is_truncated, reward_stats, shaped_rewards, trajectories_of
 
 log = logging.getLogger(__name__)

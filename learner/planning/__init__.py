@@ -1,8 +1,9 @@
 """Estimates the memory that a recipe takes, before any process starts.
 
     recipe, shape of the model ─► memory.py ─► fsdp.py, megatron.py ─► the bytes of each rank
-    estimates.py   activations, the output head and published versions, which are alike for every backend; the
-                   memory of a model that only scores
+
+`memory.py` also estimates what is alike for every backend: activations, the output head and published versions; and the
+memory of a model that only scores.
 
 It reads shapes and layouts (`learner/models/`). A backend's abilities name the function that plans its ranks.
 

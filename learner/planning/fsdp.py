@@ -5,15 +5,18 @@ from collections.abc import Iterable
 from headway.learner.models.parallel_layout import check_context, check_ranks
 from headway.learner.models.shape import ModelShape, Parameter
 
-from .estimates import (
+from .memory import (
+    FP32,
+    MOMENTS,
     KeptNumbers,
+    PlannedModel,
+    RankMemory,
     activation_bytes,
     attention_numbers,
     head_bytes,
     kept_logits_bytes,
     published_bytes,
 )
-from .memory import FP32, MOMENTS, PlannedModel, RankMemory
 
 
 def plan(planned: PlannedModel) -> list[RankMemory]:

@@ -3,8 +3,17 @@
 from headway.learner.models.parallel_layout import check_layout
 from headway.learner.models.shape import ROWS, ModelShape, Parameter
 
-from .estimates import KeptNumbers, activation_bytes, all_numbers, head_bytes, published_bytes
-from .memory import FP32, MOMENTS, PlannedModel, RankMemory
+from .memory import (
+    FP32,
+    MOMENTS,
+    KeptNumbers,
+    PlannedModel,
+    RankMemory,
+    activation_bytes,
+    all_numbers,
+    head_bytes,
+    published_bytes,
+)
 
 
 def plan(planned: PlannedModel) -> list[RankMemory]:

@@ -12,7 +12,6 @@
     starting_point.py      where a learner begins: checkpoint, identity, log, claim
     stage_checkpoints.py   one checkpoint at a time, written while training goes on; the model that a stage leaves
     device_lock.py         learner and engines on the same devices in turns
-    replay.py              trains a run's batches again from its log
 
 The invariant: a stage that was stopped or killed, and is opened again, ends with the weights that it would have had;
 neither packing nor the number of ranks changes the loss of one over records.

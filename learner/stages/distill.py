@@ -21,7 +21,7 @@ from headway.learner.batching.clusters import Row, Unit
 from headway.learner.config import ModelConfig
 from headway.learner.data.records import Conversation
 from headway.learner.data.records.loading import open_conversations
-from headway.learner.models.model import load_tokenizer
+from headway.learner.models.pretrained import load_tokenizer
 from headway.learner.stages.base import StageError, StageParts
 from headway.learner.stages.record_stage import EMPTY, TaskStage, names_of, read_units
 from headway.learner.stages.registry import DistillationOptions

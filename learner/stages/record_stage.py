@@ -30,7 +30,7 @@ from headway.learner.data.prompts.base import held_out_places
 from headway.learner.data.records import Conversation
 from headway.learner.data.records.conversation_renderer import ConversationRenderer, LengthLimit
 from headway.learner.data.records.loading import digest_of
-from headway.learner.objective.objective import Objective
+from headway.learner.objective.loss import Objective
 from headway.learner.stages.base import Progress, StageMetrics, StageParts
 from headway.learner.stages.registry import HELD_OUT, BestOptions, TrainingOptions
 from headway.learner.stages.response_values import digest_of_units

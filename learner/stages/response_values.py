@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from headway.learner.backends.base import Teacher, TopTokens
 from headway.learner.batching.clusters import Unit, response_values
 from headway.learner.batching.packing import Candidates, PackableSequence, concatenate, plan
-from headway.learner.checkpoints.disk import sync
+from headway.learner.disk import sync
 from headway.learner.ranks import Ranks
 from headway.learner.stages.base import StageError, StageParts
 

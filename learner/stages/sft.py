@@ -30,7 +30,7 @@ from headway.learner.data.prompts.rendering import Renderer
 from headway.learner.data.records import Conversation
 from headway.learner.data.records.conversation_renderer import ConversationRenderer
 from headway.learner.data.records.loading import open_conversations
-from headway.learner.objective.objective import supervised_loss
+from headway.learner.objective.loss import supervised_loss
 
 from .base import Progress, StageError, StageMetrics, StageParts
 from .record_stage import TaskStage, names_of, read_units

@@ -20,7 +20,7 @@ from headway.broker.errors import ConfigError
 from headway.learner.backends.base import Backend, CheckpointPart, Snapshot
 from headway.learner.backends.hugging_face_files import write_tensors
 from headway.learner.backends.snapshots import NamedTensors, SnapshotWriter, snapshot_gathered
-from headway.learner.checkpoints.checkpoint import (
+from headway.learner.checkpoint import (
     Best,
     Checkpoint,
     CheckpointError,

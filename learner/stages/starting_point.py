@@ -19,7 +19,7 @@ from headway.broker import BlockingBroker
 from headway.broker.client.learner import CheckpointGroups, CheckpointMark, Claim, new_identity
 from headway.broker.errors import ConfigError
 from headway.broker.schema import RunRules, WeightVersion
-from headway.learner.checkpoints.checkpoint import Checkpoint, CheckpointStore, LearnerState, load_first
+from headway.learner.checkpoint import Checkpoint, CheckpointStore, LearnerState, load_first
 from headway.learner.data.prompts.cursor import PromptCursor
 from headway.learner.experience.log import ExperienceLog, Rewind, check_rewind, find_rewind_checkpoint
 from headway.learner.ranks import Ranks

@@ -40,9 +40,9 @@ from headway.learner.backends.adapter import open_weights
 from headway.learner.backends.fsdp.sharding import local
 from headway.learner.backends.hugging_face_files import write_tensors
 from headway.learner.backends.snapshots import SnapshotWriter
-from headway.learner.checkpoints.checkpoint import LearnerState, seal
+from headway.learner.checkpoint import LearnerState, seal
 from headway.learner.config import ModelConfig
-from headway.learner.models.model import load_config
+from headway.learner.models.pretrained import load_config
 from headway.learner.ranks import Ranks
 from headway.rollout_workers.engines import open_engine
 from tests import plugged

@@ -16,9 +16,9 @@ from headway.deploy.cli.main import answer
 from headway.deploy.recipe.resolve import dump_recipe, load_recipe
 from headway.learner.backends import open_backend
 from headway.learner.backends.snapshots import SnapshotWriter
-from headway.learner.checkpoints.checkpoint import LINK, LearnerState, seal
+from headway.learner.checkpoint import LINK, LearnerState, seal
 from headway.learner.ranks import Ranks
-from headway.learner.stages.replay import saved_tensors, weights_digest
+from headway.learner.stages.loop import saved_tensors, weights_digest
 from tests.full_disk import no_files_over
 from tests.learner.tiny import OPTIMIZER, model_config
 

@@ -14,7 +14,7 @@ from headway.deploy.recipe.placement import check_placement, placed
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import load_recipe
 from headway.learner.config import ModelConfig, RandomModelConfig
-from headway.learner.models.model import load_tokenizer
+from headway.learner.models.pretrained import load_tokenizer
 from headway.learner.objective.composition import check_algorithm
 
 from .test_cli import headway

@@ -16,7 +16,7 @@ from headway.deploy.run.directory import prepare
 from headway.deploy.run.stage_output import after_stages
 from headway.deploy.terminal import Terminal
 from headway.learner.config import ModelConfig
-from headway.learner.models.model import load_model, load_tokenizer
+from headway.learner.models.pretrained import load_model, load_tokenizer
 from tests.end_to_end.recipes import MODEL, TINY
 
 

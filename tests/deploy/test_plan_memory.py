@@ -12,7 +12,7 @@ from headway.deploy.cli.memory_report import as_builtins, page, report
 from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.terminal import Terminal
 from headway.learner.config import ModelConfig, RandomModelConfig
-from headway.learner.models.model import load_config, load_tokenizer
+from headway.learner.models.pretrained import load_config, load_tokenizer
 from headway.rollout_workers.scorers.vllm_runtime import bytes_of_token
 from tests.deploy.test_cli import headway
 

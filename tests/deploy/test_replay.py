@@ -21,7 +21,7 @@ from headway.deploy.run.directory import find_run
 from headway.learner.algorithm_config import AggregationConfig
 from headway.learner.config import LayoutConfig
 from headway.learner.experience.log import ExperienceLog
-from headway.learner.stages.replay import ReplayError
+from headway.learner.stages.loop import ReplayError
 from tests.learner.batches import batch, damage
 
 from .runs import step_metrics

@@ -40,7 +40,7 @@ from headway.learner.config import ModelConfig, RecordsConfig, StageConfig
 from headway.learner.data.prompts.base import Message
 from headway.learner.data.prompts.rendering import Renderer
 from headway.learner.data.records.loading import open_pairs
-from headway.learner.models.model import load_model, load_tokenizer
+from headway.learner.models.pretrained import load_model, load_tokenizer
 from headway.learner.stages.base import Progress
 from headway.learner.stages.registry import RECORD_STAGES
 from tests.deploy.runs import stage_event
@@ -60,7 +60,7 @@ OWN_STAGE = '''
 import msgspec
 
 from headway.learner.data.examples import Example
-from headway.learner.objective.objective import supervised_loss
+from headway.learner.objective.loss import supervised_loss
 from headway.learner.batching.packing import pack
 from headway.learner.stages.base import Progress, StageMetrics
 from headway.learner.stages.sft import tokenize

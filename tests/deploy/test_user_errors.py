@@ -132,7 +132,7 @@ def test_a_model_that_cannot_be_opened_ends_a_run_before_it_begins(tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_checkpoint_without_a_tokenizer(tmp_path: Path) -> None:
-    from headway.learner.models.model import load_model
+    from headway.learner.models.pretrained import load_model
 
     load_model(model_config("qwen3")).save_pretrained(tmp_path / "model")
     check_error(

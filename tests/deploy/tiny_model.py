@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from headway.learner.models.model import load_model, load_tokenizer
+from headway.learner.models.pretrained import load_model, load_tokenizer
 from tests.learner.tiny import model_config
 
 SMALL = ("engine.max_model_len=64", "sampling.max_new_tokens=8")

@@ -10,7 +10,7 @@ import pytest
 
 from headway.deploy.run import record
 from headway.deploy.run.events import EvaluationEvent
-from headway.learner.checkpoints.checkpoint import read_best
+from headway.learner.checkpoint import read_best
 from tests.broker.audit import Audit, Auditor
 
 from .recipes import write_recipe

@@ -24,8 +24,7 @@ from headway.learner.config import LayoutConfig
 from headway.learner.experience.log import ExperienceLog
 from headway.learner.objective.update import Updater
 from headway.learner.ranks import Ranks
-from headway.learner.stages.loop import TrainedStep
-from headway.learner.stages.replay import replay
+from headway.learner.stages.loop import TrainedStep, replay
 from headway.learner.stages.stage_checkpoints import checkpoints_of
 from tests.rollout_workers.reward_models import save_model
 

@@ -15,7 +15,7 @@ from headway.learner.batching.batch import PackedBatch
 from headway.learner.batching.packing import concatenate, from_trajectory
 from headway.learner.batching.router_replay import routing_of
 from headway.learner.config import ModelConfig, OptimizerConfig, RandomModelConfig
-from headway.learner.models.model import load_config, load_model, load_tokenizer
+from headway.learner.models.pretrained import load_config, load_model, load_tokenizer
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.base import GenerationRequest

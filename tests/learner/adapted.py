@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from headway.learner.config import AdapterConfig, ModelConfig
 from headway.learner.models.lora import Target, initial_factor, targets_of
-from headway.learner.models.model import load_model, load_tokenizer
+from headway.learner.models.pretrained import load_model, load_tokenizer
 
 ADAPTER = AdapterConfig(rank=4, alpha=8.0)
 Factors = dict[str, torch.Tensor]

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from headway.learner.backends import open_backend
 from headway.learner.backends.base import Backend, Snapshot
 from headway.learner.batching.packing import pack
-from headway.learner.checkpoints.checkpoint import CheckpointError, CheckpointStore, LearnerState
+from headway.learner.checkpoint import CheckpointError, CheckpointStore, LearnerState
 from headway.learner.config import LayoutConfig
 from headway.learner.ranks import Ranks
 from headway.learner.stages.stage_checkpoints import CheckpointWriter

@@ -14,7 +14,7 @@ import headway.learner.models.attention
 from headway.learner.backends.fsdp.policy import Policy, prepare_layers
 from headway.learner.batching.packing import concatenate
 from headway.learner.config import ComputeConfig
-from headway.learner.models.model import load_model
+from headway.learner.models.pretrained import load_model
 from tests.learner.tiny import alike, model_config, sequences, share
 
 CASES: tuple[tuple[str, Any], ...] = (("qwen3", "none"), ("qwen3", "full"), ("qwen3_moe", "selective"))

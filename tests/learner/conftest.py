@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> "Repeated":
     """Let a model on a CPU be recorded, whatever its dtype."""
     import headway.learner.models.attention
-    from headway.learner.backends.fsdp import sharded_model
+    from headway.learner.backends.fsdp import backend as fsdp_backend
     from tests.learner.recording import Repeated, kernel
 
     made = Repeated()
     monkeypatch.setattr(headway.learner.models.attention, "varlen_attn", kernel)
-    monkeypatch.setattr(sharded_model, "open_recorder", lambda _: made)
-    monkeypatch.setattr(sharded_model, "why_launched", lambda *_, **__: "")
+    monkeypatch.setattr(fsdp_backend, "open_recorder", lambda _: made)
+    monkeypatch.setattr(fsdp_backend, "why_launched", lambda *_, **__: "")
     return made

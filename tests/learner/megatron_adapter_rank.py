@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from headway.learner.backends import open_backend
 from headway.learner.batching.packing import pack
-from headway.learner.checkpoints.checkpoint import CheckpointError
+from headway.learner.checkpoint import CheckpointError
 from headway.learner.config import AdapterConfig, ComputeConfig, LayoutConfig, ModelConfig
 from tests.learner import fsdp_rank
 from tests.learner.fsdp_rank import Result

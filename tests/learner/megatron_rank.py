@@ -23,7 +23,7 @@ from headway.learner.backends.base import Backend
 from headway.learner.backends.megatron import cpu_shim
 from headway.learner.batching.batch import PackedBatch
 from headway.learner.batching.packing import pack
-from headway.learner.checkpoints.checkpoint import CheckpointError
+from headway.learner.checkpoint import CheckpointError
 from headway.learner.config import LayoutConfig, ModelConfig
 from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences
 from tests.learner.torchrun import run_cases

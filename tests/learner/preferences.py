@@ -13,7 +13,7 @@ from headway.learner.batching.clusters import PrefixSharing, Unit
 from headway.learner.batching.packing import PackableSequence, labelled
 from headway.learner.config import RecordsConfig, StageConfig
 from headway.learner.data.prompts.rendering import Renderer
-from headway.learner.models.model import load_tokenizer
+from headway.learner.models.pretrained import load_tokenizer
 from headway.learner.ranks import Ranks
 from headway.learner.stages import open_stage
 from headway.learner.stages.base import Progress, Stage, StageParts

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from headway.learner.batching.packing import PackableSequence, concatenate
 from headway.learner.config import ModelConfig
-from headway.learner.models.model import load_model
+from headway.learner.models.pretrained import load_model
 from tests.learner.test_fsdp import ordinary_logprobs
 from tests.learner.tiny import model_config, share
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from headway.learner.backends.base import ValueBackend
 from headway.learner.batching.packing import concatenate
-from headway.learner.models.model import load_tokenizer
+from headway.learner.models.pretrained import load_tokenizer
 from headway.learner.stages.reward_model import with_state_behind
 
 from .preferences import MODEL

@@ -19,20 +19,19 @@ from headway.broker.schema import Group, WeightVersion
 from headway.learner.algorithm_config import AlgorithmConfig
 from headway.learner.backends import open_backend
 from headway.learner.backends.base import Backend
-from headway.learner.checkpoints.checkpoint import CheckpointStore
+from headway.learner.checkpoint import CheckpointStore
 from headway.learner.config import LearnerConfig, RecordsConfig, SftPhaseConfig, StageConfig
 from headway.learner.data.prompts.cursor import PromptCursor
 from headway.learner.experience.stream import Experience
 from headway.learner.objective.composition import needs_critic, needs_reference
 from headway.learner.objective.critic import Critic
-from headway.learner.objective.objective import Objective
+from headway.learner.objective.loss import Objective
 from headway.learner.objective.update import Updater
 from headway.learner.ranks import Ranks
 from headway.learner.stages import open_stage
 from headway.learner.stages.base import Progress, Stage
-from headway.learner.stages.loop import Learner, LoopConfig, RlStage, TrainedStep
+from headway.learner.stages.loop import Learner, LoopConfig, RlStage, TrainedStep, weights_digest
 from headway.learner.stages.registry import DpoOptions
-from headway.learner.stages.replay import weights_digest
 from headway.learner.stages.starting_point import choose_origin
 from tests.learner import distilling
 from tests.learner.batches import group

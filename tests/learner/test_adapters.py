@@ -15,13 +15,13 @@ import tests.learner.fsdp_rank as fsdp_rank
 from headway.broker.errors import ConfigError
 from headway.learner.backends import open_backend
 from headway.learner.backends.adapter import adapted_model, open_weights
-from headway.learner.backends.fsdp import sharded_model
+from headway.learner.backends.fsdp import backend as fsdp_backend
 from headway.learner.backends.fsdp.policy import FEW_EXPERTS
 from headway.learner.backends.fsdp.sharding import local
 from headway.learner.batching.packing import pack
 from headway.learner.config import ComputeConfig, LayoutConfig, LearnerConfig, ModelConfig
 from headway.learner.models.lora import targets_of
-from headway.learner.models.model import load_config, load_model
+from headway.learner.models.pretrained import load_config, load_model
 from headway.learner.models.shape import adapter_parameters, shape_of
 from headway.learner.planning.memory import PlannedModel, plan_memory
 from tests.learner.adapted import ADAPTER, InTheOpen, saved_base, with_adapter
@@ -294,7 +294,7 @@ def test_an_opened_adapter_holds_its_plan(name: str, dtype: Any) -> None:
 def test_the_base_of_an_adapter_is_computed_with_in_its_place_as_planned(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sharded_model, "stays_whole", lambda *_: True)  # as on a GPU
+    monkeypatch.setattr(fsdp_backend, "stays_whole", lambda *_: True)  # as on a GPU
     model = with_adapter(replace(MODELS[name], dtype="bfloat16"))
     backend, config = open_backend("fsdp", model, OPTIMIZER), load_config(model)
     assert model.adapter is not None

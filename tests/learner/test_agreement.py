@@ -14,12 +14,12 @@ from headway.learner.backends import open_backend
 from headway.learner.backends.base import Backend
 from headway.learner.batching.packing import PackableSequence, concatenate, pack
 from headway.learner.config import LearnerConfig
-from headway.learner.models.model import load_model
+from headway.learner.models.pretrained import load_model
 from headway.learner.objective.logprob_agreement import EXACT, DisagreementError
-from headway.learner.objective.objective import Objective
+from headway.learner.objective.loss import Objective
 from headway.learner.objective.update import Updater
 from headway.learner.ranks import Ranks
-from headway.learner.stages.replay import replay
+from headway.learner.stages.loop import replay
 from tests.learner.tiny import OPTIMIZER, model_config, sequences
 
 MODEL = model_config("qwen3", initializer_range=0.3)

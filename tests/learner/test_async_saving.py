@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from headway.broker.client.learner import CheckpointMark, TakenBatch
 from headway.broker.schema import WeightVersion
 from headway.learner.backends.base import Snapshot
-from headway.learner.checkpoints.checkpoint import CheckpointError, CheckpointStore, LearnerState
+from headway.learner.checkpoint import CheckpointError, CheckpointStore, LearnerState
 from headway.learner.experience.stream import WaitReason
 from headway.learner.ranks import Ranks
 from headway.learner.stages.loop import Learner, LoopConfig

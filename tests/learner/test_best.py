@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.learner.checkpoints.checkpoint import Best, BestCheckpoint, CheckpointStore, LearnerState, read_best, seal
+from headway.learner.checkpoint import Best, BestCheckpoint, CheckpointStore, LearnerState, read_best, seal
 
 RATE = "evaluation/pass_rate"
 

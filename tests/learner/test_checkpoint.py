@@ -19,7 +19,7 @@ from headway.learner.backends import open_backend
 from headway.learner.backends.fsdp import optimizer
 from headway.learner.backends.fsdp.backend import FsdpBackend
 from headway.learner.batching.packing import pack
-from headway.learner.checkpoints.checkpoint import (
+from headway.learner.checkpoint import (
     MOST_DESCRIBING_BYTES,
     CheckpointError,
     CheckpointStore,

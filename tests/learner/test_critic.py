@@ -14,9 +14,9 @@ from headway.learner.backends.fsdp.backend import FsdpValueBackend
 from headway.learner.backends.fsdp.policy import FEW_EXPERTS, ValueModel
 from headway.learner.batching.batch import PackedBatch
 from headway.learner.batching.packing import PackableSequence, concatenate, pack
-from headway.learner.checkpoints.checkpoint import CheckpointError
+from headway.learner.checkpoint import CheckpointError
 from headway.learner.config import ModelConfig
-from headway.learner.models.model import load_model
+from headway.learner.models.pretrained import load_model
 from headway.learner.objective.critic import Critic, outcome_rewards
 from headway.learner.ranks import Ranks
 from tests.learner import critic_rank

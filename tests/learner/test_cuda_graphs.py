@@ -11,14 +11,14 @@ import torch
 import headway.learner.models.attention
 from headway.algorithms.presets import PRESETS
 from headway.broker.schema import Group
-from headway.learner.backends.fsdp import sharded_model
+from headway.learner.backends.fsdp import backend as fsdp_backend
 from headway.learner.backends.fsdp.backend import FsdpBackend
 from headway.learner.backends.fsdp.cuda_graphs import CudaGraphReplay
 from headway.learner.backends.fsdp.optimizer import RoundedWeights
 from headway.learner.backends.fsdp.policy import Policy
 from headway.learner.backends.fsdp.sharding import local
 from headway.learner.batching.packing import concatenate
-from headway.learner.models.model import load_model
+from headway.learner.models.pretrained import load_model
 from headway.learner.objective.composition import needs_reference
 from headway.learner.objective.update import Update
 from tests.learner.recording import ALWAYS, AUTO, NEVER, Repeated, given, kernel, opened, rows, trained
@@ -88,7 +88,7 @@ def test_an_updater_trains_alike(
     config = configured(preset, entropy_coefficient=bonus)
     launched, replayed = list[Update](), list[Update]()
     for is_replayed, updates in ((False, launched), (True, replayed)):
-        monkeypatch.setattr(sharded_model, "why_launched", lambda *_, is_replayed=is_replayed, **__: not is_replayed)
+        monkeypatch.setattr(fsdp_backend, "why_launched", lambda *_, is_replayed=is_replayed, **__: not is_replayed)
         updater, backend = build(config, has_reference=needs_reference(config), prefix_sharing="always")
         assert isinstance(backend, FsdpBackend)
         assert (backend._replayed is not None) is is_replayed
@@ -150,7 +150,7 @@ def test_graphs_on_a_gpu_are_padded_rows_to_the_bit(
     found = []
     for recorder in (Repeated, None):
         if recorder is not None:
-            monkeypatch.setattr(sharded_model, "open_recorder", lambda _: Repeated())
+            monkeypatch.setattr(fsdp_backend, "open_recorder", lambda _: Repeated())
         compute = ALWAYS if has_adapter or only_trained else AUTO
         backend = opened(compute, "bfloat16", device="cuda", has_adapter=has_adapter)
         found.append([tensor.cpu() for tensor in trained(backend, only_trained=only_trained)])

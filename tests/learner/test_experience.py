@@ -31,7 +31,7 @@ from headway.learner.experience.length_drift import DriftWatch, length_drift
 from headway.learner.experience.log import ExperienceLog
 from headway.learner.experience.log_files import tids_of
 from headway.learner.experience.stream import Experience, WaitReason
-from headway.learner.models.model import load_tokenizer
+from headway.learner.models.pretrained import load_tokenizer
 from headway.weightsync.config import WeightsConfig
 from headway.weightsync.publisher import Publisher
 from headway.weightsync.tensors.fingerprint import fingerprint

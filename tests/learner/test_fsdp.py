@@ -20,7 +20,7 @@ from headway.learner.backends.fsdp.policy import FEW_EXPERTS, Policy
 from headway.learner.batching.batch import PackedBatch
 from headway.learner.batching.packing import PackableSequence, concatenate, pack
 from headway.learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
-from headway.learner.models.model import load_model, load_tokenizer
+from headway.learner.models.pretrained import load_model, load_tokenizer
 from tests.learner.fsdp_rank import Case, Result
 from tests.learner.tiny import OPTIMIZER, VOCABULARY, model_config, ratio_loss, sequences, share
 from tests.learner.torchrun import run_ranks

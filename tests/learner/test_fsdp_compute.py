@@ -22,7 +22,7 @@ from headway.learner.backends.fsdp.policy import Policy, fuse_norms, prepare_lay
 from headway.learner.backends.fsdp.row import ContextGroup
 from headway.learner.batching.packing import concatenate, pack
 from headway.learner.config import ComputeConfig, LayoutConfig
-from headway.learner.models.model import load_model
+from headway.learner.models.pretrained import load_model
 from tests.learner import compiled_layers
 from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences, share
 from tests.learner.torchrun import run_alone

@@ -10,7 +10,7 @@ from headway.learner.backends.fsdp.experts import EXPERTS_NAME, _grouped, expert
 from headway.learner.backends.fsdp.policy import Policy, prepare_layers
 from headway.learner.batching.packing import concatenate
 from headway.learner.config import ComputeConfig
-from headway.learner.models.model import load_model
+from headway.learner.models.pretrained import load_model
 from tests.learner.tiny import model_config, sequences, share
 
 FEW_TOKENS = [3, 4]

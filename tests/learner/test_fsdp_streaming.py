@@ -6,13 +6,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-import headway.learner.backends.fsdp.sharded_model
+import headway.learner.backends.fsdp.backend
 from headway.broker.errors import ConfigError
 from headway.learner.backends import open_backend
 from headway.learner.backends.fsdp.backend import FsdpBackend
 from headway.learner.backends.megatron.backend import open_source
 from headway.learner.config import ModelConfig
-from headway.learner.models.model import load_model, load_tokenizer
+from headway.learner.models.pretrained import load_model, load_tokenizer
 from tests.learner.tiny import OPTIMIZER, model_config
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -40,7 +40,7 @@ def written(
 
 def opened(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> FsdpBackend:
     """Open the model without the path that needs memory for all of it."""
-    monkeypatch.setattr(headway.learner.backends.fsdp.sharded_model, "load_model", None)
+    monkeypatch.setattr(headway.learner.backends.fsdp.backend, "load_model", None)
     backend = open_backend("fsdp", config, OPTIMIZER)
     assert isinstance(backend, FsdpBackend)
     return backend
@@ -84,7 +84,7 @@ def test_several_files_in_bfloat16_become_fp32_shards(tmp_path: Path, monkeypatc
 def test_a_critic_reads_only_the_body(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = written(tmp_path, "qwen3", tied=False)
     body = load_model(config).base_model.state_dict()
-    monkeypatch.setattr(headway.learner.backends.fsdp.sharded_model, "load_model", None)
+    monkeypatch.setattr(headway.learner.backends.fsdp.backend, "load_model", None)
     critic = open_backend("fsdp", config, OPTIMIZER, head="value")
     got = critic._module.model.state_dict()  # type: ignore[attr-defined]
     assert got.keys() == body.keys()

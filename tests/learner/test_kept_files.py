@@ -15,10 +15,10 @@ from headway.learner.config import ModelConfig
 from headway.learner.data.prompts.rendering import Renderer
 from headway.learner.data.records import Conversation
 from headway.learner.data.records.conversation_renderer import ConversationRenderer
-from headway.learner.models.directory import MOST_KEPT_BYTES, kept_paths
+from headway.learner.models.directory_checks import MOST_KEPT_BYTES, kept_paths
 from headway.learner.models.end_tokens import EndTokens, end_tokens
-from headway.learner.models.model import load_model, load_tokenizer
 from headway.learner.models.model_files import classifier_files, kept_files, model_files
+from headway.learner.models.pretrained import load_model, load_tokenizer
 from tests.learner.tiny import OPTIMIZER, model_config
 
 CHATML = (

@@ -18,7 +18,7 @@ from headway.learner.batching.batch import PackedBatch
 from headway.learner.config import LearnerConfig
 from headway.learner.objective.composition import needs_reference
 from headway.learner.objective.critic import Critic
-from headway.learner.objective.objective import Objective
+from headway.learner.objective.loss import Objective
 from headway.learner.objective.update import Update, Updater
 from headway.learner.ranks import Ranks
 from tests.learner.preset_oracles import LOSSES, MAX_NEW_TOKENS, OF_PAIRS, Response, Token, loss_of

@@ -13,7 +13,7 @@ from headway.learner.backends import open_backend
 from headway.learner.backends.base import TokenLoss
 from headway.learner.batching.batch import PackedBatch
 from headway.learner.config import LearnerConfig, Schedule, learning_rate
-from headway.learner.objective.objective import Objective
+from headway.learner.objective.loss import Objective
 from headway.learner.objective.update import Updater
 from headway.learner.ranks import Ranks
 from tests.learner.batches import group

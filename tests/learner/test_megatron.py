@@ -33,8 +33,8 @@ from headway.learner.backends.megatron.mapping import (
 from headway.learner.batching.batch import PackedBatch
 from headway.learner.batching.packing import concatenate
 from headway.learner.config import LayoutConfig, ModelConfig
-from headway.learner.models.model import load_config, load_model, load_tokenizer
 from headway.learner.models.parallel_layout import check_layout
+from headway.learner.models.pretrained import load_config, load_model, load_tokenizer
 from tests.learner.megatron_rank import DECAY, TEMPERATURE, Case, Result, batches_of
 from tests.learner.parity.layouts import described
 from tests.learner.test_fsdp import ordinary_logprobs

@@ -14,7 +14,7 @@ from headway.learner.backends import open_backend
 from headway.learner.backends.adapter import open_weights
 from headway.learner.batching.packing import pack
 from headway.learner.config import ComputeConfig, LayoutConfig, LearnerConfig, ModelConfig
-from headway.learner.models.model import load_config
+from headway.learner.models.pretrained import load_config
 from headway.learner.models.shape import adapter_parameters, shape_of
 from headway.learner.planning.memory import PlannedModel, plan_memory
 from tests.learner import fsdp_rank

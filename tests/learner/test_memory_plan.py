@@ -24,10 +24,16 @@ from headway.learner.batching.packing import pack
 from headway.learner.batching.tree import build_tree, labels_of
 from headway.learner.config import AdapterConfig, ComputeConfig, LayoutConfig, LearnerConfig
 from headway.learner.models.attention import PackedLayout, varlen_attention
-from headway.learner.models.model import load_config
+from headway.learner.models.pretrained import load_config
 from headway.learner.models.shape import adapter_parameters, shape_of
-from headway.learner.planning.estimates import scorer_bytes
-from headway.learner.planning.memory import PlannedModel, RankMemory, plan_distillation, plan_memory, with_score_head
+from headway.learner.planning.memory import (
+    PlannedModel,
+    RankMemory,
+    plan_distillation,
+    plan_memory,
+    scorer_bytes,
+    with_score_head,
+)
 from headway.rollout_workers.config import ScorersConfig
 from headway.rollout_workers.scorers.runtimes import open_runner
 from tests.learner.tiny import OPTIMIZER, model_config, sequences

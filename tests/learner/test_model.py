@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoTokenizer, CLIPConfig
 
 from headway.broker.errors import ConfigError
 from headway.learner.config import ModelConfig, RandomModelConfig
-from headway.learner.models.model import encode, load_config, load_model, load_tokenizer
 from headway.learner.models.model_files import model_files
+from headway.learner.models.pretrained import encode, load_config, load_model, load_tokenizer
 from tests.learner.tiny import ALPHABET, model_config
 
 

@@ -11,15 +11,15 @@ from headway.broker.errors import ConfigError
 from headway.deploy.recipe.preflight import check_data
 from headway.deploy.recipe.resolve import load_recipe
 from headway.learner.config import ModelConfig, RandomModelConfig
-from headway.learner.models import directory
-from headway.learner.models.directory import (
+from headway.learner.models import directory_checks
+from headway.learner.models.directory_checks import (
     check_config_sizes,
     check_files,
     check_named_tokens,
     positions_of,
     read_config,
 )
-from headway.learner.models.model import load_config
+from headway.learner.models.pretrained import load_config
 
 TEXT: Any = "1+1="
 MESSAGES: Any = [{"role": "user", "content": TEXT}]
@@ -203,7 +203,7 @@ def test_weights_that_cannot_be_read_are_named_before_anything_is_loaded(
 def test_a_tensor_of_more_numbers_than_the_bound_is_told_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: list[int]
 ) -> None:
-    monkeypatch.setattr(directory, "MOST_NUMBERS", 4)
+    monkeypatch.setattr(directory_checks, "MOST_NUMBERS", 4)
     size = 4 * math.prod(shape)
     tensors = {"small": ("F32", [2, 2], 0, 16), "large": ("F32", shape, 16, 16 + size)}
     for name, content in {"config.json": b"{}", "tokenizer_config.json": b"{}"}.items():

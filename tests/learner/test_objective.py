@@ -18,7 +18,7 @@ from headway.learner.algorithm_config import AdvantageConfig, AlgorithmConfig, R
 from headway.learner.batching.batch import PackedBatch
 from headway.learner.objective import composition
 from headway.learner.objective.composition import open_advantage, open_corrections
-from headway.learner.objective.objective import Objective, supervised_loss, whole_report
+from headway.learner.objective.loss import Objective, supervised_loss, whole_report
 from headway.learner.objective.shaping import MOST_NAMES, group_advantages, reward_stats, shaped_rewards
 
 LENGTHS = (5, 1, 12, 3, 7, 4)

@@ -17,7 +17,7 @@ from headway.learner.algorithm_config import AlgorithmConfig
 from headway.learner.batching.cost import DEFAULT_COST, CostModel
 from headway.learner.batching.packing import Plan, from_trajectory, pack, plan
 from headway.learner.models.shape import shape_of
-from headway.learner.objective.objective import Objective
+from headway.learner.objective.loss import Objective
 from tests.learner.tiny import sequences
 
 lengths_of = st.lists(st.integers(1, 400), max_size=60)

@@ -10,7 +10,7 @@ from headway.broker.schema import Group
 from headway.learner.algorithm_config import AlgorithmConfig
 from headway.learner.backends import open_backend
 from headway.learner.config import LearnerConfig
-from headway.learner.objective.objective import Objective
+from headway.learner.objective.loss import Objective
 from headway.learner.objective.update import ScoredBatch, Updater
 from headway.learner.ranks import Ranks
 from tests.learner.batches import group

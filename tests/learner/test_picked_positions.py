@@ -9,13 +9,13 @@ import torch.nn.functional as F
 import headway.learner.models.attention
 from headway.learner.algorithm_config import AlgorithmConfig, ObjectiveConfig
 from headway.learner.backends import open_backend
-from headway.learner.backends.fsdp import sharded_model
+from headway.learner.backends.fsdp import backend as fsdp_backend
 from headway.learner.backends.fsdp.backend import FsdpBackend
 from headway.learner.batching.batch import PackedBatch
 from headway.learner.batching.packing import concatenate
 from headway.learner.batching.padding import PaddedShape
 from headway.learner.config import ComputeConfig
-from headway.learner.objective.objective import Objective
+from headway.learner.objective.loss import Objective
 from tests.learner.recording import Repeated, kernel
 from tests.learner.test_prefix_trees import sharing
 from tests.learner.test_token_logprobs import Products
@@ -54,8 +54,8 @@ def trained(backend: FsdpBackend, *, only_trained: bool) -> list[torch.Tensor]:
 def test_an_update_is_the_same(is_replayed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_replayed:
         monkeypatch.setattr(headway.learner.models.attention, "varlen_attn", kernel)
-        monkeypatch.setattr(sharded_model, "open_recorder", lambda _: Repeated())
-        monkeypatch.setattr(sharded_model, "why_launched", lambda *_, **__: "")
+        monkeypatch.setattr(fsdp_backend, "open_recorder", lambda _: Repeated())
+        monkeypatch.setattr(fsdp_backend, "why_launched", lambda *_, **__: "")
     whole, picked = opened(ComputeConfig()), opened(ComputeConfig(cuda_graphs="always"))
     expected, found = trained(whole, only_trained=False), trained(picked, only_trained=True)
     for one, other in zip(expected, found, strict=True):

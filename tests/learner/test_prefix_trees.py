@@ -30,7 +30,7 @@ from headway.learner.models.attention import (
     check_alignment,
     varlen_attention,
 )
-from headway.learner.models.model import load_model
+from headway.learner.models.pretrained import load_model
 from tests.learner import preset_sharing
 from tests.learner.tiny import OPTIMIZER, VOCABULARY, alike, model_config, sequences, share
 from tests.learner.torchrun import run_ranks

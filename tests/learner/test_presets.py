@@ -18,7 +18,7 @@ from headway.learner.batching.packing import concatenate, from_trajectory
 from headway.learner.config import LearnerConfig, OptimizerConfig
 from headway.learner.objective.composition import needs_reference
 from headway.learner.objective.critic import Critic
-from headway.learner.objective.objective import Objective
+from headway.learner.objective.loss import Objective
 from headway.learner.objective.update import Updater
 from headway.learner.ranks import Ranks
 from tests.learner.batches import group

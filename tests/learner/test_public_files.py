@@ -16,7 +16,7 @@ from headway.learner.backends import open_backend
 from headway.learner.config import ModelConfig, StageConfig
 from headway.learner.data.prompts.rendering import Renderer
 from headway.learner.data.records import Conversation, LabelledCompletion, Preference, open_records
-from headway.learner.models.model import load_tokenizer
+from headway.learner.models.pretrained import load_tokenizer
 from headway.learner.ranks import Ranks
 from headway.learner.stages import open_stage
 from headway.learner.stages.base import Progress, StageParts

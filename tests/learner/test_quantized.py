@@ -23,7 +23,7 @@ from headway.learner.backends.fsdp.optimizer import STATE_FOLDER
 from headway.learner.backends.quantization import BLOCK, is_quantized, quantize, quantized_weights
 from headway.learner.batching.packing import pack
 from headway.learner.config import ComputeConfig, LearnerConfig, ModelConfig
-from headway.learner.models.model import load_config
+from headway.learner.models.pretrained import load_config
 from headway.learner.models.shape import adapter_parameters, shape_of
 from headway.learner.planning.memory import PlannedModel, plan_memory
 from tests.learner.adapted import saved_base, with_adapter

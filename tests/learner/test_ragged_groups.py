@@ -9,7 +9,7 @@ import torch
 from headway.learner.algorithm_config import AggregationConfig, AlgorithmConfig
 from headway.learner.backends import open_backend
 from headway.learner.config import LearnerConfig
-from headway.learner.objective.objective import Objective
+from headway.learner.objective.loss import Objective
 from headway.learner.objective.update import Updater
 from headway.learner.ranks import Ranks
 from tests.learner.batches import group

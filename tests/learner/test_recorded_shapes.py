@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from headway.learner.backends import open_backend
-from headway.learner.backends.fsdp import cuda_graphs, sharded_model
+from headway.learner.backends.fsdp import backend as fsdp_backend
+from headway.learner.backends.fsdp import cuda_graphs
 from headway.learner.backends.fsdp.backend import FsdpValueBackend
 from headway.learner.backends.fsdp.cuda_graphs import why_launched
 from headway.learner.backends.fsdp.policy import Policy
@@ -46,7 +47,7 @@ def test_what_cannot_be_recorded_is_launched(
     if problem == "memory is short":
         recorder.room = False
     else:
-        monkeypatch.setattr(sharded_model, "open_recorder", lambda _: Unrecordable())
+        monkeypatch.setattr(fsdp_backend, "open_recorder", lambda _: Unrecordable())
     backend = opened(AUTO)
     with caplog.at_level("INFO", logger="headway.learner"):
         found = trained(backend, steps=3)

@@ -16,8 +16,8 @@ from headway.learner.backends.base import ScoreBackend
 from headway.learner.batching.packing import concatenate, labelled
 from headway.learner.config import ModelConfig, RecordsConfig
 from headway.learner.data.records.loading import open_pairs
-from headway.learner.models.model import load_tokenizer
 from headway.learner.models.model_files import check_classifier
+from headway.learner.models.pretrained import load_tokenizer
 from headway.learner.stages.base import Progress
 from headway.learner.stages.record_stage import RecordOrder
 from headway.learner.stages.reward_model import completed, with_state_behind

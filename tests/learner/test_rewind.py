@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.learner.checkpoints.checkpoint import CheckpointStore
+from headway.learner.checkpoint import CheckpointStore
 from headway.learner.experience.log import ExperienceLog, Rewind, RewindError, check_rewind, find_rewind_checkpoint
 from tests.learner.batches import batch, damage
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from headway.learner.backends.fsdp import sharded_model
+from headway.learner.backends.fsdp import backend as fsdp_backend
 from headway.learner.backends.fsdp.optimizer import RoundedWeights
 from headway.learner.backends.fsdp.sharding import local
 from headway.learner.config import ComputeConfig
@@ -39,7 +39,7 @@ def test_a_model_of_a_single_gpu_is_rounded_as_a_whole(
     """Its updates are those of FSDP to the bit, and copies and sums have no memory between two of them."""
     never = ComputeConfig(cuda_graphs="never", **compute)
     sharded = opened(never, "bfloat16", **options)
-    monkeypatch.setattr(sharded_model, "stays_whole", lambda *_: True)
+    monkeypatch.setattr(fsdp_backend, "stays_whole", lambda *_: True)
     whole = opened(never, "bfloat16", **options)
     assert whole._replayed is None
     assert whole._rounded is not None

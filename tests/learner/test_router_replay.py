@@ -29,8 +29,8 @@ from headway.learner.batching.clusters import pack_units
 from headway.learner.batching.packing import concatenate, from_trajectory
 from headway.learner.batching.router_replay import Routing, RoutingError, routing_of
 from headway.learner.config import ComputeConfig, LayoutConfig, LearnerConfig
-from headway.learner.models.model import load_config, load_model
-from headway.learner.objective.objective import Objective
+from headway.learner.models.pretrained import load_config, load_model
+from headway.learner.objective.loss import Objective
 from headway.learner.objective.update import Updater
 from headway.learner.ranks import Ranks
 from tests.learner import replay_rank

@@ -12,11 +12,11 @@ import tests.learner.stage_rank as stage_rank
 from headway.broker.errors import ConfigError
 from headway.learner.backends import open_backend
 from headway.learner.backends.score_head import has_score_head
-from headway.learner.checkpoints.checkpoint import FILES_FILE, STATE_FILE, LearnerState, seal
+from headway.learner.checkpoint import FILES_FILE, STATE_FILE, LearnerState, seal
 from headway.learner.config import ModelConfig
 from headway.learner.ranks import Ranks
 from headway.learner.stages.base import StageMetrics
-from headway.learner.stages.replay import saved_tensors, weights_digest
+from headway.learner.stages.loop import saved_tensors, weights_digest
 from headway.learner.stages.stage_checkpoints import StageCheckpoints
 from tests.learner.stage_cases import MODEL, OPEN, STEPS, Left, Open, Watcher, open_reward_model
 from tests.learner.tiny import OPTIMIZER

@@ -25,7 +25,7 @@ from headway.learner.config import ModelConfig, RandomModelConfig, RecordsConfig
 from headway.learner.data.examples import Example
 from headway.learner.data.records import Conversation, LabelledCompletion, Preference
 from headway.learner.data.records.loading import open_conversations, open_pairs
-from headway.learner.models.model import load_tokenizer
+from headway.learner.models.pretrained import load_tokenizer
 from headway.learner.stages import check_stages, open_stage
 from headway.learner.stages.base import Progress, StageError
 from headway.learner.stages.distill import as_teacher

@@ -21,7 +21,7 @@ from headway.learner.batching.clusters import PrefixSharing
 from headway.learner.config import LearnerConfig
 from headway.learner.objective.composition import needs_critic, needs_reference
 from headway.learner.objective.critic import Critic
-from headway.learner.objective.objective import Objective
+from headway.learner.objective.loss import Objective
 from headway.learner.objective.update import ScoredBatch, Updater
 from headway.learner.ranks import Ranks
 from tests.learner.preset_oracles import MAX_NEW_TOKENS, Token, loss_of

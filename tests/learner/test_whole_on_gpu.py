@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import headway.learner.models.attention
-from headway.learner.backends.fsdp import sharded_model
+from headway.learner.backends.fsdp import backend as fsdp_backend
 from headway.learner.backends.fsdp.backend import FsdpBackend
 from headway.learner.config import ComputeConfig
 from tests.learner import test_picked_positions
@@ -29,7 +29,7 @@ DEVICES: list[Any] = ["cpu", on_gpu]
 def whole(monkeypatch: pytest.MonkeyPatch, device: str, **compute: Any) -> FsdpBackend:
     """Return a policy in bfloat16 that is not sharded."""
     if device == "cpu":
-        monkeypatch.setattr(sharded_model, "stays_whole", lambda *_: True)
+        monkeypatch.setattr(fsdp_backend, "stays_whole", lambda *_: True)
     backend = opened(ComputeConfig(**{"cuda_graphs": "never", **compute}), "bfloat16", device=device)
     assert backend._rounded is not None
     return backend
@@ -38,7 +38,7 @@ def whole(monkeypatch: pytest.MonkeyPatch, device: str, **compute: Any) -> FsdpB
 def sharded(monkeypatch: pytest.MonkeyPatch, device: str, **compute: Any) -> FsdpBackend:
     """Return the same policy within FSDP's hooks."""
     with monkeypatch.context() as patch:
-        patch.setattr(sharded_model, "stays_whole", lambda *_: False)
+        patch.setattr(fsdp_backend, "stays_whole", lambda *_: False)
         backend = opened(ComputeConfig(cuda_graphs="never", **compute), "bfloat16", device=device)
     assert backend._rounded is None
     return backend

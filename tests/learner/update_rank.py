@@ -20,7 +20,7 @@ from headway.learner.batching.packing import Candidates, PackableSequence
 from headway.learner.config import LearnerConfig
 from headway.learner.objective.composition import needs_critic
 from headway.learner.objective.critic import Critic
-from headway.learner.objective.objective import Objective
+from headway.learner.objective.loss import Objective
 from headway.learner.objective.update import Updater
 from headway.learner.ranks import Ranks
 from tests.learner.tiny import OPTIMIZER, VOCABULARY, model_config, sequences

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.peers.race import Race
-from headway.learner.models.model import load_model, load_tokenizer
+from headway.learner.models.pretrained import load_model, load_tokenizer
 from tests.learner.tiny import model_config
 from tests.peers.races import race_in
 

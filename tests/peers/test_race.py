@@ -20,7 +20,7 @@ from headway.broker.errors import ConfigError
 from headway.deploy.recipe.resolve import load_recipe
 from headway.learner.data.examples import open_examples
 from headway.learner.data.prompts import open_source
-from headway.learner.models.model import load_tokenizer
+from headway.learner.models.pretrained import load_tokenizer
 from tests.learner.tiny import model_config
 from tests.peers.races import race_in
 

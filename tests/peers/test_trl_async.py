@@ -11,7 +11,7 @@ import torch
 from benchmarks.peers.of_trl import Judge, prompts_of
 from benchmarks.peers.of_trl_async import ALL, NO_TOOLS, AsyncClock, PathKernel, async_config_of
 from benchmarks.peers.race import LONG_TAILED, SHORT, TASKS, Race
-from headway.learner.models.model import load_tokenizer
+from headway.learner.models.pretrained import load_tokenizer
 from tests.learner.tiny import model_config
 from tests.peers.races import race_in
 

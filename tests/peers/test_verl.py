@@ -15,7 +15,7 @@ from pyarrow import parquet
 from benchmarks.peers import of_verl
 from benchmarks.peers.race import SHORT, TASKS, Race
 from headway.learner.data.prompts import open_source
-from headway.learner.models.model import load_model, load_tokenizer
+from headway.learner.models.pretrained import load_model, load_tokenizer
 from tests.broker.topologies import wait_until
 from tests.learner.tiny import model_config
 from tests.peers.races import race_in

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from headway.learner.config import ModelConfig, RandomModelConfig
-from headway.learner.models.model import load_tokenizer
+from headway.learner.models.pretrained import load_tokenizer
 
 ALPHABET = "0123456789+-*=,#^"
 TOKENS = len(ALPHABET) + 2

@@ -7,7 +7,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from headway.broker.errors import ConfigError, HeadwayError
-from headway.learner.models.model import load_tokenizer
+from headway.learner.models.pretrained import load_tokenizer
 from headway.rollout_workers.decoding import Decoding, load_decoding, response_text
 from headway.rollout_workers.samples.generation import Throughput
 from tests.learner.tiny import model_config

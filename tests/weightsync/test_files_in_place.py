@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 
 from headway.broker.errors import WeightSyncError
 from headway.weightsync.limits import Deadline
-from headway.weightsync.model_files import base_in_files, verify_base
 from headway.weightsync.tensors.shared_memory import handle_of
+from headway.weightsync.weights_from_files import base_in_files, verify_base
 
 from .test_model_files import Tensors, Told, trained
 

@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 from headway.broker.errors import WeightSyncError
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.weights import DeltaSpec, Probe, WeightManifest
-from headway.weightsync import model_files
+from headway.weightsync import weights_from_files
 from headway.weightsync.limits import Deadline
-from headway.weightsync.model_files import FilesPull
 from headway.weightsync.tensors.buckets import allocate, verify, views
 from headway.weightsync.tensors.staging import stage
+from headway.weightsync.weights_from_files import FilesPull
 
 from .conftest import CONFIG, InProcessWorker, Learner, served_bytes, weights
 
@@ -194,7 +194,7 @@ class Noted:
 def test_a_tensor_of_another_shape_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(model_files, "safe_open", Noted)
+    monkeypatch.setattr(weights_from_files, "safe_open", Noted)
     monkeypatch.setattr(Noted, "read", [])
     files = files_of(trained())
     files["1.safetensors"]["embed"] = torch.zeros(shape)

@@ -16,11 +16,11 @@ from headway.broker import Broker
 from headway.broker.errors import WeightSyncError
 from headway.broker.schema.weights import DeltaSpec, WeightManifest
 from headway.weightsync.limits import Deadline
-from headway.weightsync.model_files import FilesPull
 from headway.weightsync.puller import Puller
 from headway.weightsync.tensors.buckets import check_manifest, fingerprints, sha256_of, verify
 from headway.weightsync.tensors.staging import StagedWeights, describe_base, manifest_of_base, stage
 from headway.weightsync.transports.http_connections import Content
+from headway.weightsync.weights_from_files import FilesPull
 
 from .conftest import CONFIG, InProcessWorker, Learner, announced, weights
 from .test_transports import V0, manifest

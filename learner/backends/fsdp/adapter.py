@@ -24,7 +24,7 @@ from headway.learner.config import AdapterConfig
 from headway.learner.models.lora import FACTORS, Target, factor_name, initial_factor, peft_config, targets_of
 
 from .experts import is_plain
-from .streaming import copy_rows
+from .sharding import copy_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,115 +1,261 @@
-"""The fsdp backends: a policy, which is published and saved for engines, and a critic, which stays in the learner."""
+"""The fsdp backends: a policy, which is published and saved for engines, a critic, which stays in the learner, and
+their base: a module in shards with its optimizer, updated over packed micro-batches.
+"""
 
 import functools
-import itertools
+import logging
+import math
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from headway.broker.errors import ConfigError
+from headway.learner.backends import BACKENDS
 from headway.learner.backends.adapter import write_adapter
-from headway.learner.backends.base import Backend, TokenLoss, TopTokens
+from headway.learner.backends.base import Backend, Snapshot, TokenLoss, TopTokens
 from headway.learner.backends.hugging_face_files import write_tensors
+from headway.learner.backends.moe import disagreement
+from headway.learner.backends.offload import HostOffload
 from headway.learner.backends.score_head import SCORE_WEIGHT, first_head
-from headway.learner.backends.snapshots import NamedTensors, load_rng, snapshot_gathered, snapshot_rng
+from headway.learner.backends.snapshots import NamedTensors, load_rng, save, snapshot_gathered, snapshot_rng
 from headway.learner.batching.batch import PackedBatch
 from headway.learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
-from headway.learner.models.lora import is_factor, merged, peft_names, to_peft, zeroed
+from headway.learner.models.lora import check_recomputation, zeroed
 from headway.learner.models.model_files import check_classifier, classifier_files, kept_files, write_files
+from headway.learner.models.parallel_layout import check_ranks, check_splits
+from headway.learner.models.pretrained import load_model
+from headway.learner.models.shape import has_window, num_experts
+from headway.learner.ranks import check_same_count, count_ranks, join_ranks, sum_over_ranks
 
 from .adapter import Adapters
-from .policy import Policy, ScoreModel, ValueModel
-from .sharded_model import Reports, ShardedModel
-from .sharding import local, whole
-from .streaming import copy_rows
+from .cuda_graphs import CudaGraphReplay, PassRecorder, open_recorder, why_launched
+from .hugging_face import HuggingFaceExport, allocate_shards, can_stream, fill_shards, meta_model
+from .optimizer import RoundedWeights, StagedState, load_state, open_optimizer
+from .policy import PackedModel, Policy, ScoreModel, ValueModel, prepare_layers
+from .row import ContextGroup, placeholder
+from .sharding import (
+    clip_gradients,
+    copy_rows,
+    gathering,
+    join_context,
+    local,
+    shard,
+    stays_whole,
+    sync_gradients,
+    whole,
+)
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    pass
 
 
-BLOCK = re.compile(r".*?\.\d+\.")
-"""The decoder layer in a parameter's name."""
+log = logging.getLogger(__name__)
+
+Reports = list[dict[str, float]]
 
 
-class HuggingFaceExport:
-    """A model's tensors as `save_pretrained` would write them."""
+class ShardedModel:
+    """A module in shards with its optimizer. All calls are collective; ranks pass the same number of micro-batches."""
 
-    def __init__(self, model: "PreTrainedModel", dtype: torch.dtype, adapters: Adapters | None = None) -> None:
-        self._model = model
-        self._dtype = dtype
-        self._adapters = adapters
-        self._unchanged: set[tuple[str, ...]] = set()
-        """Blocks, as tuples of tensor names, that files name as the model does: transformers' conversion of one takes
-        longer than the gathering. Tensors outside of all layers keep their names, too."""
+    def __init__(
+        self,
+        kind: type[PackedModel],
+        model: ModelConfig,
+        optimizer: OptimizerConfig,
+        *,
+        device: str,
+        seed: int,
+        layout: LayoutConfig,
+        compute: ComputeConfig,
+    ) -> None:
+        check_splits("fsdp", BACKENDS["fsdp"].abilities.splits, layout)
+        check_ranks(layout, count_ranks())
+        _check_compute(device, compute)
+        check_recomputation(model.adapter, compute)
+        self._device = join_ranks(device)
+        mesh = init_device_mesh(device, (dist.get_world_size(),))
+        context = join_context(layout, device)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.replica, self.is_lead = self.rank // context.size, context.rank == 0
+        self.replicas = self.world_size // context.size
+        self._dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
+        self._adapters: Adapters | None = None
+        self._rounded: RoundedWeights | None = None
+        self._replayed: CudaGraphReplay | None = None
+        self._module = self._open(kind, model, seed, mesh, context, compute)
+        self._parameters = [p for p in self._module.parameters() if p.requires_grad]
+        self._max_grad_norm = optimizer.max_grad_norm
+        self._off_device = HostOffload()
+        self._optimizer = open_optimizer(
+            self._parameters, optimizer, on_cpu=device == "cpu", offload=compute.offload_optimizer
+        )
 
-    def tensors(self, *, is_merged: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor, tied ones once, with its adapter merged into it unless not `is_merged`. Collective:
-        gathers a layer at a time.
+    def _open(
+        self,
+        kind: type[PackedModel],
+        model: ModelConfig,
+        seed: int,
+        mesh: DeviceMesh,
+        context: ContextGroup,
+        compute: ComputeConfig,
+    ) -> PackedModel:
+        """Return the module in shards. Files are read directly into these; random weights are made whole first."""
+        on_cpu, is_half = self._device.type == "cpu", self._dtype is not torch.float32
+        is_streamed = can_stream(model)
+        whole = meta_model(model) if is_streamed else load_model(model, seed)
+        module = kind(whole, on_cpu=on_cpu, half_precision=is_half, context=context)
+        if model.adapter is not None:
+            self._adapters = Adapters(module.model, model.adapter, self._dtype)
+        prepare_layers(module.layers, compute)
+        recorder = self._recorder(module, compute)
+        module.keeps_logits = compute.recompute == "none" and (recorder is None or compute.cuda_graphs == "always")
+        is_whole = isinstance(module, Policy) and (recorder is not None or stays_whole(module, mesh, self._dtype))
+        if not is_whole:
+            shard(module, mesh, half_precision=is_half)
+        if is_streamed:
+            allocate_shards(module, self._device)
+            fill_shards(whole, model.path, None if self._adapters is None else self._adapters.base)
+        if self._adapters is not None:
+            self._adapters.fill(seed)
+        if is_whole and isinstance(module, Policy):
+            module.to(self._device)
+            self._rounded = RoundedWeights(module, self._dtype, stays=recorder is not None)
+            if recorder is not None:
+                self._replayed = CudaGraphReplay(module, self._rounded, recorder, picks=compute.cuda_graphs == "always")
+        return module
 
-        transformers holds a layer's experts as one tensor (`mlp.experts.gate_up_proj`), but files and engines have
-        one for each expert (`mlp.experts.0.gate_proj.weight`); transformers' own table converts them.
+    def _recorder(self, module: PackedModel, compute: ComputeConfig) -> PassRecorder | None:
+        """Return what records the passes of this model, which then is not sharded; None if they are launched."""
+        recorder = open_recorder(self._device) if isinstance(module, Policy) else None
+        if recorder is None or compute.cuda_graphs == "never":
+            return None
+        reason = why_launched(
+            compute,
+            ranks=self.world_size,
+            parameters=sum(parameter.numel() for parameter in module.parameters()),
+            is_rounded=self._dtype is not torch.float32,
+            has_adapter=self._adapters is not None,
+            drops_activations=self._adapters is not None and self._adapters.config.dropout > 0,
+            is_quantized=self._adapters is not None and self._adapters.base is not None,
+            has_experts=num_experts(module.model.config) > 0,
+            has_window=has_window(module.model.config),
+        )
+        if reason and self.rank == 0:
+            log.info("kernels are launched one by one, not replayed as CUDA graphs: %s", reason)
+        return None if reason else recorder
+
+    def snapshot(self, directory: Path, *, is_copied: bool) -> Snapshot:
+        """Return a snapshot in which each rank writes its shards."""
+        more = self._stage_more(directory, is_copied=is_copied)
+        state = StagedState(self._module.state, self._optimizer, directory, is_copied=is_copied)
+        return Snapshot((*more, state.write), state.complete)
+
+    def save(self, directory: Path) -> None:
+        """Save to `directory`, which appears with everything in it, or not at all."""
+        save(self, directory)
+
+    def load(self, directory: Path) -> None:
+        """Load parameters and moments, into any number of ranks."""
+        load_state(self._module.state, self._optimizer, directory)
+
+    def off_device(self) -> AbstractContextManager[None]:
+        """Keep this rank's shards in host memory; moments that are there anyway stay."""
+        if self._replayed is not None:
+            self._replayed.stop("the model leaves its device at times, and then comes back to other memory")
+        if self._rounded is not None:
+            self._rounded.release()
+        return self._off_device.away(self._held(), self._device)
+
+    def _passing(self) -> AbstractContextManager[None]:
+        """Return a context around all passes of a call."""
+        return gathering(self._module) if self._rounded is None else self._rounded.in_place()
+
+    def _held(self) -> Iterator[torch.Tensor]:
+        if self._adapters is not None and self._adapters.base is not None:
+            yield from self._adapters.base.tensors()
+        for parameter in self._module.parameters():
+            yield local(parameter.detach())
+            for state in self._optimizer.state.get(parameter, {}).values():
+                yield local(state)
+
+    def _stage_more(self, directory: Path, *, is_copied: bool) -> tuple[Callable[[], None], ...]:
+        """Return the writers of what else belongs in a checkpoint; none for a critic."""
+        return ()
+
+    @torch.no_grad()
+    def _run(self, batches: Sequence[PackedBatch], *options: float) -> list[torch.Tensor]:
+        """[T] results of every micro-batch without gradient, on the batch's device; [0] for an empty one.
+
+        `options`: further arguments of the module's forward pass.
         """
-        from transformers.core_model_loading import revert_weight_conversion
+        with self._passing():
+            return [self._forward(batch, *options)[: batch.num_tokens] for batch in batches]
 
-        base = None if self._adapters is None else self._adapters.base
-        for prefix, block in itertools.groupby(_distinct(self._model), key=lambda item: _block(item[0])):
-            names, shards = zip(*block, strict=True)
-            named = dict(zip(names, whole(shards, self._dtype), strict=True))
-            if base is not None and prefix:
-                named |= base.of_block(prefix)
-            gathered = self._of_files(named, is_merged)
-            names = tuple(gathered)
-            if names in self._unchanged:
-                yield from gathered.items()
-                continue
-            converted = revert_weight_conversion(self._model, gathered)
-            if [*map(id, converted.values())] == [*map(id, gathered.values())] and [*converted] == [*gathered]:
-                self._unchanged.add(names)
-            yield from converted.items()
+    def _update(
+        self, batches: Sequence[PackedBatch], loss: TokenLoss, learning_rate: float, *options: float
+    ) -> tuple[float, float, Reports]:
+        """Make one update. Empty micro-batches report {}. The weights stay if the norm is not finite."""
+        check_same_count(len(batches), self._device)
+        self._optimizer.zero_grad(set_to_none=True)
+        if self._rounded is not None:
+            self._rounded.begin()
+        shares, reports = [], Reports()
+        with self._passing(), nullcontext() if self._adapters is None else self._adapters.dropping():
+            for index, batch in enumerate(batches):
+                sync_gradients(self._module, is_last=index == len(batches) - 1)
+                share, report = self._backward(index, batch, loss, *options)
+                shares.append(share)
+                reports.append(report)
+        if self._rounded is not None:
+            self._rounded.give()
+        if batches:
+            reports[0] |= self._disagreement(batches)
+        grad_norm = clip_gradients(self._parameters, self._max_grad_norm, self._device)
+        if math.isfinite(grad_norm):
+            self._optimizer.param_groups[0]["lr"] = learning_rate
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        total = float(sum(shares)) if self.is_lead else 0.0
+        return sum_over_ranks(total, self._device), grad_norm, reports
 
-    def adapter_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield A and B of every adapted weight by their names in PEFT's files. Collective."""
-        assert self._adapters is not None
-        names = peft_names(self._adapters.targets)
-        for target, shards in self._adapters.factors():
-            factors = to_peft(target, *whole(shards, self._dtype))
-            yield from zip(names[target.parameter], factors, strict=True)
+    def _disagreement(self, batches: Sequence[PackedBatch]) -> dict[str, float]:
+        """The report of this replica's routers since the last call. Collective over its ranks, which share batches."""
+        if all(batch.experts_TLK is None for batch in batches):
+            return {}
+        tally_2 = self._module.context.gathered(self._module.tally_2[None]).sum(0)
+        self._module.tally_2.zero_()
+        return disagreement(tally_2)
 
-    def factor_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield A and B of every adapted weight by the model's names. Collective."""
-        assert self._adapters is not None
-        for target, shards in self._adapters.factors():
-            yield from zip(target.factors, whole(shards, self._dtype), strict=True)
+    def _forward(self, batch: PackedBatch, *options: float) -> torch.Tensor:
+        passes = self._module if self._replayed is None else self._replayed
+        outputs_T: torch.Tensor = passes(batch if batch.num_tokens else placeholder(), *options)
+        return outputs_T.to(batch.token_ids_T.device)
 
-    def _of_files(self, gathered: dict[str, torch.Tensor], is_merged: bool) -> dict[str, torch.Tensor]:
-        """Return the tensors of a block without A and B, which have changed the others if `is_merged`."""
-        if self._adapters is None:
-            return gathered
-        changed = {name: tensor for name, tensor in gathered.items() if not is_factor(name)}
-        for target in self._adapters.targets:
-            if is_merged and target.parameter in changed:
-                first, second = (gathered[name] for name in target.factors)
-                changed[target.parameter] = merged(
-                    changed[target.parameter], (first, second), self._adapters.config.scale
-                )
-        return changed
+    def _backward(
+        self, index: int, batch: PackedBatch, loss: TokenLoss, *options: float
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Compute gradients of one micro-batch's share, times the number of ranks, since sharding averages over ranks.
 
-
-def _block(name: str) -> str:
-    found = BLOCK.match(name)
-    return found.group() if found else ""
+        The share stays on the device: reading it would wait for the backward pass.
+        """
+        outputs_T = self._forward(batch, *options)
+        nothing = (outputs_T * 0.0).sum()
+        share, report = loss(index, outputs_T) if batch.num_tokens else (nothing, {})
+        if not share.requires_grad:
+            share = share + nothing
+        torch.autograd.backward(share * self.world_size)
+        return share.detach(), report
 
 
-def _distinct(model: "PreTrainedModel") -> Iterator[tuple[str, torch.Tensor]]:
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield name, tensor.detach()
+def _check_compute(device: str, compute: ComputeConfig) -> None:
+    if device == "cpu" and compute.compile:
+        raise ConfigError("learner.compute.compile=true needs learner.device=cuda: on a CPU it gains nothing.")
 
 
 class FsdpBackend(ShardedModel):

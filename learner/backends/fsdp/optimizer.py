@@ -35,7 +35,7 @@ from torch.optim.adamw import adamw
 
 from headway.learner.backends.quantization import is_quantized
 from headway.learner.backends.snapshots import in_host_memory
-from headway.learner.checkpoints.checkpoint import CheckpointError
+from headway.learner.checkpoint import CheckpointError
 from headway.learner.config import OptimizerConfig
 
 from .sharding import local

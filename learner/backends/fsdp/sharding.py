@@ -156,3 +156,15 @@ def clip_gradients(parameters: Sequence[torch.Tensor], max_norm: float, device: 
     if scale < 1:
         torch._foreach_mul_(gradients, scale)
     return norm
+
+
+@torch.no_grad()
+def copy_rows(weight: torch.Tensor, shard: torch.Tensor) -> None:
+    """Copy this rank's rows of a weight, in the shard's number format."""
+    if not isinstance(shard, DTensor):
+        shard.copy_(weight)
+        return
+    mesh = shard.device_mesh
+    rows = weight.chunk(mesh.size())[mesh.get_local_rank() :][:1]  # the last ranks of a small weight have none
+    for mine in rows:
+        shard.to_local().copy_(mine)

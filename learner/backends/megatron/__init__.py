@@ -4,7 +4,7 @@
     schedule.py   micro-batches through the pipeline      row.py       one of them, as the layers take it
     model.py      this rank's part of the model           modules.py   attention, experts, norm
     mapping.py    which models fit; Hugging Face tensors <-> parameters
-    weights.py    ... over the ranks; weights by name, for engines and files
+    hugging_face.py   ... over the ranks; weights by name, for engines and files
     optimizer.py  gradient buffers, masters, moments; checkpoints that any layout loads
     adapter.py    low-rank changes of frozen weights      groups.py    this rank's process groups
     cpu_shim.py   runs Megatron without CUDA

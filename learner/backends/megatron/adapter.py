@@ -42,13 +42,13 @@ from headway.learner.models.lora import (
     targets_of,
     to_peft,
 )
-from headway.learner.models.model import unfilled
+from headway.learner.models.pretrained import unfilled
 
 from . import groups
+from .hugging_face import Exporter, PlacedBinding, layer_position
 from .mapping import Architecture, Binding, DimensionShard, Replicate, StackedShard, TensorPlacement
 from .model import PackedGpt
 from .modules import GroupedExperts
-from .weights import Exporter, PlacedBinding, layer_position
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -28,9 +28,9 @@ from headway.learner.backends.snapshots import NamedTensors, load_rng, save, sna
 from headway.learner.batching.batch import PackedBatch
 from headway.learner.config import AdapterConfig, ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from headway.learner.models.lora import check_recomputation, zeroed
-from headway.learner.models.model import load_config, load_model
 from headway.learner.models.model_files import check_classifier, classifier_files, kept_files, write_files
 from headway.learner.models.parallel_layout import check_layout
+from headway.learner.models.pretrained import load_config, load_model
 from headway.learner.ranks import check_same_count, count_ranks, join_ranks
 
 from .cpu_shim import install_cpu_shim
@@ -157,10 +157,10 @@ class ParallelModel:
 
     def _build(self, compute: ComputeConfig, optimizer: OptimizerConfig, adapter: AdapterConfig | None) -> None:
         from .adapter import AdapterExport, LayerAdapters
+        from .hugging_face import Exporter, places
         from .model import build, rotary_module, take_router_load, transformer_config
         from .optimizer import ShardedAdam, TrainingState, fill_frozen
         from .schedule import Schedule
-        from .weights import Exporter, places
 
         config = transformer_config(self._architecture, self._layout, compute, self._dtype, self._device)
         chunks = build(config, self._architecture, self._device)
@@ -242,7 +242,7 @@ def _import_megatron() -> None:
                 " megatron-core==0.16.1)."
             ) from error
         install_cpu_shim()
-        from . import model, optimizer, schedule, weights  # noqa: F401
+        from . import hugging_face, model, optimizer, schedule  # noqa: F401
     # Deprecated calls of torch in Megatron's own code, which a user cannot mend.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     warnings.filterwarnings("ignore", message="full scope is deprecated", category=UserWarning)

@@ -27,12 +27,12 @@ from megatron.core.transformer import TransformerConfig
 from headway.broker.errors import ConfigError
 from headway.learner.backends.hugging_face_files import Read, TensorFiles, file_parts
 from headway.learner.backends.snapshots import NamedTensors, snapshot_gathered
-from headway.learner.checkpoints.checkpoint import CheckpointError
+from headway.learner.checkpoint import CheckpointError
 from headway.learner.config import OptimizerConfig
 
 from . import groups
+from .hugging_face import PlacedBinding
 from .model import PackedGpt
-from .weights import PlacedBinding
 
 MASTER, MOMENTS = "param", ("exp_avg", "exp_avg_sq")
 """Megatron's and torch's names of a parameter's state."""

@@ -210,7 +210,9 @@ class ConversationRenderer:
         Where a token would lie across a span's border, both sides are encoded by themselves: a model that answers a
         prompt goes on after the prompt's own tokens.
         """
-        from headway.learner.models.model import encoding  # imports torch, which callers that only read do not need
+        from headway.learner.models.pretrained import (
+            encoding,
+        )  # imports torch, which callers that only read do not need
 
         whole = encoding(self._tokenizer, text, what, add_special_tokens=False)
         token_ids = list(whole.input_ids)

@@ -10,8 +10,8 @@ import msgspec
 from headway.broker.errors import ConfigError
 from headway.learner.backends.megatron.mapping import Architecture, architecture_of
 from headway.learner.config import LayoutConfig, OptimizerConfig
-from headway.learner.models.model import load_config
 from headway.learner.models.parallel_layout import check_layout
+from headway.learner.models.pretrained import load_config
 
 from .layouts import described, layouts, replicas
 from .models import MODELS, SHAPES, random_model

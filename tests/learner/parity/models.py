@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from headway.learner.config import ModelConfig, RandomModelConfig
-from headway.learner.models.model import load_model, load_tokenizer
+from headway.learner.models.pretrained import load_model, load_tokenizer
 from tests.learner.tiny import ALPHABET
 
 SEED = 5

@@ -7,7 +7,7 @@ import msgspec
 
 from headway.learner.batching.packing import pack
 from headway.learner.data.examples import Example
-from headway.learner.objective.objective import supervised_loss
+from headway.learner.objective.loss import supervised_loss
 from headway.learner.stages.base import Progress, StageMetrics, StageParts
 from headway.learner.stages.sft import tokenize
 

@@ -1,4 +1,5 @@
-"""Safetensors files are read into shards one tensor at a time, so that no process ever holds a whole model.
+"""Hugging Face names: safetensors files are read into shards one tensor at a time, so no process holds a whole model;
+shards are gathered as `save_pretrained` would write them.
 
     meta_model ─► the model without memory for its parameters ─► sharded ─► fill_shards copies this rank's parts
 
@@ -7,6 +8,7 @@ transformers' own table says how a file's tensors become a model's: it stacks ex
 
 import copy
 import functools
+import itertools
 import logging
 import re
 from collections.abc import Iterator, Mapping
@@ -15,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from headway.broker.errors import ConfigError
@@ -23,11 +24,15 @@ from headway.learner.backends.adapter import Weights, open_weights
 from headway.learner.backends.hugging_face_files import check_tied
 from headway.learner.backends.quantization import QuantizedBase
 from headway.learner.config import ModelConfig
-from headway.learner.models.lora import is_factor
-from headway.learner.models.model import built, load_config
+from headway.learner.models.lora import is_factor, merged, peft_names, to_peft
+from headway.learner.models.pretrained import built, load_config
+
+from .adapter import Adapters
+from .sharding import copy_rows, whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
 
 log = logging.getLogger(__name__)
 PASSED_OVER = (r"rotary_emb\.inv_freq$", r"attn\.(masked_)?bias$", r"attention\.(masked_)?bias$")
@@ -116,18 +121,6 @@ def _copy(path: str, name: str, weight: torch.Tensor, shard: torch.Tensor) -> No
     copy_rows(weight, shard)
 
 
-@torch.no_grad()
-def copy_rows(weight: torch.Tensor, shard: torch.Tensor) -> None:
-    """Copy this rank's rows of a weight, in the shard's number format."""
-    if not isinstance(shard, DTensor):
-        shard.copy_(weight)
-        return
-    mesh = shard.device_mesh
-    rows = weight.chunk(mesh.size())[mesh.get_local_rank() :][:1]  # the last ranks of a small weight have none
-    for mine in rows:
-        shard.to_local().copy_(mine)
-
-
 def _converted(
     model: "PreTrainedModel", files: Weights, named: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -185,3 +178,84 @@ def _transform(table: list[Any], name: str, target: str, pattern: str | None) ->
     if pattern is None:
         return WeightRenaming(name, target)
     return copy.deepcopy(next(entry for entry in table if pattern in entry.source_patterns))
+
+
+BLOCK = re.compile(r".*?\.\d+\.")
+"""The decoder layer in a parameter's name."""
+
+
+class HuggingFaceExport:
+    """A model's tensors as `save_pretrained` would write them."""
+
+    def __init__(self, model: "PreTrainedModel", dtype: torch.dtype, adapters: Adapters | None = None) -> None:
+        self._model = model
+        self._dtype = dtype
+        self._adapters = adapters
+        self._unchanged: set[tuple[str, ...]] = set()
+        """Blocks, as tuples of tensor names, that files name as the model does: transformers' conversion of one takes
+        longer than the gathering. Tensors outside of all layers keep their names, too."""
+
+    def tensors(self, *, is_merged: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor, tied ones once, with its adapter merged into it unless not `is_merged`. Collective:
+        gathers a layer at a time.
+
+        transformers holds a layer's experts as one tensor (`mlp.experts.gate_up_proj`), but files and engines have
+        one for each expert (`mlp.experts.0.gate_proj.weight`); transformers' own table converts them.
+        """
+        from transformers.core_model_loading import revert_weight_conversion
+
+        base = None if self._adapters is None else self._adapters.base
+        for prefix, block in itertools.groupby(_distinct(self._model), key=lambda item: _block(item[0])):
+            names, shards = zip(*block, strict=True)
+            named = dict(zip(names, whole(shards, self._dtype), strict=True))
+            if base is not None and prefix:
+                named |= base.of_block(prefix)
+            gathered = self._of_files(named, is_merged)
+            names = tuple(gathered)
+            if names in self._unchanged:
+                yield from gathered.items()
+                continue
+            converted = revert_weight_conversion(self._model, gathered)
+            if [*map(id, converted.values())] == [*map(id, gathered.values())] and [*converted] == [*gathered]:
+                self._unchanged.add(names)
+            yield from converted.items()
+
+    def adapter_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield A and B of every adapted weight by their names in PEFT's files. Collective."""
+        assert self._adapters is not None
+        names = peft_names(self._adapters.targets)
+        for target, shards in self._adapters.factors():
+            factors = to_peft(target, *whole(shards, self._dtype))
+            yield from zip(names[target.parameter], factors, strict=True)
+
+    def factor_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield A and B of every adapted weight by the model's names. Collective."""
+        assert self._adapters is not None
+        for target, shards in self._adapters.factors():
+            yield from zip(target.factors, whole(shards, self._dtype), strict=True)
+
+    def _of_files(self, gathered: dict[str, torch.Tensor], is_merged: bool) -> dict[str, torch.Tensor]:
+        """Return the tensors of a block without A and B, which have changed the others if `is_merged`."""
+        if self._adapters is None:
+            return gathered
+        changed = {name: tensor for name, tensor in gathered.items() if not is_factor(name)}
+        for target in self._adapters.targets:
+            if is_merged and target.parameter in changed:
+                first, second = (gathered[name] for name in target.factors)
+                changed[target.parameter] = merged(
+                    changed[target.parameter], (first, second), self._adapters.config.scale
+                )
+        return changed
+
+
+def _block(name: str) -> str:
+    found = BLOCK.match(name)
+    return found.group() if found else ""
+
+
+def _distinct(model: "PreTrainedModel") -> Iterator[tuple[str, torch.Tensor]]:
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor.detach()

@@ -87,8 +87,8 @@ class FilesPull:
             deadline.check("pull")  # of a pull that was stopped nothing is known
             if not self._is_over:
                 self._is_over = True
-                told = "the base of adapters" if manifest.version == BASE else f"version {manifest.version}"
-                logger.info("%s comes from the learner, not from %s: %s", told, self._directory, error)
+                what = "the base of adapters" if manifest.version == BASE else f"version {manifest.version}"
+                logger.info("%s comes from the learner, not from %s: %s", what, self._directory, error)
             return False
         return True
 

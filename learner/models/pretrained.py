@@ -18,7 +18,7 @@ from headway.broker.errors import ConfigError
 from headway.learner.config import ModelConfig, RandomModelConfig
 
 from .chat_template import read_chat_template
-from .directory import PARTS, check_config_sizes, check_path, check_tokens, no_tokenizer, read_config
+from .directory_checks import PARTS, check_config_sizes, check_path, check_tokens, no_tokenizer, read_config
 
 if TYPE_CHECKING:
     from transformers import BatchEncoding, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
