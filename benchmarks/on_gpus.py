@@ -207,7 +207,7 @@ class Schedule:
                 continue
             group.end()
             self._running.remove(entry)
-            self._free += gpus
+            self._free = sorted([*self._free, *gpus])
             self.ended[one.name] = code == 0 and keep_result(self._output, one.name)
             how = "was ended at its limit" if code is None else f"ended with exit code {code}"
             command.tell(f"{one.name} {how} after {took_s:.0f} s")

@@ -5,15 +5,11 @@
 One random float64 batch of ragged responses with masked places inside goes through both. Losses are compared by value
 and by gradient of each token, anything else by all its numbers. Progress goes to stderr; the last line is one JSON
 object: for each setting the largest difference over the largest number, and whether all are within 1e-8, the error of
-verl's own denominators (1e-6 for ORPO and supervised fine-tuning, parts of which TRL computes in float32).
+verl's own denominators (1e-6 for ORPO, parts of which TRL computes in float32).
 
     sample.py       the batch, packed and padded
     ours.py         a composition of the learner's, or a function of `algorithms`
-    imitated.py     Headway's supervised fine-tuning, from records to the gradient of a model
-    verl_calls.py   verl's functions, called as its trainer calls them; of_verl.py has the settings
-    of_trl.py       TRL's GRPO loss, and its settings
-    of_trl_rloo.py  TRL's RLOO: its loss and advantages
-    of_trl_imitation.py     TRL's supervised fine-tuning of the same records and model
+    of_verl.py      verl's functions, called as its trainer calls them
+    of_trl.py       TRL's GRPO, RLOO and divergences from a teacher
     of_trl_preferences.py   TRL's losses of pairs, of single judgements and of reward models
-    of_trl_distillation.py  TRL's divergences from a teacher
 """

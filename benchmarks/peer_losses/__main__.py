@@ -1,18 +1,20 @@
 """Compare, setting by setting, and end with exit status 1 where one disagrees."""
 
-import json
 import sys
 from collections.abc import Iterable
 from importlib.metadata import version
 
 import torch
 
-from .ours import Side
+from benchmarks import command
+
+from . import __doc__ as page
+from .ours import Setting
 from .sample import Outcome, draw
 
 TOLERANCE = 1e-8
 SINGLE_TOLERANCE = 1e-6
-"""The tolerance where a peer or transformers rounds to float32 itself."""
+"""The tolerance where a peer rounds to float32 itself."""
 
 
 def difference(ours: Outcome, theirs: Outcome) -> float:
@@ -25,34 +27,32 @@ def difference(ours: Outcome, theirs: Outcome) -> float:
 
 def main() -> int:
     """Print the report, and return the exit status."""
+    command.parser(page, "peer_losses").parse_args()
     try:
-        from . import of_trl, of_trl_distillation, of_trl_imitation, of_trl_preferences, of_trl_rloo, of_verl
+        from . import of_trl, of_trl_preferences, of_verl
     except ModuleNotFoundError as error:
         sys.exit(
             f"{error}: `make peer-losses` installs verl and TRL into an environment of their own and runs this there."
         )
     torch.set_default_dtype(torch.float64)  # peers make tensors of constants
-    by_trl = [of_trl, of_trl_rloo, of_trl_imitation, of_trl_preferences, of_trl_distillation]
-    of_peer = {"verl": [of_verl], "trl": by_trl}
+    of_peer = {"verl": [of_verl], "trl": [of_trl, of_trl_preferences]}
     settings = {peer: [one for part in parts for one in part.settings()] for peer, parts in of_peer.items()}
     found = {f"{peer} {version(peer)}": compared(each) for peer, each in settings.items()}
-    single = of_trl_imitation.SINGLE_PRECISION | of_trl_preferences.SINGLE_PRECISION
-    coarse = dict.fromkeys(single, SINGLE_TOLERANCE)
+    coarse = dict.fromkeys(of_trl_preferences.SINGLE_PRECISION, SINGLE_TOLERANCE)
     agree = {
         peer: sum(difference <= coarse.get(name, TOLERANCE) for name, difference in one.items())
         for peer, one in found.items()
     }
     report = {peer: {"settings": len(one), "agree": agree[peer], "differences": one} for peer, one in found.items()}
-    print(json.dumps(report))
-    return int(any(agree[peer] < len(settings) for peer, settings in found.items()))
+    return command.finish(report, any(agree[peer] < len(settings) for peer, settings in found.items()))
 
 
-def compared(settings: Iterable[tuple[str, Side, Side]]) -> dict[str, float]:
+def compared(settings: Iterable[Setting]) -> dict[str, float]:
     """Return the difference of each setting."""
     found = {}
     for name, ours, theirs in settings:
         found[name] = difference(ours(draw()), theirs(draw()))
-        print(f"{name}: {found[name]:.1e}", file=sys.stderr)
+        command.tell(f"{name}: {found[name]:.1e}")
     return found
 
 

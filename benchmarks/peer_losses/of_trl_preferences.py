@@ -7,7 +7,7 @@ logprobs.
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from trl.experimental.cpo.cpo_trainer import CPOTrainer
@@ -16,8 +16,7 @@ from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.kto_trainer import KTOTrainer
 from trl.trainer.reward_trainer import RewardTrainer
 
-from .of_verl import Setting
-from .ours import Side, centered_scores, differentiated, judged, logprobs, online, preferred, response_scores
+from .ours import Setting, Side, centered_scores, differentiated, judged, logprobs, online, preferred, response_scores
 from .sample import Outcome, Sample
 
 MATCHED, MISMATCHED = 0, 1
@@ -180,6 +179,8 @@ class Model:
 
     training = True
     is_gradient_checkpointing = False
+    _modules: ClassVar[dict[str, Any]] = {}
+    """What accelerate looks through once torch._dynamo is imported."""
 
     def __init__(self, matched: torch.Tensor, mismatched: torch.Tensor | None = None) -> None:
         self._matched = matched

@@ -21,6 +21,8 @@ from .sample import Outcome, Sample
 
 Side = Callable[[Sample], Outcome]
 """One side of a setting."""
+Setting = tuple[str, Side, Side]
+"""A name, Headway's side, and the peer's."""
 
 
 def composed(

@@ -4,7 +4,7 @@
                                        step k:  weights max(0, k - lag) ──sample──► 32 prompts x 8
                                                 weights k ──one update──► weights k + 1
                                        every tenth step: pass rate on held-out prompts
-    runs.jsonl ──► table.md, staleness.png, one JSON object
+    runs.jsonl ──► table.md, one JSON object
 
 The model, prompts, rewards, warm-up, sampling and optimizer are those of the recipe arithmetic.yaml; objective,
 packing, update and backend are the learner's, and responses come from the embedded engine's decoder, with its logprobs.

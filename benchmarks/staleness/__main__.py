@@ -5,17 +5,16 @@ stopped goes on, and one with more seeds, lags or names adds to it. The last lin
 """
 
 import argparse
-import json
 import os
-import signal
 import sys
 import tempfile
-from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
+from benchmarks import command
+
 from .compositions import COMPOSITIONS
-from .report import draw, summarize, write_table
+from .report import summarize, write_table
 from .study import Study
 from .trial import QUICK, Settings
 
@@ -25,7 +24,7 @@ LAGS = (0, 1, 4, 8, 16)
 def main() -> int:
     """Return the exit code: 1 if a run failed."""
     options = _parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # running trials end, none begins, as at Ctrl-C
+    command.end_children_at_sigterm()
     settings = QUICK if options.quick else Settings(steps=options.steps, learning_rate=options.learning_rate)
     out = options.out or (None if options.quick else Path("runs/staleness"))
     with nullcontext(str(out)) if out else tempfile.TemporaryDirectory(prefix="headway-staleness-") as directory:
@@ -35,20 +34,15 @@ def main() -> int:
         summary = summarize(outcomes)
         if outcomes:
             write_table(summary, settings, study.directory / "table.md")
-            draw(outcomes, summary, study.directory / "staleness.png")
-            print((study.directory / "table.md").read_text(), file=sys.stderr)
-        print(json.dumps({"directory": directory, "runs": len(outcomes), "failed": failed, "compositions": summary}))
-    return 1 if failed else 0
+            command.tell((study.directory / "table.md").read_text())
+        found = {"directory": directory, "runs": len(outcomes), "failed": failed, "compositions": summary}
+        return command.finish(found, failed)
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.staleness",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command.parser(__doc__, "staleness")
     parser.add_argument("--seeds", type=int, default=3, help="so many, from 0")
-    parser.add_argument("--lags", type=_numbers, metavar="L,L...", help=f"default: {','.join(map(str, LAGS))}")
+    parser.add_argument("--lags", type=command.numbers, metavar="L,L...", help=f"default: {','.join(map(str, LAGS))}")
     parser.add_argument("--only", nargs="+", action="extend", metavar="NAME", help=", ".join(COMPOSITIONS))
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--learning-rate", type=float, default=5e-4)
@@ -65,13 +59,6 @@ def _parse() -> argparse.Namespace:
     options.only = options.only or list(COMPOSITIONS)
     options.lags = options.lags or LAGS
     return options
-
-
-def _numbers(text: str) -> Sequence[int]:
-    numbers = tuple(sorted({int(number) for number in text.split(",")}))
-    if numbers[0] < 0:
-        raise argparse.ArgumentTypeError("a lag is 0 or more")
-    return numbers
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks import command
 from headway.broker.schema.step_metrics import StepMetrics
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import dump_recipe, load_recipe
@@ -43,8 +44,7 @@ def main() -> int:
         first = {recipe.run.seed: recipe for _, recipe in trials if not (_start(recipe, out) / "done").exists()}
         list(pool.map(lambda recipe: _warm_up(recipe, out), first.values()))
         failed = sum(pool.map(lambda trial: _run(trial[1], out), trials))
-    print(json.dumps({"directory": str(out), "failed": failed, "compositions": _summary(trials)}))
-    return int(failed > 0)
+    return command.finish({"directory": str(out), "failed": failed, "compositions": _summary(trials)}, failed)
 
 
 def _recipe(name: str, lag: int, seed: int, out: Path, options: argparse.Namespace) -> Recipe:
@@ -83,7 +83,7 @@ def _run(recipe: Recipe, out: Path) -> bool:
     shutil.rmtree(directory, ignore_errors=True)
     shutil.copytree(_start(recipe, out) / "sft", directory / "sft")
     failed = _headway("run", _written(recipe, out / "recipes"), out / "logs" / f"{recipe.run.name}.log")
-    print(f"{recipe.run.name}: {'failed' if failed else _figures(recipe)}", file=sys.stderr, flush=True)
+    command.tell(f"{recipe.run.name}: {'failed' if failed else _figures(recipe)}")
     return failed
 
 
@@ -136,9 +136,9 @@ def _summary(trials: Sequence[tuple[str, Recipe]]) -> dict[str, dict[str, Any]]:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.staleness.pipeline", description=__doc__)
+    parser = command.parser(__doc__, "staleness.pipeline")
     parser.add_argument("--seeds", type=int, default=3, help="so many, from 0")
-    parser.add_argument("--lags", type=lambda text: [int(lag) for lag in text.split(",")], default=[0, 8, 16])
+    parser.add_argument("--lags", type=command.numbers, default=[0, 8, 16])
     parser.add_argument("--only", nargs="+", choices=list(COMPOSITIONS), default=list(NAMES), metavar="NAME")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--workers", type=int, default=4, help="of each run")

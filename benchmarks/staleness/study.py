@@ -1,13 +1,14 @@
 """All runs of a study, those that are left to do, and the processes that do them. Imports no torch itself."""
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+
+from benchmarks import command
 
 from .compositions import COMPOSITIONS
 from .trial import Outcome, Settings, Trial, append_outcome, read_outcomes
@@ -39,19 +40,19 @@ class Study:
         """Do the runs that are left, and return the names of those that failed."""
         done = {key(outcome.trial) for outcome in self.outcomes()}
         left = [trial for trial in self._trials if key(trial) not in done]
-        tell(f"{len(self._trials)} runs, {len(left)} to do")
+        command.tell(f"{len(self._trials)} runs, {len(left)} to do")
         if not left:
             return []
         check(left)
         os.environ["OMP_NUM_THREADS"] = "1"  # before its processes import torch
-        pool = ProcessPoolExecutor(min(processes, len(left)), get_context("spawn"), initializer=enter)
+        pool = ProcessPoolExecutor(min(processes, len(left)), get_context("spawn"), initializer=_enter)
         try:
             starts = {trial.start: trial for trial in left if not (self._start(trial)).exists()}
             failed = self._all(
-                {pool.submit(warm_up, trial, self._start(trial)): name for name, trial in starts.items()}
+                {pool.submit(_warm_up, trial, self._start(trial)): name for name, trial in starts.items()}
             )
             ready = [trial for trial in left if self._start(trial).exists()]
-            tasks = {pool.submit(train, trial, self._start(trial)): title(trial) for trial in ready}
+            tasks = {pool.submit(_train, trial, self._start(trial)): trial.title for trial in ready}
             return failed + self._all(tasks, lambda outcome: append_outcome(self._file, outcome))
         finally:
             pool.shutdown(cancel_futures=True)
@@ -66,11 +67,12 @@ class Study:
             name, error = tasks[task], task.exception()
             if error is None:
                 keep(task.result())
-                said = f"pass rate {pass_rate(task.result()):.3f}"
+                result = task.result()
+                said = f"pass rate {result if isinstance(result, float) else result.final:.3f}"
             else:
                 failed.append(name)
                 said = f"failed: {type(error).__name__}: {error}"
-            tell(f"[{count}/{len(tasks)}, {time.monotonic() - began:.0f} s] {name}: {said}")
+            command.tell(f"[{count}/{len(tasks)}, {time.monotonic() - began:.0f} s] {name}: {said}")
         return failed
 
 
@@ -92,40 +94,22 @@ def key(trial: Trial) -> bytes:
     return msgspec.json.encode(trial, order="deterministic")
 
 
-def title(trial: Trial) -> str:
-    """Return the trial's name for readers."""
-    return f"{trial.name} lag {trial.lag} seed {trial.seed}"
+# What follows runs in the processes of the pool, which alone import torch.
 
 
-def tell(what: str) -> None:
-    """Print progress."""
-    print(what, file=sys.stderr, flush=True)
-
-
-def pass_rate(result: Outcome | float) -> float:
-    """Return the pass rate of a run or a warm-up."""
-    return result if isinstance(result, float) else result.final
-
-
-# What follows runs in the processes of the pool.
-
-
-def enter() -> None:
-    """Set a process up, once."""
-    from .training import enter
+def _enter() -> None:
+    from .exact_lag import enter
 
     enter()
 
 
-def warm_up(trial: Trial, start: Path) -> float:
-    """Make the model that the trial and others begin with."""
-    from .training import make_start
+def _warm_up(trial: Trial, start: Path) -> float:
+    from .exact_lag import make_start
 
     return make_start(trial.seed, trial.settings, start)
 
 
-def train(trial: Trial, start: Path) -> Outcome:
-    """Run one trial."""
-    from .training import run_trial
+def _train(trial: Trial, start: Path) -> Outcome:
+    from .exact_lag import run_trial
 
     return run_trial(trial, start)

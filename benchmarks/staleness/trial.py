@@ -48,6 +48,11 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     settings: Settings
 
     @property
+    def title(self) -> str:
+        """Return the trial's name for readers."""
+        return f"{self.name} lag {self.lag} seed {self.seed}"
+
+    @property
     def start(self) -> str:
         """Return the name of the warmed-up model: one a seed, whatever is trained after it."""
         steps = self.settings.warm_up_steps
@@ -64,8 +69,6 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Pairs (steps trained, pass rate)."""
     curves: dict[str, list[float | None]]
     """Values by step: lag, reward (of the old weights), grad_norm and the loss's reports; None is not finite."""
-    seconds: dict[str, float]
-    """The seconds of each kind of work."""
 
 
 def read_outcomes(path: Path) -> list[Outcome]:

@@ -1,38 +1,121 @@
 """A warmed-up start, and a run from it: the product's parts in one thread, with a lag that is exact."""
 
+import asyncio
 import os
-import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 
 import msgspec
+import numpy as np
 import torch
 from msgspec.structs import replace
+from transformers import AutoModelForCausalLM
 
-from headway.broker.schema import Prompt, WeightVersion
+from headway.broker.schema import Group, Prompt, Trajectory, TrajectoryId, VersionSpan, WeightVersion
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.roles.backend import recipe_backend
 from headway.deploy.roles.learner import recipe_updater
 from headway.deploy.roles.stage import fine_tune
+from headway.deploy.roles.trained_model import own_decoding
 from headway.deploy.terminal import Terminal
 from headway.learner.algorithm_config import AlgorithmConfig
 from headway.learner.backends.base import Backend
+from headway.learner.config import ModelConfig
 from headway.learner.data.prompts import open_prompts
 from headway.learner.data.prompts.cursor import PromptCursor
 from headway.learner.models.pretrained import load_tokenizer
 from headway.learner.ranks import Ranks
+from headway.rollout_workers.decoding import response_text
+from headway.rollout_workers.engines.base import FinishReason, GenerationRequest, NamedTensors
+from headway.rollout_workers.engines.embedded.decoder import Decoder, Sample, Sampler
+from headway.rollout_workers.engines.embedded.slot_cache import ATTENTION
+from headway.rollout_workers.engines.weight_loading.named_tensors import load_tensors
+from headway.rollout_workers.rewards import Score, open_reward
 
-from .rollouts import Rollouts
 from .trial import Outcome, Settings, Trial
 
+CPU = torch.device("cpu")
 HELD_OUT_SEED = 0
 """The seed with which held-out prompts are sampled: the same noise for all weights."""
 SEEDS_APART = 1_000_000
 """Every step of every seed samples with noise of its own, the same for all compositions and lags."""
+
+
+class Rollouts:
+    """A policy that samples. A batch depends on its weights, prompts and seed alone."""
+
+    def __init__(self, recipe: Recipe, model_dir: Path) -> None:
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation=ATTENTION)
+        self._model = model.eval().requires_grad_(False)
+        self._version = WeightVersion(0, 0)
+        self._decoding = own_decoding(ModelConfig(path=str(model_dir)), recipe.sampling)
+        self._scorer = asyncio.run(open_reward(recipe.rewards))
+        self._sampling = recipe.sampling
+        self._max_model_len = recipe.engine.max_model_len
+
+    def load(self, version: WeightVersion, tensors: NamedTensors) -> None:
+        """Sample from these weights from now on."""
+        load_tensors(self._model, tensors)
+        self._version = version
+
+    def sample(self, prompts: Sequence[Prompt], seed: int) -> list[Group]:
+        """Return `num_samples` responses to each prompt, scored."""
+        samples = [self._sample(prompt) for prompt in prompts for _ in range(prompt.num_samples)]
+        decoder = Decoder(self._model, len(samples), self._max_model_len, Sampler(seed, CPU), CPU, self._version)
+        for sample in samples:
+            decoder.add(sample)
+        while decoder.running:
+            decoder.step()
+        trajectories = iter(self._trajectories(prompts, samples))
+        return [
+            Group(prompt=prompt, round=0, trajectories=tuple(islice(trajectories, prompt.num_samples)))
+            for prompt in prompts
+        ]
+
+    def _sample(self, prompt: Prompt) -> Sample:
+        request = GenerationRequest(
+            request_id=prompt.group,
+            prompt_tokens=prompt.token_ids,
+            max_new_tokens=self._sampling.max_new_tokens,
+            temperature=self._sampling.temperature,
+            top_p=self._sampling.top_p,
+            top_k=self._sampling.top_k,
+            stop_token_ids=list(self._decoding.stop_token_ids),
+        )
+        limit = min(len(prompt.token_ids) + request.max_new_tokens, self._max_model_len)
+        return Sample(request, limit, list(prompt.token_ids))
+
+    def _trajectories(self, prompts: Sequence[Prompt], responses: Sequence[Sample]) -> Iterator[Trajectory]:
+        """Yield trajectories in the prompts' order, each as many times as it has samples."""
+        places = [(prompt, index) for prompt in prompts for index in range(prompt.num_samples)]
+        scores = asyncio.run(self._scores([prompt for prompt, _ in places], responses))
+        for (prompt, index), response, score in zip(places, responses, scores, strict=True):
+            yield Trajectory(
+                tid=TrajectoryId(prompt.group, 0, index),
+                prompt_tokens=np.asarray(prompt.token_ids, np.int32),
+                response_tokens=np.asarray(response.response, np.int32),
+                behavior_logprobs=np.asarray(response.logprobs, np.float32),
+                loss_mask=np.ones(len(response.logprobs), np.uint8),
+                spans=(VersionSpan(0, len(response.logprobs), self._version),),
+                reward=score.total,
+                rewards=dict(score.components),
+                finish_reason=_reason_of(response),
+                worker="study",
+            )
+
+    async def _scores(self, prompts: Sequence[Prompt], responses: Sequence[Sample]) -> list[Score]:
+        texts = [response_text(self._decoding, response.response) for response in responses]
+        asked = zip(prompts, texts, map(_reason_of, responses), strict=True)
+        return [await self._scorer.score(prompt, text, reason) for prompt, text, reason in asked]
+
+
+def _reason_of(response: Sample) -> FinishReason:
+    assert response.finish_reason is not None
+    return response.finish_reason
 
 
 def enter() -> None:
@@ -60,7 +143,6 @@ def run_trial(trial: Trial, start: Path) -> Outcome:
     """Train from `start` with this composition, lag and seed. Equal trials give equal outcomes."""
     run = Run(trial, start)
     for step in range(trial.settings.steps):
-        run.evaluate_now_and_then(step)
         run.step(step)
     return run.outcome()
 
@@ -109,28 +191,20 @@ class Run:
         """The newest lag + 1 versions, oldest first."""
         self._held_out: list[tuple[int, float]] = []
         self._curves = defaultdict[str, list[float | None]](list)
-        self._seconds = defaultdict[str, float](float)
 
     def step(self, step: int) -> None:
-        """Sample with old weights, train the newest."""
-        settings = self._trial.settings
-        with self._timed("sample"):
-            self.rollouts.load(*self._versions[0])
-            prompts = self._cursor.next(settings.groups_per_step)
-            groups = self.rollouts.sample(prompts, seed=(self._trial.seed + 1) * SEEDS_APART + step)
-        with self._timed("train"):
-            scored = self._updater.compute_advantages(groups, step)
-            update = self._updater.update(self._updater.pack(scored.sequences), step)
-        with self._timed("snapshot"):
-            self._versions.append(weights(self._backend, step + 1))
-        lag = max((int(sequence.lags.max()) for sequence in scored.sequences), default=0)
-        self._note({"lag": lag, "reward": scored.rewards.mean, "grad_norm": update.grad_norm, **update.algorithm})
-
-    def evaluate_now_and_then(self, step: int) -> None:
-        """Evaluate before this step, if it is due."""
+        """Sample with old weights, train the newest, after an evaluation if it is due."""
         settings = self._trial.settings
         if step % settings.evaluate_every == 0:
             self._evaluate(step, self._held_out_prompts[: settings.held_out_often])
+        self.rollouts.load(*self._versions[0])
+        prompts = self._cursor.next(settings.groups_per_step)
+        groups = self.rollouts.sample(prompts, seed=(self._trial.seed + 1) * SEEDS_APART + step)
+        scored = self._updater.compute_advantages(groups, step)
+        update = self._updater.update(self._updater.pack(scored.sequences), step)
+        self._versions.append(weights(self._backend, step + 1))
+        lag = max((int(sequence.lags.max()) for sequence in scored.sequences), default=0)
+        self._note({"lag": lag, "reward": scored.rewards.mean, "grad_norm": update.grad_norm, **update.algorithm})
 
     def outcome(self) -> Outcome:
         """Return the outcome after the last step."""
@@ -140,13 +214,11 @@ class Run:
             final=final,
             held_out=self._held_out,
             curves=dict(self._curves),
-            seconds={name: round(seconds, 2) for name, seconds in self._seconds.items()},
         )
 
     def _evaluate(self, steps: int, prompts: list[Prompt]) -> float:
-        with self._timed("evaluate"):
-            self.rollouts.load(*self._versions[-1])
-            groups = self.rollouts.sample(prompts, seed=HELD_OUT_SEED)
+        self.rollouts.load(*self._versions[-1])
+        groups = self.rollouts.sample(prompts, seed=HELD_OUT_SEED)
         passed = fmean(one.reward >= self._pass_reward for group in groups for one in group.trajectories)
         self._held_out.append((steps, round(passed, 4)))
         return round(passed, 4)
@@ -154,12 +226,6 @@ class Run:
     def _note(self, numbers: Mapping[str, float]) -> None:
         for name, number in numbers.items():
             self._curves[name].append(float(f"{number:.4g}"))  # JSON has no NaN: msgspec writes null
-
-    @contextmanager
-    def _timed(self, what: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self._seconds[what] += time.perf_counter() - began
 
 
 def weights(backend: Backend, step: int) -> tuple[WeightVersion, list[tuple[str, torch.Tensor]]]:
