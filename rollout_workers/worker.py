@@ -22,8 +22,6 @@ from headway.broker.schema.status import WorkerInfo
 from headway.weightsync.config import WeightsConfig
 from headway.weightsync.subscriber import Subscriber
 
-from .config import EvalConfig, SamplingConfig, WorkersConfig
-from .decoding import Decoding
 from .engines.base import Engine
 from .environments import Environment, SingleTurn
 from .evaluation import EvaluationSampler
@@ -31,9 +29,8 @@ from .health import EngineHealth, RunEnd, Verdict
 from .rewards.base import Reward
 from .samples.episode import Episodes
 from .samples.generation import MonitoredEngine
-from .samples.leased_samples import ConcurrencyShare, HeldLeases, LeasedSamples, WorkerSubmissions
+from .samples.leased_samples import ConcurrencyShare, HeldLeases, LeasedSamples, WorkerContext, WorkerSubmissions
 from .samples.teacher_client import TeacherClient
-from .samples.tracing import NO_TRACER, SampleTracer
 from .weight_updates.engine_device_lock import EngineDeviceLock
 from .weight_updates.engine_weights import EngineWeights, SwapTurns
 
@@ -55,6 +52,7 @@ class Worker:
 
     def __init__(
         self,
+        context: WorkerContext,
         *,
         broker: Broker,
         engine: Engine,
@@ -62,54 +60,35 @@ class Worker:
         reward: Reward,
         environment: Environment | None = None,
         teacher: TeacherClient | None = None,
-        decoding: Decoding,
-        sampling: SamplingConfig,
-        config: WorkersConfig,
-        weights: WeightsConfig,
-        lease_ttl_s: float,
-        worker: str,
-        engine_kind: str,
-        records_experts: bool = False,
-        is_colocated: bool = False,
-        evaluation: EvalConfig | None = None,
-        under_way: int = 0,
-        tracer: SampleTracer = NO_TRACER,
         on_unhealthy: Callable[[], object] = lambda: None,
         exit_step_s: float = EXIT_STEP_S,
     ) -> None:
         """`environment` answers turns; without one an episode has one turn. `teacher` adds its logprobs of the
-        tokens to trajectories. With `records_experts` trajectories carry the experts that their tokens were given. With
-        `is_colocated` the engine shares its device with the learner, in turns. `evaluation` says how held-out prompts
-        are sampled; by default this worker samples none. `under_way`: see ConcurrencyShare. `tracer` follows every
-        sample that may be trained. `on_unhealthy` is called once, when the worker finds itself unhealthy and begins to
+        tokens to trajectories. `on_unhealthy` is called once, when the worker finds itself unhealthy and begins to
         hand its work back. `exit_step_s` limits each step of leaving (see EXIT_STEP_S)."""
+        self._context = context
+        self._worker, self._config = context.worker, context.config
         self._broker = broker
         self._engine = engine
         self._subscriber = subscriber
-        self._decoding = decoding
-        self._episodes = Episodes(environment or SingleTurn(), reward, decoding)
+        self._episodes = Episodes(environment or SingleTurn(), reward, context.decoding)
         self._teacher = teacher
-        self._sampling = sampling
-        self._config = config
-        self._lease_ttl_s = lease_ttl_s
-        self._worker = worker
-        self._engine_kind = engine_kind
         self._outages = Outages(broker.url)
-        self._alive_s = MISSED_HEARTBEATS * config.heartbeat_s
-        self._held = HeldLeases(broker.leases, lease_ttl_s)
+        self._alive_s = MISSED_HEARTBEATS * self._config.heartbeat_s
+        self._held = HeldLeases(broker.leases, context.lease_ttl_s)
         self._wake = asyncio.Event()
         self._submissions = WorkerSubmissions(broker.leases, self._outages)
-        self._weights = self._engine_weights(weights)
+        self._weights = self._engine_weights(context.weights)
         self._monitored_engine = self._monitor_engine()
-        self._device = self._engine_device_lock() if is_colocated else None
-        self._samples = self._leased_samples(records_experts, tracer)
-        self._evaluation_sampler = self._held_out_sampler(evaluation or EvalConfig())
-        self._concurrency = ConcurrencyShare(worker, engine.capacity, under_way)
+        self._device = self._engine_device_lock() if context.is_colocated else None
+        self._samples = self._leased_samples()
+        self._evaluation_sampler = self._held_out_sampler()
+        self._concurrency = ConcurrencyShare(self._worker, engine.capacity, context.under_way)
         self._admitting = asyncio.Lock()
         self._verdict: Verdict | None = None
         self._on_unhealthy = on_unhealthy
         self._farewell_s = exit_step_s
-        self._run_end = RunEnd(config.patience_s)
+        self._run_end = RunEnd(self._config.patience_s)
         self._end = ""
 
     def _engine_weights(self, weights: WeightsConfig) -> EngineWeights:
@@ -136,9 +115,10 @@ class Worker:
         """Return the lock on the device that the engine shares with the learner."""
         return EngineDeviceLock(self._broker, self._engine, self._worker, self._outages, self._weights, self._set_aside)
 
-    def _leased_samples(self, records_experts: bool, tracer: SampleTracer) -> LeasedSamples:
+    def _leased_samples(self) -> LeasedSamples:
         """Return the samples that may be trained."""
         return LeasedSamples(
+            self._context,
             self._broker.leases,
             self._held,
             self._monitored_engine,
@@ -146,29 +126,22 @@ class Worker:
             self._teacher,
             self._submissions,
             self._outages,
-            worker=self._worker,
-            lease_ttl_s=self._lease_ttl_s,
-            decoding=self._decoding,
-            sampling=self._sampling,
-            config=self._config,
-            records_experts=records_experts,
-            tracer=tracer,
             reach=self._weights.reach,
             on_change=self._wake.set,
         )
 
-    def _held_out_sampler(self, evaluation: EvalConfig) -> EvaluationSampler:
+    def _held_out_sampler(self) -> EvaluationSampler:
         """Return this worker's part of the evaluations that the learner asks for."""
         return EvaluationSampler(
             self._broker.evaluations,
             self._outages,
             self._episodes,
-            self._decoding,
-            self._sampling,
-            evaluation,
+            self._context.decoding,
+            self._context.sampling,
+            self._context.evaluation,
             self._monitored_engine.generate,
             worker=self._worker,
-            lease_ttl_s=self._lease_ttl_s,
+            lease_ttl_s=self._context.lease_ttl_s,
             max_model_len=self._engine.max_model_len,
             on_change=self._wake.set,
         )
@@ -257,7 +230,7 @@ class Worker:
         if version is None or room <= 0:
             return ()
         with self._outages:
-            reply = await self._broker.leases.lease(self._worker, version, room, self._lease_ttl_s)
+            reply = await self._broker.leases.lease(self._worker, version, room, self._context.lease_ttl_s)
             self._note_state(reply.state)
             return reply.leases
         return ()
@@ -283,7 +256,7 @@ class Worker:
             worker=self._worker,
             host=socket.gethostname(),
             pid=os.getpid(),
-            engine=self._engine_kind,
+            engine=self._context.engine_kind,
             state=self._state(),
             version=version,
             broadcast_epoch=self._subscriber.epoch,

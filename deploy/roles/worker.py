@@ -195,6 +195,7 @@ async def _work(
     from headway.rollout_workers.decoding import load_decoding
     from headway.rollout_workers.environments import open_environment
     from headway.rollout_workers.model_download import fetch_model
+    from headway.rollout_workers.samples.leased_samples import WorkerContext
     from headway.rollout_workers.weight_updates.engine_device_lock import keep_awake
     from headway.rollout_workers.worker import Worker
     from headway.weightsync.subscriber import Subscriber
@@ -205,7 +206,7 @@ async def _work(
     if fetched is None:
         return
     model = fetched.directory
-    is_colocated, records_experts = recipe.run.is_colocated, recipe.algorithm.router_replay
+    is_colocated = recipe.run.is_colocated
     if is_colocated and not await or_drained(_may_open(broker, recipe, worker), drain):
         return
     with lasting_config_errors(), keep_awake(broker, worker) if is_colocated else nullcontext():
@@ -216,26 +217,28 @@ async def _work(
     gc.freeze()  # an engine's packages keep millions of objects for good, which would be examined ten times a second
     with ExitStack() as traced:
         async with closing_parts(engine) as opened:
-            tracer = traced.enter_context(open_sample_traces(recipe.run.name, worker))
+            context = WorkerContext(
+                worker=worker,
+                engine_kind=recipe.engine.kind,
+                lease_ttl_s=recipe.broker.lease_ttl_s,
+                decoding=load_decoding(model, fetched.end_tokens, recipe.sampling.keep_special_tokens),
+                sampling=recipe.sampling,
+                config=recipe.workers,
+                weights=recipe.weights,
+                records_experts=recipe.algorithm.router_replay,
+                is_colocated=is_colocated,
+                evaluation=recipe.evaluation,
+                under_way=_under_way(recipe),
+                tracer=traced.enter_context(open_sample_traces(recipe.run.name, worker)),
+            )
             rollout = Worker(
+                context,
                 broker=broker,
                 engine=engine,
                 subscriber=closed_by(opened, Subscriber(broker, worker, recipe.weights, roots, _model_here(recipe))),
                 reward=closed_by(opened, await _open_reward(broker, recipe, worker, roots)),
                 environment=closed_by(opened, await open_environment(recipe.environment, roots)),
                 teacher=closed_by(opened, open_teacher(broker, recipe, worker)),
-                decoding=load_decoding(model, fetched.end_tokens, recipe.sampling.keep_special_tokens),
-                sampling=recipe.sampling,
-                config=recipe.workers,
-                weights=recipe.weights,
-                lease_ttl_s=recipe.broker.lease_ttl_s,
-                worker=worker,
-                engine_kind=recipe.engine.kind,
-                records_experts=records_experts,
-                is_colocated=is_colocated,
-                evaluation=recipe.evaluation,
-                under_way=_under_way(recipe),
-                tracer=tracer,
                 on_unhealthy=_end_soon,
                 exit_step_s=exit_step_s,
             )

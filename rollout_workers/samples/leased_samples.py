@@ -9,6 +9,7 @@ hands the rest back at the end. `WorkerSubmissions` hands finished samples in, a
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -18,15 +19,16 @@ from headway.broker.client.outages import Outages
 from headway.broker.client.status import HeartbeatReply, StatusVerbs
 from headway.broker.schema import Lease, Segment, Trajectory, WeightVersion
 from headway.broker.schema.status import WorkerInfo
-from headway.rollout_workers.config import SamplingConfig, WorkersConfig
+from headway.rollout_workers.config import EvalConfig, SamplingConfig, WorkersConfig
 from headway.rollout_workers.decoding import Decoding
 from headway.rollout_workers.rewards.base import UnscoredError
+from headway.weightsync.config import WeightsConfig
 
 from .episode import Episodes, ScoredTurn
 from .generation import EngineFailedError, MonitoredEngine, request_of, room
 from .recorder import Recorder, SegmentLog
 from .teacher_client import TeacherClient
-from .tracing import SampleTrace, SampleTracer
+from .tracing import NO_TRACER, SampleTrace, SampleTracer
 
 log = logging.getLogger(__name__)
 
@@ -222,11 +224,36 @@ class ConcurrencyShare:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class WorkerContext:
+    """What a worker is told of its run."""
+
+    worker: str
+    """The worker's name."""
+    engine_kind: str
+    lease_ttl_s: float
+    decoding: Decoding
+    sampling: SamplingConfig
+    config: WorkersConfig
+    weights: WeightsConfig
+    records_experts: bool = False
+    """Whether trajectories carry the experts that their tokens were given."""
+    is_colocated: bool = False
+    """Whether the engine shares its device with the learner, in turns."""
+    evaluation: EvalConfig = field(default_factory=EvalConfig)
+    """How held-out prompts are sampled; by default the worker samples none."""
+    under_way: int = 0
+    """See ConcurrencyShare."""
+    tracer: SampleTracer = NO_TRACER
+    """It follows every sample that may be trained."""
+
+
 class LeasedSamples:
     """Plays every leased sample to its end, in a task of its own."""
 
     def __init__(
         self,
+        context: WorkerContext,
         leases: Leases,
         held: HeldLeases,
         engine: MonitoredEngine,
@@ -235,18 +262,12 @@ class LeasedSamples:
         submissions: WorkerSubmissions,
         outages: Outages,
         *,
-        worker: str,
-        lease_ttl_s: float,
-        decoding: Decoding,
-        sampling: SamplingConfig,
-        config: WorkersConfig,
-        records_experts: bool,
-        tracer: SampleTracer,
         reach: Callable[[WeightVersion | None], Awaitable[WeightVersion]],
         on_change: Callable[[], None],
     ) -> None:
         """`reach` waits until the engine holds verified weights at least as new as a version. `on_change` is called
         when the engine has room again, or a lease is gone."""
+        self._context = context
         self._leases = leases
         self._held = held
         self._engine = engine
@@ -254,13 +275,6 @@ class LeasedSamples:
         self._teacher = teacher
         self._submissions = submissions
         self._outages = outages
-        self._worker = worker
-        self._lease_ttl_s = lease_ttl_s
-        self._decoding = decoding
-        self._sampling = sampling
-        self._config = config
-        self._records_experts = records_experts
-        self._tracer = tracer
         self._reach = reach
         self._on_change = on_change
         self.resumed_tokens = 0
@@ -268,13 +282,13 @@ class LeasedSamples:
 
     def begin(self, lease: Lease, create_task: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]) -> None:
         """Hold the lease, and begin its sample."""
-        prompt_length = len(lease.prompt.token_ids) if self._records_experts else None
+        prompt_length = len(lease.prompt.token_ids) if self._context.records_experts else None
         recorder = Recorder(lease.segments, prompt_length=prompt_length)
-        segments = SegmentLog(lease, recorder, self._append, self._config)
+        segments = SegmentLog(lease, recorder, self._append, self._context.config)
         self._held.hold(lease, segments, create_task(self._sample(lease, recorder, segments)))
 
     async def _sample(self, lease: Lease, recorder: Recorder, segments: SegmentLog) -> None:
-        with self._tracer.sample(lease, recorder) as trace:
+        with self._context.tracer.sample(lease, recorder) as trace:
             try:
                 scored = await self._scored_turn(lease, recorder, segments, trace)
                 from_teacher = None if self._teacher is None else await self._teacher.logprobs(lease.prompt, recorder)
@@ -284,7 +298,7 @@ class LeasedSamples:
                 self._mark_generated(lease)
                 await self._submissions.give_up(lease, str(error))
             else:
-                trajectory = recorder.to_trajectory(lease, scored.components, scored.reward, self._worker)
+                trajectory = recorder.to_trajectory(lease, scored.components, scored.reward, self._context.worker)
                 if from_teacher is not None:
                     trajectory = msgspec.structs.replace(trajectory, **from_teacher._asdict())
                 trace.submitted(trajectory, await self._submissions.submit(lease, trajectory))
@@ -314,7 +328,7 @@ class LeasedSamples:
             log.info("%s goes on after %d tokens", lease.tid, len(recorder.tokens))
             self.resumed_tokens += len(recorder.tokens)
             await self._reach(recorder.newest_version)  # within a sample versions never go back
-        request = request_of(lease, self._sampling, self._decoding)
+        request = request_of(lease, self._context.sampling, self._context.decoding)
         return await self._episodes.play(
             lease.prompt,
             recorder,
@@ -329,7 +343,7 @@ class LeasedSamples:
         # As for a whole sample: no worker may continue what failing weights sampled.
         await self._reach(segment.spans[-1].version)
         with self._outages:
-            reply = await self._leases.append(lease, segment, self._lease_ttl_s)
+            reply = await self._leases.append(lease, segment, self._context.lease_ttl_s)
             if reply.outcome is AppendOutcome.FENCED:
                 self._held.drop_lost(lease)
                 self._on_change()

@@ -12,6 +12,7 @@ from headway.rollout_workers.config import SamplingConfig, WorkersConfig
 from headway.rollout_workers.decoding import Decoding
 from headway.rollout_workers.engines.base import Chunk, GenerationRequest, NamedTensors
 from headway.rollout_workers.rewards.base import Score
+from headway.rollout_workers.samples.leased_samples import WorkerContext
 from headway.rollout_workers.worker import Worker
 from headway.weightsync.config import WeightsConfig
 from headway.weightsync.deliveries import BufferSet, Delivery
@@ -101,18 +102,21 @@ async def work(url: str, run: str, name: str, base: int, capacity: int) -> None:
     broker = await open_broker(url, run)
     engine = SlowEngine(base)
     engine.capacity = capacity
-    worker = Worker(
-        broker=broker,
-        engine=engine,
-        subscriber=OneVersion(),
-        reward=OneReward(),
+    context = WorkerContext(
+        worker=name,
+        engine_kind="slow",
+        lease_ttl_s=LEASE_TTL_S,
         decoding=Decoding(lambda tokens: "", (0,)),
         sampling=SamplingConfig(max_new_tokens=LENGTH),
         config=WorkersConfig(heartbeat_s=0.1, segment_tokens=4, probe_swaps=False),
         weights=WeightsConfig(),
-        lease_ttl_s=LEASE_TTL_S,
-        worker=name,
-        engine_kind="slow",
+    )
+    worker = Worker(
+        context,
+        broker=broker,
+        engine=engine,
+        subscriber=OneVersion(),
+        reward=OneReward(),
     )
     await worker.run()
     await broker.close()

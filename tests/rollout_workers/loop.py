@@ -19,6 +19,7 @@ from headway.rollout_workers.decoding import Decoding
 from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.base import NamedTensors
 from headway.rollout_workers.rewards.base import Score
+from headway.rollout_workers.samples.leased_samples import WorkerContext
 from headway.rollout_workers.samples.teacher_client import TeacherClient
 from headway.rollout_workers.worker import EXIT_STEP_S, Worker
 from headway.weightsync.config import WeightsConfig
@@ -240,26 +241,29 @@ def make_worker(
     exit_step_s: float = EXIT_STEP_S,
 ) -> Worker:
     """Make a worker without stop tokens, so that every response has exactly `max_new_tokens`."""
-    return Worker(
-        broker=broker,
-        engine=engine,
-        subscriber=subscriber,
-        reward=reward or OneReward(),
-        environment=environment,
-        teacher=teacher,
+    context = WorkerContext(
+        worker=name,
+        engine_kind="embedded",
+        lease_ttl_s=lease_ttl_s,
         decoding=decoding(stop_token_ids),
         sampling=SamplingConfig(max_new_tokens=max_new_tokens),
         config=WorkersConfig(
             heartbeat_s=heartbeat_s, patience_s=patience_s, segment_tokens=segment_tokens, stall_s=stall_s
         ),
         weights=weights or WeightsConfig(),
-        lease_ttl_s=lease_ttl_s,
-        worker=name,
-        engine_kind="embedded",
         records_experts=records_experts,
         is_colocated=is_colocated,
-        evaluation=evaluation,
+        evaluation=evaluation or EvalConfig(),
         under_way=under_way,
+    )
+    return Worker(
+        context,
+        broker=broker,
+        engine=engine,
+        subscriber=subscriber,
+        reward=reward or OneReward(),
+        environment=environment,
+        teacher=teacher,
         on_unhealthy=on_unhealthy,
         exit_step_s=exit_step_s,
     )
