@@ -23,7 +23,7 @@ from headway.broker import BlockingBroker
 from headway.broker.client.learner import CheckpointMark
 from headway.broker.schema import RunRules, WeightVersion
 from headway.broker.schema.weights import Probe
-from headway.learner.backends.fsdp.backend import HuggingFaceExport
+from headway.learner.backends.fsdp.hugging_face import HuggingFaceExport
 from headway.learner.backends.fsdp.sharding import local
 from headway.learner.ranks import join_ranks
 from headway.rollout_workers.engines.weight_loading.named_tensors import one_by_one

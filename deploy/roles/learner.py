@@ -53,7 +53,7 @@ from headway.learner.models.pretrained import load_config, load_tokenizer
 from headway.learner.objective.composition import needs_critic, needs_reference, needs_teacher
 from headway.learner.objective.logprob_agreement import EXACT, EXPLAINED, QUANTIZED
 from headway.learner.objective.loss import Objective
-from headway.learner.objective.update import Updater
+from headway.learner.objective.update import UpdateConfig, Updater
 from headway.learner.ranks import Ranks
 from headway.learner.stages.device_lock import DeviceLock, wait_for_device
 from headway.learner.stages.distill import as_teacher
@@ -356,16 +356,18 @@ def recipe_updater(recipe: Recipe, backend: Backend, ranks: Ranks) -> Updater:
         objective,
         recipe_backend(recipe) if needs_reference(recipe.algorithm) else None,
         recipe_critic(recipe, ranks) if needs_critic(recipe.algorithm) else None,
-        algorithm=recipe.algorithm,
-        learner=recipe.learner,
-        optimizer=recipe.optimizer,
-        temperature=recipe.sampling.temperature,
-        max_new_tokens=recipe.sampling.max_new_tokens,
-        max_lag=recipe.staleness.max_lag,
-        cost=recipe_cost(recipe),
-        routing=recipe_routing(recipe),
-        agreement_bound=agreement_bound(recipe),
-        is_cut=recipe.sampling.top_p < 1 or recipe.sampling.top_k > 0,
+        config=UpdateConfig(
+            algorithm=recipe.algorithm,
+            learner=recipe.learner,
+            optimizer=recipe.optimizer,
+            temperature=recipe.sampling.temperature,
+            max_new_tokens=recipe.sampling.max_new_tokens,
+            max_lag=recipe.staleness.max_lag,
+            cost=recipe_cost(recipe),
+            routing=recipe_routing(recipe),
+            agreement_bound=agreement_bound(recipe),
+            is_cut=recipe.sampling.top_p < 1 or recipe.sampling.top_k > 0,
+        ),
     )
 
 

@@ -86,12 +86,31 @@ class _Part:
     """Metrics of how well the critic's values explain the returns, over the whole step."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class UpdateConfig:
+    """The settings of all updates of a run, the same on every rank."""
+
+    algorithm: AlgorithmConfig
+    learner: LearnerConfig
+    optimizer: OptimizerConfig
+    temperature: float
+    max_new_tokens: int
+    max_lag: int
+    cost: CostModel = DEFAULT_COST
+    """Balances replicas."""
+    routing: Routing | None = None
+    """The sizes of a model whose routers replay the engine's choices."""
+    agreement_bound: float = 0.0
+    """The bound of `LogprobAgreement`."""
+    is_cut: bool = False
+    """As for `LogprobAgreement`."""
+
+
 class Updater:
     """Turns batches into optimizer updates. Collective over the ranks.
 
     `reference` is needed for a KL penalty and for most losses of pairs, `critic` for advantages by generalized
-    estimation. `cost` balances replicas and is the same on every rank. `routing` describes a model whose routers replay
-    the engine's choices. `agreement_bound` and `is_cut` are those of `LogprobAgreement`.
+    estimation.
     """
 
     def __init__(
@@ -102,16 +121,7 @@ class Updater:
         reference: Backend | None,
         critic: Critic | None = None,
         *,
-        algorithm: AlgorithmConfig,
-        learner: LearnerConfig,
-        optimizer: OptimizerConfig,
-        temperature: float,
-        max_new_tokens: int,
-        max_lag: int,
-        cost: CostModel = DEFAULT_COST,
-        routing: Routing | None = None,
-        agreement_bound: float = 0.0,
-        is_cut: bool = False,
+        config: UpdateConfig,
     ) -> None:
         self._backend = backend
         self._ranks = ranks
@@ -119,22 +129,13 @@ class Updater:
         self._first_objective = objective.of_first_update()
         self._reference = reference
         self._critic = critic
-        self._advantage = None if critic else open_advantage(algorithm)
-        self._shaping = algorithm.reward
-        self._masks_truncated = algorithm.mask_truncated
-        self._kl = algorithm.kl
-        is_in_reward = algorithm.kl.coefficient > 0 and algorithm.kl.place == "reward"
-        self._reward_kl = KL_ESTIMATORS[algorithm.kl.kind] if reference and is_in_reward else None
-        self._learner = learner
-        self._prefix_sharing = prefix_sharing_of(learner)
-        self._optimizer = optimizer
-        self._temperature = temperature
-        self._max_new_tokens = max_new_tokens
-        self._max_lag = max_lag
-        self._cost = cost
-        self._routing = routing
-        self._has_candidates = algorithm.distillation.candidates > 0
-        self._logprob_agreement = LogprobAgreement(ranks, agreement_bound, is_cut=is_cut)
+        self._config = config
+        self._advantage = None if critic else open_advantage(config.algorithm)
+        self._kl = config.algorithm.kl
+        is_in_reward = self._kl.coefficient > 0 and self._kl.place == "reward"
+        self._reward_kl = KL_ESTIMATORS[self._kl.kind] if reference and is_in_reward else None
+        self._prefix_sharing = prefix_sharing_of(config.learner)
+        self._logprob_agreement = LogprobAgreement(ranks, config.agreement_bound, is_cut=config.is_cut)
 
     @property
     def models(self) -> list[TrainableModel]:
@@ -172,7 +173,7 @@ class Updater:
         Rewards and the mean over tokens are as with TRL's mask_truncated_completions (1.16); means over sequences
         count truncated ones there.
         """
-        rewards_S = shaped_rewards(groups, self._shaping, self._max_new_tokens)
+        rewards_S = shaped_rewards(groups, self._config.algorithm.reward, self._config.max_new_tokens)
         if self._advantage is None:
             advantages = rewards_S.tolist()
         else:
@@ -180,7 +181,7 @@ class Updater:
                 rewards_S = self._less_kl(rewards_S, self._sequences(groups, [0.0] * len(rewards_S), step))
             advantages = group_advantages(groups, rewards_S, self._advantage)
         sequences, trajectories = self._sequences(groups, advantages, step), trajectories_of(groups)
-        may_train = [not (self._masks_truncated and is_truncated(one)) for one in trajectories]
+        may_train = [not (self._config.algorithm.mask_truncated and is_truncated(one)) for one in trajectories]
         trained, figures = [index for index, may in enumerate(may_train) if may], dict[str, float]()
         if self._objective.is_of_pairs:
             has_loss = [may and bool(one.loss_mask.any()) for may, one in zip(may_train, sequences, strict=True)]
@@ -199,7 +200,7 @@ class Updater:
         of later updates are packed meanwhile."""
         size = 2 if self._objective.is_of_pairs else 1
         units = [sequences[start : start + size] for start in range(0, len(sequences), size)]
-        parts = split(units, self._learner.updates_per_step)
+        parts = split(units, self._config.learner.updates_per_step)
         return Prefetcher([partial(self._packed, part) for part in parts])
 
     def update(self, packed: Sequence[list[PackedBatch]], step: int, *, is_of_this_learner: bool = True) -> Update:
@@ -220,7 +221,7 @@ class Updater:
             token_loss = objective.token_loss(
                 part.batches, self._ranks.sum, proximal_logprobs, part.reference, current_logprobs
             )
-            loss, grad_norm, report = self._backend.step(part.batches, token_loss, self._temperature, rate)
+            loss, grad_norm, report = self._backend.step(part.batches, token_loss, self._config.temperature, rate)
             losses.append(loss)
             norms.append(grad_norm)
             reports += report
@@ -239,7 +240,7 @@ class Updater:
             learning_rate=rate,
             micro_batches=micro_batches,
             computed_tokens=self._computed_tokens(parts),
-            budget_tokens=micro_batches * self._learner.micro_batch_tokens,
+            budget_tokens=micro_batches * self._config.learner.micro_batch_tokens,
             algorithm={**summarize(whole), **parts[0].estimates, **_means(critic_reports), **agreement},
             by_lag=summarize_by_lag(whole),
         )
@@ -262,10 +263,10 @@ class Updater:
 
     def learning_rate(self, step: int) -> float:
         """Returns the learning rate of a step."""
-        optimizer = self._optimizer
+        optimizer = self._config.optimizer
         return learning_rate(
             step,
-            self._learner.steps,
+            self._config.learner.steps,
             peak=optimizer.learning_rate,
             warmup_steps=optimizer.warmup_steps,
             schedule=optimizer.schedule,
@@ -279,9 +280,9 @@ class Updater:
                 trajectory,
                 advantages=advantage,
                 step=step,
-                max_lag=self._max_lag,
-                routing=self._routing,
-                has_candidates=self._has_candidates,
+                max_lag=self._config.max_lag,
+                routing=self._config.routing,
+                has_candidates=self._config.algorithm.distillation.candidates > 0,
             )
             for trajectory, advantage in zip(trajectories_of(groups), advantages, strict=True)
         )
@@ -361,8 +362,8 @@ class Updater:
             units,
             replica=self._ranks.replica,
             replicas=self._ranks.replicas,
-            micro_batch_tokens=self._learner.micro_batch_tokens,
-            cost=self._cost,
+            micro_batch_tokens=self._config.learner.micro_batch_tokens,
+            cost=self._config.cost,
             prefix_sharing=self._prefix_sharing,
         )
         wanted = partial(
@@ -374,14 +375,14 @@ class Updater:
 
     def _logprobs(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
         """Returns logprobs under the present weights."""
-        return self._backend.logprobs([batch.plain for batch in batches], self._temperature)
+        return self._backend.logprobs([batch.plain for batch in batches], self._config.temperature)
 
     def _reference_logprobs(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor] | None:
         """Returns the reference's logprobs under its own choice of experts, as no engine sampled from it."""
         if self._reference is None:
             return None
         own = [dataclasses.replace(batch.plain, experts_TLK=None) for batch in batches]
-        return self._reference.logprobs(own, self._temperature)
+        return self._reference.logprobs(own, self._config.temperature)
 
 
 def prefix_sharing_of(learner: LearnerConfig) -> PrefixSharing:

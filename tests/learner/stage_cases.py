@@ -26,7 +26,7 @@ from headway.learner.experience.stream import Experience
 from headway.learner.objective.composition import needs_critic, needs_reference
 from headway.learner.objective.critic import Critic
 from headway.learner.objective.loss import Objective
-from headway.learner.objective.update import Updater
+from headway.learner.objective.update import UpdateConfig, Updater
 from headway.learner.ranks import Ranks
 from headway.learner.stages import open_stage
 from headway.learner.stages.base import Progress, Stage
@@ -171,12 +171,14 @@ def updater_of(backend: Backend, algorithm: AlgorithmConfig, backend_kind: str) 
         Objective(algorithm),
         reference,
         critic,
-        algorithm=algorithm,
-        learner=LearnerConfig(micro_batch_tokens=64, steps=STEPS),
-        optimizer=replace(OPTIMIZER, learning_rate=1e-2, schedule="cosine"),
-        temperature=1.0,
-        max_new_tokens=32,
-        max_lag=2,
+        config=UpdateConfig(
+            algorithm=algorithm,
+            learner=LearnerConfig(micro_batch_tokens=64, steps=STEPS),
+            optimizer=replace(OPTIMIZER, learning_rate=1e-2, schedule="cosine"),
+            temperature=1.0,
+            max_new_tokens=32,
+            max_lag=2,
+        ),
     )
 
 

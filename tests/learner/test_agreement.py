@@ -17,7 +17,7 @@ from headway.learner.config import LearnerConfig
 from headway.learner.models.pretrained import load_model
 from headway.learner.objective.logprob_agreement import EXACT, DisagreementError
 from headway.learner.objective.loss import Objective
-from headway.learner.objective.update import Updater
+from headway.learner.objective.update import UpdateConfig, Updater
 from headway.learner.ranks import Ranks
 from headway.learner.stages.loop import replay
 from tests.learner.tiny import OPTIMIZER, model_config, sequences
@@ -65,14 +65,16 @@ def updater_of(backend: Backend, bound: float, *, is_cut: bool = False) -> Updat
         Ranks.of(backend),
         Objective(algorithm),
         None,
-        algorithm=algorithm,
-        learner=LearnerConfig(micro_batch_tokens=40),
-        optimizer=OPTIMIZER,
-        temperature=1.0,
-        max_new_tokens=32,
-        max_lag=4,
-        agreement_bound=bound,
-        is_cut=is_cut,
+        config=UpdateConfig(
+            algorithm=algorithm,
+            learner=LearnerConfig(micro_batch_tokens=40),
+            optimizer=OPTIMIZER,
+            temperature=1.0,
+            max_new_tokens=32,
+            max_lag=4,
+            agreement_bound=bound,
+            is_cut=is_cut,
+        ),
     )
 
 

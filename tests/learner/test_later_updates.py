@@ -19,7 +19,7 @@ from headway.learner.config import LearnerConfig
 from headway.learner.objective.composition import needs_reference
 from headway.learner.objective.critic import Critic
 from headway.learner.objective.loss import Objective
-from headway.learner.objective.update import Update, Updater
+from headway.learner.objective.update import Update, UpdateConfig, Updater
 from headway.learner.ranks import Ranks
 from tests.learner.preset_oracles import LOSSES, MAX_NEW_TOKENS, OF_PAIRS, Response, Token, loss_of
 from tests.learner.test_presets import CANDIDATES, sampled
@@ -146,12 +146,14 @@ def train(name: str, updates_per_step: int, monkeypatch: pytest.MonkeyPatch) -> 
         Objective(config, max_new_tokens=MAX_NEW_TOKENS),
         reference() if needs_reference(config) else None,
         critic,
-        algorithm=config,
-        learner=LearnerConfig(micro_batch_tokens=40, updates_per_step=updates_per_step),
-        optimizer=FAST,
-        temperature=1.0,
-        max_new_tokens=MAX_NEW_TOKENS,
-        max_lag=4,
+        config=UpdateConfig(
+            algorithm=config,
+            learner=LearnerConfig(micro_batch_tokens=40, updates_per_step=updates_per_step),
+            optimizer=FAST,
+            temperature=1.0,
+            max_new_tokens=MAX_NEW_TOKENS,
+            max_lag=4,
+        ),
     )
     judged = updater.compute_advantages(sampled(backend, range(4), noise=0.3), 2)
     updates = watch(backend, monkeypatch)

@@ -14,7 +14,7 @@ from headway.learner.backends.base import TokenLoss
 from headway.learner.batching.batch import PackedBatch
 from headway.learner.config import LearnerConfig, Schedule, learning_rate
 from headway.learner.objective.loss import Objective
-from headway.learner.objective.update import Updater
+from headway.learner.objective.update import UpdateConfig, Updater
 from headway.learner.ranks import Ranks
 from tests.learner.batches import group
 from tests.learner.tiny import OPTIMIZER, model_config
@@ -64,12 +64,14 @@ def updater_of(schedule: Schedule, rates: list[float]) -> Updater:
         Ranks(0, 1, 0, 1, is_lead=True),
         Objective(AlgorithmConfig()),
         None,
-        algorithm=AlgorithmConfig(),
-        learner=LearnerConfig(steps=6, updates_per_step=2),
-        optimizer=replace(OPTIMIZER, learning_rate=0.01, warmup_steps=2, schedule=schedule),
-        temperature=1.0,
-        max_new_tokens=16,
-        max_lag=2,
+        config=UpdateConfig(
+            algorithm=AlgorithmConfig(),
+            learner=LearnerConfig(steps=6, updates_per_step=2),
+            optimizer=replace(OPTIMIZER, learning_rate=0.01, warmup_steps=2, schedule=schedule),
+            temperature=1.0,
+            max_new_tokens=16,
+            max_lag=2,
+        ),
     )
 
 

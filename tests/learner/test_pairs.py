@@ -11,7 +11,7 @@ from headway.learner.algorithm_config import AlgorithmConfig
 from headway.learner.backends import open_backend
 from headway.learner.config import LearnerConfig
 from headway.learner.objective.loss import Objective
-from headway.learner.objective.update import ScoredBatch, Updater
+from headway.learner.objective.update import ScoredBatch, UpdateConfig, Updater
 from headway.learner.ranks import Ranks
 from tests.learner.batches import group
 from tests.learner.test_later_updates import reference
@@ -28,12 +28,14 @@ def updater_of(config: AlgorithmConfig, *, micro_batch_tokens: int = 40, updates
         Ranks(0, 1, 0, 1, is_lead=True),
         Objective(config),
         reference(),
-        algorithm=config,
-        learner=LearnerConfig(micro_batch_tokens=micro_batch_tokens, updates_per_step=updates_per_step),
-        optimizer=OPTIMIZER,
-        temperature=1.0,
-        max_new_tokens=16,
-        max_lag=MAX_LAG,
+        config=UpdateConfig(
+            algorithm=config,
+            learner=LearnerConfig(micro_batch_tokens=micro_batch_tokens, updates_per_step=updates_per_step),
+            optimizer=OPTIMIZER,
+            temperature=1.0,
+            max_new_tokens=16,
+            max_lag=MAX_LAG,
+        ),
     )
 
 

@@ -19,7 +19,7 @@ from headway.learner.config import LearnerConfig, OptimizerConfig
 from headway.learner.objective.composition import needs_reference
 from headway.learner.objective.critic import Critic
 from headway.learner.objective.loss import Objective
-from headway.learner.objective.update import Updater
+from headway.learner.objective.update import UpdateConfig, Updater
 from headway.learner.ranks import Ranks
 from tests.learner.batches import group
 from tests.learner.tiny import OPTIMIZER, VOCABULARY, model_config
@@ -56,12 +56,14 @@ def build(
         Objective(config, is_one_update=True, max_new_tokens=16),
         open_backend(kind, MODEL, optimizer, seed=seed + 1) if has_reference else None,
         critic,
-        algorithm=config,
-        learner=LearnerConfig(micro_batch_tokens=40, prefix_sharing=prefix_sharing),
-        optimizer=optimizer,
-        temperature=1.0,
-        max_new_tokens=16,
-        max_lag=4,
+        config=UpdateConfig(
+            algorithm=config,
+            learner=LearnerConfig(micro_batch_tokens=40, prefix_sharing=prefix_sharing),
+            optimizer=optimizer,
+            temperature=1.0,
+            max_new_tokens=16,
+            max_lag=4,
+        ),
     )
     return updater, backend
 

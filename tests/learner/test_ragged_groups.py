@@ -10,7 +10,7 @@ from headway.learner.algorithm_config import AggregationConfig, AlgorithmConfig
 from headway.learner.backends import open_backend
 from headway.learner.config import LearnerConfig
 from headway.learner.objective.loss import Objective
-from headway.learner.objective.update import Updater
+from headway.learner.objective.update import UpdateConfig, Updater
 from headway.learner.ranks import Ranks
 from tests.learner.batches import group
 from tests.learner.tiny import OPTIMIZER, model_config
@@ -28,12 +28,14 @@ def test_an_update_on_trimmed_groups(aggregation: str) -> None:
         Ranks.of(backend),
         Objective(config),
         None,
-        algorithm=config,
-        learner=LearnerConfig(micro_batch_tokens=40),
-        optimizer=OPTIMIZER,
-        temperature=1.0,
-        max_new_tokens=32,
-        max_lag=2,
+        config=UpdateConfig(
+            algorithm=config,
+            learner=LearnerConfig(micro_batch_tokens=40),
+            optimizer=OPTIMIZER,
+            temperature=1.0,
+            max_new_tokens=32,
+            max_lag=2,
+        ),
     )
     judged = updater.compute_advantages(GROUPS, step=1)
     expected = []

@@ -31,7 +31,7 @@ from headway.learner.batching.router_replay import Routing, RoutingError, routin
 from headway.learner.config import ComputeConfig, LayoutConfig, LearnerConfig
 from headway.learner.models.pretrained import load_config, load_model
 from headway.learner.objective.loss import Objective
-from headway.learner.objective.update import Updater
+from headway.learner.objective.update import UpdateConfig, Updater
 from headway.learner.ranks import Ranks
 from tests.learner import replay_rank
 from tests.learner.batches import group
@@ -346,13 +346,15 @@ def test_an_update_replays_and_its_reference_chooses_for_itself() -> None:
         Ranks.of(backend),
         Objective(algorithm),
         reference,
-        algorithm=algorithm,
-        learner=LearnerConfig(micro_batch_tokens=40),
-        optimizer=OPTIMIZER,
-        temperature=1.0,
-        max_new_tokens=32,
-        max_lag=2,
-        routing=TINY,
+        config=UpdateConfig(
+            algorithm=algorithm,
+            learner=LearnerConfig(micro_batch_tokens=40),
+            optimizer=OPTIMIZER,
+            temperature=1.0,
+            max_new_tokens=32,
+            max_lag=2,
+            routing=TINY,
+        ),
     )
     plain = [group(number) for number in range(2)]
     with pytest.raises(RoutingError, match="does not say which experts"):

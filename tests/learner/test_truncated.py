@@ -22,7 +22,7 @@ from headway.learner.config import LearnerConfig
 from headway.learner.objective.composition import needs_critic, needs_reference
 from headway.learner.objective.critic import Critic
 from headway.learner.objective.loss import Objective
-from headway.learner.objective.update import ScoredBatch, Updater
+from headway.learner.objective.update import ScoredBatch, UpdateConfig, Updater
 from headway.learner.ranks import Ranks
 from tests.learner.preset_oracles import MAX_NEW_TOKENS, Token, loss_of
 from tests.learner.test_later_updates import Seen, watch
@@ -53,12 +53,16 @@ def updater_of(
         Objective(config, max_new_tokens=MAX_NEW_TOKENS),
         open_backend("fsdp", MODEL, OPTIMIZER, seed=4) if needs_reference(config) else None,
         critic,
-        algorithm=config,
-        learner=LearnerConfig(micro_batch_tokens=40, prefix_sharing=prefix_sharing, updates_per_step=updates_per_step),
-        optimizer=OPTIMIZER,
-        temperature=1.0,
-        max_new_tokens=MAX_NEW_TOKENS,
-        max_lag=4,
+        config=UpdateConfig(
+            algorithm=config,
+            learner=LearnerConfig(
+                micro_batch_tokens=40, prefix_sharing=prefix_sharing, updates_per_step=updates_per_step
+            ),
+            optimizer=OPTIMIZER,
+            temperature=1.0,
+            max_new_tokens=MAX_NEW_TOKENS,
+            max_lag=4,
+        ),
     )
 
 

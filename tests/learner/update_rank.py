@@ -21,7 +21,7 @@ from headway.learner.config import LearnerConfig
 from headway.learner.objective.composition import needs_critic
 from headway.learner.objective.critic import Critic
 from headway.learner.objective.loss import Objective
-from headway.learner.objective.update import Updater
+from headway.learner.objective.update import UpdateConfig, Updater
 from headway.learner.ranks import Ranks
 from tests.learner.tiny import OPTIMIZER, VOCABULARY, model_config, sequences
 
@@ -82,12 +82,14 @@ def updates(
         objective,
         open_backend(backend_kind, MODEL, OPTIMIZER, seed=4) if objective.needs_reference else None,
         critic_of(backend_kind) if needs_critic(algorithm) else None,
-        algorithm=algorithm,
-        learner=LearnerConfig(micro_batch_tokens=40, updates_per_step=updates_per_step),
-        optimizer=OPTIMIZER,
-        temperature=1.0,
-        max_new_tokens=32,
-        max_lag=2,
+        config=UpdateConfig(
+            algorithm=algorithm,
+            learner=LearnerConfig(micro_batch_tokens=40, updates_per_step=updates_per_step),
+            optimizer=OPTIMIZER,
+            temperature=1.0,
+            max_new_tokens=32,
+            max_lag=2,
+        ),
     )
     lengths = [[12] * size * (1 + objective.is_of_pairs) for size in sizes]
     given = [sequences(one, seed=len(one)) for one in lengths]
