@@ -7,8 +7,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,8 +19,10 @@ from headway.deploy.printing import complain, say, say_json
 from .options import F, json_option, overrides_argument
 
 if TYPE_CHECKING:
+    from headway.deploy.roles.batch_inference import Generated, ResponseSampler
     from headway.deploy.roles.chat import Chat, Reply
     from headway.deploy.roles.export import Dtype
+    from headway.deploy.roles.trained_model import GenerationSettings, TrainedModel
 
 
 DTYPES: "dict[str, Dtype]" = {"bf16": "bfloat16", "fp32": "float32"}
@@ -76,18 +79,36 @@ def export(
     process. The directory appears whole or not at all.
     """
     chosen = _step(step, best)
-    kept = DTYPES[dtype] if dtype else None
-    write_export(
-        model,
-        chosen,
+    from transformers.utils.logging import disable_progress_bar
+
+    from headway.deploy.roles.export import export_model
+    from headway.deploy.roles.trained_model import find_trained
+
+    disable_progress_bar()
+    done = export_model(
+        find_trained(model, chosen),
         out,
-        dtype=kept,
+        dtype=DTYPES[dtype] if dtype else None,
         is_checked=check,
         is_forced=force,
         device=device,
         is_adapter=adapter,
-        as_json=as_json,
     )
+    if as_json:
+        say_json(done)
+        return
+    size = f"{done.parameters:,} parameters in {done.dtype}, {done.bytes / 1e6:,.1f} MB"
+    say(f"{done.directory} holds the {'adapter' if adapter else 'model'} of {done.checkpoint}: {size}.")
+    if done.quantized != "none":
+        say(
+            f"It was trained beside a base in {done.quantized}: "
+            + ("load the base in that format for it." if adapter else "its weights are those, made dense again.")
+        )
+    if (compared := done.check) is not None:
+        say(
+            f"The {compared.compared} of {compared.tokens} tokens differ from those of the backend {compared.backend}"
+            f" by {compared.mean_difference:.2g} on average, and by {compared.largest_difference:.2g} at most."
+        )
 
 
 def _shard(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, int]:
@@ -111,22 +132,7 @@ def _shard(context: click.Context, parameter: click.Parameter, value: str) -> tu
 @click.option("--broker", metavar="URL", help="A server where workers of other machines join, with `headway workers`.")
 @click.option("--run", help="The name by which they join.  [default: by --out]")
 @json_option
-def generate(
-    model: str,
-    prompts: Path,
-    overrides: tuple[str, ...],
-    step: int | None,
-    best: bool,
-    out: Path,
-    samples: int,
-    temperature: float | None,
-    seed: int,
-    shard: tuple[int, int],
-    workers: int | None,
-    broker: str | None,
-    run: str | None,
-    as_json: bool,
-) -> int:
+def generate(as_json: bool, step: int | None, best: bool, **options: Any) -> int:
     """Let a model answer a file of prompts.
 
     MODEL is the directory of a model, or a run's directory or name: then its newest whole checkpoint. PROMPTS is a
@@ -139,19 +145,20 @@ def generate(
     its prompts go to others. With --broker workers of other machines may join and leave, too. The answers are the same,
     on engines that honour seeds.
     """
-    chosen = _step(step, best)
-    if workers is None and broker:
-        workers = 0
-    if workers is None and run:
-        raise click.UsageError("--run needs --workers or --broker.")
-    if workers == 0 and not broker:
-        raise click.UsageError("--workers 0 needs --broker: no worker would generate.")
-    if workers is not None and shard != (1, 1):
-        raise click.UsageError("--shard and --workers exclude each other: workers share the prompts themselves.")
-    return answer_prompts(
-        model, chosen, prompts, out, overrides, samples=samples, temperature=temperature, seed=seed, shard=shard,
-        workers=workers, broker=broker, run=run, as_json=as_json,
-    )  # fmt: skip
+    request = GenerateRequest(step=_step(step, best), **options).checked()
+    done = request.answered()
+    if done is None:
+        say(f"Stopped. What is done is in {request.out}; the same command goes on.", to_stderr=True)
+        return INTERRUPTED
+    if as_json:
+        say_json(done)
+        return 0
+    before = f" {done.found} of them were there before." if done.found else ""
+    say(
+        f"{done.out} holds the answers of {done.model} to {done.prompts} prompts.{before} {done.responses} responses"
+        f" with {done.response_tokens:,} tokens were generated."
+    )
+    return 0
 
 
 @click.command()
@@ -177,7 +184,22 @@ def chat(
     for a model of no run; overrides change both.
     """
     chosen = _step(step, best)
-    chat_in_terminal(model, chosen, overrides, system=system, temperature=temperature, as_json=as_json)
+    from transformers.utils.logging import disable_progress_bar
+
+    from headway.deploy.roles.chat import Chat
+    from headway.deploy.roles.trained_model import GenerationSettings, find_trained, settings_of
+
+    disable_progress_bar()
+    found = find_trained(model, chosen)
+    if system is None:
+        system = "" if found.recipe is None else found.recipe.prompts.system_prompt
+    with Chat(found, settings_of(found, overrides, temperature, GenerationSettings), system) as opened:
+        if not opened.has_template:
+            complain("The model has no chat template: it continues each line, and remembers none.")
+        if sys.stdin.isatty():
+            complain(f"{found.path} listens. Ctrl-C stops an answer, Ctrl-D leaves.")
+        for message in _messages():
+            _answer(opened, message, as_json)
 
 
 INTERRUPTED = 130
@@ -186,94 +208,49 @@ REPORT_S = 10.0
 """Seconds between two lines about a batch inference that goes on."""
 
 
-def write_export(
-    model: str,
-    step: int | str | None,
-    directory: Path,
-    *,
-    dtype: "Dtype | None",
-    is_checked: bool,
-    is_forced: bool,
-    device: str,
-    is_adapter: bool,
-    as_json: bool,
-) -> None:
-    """Export the model that is meant (`find_trained`), and print what was written."""
-    from transformers.utils.logging import disable_progress_bar
+@dataclass(frozen=True, kw_only=True)
+class GenerateRequest:
+    """What `headway generate` is asked for."""
 
-    from headway.deploy.roles.export import export_model
-    from headway.deploy.roles.trained_model import find_trained
+    model: str
+    step: int | str | None
+    """Which checkpoint of a run, as `find_trained` takes it."""
+    prompts: Path
+    out: Path
+    overrides: Sequence[str]
+    samples: int
+    temperature: float | None
+    seed: int
+    shard: tuple[int, int]
+    workers: int | None
+    """Processes on this machine; None: an engine in this one."""
+    broker: str | None
+    run: str | None
 
-    disable_progress_bar()
-    found = find_trained(model, step)
-    done = export_model(
-        found,
-        directory,
-        dtype=dtype,
-        is_checked=is_checked,
-        is_forced=is_forced,
-        device=device,
-        is_adapter=is_adapter,
-    )
-    if as_json:
-        say_json(done)
-        return
-    size = f"{done.parameters:,} parameters in {done.dtype}, {done.bytes / 1e6:,.1f} MB"
-    what = "adapter" if is_adapter else "model"
-    say(f"{done.directory} holds the {what} of {done.checkpoint}: {size}.")
-    if done.quantized != "none":
-        say(
-            f"It was trained beside a base in {done.quantized}: "
-            + ("load the base in that format for it." if is_adapter else "its weights are those, made dense again.")
-        )
-    if (check := done.check) is not None:
-        say(
-            f"The {check.compared} of {check.tokens} tokens differ from those of the backend {check.backend} by"
-            f" {check.mean_difference:.2g} on average, and by {check.largest_difference:.2g} at most."
-        )
+    def checked(self) -> "GenerateRequest":
+        """Return the request, with no workers on this machine where there is a broker. Raises UsageError for options
+        that exclude or need each other."""
+        workers = 0 if self.workers is None and self.broker else self.workers
+        if workers is None and self.run:
+            raise click.UsageError("--run needs --workers or --broker.")
+        if workers == 0 and not self.broker:
+            raise click.UsageError("--workers 0 needs --broker: no worker would generate.")
+        if workers is not None and self.shard != (1, 1):
+            raise click.UsageError("--shard and --workers exclude each other: workers share the prompts themselves.")
+        return replace(self, workers=workers)
 
+    def answered(self) -> "Generated | None":
+        """Let the model answer the prompts, and return what was done; None where a signal has stopped it."""
+        from transformers.utils.logging import disable_progress_bar
 
-def answer_prompts(
-    model: str,
-    step: int | str | None,
-    prompts: Path,
-    out: Path,
-    overrides: Sequence[str],
-    *,
-    samples: int,
-    temperature: float | None,
-    seed: int,
-    shard: tuple[int, int],
-    workers: int | None,
-    broker: str | None,
-    run: str | None,
-    as_json: bool,
-) -> int:
-    """Let the model that is meant (`find_trained`) answer the prompts, print what was done, and return the exit code.
-    `workers`: processes on this machine; None: an engine in this one."""
-    from transformers.utils.logging import disable_progress_bar
+        from headway.deploy.roles.batch_inference import EngineSampler
+        from headway.deploy.roles.trained_model import GenerationSettings, PoolSettings, find_trained, settings_of
 
-    from headway.deploy.roles.batch_inference import BatchInference, EngineSampler, Generated, ResponseSampler, Shard
-    from headway.deploy.roles.trained_model import GenerationSettings, PoolSettings, find_trained, settings_of
-
-    disable_progress_bar()
-    found = find_trained(model, step)
-    settings = settings_of(found, overrides, temperature, GenerationSettings if workers is None else PoolSettings)
-
-    def generated(sampler: ResponseSampler) -> Generated:
-        return BatchInference(
-            model=found,
-            prompts=prompts,
-            out=out,
-            settings=settings,
-            sampler=sampler,
-            samples=samples,
-            seed=seed,
-            shard=Shard(number=shard[0], count=shard[1]),
-            report=_progress_report(),
-        ).run()
-
-    if isinstance(settings, PoolSettings) and workers is not None:
+        disable_progress_bar()
+        found = find_trained(self.model, self.step)
+        if self.workers is None:
+            settings = settings_of(found, self.overrides, self.temperature, GenerationSettings)
+            return self._generated(found, settings, EngineSampler(model=found, settings=settings, seed=self.seed))
         from headway.deploy.roles.batch_inference_workers import (
             GenerationPool,
             WorkerSampler,
@@ -281,25 +258,30 @@ def answer_prompts(
             run_name,
         )
 
-        recipe = generation_recipe(found, settings, run=run or run_name(out), samples=samples, seed=seed)
-        logs = out.with_name(f"{out.name}.logs")
+        for_pool = settings_of(found, self.overrides, self.temperature, PoolSettings)
+        name = self.run or run_name(self.out)
+        recipe = generation_recipe(found, for_pool, run=name, samples=self.samples, seed=self.seed)
+        logs = self.out.with_name(f"{self.out.name}.logs")
         devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        pool = GenerationPool(recipe=recipe, count=workers, url=broker, logs=logs, devices=devices)
-        done = pool.run(lambda url: generated(WorkerSampler(url=url, recipe=recipe)))
-    else:
-        done = generated(EngineSampler(model=found, settings=settings, seed=seed))
-    if done is None:
-        say(f"Stopped. What is done is in {out}; the same command goes on.", to_stderr=True)
-        return INTERRUPTED
-    if as_json:
-        say_json(done)
-        return 0
-    before = f" {done.found} of them were there before." if done.found else ""
-    say(
-        f"{done.out} holds the answers of {done.model} to {done.prompts} prompts.{before} {done.responses} responses"
-        f" with {done.response_tokens:,} tokens were generated."
-    )
-    return 0
+        pool = GenerationPool(recipe=recipe, count=self.workers, url=self.broker, logs=logs, devices=devices)
+        return pool.run(lambda url: self._generated(found, for_pool, WorkerSampler(url=url, recipe=recipe)))
+
+    def _generated(
+        self, model: "TrainedModel", settings: "GenerationSettings", sampler: "ResponseSampler"
+    ) -> "Generated":
+        from headway.deploy.roles.batch_inference import BatchInference, Shard
+
+        return BatchInference(
+            model=model,
+            prompts=self.prompts,
+            out=self.out,
+            settings=settings,
+            sampler=sampler,
+            samples=self.samples,
+            seed=self.seed,
+            shard=Shard(number=self.shard[0], count=self.shard[1]),
+            report=_progress_report(),
+        ).run()
 
 
 def _progress_report() -> Callable[[int, int], None]:
@@ -316,34 +298,6 @@ def _progress_report() -> Callable[[int, int], None]:
 
 
 PROMPT = "> "
-
-
-def chat_in_terminal(
-    model: str,
-    step: int | str | None,
-    overrides: Sequence[str],
-    *,
-    system: str | None,
-    temperature: float | None,
-    as_json: bool,
-) -> None:
-    """Talk with the model that is meant (`find_trained`), until the input ends."""
-    from transformers.utils.logging import disable_progress_bar
-
-    from headway.deploy.roles.chat import Chat
-    from headway.deploy.roles.trained_model import find_trained, generation_settings
-
-    disable_progress_bar()
-    found = find_trained(model, step)
-    if system is None:
-        system = "" if found.recipe is None else found.recipe.prompts.system_prompt
-    with Chat(found, generation_settings(found, overrides, temperature), system) as opened:
-        if not opened.has_template:
-            complain("The model has no chat template: it continues each line, and remembers none.")
-        if sys.stdin.isatty():
-            complain(f"{found.path} listens. Ctrl-C stops an answer, Ctrl-D leaves.")
-        for message in _messages():
-            _answer(opened, message, as_json)
 
 
 def _answer(chat: "Chat", message: str, as_json: bool) -> None:

@@ -124,11 +124,6 @@ class PoolSettings(GenerationSettings, frozen=True, kw_only=True):
     weights: WeightsConfig = WeightsConfig()
 
 
-def generation_settings(model: TrainedModel, overrides: Sequence[str], temperature: float | None) -> GenerationSettings:
-    """Return the settings for one engine in this process; see `settings_of`."""
-    return settings_of(model, overrides, temperature, GenerationSettings)
-
-
 def settings_of(model: TrainedModel, overrides: Sequence[str], temperature: float | None, into: type[S]) -> S:
     """Return the settings of the model's run, or the defaults for a model outside of a run's directory, with overrides
     and a temperature, which may be 0. Raises ConfigError, also for a reward model, which generates nothing."""

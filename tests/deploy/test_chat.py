@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from headway.broker.errors import ConfigError
 from headway.deploy.cli.main import answer
 from headway.deploy.roles.chat import Chat
-from headway.deploy.roles.trained_model import find_trained, generation_settings
+from headway.deploy.roles.trained_model import GenerationSettings, find_trained, settings_of
 from headway.rollout_workers.engines.embedded.decoder import Decoder, Sample
 
 from .tiny_model import SMALL, greedy, make_model
@@ -45,7 +45,7 @@ def type_lines(monkeypatch: pytest.MonkeyPatch, lines: str) -> None:
 
 def opened(model: Path, *overrides: str, system: str = "") -> Chat:
     found = find_trained(str(model))
-    return Chat(found, generation_settings(found, [*SMALL, *overrides], 0.0), system)
+    return Chat(found, settings_of(found, [*SMALL, *overrides], 0.0, GenerationSettings), system)
 
 
 def test_a_conversation_is_rendered_with_all_that_was_said_before(
