@@ -6,6 +6,7 @@ Tables keep words whole on a narrow terminal: a name that is cut in two cannot b
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
@@ -19,6 +20,16 @@ from .printing import output_errors, visible
 def styled(*parts: str | tuple[str, str]) -> Text:
     """Return texts end to end; a pair is a text with its style."""
     return Text.assemble(*(visible(part) if isinstance(part, str) else (visible(part[0]), part[1]) for part in parts))
+
+
+def headed_table(*texts: str, numbers: Sequence[str] = (), title: str | None = None) -> Table:
+    """Return an empty table with headings: columns of texts, which fold, and then columns of numbers."""
+    table = Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
+    for heading in texts:
+        table.add_column(heading, overflow="fold")
+    for heading in numbers:
+        table.add_column(heading, justify="right")
+    return table
 
 
 class Terminal(Console):

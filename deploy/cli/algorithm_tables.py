@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 
-from headway.deploy.terminal import styled
+from headway.deploy.terminal import headed_table, styled
 from headway.learner.objective.catalog import PARTS, Composition, Function, compositions, functions
 
 
@@ -44,7 +43,7 @@ def _named_by(algorithm: Mapping[str, Any]) -> set[tuple[str, str]]:
 
 
 def _presets_table() -> Table:
-    table = _table("preset", "advantage", "objective (anchor)", "corrections", "aggregation", "source")
+    table = headed_table("preset", "advantage", "objective (anchor)", "corrections", "aggregation", "source")
     for one in compositions():
         algorithm = one.algorithm
         table.add_row(
@@ -59,14 +58,13 @@ def _presets_table() -> Table:
 
 
 def _functions_table(part: str) -> Table:
-    table = _table(part, "equation", "defaults")
+    table = headed_table(part, "equation", "defaults")
     for one in functions():
         if one.part == part:
             name = f"{one.name} *" if one.is_weight else one.name
             table.add_row(name, one.equation, _defaults(one))
     if part == "correction":
         table.caption = "* multiplies by the policy's ratio to the behavior policy: at most one of these"
-        table.caption_justify = "left"
     return table
 
 
@@ -87,10 +85,3 @@ def _inline(value: Any) -> str:
         rest = ", ".join(f"{name} {other}" for name, other in value.items() if name not in ("kind", "options"))
         return " ".join(filter(None, (str(value.get("kind", "")), f"({rest})" if rest else "", options)))
     return ", ".join(_inline(one) for one in value) or "-" if isinstance(value, list) else str(value)
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=SIMPLE_HEAD)
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
-    return table

@@ -11,10 +11,10 @@ import msgspec
 from headway.broker.client.broker import BlockingBroker
 from headway.broker.errors import BrokerError, HeadwayError
 from headway.broker.schema.status import RunStatus
-from headway.deploy.observe.bottleneck import Bottleneck, look
-from headway.deploy.observe.page.live_page import Look, PageServer, Watcher
+from headway.deploy.observe.bottleneck import Bottleneck, StatusReader, read_status
+from headway.deploy.observe.page.live_page import PageServer, Watcher
 from headway.deploy.printing import say, say_json
-from headway.deploy.roles.run_lookup import client_of, locate_run
+from headway.deploy.roles.run_client import client_of, locate_run
 from headway.deploy.run.directory import CONFIG, find_endpoint, find_run, find_starting, is_going_on
 from headway.deploy.run.figures import learned, spent
 from headway.deploy.run.record import METRICS, Record, lineage, read_record, stamp
@@ -46,14 +46,14 @@ class Source:
     _settings: dict[str, Any] = field(default_factory=dict)
 
     @contextmanager
-    def connect(self) -> Iterator[Look]:
+    def connect(self) -> Iterator[StatusReader]:
         """Yield what looks at the run. Raises HeadwayError."""
         url, name = self.locate()
         with client_of(url, name) as client:
             yield lambda: self._look(client)
 
     def _look(self, client: BlockingBroker) -> tuple[RunStatus, Bottleneck | None]:
-        status, waiting = client.call(look(client.broker, any_identity=True))
+        status, waiting = client.call(read_status(client.broker, any_identity=True))
         if self.directory is None and not self._settings:
             with suppress(BrokerError, msgspec.DecodeError):  # rules of an older version let no observer read it
                 self._settings = msgspec.json.decode(client.call(client.broker.status.config()) or b"{}")

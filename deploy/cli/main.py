@@ -26,7 +26,7 @@ from headway.deploy.launch.engine_preload import preload_engine
 from headway.deploy.printing import complain, log_to_stderr, paragraph
 from headway.learner.disk import system_fault
 
-from . import data, launch, models, pages, roles, run, runs, tools
+from . import data, models, pages, roles, run, runs, tools
 
 INTERRUPT_EXIT = 130
 _NEW_OBJECTS = 50_000
@@ -133,7 +133,7 @@ for command in (
     run.run,
     run.ray,
     run.prepare,
-    launch.launch,
+    run.launch,
     roles.broker,
     roles.learner,
     roles.workers,

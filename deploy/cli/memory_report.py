@@ -6,11 +6,9 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from headway.broker.errors import ConfigError
@@ -18,7 +16,7 @@ from headway.deploy.recipe.pools import REWARD_MODEL, Scorer, scorers_of
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import with_overrides
 from headway.deploy.recipe.stage_graph import REFERENCE
-from headway.deploy.terminal import WordWrapTable, styled
+from headway.deploy.terminal import WordWrapTable, headed_table, styled
 from headway.learner.backends import BACKENDS
 from headway.learner.config import AdapterConfig, ModelConfig, StageConfig
 from headway.learner.models.pretrained import load_config
@@ -403,7 +401,7 @@ def _stages_table(found: MemoryReport) -> Iterator[WordWrapTable]:
     """Yield a line for each stage, where there are several, or other models take part."""
     if len(found.stages) < 2 and all(stage.models == "policy" for stage in found.stages):
         return
-    table = Table("stage", "models on the learner's devices", "largest rank", box=SIMPLE_HEAD)
+    table = headed_table("stage", "models on the learner's devices", "largest rank")
     for stage in found.stages:
         table.add_row(stage.name, stage.models, _amount(stage.largest_bytes))
     yield WordWrapTable(table)
@@ -421,12 +419,9 @@ def _scorer_lines(found: MemoryReport) -> Iterator[Text]:
 
 
 def _ranks_table(ranks: list[RankMemory]) -> WordWrapTable:
-    table = Table(box=SIMPLE_HEAD)
     columns = [field.name for field in fields(RankMemory) if field.name not in ("rank", "part")]
     used = [name for name in (*columns, "total") if any(getattr(held, name) for held in ranks)]
-    for heading in ("ranks", "of the model", *used):
-        justify: Literal["left", "right"] = "right" if heading in used else "left"
-        table.add_column(heading.replace("_", " "), justify=justify, overflow="fold")
+    table = headed_table("ranks", "of the model", numbers=[name.replace("_", " ") for name in used])
     for same, members in itertools.groupby(ranks, key=lambda held: replace(held, rank=0)):
         numbers = [held.rank for held in members]
         table.add_row(_spans(numbers), same.part, *(_amount(getattr(same, name)) for name in used))
@@ -475,7 +470,7 @@ def _verdict(found: MemoryReport) -> Iterator[Text | WordWrapTable]:
 
 
 def _changes_table(found: MemoryReport) -> WordWrapTable:
-    table = Table("one change at a time", "largest rank", "saved", box=SIMPLE_HEAD)
+    table = headed_table("one change at a time", "largest rank", "saved")
     for change in found.changes:
         fits = found.device_bytes is not None and is_enough(found.device_bytes, change.largest_bytes)
         saved = found.ranks[0].total - change.largest_bytes

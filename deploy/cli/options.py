@@ -1,12 +1,14 @@
 """Options that several commands share, and which of them exclude each other."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
 if TYPE_CHECKING:
-    from headway.learner.experience.log import Rewind
+    from headway.deploy.launch.commands import RunStart
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -45,26 +47,42 @@ _START_OPTIONS = (
 )
 
 
-def start_options(command: F) -> F:
-    """Add --resume, --overwrite, --force, --rewind-to and --regenerate: where a run begins; see `rewind_of`."""
-    for option in reversed(_START_OPTIONS):
-        command = option(command)
-    return command
+@dataclass(frozen=True, kw_only=True)
+class StartOptions:
+    """The options that say where a run begins, as the user gave them."""
 
+    resume: bool
+    overwrite: bool
+    force: bool
+    rewind_to: int | None
+    regenerate: bool
 
-def rewind_of(resume: bool, overwrite: bool, step: int | None, regenerate: bool) -> "Rewind | None":
-    """Return what --rewind-to asks for. Raises UsageError for options that exclude or need each other."""
-    if resume and overwrite:
-        raise click.UsageError("--resume and --overwrite exclude each other.")
-    if step is None:
-        if regenerate:
+    def checked(self) -> "RunStart":
+        """Return where the run begins. Raises UsageError for options that exclude or need each other."""
+        if self.resume and self.overwrite:
+            raise click.UsageError("--resume and --overwrite exclude each other.")
+        if self.rewind_to is None and self.regenerate:
             raise click.UsageError("--regenerate needs --rewind-to.")
-        return None
-    if not resume:
-        raise click.UsageError("--rewind-to needs --resume.")
-    from headway.learner.experience.log import Rewind
+        if self.rewind_to is not None and not self.resume:
+            raise click.UsageError("--rewind-to needs --resume.")
+        from headway.deploy.launch.commands import RunStart
+        from headway.learner.experience.log import Rewind
 
-    return Rewind(step=step, regenerate=regenerate)
+        rewind = None if self.rewind_to is None else Rewind(step=self.rewind_to, regenerate=self.regenerate)
+        return RunStart(resume=self.resume, overwrite=self.overwrite, is_forced=self.force, rewind=rewind)
+
+
+def start_options(command: F) -> F:
+    """Add --resume, --overwrite, --force, --rewind-to and --regenerate, which the command gets as `start`."""
+
+    @wraps(command)
+    def with_start(**given: Any) -> Any:
+        options = {name: given.pop(name) for name in StartOptions.__dataclass_fields__}
+        return command(start=StartOptions(**options), **given)
+
+    for option in reversed(_START_OPTIONS):
+        with_start = option(with_start)
+    return cast(F, with_start)
 
 
 server_option = click.option(

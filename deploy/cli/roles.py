@@ -8,11 +8,11 @@ import click
 from headway.deploy.printing import OF_ROLES, log_to_stderr
 
 from .options import (
+    StartOptions,
     allow_import_option,
     connection_options,
     dry_run_option,
     overrides_argument,
-    rewind_of,
     start_options,
 )
 
@@ -52,11 +52,7 @@ def learner(
     overrides: tuple[str, ...],
     url: str,
     run: str,
-    resume: bool,
-    overwrite: bool,
-    force: bool,
-    rewind_to: int | None,
-    regenerate: bool,
+    start: StartOptions,
     processes: int | None,
     prepared: bool,
 ) -> int:
@@ -66,15 +62,13 @@ def learner(
     """
     from headway.deploy.recipe.resolve import load_recipe
 
-    rewind = rewind_of(resume, overwrite, rewind_to, regenerate)
+    begins = start.checked()
     _log_to_stderr()
     ranks = (f"learner.processes={processes}",) if processes else ()
     loaded = load_recipe(recipe, (*overrides, f"run.name='{run}'", *ranks))
     from headway.deploy.roles.standalone import run_learner
 
-    return run_learner(
-        loaded, url, resume=resume, overwrite=overwrite, prepared=prepared, rewind=rewind, is_forced=force
-    )
+    return run_learner(loaded, url, begins, is_prepared=prepared)
 
 
 grace_option = click.option(

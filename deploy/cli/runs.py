@@ -2,20 +2,12 @@
 broker.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
 import click
 
-from headway.broker.errors import RunNotFoundError
 from headway.broker.installation import check_extra
-from headway.deploy.printing import complain, say, say_json
+from headway.deploy.printing import complain
 
 from .options import F, json_option, server_option
-
-if TYPE_CHECKING:
-    from headway.broker.client.usage import RunUsage
-    from headway.deploy.terminal import WordWrapTable
 
 
 def _run_options(command: F) -> F:
@@ -32,7 +24,7 @@ def _run_options(command: F) -> F:
 @click.option("--watch", is_flag=True, help="Look again every second, until Ctrl-C; with --json, a line each.")
 def status(url: str | None, run: str | None, as_json: bool, watch: bool) -> None:
     """Show a run's versions, queues, workers, lag and throughput."""
-    from headway.deploy.roles.run_lookup import show_status
+    from headway.deploy.roles.run_client import show_status
 
     show_status(url, run, as_json=as_json, watch=watch)
 
@@ -65,7 +57,7 @@ def scale(workers: str, pool: str, url: str | None, run: str | None, wait: bool,
     N: so many in all; +N or -N: more or fewer than are wanted now. Workers that leave hand their work back first.
     It needs the learner's password; `headway status` shows the pools.
     """
-    from .scaling import scale_pool
+    from headway.deploy.roles.run_client import scale_pool
 
     scale_pool(workers, pool, url, run, until_done=wait, as_json=as_json)
 
@@ -149,7 +141,7 @@ def drain(workers: tuple[str, ...], url: str | None, run: str | None, as_json: b
     WORKER is a worker's name, or a part that no other worker's name has; `headway status` names them. Their pool does
     not replace them until it is scaled. It needs the learner's password.
     """
-    from .scaling import send_away
+    from headway.deploy.roles.run_client import send_away
 
     send_away(workers, "drain", url, run, as_json=as_json)
 
@@ -164,7 +156,7 @@ def quarantine(workers: tuple[str, ...], url: str | None, run: str | None, as_js
     A worker in quarantine ends, and its supervisor starts another process in its place. WORKER is a worker's name, or a
     part that no other worker's name has. It needs the learner's password.
     """
-    from .scaling import send_away
+    from headway.deploy.roles.run_client import send_away
 
     send_away(workers, "quarantine", url, run, as_json=as_json)
 
@@ -179,6 +171,8 @@ def runs() -> None:
 @click.option("--json", "as_json", is_flag=True, help="A JSON array.")
 def list_runs(url: str, as_json: bool) -> None:
     """Print a line for every run: state, weights, reward, workers, bytes, and how long it has been idle."""
+    from headway.deploy.roles.run_client import print_runs
+
     print_runs(url, as_json=as_json)
 
 
@@ -188,6 +182,8 @@ def list_runs(url: str, as_json: bool) -> None:
 @json_option
 def show_run(run: str, url: str, as_json: bool) -> None:
     """Show everything about RUN."""
+    from headway.deploy.roles.run_client import print_run
+
     print_run(url, run, as_json=as_json)
 
 
@@ -199,129 +195,10 @@ def show_run(run: str, url: str, as_json: bool) -> None:
 @json_option
 def delete_run(run: str, url: str, yes: bool, force: bool, as_json: bool) -> None:
     """Remove RUN from the broker. What it wrote to disks (checkpoints, logs) stays."""
+    from headway.deploy.roles.run_client import remove_run
 
     def confirm(question: str) -> None:
         if not yes:
             click.confirm(question, abort=True, err=True)
 
     remove_run(url, run, is_forced=force, as_json=as_json, confirm=confirm)
-
-
-NO_RUN = "headway-runs"
-
-
-def print_runs(url: str, *, as_json: bool) -> None:
-    """Print a line for every run."""
-    from headway.deploy.terminal import Terminal
-
-    usages = [usage for run in _run_names(url) if (usage := _usage(url, run)) is not None]
-    if as_json:
-        say_json([_usage_json(usage) for usage in usages])
-    else:
-        Terminal().print(_runs_table(usages))
-
-
-def print_run(url: str, run: str, *, as_json: bool) -> None:
-    """Print everything about one run. Raises RunNotFoundError."""
-    from headway.deploy.observe.bottleneck import look as look_at
-    from headway.deploy.observe.status import status_json, status_tables
-    from headway.deploy.roles.run_lookup import client_of
-    from headway.deploy.run.directory import described
-    from headway.deploy.terminal import Terminal
-
-    usage = _usage(url, run)
-    with client_of(url, run) as client:
-        status, waiting = client.call(look_at(client.broker))
-        holder = client.call(client.broker.heartbeat.users()).learner
-    assert usage is not None
-    learner = None if holder is None else described(holder)
-    if as_json:
-        say_json(status_json(status, waiting) | {"idle_s": usage.idle_s, "learner": learner})
-    else:
-        Terminal().print(_runs_table([usage]), status_tables(status, waiting))
-        if learner:
-            say(f"Its learner is {learner}.")
-
-
-def remove_run(url: str, run: str, *, is_forced: bool, as_json: bool, confirm: Callable[[str], object]) -> None:
-    """Remove the run from the server, and nothing else. Raises HeadwayError if a learner or worker may still use it."""
-    from headway.deploy.roles.run_lookup import client_of
-    from headway.deploy.run.directory import refuse_if_in_use
-
-    usage = _usage(url, run)
-    if usage is None:
-        raise RunNotFoundError(f"No run {run} there. Runs there: {', '.join(_run_names(url)) or 'none'}.")
-    if not is_forced:
-        refuse_if_in_use(url, run)
-    confirm(f"Delete run {run} ({usage.state}, idle for {_duration(usage.idle_s)})? Its files stay.")
-    with client_of(url, run) as client:
-        count = client.call(client.broker.status.delete_run())
-    if as_json:
-        say_json({"deleted": run, "keys": count})
-    else:
-        say(f"Deleted run {run}: {count} keys.")
-
-
-def _run_names(url: str) -> tuple[str, ...]:
-    from headway.deploy.roles.run_lookup import client_of
-
-    with client_of(url, NO_RUN) as client:
-        return client.call(client.broker.status.runs())
-
-
-def _usage(url: str, run: str) -> "RunUsage | None":
-    from headway.deploy.roles.run_lookup import client_of
-
-    with client_of(url, run) as client:
-        return client.call(client.broker.usage.look())
-
-
-def _runs_table(usages: "list[RunUsage]") -> "WordWrapTable":
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    from headway.deploy.observe.status import version_text
-    from headway.deploy.terminal import WordWrapTable
-
-    table = Table(box=SIMPLE_HEAD)
-    table.add_column("run", overflow="fold")
-    for heading in ("state", "incarnation", "weights", "step", "reward", "workers", "MB", "idle"):
-        table.add_column(heading, justify="right")
-    for usage in usages:
-        step = usage.last_step
-        table.add_row(
-            usage.run,
-            usage.state,
-            f"{usage.incarnation}",
-            version_text(usage.announced),
-            "-" if step is None else f"{step.step + 1}/{step.total_steps}",
-            "-" if step is None else f"{step.reward_mean:.3f}",
-            f"{usage.workers}",
-            f"{usage.payload_bytes / 1e6:,.1f}",
-            _duration(usage.idle_s),
-        )
-    return WordWrapTable(table)
-
-
-def _usage_json(usage: "RunUsage") -> dict[str, Any]:
-    from headway.deploy.observe.status import version_text
-
-    step = usage.last_step
-    return {
-        "run": usage.run,
-        "state": usage.state,
-        "incarnation": usage.incarnation,
-        "announced": version_text(usage.announced),
-        "steps": 0 if step is None else step.step + 1,
-        "reward_mean": None if step is None else step.reward_mean,
-        "workers": usage.workers,
-        "payload_bytes": usage.payload_bytes,
-        "idle_s": usage.idle_s,
-    }
-
-
-def _duration(seconds: int) -> str:
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds // size} {unit}"
-    return f"{seconds} s"

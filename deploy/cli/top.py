@@ -16,15 +16,12 @@ from textual.widgets import DataTable, Footer, RichLog, Static
 from headway.broker.connection.address import without_password
 from headway.broker.errors import ConfigError, HeadwayError
 from headway.broker.schema.status import PoolInfo, RunStatus, WorkerInfo
-from headway.deploy.observe.bottleneck import Bottleneck
-from headway.deploy.observe.bottleneck import look as look_at
-from headway.deploy.observe.live import Look, changes
+from headway.deploy.observe.bottleneck import Bottleneck, StatusReader, read_status
+from headway.deploy.observe.live import changes
 from headway.deploy.observe.status import recent, state_text, version_text
-from headway.deploy.roles.run_lookup import as_learner, client_of, locate_run
+from headway.deploy.roles.run_client import DISMISSED, as_learner, client_of, locate_run
 from headway.deploy.run.figures import generated_per_s, trained_per_s, wait_fraction
 from headway.deploy.terminal import styled
-
-from .scaling import DISMISSED
 
 LOOK_S = 1.0
 MOST_EVENTS = 1000
@@ -59,7 +56,7 @@ def watch_on_screen(url: str | None, run: str | None) -> None:
     with client_of(where, run) as client:
         Top(
             f"{run} at {without_password(where)}",
-            lambda: client.call(look_at(client.broker, any_identity=True)),
+            lambda: client.call(read_status(client.broker, any_identity=True)),
             scaler(as_learner(url, where), run),
             dismisser(as_learner(url, where), run),
         ).run()
@@ -112,13 +109,13 @@ class Top(App[None]):
     ]
     ENABLE_COMMAND_PALETTE = False
 
-    def __init__(self, where: str, look: Look, scale: Scale, dismiss: Dismiss, every_s: float = LOOK_S) -> None:
+    def __init__(self, where: str, look: StatusReader, scale: Scale, dismiss: Dismiss, every_s: float = LOOK_S) -> None:
         super().__init__()
         self._where, self._look, self._every_s = where, look, every_s
         self._scale, self._dismiss = scale, dismiss
         self._asked: tuple[str, Manner] | None = None
         self._last: RunStatus | None = None
-        self._trouble = ""
+        self._last_error = ""
 
     def compose(self) -> ComposeResult:
         yield Static(id="head")
@@ -142,16 +139,16 @@ class Top(App[None]):
     async def _follow(self) -> None:
         with suppress(NoMatches):  # the user has quit during a look, and the widgets are gone
             while True:
-                await self._look_once()
+                await self._refresh()
                 await asyncio.sleep(self._every_s)
 
-    async def _look_once(self) -> None:
+    async def _refresh(self) -> None:
         try:
             status, waiting = await asyncio.to_thread(self._look)
         except HeadwayError as error:
-            self._tell_trouble(f"{error}")
+            self._log_error(f"{error}")
         else:
-            self._trouble = ""
+            self._last_error = ""
             self._show(status, waiting)
 
     def _show(self, status: RunStatus, waiting: Bottleneck | None) -> None:
@@ -160,16 +157,16 @@ class Top(App[None]):
         _fill(self._table("#workers"), [_worker(info, status) for info in status.workers])
         _fill(self._table("#pools"), [_pool(pool) for pool in status.pools])
         for event in changes(self._last, status):
-            self._tell(event)
+            self._log_event(event)
         self._last = status
 
-    def _tell(self, event: str) -> None:
+    def _log_event(self, event: str) -> None:
         self.query_one("#events", RichLog).write(styled(f"{time.strftime('%H:%M:%S')} {event}"))
 
-    def _tell_trouble(self, text: str) -> None:
-        if text != self._trouble:
-            self._tell(text)
-        self._trouble = text
+    def _log_error(self, text: str) -> None:
+        if text != self._last_error:
+            self._log_event(text)
+        self._last_error = text
 
     def _table(self, name: str) -> DataTable[Any]:
         return self.query_one(name, DataTable)
@@ -178,14 +175,14 @@ class Top(App[None]):
         """Ask the pool under the cursor for so many workers more."""
         pools, row = self._last.pools if self._last else (), self._table("#pools").cursor_row
         if not 0 <= row < len(pools):
-            self._tell("No supervisor of a pool is alive: start workers with `headway run` or `headway workers`.")
+            self._log_event("No supervisor of a pool is alive: start workers with `headway run` or `headway workers`.")
             return
-        await self._tell_outcome(lambda: self._scale(pools[row].pool, workers))
+        await self._log_outcome(lambda: self._scale(pools[row].pool, workers))
 
     def action_dismiss(self, manner: Manner) -> None:
         """Ask the user whether to send the worker under the cursor away."""
         if (worker := _under_cursor(self._table("#workers"))) is None:
-            self._tell("No worker is alive.")
+            self._log_event("No worker is alive.")
             return
         self._ask((worker, manner))
 
@@ -194,7 +191,7 @@ class Top(App[None]):
         asked = self._asked
         self._ask(None)
         if asked is not None and is_confirmed:
-            await self._tell_outcome(lambda: self._dismiss(*asked))
+            await self._log_outcome(lambda: self._dismiss(*asked))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Say whether a key has a meaning now: yes and no have one while a question is asked."""
@@ -207,11 +204,11 @@ class Top(App[None]):
         question.display, self._asked = asked is not None, asked
         self.refresh_bindings()
 
-    async def _tell_outcome(self, act: Callable[[], str]) -> None:
+    async def _log_outcome(self, act: Callable[[], str]) -> None:
         try:
-            self._tell(await asyncio.to_thread(act))
+            self._log_event(await asyncio.to_thread(act))
         except HeadwayError as error:
-            self._tell(f"{error}")
+            self._log_event(f"{error}")
 
     def action_help(self) -> None:
         """Show what the keys do, or hide it."""

@@ -56,7 +56,7 @@ TAIL_LINES = 12
 ERROR_PREFIX = "Error: "
 """The start of the command line's one-paragraph errors. No other line of a log starts with it."""
 
-NO_MORE_OF_IT = re.compile(r"\n(?=\s*(\n|$)|[IWEF]\d{4} \d\d:|\d\d:\d\d:\d\d |Traceback \()")
+END_OF_ERROR = re.compile(r"\n(?=\s*(\n|$)|[IWEF]\d{4} \d\d:|\d\d:\d\d:\d\d |Traceback \()")
 """The end of that paragraph: torchrun goes on with a report of its own, and other ranks go on with their logs."""
 
 
@@ -192,7 +192,7 @@ class Handle(ABC):
         """Return the last error of this start, or else the last lines of its log, and why these may be missing."""
         if self.command.log is None:
             return "its error stands above."
-        said = _said("\n" + self.log())
+        said = _last_error("\n" + self.log())
         return f"The disk of its log is full. Make room. {said}" if is_full(self.command.log) else said
 
     def needs_room(self) -> bool:
@@ -220,10 +220,10 @@ class Launcher(ABC):
         """
 
 
-def _said(text: str) -> str:
+def _last_error(text: str) -> str:
     _, found, error = text.rpartition("\n" + ERROR_PREFIX)
     if found:
-        return NO_MORE_OF_IT.split(error, maxsplit=1)[0].strip()
+        return END_OF_ERROR.split(error, maxsplit=1)[0].strip()
     *before, trace = text.split(TRACEBACK)
     if before:  # a traceback in one line helps no reader, and the log has it: its error is what was said
         errors = [line for line in trace.splitlines() if line.strip() and not line[0].isspace()]
@@ -266,7 +266,7 @@ class PrintedHandle(Handle):
 
 def as_text(command: Command) -> str:
     """Return a comment with the command's name and resources, and the command's line for a shell."""
-    takes = "; ".join([*_taken(command.resources), *([f"log: {command.log}"] if command.log else [])])
+    takes = "; ".join([*_resource_words(command.resources), *([f"log: {command.log}"] if command.log else [])])
     url = command.variables().get(BROKER, "")
     hidden = [f"# Its URL's password is not shown: set {PASSWORD}."] if url and without_secrets(url) != url else []
     return "\n".join([f"# {command.name}" + (f": {takes}" if takes else ""), *hidden, command.line()])
@@ -291,7 +291,7 @@ def as_builtins(command: Command) -> dict[str, Any]:
     }
 
 
-def _taken(resources: Resources) -> list[str]:
+def _resource_words(resources: Resources) -> list[str]:
     taken = [] if resources.processes == 1 else [f"{resources.processes} processes"]
     if resources.gpus is not None:
         taken.append(f"{resources.gpus or 'no'} GPU{'s' * (resources.gpus != 1)}")

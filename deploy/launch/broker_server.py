@@ -128,7 +128,7 @@ class SupervisedServer:
 
 
 @contextmanager
-def unless_absent() -> Iterator[None]:
+def ignoring_absent_server() -> Iterator[None]:
     """Leave the block where no server answers yet. Raises RefusedByServerError for one that answers and refuses us."""
     try:
         yield

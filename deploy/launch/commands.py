@@ -2,14 +2,16 @@
 
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
 from headway.broker.connection.address import PASSWORD_FILE, with_whole_paths
-from headway.deploy.recipe.pools import LEARNER, MAIN, SCORER, WORKER
+from headway.broker.errors import ConfigError
+from headway.deploy.recipe.pools import LEARNER, MAIN, POOL, SCORER, WORKER, pools_of, scorers_of
 from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.recipe.trust import passed_on, passed_on_to_scorers
 from headway.deploy.run.directory import CONFIG
 from headway.deploy.run.stage_output import Planned
 from headway.learner.experience.log import Rewind
@@ -21,6 +23,28 @@ from .base import BROKER, PREWARM, Command, Resources
 from .engine_preload import ENGINE
 
 PYTHON = (sys.executable, "-m", "headway", "--debug")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStart:
+    """Where a run begins."""
+
+    resume: bool = False
+    """Go on from the run's last checkpoint."""
+    overwrite: bool = False
+    """Lose what the run's directory and the server hold of it."""
+    is_forced: bool = False
+    """With `overwrite`: even if the run is in use."""
+    rewind: Rewind | None = None
+    """With `resume`: an earlier checkpoint to go back to."""
+
+    def options(self) -> tuple[str, ...]:
+        """Return the options of `headway run` that say the same."""
+        given = {"--resume": self.resume, "--overwrite": self.overwrite, "--force": self.is_forced}
+        options = [option for option, is_given in given.items() if is_given]
+        if self.rewind is not None:
+            options += ["--rewind-to", f"{self.rewind.step}", *(["--regenerate"] if self.rewind.regenerate else [])]
+        return tuple(options)
 
 
 def prepare_command(recipe_name: str, overrides: Sequence[str], options: Sequence[str]) -> Command:
@@ -58,13 +82,13 @@ def _plainly() -> tuple[str, ...]:
 
 
 def learner_command(
-    recipe: Recipe, directory: Path, url: str, resume: bool, rewind: Rewind | None, *, exit_notice: Path | None = None
+    recipe: Recipe, directory: Path, url: str, start: RunStart, *, exit_notice: Path | None = None
 ) -> Command:
     """Return the learner's command, under torchrun if it has several ranks. The learner starts from the model that the
     last stage before it left, if there is one."""
     return Command(
         name="learner",
-        argv=(*ranks(recipe.learner.processes), *learner_arguments(directory, resume, rewind)),
+        argv=(*ranks(recipe.learner.processes), *learner_arguments(directory, start)),
         log=directory / "logs" / "learner.log",
         environment=connection(url, recipe.run.name),
         resources=learner_resources(recipe),
@@ -74,17 +98,10 @@ def learner_command(
     )
 
 
-def learner_arguments(directory: Path, resume: bool, rewind: Rewind | None) -> tuple[str, ...]:
+def learner_arguments(directory: Path, start: RunStart) -> tuple[str, ...]:
     """Return the arguments of `headway learner` in a prepared directory."""
-    options = (*(("--resume",) if resume else ()), *rewind_arguments(rewind))
+    options = replace(start, overwrite=False, is_forced=False).options()
     return ("learner", str(directory / CONFIG), "--prepared", *options)
-
-
-def rewind_arguments(rewind: Rewind | None) -> tuple[str, ...]:
-    """Return the options that ask for the rewind."""
-    if rewind is None:
-        return ()
-    return ("--rewind-to", f"{rewind.step}", *(("--regenerate",) if rewind.regenerate else ()))
 
 
 def ranks(processes: int, command: tuple[str, ...] = PYTHON) -> tuple[str, ...]:
@@ -180,3 +197,56 @@ def scorer_gpus(scorers: ScorersConfig) -> int:
 def engine_gpus(engine: EngineConfig) -> int:
     """Return the GPUs of one worker."""
     return 0 if abilities_of(engine).follows_device and engine.device == "cpu" else gpus_of(engine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessGroup:
+    """The equal processes of a recipe that a launcher places: those of a pool of workers, or of a scorer."""
+
+    role: str
+    """WORKER or SCORER."""
+    name: str
+    """The name of the pool, or of the scorer."""
+    count: int
+    arguments: Sequence[str]
+    """The overrides that each process gets."""
+    resources: Resources
+    """What each process takes."""
+    recipe: Recipe
+    """The recipe with the engine of the pool."""
+
+    @property
+    def pool(self) -> str:
+        """The name of the pool under which a supervisor has it."""
+        return f"{POOL}{self.name}" if self.role == SCORER else self.name
+
+
+def process_groups(recipe: Recipe) -> Iterator[ProcessGroup]:
+    """Yield the pools of workers, the main one first, and then the scorers."""
+    others = [(pool.name, pool.count, pool.recipe, pool.arguments()) for pool in pools_of(recipe)]
+    for name, count, own, arguments in ((MAIN, recipe.workers.count, recipe, passed_on(recipe)), *others):
+        resources = Resources(threads=own.engine.threads, gpus=engine_gpus(own.engine))
+        yield ProcessGroup(role=WORKER, name=name, count=count, arguments=arguments, resources=resources, recipe=own)
+    for scorer in scorers_of(recipe):
+        yield ProcessGroup(
+            role=SCORER,
+            name=scorer.name,
+            count=recipe.scorers.count,
+            arguments=passed_on_to_scorers(recipe),
+            resources=Resources(threads=recipe.scorers.threads, gpus=scorer_gpus(recipe.scorers)),
+            recipe=recipe,
+        )
+
+
+def check_for_cluster(recipe: Recipe, kind: str, units: str, pools: Iterable[str]) -> None:
+    """Raise ConfigError for a recipe or names of pools that do not fit a cluster whose own scheduler starts the run.
+    `units`: what the scheduler makes of learner and workers."""
+    if not recipe.broker.is_embedded:
+        raise ConfigError(f"`headway launch {kind}` starts a server of its own: leave broker.url out.")
+    if recipe.run.is_colocated:
+        raise ConfigError(
+            f"On {kind.title()} learner and workers are {units} of their own: set run.placement=separated."
+        )
+    names = {MAIN, *(pool.name for pool in pools_of(recipe))}
+    if unknown := sorted(set(pools) - names):
+        raise ConfigError(f"The recipe has no pool {unknown[0]!r}, only {', '.join(sorted(names))}.")

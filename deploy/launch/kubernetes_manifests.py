@@ -35,15 +35,14 @@ from msgspec.structs import replace
 from headway.broker.errors import ConfigError
 from headway.broker.server.access import Credentials, Role, User
 from headway.deploy.recipe.parse import to_yaml
-from headway.deploy.recipe.pools import MAIN, check_models_for_pods, pools_of, scorers_of
+from headway.deploy.recipe.pools import MAIN, WORKER, check_models_for_pods, pools_of
 from headway.deploy.recipe.recipe import Recipe, SinkConfig
 from headway.deploy.recipe.resolve import dump_recipe
-from headway.deploy.recipe.trust import passed_on, passed_on_to_scorers
 from headway.deploy.run.atomic_files import replace_file
 from headway.deploy.run.directory import writable
 
 from .base import Resources
-from .commands import engine_gpus, learner_resources, scorer_gpus
+from .commands import check_for_cluster, learner_resources, process_groups
 
 GPU = "nvidia.com/gpu"
 AUTOSCALER_PORT = 8080
@@ -234,11 +233,10 @@ def write_manifests(recipe: Recipe, directory: Path, options: KubernetesOptions)
 def manifests(recipe: Recipe, options: KubernetesOptions) -> dict[str, str]:
     """Return the text of each file but the secrets, by its path below the launch directory. Raises ConfigError."""
     _check(recipe, options)
-    pools, scorers = list(_pools(recipe, options)), list(_scorers(recipe))
-    deployments: list[WorkerPods | ScorerPods] = [*pools, *scorers]
+    deployments = list(_deployments(recipe, options))
     contents: dict[str, Any] = {"kustomization.yaml": _kustomization(recipe, options, deployments)}
     if options.has_ray:
-        contents["rayjob.yaml"] = _ray_job(recipe, pools)
+        contents["rayjob.yaml"] = _ray_job(recipe, [pods for pods in deployments if isinstance(pods, WorkerPods)])
     else:
         contents["learner.yaml"] = patch("StatefulSet", "headway-learner", "learner", learner_resources(recipe))
         for pods in deployments:
@@ -254,13 +252,8 @@ _BASE = files("headway.deploy") / "kubernetes" / "base"
 def _check(recipe: Recipe, options: KubernetesOptions) -> None:
     if not options.has_ray:
         check_models_for_pods(recipe)
-    if not recipe.broker.is_embedded:
-        raise ConfigError("`headway launch kubernetes` starts a server of its own: leave broker.url out.")
-    if recipe.run.is_colocated:
-        raise ConfigError("On Kubernetes learner and workers are pods of their own: set run.placement=separated.")
+    check_for_cluster(recipe, "kubernetes", "pods", {*options.pools, *options.keda})
     names = [MAIN, *(pool.name for pool in pools_of(recipe))]
-    if unknown := sorted({*options.pools, *options.keda} - set(names)):
-        raise ConfigError(f"The recipe has no pool {unknown[0]!r}, only {', '.join(sorted(names))}.")
     labels = [label_of(name) for name in names]
     if twice := [name for name, label in zip(names, labels, strict=True) if labels.count(label) > 1]:
         raise ConfigError(f"The names of the pools {' and '.join(twice)} are the same on Kubernetes: change one.")
@@ -288,29 +281,20 @@ def _for_pods(recipe: Recipe, options: KubernetesOptions) -> Recipe:
     )
 
 
-def _pools(recipe: Recipe, options: KubernetesOptions) -> Iterator[WorkerPods]:
+def _deployments(recipe: Recipe, options: KubernetesOptions) -> "Iterator[WorkerPods | ScorerPods]":
     served = [f"workers.metrics_port={METRICS_PORT}", "workers.metrics_host=0.0.0.0"]
-    main = (MAIN, recipe.workers.count, recipe, passed_on(recipe))
-    others = [(pool.name, pool.count, pool.recipe, pool.arguments()) for pool in pools_of(recipe)]
-    for name, count, own, arguments in (main, *others):
-        yield WorkerPods(
-            name=name,
-            count=options.pools.get(name, count),
-            arguments=[*arguments, *served],
-            namespace=options.namespace,
-            most=options.keda.get(name),
-            resources=Resources(threads=own.engine.threads, gpus=engine_gpus(own.engine)),
-        )
-
-
-def _scorers(recipe: Recipe) -> Iterator[ScorerPods]:
-    for scorer in scorers_of(recipe) if recipe.scorers.count else ():
-        yield ScorerPods(
-            name=scorer.name,
-            count=recipe.scorers.count,
-            arguments=passed_on_to_scorers(recipe),
-            resources=Resources(threads=recipe.scorers.threads, gpus=scorer_gpus(recipe.scorers)),
-        )
+    for group in process_groups(recipe):
+        if group.role == WORKER:
+            yield WorkerPods(
+                name=group.name,
+                count=options.pools.get(group.name, group.count),
+                arguments=[*group.arguments, *served],
+                resources=group.resources,
+                namespace=options.namespace,
+                most=options.keda.get(group.name),
+            )
+        elif group.count:
+            yield ScorerPods(name=group.name, count=group.count, arguments=group.arguments, resources=group.resources)
 
 
 def _ray_job(recipe: Recipe, pools: Sequence[WorkerPods]) -> Any:

@@ -32,7 +32,7 @@ LONGEST_DIRECTORY = 48
 there, and the path of a socket may have 107."""
 SHORT_DIRECTORY = "/tmp"
 """The directory that is taken where the others are longer."""
-MEETING = re.compile(r"vllm_dist_[0-9a-f]{32}")
+VLLM_RENDEZVOUS = re.compile(r"vllm_dist_[0-9a-f]{32}")
 """Matches the name of the file by which vLLM's processes meet, which no other process has by chance: half of it is
 random. They call the shared memory through which they talk NAME-..., with the name of that file."""
 
@@ -63,7 +63,7 @@ class TemporaryFiles:
 
     def _shared_memory(self) -> list[Path]:
         with suppress(OSError):  # it is removed already, or this system has no such directory
-            names = tuple(f"{name}-" for name in os.listdir(self._directory) if MEETING.fullmatch(name))
+            names = tuple(f"{name}-" for name in os.listdir(self._directory) if VLLM_RENDEZVOUS.fullmatch(name))
             return [path for path in IN_RAM.iterdir() if path.name.startswith(names) and _is_ours(path)]
         return []
 
@@ -103,7 +103,7 @@ class Child(Handle):
 
     def __init__(self, command: Command) -> None:
         super().__init__(command)
-        self._until_s: float | None = None
+        self._kill_deadline_s: float | None = None
         self._is_patient: Callable[[], bool] = lambda: True
         if command.exit_notice is not None:
             command.exit_notice.unlink(missing_ok=True)  # left by the process before
@@ -146,19 +146,19 @@ class Child(Handle):
     def begin_kill(self, *, is_patient: Callable[[], bool] = lambda: True) -> None:
         """Kill it and all that it started but trackers of shared memory. Once `is_patient` returns False these are left
         to end by themselves, as soon as all others have ended."""
-        if self._until_s is None:
+        if self._kill_deadline_s is None:
             self._is_patient = is_patient
-            self._until_s = time.monotonic() + PATIENCE_S
+            self._kill_deadline_s = time.monotonic() + PATIENCE_S
         self._process.kill()
-        self._strike()
+        self._kill_group()
 
     def kill(self) -> None:
         """End it and all that it started, at once, reap it, and remove what they left. Idempotent."""
-        if self._until_s is None:
+        if self._kill_deadline_s is None:
             self.begin_kill()
-        assert self._until_s is not None
+        assert self._kill_deadline_s is not None
         self._process.wait()
-        while (are_trackers := self._strike()) and self._is_patient() and time.monotonic() < self._until_s:
+        while (are_trackers := self._kill_group()) and self._is_patient() and time.monotonic() < self._kill_deadline_s:
             time.sleep(LOOK_S)
         if self._is_patient() or not any(are_trackers):
             with suppress(ProcessLookupError):  # the whole group has ended already
@@ -166,7 +166,7 @@ class Child(Handle):
         if self._temporary is not None:
             self._temporary.remove()
 
-    def _strike(self) -> list[bool]:
+    def _kill_group(self) -> list[bool]:
         """Kill the processes of its group but trackers of shared memory, and return, of each that has not ended yet,
         whether it is a tracker."""
         are_trackers = []

@@ -26,10 +26,9 @@ from headway.deploy.recipe.placement import (
     opens_beside_learner,
     worker_gpus,
 )
-from headway.deploy.recipe.pools import MAIN, POOL, Scorer, pools_of, scorers_of
+from headway.deploy.recipe.pools import MAIN, SCORER
 from headway.deploy.recipe.preflight import check_start, tried
 from headway.deploy.recipe.recipe import LauncherConfig, Recipe
-from headway.deploy.recipe.trust import passed_on, passed_on_to_scorers
 from headway.deploy.run.directory import (
     CHECKPOINTS,
     CONFIG,
@@ -50,13 +49,13 @@ from headway.learner.experience.log import Rewind
 from .base import Launcher
 from .broker_server import SupervisedServer, check_traits
 from .commands import (
+    ProcessGroup,
+    RunStart,
     ScorerCommand,
     WorkerCommand,
-    engine_gpus,
     learner_command,
     prepare_command,
-    rewind_arguments,
-    scorer_gpus,
+    process_groups,
     server_command,
     stage_command,
 )
@@ -102,11 +101,8 @@ class LocalRun:
     recipe_name: str
     overrides: Sequence[str]
     """Recipe and overrides as the user typed them, for the hints at the end."""
-    resume: bool
-    overwrite: bool
     console: Terminal
-    rewind: Rewind | None = None
-    is_forced: bool = False
+    start: RunStart = field(default_factory=RunStart)
     launcher: Launcher = field(default_factory=LocalLauncher)
     first: int = 0
     """The stage to begin with; those that it starts from must be done."""
@@ -123,12 +119,12 @@ class LocalRun:
             return self._show()
         check_gpus(self.recipe, self._numbers)
         with held(self.recipe.run_directory):
-            return self._tried()._run()
+            return self._checked()._run()
 
     def _run(self) -> int:
         with ExitStack() as stack:
             directory = self._prepare()
-            stack.enter_context(self._telling_how_to_go_on(directory))
+            stack.enter_context(self._adding_remedy(directory))
             self.console.print(styled("Run ", (self.recipe.run.name, "bold"), f": {self.recipe.run_directory}"))
             if code := run_stages(self.recipe, directory, self._say, self.launcher, self._numbers):
                 return code
@@ -136,7 +132,7 @@ class LocalRun:
                 self._say(self._where_the_model_is())
                 return 0
             server = self._own_server(directory, stack)
-            if self.overwrite:
+            if self.start.overwrite:
                 forget(self._url_of(Role.LEARNER, server), self.recipe.run.name)
             stack.enter_context(endpoint(directory, self._url_of(Role.OBSERVER, server), self.recipe.run.name))
             code = self._train(directory, server)
@@ -144,7 +140,7 @@ class LocalRun:
         return code
 
     @contextmanager
-    def _telling_how_to_go_on(self, directory: Path) -> Iterator[None]:
+    def _adding_remedy(self, directory: Path) -> Iterator[None]:
         """Add the command that resumes the run to the error of a role; where a disk is full, what helps comes first."""
         try:
             yield
@@ -154,24 +150,24 @@ class LocalRun:
             text = f"{first}\n{error}" if error.needs_room else f"{error}\nOnce that is mended, go on: {command}"
             raise RoleFailedError(text, error.exit_code, needs_room=error.needs_room) from error
 
-    def _tried(self) -> Self:
+    def _checked(self) -> Self:
         """Return this execution with the recipe's rewards tried, after all checks that take less time."""
         self.launcher.check(self.recipe)
-        check_start(self.recipe, has_workers=True, is_new=not self.resume, say=self._say)
+        check_start(self.recipe, has_workers=True, is_new=not self.start.resume, say=self._say)
         if not self.recipe.broker.is_embedded:
             ping(self.recipe.broker.url, self.recipe.run.name, self._say)  # before anything is removed
-            if self.overwrite and not self.is_forced:
+            if self.start.overwrite and not self.start.is_forced:
                 refuse_if_in_use(self.recipe.broker.url, self.recipe.run.name)
-        check_rewind(self.recipe, self.rewind)
+        check_rewind(self.recipe, self.start.rewind)
         if not self._has_learner:
             return self
         return replace(self, recipe=tried(self.recipe, self._say, calls=self.recipe.launcher.kind == "local"))
 
     def _prepare(self) -> Path:
-        if self.resume:
-            check_resumable(self.recipe, self.rewind, self._say)
+        if self.start.resume:
+            check_resumable(self.recipe, self.start.rewind, self._say)
         check_made(self.recipe, self._numbers)
-        return prepare(self.recipe, resume=self.resume, overwrite=self.overwrite, say=self._say).resolve()
+        return prepare(self.recipe, resume=self.start.resume, overwrite=self.start.overwrite, say=self._say).resolve()
 
     def _own_server(self, directory: Path, stack: ExitStack) -> SupervisedServer | None:
         """Start a server for the run. Returns None if the recipe names an existing one."""
@@ -185,16 +181,16 @@ class LocalRun:
     def prepare(self) -> None:
         """Make the run's directory as `run` does before it starts anything. Raises HeadwayError."""
         with held(self.recipe.run_directory):
-            self._tried()._prepare()
-            if self.overwrite and not self.recipe.broker.is_embedded:
+            self._checked()._prepare()
+            if self.start.overwrite and not self.recipe.broker.is_embedded:
                 forget(self.recipe.broker.url, self.recipe.run.name)
 
     def _show(self) -> int:
         """Give the launcher what a run would start, in that order, and write nothing."""
         directory = self.recipe.run_directory.resolve()
-        self.launcher.start(prepare_command(self.recipe_name, self._shown_overrides(), self._manner()))
+        self.launcher.start(prepare_command(self.recipe_name, self._shown_overrides(), self.start.options()))
         for one in planned(self.recipe):
-            if (self.overwrite or not one.is_complete) and one.number in self._numbers:
+            if (self.start.overwrite or not one.is_complete) and one.number in self._numbers:
                 self.launcher.start(stage_command(self.recipe, directory, one))
         if not self._has_learner:
             return 0
@@ -222,11 +218,6 @@ class LocalRun:
         model = str(ran[-1]) if ran else after_stages(self.recipe).model.path
         return f"{done} The model is in {model}.{rest}"
 
-    def _manner(self) -> tuple[str, ...]:
-        """Return the options that the user gave besides overrides."""
-        given = {"--resume": self.resume, "--overwrite": self.overwrite, "--force": self.is_forced}
-        return (*(option for option, is_given in given.items() if is_given), *rewind_arguments(self.rewind))
-
     def _shown_overrides(self) -> list[str]:
         return [_showable(override) for override in self.overrides]
 
@@ -252,55 +243,51 @@ class LocalRun:
     ) -> Supervisor:
         """Return the supervisor of the learner and its workers. The workers' own directories lie below `private`."""
         recipe = self.recipe
-        memory = memory_overrides(recipe, self.shares())
-        main = WorkerCommand(
-            url=self._url_of(Role.WORKER, server),
-            run=recipe.run.name,
-            arguments=(*passed_on(recipe), *memory.get(MAIN, ())),
-            private=private,
-            logs=directory / "logs",
-            threads=recipe.engine.threads,
-            devices=worker_gpus(recipe, _visible()),
-            gpus=engine_gpus(recipe.engine),
-            ahead=_prewarm_recipe(recipe, directory),
-            engine=recipe.engine.kind,
-        )
-        pools = [Pool(MAIN, recipe.workers.count, main)]
-        for pool in pools_of(recipe):
-            engine = pool.recipe.engine
-            arguments = (*pool.arguments(), *memory.get(pool.name, ()))
-            own = replace(main, arguments=arguments, threads=engine.threads, prefix=pool.name, pool=pool.name)
-            own = replace(own, ahead=_prewarm_recipe(pool.recipe, directory), engine=engine.kind)
-            command = replace(own, devices=worker_gpus(pool.recipe, _visible()), gpus=engine_gpus(engine))
-            pools.append(Pool(pool.name, pool.count, command))
-        pools += [self._scorers(scorer, directory, server, private) for scorer in scorers_of(recipe)]
+        groups = list(process_groups(recipe))
+        pools = [Pool(group.pool, group.count, self._command(group, directory, server, private)) for group in groups]
         url, exit_notice = self._url_of(Role.LEARNER, server), private / "learner.exit_notice"
         return Supervisor(
             pools,
-            learner_command(recipe, directory, url, self.resume, self.rewind, exit_notice=exit_notice),
+            learner_command(recipe, directory, url, self.start, exit_notice=exit_notice),
             recipe.workers.max_restarts,
             say=say,
             check=server.check if server is not None else None,
             launcher=self.launcher,
         )
 
-    def _scorers(self, scorer: Scorer, directory: Path, server: SupervisedServer | None, private: Path) -> Pool:
-        """Return the pool of a scorer's processes."""
-        config, name = self.recipe.scorers, f"{POOL}{scorer.name}"
-        command = ScorerCommand(
-            url=self._url_of(Role.SCORER, server),
-            run=self.recipe.run.name,
-            scorer=scorer.name,
-            arguments=passed_on_to_scorers(self.recipe),
+    def _command(
+        self, group: ProcessGroup, directory: Path, server: SupervisedServer | None, private: Path
+    ) -> WorkerCommand:
+        name, logs, config = self.recipe.run.name, directory / "logs", self.recipe.scorers
+        if group.role == SCORER:
+            return ScorerCommand(
+                url=self._url_of(Role.SCORER, server),
+                run=name,
+                scorer=group.name,
+                arguments=group.arguments,
+                private=private,
+                logs=logs,
+                threads=config.threads,
+                devices=[str(device) for device in config.devices],
+                gpus=group.resources.gpus,
+                prefix=group.pool,
+                pool=group.pool,
+            )
+        engine, memory = group.recipe.engine, memory_overrides(self.recipe, self.shares())
+        return WorkerCommand(
+            url=self._url_of(Role.WORKER, server),
+            run=name,
+            arguments=(*group.arguments, *memory.get(group.name, ())),
             private=private,
-            logs=directory / "logs",
-            threads=config.threads,
-            devices=[str(device) for device in config.devices],
-            gpus=scorer_gpus(config),
-            prefix=name,
-            pool=name,
+            logs=logs,
+            threads=engine.threads,
+            devices=worker_gpus(group.recipe, _visible()),
+            gpus=group.resources.gpus,
+            prefix="worker" if group.name == MAIN else group.name,
+            pool=group.name,
+            ahead=directory / CONFIG if opens_beside_learner(group.recipe, _visible()) else None,
+            engine=engine.kind,
         )
-        return Pool(name, config.count, command)
 
     def _conclude(self, directory: Path, code: int) -> None:
         if summary := read_summary(directory):
@@ -343,11 +330,6 @@ class LocalRun:
 
     def _say(self, text: str) -> None:
         self.console.print(text, soft_wrap=True)
-
-
-def _prewarm_recipe(recipe: Recipe, directory: Path) -> Path | None:
-    """Return the recipe from which workers open an engine before the learner is there; None: they wait for it."""
-    return directory / CONFIG if opens_beside_learner(recipe, _visible()) else None
 
 
 def _visible() -> str:

@@ -141,7 +141,7 @@ class Pool:
             self._followed, self.departed = wanted, 0
         staying = [number for number, slot in self.slots.items() if not slot.is_leaving]
         for number in sorted(staying)[max(0, wanted - self.departed) :]:
-            self._dismiss(number)
+            self._ask_to_leave(number)
         for _ in range(wanted - self.departed - len(staying)):
             number = next(number for number in range(len(self.slots) + 1) if number not in self.slots)
             self.slots[number] = Slot(self.command(number))
@@ -154,7 +154,7 @@ class Pool:
                 slot.start(launcher)
                 self.restarts += 1
 
-    def _dismiss(self, number: int) -> None:
+    def _ask_to_leave(self, number: int) -> None:
         slot = self.slots[number]
         if slot.child is None:  # it waits for its restart
             del self.slots[number]
@@ -162,7 +162,7 @@ class Pool:
         slot.killed_at, slot.is_set_aside = time.monotonic() + self.drain_s, False
         slot.child.terminate()
 
-    def gone(self, say: Callable[[str], None]) -> Iterator[Slot]:
+    def reap(self, say: Callable[[str], None]) -> Iterator[Slot]:
         """Remove the slots of workers that have left, and yield the slots of those that failed or were set aside."""
         for number, slot in list(self.slots.items()):
             if slot.child is None:

@@ -45,7 +45,7 @@ class PoolHealth:
     def __init__(self) -> None:
         self._config: WorkersConfig | None = None
         self._config_s = self._look_s = float("-inf")
-        self._paces: dict[str, _Paces] = {}
+        self._windows: dict[str, _RateWindow] = {}
         self._unheard: dict[str, float] = {}
         """Seconds for which workers have not been heard of, by name, counted in looks: a supervisor that was stopped
         has not looked meanwhile."""
@@ -63,9 +63,9 @@ class PoolHealth:
         reports = {info.worker: info for info in client.call(client.broker.status.workers())}
         for pool in pools:
             slots = [slot for slot in list(pool.slots.values()) if slot.is_running and slot.verdict is None]
-            for name, verdict in self._judged(slots, reports, every_s, self._config):
-                self._tell(client, next(slot for slot in slots if slot.worker == name), verdict)
-        self._paces = {name: paces for name, paces in self._paces.items() if name in reports}
+            for name, verdict in self._verdicts(slots, reports, every_s, self._config):
+                self._set_verdict(client, next(slot for slot in slots if slot.worker == name), verdict)
+        self._windows = {name: rates for name, rates in self._windows.items() if name in reports}
 
     def _refresh(self, client: BlockingBroker, now: float) -> None:
         if now - self._config_s < CONFIG_S and self._config is not None:
@@ -75,7 +75,7 @@ class PoolHealth:
         with suppress(ConfigError):
             self._config = recipe_from_bytes(stored).workers if stored is not None else None
 
-    def _judged(
+    def _verdicts(
         self, slots: Sequence[Slot], reports: dict[str, WorkerInfo], every_s: float, config: WorkersConfig
     ) -> list[tuple[str, Verdict]]:
         for slot in slots:
@@ -86,40 +86,40 @@ class PoolHealth:
             if (verdict := silent(self._unheard[name], config.stall_s)) is not None:
                 verdicts.append((name, verdict))
         if config.slow_factor:
-            paces = self._compared(slots, reports, config.slow_window_s)
-            slow = slowest(paces, config.slow_window_s, config.slow_factor)
+            rates = self._rates(slots, reports, config.slow_window_s)
+            slow = slowest(rates, config.slow_window_s, config.slow_factor)
             verdicts += [slow] if slow is not None and slow not in verdicts else []
         return verdicts
 
-    def _compared(
+    def _rates(
         self, slots: Sequence[Slot], reports: dict[str, WorkerInfo], window_s: float
     ) -> dict[str, GenerationRate]:
-        """Return the paces of the workers that have reported for a whole window. One whose predecessors were set aside
+        """Return the rates of the workers that have reported for a whole window. One whose predecessors were set aside
         gets more time."""
         found = {}
         for slot in slots:
             if (info := reports.get(slot.worker)) is None:
                 continue
-            pace = self._paces.setdefault(slot.worker, _Paces()).note(info, window_s)
+            rate = self._windows.setdefault(slot.worker, _RateWindow()).note(info, window_s)
             patience_s = window_s * min(2**slot.verdicts, MOST_PATIENCE) if slot.verdicts else 0.0
-            if pace is not None and time.monotonic() - slot.started >= patience_s:
-                found[slot.worker] = pace
+            if rate is not None and time.monotonic() - slot.started >= patience_s:
+                found[slot.worker] = rate
         return found
 
-    def _tell(self, client: BlockingBroker, slot: Slot, verdict: Verdict) -> None:
+    def _set_verdict(self, client: BlockingBroker, slot: Slot, verdict: Verdict) -> None:
         report = client.broker.faults.report
         client.call(report(worker=slot.worker, host=socket.gethostname(), rule=verdict.rule, reason=verdict.reason))
         slot.verdict = verdict
 
 
-class _Paces:
+class _RateWindow:
     """Counts one worker's reports within the window."""
 
     def __init__(self) -> None:
         self._looks = deque[tuple[float, WorkerInfo]]()
 
     def note(self, info: WorkerInfo, window_s: float) -> GenerationRate | None:
-        """Add a look, and return the pace over the window; None before the worker has reported for a whole one."""
+        """Add a look, and return the rate over the window; None before the worker has reported for a whole one."""
         now = time.monotonic()
         self._looks.append((now, info))
         while len(self._looks) > 1 and now - self._looks[1][0] >= window_s:
@@ -153,10 +153,10 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Refusal:
-    """The time since which the reports of a pool are refused, and what was told of that."""
+    """The time since which the reports of a pool are refused, and what was reported of that."""
 
     since: float
-    told: str = ""
+    reported: str = ""
 
 
 @contextmanager
@@ -167,7 +167,7 @@ def pool_reports(url: str, run: str, pools: Sequence[Pool]) -> Iterator[None]:
     During an outage of the server the pools keep their sizes. So does a pool whose report is refused, as another
     supervisor has its name, until it is taken.
     """
-    with _beside("pools", _follow, url, run, pools):
+    with _in_thread("pools", _follow, url, run, pools):
         yield
 
 
@@ -175,12 +175,12 @@ def pool_reports(url: str, run: str, pools: Sequence[Pool]) -> Iterator[None]:
 def death_reports(url: str, run: str, pools: Sequence[Pool]) -> Iterator[None]:
     """Hand back what the pools' dead processes held, in a thread, until the end of the block. The pools keep their
     sizes."""
-    with _beside("death reports", _report_all_deaths, url, run, pools):
+    with _in_thread("death reports", _report_all_deaths, url, run, pools):
         yield
 
 
 @contextmanager
-def _beside(
+def _in_thread(
     name: str, work: Callable[[str, str, list[Pool], threading.Event], None], url: str, run: str, pools: Sequence[Pool]
 ) -> Iterator[None]:
     """Do the work in a thread, which is told when the block ends."""
@@ -285,9 +285,9 @@ def _report(client: BlockingBroker, pool: Pool, refused: dict[str, Refusal]) -> 
         raise
     except BrokerError as error:
         refusal = refused.setdefault(pool.name, Refusal(time.monotonic()))
-        if refusal.told != str(error) and time.monotonic() - refusal.since > TTL_S + 2 * REPORT_S:
+        if refusal.reported != str(error) and time.monotonic() - refusal.since > TTL_S + 2 * REPORT_S:
             log.warning("%s Until then `headway scale` does not reach it.", error)
-            refusal.told = str(error)
+            refusal.reported = str(error)
         return
     refused.pop(pool.name, None)
     if wanted is not None:

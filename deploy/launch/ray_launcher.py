@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,21 +30,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from headway.broker.config import BrokerConfig
 from headway.broker.errors import ConfigError
-from headway.deploy.recipe.pools import (
-    LEARNER,
-    MAIN,
-    POOL,
-    SCORER,
-    WHERE,
-    WORKER,
-    RayRole,
-    pools_of,
-    ray_role,
-    scorers_of,
-)
+from headway.deploy.recipe.pools import LEARNER, WHERE, RayRole, ray_role
 
 from .base import DONE_EXITS, ERROR_PREFIX, Command, Handle, Launcher, Resources
-from .commands import engine_gpus, learner_resources, scorer_gpus
+from .commands import learner_resources, process_groups
 from .local_launcher import Child
 
 if TYPE_CHECKING:
@@ -55,17 +44,6 @@ GROUP_S = 30.0
 """Seconds to wait until Ray has placed a group beside which a process is to lie."""
 LEAST_CPU = 0.001
 """CPUs that a group sets aside for a process that takes nothing else: Ray makes no empty groups."""
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    """The processes of a role or pool, as the recipe has them."""
-
-    role: str
-    pool: str
-    gpus: int
-    """GPUs that one process needs."""
-    count: int
 
 
 class RayPlacement:
@@ -81,14 +59,15 @@ class RayPlacement:
 
         Raises ConfigError for a role that asks for fewer GPUs than one of its processes needs.
         """
-        for wanted in _wanted(recipe):
-            role = ray_role(self._roles, wanted.role, wanted.pool)
-            if role.gpus is not None and (role.gpus < wanted.gpus if wanted.gpus > 1 else role.gpus == 0 < wanted.gpus):
+        groups = [(group.role, group.pool, group.resources.gpus, group.count) for group in process_groups(recipe)]
+        for kind, pool, gpus, count in ((LEARNER, "", learner_resources(recipe).gpus, 1), *groups):
+            role, needed = ray_role(self._roles, kind, pool), gpus or 0
+            if role.gpus is not None and (role.gpus < needed if needed > 1 else role.gpus == 0 < needed):
                 raise ConfigError(
-                    f"{WHERE} gives {role.gpus:g} GPUs to each process of {wanted.pool or wanted.role}, which needs"
-                    f" {wanted.gpus}. Only a process of one GPU can share it, by a fraction above 0."
+                    f"{WHERE} gives {role.gpus:g} GPUs to each process of {pool or kind}, which needs {needed}. Only a"
+                    " process of one GPU can share it, by a fraction above 0."
                 )
-            self._counts[wanted.pool] = max(1, wanted.count)
+            self._counts[pool] = max(1, count)
 
     def options(self, command: Command) -> dict[str, Any]:
         """Return the options for the actor of this command."""
@@ -118,15 +97,6 @@ class RayPlacement:
             return beside
         node = placement_group_table(group)["bundles_to_node_id"][0]
         return NodeAffinitySchedulingStrategy(node, soft=False)
-
-
-def _wanted(recipe: "Recipe") -> Iterator[_Wanted]:
-    yield _Wanted(LEARNER, "", learner_resources(recipe).gpus or 0, 1)
-    yield _Wanted(WORKER, MAIN, engine_gpus(recipe.engine), recipe.workers.count)
-    for pool in pools_of(recipe):
-        yield _Wanted(WORKER, pool.name, engine_gpus(pool.recipe.engine), pool.count)
-    for scorer in scorers_of(recipe):
-        yield _Wanted(SCORER, POOL + scorer.name, scorer_gpus(recipe.scorers), recipe.scorers.count)
 
 
 def _claims(resources: Resources, role: RayRole, *, reserves_cpus: bool) -> dict[str, Any]:
@@ -214,7 +184,7 @@ class RayHandle(Handle):
         self._outcome: Outcome | None = None
         self._loss = ""
         self._log: str | None = None
-        self._started, self._is_told = time.monotonic(), False
+        self._started, self._is_reported = time.monotonic(), False
         self._wish = command.name, _wish(options)
         self._given_up_at: float | None = None
         """The time at which a command that was asked to end waits for a place no longer."""
@@ -280,8 +250,8 @@ class RayHandle(Handle):
     def _wait_for_a_place(self) -> None:
         """Say once that there is none so far, and give up waiting for it if the command was asked to end."""
         now = time.monotonic()
-        if not self._is_told and now > self._started + PLACE_S:
-            self._is_told = True
+        if not self._is_reported and now > self._started + PLACE_S:
+            self._is_reported = True
             if not self._is_placed():
                 log.warning("%s waits for a node of the Ray cluster with room for it: %s.", *self._wish)
         if self._given_up_at is not None and now > self._given_up_at and not self._is_placed():

@@ -24,16 +24,15 @@ from urllib.parse import quote
 
 from headway.broker.errors import ConfigError
 from headway.broker.server.access import Credentials, Role, User
-from headway.deploy.recipe.pools import MAIN, POOL, pools_of, scorers_of
+from headway.deploy.recipe.pools import MAIN, POOL, WORKER
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import dump_recipe
-from headway.deploy.recipe.trust import passed_on, passed_on_to_scorers
 from headway.deploy.run.atomic_files import replace_file
 from headway.deploy.run.directory import writable
 from headway.deploy.run.stage_output import planned
 
 from .base import Command, Resources
-from .commands import engine_gpus, learner_resources, scorer_gpus
+from .commands import ProcessGroup, check_for_cluster, learner_resources, process_groups
 
 BROKER, LEARNER, WORKERS, SCORERS, STOP = "broker", "learner", "workers", "scorers", "stop"
 ROLES = (BROKER, LEARNER, WORKERS, SCORERS, STOP)
@@ -106,17 +105,11 @@ def write_slurm_scripts(recipe: Recipe, directory: Path, options: SlurmOptions) 
 
 
 def _check(recipe: Recipe, options: SlurmOptions) -> None:
-    if not recipe.broker.is_embedded:
-        raise ConfigError("`headway launch slurm` starts a server of its own: leave broker.url out.")
-    if recipe.run.is_colocated:
-        raise ConfigError("On Slurm learner and workers are jobs of their own: set run.placement=separated.")
+    check_for_cluster(recipe, "slurm", "jobs", options.pools)
     if recipe.learner.processes % options.nodes:
         raise ConfigError(
             f"learner.processes={recipe.learner.processes} ranks cannot be spread evenly over {options.nodes} nodes."
         )
-    names = {MAIN, *(pool.name for pool in pools_of(recipe))}
-    if unknown := sorted(set(options.pools) - names):
-        raise ConfigError(f"The recipe has no pool {unknown[0]!r}, only {', '.join(sorted(names))}.")
     for option in options.sbatch:
         role, own = _split(option)
         if not own.startswith("-") or "\n" in own or role not in ("", *ROLES):
@@ -135,10 +128,10 @@ def _jobs(recipe: Recipe, directory: Path, options: SlurmOptions) -> Iterator[_J
         settings={"PYTHON": sys.executable, "SERVER_DIRECTORY": str(directory / SERVER), "PORT": options.port},
     )
     yield _learner(recipe, directory, options)
-    yield from _workers(MAIN, recipe.workers.count, recipe, passed_on(recipe), directory, options)
-    for pool in pools_of(recipe):
-        yield from _workers(pool.name, pool.count, pool.recipe, pool.arguments(), directory, options)
-    yield from _scorers(recipe, directory)
+    for group in process_groups(recipe):
+        count = options.pools.get(group.name, group.count) if group.role == WORKER else group.count
+        if count:  # Slurm has no job array of none
+            yield _array(group, count, directory)
     yield _Job(
         role=STOP,
         name=STOP,
@@ -166,37 +159,21 @@ def _learner(recipe: Recipe, directory: Path, options: SlurmOptions) -> _Job:
     )
 
 
-def _workers(
-    pool: str, count: int, recipe: Recipe, arguments: Sequence[str], directory: Path, options: SlurmOptions
-) -> Iterator[_Job]:
-    """Yield the script of a pool; none for a pool without workers, of which Slurm has no job array."""
-    count = options.pools.get(pool, count)
-    if not count:
-        return
-    yield _Job(
-        role=WORKERS,
-        name=WORKERS if pool == MAIN else f"{WORKERS}-{pool}",
+def _array(group: ProcessGroup, count: int, directory: Path) -> _Job:
+    """Return the script of a pool, or of a scorer. Each of its processes sees the GPUs of its job, and no other one."""
+    if group.role == WORKER:
+        role, name = WORKERS, WORKERS if group.name == MAIN else f"{WORKERS}-{group.name}"
+        settings = {**_login(Role.WORKER, directory), "POOL": group.name}
+    else:
+        role, name = SCORERS, group.pool
+        settings = {**_login(Role.SCORER, directory), "SCORER": group.name}
+    return _Job(
+        role=role,
+        name=name,
         options=("--nodes=1", "--ntasks=1", f"--array=0-{count - 1}"),
-        resources=Resources(threads=recipe.engine.threads, gpus=engine_gpus(recipe.engine)),
-        settings={**_login(Role.WORKER, directory), "POOL": pool, "ARGUMENTS": arguments},
+        resources=group.resources,
+        settings={**settings, "ARGUMENTS": group.arguments},
     )
-
-
-def _scorers(recipe: Recipe, directory: Path) -> Iterator[_Job]:
-    """Yield the script of each scorer. Each of its processes sees the GPU that its job has, and no other one."""
-    config = recipe.scorers
-    for scorer in scorers_of(recipe) if config.count else ():
-        yield _Job(
-            role=SCORERS,
-            name=f"{POOL}{scorer.name}",
-            options=("--nodes=1", "--ntasks=1", f"--array=0-{config.count - 1}"),
-            resources=Resources(threads=config.threads, gpus=scorer_gpus(config)),
-            settings={
-                **_login(Role.SCORER, directory),
-                "SCORER": scorer.name,
-                "ARGUMENTS": passed_on_to_scorers(recipe),
-            },
-        )
 
 
 def _login(role: Role, directory: Path) -> dict[str, str]:

@@ -73,7 +73,7 @@ class Supervisor:
                 while not self._is_over():
                     if self.check is not None:
                         self.check()
-                    self._tend_workers()
+                    self._watch_workers()
                     time.sleep(POLL_S)
                 if self._stops:
                     self._drain()
@@ -103,23 +103,23 @@ class Supervisor:
             raise _failed(learner.child, "The run has been stopped.")
         return code is not None
 
-    def _tend_workers(self) -> None:
+    def _watch_workers(self) -> None:
         for pool in self.pools:
-            for slot in pool.gone(self.say):
+            for slot in pool.reap(self.say):
                 assert slot.child is not None
                 if slot.is_set_aside:
-                    self._was_set_aside(slot, slot.child)
+                    self._replace_set_aside(slot, slot.child)
                 else:
-                    self._died(slot, slot.child)
+                    self._restart_or_fail(slot, slot.child)
             for slot in pool.slots.values():
                 if slot.verdict is not None and slot.is_running and not slot.killed_at:
                     slot.set_aside(pool.drain_s)
             pool.restart(self.launcher)
             pool.resize(self.launcher, self.say)
 
-    def _died(self, slot: Slot, child: Handle) -> None:
+    def _restart_or_fail(self, slot: Slot, child: Handle) -> None:
         if child.exit_code() == LASTING_EXIT:
-            raise _failed(child, f"Another start would not mend it: {self._whole()} been stopped.")
+            raise _failed(child, f"Another start would not mend it: {self._what_has()} been stopped.")
         if child.exit_code() == VERSION_EXIT:
             self._give_up(slot, child)
             return
@@ -128,14 +128,14 @@ class Supervisor:
         slot.failures += 1
         bug = _bug(child) if child.exit_code() == BUG_EXIT else ""
         if bug and bug == slot.bug and not self._is_anyone_well():
-            raise _failed(child, f"So it did before: {self._whole()} been stopped.")
+            raise _failed(child, f"So it did before: {self._what_has()} been stopped.")
         slot.bug = bug
         if child.exit_code() == UNHEALTHY_EXIT and self._is_anyone_well():
             self._replace(slot, child)
             return
         if slot.failures > self.max_restarts:
             after = f"after {self.max_restarts} restarts" if self.max_restarts else "and workers.max_restarts is 0"
-            raise _failed(child, f"It failed again {after}: {self._whole()} been stopped.")
+            raise _failed(child, f"It failed again {after}: {self._what_has()} been stopped.")
         pause = min(self.backoff_s * 2 ** (slot.failures - 1), MAX_BACKOFF_S)
         self.say(_exit_report(child, f"Restarting it in {pause:g} s ({slot.failures} of {self.max_restarts})."))
         self._restart(slot, child, pause)
@@ -153,7 +153,7 @@ class Supervisor:
         self.say(_exit_report(child, f"Another process takes its place in {pause:g} s.{remedy}"))
         self._restart(slot, child, pause)
 
-    def _was_set_aside(self, slot: Slot, child: Handle) -> None:
+    def _replace_set_aside(self, slot: Slot, child: Handle) -> None:
         """Start another process in its place, after longer and longer pauses where those are set aside too."""
         assert slot.verdict is not None
         pause = min(self.backoff_s * 2 ** (slot.verdicts - 1), MAX_UNHEALTHY_BACKOFF_S)
@@ -173,10 +173,10 @@ class Supervisor:
         child.kill()  # kills what it may have left in its session
         slot.child, slot.is_given_up = None, True
         if all(slot.is_given_up for slot in self._workers()) and not any(pool.departed for pool in self.pools):
-            raise _failed(child, f"No worker is left: {self._whole()} been stopped.", VERSION_EXIT)
+            raise _failed(child, f"No worker is left: {self._what_has()} been stopped.", VERSION_EXIT)
         self.say(_exit_report(child, "Restarting it cannot mend this. The other workers go on without it."))
 
-    def _whole(self) -> str:
+    def _what_has(self) -> str:
         return "the run has" if self._learner is not None else "the workers of this command have"
 
     def _drain(self) -> None:

@@ -70,25 +70,29 @@ class Reminder:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._told: Why | None = None
+        self._reported: Why | None = None
         self._again_s = 0.0
 
     def news(self, waiting: Bottleneck | None) -> str:
         """Returns the paragraph to tell now: nothing has moved for a while, and the reason is a new one, or was told
         REPEAT_S ago. Else ""."""
         if waiting is None or not waiting.is_quiet:
-            self._told = None
+            self._reported = None
             return ""
-        if waiting.why == self._told and self._clock() < self._again_s:
+        if waiting.why == self._reported and self._clock() < self._again_s:
             return ""
-        self._told, self._again_s = waiting.why, self._clock() + REPEAT_S
+        self._reported, self._again_s = waiting.why, self._clock() + REPEAT_S
         return waiting.text
 
 
 Rule = Callable[[RunStatus, StepProgress], Bottleneck | None]
 
 
-async def look(broker: Broker, *, any_identity: bool = False) -> tuple[RunStatus, Bottleneck | None]:
+StatusReader = Callable[[], tuple[RunStatus, Bottleneck | None]]
+"""Returns a run's status and who waits in it. Raises HeadwayError."""
+
+
+async def read_status(broker: Broker, *, any_identity: bool = False) -> tuple[RunStatus, Bottleneck | None]:
     """Returns the run's status and who waits in it. `any_identity` and errors: as in `StatusVerbs.snapshot`."""
     status = await broker.status.snapshot(any_identity=any_identity)
     progress = await broker.progress.look()

@@ -4,7 +4,7 @@ events between two looks.
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Self
 
@@ -22,8 +22,7 @@ from headway.deploy.run.figures import WINDOW, generated_per_s, moving_average, 
 from headway.deploy.terminal import Terminal, styled
 from headway.rollout_workers.health import RUN_OVER
 
-from .bottleneck import Bottleneck, Reminder
-from .bottleneck import look as look_at
+from .bottleneck import Bottleneck, Reminder, StatusReader, read_status
 from .run_warnings import FaultReporter, FlatRewardReporter, fault_text, flat_reward_text
 from .status import recent, version_text
 
@@ -48,15 +47,11 @@ NOTHING_TRAINED = (
 )
 
 
-Look = Callable[[], tuple[RunStatus, Bottleneck | None]]
-"""Returns a run's status and who waits in it."""
-
-
 class Monitor:
     """Looks at a run in a thread of its own and shows it on `console`, inside a `with` block."""
 
-    def __init__(self, look: Look, console: Terminal, max_lag: int | None = None) -> None:
-        self._look_at_run, self._console, self._max_lag = look, console, max_lag
+    def __init__(self, look: StatusReader, console: Terminal, max_lag: int | None = None) -> None:
+        self._read_status, self._console, self._max_lag = look, console, max_lag
         self._reminder, self._faults, self._flat = Reminder(), FaultReporter(), FlatRewardReporter()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="monitor", daemon=True)
@@ -97,20 +92,20 @@ class Monitor:
 
     def _watch(self) -> None:
         while True:
-            self._look()
+            self._refresh()
             if self._over.wait(POLL_S):
-                self._look()
+                self._refresh()
                 return
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         try:
-            status, waiting = self._look_at_run()
+            status, waiting = self._read_status()
         except RunNotFoundError as error:
-            self._tell_absent(str(error))
+            self._say_no_learner(str(error))
             return
         except HeadwayError as error:
             if not self.is_over():  # a server that is away may be the reason why its user ends this
-                self._tell_state(f"broker: {error}")
+                self._say_state(f"broker: {error}")
             return
         if self.last is None:
             self._found = max(map(_place, status.recent_steps), default=(-1, -1))
@@ -127,12 +122,12 @@ class Monitor:
                 self.say(news)
         if warning := self._flat.news([step for step in status.recent_steps if _place(step) > self._found]):
             self.say(warning)
-        if warning := self._news_of_long_prompts(status.last_step):
+        if warning := self._long_prompts_warning(status.last_step):
             self.say(warning)
         if self._found_state == "finished":
-            self._tell_nothing_trained(status)
+            self._say_nothing_trained(status)
 
-    def _news_of_long_prompts(self, step: StepMetrics | None) -> str:
+    def _long_prompts_warning(self, step: StepMetrics | None) -> str:
         """Return the warning on prompts that were passed over, and again once there are twice as many."""
         count = step.long_prompts if step is not None and _place(step) > self._found else 0
         if count < max(1, 2 * self._long_prompts):
@@ -144,13 +139,13 @@ class Monitor:
             " engine.max_model_len, lower sampling.max_new_tokens, or shorten them."
         )
 
-    def _tell_nothing_trained(self, status: RunStatus) -> None:
+    def _say_nothing_trained(self, status: RunStatus) -> None:
         has_ended_again = self._has_begun_again and status.state == "finished"
         if has_ended_again and max(map(_place, status.recent_steps), default=(-1, -1)) == self._found:
             self.say(NOTHING_TRAINED)
         self._has_begun_again = status.state not in RUN_OVER
 
-    def _tell_absent(self, error: str) -> None:
+    def _say_no_learner(self, error: str) -> None:
         others = error.partition("Runs there: ")[2]
         is_other = bool(others) and others != "none."  # perhaps our run's name is misspelt
         text = f"{NO_LEARNER} Runs there: {others}" if is_other else NO_LEARNER
@@ -172,14 +167,14 @@ class Monitor:
                 status.state if status.state in RUN_OVER else ""
             )  # the old state of a run that is being resumed
         if status.state not in RUN_OVER:
-            self._tell_state(status.state)
+            self._say_state(status.state)
         for step in status.recent_steps:
             if _place(step) > self._printed:
                 self._printed = _place(step)
                 self.say(step_line(step) + f"  {_load(status)}")
-        self._tell_state(status.state)
+        self._say_state(status.state)
 
-    def _tell_state(self, state: str) -> None:
+    def _say_state(self, state: str) -> None:
         if state != self._state and self._live is None:
             self.say(STATES.get(state, state))
         self._state = state
@@ -201,7 +196,7 @@ def watch(url: str, run: str, console: Terminal, max_lag: int | None = None) -> 
     broker = BlockingBroker(url, run)
 
     def look() -> tuple[RunStatus, Bottleneck | None]:
-        return broker.call(look_at(broker.broker, any_identity=True))
+        return broker.call(read_status(broker.broker, any_identity=True))
 
     try:
         with Monitor(look, console, max_lag) as monitor:

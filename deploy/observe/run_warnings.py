@@ -13,7 +13,7 @@ from headway.broker.errors import HeadwayError
 from headway.broker.schema.status import Fault, RunStatus
 from headway.broker.schema.step_metrics import StepMetrics
 
-from .bottleneck import Reminder, look
+from .bottleneck import Reminder, read_status
 
 MEANINGS = {
     "version": "is of another version of Headway",
@@ -30,11 +30,11 @@ class FaultReporter:
     """Remembers which faults a reader was told."""
 
     def __init__(self) -> None:
-        self._told: tuple[Fault, ...] = ()
+        self._reported: tuple[Fault, ...] = ()
 
     def news(self, status: RunStatus) -> Iterator[str]:
         """Yields a sentence for each fault that the last look did not have."""
-        told, self._told = self._told, status.faults
+        told, self._reported = self._reported, status.faults
         yield from (fault_text(fault) for fault in status.faults if fault not in told)
 
 
@@ -52,14 +52,14 @@ class FlatRewardReporter:
     """Remembers whether a reader was told that nothing is trained."""
 
     def __init__(self) -> None:
-        self._is_told = False
+        self._is_reported = False
 
     def news(self, steps: Sequence[StepMetrics]) -> str:
         """Returns the warning once, and again only after a step that trained something; else an empty string. `steps`
         are the last ones, in order."""
-        text, was_told = flat_reward_text(steps), self._is_told
-        self._is_told = bool(text)
-        return "" if was_told else text
+        text, was_reported = flat_reward_text(steps), self._is_reported
+        self._is_reported = bool(text)
+        return "" if was_reported else text
 
 
 def flat_reward_text(steps: Sequence[StepMetrics]) -> str:
@@ -106,7 +106,7 @@ def _watch(broker: BlockingBroker, on_look: Callable[[RunStatus], None], over: t
     reminder, told = Reminder(), FaultReporter()
     while not over.wait(every_s):
         with suppress(HeadwayError):  # the learner itself says that the server is away
-            status, waiting = broker.call(look(broker.broker))
+            status, waiting = broker.call(read_status(broker.broker))
             on_look(status)
             for text in told.news(status):
                 log.warning("%s", text)

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 
@@ -18,7 +17,7 @@ from headway.broker.schema.status import Fault, PoolInfo, QueueAges, QueueDepths
 from headway.broker.schema.step_metrics import StepMetrics
 from headway.deploy.recipe.pools import MAIN, POOL
 from headway.deploy.run.figures import by_lag, generated_per_s, lag_histogram, trained_per_s
-from headway.deploy.terminal import WordWrapTable
+from headway.deploy.terminal import WordWrapTable, headed_table
 
 from .bottleneck import Bottleneck
 
@@ -99,18 +98,10 @@ def _head(status: RunStatus, waiting: Bottleneck | None) -> Table:
 
 
 def _queues(queues: QueueDepths, ages: QueueAges) -> Table:
-    table = Table(title="Queues", title_justify="left", box=SIMPLE_HEAD)
-    for heading in ("", "waiting", "generating", "ready", "taken", "dropped", "requeued"):
-        table.add_column(heading, justify="right")
-    table.add_row(
-        "groups",
-        f"{queues.pool}",
-        f"{queues.open}",
-        f"{queues.ready}",
-        f"{queues.pinned}",
-        f"{queues.dropped_stale}",
-        f"{queues.requeued_stale}",
-    )
+    headings = ("", "waiting", "generating", "ready", "taken", "dropped", "requeued")
+    table = headed_table(title="Queues", numbers=headings)
+    depths = (queues.pool, queues.open, queues.ready, queues.pinned, queues.dropped_stale, queues.requeued_stale)
+    table.add_row("groups", *map(str, depths))
     table.add_row("samples", f"{queues.retry}", f"{queues.leased}", "", "", "", "")
     oldest = (ages.next_sample_s, ages.oldest_lease_s, ages.oldest_ready_s)
     table.add_row("oldest", *("" if age_s is None else f"{age_s:,.1f} s" for age_s in oldest), "", "", "")
@@ -121,20 +112,16 @@ def _queues(queues: QueueDepths, ages: QueueAges) -> Table:
         f" {queues.discarded_tokens:,} discarded, {queues.trimmed_samples} samples trimmed,"
         f" {queues.uninformative} groups dropped by dynamic sampling"
     )
-    table.caption_justify = "left"
     return table
 
 
 def _refused(status: RunStatus) -> Table:
     """Return refused samples, segments and prompts, newest last, and the quarantined workers."""
-    table = Table(title="Refused, and generated anew", title_justify="left", box=SIMPLE_HEAD)
-    for heading in ("sample", "from", "reason"):
-        table.add_column(heading, overflow="fold")
+    table = headed_table("sample", "from", "reason", title="Refused, and generated anew")
     for letter in status.dead_letters:
         table.add_row(letter.tid, letter.worker, letter.reason)
     captions = [f"No more leases for {', '.join(status.quarantined)}."] if status.quarantined else []
     table.caption = " ".join([*captions, *_suspicion(status)])
-    table.caption_justify = "left"
     return table
 
 
@@ -151,9 +138,8 @@ def _suspicion(status: RunStatus) -> Iterator[str]:
 
 
 def _faults(faults: tuple[Fault, ...]) -> Table:
-    table = Table(title="Workers that were set aside in the last hour", title_justify="left", box=SIMPLE_HEAD)
-    for heading in ("worker", "host", "at", "rule", "why"):
-        table.add_column(heading, overflow="fold")
+    title = "Workers that were set aside in the last hour"
+    table = headed_table("worker", "host", "at", "rule", "why", title=title)
     for fault in faults:
         at = time.strftime("%H:%M:%S", time.localtime(fault.at))
         table.add_row(fault.worker, fault.host, at, fault.rule, fault.reason)
@@ -162,23 +148,18 @@ def _faults(faults: tuple[Fault, ...]) -> Table:
 
 def _lengths(tallies: Tallies) -> Table:
     """Return begun and trained groups by length of the prompt, which shows whether training loses some lengths."""
-    table = Table(title="Groups by length of the prompt", title_justify="left", box=SIMPLE_HEAD)
-    for heading in ("tokens up to", "begun", "trained"):
-        table.add_column(heading, justify="right")
+    table = headed_table(title="Groups by length of the prompt", numbers=("tokens up to", "begun", "trained"))
     for length, begun in tallies.dispatched_by_prompt_length.items():
         table.add_row(f"{length}", f"{begun:,}", f"{tallies.trained_by_prompt_length.get(length, 0):,}")
     return table
 
 
 def _pools(pools: tuple[PoolInfo, ...]) -> Table:
-    table = Table(title="Pools", title_justify="left", box=SIMPLE_HEAD)
-    for heading in ("pool", "host"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("wanted", "running", "leaving", "restarting", "given up"):
-        table.add_column(heading, justify="right")
+    headings = ("wanted", "running", "leaving", "restarting", "given up")
+    table = headed_table("pool", "host", title="Pools", numbers=headings)
     for pool in pools:
         numbers = (pool.wanted, pool.running, pool.leaving, pool.restarting, pool.given_up)
-        table.add_row(pool.pool, pool.host, *(f"{number}" for number in numbers))
+        table.add_row(pool.pool, pool.host, *map(str, numbers))
     return table
 
 
@@ -192,11 +173,9 @@ def state_text(info: WorkerInfo, status: RunStatus) -> str:
 
 def _workers(status: RunStatus, *, has_processes: bool = False) -> Table:
     """Return the workers, with `has_processes` also the host and the id of each one's process."""
-    table = Table(title=f"Workers ({len(status.workers)})", title_justify="left", box=SIMPLE_HEAD)
-    for heading in ("worker", *(("host", "pid") if has_processes else ()), "engine", "state"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("version", "leases", "tokens/s", "sent"):
-        table.add_column(heading, justify="right")
+    texts = ("worker", *(("host", "pid") if has_processes else ()), "engine", "state")
+    numbers = ("version", "leases", "tokens/s", "sent")
+    table = headed_table(*texts, title=f"Workers ({len(status.workers)})", numbers=numbers)
     for info in status.workers:
         table.add_row(
             info.worker,
@@ -213,11 +192,8 @@ def _workers(status: RunStatus, *, has_processes: bool = False) -> Table:
 
 def _scorers(status: RunStatus) -> Table:
     """Return the processes of each scorer, and what waits for them."""
-    table = Table(title=f"Scorers ({len(status.scorers)})", title_justify="left", box=SIMPLE_HEAD)
-    for heading in ("scorer", "process", "host", "state"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("held", "scored", "tokens/s"):
-        table.add_column(heading, justify="right")
+    texts, title = ("scorer", "process", "host", "state"), f"Scorers ({len(status.scorers)})"
+    table = headed_table(*texts, title=title, numbers=("held", "scored", "tokens/s"))
     for info in status.scorers:
         state = info.state + (f": {info.last_error}" if info.last_error else "")
         numbers = (f"{info.held}", f"{info.scored:,}", f"{info.tokens_per_s:,.0f}")
@@ -227,7 +203,6 @@ def _scorers(status: RunStatus) -> Table:
         f" {queue.answered:,} answered, {queue.failed} failed"
         for queue in status.scoring
     )
-    table.caption_justify = "left"
     return table
 
 
@@ -235,13 +210,8 @@ def _lags(status: RunStatus) -> Table:
     """Return what the last steps trained in each bucket of lag, which is named by its largest lag."""
     found = by_lag(recent(status))
     largest = max((figures.trajectories for figures in found.values()), default=0) or 1
-    table = Table(
-        title=f"Lag of what the last {len(recent(status))} steps trained",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-    )
-    for heading in ("lag", "trajectories", "reward", "ESS", "clipped", "masked"):
-        table.add_column(heading, justify="right")
+    headings = ("lag", "trajectories", "reward", "ESS", "clipped", "masked")
+    table = headed_table(title=f"Lag of what the last {len(recent(status))} steps trained", numbers=headings)
     table.add_column("", min_width=BAR_WIDTH)
     for lag, figures in found.items():
         numbers = (figures.reward_mean, figures.ess, figures.clip_fraction, figures.mask_fraction)

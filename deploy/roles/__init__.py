@@ -12,7 +12,7 @@
 
     with a trained model   trained_model.py, export.py, chat.py, batch_inference.py, batch_inference_workers.py,
                            replay.py
-    from outside           run_lookup.py;  stop_request.py: SIGTERM and Ctrl-C as a flag
+    from outside           run_client.py;  stop_request.py: SIGTERM and Ctrl-C as a flag
 
 The invariant: a role closes what it opened, in the opposite order, however it ends; its exit code says whether another
 try may help.

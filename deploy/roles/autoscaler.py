@@ -44,7 +44,7 @@ from headway.deploy.printing import say, say_json
 from headway.deploy.run.figures import wait_fraction
 from headway.rollout_workers.health import RUN_OVER
 
-from .run_lookup import as_learner, awaited, client_of, locate_run
+from .run_client import as_learner, awaited, client_of, locate_run
 
 NEAR = 0.9
 """A mean lag, or a queue's age, of this share of the steps for which samples are begun ahead is close to them."""
@@ -78,7 +78,7 @@ class Load:
     wait: float
     """The share of the last steps' time in which the learner waited for samples."""
     busy: float
-    """The share of the places in use in the pool's engines, over the last looks."""
+    """The share of the places in use in the pool's engines, over the last observations."""
     lag: float
     """The mean lag over the steps for which samples are begun ahead; 0 where these are 0. Above 1 where samples take
     longer."""
@@ -213,12 +213,12 @@ def _seen(load: Load) -> str:
 
 
 LOOK_S = 2.0
-"""Seconds between two looks at the run."""
+"""Seconds between two observations of the run."""
 LOOKS = 5
 """Looks over which the engines' use is averaged: within a step it comes and goes."""
 
 
-class Look(msgspec.Struct, frozen=True, kw_only=True):
+class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """One look of the autoscaler: the figures that it saw, and its decision."""
 
     pool: str
@@ -238,18 +238,18 @@ def keep_scaling(
     with client_of(where if dry_run else as_learner(url, where), run) as client:
         awaited(lambda: client.call(client.broker.status.snapshot(any_identity=True)))
         said = None
-        for look in Autoscaling(client, pool, targets, cooldown_s, dry_run).looks():
-            decided = (look.load.wanted, look.decision.wanted, look.decision.reason)
+        for observation in Autoscaling(client, pool, targets, cooldown_s, dry_run).observations():
+            decided = (observation.load.wanted, observation.decision.wanted, observation.decision.reason)
             if decided != said:
                 said = decided
-                _tell(look, as_json)
+                _print(observation, as_json)
     if not as_json:
         say("The run is over.")
 
 
 @dataclass
 class Autoscaling:
-    """The looks at one pool of one run."""
+    """The observations of one pool of one run."""
 
     client: BlockingBroker
     pool: str
@@ -266,17 +266,17 @@ class Autoscaling:
         """Steps that the run had made when the pool last changed."""
         self._busy: deque[float] = deque(maxlen=LOOKS)
 
-    def looks(self) -> Iterator[Look]:
+    def observations(self) -> Iterator[Observation]:
         """Yield a look every LOOK_S seconds until the run is over."""
         while (status := self._status()).state not in RUN_OVER:
             if not self._is_cooling_down():
-                yield self._look(status)
+                yield self._observe(status)
             time.sleep(LOOK_S)
 
     def _is_cooling_down(self) -> bool:
         return time.monotonic() - self._changed < self.cooldown_s
 
-    def _look(self, status: RunStatus) -> Look:
+    def _observe(self, status: RunStatus) -> Observation:
         info, made = self._pool(status), steps_made(status)
         if self._since is None or made < self._since:  # it has just begun, or the run went back
             self._since = made
@@ -287,7 +287,7 @@ class Autoscaling:
             self._since, self._changed = made, time.monotonic()
             self._busy.clear()
             self._ask(info.pool, decision.wanted)
-        return Look(pool=info.pool, load=load, decision=decision)
+        return Observation(pool=info.pool, load=load, decision=decision)
 
     def _pool(self, status: RunStatus) -> PoolInfo:
         """Return the pool as the rule sees it."""
@@ -310,13 +310,13 @@ class Autoscaling:
         return progress.ahead if progress is not None else 0.0
 
 
-def _tell(look: Look, as_json: bool) -> None:
+def _print(observation: Observation, as_json: bool) -> None:
     if as_json:
-        say_json(look, in_one_line=True)
+        say_json(observation, in_one_line=True)
         return
-    wanted, before = look.decision.wanted, look.load.wanted
+    wanted, before = observation.decision.wanted, observation.load.wanted
     change = f"{before} stays" if wanted == before else f"{before} -> {wanted}"
-    say(f"Workers of pool {look.pool}: {change}. {look.decision}")
+    say(f"Workers of pool {observation.pool}: {change}. {observation.decision}")
 
 
 TOLERANCE = 0.1
@@ -344,12 +344,12 @@ def serve_autoscale(
     signal.signal(signal.SIGTERM, _leave)
     where, name = locate_run(url, run)
     with client_of(where, name) as client:
-        together = Together(client, pool, targets, cooldown_s, False)
-        with answering(together, host, port) as address:
+        pooled = PooledAutoscaling(client, pool, targets, cooldown_s, False)
+        with serving(pooled, host, port) as address:
             say(f"Serving the number of workers wanted in pool {pool} at {address}. Ctrl-C ends it.")
             said = None
             while True:
-                now = together.look()
+                now = pooled.look()
                 if (now.wanted, now.reason) != said:
                     said = now.wanted, now.reason
                     say(f"Pool {pool}: {now.wanted} workers wanted, {now.running} run. {now.reason}")
@@ -357,7 +357,7 @@ def serve_autoscale(
 
 
 @dataclass
-class Together(Autoscaling):
+class PooledAutoscaling(Autoscaling):
     """Looks at many pools as at one, and remembers itself how many workers it wants."""
 
     now: Wanted = field(init=False)
@@ -381,7 +381,7 @@ class Together(Autoscaling):
         return self.now
 
     def _decided(self, status: RunStatus) -> Wanted:
-        look = self._look(status)
+        look = self._observe(status)
         return Wanted(pool=self.pool, wanted=self._wanted, running=look.load.running, reason=str(look.decision))
 
     def _pool(self, status: RunStatus) -> PoolInfo:
@@ -396,10 +396,10 @@ class Together(Autoscaling):
         return tuple(found.values()) or status.workers
 
     def _ask(self, pool: str, wanted: int) -> None:
-        self._wanted = noticeable(self._wanted, wanted, self.targets)
+        self._wanted = beyond_tolerance(self._wanted, wanted, self.targets)
 
 
-def noticeable(before: int, wanted: int, targets: Targets) -> int:
+def beyond_tolerance(before: int, wanted: int, targets: Targets) -> int:
     """Return the number wanted, or the next one that differs from the one before by more than TOLERANCE. Where the
     limits allow none, it stays."""
     if wanted > before:
@@ -411,12 +411,12 @@ def noticeable(before: int, wanted: int, targets: Targets) -> int:
 
 
 @contextmanager
-def answering(together: Together, host: str, port: int) -> Iterator[str]:
+def serving(pooled: PooledAutoscaling, host: str, port: int) -> Iterator[str]:
     """Answer requests, and yield the address. Raises ConfigError."""
 
     class Answer(QuietRequestHandler):
         def do_GET(self) -> None:  # noqa: N802 - the base class finds it by this name
-            body = msgspec.json.encode(together.now)
+            body = msgspec.json.encode(pooled.now)
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))

@@ -33,17 +33,17 @@ def recipe_backend(recipe: Recipe) -> Backend:
 
 def beside_policy(recipe: Recipe, model: ModelConfig) -> Backend:
     """Open a model on the backend and layout of the policy, such as a teacher. Collective over the ranks."""
-    backend: Backend = _opened(recipe, model, "policy")
+    backend: Backend = _open(recipe, model, "policy")
     return backend
 
 
 def recipe_scores(recipe: Recipe) -> ScoreBackend:
     """Open the backend of a reward model. Collective over the ranks. Equal recipes give equal weights."""
-    backend: ScoreBackend = _opened(recipe, recipe.model, "score")
+    backend: ScoreBackend = _open(recipe, recipe.model, "score")
     return backend
 
 
-def _opened(recipe: Recipe, model: ModelConfig, head: Literal["policy", "value", "score"]) -> Any:
+def _open(recipe: Recipe, model: ModelConfig, head: Literal["policy", "value", "score"]) -> Any:
     """Open a model in this process, which from now on computes with `learner.threads`: every stage and role of the
     learner comes here, however it was started. The configuration of a model from a hub may be here only now."""
     torch.set_num_threads(recipe.learner.threads)
@@ -96,8 +96,8 @@ def recipe_critic(recipe: Recipe, ranks: Ranks) -> Critic:
     new head. Collective over the ranks. Raises ConfigError for a reward model that does not fit."""
     algorithm = recipe.algorithm
     model = _critic_model(recipe)
-    with _fitting(algorithm.critic.path):
-        backend: ValueBackend = _opened(recipe, model, "value")
+    with _critic_errors(algorithm.critic.path):
+        backend: ValueBackend = _open(recipe, model, "value")
     return Critic(
         backend,
         ranks,
@@ -108,7 +108,7 @@ def recipe_critic(recipe: Recipe, ranks: Ranks) -> Critic:
 
 
 @contextmanager
-def _fitting(path: str) -> Iterator[None]:
+def _critic_errors(path: str) -> Iterator[None]:
     """Name the key of the reward model from which a critic starts, and the remedy, in an error of its backend."""
     try:
         yield

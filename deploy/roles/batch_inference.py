@@ -214,7 +214,7 @@ class BatchInference:
         kind = "parquet" if self.prompts.suffix == ".parquet" else "jsonl"
         fields = named_fields({} if recipe is None else recipe.prompts.options)
         rows = (
-            (place, _asked(place, row, fields.prompt_field))
+            (place, _with_prompt(place, row, fields.prompt_field))
             for place, row in read_rows(kind, str(self.prompts), "PROMPTS")
         )
         rendered: list[Prompt] = []
@@ -286,7 +286,7 @@ class EngineSampler:
             await engine.close()
 
 
-def _asked(place: str, row: Row, column: str) -> Row:
+def _with_prompt(place: str, row: Row, column: str) -> Row:
     """Return the row with its prompt in `prompt`: that of the column that the run trains on, if the row has it. Raises
     ConfigError for a row without a prompt."""
     prompt = row.get("prompt") if row.get(column) is None else row[column]

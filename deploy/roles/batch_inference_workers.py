@@ -68,7 +68,7 @@ UNBOUNDED = 1 << 30
 """Steps of lag. Each prompt is a step here, and the first weights sample all of them."""
 LINGER_S = 0.5
 """Seconds for a worker that has left the list to say the rest of its goodbye."""
-FAREWELL_S = 10.0
+LEAVE_S = 10.0
 """Seconds for workers to hear that nothing is left, before their run is removed from the server."""
 
 
@@ -107,7 +107,7 @@ class WorkerSampler:
         with ExitStack() as stack:
             blocking = BlockingBroker(self.url, self.recipe.run.name)
             stack.callback(blocking.close)
-            job = _Job(blocking, self.recipe, prompts, identity=made_from)
+            job = _GenerationRun(blocking, self.recipe, prompts, identity=made_from)
             stack.callback(job.publish().close)
             job.collect(add)
             job.finish()
@@ -123,7 +123,7 @@ class WorkerSampler:
             forget(self.url, run)
 
 
-class _Job:
+class _GenerationRun:
     """The run's prompts that are left, with this process in the learner's place."""
 
     def __init__(
@@ -137,7 +137,7 @@ class _Job:
         self._left = dict(sorted(prompts.items()))
         self._unfed = iter(tuple(self._left.values()))
         self._is_fed = False
-        self._outages = BrokerRetries(blocking, lambda: False, self._tell_again)
+        self._outages = BrokerRetries(blocking, lambda: False, self._restore_server)
         self._committed: deque[str] = deque(maxlen=REMEMBERED)
         self._limits = SampleLimits(
             vocabulary=getattr(load_config(recipe.model).get_text_config(), "vocab_size", None),
@@ -180,7 +180,7 @@ class _Job:
     def finish(self) -> None:
         """End the run, and remove it from the server once its workers have heard of that."""
         self._outages.retry(lambda: self._verbs.status.set_state(self._owner, "finished"))
-        until = time.monotonic() + FAREWELL_S
+        until = time.monotonic() + LEAVE_S
         while time.monotonic() < until:
             with suppress(RunNotFoundError):
                 if self._outages.retry(self._verbs.status.snapshot).workers:
@@ -241,7 +241,7 @@ class _Job:
         self._committed.extend(groups)
         self._outages.retry(lambda: self._verbs.batches.commit(self._owner, step, groups, watermark))
 
-    def _tell_again(self) -> None:
+    def _restore_server(self) -> None:
         """Tell a restarted server what it may have forgotten, and feed all prompts that are left again."""
         self._outages.retry(
             lambda: self._verbs.batches.reassert(
@@ -257,7 +257,7 @@ def run_name(out: Path) -> str:
     return f"generate-{hashlib.blake2b(place.encode(), digest_size=4).hexdigest()}"
 
 
-def _tell(text: str) -> None:
+def _say(text: str) -> None:
     say(text, to_stderr=True)
 
 
@@ -281,11 +281,11 @@ class GenerationPool:
         stopped it before. Raises what `generate` raises, and RoleFailedError for workers that keep failing."""
         with ExitStack() as stack:
             private = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headway-generate-")))
-            server = None if self.url else stack.enter_context(SupervisedServer(private / "server", _tell))
+            server = None if self.url else stack.enter_context(SupervisedServer(private / "server", _say))
             learner, worker = (self._url_of(role, server) for role in (Role.LEARNER, Role.WORKER))
             if self.url:
                 shown = without_password(self.url)
-                _tell(f"Workers elsewhere join by: headway workers --broker {shown} --run {self.recipe.run.name}")
+                _say(f"Workers elsewhere join by: headway workers --broker {shown} --run {self.recipe.run.name}")
             if not self.count:
                 return generate(learner)
             pool = Pool(MAIN, self.count, self._command(worker, private))
@@ -303,11 +303,11 @@ class GenerationPool:
             if server is not None:
                 server.check()
 
-        def tell(text: str) -> None:
+        def say_while_generating(text: str) -> None:
             if self._result is None:  # else workers leave as they should
-                _tell(text)
+                _say(text)
 
-        Supervisor([pool], max_restarts=self.recipe.workers.max_restarts, say=tell, check=check).run()
+        Supervisor([pool], max_restarts=self.recipe.workers.max_restarts, say=say_while_generating, check=check).run()
 
     def _generate(self, generate: Callable[[str], Generated], url: str, pool: Pool) -> None:
         """Generate in a thread of its own, since children are started and watched in the main one."""

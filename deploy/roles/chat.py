@@ -68,18 +68,18 @@ class Chat:
         self._runner.run(self._engine.close())
         self._runner.close()
 
-    def say(self, message: str, hear: Callable[[str], None] = lambda text: None) -> Reply:
-        """Return the model's answer. `hear` gets it piece by piece as the engine generates it.
+    def say(self, message: str, on_text: Callable[[str], None] = lambda text: None) -> Reply:
+        """Return the model's answer. `on_text` gets it piece by piece as the engine generates it.
 
         Ctrl-C stops the answer, and the conversation goes on with what there is of it. Raises ConfigError for a message
         that the tokenizer cannot encode, or that leaves no room for an answer; the conversation is as before then.
         """
         messages = [*self._messages, {"role": "user", "content": message}] if self.has_template else message
         tokens, forgotten = self._fitting(messages)
-        recorder, heard = Recorder(), _Heard(hear)
+        recorder, stream = Recorder(), _TextStream(on_text)
 
         def on_tokens(count: int) -> None:
-            heard.until(self._text(recorder).rstrip(INCOMPLETE))
+            stream.until(self._text(recorder).rstrip(INCOMPLETE))
 
         is_interrupted = False
         try:
@@ -87,7 +87,7 @@ class Chat:
         except KeyboardInterrupt:
             is_interrupted = True
         text = self._text(recorder)
-        heard.until(text)
+        stream.until(text)
         if not isinstance(messages, str):
             self._messages = [*messages[forgotten:], {"role": "assistant", "content": text}]
         return Reply(
@@ -130,14 +130,14 @@ class Chat:
         )
 
 
-class _Heard:
+class _TextStream:
     """Passes on what is new of a growing text."""
 
-    def __init__(self, hear: Callable[[str], None]) -> None:
-        self._hear = hear
+    def __init__(self, on_text: Callable[[str], None]) -> None:
+        self._on_text = on_text
         self._length = 0
 
     def until(self, text: str) -> None:
         if new := text[self._length :]:
             self._length = len(text)
-            self._hear(new)
+            self._on_text(new)

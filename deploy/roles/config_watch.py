@@ -117,7 +117,14 @@ async def _watch_config(broker: Broker, stored: bytes, part: Callable[[bytes], o
         broker.leases.obey(now)
 
 
-async def or_drained(wanted: Coroutine[Any, Any, T], drain: asyncio.Event) -> T | None:
+async def drain_when_asked(request_drain: Callable[[], object], drain: asyncio.Event) -> None:
+    """Ask the role to drain once the event is set."""
+    await drain.wait()
+    log.info("draining: leases go back to the broker")
+    request_drain()
+
+
+async def unless_drained(wanted: Coroutine[Any, Any, T], drain: asyncio.Event) -> T | None:
     """Return the result, or None if the role was asked to drain before it was there."""
     tasks = asyncio.ensure_future(wanted), asyncio.ensure_future(drain.wait())
     done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

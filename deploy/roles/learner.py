@@ -37,8 +37,8 @@ from headway.deploy.run.directory import (
     EXPERIENCE,
     identity_of,
     last_incarnation,
-    note_identity,
-    note_incarnation,
+    write_identity,
+    write_incarnation,
 )
 from headway.deploy.run.events import EvaluationEvent
 from headway.deploy.run.record import plot, summarize
@@ -238,7 +238,7 @@ def _claim(parts: Parts, blocking: BlockingBroker) -> tuple[RunClaim, Experience
     """Claim the run, and note that in its directory before any weights are published."""
     recipe, origin, directory = parts.recipe, parts.origin, parts.recipe.run_directory
     identity = identify(blocking, origin, directory, identity_of(directory))
-    note_identity(directory, identity)
+    write_identity(directory, identity)
     experience_log = open_log(origin, parts.checkpoints, directory / EXPERIENCE, recipe.checkpoint.log_bytes, identity)
     claimed = claim_run(
         blocking,
@@ -251,7 +251,7 @@ def _claim(parts: Parts, blocking: BlockingBroker) -> tuple[RunClaim, Experience
         config=recipe_to_bytes(recipe),
     )
     blocking.broker.batches.limits = parts.files.limits
-    note_incarnation(directory, claimed.claim.owner.incarnation)
+    write_incarnation(directory, claimed.claim.owner.incarnation)
     return claimed, experience_log
 
 

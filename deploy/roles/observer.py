@@ -18,6 +18,7 @@ from headway.deploy.observe.run_warnings import FLAT_STEPS, FlatRewardReporter
 from headway.deploy.observe.sinks.base import Sinks
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.run.events import EvaluationEvent, HeartbeatEvent, StepEvent
+from headway.deploy.run.figures import finite
 from headway.learner.backends.base import Backend
 from headway.learner.experience.broker_retries import StopRequested
 from headway.learner.experience.length_drift import length_class
@@ -82,7 +83,7 @@ class RunObserver:
         """Measure the pass rate where the recipe wants it: before the run, after it, and every so many steps. What
         workers evaluate is waited for after the run alone."""
         if self._recipe.evaluation.where == "workers":
-            self._hear_of_evaluations(is_last=is_last)
+            self._collect_evaluations(is_last=is_last)
             return
         if not self._is_evaluation_due(version.step, is_last):
             return
@@ -92,7 +93,7 @@ class RunObserver:
         for _ in tensors:  # gathering is collective
             pass
 
-    def _hear_of_evaluations(self, *, is_last: bool) -> None:
+    def _collect_evaluations(self, *, is_last: bool) -> None:
         if self._by_workers is None:
             return
         with suppress(StopRequested):
@@ -127,7 +128,7 @@ class RunObserver:
         if self._traces is not None:
             self._traces.add(step)
         event = step_event(step, self._recipe.learner.steps, time.monotonic() - self._started)
-        event = replace(event, metrics=replace(event.metrics, **self._of_broker()))
+        event = replace(event, metrics=replace(event.metrics, **self._broker_figures()))
         metrics = self._last_step = event.metrics
         self._sinks.write(event)
         self._experience.report(metrics)
@@ -150,7 +151,7 @@ class RunObserver:
             metrics.step_s,
         )
 
-    def _of_broker(self) -> dict[str, float | None]:
+    def _broker_figures(self) -> dict[str, float | None]:
         """Return what a step's metrics say of the prompts, of the queue and of the broker."""
         assert self._experience is not None
         waited_s, (calls, seconds) = self._experience.waited_s, self._experience.broker_calls()
@@ -171,7 +172,7 @@ class RunObserver:
         if self._sinks is None or not self._sinks.wants_heartbeats or elapsed_s < self._next_heartbeat_s:
             return
         step = self._first_step if self._last_step is None else self._last_step.step
-        self._sinks.tell(HeartbeatEvent.later(status, step=step, time_s=elapsed_s))
+        self._sinks.offer(HeartbeatEvent.later(status, step=step, time_s=elapsed_s))
 
     def _is_evaluation_due(self, step: int, is_last: bool) -> bool:
         config = self._recipe.evaluation
@@ -226,8 +227,8 @@ def _metrics(step: TrainedStep, trajectories: Sequence[Trajectory], total_steps:
         packed_tokens=packed_tokens,
         packing_efficiency=step.update.computed_tokens / step.update.budget_tokens,
         micro_batches=step.update.micro_batches,
-        loss=_finite(step.update.loss),
-        grad_norm=_finite(step.update.grad_norm),
+        loss=finite(step.update.loss),
+        grad_norm=finite(step.update.grad_norm),
         learning_rate=step.update.learning_rate,
         algorithm={name: value for name, value in figures.items() if math.isfinite(value)},
         take_s=seconds["take"],
@@ -236,8 +237,3 @@ def _metrics(step: TrainedStep, trajectories: Sequence[Trajectory], total_steps:
         checkpoint_s=seconds["checkpoint"],
         step_s=seconds["checkpoint"] + seconds["take"] + train_s + seconds["publish"],
     )
-
-
-def _finite(value: float) -> float | None:
-    """Return the value, or None for one that JSON cannot express."""
-    return value if math.isfinite(value) else None

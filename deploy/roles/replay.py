@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from headway.broker.schema.step_metrics import StepMetrics
@@ -22,6 +21,7 @@ from headway.deploy.recipe.resolve import with_overrides
 from headway.deploy.run.directory import CHECKPOINTS, EXPERIENCE, REPLAYS
 from headway.deploy.run.record import METRICS, leaves, lineage, read_lines, summarize
 from headway.deploy.run.stage_output import after_stages
+from headway.deploy.terminal import headed_table
 from headway.learner.algorithm_config import AlgorithmConfig, preset_defaults
 from headway.learner.backends.adapter import FOLDER
 from headway.learner.backends.base import Backend
@@ -113,9 +113,8 @@ def comparison_table(comparison: Comparison) -> Table:
     """Return the steps as rows. The original's figures stand below where they differ."""
     steps = comparison.replayed
     reported = [name for name in ALGORITHM_COLUMNS if any(name in step.algorithm for step in steps)]
-    table = Table(title=f"Replay of {comparison.run}", title_justify="left", box=SIMPLE_HEAD)
-    for name in ("step", "loss", "grad norm", "reward", *(ALGORITHM_COLUMNS[name] for name in reported)):
-        table.add_column(name, justify="right")
+    headings = ("step", "loss", "grad norm", "reward", *(ALGORITHM_COLUMNS[name] for name in reported))
+    table = headed_table(title=f"Replay of {comparison.run}", numbers=headings)
     for step in _thinned(steps):
         before, after = _figures(comparison.original.get(step.step)), _figures(step)
         columns = ("loss", "grad_norm", "reward_mean", *reported)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +21,14 @@ from headway.deploy.recipe.resolve import recipe_from_bytes, with_overrides
 from headway.deploy.recipe.trust import check_stored_scorers, roots_of_scorers
 from headway.rollout_workers.config import RewardConfig
 
-from .config_watch import Signals, drained_when_changed, fetch_config, lasting_config_errors, or_drained
+from .config_watch import (
+    Signals,
+    drain_when_asked,
+    drained_when_changed,
+    fetch_config,
+    lasting_config_errors,
+    unless_drained,
+)
 
 if TYPE_CHECKING:
     from headway.rollout_workers.rewards import ScorerOpener
@@ -51,7 +58,7 @@ async def _run(
     broker = await open_broker(url, run, session=session)
     broker.end_when(drain.is_set)
     try:
-        stored = await or_drained(fetch_config(broker), drain)
+        stored = await unless_drained(fetch_config(broker), drain)
         if stored is None:
             return
         with lasting_config_errors():
@@ -83,7 +90,7 @@ async def _serve(
 
     await broker.scoring.report(_loading(recipe, scorer, process), LOADING_S)
     with TemporaryDirectory(prefix="headway-scorer-") as private:
-        policy = await or_drained(fetch_model(broker, Path(private)), drain)
+        policy = await unless_drained(fetch_model(broker, Path(private)), drain)
         if policy is None:
             await broker.scoring.leave(process)
             return
@@ -118,7 +125,7 @@ async def _serve(
         heartbeat_s=recipe.workers.heartbeat_s,
         patience_s=recipe.workers.patience_s,
     )
-    watch = asyncio.create_task(_drain_when_asked(serving.request_drain, drain))
+    watch = asyncio.create_task(drain_when_asked(serving.request_drain, drain))
     try:
         log.info("scorer %s: %s", process, await serving.run())
     finally:
@@ -150,17 +157,11 @@ def _loading(recipe: Recipe, scorer: Scorer, process: str) -> ScorerInfo:
     )
 
 
-async def _drain_when_asked(request_drain: Callable[[], object], drain: asyncio.Event) -> None:
-    await drain.wait()
-    log.info("draining: leases go back to the broker")
-    request_drain()
-
-
 def scorer_clients(broker: Broker, worker: str = "") -> "ScorerOpener":
     """Return what opens the scorers of a run's reward models for a worker, or for the learner."""
 
     def opened(name: str, config: RewardConfig) -> "TokenScorer":
-        return _asked(broker, worker, name, config.deadline_s)
+        return _client_of(broker, worker, name, config.deadline_s)
 
     return opened
 
@@ -187,7 +188,7 @@ def open_teacher(broker: Broker, recipe: Recipe, worker: str) -> "TeacherClient 
 
     if not recipe.teacher.path:
         return None
-    scorer = _asked(broker, worker, TEACHER, recipe.teacher.deadline_s)
+    scorer = _client_of(broker, worker, TEACHER, recipe.teacher.deadline_s)
     return TeacherClient(
         scorer,
         temperature=recipe.sampling.temperature,
@@ -196,7 +197,7 @@ def open_teacher(broker: Broker, recipe: Recipe, worker: str) -> "TeacherClient 
     )
 
 
-def _asked(broker: Broker, worker: str, name: str, hold_s: float) -> "TokenScorer":
+def _client_of(broker: Broker, worker: str, name: str, hold_s: float) -> "TokenScorer":
     from headway.broker.client.outages import Outages
     from headway.rollout_workers.scorers.scorer_client import ScorerClient
 

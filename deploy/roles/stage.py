@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from headway.deploy.observe.sinks.base import SinkRun, Sinks
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.stage_graph import references
 from headway.deploy.run.events import StageEvent
+from headway.deploy.run.figures import finite
 from headway.deploy.run.resume import stage_binding
 from headway.deploy.run.stage_output import record_of, starting_at, tracker_identity
 from headway.deploy.terminal import Terminal
@@ -149,14 +149,10 @@ def stage_event(progress: base.Progress, steps: int) -> StageEvent:
     return StageEvent(
         steps=steps,
         part=progress.part,
-        loss=_finite(progress.loss),
+        loss=finite(progress.loss),
         pass_rate=progress.pass_rate,
-        metrics={name: _finite(value) for name, value in progress.metrics.items()},
+        metrics={name: finite(value) for name, value in progress.metrics.items()},
     )
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 @contextmanager

@@ -21,8 +21,8 @@ from headway.broker.connection.address import without_password
 from headway.broker.errors import SIGNALLED_EXIT, ConfigError, ForeignRunError, HeadwayError
 from headway.broker.keys import check_pool_name, check_run_name, check_worker_name
 from headway.deploy.launch.base import WORKER_SESSION, WORKER_TAG, Launcher, write_exit_notice
-from headway.deploy.launch.broker_server import check_may_work, check_traits, unless_absent
-from headway.deploy.launch.commands import ScorerCommand, WorkerCommand, learner_command, sft_command
+from headway.deploy.launch.broker_server import check_may_work, check_traits, ignoring_absent_server
+from headway.deploy.launch.commands import RunStart, ScorerCommand, WorkerCommand, learner_command, sft_command
 from headway.deploy.launch.local_run import check_rewind, forget, ping, program, run_stages, stop_notice
 from headway.deploy.launch.pool import DRAIN_WORKER_S, Pool
 from headway.deploy.launch.pool_reports import death_reports, pool_reports
@@ -38,13 +38,12 @@ from headway.deploy.run.directory import CHECKPOINTS, endpoint, held, prepare, r
 from headway.deploy.run.resume import check_resumable
 from headway.deploy.run.stage_output import after_stages, check_made, is_complete, is_of, mark_complete, planned
 from headway.deploy.terminal import Terminal
-from headway.learner.experience.log import Rewind
 from headway.rollout_workers.config import EngineConfig, ScorersConfig, WorkersConfig
 from headway.rollout_workers.engines import visible_devices
 from headway.weightsync.config import WeightsConfig
 
 from .config_watch import ConfigChangedError
-from .run_lookup import PATIENCE_S
+from .run_client import PATIENCE_S
 
 log = logging.getLogger(__name__)
 
@@ -60,49 +59,41 @@ _WORKERS_OWN = (
 """The start of overrides that a worker may choose for itself: its engine, how it is connected and watched."""
 
 
-def run_learner(
-    recipe: Recipe,
-    url: str,
-    *,
-    resume: bool,
-    overwrite: bool,
-    prepared: bool,
-    rewind: Rewind | None,
-    is_forced: bool = False,
-) -> int:
-    """Run the learner, or one rank of it, in this process; or start torchrun if the recipe wants several ranks."""
+def run_learner(recipe: Recipe, url: str, start: RunStart, *, is_prepared: bool) -> int:
+    """Run the learner, or one rank of it, in this process; or start torchrun if the recipe wants several ranks.
+    `is_prepared`: a supervisor has checked the recipe and made the run's directory."""
     is_rank, is_first = "RANK" in os.environ, os.environ.get("RANK", "0") == "0"
-    if is_rank and not prepared:
-        _check_stages_are_done(recipe, resume=resume, overwrite=overwrite)
+    if is_rank and not is_prepared:
+        _check_stages_are_done(recipe, start)
     with ExitStack() as stack:
-        if not prepared and is_first:
+        if not is_prepared and is_first:
             stack.enter_context(held(recipe.run_directory))
-            check_start(recipe, has_workers=False, is_new=not resume, say=complain)
-        if not prepared and recipe.has_learner:  # by each rank, as each reads the prompts
+            check_start(recipe, has_workers=False, is_new=not start.resume, say=complain)
+        if not is_prepared and recipe.has_learner:  # by each rank, as each reads the prompts
             recipe = tried(recipe, say if is_first else lambda text: None, calls=is_first)
-        if not prepared and is_first:
+        if not is_prepared and is_first:
             ping(url, recipe.run.name, complain)  # first: a run that cannot start leaves nothing and removes nothing
-            check_rewind(recipe, rewind)
-            if resume:
-                check_resumable(recipe, rewind, say)
-            if overwrite and not is_forced:
+            check_rewind(recipe, start.rewind)
+            if start.resume:
+                check_resumable(recipe, start.rewind, say)
+            if start.overwrite and not start.is_forced:
                 refuse_if_in_use(url, recipe.run.name)
-            directory = prepare(recipe, resume=resume, overwrite=overwrite, say=say)
-            if overwrite:
+            directory = prepare(recipe, resume=start.resume, overwrite=start.overwrite, say=say)
+            if start.overwrite:
                 forget(url, recipe.run.name)
             stack.enter_context(endpoint(directory, url, recipe.run.name))
             say(f"Run {recipe.run.name}: {os.path.relpath(directory)}. Loading the model takes a moment.")
-        if not prepared and not is_rank and (code := run_stages(recipe, recipe.run_directory.resolve(), say)):
+        if not is_prepared and not is_rank and (code := run_stages(recipe, recipe.run_directory.resolve(), say)):
             return code
         if not recipe.has_learner:
             say(f"Finished. The model is in {after_stages(recipe).model.path}.")
             return 0
         recipe = after_stages(recipe)
         if recipe.learner.processes > 1 and not is_rank:
-            return _run_ranks(recipe, url, resume, rewind)
+            return _run_ranks(recipe, url, start)
         from .learner import train
 
-        is_finished = train(recipe, url, resume=resume, rewind=rewind)
+        is_finished = train(recipe, url, resume=start.resume, rewind=start.rewind)
     if is_first:
         _say_how_it_ended(recipe, is_finished)
         write_exit_notice()
@@ -120,17 +111,17 @@ def _say_how_it_ended(recipe: Recipe, is_finished: bool) -> None:
         say(f"Stopped. {go_on if has_any else anew} See how it went: {report}")
 
 
-def _check_stages_are_done(recipe: Recipe, *, resume: bool, overwrite: bool) -> None:
+def _check_stages_are_done(recipe: Recipe, start: RunStart) -> None:
     """Raise ConfigError, under the user's own torchrun, where a stage that comes before the learner is not done."""
     for one in planned(recipe):
         directory = one.directory
-        if one.is_complete if resume else is_of(directory, recipe) and not overwrite:
+        if one.is_complete if start.resume else is_of(directory, recipe) and not start.overwrite:
             continue
         which = f" --stage {one.number}" if one.number else ""
         raise ConfigError(
             f"Stage {one.stage.name} comes first, and {directory} does not hold its model yet. Under torchrun, run"
             f" `headway sft RECIPE --output {directory}{which}` first"
-            + (", and leave --overwrite out, which would remove it." if overwrite else ".")
+            + (", and leave --overwrite out, which would remove it." if start.overwrite else ".")
         )
 
 
@@ -174,7 +165,7 @@ def run_workers(
         for number in range(count):
             launcher.start(command(number))
         return 0
-    with unless_absent():  # workers wait for the broker
+    with ignoring_absent_server():  # workers wait for the broker
         check_traits(url, complain, timeout_s=PATIENCE_S)
         check_may_work(url, run, timeout_s=PATIENCE_S)
     logs = Path(tempfile.mkdtemp(prefix="headway-logs-"))
@@ -275,7 +266,7 @@ def run_scorers(
         for number in range(count):
             launcher.start(command_in(private=place, logs=place / "logs")(number))
         return 0
-    with unless_absent():  # scorers wait for the broker
+    with ignoring_absent_server():  # scorers wait for the broker
         check_traits(url, complain, timeout_s=PATIENCE_S)
     logs = Path(tempfile.mkdtemp(prefix="headway-logs-"))
     with tempfile.TemporaryDirectory(prefix="headway-scorers-", ignore_cleanup_errors=True) as private:
@@ -365,8 +356,8 @@ def run_replay(
     return 0 if comparison.is_as_promised else 1
 
 
-def _run_ranks(recipe: Recipe, url: str, resume: bool, rewind: Rewind | None) -> int:
-    command = learner_command(recipe, recipe.run_directory, url, resume, rewind)
+def _run_ranks(recipe: Recipe, url: str, start: RunStart) -> int:
+    command = learner_command(recipe, recipe.run_directory, url, start)
     return Supervisor((), replace(command, log=None)).run()
 
 

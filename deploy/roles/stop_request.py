@@ -17,8 +17,8 @@ class StopRequest:
     def __init__(self, notice: str = "") -> None:
         """`notice`: the work that is still done, for a line that the first signal writes to stderr, unless a supervisor
         or the first rank says it."""
-        is_told = parent_watch.WATCHES_PARENT in os.environ or os.environ.get("RANK", "0") != "0"
-        self._is_made, self._notice = False, "" if is_told else notice
+        is_reported = parent_watch.WATCHES_PARENT in os.environ or os.environ.get("RANK", "0") != "0"
+        self._is_made, self._notice = False, "" if is_reported else notice
         for number in STOPS:
             signal.signal(number, self._note)
 

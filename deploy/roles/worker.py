@@ -30,7 +30,14 @@ from headway.deploy.recipe.resolve import recipe_from_bytes, with_overrides
 from headway.deploy.recipe.trust import check_stored
 from headway.rollout_workers.engines import libraries_of
 
-from .config_watch import Signals, drained_when_changed, fetch_config, lasting_config_errors, or_drained
+from .config_watch import (
+    Signals,
+    drain_when_asked,
+    drained_when_changed,
+    fetch_config,
+    lasting_config_errors,
+    unless_drained,
+)
 from .prewarmed_engine import PrewarmedEngine, WorkerPart, closed_by, closing_parts, open_worker_engine, sent_rank
 
 if TYPE_CHECKING:
@@ -80,7 +87,7 @@ async def _run(
     broker.end_when(drain.is_set, PARTS_FOR_BROKER * grace_s / PARTS_OF_GRACE)
     try:
         async with _private_directory(run, worker, overrides, allowed) as (private, ahead):
-            stored = await or_drained(_fetch_config(broker, ahead), drain)
+            stored = await unless_drained(_fetch_config(broker, ahead), drain)
             if stored is not None:
                 with lasting_config_errors():
                     of_run = recipe_from_bytes(stored)
@@ -202,12 +209,12 @@ async def _work(
 
     from .scorer import open_teacher
 
-    fetched = await or_drained(fetch_model(broker, private), drain)
+    fetched = await unless_drained(fetch_model(broker, private), drain)
     if fetched is None:
         return
     model = fetched.directory
     is_colocated = recipe.run.is_colocated
-    if is_colocated and not await or_drained(_may_open(broker, recipe, worker), drain):
+    if is_colocated and not await unless_drained(_may_open(broker, recipe, worker), drain):
         return
     with lasting_config_errors(), keep_awake(broker, worker) if is_colocated else nullcontext():
         rank = sent_rank(of_run, recipe, model, roots)
@@ -271,7 +278,7 @@ async def _roll_out(
     """Run the worker to its end. It closes its parts itself once it runs, and leaves nothing to `opened`."""
     from headway.deploy.observe.prometheus.worker_metrics import serve_worker_metrics
 
-    watch = asyncio.create_task(_drain_when_asked(rollout, drain))
+    watch = asyncio.create_task(drain_when_asked(rollout.request_drain, drain))
     try:
         with serve_worker_metrics(rollout, recipe.workers) as endpoint:
             if endpoint is not None:
@@ -294,9 +301,3 @@ async def _may_open(broker: Broker, recipe: Recipe, worker: str) -> bool:
         return run_end.is_over(await broker.status.state())
 
     return await wait_for_device(broker.phases, worker, Outages(broker.url), is_over)
-
-
-async def _drain_when_asked(worker: "Worker", drain: asyncio.Event) -> None:
-    await drain.wait()
-    log.info("draining: leases go back to the broker")
-    worker.request_drain()

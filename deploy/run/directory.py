@@ -208,7 +208,7 @@ def identity_of(directory: Path) -> str:
         return path.read_text().strip() if path.exists() else ""
 
 
-def note_identity(directory: Path, identity: str) -> None:
+def write_identity(directory: Path, identity: str) -> None:
     """Write the identity durably. Call it before the run is claimed: no other learner can continue a claim without
     it."""
     with writable(directory):
@@ -225,7 +225,7 @@ def last_incarnation(directory: Path) -> int:
         return int(path.read_text()) if path.exists() else 0
 
 
-def note_incarnation(directory: Path, incarnation: int) -> None:
+def write_incarnation(directory: Path, incarnation: int) -> None:
     """Write the incarnation durably, unless a later one is noted. Call it before any weights are published under it."""
     if incarnation > last_incarnation(directory):  # else another learner has replaced this one meanwhile
         with writable(directory):

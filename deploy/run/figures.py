@@ -1,5 +1,6 @@
 """Computes every figure from a run's events, as summary, plots, `headway status` and sinks show them."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, median
@@ -16,6 +17,11 @@ EDGE_STEPS = 3
 """Steps of which `reward_first` and `reward_last` are means."""
 WINDOW = 5
 """Steps of the moving average."""
+
+
+def finite(value: float) -> float | None:
+    """Return the value, or None for one that JSON cannot express."""
+    return value if math.isfinite(value) else None
 
 
 def trained_per_s(steps: Sequence[StepMetrics]) -> float:

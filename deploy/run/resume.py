@@ -102,7 +102,7 @@ def check_resumable(recipe: Recipe, rewind: Rewind | None, say: Callable[[str], 
     last = _last_settings(recipe.run_directory)
     if last is None:
         return
-    before, now = _alike(last, msgspec.json.decode(recipe_to_bytes(recipe)))
+    before, now = _comparable(last, msgspec.json.decode(recipe_to_bytes(recipe)))
     is_anew = rewind is not None and rewind.regenerate
     if refusals := list(_refusals(before, now, is_anew=is_anew)):
         raise ConfigError(f"--resume goes on with what the run in {recipe.run_directory} is. {' '.join(refusals)}")
@@ -169,7 +169,7 @@ class _Stages(msgspec.Struct):
     stages: tuple[StageConfig, ...] = ()
 
 
-def _alike(before: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _comparable(before: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Express `sft` as `stages` where a recipe has these, and fill in what older versions did not write: the same run
     may be written in either way."""
     before, now = with_held_out_seed(_filled(before, Recipe), None), _filled(now, Recipe)
@@ -194,8 +194,8 @@ def _filled_value(value: Any, kind: Any) -> Any:
 
 
 def _with_stages(settings: dict[str, Any]) -> dict[str, Any]:
-    told = msgspec.convert(settings, _Stages)
-    plan = [stage for stage in plan_of(told.sft, told.stages) if not stage.is_left_out]
+    named = msgspec.convert(settings, _Stages)
+    plan = [stage for stage in plan_of(named.sft, named.stages) if not stage.is_left_out]
     return {**settings, "sft": {}, "stages": msgspec.to_builtins(plan)}
 
 

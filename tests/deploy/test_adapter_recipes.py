@@ -325,7 +325,7 @@ def test_a_stage_leaves_a_whole_model_and_its_adapter(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_stages.py").write_text(OWN_STAGE)
     recipe = load(tmp_path, model=adapted({"rank": 4, "stages": ["Repeat"]}), stages=[SFT, OWN])
-    assert LocalRun(recipe, "recipe.yaml", (), resume=False, overwrite=False, console=Terminal()).run() == 0
+    assert LocalRun(recipe, "recipe.yaml", (), console=Terminal()).run() == 0
     first, second = planned(recipe)
     base, left = (AutoModelForCausalLM.from_pretrained(one.directory).state_dict() for one in (first, second))
     assert not (first.directory / "adapter").exists()

@@ -66,15 +66,15 @@ def play(simulation: Simulation, scaler: Autoscaler, rounds: int) -> list[int]:
     """Let the rule decide after every few steps, and return the numbers of workers that it chose."""
     chosen = []
     for _ in range(rounds):
-        looks = [simulation.step() for _ in range(TARGETS.steps)]
-        waited = sum(look[0] for look in looks)
+        observations = [simulation.step() for _ in range(TARGETS.steps)]
+        waited = sum(look[0] for look in observations)
         load = Load(
             wanted=simulation.workers,
             running=simulation.workers,
             steps=TARGETS.steps,
-            wait=waited / (waited + len(looks) * simulation.train_s),
-            busy=sum(look[1] for look in looks) / len(looks),
-            lag=looks[-1][2],
+            wait=waited / (waited + len(observations) * simulation.train_s),
+            busy=sum(look[1] for look in observations) / len(observations),
+            lag=observations[-1][2],
             train_s=simulation.train_s,
         )
         simulation.workers = scaler.decide(load).wanted
@@ -106,10 +106,10 @@ def test_a_queue_that_ages_scales_in_before_the_lag_shows_it(scaler: Autoscaler)
     simulation = Simulation(workers=16, rate=16.0)
     chosen = []
     for _ in range(30):
-        looks = [simulation.step() for _ in range(TARGETS.steps)]
-        waited = sum(look[0] for look in looks)
-        wait = waited / (waited + len(looks) * simulation.train_s)
-        load = replace(CALM, wanted=simulation.workers, running=simulation.workers, wait=wait, age=looks[-1][2])
+        observations = [simulation.step() for _ in range(TARGETS.steps)]
+        waited = sum(look[0] for look in observations)
+        wait = waited / (waited + len(observations) * simulation.train_s)
+        load = replace(CALM, wanted=simulation.workers, running=simulation.workers, wait=wait, age=observations[-1][2])
         simulation.workers = scaler.decide(load).wanted
         chosen.append(simulation.workers)
     assert_settled(simulation, chosen)
@@ -206,16 +206,16 @@ def test_what_it_decides_of_a_run_reaches_the_pools_supervisor(
         for step in range(steps):
             client.call(broker.status.report_step(claim.owner, changed(WAITING, step=step)))
 
-    looks = Autoscaling(client, "", TARGETS, 0.0, dry_run).looks()
-    assert "has made 0 of 4 steps" in next(looks).decision.figures
+    observations = Autoscaling(client, "", TARGETS, 0.0, dry_run).observations()
+    assert "has made 0 of 4 steps" in next(observations).decision.figures
     make(4)
-    look = next(looks)
+    look = next(observations)
     assert look.load.wait == pytest.approx(0.4)
     assert (look.load.busy, look.load.lag, look.load.train_s) == (1.0, 0.5, 0.6)
     assert look.decision.wanted == 6
     assert client.call(broker.pools.report(info, 4, LONG_S)) == wanted
     client.call(broker.status.set_state(claim.owner, "finished"))
-    assert list(looks) == []
+    assert list(observations) == []
     client.close()
 
 
@@ -230,12 +230,12 @@ def test_a_pool_that_begins_all_that_is_admitted_shrinks_also_where_admission_is
         client.call(broker.status.set_state(claim.owner, "training"))
         client.call(broker.pools.report(PoolInfo(pool="workers", host="h", pid=7, running=4), 4, LONG_S))
         client.call(broker.status.heartbeat(changed(WORKER, capacity=8, active=12), LONG_S))
-        looks = Autoscaling(client, "", TARGETS, 0.0, True).looks()
-        next(looks)
+        observations = Autoscaling(client, "", TARGETS, 0.0, True).observations()
+        next(observations)
         for step in range(4):
             made = changed(WAITING, step=step, take_s=0.0, lag_mean=0.95)
             client.call(broker.status.report_step(claim.owner, made))
-        look = next(looks)
+        look = next(observations)
         assert (look.load.busy, look.load.lag, look.decision.wanted) == (1.0, lag, wanted)
 
 
@@ -243,7 +243,7 @@ def test_it_waits_for_a_learner_and_says_when_the_run_is_over(
     server: EmbeddedServer, run_name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     may_look = threading.Event()  # not between the two calls below
-    monkeypatch.setattr("headway.deploy.roles.run_lookup.time", SimpleNamespace(sleep=lambda _: may_look.wait(LONG_S)))
+    monkeypatch.setattr("headway.deploy.roles.run_client.time", SimpleNamespace(sleep=lambda _: may_look.wait(LONG_S)))
 
     def keep() -> None:
         keep_scaling(server.url, run_name, "", TARGETS, cooldown_s=0.0, dry_run=True, as_json=False)

@@ -19,7 +19,7 @@ from headway.broker.schema.status import PoolInfo, RunStatus, WorkerInfo
 from headway.broker.server.access import Role
 from headway.broker.server.embedded import EmbeddedServer
 from headway.deploy.cli.main import cli
-from headway.deploy.observe.bottleneck import REPEAT_S, Bottleneck, Reminder, look
+from headway.deploy.observe.bottleneck import REPEAT_S, Bottleneck, Reminder, read_status
 from headway.deploy.observe.live import Monitor, panel
 from headway.deploy.observe.run_warnings import log_warnings
 from headway.deploy.observe.status import status_json, status_tables
@@ -48,7 +48,7 @@ def alive(name: str, **facts: Any) -> WorkerInfo:
 
 
 async def waits(broker: Broker) -> Bottleneck:
-    _, waiting = await look(broker)
+    _, waiting = await read_status(broker)
     assert waiting is not None
     return waiting
 
@@ -232,7 +232,7 @@ async def test_a_learner_whose_sign_of_life_is_lost_does_not_log_that_none_is_al
 async def test_in_a_run_that_is_over_nobody_waits(broker: Broker) -> None:
     run = await scenario(broker, rules(1))
     await broker.status.set_state(run.owner, "finished")
-    assert (await look(broker))[1] is None
+    assert (await read_status(broker))[1] is None
 
 
 async def test_a_look_reads_a_few_groups_and_samples_only(broker: Broker) -> None:
@@ -299,7 +299,7 @@ def test_in_a_pipe_it_is_a_line_of_its_own_once() -> None:
     output = io.StringIO()
     monitor = Monitor(lambda: (run_status(1), WAITING), Terminal(file=output, width=200))
     for _ in range(3):
-        monitor._look()
+        monitor._refresh()
     assert output.getvalue().count("The learner waits.\n") == 1
 
 

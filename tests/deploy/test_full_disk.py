@@ -20,7 +20,7 @@ from headway.deploy.launch.local_run import LocalRun
 from headway.deploy.launch.supervisor import RoleFailedError, Supervisor
 from headway.deploy.observe.sinks.jsonl import JsonlSink
 from headway.deploy.recipe.resolve import load_recipe
-from headway.deploy.run.directory import CONFIG, INCARNATION, note_incarnation, prepare
+from headway.deploy.run.directory import CONFIG, INCARNATION, prepare, write_incarnation
 from headway.deploy.run.record import (
     METRICS,
     SUMMARY,
@@ -72,7 +72,7 @@ def test_a_file_is_durable_under_its_name(tmp_path: Path, monkeypatch: pytest.Mo
         synced.append((os.readlink(f"/proc/self/fd/{descriptor}"), (tmp_path / INCARNATION).exists()))
 
     monkeypatch.setattr(os, "fsync", note)
-    note_incarnation(tmp_path, 3)
+    write_incarnation(tmp_path, 3)
     assert [is_there for _, is_there in synced] == [False, True]
     assert synced[-1][0] == str(tmp_path), "a name is the folder's"
 
@@ -103,7 +103,7 @@ def test_a_summary_that_finds_no_room_leaves_the_one_before(disk: Path) -> None:
 def test_a_recipe_and_an_incarnation_that_find_no_room_leave_those_before(disk: Path) -> None:
     recipe = load_recipe("arithmetic.yaml", [f"run.directory={disk}", "run.name=mine"])
     directory = prepare(recipe, resume=False, overwrite=False)
-    note_incarnation(directory, 1)
+    write_incarnation(directory, 1)
     before = (directory / CONFIG).read_text()
     fill(disk / "filler")
     long = load_recipe(directory / CONFIG, [f"prompts.path={'x' * DISK_BYTES}"])
@@ -214,9 +214,9 @@ def test_the_error_of_a_run_says_what_helps_first_then_the_command_and_no_traceb
 ) -> None:
     monkeypatch.chdir(tmp_path)
     recipe = load_recipe("arithmetic.yaml", ["run.name=mine"])
-    local = LocalRun(recipe, "arithmetic.yaml", (), resume=False, overwrite=False, console=Terminal())
+    local = LocalRun(recipe, "arithmetic.yaml", (), console=Terminal())
     command = Command(name="learner", argv=(sys.executable, "-c", script), log=tmp_path / "learner.log")
-    with pytest.raises(RoleFailedError) as caught, local._telling_how_to_go_on(tmp_path / "runs" / "mine"):
+    with pytest.raises(RoleFailedError) as caught, local._adding_remedy(tmp_path / "runs" / "mine"):
         Supervisor((), command, say=print).run()
     told = str(caught.value)
     assert words in told

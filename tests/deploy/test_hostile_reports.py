@@ -43,7 +43,7 @@ def odd(report: Any) -> Iterator[tuple[Any, ...]]:
         yield tuple(said if isinstance(said, Fault) else decode(encode(said), type(report)) for said in changed)
 
 
-def look_at(status: RunStatus) -> str:
+def read_status(status: RunStatus) -> str:
     """Show a look in every way. Returns what a terminal gets."""
     shown = io.StringIO()
     for table in (status_tables(status), panel(status, 4, 1.0)):
@@ -62,7 +62,7 @@ def test_odd_reports_end_no_look(where: str, report: Any) -> None:
     for said in odd(report):
         status = run_status()
         status = replace(status, **{where: (*getattr(status, where), *said)})
-        assert is_harmless(look_at(status))
+        assert is_harmless(read_status(status))
         assert isinstance(eligible(status.workers, {}), tuple)
         still_missed(status.workers, {"w": WeightVersion(1, 1)})
 
@@ -71,4 +71,4 @@ def test_odd_faults_end_no_look() -> None:
     """Their times are checked where they are read."""
     for said in odd(FAULT):
         readable = tuple(fault for fault in said if 0 <= fault.at < 1 << 33)
-        assert is_harmless(look_at(replace(run_status(), faults=readable)))
+        assert is_harmless(read_status(replace(run_status(), faults=readable)))

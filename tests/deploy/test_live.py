@@ -83,9 +83,9 @@ def test_that_nothing_is_trained_is_told_once_and_again_after_a_step_that_traine
     output, news, before, found, changed = io.StringIO(), FlatRewardReporter(), run_status(0), [], []
     looks = [replace(before, recent_steps=steps_of(flat[: count + 1])) for count in range(len(flat))]
     monitor = Monitor(Script(before, *looks), Terminal(file=output, width=500))
-    monitor._look()
+    monitor._refresh()
     for count, now in enumerate(looks, start=1):
-        monitor._look()
+        monitor._refresh()
         if text := news.news(now.recent_steps):
             found.append((count, text))
         changed += [(count, line) for line in changes(before, now) if "nothing is trained" in line]
@@ -114,7 +114,7 @@ def test_prompts_that_were_passed_over_are_told_at_the_terminal(
     looks += [replace(run_status(0), recent_steps=(step,), last_step=step) for step in steps]
     monitor = Monitor(Script(*looks), Terminal(file=output, width=500, force_terminal=is_terminal))
     for _ in looks:
-        monitor._look()
+        monitor._refresh()
     lines = [line for line in output.getvalue().splitlines() if "passed over" in line]
     assert [int(line.split()[0]) for line in lines] == told
     assert all("engine.max_model_len" in line and "sampling.max_new_tokens" in line for line in lines)
@@ -127,7 +127,7 @@ def test_steps_that_a_monitor_finds_are_not_told_as_if_they_were_its_runs() -> N
     monitor = Monitor(Script(*looks), Terminal(file=output, width=500))
     told = []
     for _ in looks:
-        monitor._look()
+        monitor._refresh()
         told.append("nothing is trained" in output.getvalue())
     assert told == [False, False, False, False, True]
 
@@ -157,7 +157,7 @@ class Script:
 def test_who_waits_for_a_run_sees_the_names_of_the_others(others: str, said: str) -> None:
     output = io.StringIO()
     script = Script(RunNotFoundError(f"No run frist at redis://x. Runs there: {others}"))
-    Monitor(script, Terminal(file=output, width=200))._look()
+    Monitor(script, Terminal(file=output, width=200))._refresh()
     assert output.getvalue() == f"{NO_LEARNER}{said}\n"
 
 
@@ -167,7 +167,7 @@ def test_in_a_pipe_a_wait_for_a_learner_is_said_again_only_for_a_run_that_was_no
     script = Script(*(RunNotFoundError(f"No run frist at redis://x. Runs there: {others}") for others in lists))
     monitor = Monitor(script, Terminal(file=output, width=200))
     for _ in lists:
-        monitor._look()
+        monitor._refresh()
     named = ["", " Runs there: first.", " Runs there: first, second.", " Runs there: second, third."]
     assert output.getvalue().splitlines() == [f"{NO_LEARNER}{names}" for names in named]
 
@@ -187,7 +187,7 @@ def test_in_a_pipe_every_step_is_one_line_once() -> None:
     script = Script(RunNotFoundError("not yet"), BrokerUnavailableError("away"), run_status(1), run_status(3))
     monitor = Monitor(script, console)
     for _ in range(4):
-        monitor._look()
+        monitor._refresh()
     with monitor:
         pass
     lines = output.getvalue().splitlines()
@@ -200,7 +200,7 @@ def test_who_joins_a_run_is_told_where_it_stands_and_what_follows() -> None:
     output = io.StringIO()
     monitor = Monitor(Script(run_status(3), run_status(5)), Terminal(file=output, width=200))
     for _ in range(2):
-        monitor._look()
+        monitor._refresh()
     lines = output.getvalue().splitlines()
     assert [line.partition("/")[0] for line in lines[1:]] == ["step    3", "step    4", "step    5"]
 
@@ -211,7 +211,7 @@ def test_how_a_run_had_ended_that_is_resumed_is_old_news() -> None:
     statuses = [msgspec.structs.replace(run_status(), state=state) for state in states]
     monitor = Monitor(Script(*statuses), Terminal(file=output, width=200))
     for _ in states:
-        monitor._look()
+        monitor._refresh()
     lines = output.getvalue().splitlines()
     assert [line for line in lines if not line.startswith("step")] == [
         "Training.",
@@ -223,7 +223,7 @@ def test_the_end_of_a_run_is_told_behind_its_last_step() -> None:
     output = io.StringIO()
     monitor = Monitor(Script(run_status(1), replace(run_status(2), state="finished")), Terminal(file=output, width=200))
     for _ in range(2):
-        monitor._look()
+        monitor._refresh()
     assert [line.partition("/")[0] for line in output.getvalue().splitlines()] == [
         "Training.",
         "step    1",
@@ -248,7 +248,7 @@ def test_that_a_finished_run_was_resumed_in_vain_is_told_once(
     looks = [replace(run_status(3), state=state) for state in states[:-1]]
     monitor = Monitor(Script(*looks, replace(run_status(last), state=states[-1])), Terminal(file=output, width=200))
     for _ in states:
-        monitor._look()
+        monitor._refresh()
     assert output.getvalue().count(NOTHING_TRAINED) == is_told
 
 
@@ -258,7 +258,7 @@ def test_a_line_above_the_panel_leaves_its_markup_alone() -> None:
         Script(run_status()), Terminal(file=output, width=200, force_terminal=True, force_interactive=True)
     )
     with monitor:
-        monitor._look()
+        monitor._refresh()
         assert monitor._live is not None
         monitor._live.refresh()
         monitor.say("worker-0 [exited]")

@@ -24,7 +24,7 @@ def hints(directory: Path, code: int, *overrides: str) -> str:
     """Return the lines that Headway prints after a run with these overrides."""
     recipe = load_recipe("arithmetic.yaml", overrides)
     said = StringIO()
-    LocalRun(recipe, "arithmetic.yaml", overrides, False, False, Terminal(file=said))._conclude(directory, code)
+    LocalRun(recipe, "arithmetic.yaml", overrides, Terminal(file=said))._conclude(directory, code)
     return said.getvalue()
 
 

@@ -15,7 +15,7 @@ from headway.deploy.observe.bounded_server import MOST
 from headway.deploy.observe.page.live_page import PageServer
 from headway.deploy.observe.sinks.prometheus import PrometheusSink
 from headway.deploy.recipe.recipe import PrometheusOptions
-from headway.deploy.roles.autoscaler import Together, answering
+from headway.deploy.roles.autoscaler import PooledAutoscaling, serving
 from tests.weightsync.test_transports import until
 
 IDLE = 150
@@ -39,8 +39,8 @@ def page() -> Iterator[str]:
 
 @contextmanager
 def wanted() -> Iterator[str]:
-    together: Any = Mock(spec=Together, now={"wanted": 1})
-    with answering(together, HOST, 0) as url:
+    together: Any = Mock(spec=PooledAutoscaling, now={"wanted": 1})
+    with serving(together, HOST, 0) as url:
         yield url
 
 

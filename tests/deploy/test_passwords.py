@@ -11,9 +11,9 @@ from headway.broker.errors import LASTING_EXIT, BrokerError, HeadwayError, Refus
 from headway.broker.server.access import Credentials, Role
 from headway.broker.server.embedded import EmbeddedServer
 from headway.deploy.launch.broker_server import check_may_work
-from headway.deploy.launch.commands import WorkerCommand, learner_command
+from headway.deploy.launch.commands import RunStart, WorkerCommand, learner_command
 from headway.deploy.recipe.resolve import dump_recipe, load_recipe, recipe_to_bytes
-from headway.deploy.roles.run_lookup import as_learner
+from headway.deploy.roles.run_client import as_learner
 from headway.deploy.roles.standalone import run_scorer, run_scorers, run_worker, run_workers
 from headway.deploy.run.directory import endpoint, prepare
 from tests.broker.test_access import admit, url_of
@@ -33,7 +33,7 @@ def test_what_is_written_down(tmp_path: Path) -> None:
     assert "redis://ali@127.0.0.1:6379?db=1" in dump_recipe(recipe)
     assert b"sesame" not in recipe_to_bytes(recipe)
     for command in (
-        learner_command(recipe, directory, URL, False, None),
+        learner_command(recipe, directory, URL, RunStart()),
         WorkerCommand(url=URL, run="r", arguments=(), private=tmp_path, logs=tmp_path / "logs", threads=1)(0),
     ):
         assert "sesame" not in " ".join(command.argv)

@@ -104,7 +104,7 @@ def test_a_worker_that_left_by_itself_is_replaced_only_when_the_pool_is_scaled(t
     launcher, said = LocalLauncher(), list[str]()
     pool.resize(launcher, said.append)
     until(lambda: not any(slot.is_running for slot in pool.slots.values()))
-    assert list(pool.gone(said.append)) == []
+    assert list(pool.reap(said.append)) == []
     pool.resize(launcher, said.append)
     assert (pool.has_left, pool.slots) == (True, {})
     pool.wanted = 1
@@ -123,7 +123,7 @@ def test_a_worker_that_does_not_leave_is_killed(tmp_path: Path) -> None:
     pool.resize(launcher, said.append)
 
     def is_gone() -> bool:
-        assert list(pool.gone(said.append)) == []
+        assert list(pool.reap(said.append)) == []
         return not pool.slots
 
     until(is_gone)
@@ -192,7 +192,7 @@ def test_a_killed_worker_hands_its_leases_back_before_they_expire_and_one_that_l
         os.kill(killed.pid, signal.SIGKILL)
         left.terminate()
         until(lambda: killed.exit_code() is not None and left.exit_code() is not None)
-        assert list(pool.gone(print)) == [pool.slots[0]]
+        assert list(pool.reap(print)) == [pool.slots[0]]
         until(lambda: claimed.call(claimed.broker.status.snapshot()).queues.leased == 1)
         until(lambda: not pool.dead)
     assert claimed.call(claimed.broker.leases.report_death(held[1].broker.session)) == 1
@@ -218,7 +218,7 @@ def test_a_killed_scorers_requests_go_to_another_before_their_leases_expire(
     with reporting_in(server.url, run_name, [pool]):
         os.kill(child.pid, signal.SIGKILL)
         until(lambda: child.exit_code() is not None)
-        assert list(pool.gone(print)) == [pool.slots[0]]
+        assert list(pool.reap(print)) == [pool.slots[0]]
         until(lambda: not pool.dead)
     assert [one.name for one in client.call(lease(client.broker))] == names
     scorer.close()

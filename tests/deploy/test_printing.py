@@ -92,7 +92,7 @@ def test_nothing_that_is_shown_is_obeyed(shown: RenderableType, is_terminal: boo
 def test_a_line_above_the_panel_and_the_panel_are_harmless() -> None:
     output = io.StringIO()
     monitor = Monitor(lambda: (hostile_status(), hostile_waiting()), Terminal(file=output, width=300))
-    monitor._look()
+    monitor._refresh()
     monitor.say(HOSTILE)
     assert is_harmless(output.getvalue())
 

@@ -17,8 +17,8 @@ from headway.deploy.run.directory import (
     held,
     last_incarnation,
     newest_endpoint,
-    note_incarnation,
     prepare,
+    write_incarnation,
 )
 from headway.deploy.run.stage_output import mark_complete
 
@@ -174,8 +174,8 @@ def test_the_last_incarnation_is_remembered(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     assert last_incarnation(directory) == 0
     for incarnation in (1, 12):
-        note_incarnation(directory, incarnation)
+        write_incarnation(directory, incarnation)
         assert last_incarnation(directory) == incarnation
-    note_incarnation(directory, 11)  # by a learner that was held up after its claim, and replaced
+    write_incarnation(directory, 11)  # by a learner that was held up after its claim, and replaced
     assert last_incarnation(directory) == 12
     assert [path.name for path in directory.iterdir()] == ["incarnation"]

@@ -19,7 +19,7 @@ from headway.broker.client.usage import LearnerInfo
 from headway.broker.config import BrokerConfig
 from headway.broker.errors import LASTING_EXIT, ConfigError
 from headway.broker.schema.status import PoolInfo, RunStatus
-from headway.deploy.observe.bottleneck import look
+from headway.deploy.observe.bottleneck import read_status
 from headway.deploy.observe.status import pool_of, status_json, status_tables
 from headway.deploy.recipe.pools import impossible_scorers
 from headway.deploy.recipe.recipe import Recipe, RunConfig
@@ -141,7 +141,7 @@ async def test_every_sample_is_scored_once_while_scorers_are_missing_killed_and_
     tokens = [rng.integers(0, TOKENS, 2 + n % 40).tolist() for n in range(80)]
     waiting = [asyncio.ensure_future(asked.score(each[:1], each[1:])) for each in tokens[:10]]
     await until(broker, lambda status: sum(queue.waiting for queue in status.scoring) == 10)
-    _, why = await look(broker)
+    _, why = await read_status(broker)
     assert why is not None
     assert (why.who, why.why) == ("workers", "no scorers")
     assert why.text.startswith("The workers wait for scores: 10 samples, the oldest for")

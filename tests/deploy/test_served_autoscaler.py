@@ -18,7 +18,7 @@ from headway.broker.owner import Owner
 from headway.broker.schema.status import PoolInfo
 from headway.broker.server.embedded import EmbeddedServer
 from headway.deploy.recipe.resolve import load_recipe, recipe_to_bytes
-from headway.deploy.roles.autoscaler import Targets, Together, answering, noticeable
+from headway.deploy.roles.autoscaler import PooledAutoscaling, Targets, beyond_tolerance, serving
 from tests.broker.scenario import FRESH, rules
 from tests.broker.test_codec import WORKER
 from tests.broker.topologies import free_port
@@ -55,7 +55,7 @@ def make_steps(client: BlockingBroker, owner: Owner, steps: int) -> None:
 
 def test_pods_of_a_pool_count_as_one_pool_and_a_starving_learner_gets_more(client: BlockingBroker) -> None:
     owner = begin(client)
-    together = Together(client, "workers", TARGETS, 0.0, False)
+    together = PooledAutoscaling(client, "workers", TARGETS, 0.0, False)
     assert (together.look().wanted, together.now.running) == (4, 4)
     make_steps(client, owner, 4)
     assert together.look().wanted == 6
@@ -64,7 +64,7 @@ def test_pods_of_a_pool_count_as_one_pool_and_a_starving_learner_gets_more(clien
 
 
 def test_before_the_run_it_wants_the_fewest_and_after_it_none(client: BlockingBroker) -> None:
-    together = Together(client, "workers", TARGETS, 0.0, False)
+    together = PooledAutoscaling(client, "workers", TARGETS, 0.0, False)
     assert together.look().wanted == 2
     owner = begin(client)
     assert together.look().wanted == 4
@@ -76,8 +76,8 @@ def test_before_the_run_it_wants_the_fewest_and_after_it_none(client: BlockingBr
 
 def test_what_is_served_is_the_last_look(client: BlockingBroker) -> None:
     begin(client)
-    together = Together(client, "workers", TARGETS, 0.0, False)
-    with answering(together, "127.0.0.1", free_port()) as address:
+    together = PooledAutoscaling(client, "workers", TARGETS, 0.0, False)
+    with serving(together, "127.0.0.1", free_port()) as address:
         assert json.loads(urllib.request.urlopen(address).read())["wanted"] == 2
         now = together.look()
         assert json.loads(urllib.request.urlopen(address).read()) == msgspec.to_builtins(now)
@@ -88,7 +88,7 @@ def test_what_is_served_is_the_last_look(client: BlockingBroker) -> None:
     [(4, 5, 5), (4, 3, 3), (20, 21, 23), (20, 19, 17), (20, 20, 20), (31, 32, 31), (30, 32, 30), (2, 1, 2), (0, 2, 2)],
 )
 def test_a_change_is_one_that_kubernetes_does_not_take_for_none(before: int, wanted: int, said: int) -> None:
-    assert noticeable(before, wanted, TARGETS) == said
+    assert beyond_tolerance(before, wanted, TARGETS) == said
 
 
 def test_the_command_serves_until_it_is_stopped(

@@ -365,7 +365,7 @@ def test_each_stage_starts_from_what_the_one_before_left(
     (tmp_path / "own_stages.py").write_text(OWN_STAGE)
     sinks = [{"kind": "jsonl"}, {"kind": "tensorboard"}]
     recipe = load(tmp_path, stages=[{**OWN, "name": "again"}, SFT], metrics=sinks)
-    assert LocalRun(recipe, "recipe.yaml", (), resume=False, overwrite=False, console=Terminal()).run() == 0
+    assert LocalRun(recipe, "recipe.yaml", (), console=Terminal()).run() == 0
     first, second = planned(recipe)
     assert [one.directory.name for one in (first, second)] == ["1-again", "2-sft"]
     assert all(is_of(one.directory, recipe) for one in (first, second))
@@ -425,6 +425,6 @@ def test_a_wrong_option_of_ones_own_stage_is_named(
     (tmp_path / "own_stages.py").write_text(OWN_STAGE)
     recipe = load(tmp_path, stages=[SFT, {"kind": "own_stages:Repeat", "options": {"txt": "2"}}])
     with pytest.raises(HeadwayError, match="its error stands above"):
-        LocalRun(recipe, "recipe.yaml", (), resume=False, overwrite=False, console=Terminal()).run()
+        LocalRun(recipe, "recipe.yaml", (), console=Terminal()).run()
     assert "stages[1].options.txt: no such option; did you mean 'text'?" in capfd.readouterr().err.replace("\n", " ")
     assert not (recipe.run_directory / "sft").exists(), "it is told before the first stage runs"

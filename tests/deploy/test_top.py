@@ -17,7 +17,7 @@ from headway.broker.schema.status import DeadLetter, PoolInfo, RunStatus
 from headway.broker.server.access import Role
 from headway.broker.server.embedded import EmbeddedServer
 from headway.deploy.cli.top import Top, dismisser, scaler
-from headway.deploy.observe.bottleneck import Bottleneck, look
+from headway.deploy.observe.bottleneck import Bottleneck, read_status
 from headway.deploy.observe.live import changes
 from tests.broker.scenario import Scenario, begin, rules
 from tests.broker.test_access import admit, url_of
@@ -50,7 +50,7 @@ async def app(url: str, run: Scenario) -> AsyncIterator[Top]:
     name = run.broker.run
     yield Top(
         "first at here",
-        lambda: client.call(look(client.broker)),
+        lambda: client.call(read_status(client.broker)),
         scaler(url, name),
         dismisser(url, name),
         every_s=0.05,

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from headway.broker.errors import ConfigError, HeadwayError
+from headway.deploy.launch.commands import RunStart
 from headway.deploy.launch.local_run import LocalRun
 from headway.deploy.recipe import preflight
 from headway.deploy.recipe.preflight import tried
@@ -189,7 +190,7 @@ def test_a_learner_without_its_workers_reads_all_truths_and_calls_what_is_on_its
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_model(here / "m")
-    start = partial(run_learner, url="redis://127.0.0.1:1", resume=False, overwrite=False, prepared=False, rewind=None)
+    start = partial(run_learner, url="redis://127.0.0.1:1", start=RunStart(), is_prepared=False)
     with pytest.raises(ConfigError, match=r"p\.jsonl:2: "):
         start(recipe("math_verify", ["5", ""]))
     prepared: list[Recipe] = []
@@ -258,7 +259,7 @@ def test_on_ray_all_truths_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     make_model(Path("m"))
     monkeypatch.setattr("headway.deploy.recipe.preflight.check_packages", lambda *_, **__: None)  # Ray need not be here
     given = msgspec.structs.replace(recipe("math_verify", ["5", ""]), launcher=LauncherConfig(kind="ray"))
-    local = LocalRun(given, "r.yaml", (), resume=False, overwrite=False, console=Terminal())
+    local = LocalRun(given, "r.yaml", (), console=Terminal())
     with pytest.raises(ConfigError, match=r"p\.jsonl:2: "):
         local.prepare()
 
@@ -288,8 +289,8 @@ def test_special_tokens_are_checked_however_a_run_starts(
     monkeypatch.setattr(preflight, "_asked", asked)
     monkeypatch.setattr("headway.deploy.roles.learner.recipe_backend", pytest.fail)
     given = keeping(load_recipe("arithmetic.yaml", []), "<eos>", wrong)
-    local = LocalRun(given, "r.yaml", (), resume=False, overwrite=False, console=Terminal())
-    alone = partial(run_learner, url="redis://127.0.0.1:1", resume=False, overwrite=False, prepared=False, rewind=None)
+    local = LocalRun(given, "r.yaml", (), console=Terminal())
+    alone = partial(run_learner, url="redis://127.0.0.1:1", start=RunStart(), is_prepared=False)
     for start in (local.run, local.prepare, partial(alone, given), partial(train, given, "", resume=False)):
         with pytest.raises(ConfigError, match=rf"sampling\.keep_special_tokens: .*{re.escape(repr(wrong))}"):
             start()

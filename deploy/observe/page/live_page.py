@@ -21,7 +21,7 @@ import msgspec
 
 from headway.broker.errors import ConfigError, HeadwayError
 from headway.broker.schema.status import RunStatus
-from headway.deploy.observe.bottleneck import Bottleneck
+from headway.deploy.observe.bottleneck import Bottleneck, StatusReader
 from headway.deploy.observe.bounded_server import BoundedServer, QuietRequestHandler
 from headway.deploy.observe.status import recent, status_json
 from headway.deploy.run.figures import generated_per_s, trained_per_s
@@ -41,8 +41,7 @@ RATE_LOOKS = 15
 SHARE = 10
 """A record that takes long to read is read anew after this many times as long."""
 
-Look = Callable[[], tuple[RunStatus, Bottleneck | None]]
-Connect = Callable[[], AbstractContextManager[Look]]
+Connect = Callable[[], AbstractContextManager[StatusReader]]
 """Opens a connection that gives looks at the run and at who waits in it; both may raise HeadwayError."""
 
 
@@ -101,9 +100,9 @@ class Watcher:
         """`connect`: None for a run without a broker. `read` returns the record, or None if it has not changed."""
         self._connect, self._read = connect, read
         self._over = threading.Event()
-        self._threads = [threading.Thread(target=self._read_on, name="record", daemon=True)]
+        self._threads = [threading.Thread(target=self._keep_reading, name="record", daemon=True)]
         if connect is not None:
-            self._threads.append(threading.Thread(target=self._look_on, name="broker", daemon=True))
+            self._threads.append(threading.Thread(target=self._keep_looking, name="broker", daemon=True))
         self._status: RunStatus | None = None
         self._waiting: Bottleneck | None = None
         self._problems: dict[str, str] = {}
@@ -156,7 +155,7 @@ class Watcher:
         rates = {worker["worker"]: live.worker_rates.get(worker["worker"], []) for worker in shown}
         return msgspec.structs.replace(live, status=live.status | {"workers": shown}, first=first, worker_rates=rates)
 
-    def _look_on(self) -> None:
+    def _keep_looking(self) -> None:
         assert self._connect is not None
         while not self._over.is_set():
             try:
@@ -179,7 +178,7 @@ class Watcher:
         self._status, self._waiting = status, waiting
         self._problems.pop("broker", None)
 
-    def _read_on(self) -> None:
+    def _keep_reading(self) -> None:
         while not self._over.is_set():
             began = time.monotonic()
             self._renew()

@@ -99,9 +99,9 @@ class Sinks:
         """Give `event` to all sinks. Only a record is waited for. Raises HeadwayError if a record cannot write it."""
         for record in self._records:
             record.write(event)
-        self.tell(event)
+        self.offer(event)
 
-    def tell(self, event: Event) -> None:
+    def offer(self, event: Event) -> None:
         """Give `event` to all sinks but the records, from any thread. It waits for nothing."""
         for lane in self._others:
             lane.put(event)
@@ -134,7 +134,7 @@ class _SinkThread:
         self._most_waiting = most_waiting
         self._waiting: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._thread = Thread(target=self._work, name=f"sink {name}", daemon=True)
-        self._is_told = False
+        self._is_reported = False
         self._dropped = 0
         """Events that the caller's thread dropped because too many waited."""
         self._failed = 0
@@ -187,12 +187,12 @@ class _SinkThread:
         try:
             call()
         except (Exception, SystemExit) as error:
-            if not self._is_told:
+            if not self._is_reported:
                 log.warning(
                     "%s: %s raised %s: %s. The run goes on, and what this sink loses is counted.",
                     *(self.name, what, type(error).__name__, error),
                     exc_info=error,
                 )
-            self._is_told = True
+            self._is_reported = True
             return False
         return True

@@ -29,10 +29,10 @@ from headway.deploy.cli.dashboard import Source
 from headway.deploy.launch.local_launcher import Child, LocalLauncher
 from headway.deploy.launch.pool import Pool
 from headway.deploy.launch.pool_reports import pool_reports
-from headway.deploy.observe.bottleneck import Bottleneck
+from headway.deploy.observe.bottleneck import Bottleneck, StatusReader
 from headway.deploy.observe.page import live_page
 from headway.deploy.observe.page.content import version_counts
-from headway.deploy.observe.page.live_page import Look, PageServer, Watcher
+from headway.deploy.observe.page.live_page import PageServer, Watcher
 from headway.deploy.observe.status import recent, state_text
 from headway.deploy.run.directory import held
 from headway.deploy.run.events import HeartbeatEvent, StepEvent
@@ -65,7 +65,7 @@ class Told:
         self.waiting: Bottleneck | None = None
 
     @contextmanager
-    def connect(self) -> Iterator[Look]:
+    def connect(self) -> Iterator[StatusReader]:
         yield self._look
 
     def read(self, status: RunStatus | None) -> Record | None:
@@ -281,7 +281,7 @@ async def test_a_killed_worker_is_dead_while_its_heartbeat_still_holds(
         assert isinstance(killed.child, Child)
         assert isinstance(other.child, Child)
         os.kill(killed.child.pid, signal.SIGKILL)
-        await asyncio.to_thread(eventually, lambda: list(pool.gone(print)))
+        await asyncio.to_thread(eventually, lambda: list(pool.reap(print)))
         live = await asyncio.to_thread(eventually, lambda: (found := watcher.live).missing and found)
         assert [(one.worker, one.is_lost, one.has_ended) for one in live.missing] == [(names[killed.tag], True, True)]
         assert {one["worker"]: one["has_ended"] for one in live.status["workers"]} == {
