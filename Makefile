@@ -144,10 +144,10 @@ docs: $(VENV)/.installed-docs  ## the documentation as a site, in build/site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "Open build/site/index.html"
 
-test: install-dev  ## the whole test suite
-	@$(BIN)/python -m pytest $(PYTEST_OPTIONS)
+test: install-dev  ## tests of the whole product (ten minutes on 2 cores); `make check` runs those marked `slow`, too
+	@$(BIN)/python -m pytest $(PYTEST_OPTIONS) -m 'not slow'
 
-test-quick: $(VENV)/.installed-tools  ## some tests of every room, without vLLM (less than 3 minutes on 2 cores)
+test-quick: $(VENV)/.installed-tools  ## some tests of every room, without vLLM (a minute on 2 cores)
 	@$(BIN)/python -m pytest $(PYTEST_OPTIONS) -m 'not gpu and not slow and not vllm' @tests/quick.txt
 
 test-ray: $(RAY)/.installed  ## the tests that need Ray (three minutes on 2 cores)

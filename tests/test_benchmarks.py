@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -16,6 +18,7 @@ def last_line(*command: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_the_broker_is_measured_against_other_transports() -> None:
     result = last_line("benchmarks.broker", "--quick", "--only", "headway", "--only", "streams")
 
@@ -35,6 +38,7 @@ def test_the_broker_is_measured_against_other_transports() -> None:
     assert memory["client_rss_bytes"]["flat"] == (memory["client_rss_bytes"]["slope_per_prompt"] < 1e4)
 
 
+@pytest.mark.slow
 def test_corrections_are_compared_at_exact_lags(tmp_path: Path) -> None:
     command = ("benchmarks.staleness", "--quick", "--processes", "1", "--out", str(tmp_path))
     result = last_line(*command)

@@ -77,6 +77,7 @@ def test_lengths_have_a_long_tail() -> None:
     assert sum(lengths) / 10_000 > 1.4 * 1024
 
 
+@pytest.mark.slow
 def test_what_happens_in_a_case_stays_there() -> None:
     assert isolated("math:sqrt", 4.0, 1, 60) == {"result": 2.0}
     assert "ValueError" in isolated("math:sqrt", -1.0, 1, 60)["error"]
@@ -84,6 +85,7 @@ def test_what_happens_in_a_case_stays_there() -> None:
     assert "stopped after 2 s" in isolated("time:sleep", 100, 1, 2)["error"]
 
 
+@pytest.mark.slow
 def test_the_first_of_several_ranks_answers() -> None:
     assert isolated("os:getenv", "RANK", 2, 120) == {"result": "0"}
 
@@ -144,6 +146,7 @@ def test_peers_get_the_same_batch_as_we_and_their_losses_are_told_apart() -> Non
     assert difference(wide, narrow) > 1e-3
 
 
+@pytest.mark.slow
 def test_where_no_peer_is_installed_the_comparison_says_how_to() -> None:
     command = [sys.executable, "-m", "benchmarks.peer_losses"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

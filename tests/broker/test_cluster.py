@@ -91,6 +91,7 @@ async def test_every_node_can_be_the_first_to_ask(cluster: Cluster, run_name: st
         await connection.close()
 
 
+@pytest.mark.slow
 async def test_a_slot_that_moves_key_by_key(cluster: Cluster, on_cluster: Broker, run_name: str) -> None:
     run = await begin(on_cluster, rules(0))
     source = cluster.home(run_name)

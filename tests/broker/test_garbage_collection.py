@@ -122,6 +122,7 @@ async def go_on(pair: Pair) -> None:
             await asyncio.sleep(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for line in KINDS.split("\n") for kind in line.split("/")])
 async def test_a_full_server_has_room_again(pair: Pair, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(garbage_collection, "_SHORT_PATIENCE_S", 0.5)
@@ -391,6 +392,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield running
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [1, 5])
 async def test_on_a_cluster(cluster: Cluster, run_name: str, shards: int) -> None:
     """Every node is swept, and no handed-in sample is lost."""

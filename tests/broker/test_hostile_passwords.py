@@ -67,6 +67,7 @@ def intruder(cast: Cast, server: EmbeddedServer, run_name: str) -> Iterator[Intr
     made.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ALLOWED)
 async def test_its_user_may_run_no_other_command(cast: Cast, server: EmbeddedServer, run_name: str, role: Role) -> None:
     listed = ask(server, "EVAL", "return redis.call('COMMAND', 'LIST')", 0)
@@ -76,6 +77,7 @@ async def test_its_user_may_run_no_other_command(cast: Cast, server: EmbeddedSer
     assert allowed <= {*ALLOWED[role].split()}, allowed - {*ALLOWED[role].split()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", OTHERS)
 @pytest.mark.parametrize("line", LISTING)
 async def test_it_lists_no_keys_and_watches_nobody(intruder: Intruder, role: Role, line: str) -> None:

@@ -38,6 +38,7 @@ zrangebyscore zrem zscore
 """Commands of a worker's functions, and of connecting: the server refuses each key that is not a worker's."""
 
 
+@pytest.mark.slow
 async def test_no_other_command_is_its_own(cast: Cast, server: EmbeddedServer, run_name: str) -> None:
     """None of them may run code, list keys, watch others, or change the server."""
     listed = ask(server, "EVAL", "return redis.call('COMMAND', 'LIST')", 0)
@@ -277,6 +278,7 @@ class Fuzz:
         return self._random.choice([*numbers, *texts, f"{group}:0:{sample}"])
 
 
+@pytest.mark.slow
 async def test_a_flood_of_calls_costs_no_group_and_trains_none_twice(cast: Cast, auditor: Auditor) -> None:
     fuzz, trained = Fuzz(cast.hostile), list[str]()
     await cast.learner.evaluations.ask(cast.run.owner, WeightVersion(1, 0), [prompt(100), prompt(101)], 2)

@@ -102,6 +102,7 @@ def test_what_an_adapter_cannot_change_is_told_by_a_model_without_weights(
     assert re.search(told, complaint) if told else not complaint
 
 
+@pytest.mark.slow
 def test_what_an_adapter_cannot_change_is_refused_before_a_run_starts(tmp_path: Path) -> None:
     base = saved_base(model_config("qwen3", tied=True), tmp_path / "base")
     model = {"path": base.path, "random": None, "adapter": {"rank": 4, "targets": ["q_proj", "lm_head"]}}
@@ -375,6 +376,7 @@ def open_base(path: str) -> torch.Tensor:
     return weights("model.layers.0.mlp.experts.0.up_proj.weight")
 
 
+@pytest.mark.slow
 def test_an_adapter_is_exported_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = saved_base(model_config("qwen3_moe", tied=False), tmp_path / "base")
     for name, model in (("run", with_adapter(base)), ("whole", base)):
@@ -396,6 +398,7 @@ def test_an_adapter_is_exported_alone(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "holds no adapter: its run trained the whole model" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_adapter_of_a_quantized_base_is_exported_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = saved_base(model_config("qwen3_moe", tied=False), tmp_path / "base")
     run = make_run(tmp_path / "run", with_adapter(base, quantize_base="int8"))
@@ -414,6 +417,7 @@ def test_an_adapter_of_a_quantized_base_is_exported_with_it(tmp_path: Path, caps
     assert all(torch.equal(exported(name), plain(name)) for name in (head, router))
 
 
+@pytest.mark.slow
 def test_an_exported_adapter_that_computes_something_else_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,6 +130,7 @@ def test_a_damaged_run(content: bytes, place: Path, capsys: pytest.CaptureFixtur
         last_incarnation(directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -230,6 +230,7 @@ async def test_status_of_a_run(broker: Broker, server: EmbeddedServer, tmp_path:
     assert "w-0" in only_run.stdout
 
 
+@pytest.mark.slow
 async def test_pools_and_workers_are_told_from_another_terminal(
     broker: Broker, server: EmbeddedServer, tmp_path: Path
 ) -> None:
@@ -272,6 +273,7 @@ def test_a_command_that_was_started_with_sigint_ignored_ends_at_it(tmp_path: Pat
     process.stdout.close()
 
 
+@pytest.mark.slow
 async def test_scale_waits_until_the_workers_work(broker: Broker, server: EmbeddedServer, tmp_path: Path) -> None:
     await claimed(broker)
 
@@ -321,6 +323,7 @@ async def test_a_watch_waits_for_the_run_and_tells_it_line_by_line(
     assert watching.returncode == 130
 
 
+@pytest.mark.slow
 async def test_status_finds_the_run_that_is_going_on_here(
     broker: Broker, server: EmbeddedServer, tmp_path: Path
 ) -> None:

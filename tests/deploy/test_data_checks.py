@@ -35,6 +35,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "headway" / "checked"
 
 
+@pytest.mark.slow
 def test_tasks_that_have_passed_are_not_imported_again_before_a_run_begins() -> None:
     def imports(*overrides: str) -> str:
         command = [sys.executable, "-c", IMPORTS, RECIPE, *overrides]

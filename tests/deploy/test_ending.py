@@ -3,6 +3,8 @@
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from .test_cli import run_main
 
 COMMAND = """
@@ -18,6 +20,7 @@ def ends(body: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return run_main(COMMAND.format(body=indented) + "cli.main()", "doctor", cwd=cwd)
 
 
+@pytest.mark.slow
 def test_a_thread_that_comes_back_from_a_library_late_does_no_harm(tmp_path: Path) -> None:
     body = """\
 import itertools, threading, time, torch
@@ -30,6 +33,7 @@ return 7"""
     assert (answer.returncode, answer.stderr) == (7, "")
 
 
+@pytest.mark.slow
 def test_a_thread_of_a_group_that_lets_go_of_a_tensor_late_does_no_harm(tmp_path: Path) -> None:
     """The threads are gloo's: its many operations are still under way when the process ends."""
     body = """\

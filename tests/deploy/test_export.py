@@ -56,6 +56,7 @@ def export(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, 
     return {"error": said.err} if code else {"code": code, **json.loads(said.out)}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Warning. tp_group is None:DeprecationWarning")  # Megatron's, of its own calls
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_transformers_computes_from_the_files_what_the_backend_computes(
@@ -160,6 +161,7 @@ def test_a_choice_that_names_no_model_is_refused(
     assert message in export(capsys, *named, "--out", tmp_path / "out")["error"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Warning. tp_group is None:DeprecationWarning")  # Megatron's, of its own calls
 @pytest.mark.parametrize("kind", ["fsdp", "megatron"])
 def test_a_reward_model_is_exported_with_its_scores(

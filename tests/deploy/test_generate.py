@@ -152,6 +152,7 @@ def test_a_full_disk_keeps_whole_lines_and_the_next_call_goes_on(
     assert [line["index"] for line in answers(out)] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_continued_and_no_prompt_is_lost_or_answered_twice(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

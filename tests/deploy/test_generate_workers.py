@@ -109,6 +109,7 @@ def worker_elsewhere(url: str, run: str, private: Path) -> Iterator[None]:
     assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_a_worker_that_joined_by_the_url_goes_on_for_the_next_writer(
     model: Path,
     server: EmbeddedServer,
@@ -162,6 +163,7 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_a_server_that_starts_again_without_its_data_costs_no_prompt(
     model: Path,
     server: EmbeddedServer,

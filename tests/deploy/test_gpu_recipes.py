@@ -96,6 +96,7 @@ def recipe_of(model: str, way: str, *overrides: str) -> Recipe:
     return load_recipe(f"gpu/{way or model}.yaml", [*chosen, *overrides])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model", MODELS)
 def test_learner_and_scorers_fit_the_gpus_that_the_recipe_names(model: str, way: str, tmp_path: Path) -> None:

@@ -131,6 +131,7 @@ def shown(status: RunStatus) -> str:
     return file.getvalue()
 
 
+@pytest.mark.slow
 async def test_every_sample_is_scored_once_while_scorers_are_missing_killed_and_told_to_leave(
     broker: Broker, tmp_path: Path
 ) -> None:

@@ -166,6 +166,7 @@ def test_a_stage_is_told_by_its_name(tmp_path: Path) -> None:
     assert stop_notice(recipe.plan[1]) == "stage Distill goes on from here next time"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_no_recipe_that_ships_is_in_the_older_spelling(name: str) -> None:
     hints = list[str]()

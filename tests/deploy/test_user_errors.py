@@ -38,6 +38,7 @@ def check_error(*arguments: str, cwd: Path, message: str, **environment: str) ->
     assert answer.stderr.startswith("Error: ")
 
 
+@pytest.mark.slow
 def test_a_misspelt_option_of_the_loss_is_told_before_the_warm_up(tmp_path: Path) -> None:
     check_error(
         *("sft", "arithmetic.yaml", "algorithm.objective.options.clip_hi=0.3", "--output", "out"),
@@ -76,11 +77,13 @@ def web_server() -> Iterator[str]:
     thread.join()
 
 
+@pytest.mark.slow
 def test_a_server_that_is_no_redis(web_server: str, tmp_path: Path) -> None:
     for arguments in (["broker", "--url", web_server], ["status", "--run", "x", "--broker", web_server]):
         check_error(*arguments, cwd=tmp_path, message=web_server)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [("learner", "--run", "arithmetic", "--broker", NOWHERE), ("run",)])
 def test_overwrite_takes_nothing_away_before_the_server_answers(arguments: tuple[str, ...], tmp_path: Path) -> None:
     run = tmp_path / "runs" / "arithmetic"
@@ -95,6 +98,7 @@ def test_overwrite_takes_nothing_away_before_the_server_answers(arguments: tuple
     assert (run / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_under_a_torchrun_of_ones_own_the_warm_up_comes_first(tmp_path: Path) -> None:
     arguments = ["learner", "arithmetic.yaml", "--broker", NOWHERE, "--run", "x"]
     sft = tmp_path / "runs" / "x" / "sft"

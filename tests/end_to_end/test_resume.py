@@ -22,8 +22,6 @@ from .records import check_trained, lines
 from .terminals import Terminals
 from .watching import watching
 
-pytestmark = pytest.mark.slow
-
 
 def test_a_killed_and_resumed_learner_ends_with_the_same_bits(
     terminals: Terminals, url: str, uninterrupted: Path
@@ -56,6 +54,7 @@ def test_a_killed_and_resumed_learner_ends_with_the_same_bits(
     assert (resumed / model).read_bytes() == (uninterrupted / model).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     terminals: Terminals, url: str, uninterrupted: Path
 ) -> None:
@@ -73,6 +72,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     assert [name for name in expected if not torch.equal(expected[name], resumed[name])] == []
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_after_its_learner_was_killed(terminals: Terminals, url: str) -> None:
     recipe = write_recipe(
         terminals.directory("learner"),

@@ -86,6 +86,7 @@ def seen_by_the_learner(model: ModelConfig, batch: PackedBatch) -> tuple[float, 
     return gap, report.get("router_disagreement_sum", 0.0) / report.get("router_disagreement_count", 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_replay_brings_the_learner_closer_to_an_engine_that_rounds(model: ModelConfig, dtype: Any) -> None:
     routing = routing_of(load_config(model))

@@ -21,8 +21,6 @@ from .records import Line, check_trained, lineage, lines, summary
 from .terminals import Terminal, Terminals, paused
 from .watching import attached
 
-pytestmark = pytest.mark.slow
-
 STEPS, GROUPS, SAMPLES = 24, 16, 8
 CHAINS = {"min_operations": 1, "max_operations": 1}
 CARELESS = {"error_rate": 0.4, "skip_rate": 0.5}

@@ -22,8 +22,6 @@ from .records import check_trained, summary
 from .terminals import Terminal, Terminals, paused
 from .watching import Watch, watching
 
-pytestmark = pytest.mark.slow
-
 RUN, STEPS = "four", 150
 GRACE_S = 30
 SLOW_SEVENS = """
@@ -84,6 +82,7 @@ def test_workers_come_and_go_and_the_run_completes(terminals: Terminals) -> None
         assert "Warning" not in terminal.said, terminal.said
 
 
+@pytest.mark.slow
 def test_a_pool_repairs_what_others_end_and_the_summary_counts_it(terminals: Terminals) -> None:
     server = terminals.open("server", "broker", "--port", str(free_port()))
     learns, works, looks = [exported(terminals, server, command) for command in ("learner", "workers", "status")]

@@ -58,6 +58,7 @@ def steps_in_the_open(model: ModelConfig, count: int) -> tuple[InTheOpen, list[l
     return open_model, results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("budget", [1, 30, 1000])
 def test_any_packing_trains_the_adapter_that_autograd_trains(name: str, budget: int) -> None:
@@ -131,6 +132,7 @@ def mean_difference(first: list[torch.Tensor], second: list[torch.Tensor]) -> fl
     return float((torch.cat(first) - torch.cat(second)).abs().mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_logprobs_are_those_of_the_merged_model(name: str, tmp_path: Path) -> None:
     """In float32 they are to the last bits of a logprob. bfloat16 keeps 8 bits of a weight, and merged ones are rounded

@@ -171,6 +171,7 @@ def test_values_are_zero_before_the_first_step() -> None:
     assert lengths == [*(batch.num_tokens for batch in batches), 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("budget", [1, 30, 1000])
 def test_any_split_into_micro_batches_makes_the_same_steps(architecture: str, budget: int) -> None:
@@ -283,6 +284,7 @@ def test_a_checkpoint_without_a_critic_is_refused(tmp_path: Path) -> None:
             critic.load(directory)
 
 
+@pytest.mark.slow
 def test_bfloat16_leaves_the_head_in_fp32() -> None:
     exact, half = open_values("qwen3"), open_values("qwen3", dtype="bfloat16")
     seen: list[torch.dtype] = []

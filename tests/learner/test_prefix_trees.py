@@ -245,6 +245,7 @@ def test_experts_that_differ_part_sequences() -> None:
     assert plain.tree.num_positions + 4 == routed.tree.num_positions  # among the 8 that the first group shares
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_no_preset_trains_otherwise(preset: str) -> None:
     preset_sharing.compare(preset, "fsdp")

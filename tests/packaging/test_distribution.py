@@ -112,6 +112,7 @@ def test_the_source_archive_holds_what_a_packager_needs_and_no_tests(source: Pat
     assert {path.name for path in source.iterdir()} == {".namespace", *ROOMS, *others}
 
 
+@pytest.mark.slow
 def test_the_rooms_are_imported_from_the_wheel(installation: Installation) -> None:
     files = installation.run(
         "python", "-c", f"from headway import {','.join(ROOMS)}; print({'.__file__,'.join(ROOMS)}.__file__)"
@@ -140,11 +141,13 @@ def test_a_command_without_its_extra_says_how_to_install_it(installation: Instal
     assert "Traceback" not in refused.stderr
 
 
+@pytest.mark.slow
 def test_the_mathematics_needs_torch_alone(installation: Installation) -> None:
     others = "".join(f"sys.modules['headway.{room}'] = None; " for room in ROOMS if room != "algorithms")
     installation.run("python", "-W", "ignore", "-c", f"{_without(['torch'])}; {others}{MATHEMATICS}")
 
 
+@pytest.mark.slow
 def test_a_shipped_recipe_is_found_from_any_directory(installation: Installation) -> None:
     assert "parameters in float32" in installation.run("headway", "plan-memory", "arithmetic.yaml")
 

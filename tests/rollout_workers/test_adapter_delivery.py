@@ -109,6 +109,7 @@ async def test_published_adapters_reach_an_engine_that_pulls_their_base_once(run
         torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_told", [True, False], ids=["the engine says what it holds", "it does not"])
 @pytest.mark.parametrize("is_right", [True, False], ids=["the run's base", "another one"])
 @pytest.mark.parametrize(
@@ -200,6 +201,7 @@ async def test_a_worker_whose_engine_keeps_an_older_adapter_ends_and_samples_not
     assert spans == {run.learner.version(0)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["embedded"], indirect=True)
 async def test_a_worker_whose_engine_loads_a_small_adapter_and_does_not_use_it_ends(run: AdapterRun) -> None:
     """Its fingerprints are right, and its logprobs are the learner's but for less than bfloat16 rounds."""

@@ -269,6 +269,7 @@ async def case(
     assert len(list(caches.glob("headway/placements/*"))) == (kind == "vllm"), "one model was traced"
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("give", [hold, hold_in_parts])
 async def test_an_engine_holds_what_it_was_given(

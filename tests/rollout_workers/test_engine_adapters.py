@@ -124,6 +124,7 @@ async def test_adapters_swapped_in_flight_are_exact_and_drop_nothing(case: Case)
     assert difference(make_model(case.architecture, 0), responses[0]).max() > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", ["stays", "comes again", "is another"])
 async def test_a_cache_that_is_kept_is_of_the_same_base(base: str, case: Case) -> None:
     """Under `weights.kv_policy=keep` the keys of an older adapter stay, and those over an older base do not."""

@@ -89,7 +89,9 @@ def roots_of(kind: str) -> ImportRoots:
         ("embedded", "dense"),
         ("embedded", "moe"),
         (plugged.ENGINE, "dense"),
-        pytest.param(("vllm", "dense"), marks=VLLM),
+        pytest.param(
+            ("vllm", "dense"), marks=[mark for mark in VLLM if mark.name != "slow"]
+        ),  # `make test` starts it here
         pytest.param(("vllm", "moe"), marks=VLLM),
         pytest.param(("sglang", "dense"), marks=SGLANG),
         pytest.param(("sglang", "moe"), marks=SGLANG),

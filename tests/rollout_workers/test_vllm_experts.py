@@ -111,6 +111,7 @@ class RoutingCore(PacedCore):
         return rows(*range(first, length))
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore")
 async def test_rows_reach_the_recorder_through_vllms_front_end(tmp_path: Path) -> None:

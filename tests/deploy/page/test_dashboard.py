@@ -385,6 +385,7 @@ def dashboard_url(*arguments: str, cwd: Path) -> Iterator[str]:
         assert process.stderr.read() == ""
 
 
+@pytest.mark.slow
 async def test_the_command_follows_a_run_of_a_broker(broker: Broker, server: EmbeddedServer, tmp_path: Path) -> None:
     made = await begin(broker, rules(1), fed=4)
     await broker.status.report_step(made.owner, step_metrics(0, reward=0.25))
