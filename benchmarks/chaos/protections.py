@@ -22,7 +22,28 @@ from headway.learner.experience.stream import Experience
 from headway.weightsync.publisher import Publication, Publisher
 from headway.weightsync.tensors.staging import Gathering
 
-from .mix import MEAN_S
+MEAN_S = {
+    "kill worker": 4.0,
+    "kill learner": 11.0,
+    "kill server": 30.0,
+    "blackout": 40.0,
+    "power loss": 14.0,
+    "kill scorer": 12.0,
+    "stop worker": 16.0,
+    "stop learner": 40.0,
+    "revive learner": 25.0,
+    "stop server": 40.0,
+    "cut link": 8.0,
+    "fill memory": 45.0,
+    "damage blob": 6.0,
+    "send pill": 2.5,
+    "hoard leases": 25.0,
+    "ask junk": 8.0,
+    "wake leftover": 15.0,
+    "flood": 20.0,
+    "fill disk": 25.0,
+}
+"""The mean seconds between two faults of a kind, exponentially distributed."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +53,7 @@ class Protection:
     take_out: Callable[[], None]
     """Takes the protection out of this process, for good."""
     mean_s: Mapping[str, float]
-    """The faults that it protects against, and no others, because others hide their effect: see `mix.MEAN_S`."""
+    """The faults that it protects against, and no others, because others hide their effect: see MEAN_S."""
     covered_by: str = ""
     """A protection with mostly the same effect, which is taken out too, or one that makes good its absence."""
     saves_work: bool = False

@@ -1,4 +1,4 @@
-"""One trial from its first process to its audit."""
+"""One trial from its first process to its audit, and the leftovers of an earlier run, whose name it has taken."""
 
 import asyncio
 import multiprocessing.sharedctypes as shared
@@ -17,31 +17,30 @@ from headway.deploy.run.directory import identity_of
 from headway.deploy.run.events import EvaluationEvent
 from headway.deploy.run.record import EVALUATIONS, read_lines
 
-from .audit import MUST_BE_ZERO, audit
-from .backend import author_of
-from .disk import Disk
-from .engine import Tally
-from .faults import Faults, Scene
-from .learner import run_learner
-from .leftovers import Leftovers
-from .link import Link
-from .outcome import LONG_MINUTES, Outcome
+from .audit import MUST_BE_ZERO, Beginning, Lineage, audit
+from .faults import Faults, Leftovers, Scene
+from .learner import author_of, run_learner
+from .network import Link
+from .outcome import LONG_MINUTES, Outcome, Vitals
 from .pills import Hostile
 from .process import Role, warm_up
 from .protections import PROTECTIONS, mean_s_against
-from .scorer import run_scorer
-from .server import FragileServer
-from .trail import Beginning, Lineage
+from .server import Disk, FragileServer
 from .trial import GROUP_SIZE, SCORERS, WORKERS, Trial
-from .vitals import Vitals
 from .witness import Witness
-from .worker import run_worker
+from .worker import Tally, run_scorer, run_worker
 
 LEARNER = "learner"
 BEGINS_WITHIN_S = 60.0
 MORE_AT_MOST = 2.0
 """Faults strike for up to so many times the trial's minutes more."""
 LOOK_S = 1.0
+OF_TRIAL = ("seed", "minutes", "rarely", "without", "against", "broadcasts")
+STRIKES = (
+    *("cuts", "power_losses", "revived_learners", "unfenced_learners", "unreplaced_learners", "floods"),
+    *("full_disks", "full_memory", "damaged"),
+)
+"""Fields of the outcome that the trial has, and that the faults count, by the same names."""
 HANGS_AFTER_S = 30.0
 """The seconds without faults and without a step after which a run hangs."""
 
@@ -192,29 +191,20 @@ class _Stage:
         tallies = [tally for of_one in self._tallies.values() for tally in of_one]
         generated = sum(tally.generated for tally in tallies)
         queues = status.queues if status else None
+        same: dict[str, Any] = {name: getattr(self._trial, name) for name in OF_TRIAL}
+        same |= {name: dict(getattr(faults, name)) for name in ("struck", "kills", "held_by_killed", "stops")}
+        same |= {name: faults.others[name] for name in STRIKES}
+        same |= {name: getattr(found, name) for name in MUST_BE_ZERO}
         return Outcome(
-            seed=self._trial.seed,
-            minutes=self._trial.minutes,
-            rarely=self._trial.rarely,
-            without=self._trial.without,
-            against=self._trial.against,
             tasks=self._trial.groups * GROUP_SIZE,
             steps=found.steps,
             seconds=round(seconds, 1),
             finished=finished,
-            struck=dict(faults.struck),
-            kills=dict(faults.kills),
+            **same,
             effective_kills=dict(faults.effective),
-            held_by_killed=dict(faults.held_by_killed),
             expired_leases=queues.expired_leases if queues else 0,
             copied_leases=queues.copied_leases if queues else 0,
-            stops=dict(faults.stops),
             crashes={name: role.crashes for name, role in self._roles.items()},
-            cuts=faults.others["cuts"],
-            power_losses=faults.others["power_losses"],
-            revived_learners=faults.others["revived_learners"],
-            unfenced_learners=faults.others["unfenced_learners"],
-            unreplaced_learners=faults.others["unreplaced_learners"],
             leftovers=scene.leftovers.woken,
             unexpelled_leftovers=scene.leftovers.unexpelled,
             pills=dict(scene.hostile.sent),
@@ -225,22 +215,10 @@ class _Stage:
             hoards=scene.hostile.hoards,
             hoarded=scene.hostile.hoarded,
             rewards_repeated=self._rewards_repeated(),
-            floods=faults.others["floods"],
-            full_disks=faults.others["full_disks"],
-            broadcasts=self._trial.broadcasts,
             received=sum(tally.received for tally in tallies),
             received_by_replacements=sum(t.received for of_one in self._tallies.values() for t in of_one[1:]),
-            full_memory=faults.others["full_memory"],
-            damaged=faults.others["damaged"],
             repeated_submissions=sum(tally.repeated for tally in tallies),
             forgotten_renewals=sum(tally.forgotten for tally in tallies),
-            lost=found.lost,
-            trained_twice=found.trained_twice,
-            over_lag_bound=found.over_lag_bound,
-            corrupt=found.corrupt,
-            off_lineage=found.off_lineage,
-            off_identity=found.off_identity,
-            poisoned=found.poisoned,
             tokens_generated=generated,
             tokens_resumed=sum(tally.resumed for tally in tallies),
             tokens_regenerated=generated - found.trained_tokens,

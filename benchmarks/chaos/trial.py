@@ -122,7 +122,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
                 ],
                 "staleness": {"max_lag": MAX_LAG},
                 "learner": {
-                    "backend": "benchmarks.chaos.backend:TinyBackend",
+                    "backend": "benchmarks.chaos.learner:TinyBackend",
                     "steps": 1_000_000,
                     "groups_per_step": GROUPS_PER_STEP,
                     "group_size": GROUP_SIZE,
@@ -132,7 +132,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
                 "checkpoint": {"every_steps": 3, "log_bytes": 1 << 30 if self.has_log else 0},
                 "sampling": {"max_new_tokens": LONGEST},
                 "engine": {
-                    "kind": "benchmarks.chaos.engine:SlowEngine",
+                    "kind": "benchmarks.chaos.worker:SlowEngine",
                     "max_concurrent": CAPACITY,
                     "max_model_len": PROMPT_TOKENS + LONGEST,
                 },

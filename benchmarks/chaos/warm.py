@@ -7,10 +7,10 @@ from headway.rollout_workers import decoding
 from headway.rollout_workers import worker as worker_loop
 from headway.rollout_workers.scorers import serving
 
-from . import learner, scorer, worker
+from . import learner, worker
 from .trial import Trial
 
-__all__ = ["decoding", "learner", "scorer", "serving", "worker", "worker_loop"]
+__all__ = ["decoding", "learner", "serving", "worker", "worker_loop"]
 
 _model = Trial(seed=0, minutes=0, directory=Path()).recipe.model
 model_files(_model)

@@ -1,36 +1,148 @@
-"""One worker process: the product's, with a double of the engine, and a client that repeats itself and forgets."""
+"""One worker or scorer process: the product's, with a double of the engine or of the reward model.
+
+The engine's double streams each sample slowly, swaps between two tokens, and counts its tokens; the worker's client
+repeats itself and forgets. The audit can compute the score of the reward model's double.
+"""
 
 import asyncio
+import ctypes
 import random
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
+from typing import ClassVar
 from unittest.mock import patch
 
 import msgspec
 import torch
 
+import headway.rollout_workers.scorers.runtimes
 import headway.rollout_workers.worker
 from headway.broker.client import broker as client
+from headway.broker.client.broker import open_broker
 from headway.broker.client.leases import Leases, SubmitOutcome
+from headway.broker.client.scoring import Scores
 from headway.broker.client.status import HeartbeatReply, StatusVerbs
-from headway.broker.errors import BrokerError, ForeignRunError
-from headway.broker.schema import Lease, Trajectory
+from headway.broker.errors import BrokerError, ForeignRunError, WeightSyncError
+from headway.broker.schema import Lease, ScoreRequest, Trajectory, TrajectoryId, WeightVersion
 from headway.broker.schema.status import WorkerInfo
 from headway.broker.schema.weights import WeightManifest
+from headway.deploy.roles import scorer as scoring
 from headway.deploy.roles import worker as rollout
 from headway.deploy.roles.config_watch import ConfigChangedError
+from headway.rollout_workers.config import EngineConfig, ScorersConfig
+from headway.rollout_workers.engines.abilities import EngineAbilities
+from headway.rollout_workers.engines.base import (
+    Check,
+    Chunk,
+    GenerationRequest,
+    NamedTensors,
+    Parts,
+    WeightFingerprints,
+)
 from headway.rollout_workers.worker import Worker
 from headway.weightsync import receiver
 from headway.weightsync.deliveries import BufferPool, BufferSet
 from headway.weightsync.receiver import GroupMembership
+from headway.weightsync.tensors.fingerprint import fingerprint
 
-from .engine import SlowEngine, Tally
+from .learner import token_logprobs
 from .process import BEGIN_ANEW, enter
 from .protections import take_out
+from .tasks import LONGEST, SCORER, STOP, VOCABULARY, WEIGHTS, logprobs_of, response_length, response_tokens, scores_of
 from .trial import BROKER_TIMEOUT_S, LEASE_TTL_S, RUN, Trial
+from .user_code import PROMPT_TOKENS
+
+TICK_S = 0.05
+TOKENS_A_TICK = 2
+
+
+class Tally(ctypes.Structure):
+    """Counts in memory that outlives the process, so that kill -9 does not lose them."""
+
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("generated", "resumed", "repeated", "forgotten", "received"))
+    generated: int
+    """The number of generated tokens."""
+    resumed: int
+    """The number of tokens that another worker had generated."""
+    repeated: int
+    """The number of submissions made once more."""
+    forgotten: int
+    """The number of leases that a heartbeat did not renew."""
+    received: int
+    """Versions that came by broadcast."""
+
+
+class SlowEngine:
+    """An engine in which every request is equally slow."""
+
+    abilities = EngineAbilities(sleeps=False, tells_experts=False)
+    tally: ClassVar[Tally] = Tally()
+    """The counts of this process."""
+
+    def __init__(self, config: EngineConfig, model_dir: Path, *, seed: int) -> None:
+        self.capacity = config.max_concurrent
+        self.max_model_len = config.max_model_len
+        self._version: WeightVersion | None = None
+        self._weights = torch.zeros(1)
+        self._name = WEIGHTS
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        """Generate from the end of the request's tokens."""
+        tid, position = _tid_of(request.request_id), len(request.prompt_tokens) - PROMPT_TOKENS
+        length = response_length(tid)
+        assert request.stop_token_ids == [STOP], request.stop_token_ids
+        self.tally.resumed += position
+        while position < length:
+            await asyncio.sleep(TICK_S)
+            assert self._version is not None, "a request before the first weights"
+            end = min(position + TOKENS_A_TICK, length)
+            tokens = response_tokens(tid, position, end, self._version, self._name)
+            self.tally.generated += end - position
+            position = end
+            yield Chunk(
+                token_ids=tokens.tolist(),
+                logprobs=logprobs_of(tokens).tolist(),
+                version=self._version,
+                finish_reason="stop" if position == length else None,
+            )
+
+    async def swap_weights(
+        self, version: WeightVersion, tensors: NamedTensors, *, keep_cache: bool = False, check: Check | None = None
+    ) -> None:
+        """Use the weights from the next token on."""
+        ((name, weights),) = tensors
+        self._weights, self._name = weights.clone(), name
+        if check is not None:
+            check(WeightFingerprints.of({name: (fingerprint(self._weights), self._weights.numel())}))
+        self._version = version
+
+    async def swap_in_parts(
+        self, version: WeightVersion, parts: Parts, *, keep_cache: bool = False, check: Check | None = None
+    ) -> None:
+        """Raise WeightSyncError, because no trial sends weights in parts."""
+        raise WeightSyncError("the engine's double takes whole versions")
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Return logprobs as the learner's double computes them."""
+        logprobs: list[float] = token_logprobs(self._weights, torch.tensor(token_ids[1:])).tolist()
+        return logprobs
+
+    async def close(self) -> None:
+        """There is nothing to free."""
+
+
+def _tid_of(request_id: str) -> TrajectoryId:
+    """Parse a worker's request id: `group:round:sample:...`, or `eval:place:...` for an evaluation."""
+    group, round_, sample, *_ = request_id.split(":")
+    if group == "eval":
+        return TrajectoryId(group, 0, int(round_))
+    return TrajectoryId(group, int(round_), int(sample))
+
 
 REPEATED, FORGOTTEN, HELD_UP = 0.1, 0.04, 0.02
 """The shares of samples that are handed in once more later, not renewed, and handed in late."""
@@ -116,3 +228,38 @@ _repetitions = set[asyncio.Task[None]]()
 def _is_chosen(lease: Lease, for_what: str, share: float) -> bool:
     """Whether the lease is chosen: the same answer for one lease every time."""
     return random.Random(f"{for_what} {lease.token}").random() < share
+
+
+def run_scorer(trial: Trial, url: str, name: str, process: str) -> None:
+    """Run one `process` of the scorer of this name, whose log it continues.
+
+    It ends with code 0 when the run is finished, with BEGIN_ANEW where the product would begin anew.
+    """
+    enter(trial.directory, name)
+    patch.object(headway.rollout_workers.scorers.runtimes, "open_runner", TinyRunner).start()
+    patch.object(scoring, "open_broker", partial(open_broker, timeout_s=BROKER_TIMEOUT_S)).start()
+    try:
+        scoring.score(url, RUN, process, SCORER, ())
+    except (ForeignRunError, ConfigChangedError) as error:
+        print(error, flush=True)
+        sys.exit(BEGIN_ANEW)
+
+
+TOKENS_PER_S = 1000
+"""The speed at which a scorer has requests about half of the time."""
+
+
+class TinyRunner:
+    """The model's double."""
+
+    vocabulary = VOCABULARY
+    longest = PROMPT_TOKENS + LONGEST
+
+    def __init__(self, kind: str, path: str, config: ScorersConfig, **named: object) -> None:
+        """Take the arguments of `open_runner`, and load nothing."""
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[Scores]:
+        """Return one number for each request."""
+        tokens = sum(len(request.prompt_tokens) + len(request.response_tokens) for request in requests)
+        time.sleep(tokens / TOKENS_PER_S)
+        return [scores_of(request.response_tokens) for request in requests]

@@ -20,14 +20,13 @@ import numpy as np
 import pytest
 
 from benchmarks.chaos import witness as witness_module
-from benchmarks.chaos.audit import MUST_BE_ZERO, Audit, audit
-from benchmarks.chaos.disk import Disk, no_file_grows
+from benchmarks.chaos.audit import MUST_BE_ZERO, Audit, Beginning, Lineage, StepRecord, Trail, Trained, audit
 from benchmarks.chaos.faults import Faults
-from benchmarks.chaos.fencing import fate_of
-from benchmarks.chaos.flood import flood, listening_ports
+from benchmarks.chaos.network import flood, listening_ports
 from benchmarks.chaos.outcome import Outcome
 from benchmarks.chaos.pills import HOSTILE, PILLS, Hostile, is_pill
 from benchmarks.chaos.protections import PROTECTIONS, take_out
+from benchmarks.chaos.server import Disk, no_file_grows
 from benchmarks.chaos.tasks import (
     OF_ANOTHER_RUN,
     OVERWRITTEN_WEIGHTS,
@@ -37,10 +36,9 @@ from benchmarks.chaos.tasks import (
     response_tokens,
     what_is_wrong,
 )
-from benchmarks.chaos.trail import Beginning, Lineage, StepRecord, Trail, Trained
 from benchmarks.chaos.trial import GROUP_SIZE, MAX_LAG
 from benchmarks.chaos.user_code import text_of
-from benchmarks.chaos.witness import Witness
+from benchmarks.chaos.witness import Witness, fate_of
 from headway.broker import Broker
 from headway.broker.client.learner import CheckpointMark
 from headway.broker.client.leases import SubmitOutcome
