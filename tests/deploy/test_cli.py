@@ -103,15 +103,6 @@ def test_a_worker_chooses_its_engine_and_how_it_is_connected() -> None:
     assert recipe.workers.metrics_port == 9500
 
 
-def test_an_existing_run_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "runs" / "arithmetic").mkdir(parents=True)
-    for name in ("config.yaml", "metrics.jsonl"):
-        (tmp_path / "runs" / "arithmetic" / name).touch()
-    answer = headway("run", "arithmetic.yaml", cwd=tmp_path)
-    assert answer.returncode == 1
-    assert answer.stderr.startswith("Error: runs/arithmetic already holds a run. Go on with it (--resume)")
-
-
 def test_wrong_usage_exits_2(tmp_path: Path) -> None:
     answer = headway("status", "--learner.steps=5", cwd=tmp_path)
     assert answer.returncode == 2

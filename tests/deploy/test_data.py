@@ -207,21 +207,6 @@ def test_gsm8k_is_read_from_the_hugging_face_hub(tmp_path: Path, monkeypatch: py
     assert asked[1:] == [("mine/gsm8k", "socratic", "train")]
 
 
-def test_math_is_read_from_modelscope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class MsDataset:
-        @staticmethod
-        def load(name: str, subset_name: str | None, split: str) -> list[dict[str, Any]]:
-            assert (name, subset_name, split) == ("some/MATH", None, "train")
-            return [MATH]
-
-    package = ModuleType("modelscope.msdatasets")
-    monkeypatch.setattr(package, "MsDataset", MsDataset, raising=False)
-    monkeypatch.setitem(sys.modules, "modelscope", ModuleType("modelscope"))
-    monkeypatch.setitem(sys.modules, "modelscope.msdatasets", package)
-    (row,) = prepared("math", "modelscope:some/MATH", tmp_path / "prompts.jsonl")
-    assert row["ground_truth"] == "\\frac{1}{2}"
-
-
 def test_a_hub_without_its_package_or_a_wrong_row_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -49,12 +49,6 @@ def test_a_misspelt_option_of_the_loss_is_told_before_the_warm_up(tmp_path: Path
     assert not (tmp_path / "out").exists()
 
 
-def test_a_taken_port(tmp_path: Path) -> None:
-    with closing(socket.create_server(("127.0.0.1", 0))) as other:
-        port = other.getsockname()[1]
-        check_error("broker", "--port", str(port), cwd=tmp_path, message=f"Port {port} on 127.0.0.1 is taken")
-
-
 @pytest.fixture
 def web_server() -> Iterator[str]:
     """Yield the port of a server that answers, and is no Redis."""
