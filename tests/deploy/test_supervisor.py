@@ -281,12 +281,6 @@ def test_workers_that_are_all_of_another_version_end_with_that_code(tmp_path: Pa
     assert children_left() == []
 
 
-def test_workers_alone_that_keep_failing_do_not_claim_to_have_stopped_the_run(tmp_path: Path) -> None:
-    supervisor = Supervisor([Pool.of([role("w", "import sys; sys.exit('Error: no.')", tmp_path)])], max_restarts=0)
-    with pytest.raises(RoleFailedError, match=r"the workers of this command have been stopped\."):
-        supervisor.run()
-
-
 def test_a_learner_that_dies_stops_the_run_with_the_end_of_its_log(tmp_path: Path) -> None:
     script = "import os, signal\nprint('step 3', flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
     with pytest.raises(RoleFailedError, match=r"^learner was killed by SIGKILL: step 3\nThe run has been stopped\."):

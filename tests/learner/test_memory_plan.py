@@ -375,11 +375,7 @@ def test_a_reference_of_megatron_is_its_parameters_and_masters() -> None:
 @pytest.mark.parametrize(
     ("backend", "processes", "layout", "words"),
     [
-        ("fsdp", 2, {"tensor": 2}, "learner.layout.tensor is 2, and learner.backend=fsdp splits by context alone"),
         ("megatron", 2, {"tensor": 4}, "learner.processes = 2 .* cannot be divided"),
-        ("megatron", 3, {"pipeline": 3}, "hidden layers = 4 cannot be divided by pipeline"),
-        ("megatron", 4, {"tensor": 4}, "key/value heads = 2 cannot be divided by tensor = 4"),
-        ("megatron", 8, {"expert": 8}, "experts = 4 cannot be divided by expert = 8"),
         ("mine:Backend", 1, {}, "nothing is known of what `mine:Backend` holds"),
     ],
 )
