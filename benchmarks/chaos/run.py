@@ -13,9 +13,9 @@ from typing import Any
 import uvloop
 
 from headway.broker.schema.status import RunStatus
-from headway.deploy.run.directory import identity_of
 from headway.deploy.run.events import EvaluationEvent
 from headway.deploy.run.record import EVALUATIONS, read_lines
+from headway.deploy.run.run_directory import identity_of
 
 from .audit import MUST_BE_ZERO, Beginning, Lineage, audit
 from .faults import Faults, Leftovers, Scene

@@ -6,8 +6,8 @@ from statistics import fmean
 
 from benchmarks.processes import headway
 from headway.broker.schema.step_metrics import StepMetrics
-from headway.deploy.run.directory import CHECKPOINTS
 from headway.deploy.run.record import METRICS, lineage, read_lines
+from headway.deploy.run.run_directory import CHECKPOINTS
 from headway.learner.checkpoint import CheckpointStore
 
 from .figures import Figures, Step, figures_of

@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM
 from headway.broker.schema import Group, Prompt, Trajectory, TrajectoryId, VersionSpan, WeightVersion
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import load_recipe
-from headway.deploy.roles.backend import recipe_backend
 from headway.deploy.roles.learner import recipe_updater
-from headway.deploy.roles.stage import fine_tune
+from headway.deploy.roles.recipe_backends import recipe_backend
 from headway.deploy.roles.trained_model import own_decoding
+from headway.deploy.roles.workerless_stage import fine_tune
 from headway.deploy.terminal import Terminal
 from headway.learner.algorithm_config import AlgorithmConfig
 from headway.learner.backends.base import Backend

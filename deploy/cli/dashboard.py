@@ -15,9 +15,9 @@ from headway.deploy.observe.bottleneck import Bottleneck, StatusReader, read_sta
 from headway.deploy.observe.page.live_page import PageServer, Watcher
 from headway.deploy.printing import say, say_json
 from headway.deploy.roles.run_client import client_of, locate_run
-from headway.deploy.run.directory import CONFIG, find_endpoint, find_run, find_starting, is_going_on
 from headway.deploy.run.figures import learned, spent
 from headway.deploy.run.record import METRICS, Record, lineage, read_record, stamp
+from headway.deploy.run.run_directory import CONFIG, find_endpoint, find_run, find_starting, is_going_on
 from headway.rollout_workers.health import RUN_OVER
 
 KEPT_STEPS = 512

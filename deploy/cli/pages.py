@@ -79,8 +79,8 @@ def write_page(runs: Sequence[str], output: Path | None, *, as_json: bool) -> No
     show. Raises HeadwayError."""
     from headway.deploy.observe.page.content import document, page_of
     from headway.deploy.run.atomic_files import replace_file
-    from headway.deploy.run.directory import COMPARISON, REPORT
     from headway.deploy.run.record import read_record
+    from headway.deploy.run.run_directory import COMPARISON, REPORT
 
     records = [read_record(run) for run in runs]
     page = page_of(records)
@@ -100,7 +100,7 @@ def write_page(runs: Sequence[str], output: Path | None, *, as_json: bool) -> No
 
 def newest_run() -> str:
     """Return the run below ./runs that began or was resumed last, and say which one it is. Raises HeadwayError."""
-    from headway.deploy.run.directory import find_newest
+    from headway.deploy.run.run_directory import find_newest
 
     directory = find_newest(Path("runs"))
     complain(f"No RUN is named: this is the newest, {directory}.")

@@ -18,7 +18,7 @@ from headway.broker.errors import ConfigError, HeadwayError
 from headway.broker.schema.status import PoolInfo, RunStatus, WorkerInfo
 from headway.deploy.observe.bottleneck import Bottleneck, StatusReader, read_status
 from headway.deploy.observe.live import changes
-from headway.deploy.observe.status import recent, state_text, version_text
+from headway.deploy.observe.status_tables import recent, state_text, version_text
 from headway.deploy.roles.run_client import DISMISSED, as_learner, client_of, locate_run
 from headway.deploy.run.figures import generated_per_s, trained_per_s, wait_fraction
 from headway.deploy.terminal import styled

@@ -2,7 +2,7 @@
 
     local_run.py ──► commands.py   the exact command of each role, with its environment and resources
                  ──► supervisor.py ──Command──► base.Launcher ──► base.Handle
-                 ──► pool.py, pool_reports.py   pools of processes; their reports to the broker
+                 ──► process_pool.py, pool_reports.py   pools of processes; their reports to the broker
 
     base.py              the seam; `--dry-run`: shows commands, starts none
     local_launcher.py    `local`: child processes of this one; parent_watch.py ends each with its parent

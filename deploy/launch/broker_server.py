@@ -20,11 +20,11 @@ from headway.broker.errors import BrokerError, BrokerUnavailableError, HeadwayEr
 from headway.broker.server.access import Role
 from headway.broker.server.embedded import LOOPBACK, EmbeddedServer
 from headway.deploy.printing import complain, say
-from headway.deploy.run.directory import held, writable
+from headway.deploy.run.run_directory import held, writable
 from headway.learner.disk import free_mib
 
 from .local_launcher import guarded
-from .pool import HEALTHY_S
+from .process_pool import HEALTHY_S
 from .supervisor import RoleFailedError
 
 MAX_RESTARTS = 5

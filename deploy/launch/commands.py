@@ -12,7 +12,7 @@ from headway.broker.errors import ConfigError
 from headway.deploy.recipe.pools import LEARNER, MAIN, POOL, SCORER, WORKER, pools_of, scorers_of
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.trust import passed_on, passed_on_to_scorers
-from headway.deploy.run.directory import CONFIG
+from headway.deploy.run.run_directory import CONFIG
 from headway.deploy.run.stage_output import Planned
 from headway.learner.experience.log import Rewind
 from headway.rollout_workers.config import EngineConfig, ScorersConfig

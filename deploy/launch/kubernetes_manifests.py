@@ -39,7 +39,7 @@ from headway.deploy.recipe.pools import MAIN, WORKER, check_models_for_pods, poo
 from headway.deploy.recipe.recipe import Recipe, SinkConfig
 from headway.deploy.recipe.resolve import dump_recipe
 from headway.deploy.run.atomic_files import replace_file
-from headway.deploy.run.directory import writable
+from headway.deploy.run.run_directory import writable
 
 from .base import Resources
 from .commands import check_for_cluster, learner_resources, process_groups

@@ -29,7 +29,9 @@ from headway.deploy.recipe.placement import (
 from headway.deploy.recipe.pools import MAIN, SCORER
 from headway.deploy.recipe.preflight import check_start, tried
 from headway.deploy.recipe.recipe import LauncherConfig, Recipe
-from headway.deploy.run.directory import (
+from headway.deploy.run.record import NO_PLOT, amend_summary, can_plot, read_summary
+from headway.deploy.run.resumable_keys import check_resumable
+from headway.deploy.run.run_directory import (
     CHECKPOINTS,
     CONFIG,
     EXPERIENCE,
@@ -39,8 +41,6 @@ from headway.deploy.run.directory import (
     prepare,
     refuse_if_in_use,
 )
-from headway.deploy.run.record import NO_PLOT, amend_summary, can_plot, read_summary
-from headway.deploy.run.resume import check_resumable
 from headway.deploy.run.stage_output import after_stages, check_made, planned
 from headway.deploy.terminal import Terminal, styled
 from headway.learner.config import StageConfig
@@ -60,8 +60,8 @@ from .commands import (
     stage_command,
 )
 from .local_launcher import LocalLauncher
-from .pool import Pool
 from .pool_reports import pool_reports
+from .process_pool import Pool
 from .supervisor import RoleFailedError, Supervisor
 
 PATIENCE_S = 3.0

@@ -28,7 +28,7 @@ from headway.deploy.recipe.resolve import recipe_from_bytes
 from headway.rollout_workers.config import WorkersConfig
 from headway.rollout_workers.health import RUN_OVER, GenerationRate, RunEnd, Verdict, silent, slowest
 
-from .pool import Pool, Slot
+from .process_pool import Pool, Slot
 
 LOOKS = 10
 """Looks within the window of `slow`."""

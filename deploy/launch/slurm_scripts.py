@@ -28,7 +28,7 @@ from headway.deploy.recipe.pools import MAIN, POOL, WORKER
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import dump_recipe
 from headway.deploy.run.atomic_files import replace_file
-from headway.deploy.run.directory import writable
+from headway.deploy.run.run_directory import writable
 from headway.deploy.run.stage_output import planned
 
 from .base import Command, Resources

@@ -15,7 +15,7 @@ from headway.deploy.printing import say
 
 from .base import DRAIN_NOTICE, Command, Handle, Launcher
 from .local_launcher import LocalLauncher
-from .pool import Pool, Slot
+from .process_pool import Pool, Slot
 
 POLL_S = 0.1
 MAX_BACKOFF_S = 10.0

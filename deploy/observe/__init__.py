@@ -1,6 +1,6 @@
 """A run as it is now, for a terminal, for metric sinks, for Prometheus, for a collector of traces and for a browser.
 
-    the broker's status ─┬─ status.py, live.py, run_warnings.py  ─► terminal and log
+    the broker's status ─┬─ status_tables.py, live.py, run_warnings.py ─► terminal and log
                          ├─ bottleneck.py                        ─► the process that a run waits for
                          └─ page/                                ─► browser
     the learner's events ─── sinks/ ─► prometheus/

@@ -24,7 +24,7 @@ from headway.rollout_workers.health import RUN_OVER
 
 from .bottleneck import Bottleneck, Reminder, StatusReader, read_status
 from .run_warnings import FaultReporter, FlatRewardReporter, fault_text, flat_reward_text
-from .status import recent, version_text
+from .status_tables import recent, version_text
 
 POLL_S = 0.5
 LAST_PATIENCE_S = 1.0

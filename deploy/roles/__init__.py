@@ -1,11 +1,11 @@
 """The work of each process: what it opens, in which order, and how it ends.
 
     standalone.py    each role in its own terminal, around:
-                     learner.py    stage.py    worker.py    scorer.py    autoscaler.py
+                     learner.py    workerless_stage.py    worker.py    scorer.py    autoscaler.py
     config_watch.py  a worker or scorer waits for the run's configuration, and notices when it changes
 
-    learner.py ─┬─ backend.py                     what a recipe asks for
-                ├─ evaluation.py                  in the learner's process, or by the workers
+    learner.py ─┬─ recipe_backends.py             what a recipe asks for
+                ├─ held_out_evaluation.py         in the learner's process, or by the workers
                 └─ observer.py                    what the loop reports ─► sinks, live figures
     worker.py ─┬── prewarmed_engine.py            an engine that opens while the learner loads
                └── scorer.py                      clients of scorers

@@ -39,7 +39,7 @@ from headway.broker.errors import BrokerError, ConfigError
 from headway.broker.schema.status import PoolInfo, QueueAges, RunStatus, WorkerInfo
 from headway.broker.schema.step_metrics import StepMetrics
 from headway.deploy.observe.bounded_server import BoundedServer, QuietRequestHandler
-from headway.deploy.observe.status import pool_of, workers_of
+from headway.deploy.observe.status_tables import pool_of, workers_of
 from headway.deploy.printing import say, say_json
 from headway.deploy.run.figures import wait_fraction
 from headway.rollout_workers.health import RUN_OVER

@@ -20,7 +20,7 @@ import msgspec
 from headway.broker.errors import ConfigError, HeadwayError
 from headway.broker.schema import Prompt
 from headway.deploy.run.atomic_files import append_line, cut_torn_line, replace_file
-from headway.deploy.run.directory import held
+from headway.deploy.run.run_directory import held
 from headway.learner.backends.adapter import open_weights
 from headway.learner.config import ModelConfig
 from headway.learner.data.prompts.cursor import group_at

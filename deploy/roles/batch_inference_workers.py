@@ -36,7 +36,7 @@ from headway.broker.server.access import Role
 from headway.deploy.launch.broker_server import SupervisedServer
 from headway.deploy.launch.commands import WorkerCommand, engine_gpus
 from headway.deploy.launch.local_run import forget
-from headway.deploy.launch.pool import Pool
+from headway.deploy.launch.process_pool import Pool
 from headway.deploy.launch.supervisor import Supervisor
 from headway.deploy.printing import say
 from headway.deploy.recipe.placement import worker_gpus
@@ -44,7 +44,7 @@ from headway.deploy.recipe.pools import MAIN
 from headway.deploy.recipe.recipe import Recipe, RunConfig
 from headway.deploy.recipe.resolve import recipe_to_bytes
 from headway.deploy.recipe.trust import passed_on
-from headway.deploy.run.directory import refuse_if_in_use
+from headway.deploy.run.run_directory import refuse_if_in_use
 from headway.learner.backends.adapter import open_weights
 from headway.learner.config import LearnerConfig, ModelConfig
 from headway.learner.data.prompts.cursor import group_at, place_of

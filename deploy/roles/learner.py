@@ -32,7 +32,9 @@ from headway.deploy.recipe.pools import pools_of, scorers_of
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import recipe_to_bytes
 from headway.deploy.recipe.trust import roots_of
-from headway.deploy.run.directory import (
+from headway.deploy.run.events import EvaluationEvent
+from headway.deploy.run.record import plot, summarize
+from headway.deploy.run.run_directory import (
     CHECKPOINTS,
     EXPERIENCE,
     identity_of,
@@ -40,8 +42,6 @@ from headway.deploy.run.directory import (
     write_identity,
     write_incarnation,
 )
-from headway.deploy.run.events import EvaluationEvent
-from headway.deploy.run.record import plot, summarize
 from headway.learner.backends.base import Backend
 from headway.learner.checkpoint import Best, CheckpointStore, read_best
 from headway.learner.data.prompts import open_prompts
@@ -63,9 +63,9 @@ from headway.rollout_workers.decoding import check_kept
 from headway.weightsync.publisher import Publisher
 from headway.weightsync.transports.addresses import allow_many_files
 
-from .backend import recipe_backend, recipe_cost, recipe_critic, recipe_routing
-from .evaluation import Evaluator, WorkerEvaluations
+from .held_out_evaluation import Evaluator, WorkerEvaluations
 from .observer import RunObserver
+from .recipe_backends import recipe_backend, recipe_cost, recipe_critic, recipe_routing
 from .stop_request import StopRequest
 
 log = logging.getLogger(__name__)

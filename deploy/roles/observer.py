@@ -27,7 +27,7 @@ from headway.learner.objective.lag_metrics import figures_by_lag, lag_of_sequenc
 from headway.learner.objective.shaping import is_truncated, trajectories_of
 from headway.learner.stages.loop import TrainedStep, seconds_by_phase
 
-from .evaluation import Evaluator, WorkerEvaluations
+from .held_out_evaluation import Evaluator, WorkerEvaluations
 
 if TYPE_CHECKING:
     from headway.deploy.observe.tracing.spans import StepTraces

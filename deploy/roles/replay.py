@@ -18,8 +18,8 @@ from headway.deploy.observe.sinks.base import SinkRun
 from headway.deploy.observe.sinks.jsonl import JsonlSink
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import with_overrides
-from headway.deploy.run.directory import CHECKPOINTS, EXPERIENCE, REPLAYS
 from headway.deploy.run.record import METRICS, leaves, lineage, read_lines, summarize
+from headway.deploy.run.run_directory import CHECKPOINTS, EXPERIENCE, REPLAYS
 from headway.deploy.run.stage_output import after_stages
 from headway.deploy.terminal import headed_table
 from headway.learner.algorithm_config import AlgorithmConfig, preset_defaults
@@ -31,9 +31,9 @@ from headway.learner.experience.log import ExperienceLog
 from headway.learner.ranks import Ranks
 from headway.learner.stages.loop import ReplayError, TrainedStep, replay, saved_tensors, weights_digest
 
-from .backend import recipe_backend
 from .learner import recipe_updater, seed_generators
 from .observer import step_event
+from .recipe_backends import recipe_backend
 
 ALGORITHM_COLUMNS = {"ess": "ess", "clip_fraction": "clipped", "kl_behavior": "kl"}
 """The metrics of the loss that the table shows, with their headings. metrics.jsonl has all metrics."""

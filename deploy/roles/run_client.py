@@ -19,9 +19,9 @@ from headway.broker.errors import BrokerError, ConfigError, RunNotFoundError
 from headway.broker.schema.status import PoolInfo, RunStatus
 from headway.broker.server.access import Role, url_as
 from headway.deploy.observe.bottleneck import Bottleneck, StatusReader, read_status
-from headway.deploy.observe.status import pool_of, status_json, status_tables, version_text
+from headway.deploy.observe.status_tables import pool_of, status_json, status_tables, version_text
 from headway.deploy.printing import say, say_json
-from headway.deploy.run.directory import described, find_endpoint, refuse_if_in_use
+from headway.deploy.run.run_directory import described, find_endpoint, refuse_if_in_use
 from headway.deploy.terminal import Terminal, WordWrapTable, headed_table
 
 T = TypeVar("T")

@@ -24,18 +24,18 @@ from headway.deploy.launch.base import WORKER_SESSION, WORKER_TAG, Launcher, wri
 from headway.deploy.launch.broker_server import check_may_work, check_traits, ignoring_absent_server
 from headway.deploy.launch.commands import RunStart, ScorerCommand, WorkerCommand, learner_command, sft_command
 from headway.deploy.launch.local_run import check_rewind, forget, ping, program, run_stages, stop_notice
-from headway.deploy.launch.pool import DRAIN_WORKER_S, Pool
 from headway.deploy.launch.pool_reports import death_reports, pool_reports
+from headway.deploy.launch.process_pool import DRAIN_WORKER_S, Pool
 from headway.deploy.launch.supervisor import Supervisor
 from headway.deploy.observe.live import watch as watch_run
-from headway.deploy.observe.status import MOST_OF_PREFIX, UNNAMED
+from headway.deploy.observe.status_tables import MOST_OF_PREFIX, UNNAMED
 from headway.deploy.printing import complain, say, say_json
 from headway.deploy.recipe.preflight import check_start, tried
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import SOURCE, overridden
 from headway.deploy.recipe.validate import check_engine_kind
-from headway.deploy.run.directory import CHECKPOINTS, endpoint, held, prepare, refuse_if_in_use
-from headway.deploy.run.resume import check_resumable
+from headway.deploy.run.resumable_keys import check_resumable
+from headway.deploy.run.run_directory import CHECKPOINTS, endpoint, held, prepare, refuse_if_in_use
 from headway.deploy.run.stage_output import after_stages, check_made, is_complete, is_of, mark_complete, planned
 from headway.deploy.terminal import Terminal
 from headway.rollout_workers.config import EngineConfig, ScorersConfig, WorkersConfig
@@ -303,7 +303,7 @@ def run_sft(recipe: Recipe, output: Path, arguments: Sequence[str], number: int 
     if recipe.learner.processes > 1 and "RANK" not in os.environ:
         command = sft_command(recipe, arguments, number)
         return Supervisor((), command, drain_notice=stop_notice(recipe.plan[number]), fails_when_stopped=True).run()
-    from .stage import fine_tune
+    from .workerless_stage import fine_tune
 
     is_first = os.environ.get("RANK", "0") == "0"
     outcome = fine_tune(recipe, output, console=Terminal(quiet=not is_first), number=number)
@@ -321,7 +321,7 @@ def run_eval(recipe: Recipe, checkpoint: Path, prompts: int | None, *, as_json: 
         from .trained_model import find_trained
 
         checkpoint = find_trained(str(checkpoint)).path
-    from .evaluation import evaluate_checkpoint
+    from .held_out_evaluation import evaluate_checkpoint
 
     result = evaluate_checkpoint(recipe, checkpoint, prompts)
     if as_json:
@@ -338,7 +338,7 @@ def run_replay(
     run: str, preset: str | None, overrides: Sequence[str], *, first_step: int, steps: int | None, as_json: bool
 ) -> int:
     """Print how the replay compares. Returns 1 if the same settings did not give the same bits."""
-    from headway.deploy.run.directory import find_run
+    from headway.deploy.run.run_directory import find_run
 
     from .replay import Replay, comparison_json, comparison_table, replayed_recipe, verdict
     from .trained_model import original_recipe

@@ -15,7 +15,7 @@ from headway.broker.schema import WeightVersion
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import SOURCE, load_recipe, overridden
 from headway.deploy.recipe.validate import check_engine
-from headway.deploy.run.directory import CHECKPOINTS, CONFIG, find_run
+from headway.deploy.run.run_directory import CHECKPOINTS, CONFIG, find_run
 from headway.learner.backends.adapter import open_weights
 from headway.learner.backends.score_head import has_score_head
 from headway.learner.checkpoint import CheckpointStore

@@ -24,7 +24,7 @@ from headway.broker.errors import (
 )
 from headway.broker.user_code.import_paths import ImportRoots, import_directory
 from headway.deploy.launch.engine_preload import ENGINE
-from headway.deploy.launch.pool import DRAIN_WORKER_S
+from headway.deploy.launch.process_pool import DRAIN_WORKER_S
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import recipe_from_bytes, with_overrides
 from headway.deploy.recipe.trust import check_stored

@@ -2,11 +2,11 @@
 
     learner, stage ─ events.py ─► record.py, stage_output.py ─► metrics.jsonl, summary.json, plots, ...
                                         │
-    directory.py                        ▼
+    run_directory.py                    ▼
     one run, one directory       figures.py, samples.py ─► replays, pages, terminal
 
     stage_output.py                the models and records of stages without workers
-    resume.py                      the keys that a resumed run may change
+    resumable_keys.py              the keys that a resumed run may change
     atomic_files.py                writes a file whole or not at all
 
 The invariant: two processes never write one run's files, and a crash at any time leaves files that are read again.

@@ -22,9 +22,9 @@ from headway.deploy.recipe.parse import read_yaml
 
 from . import figures
 from .atomic_files import replace_file, write_errors
-from .directory import CONFIG, find_run, is_going_on
 from .events import EvaluationEvent, HeartbeatEvent, StageEvent
 from .figures import WINDOW, moving_average
+from .run_directory import CONFIG, find_run, is_going_on
 from .stage_output import records_in
 
 if TYPE_CHECKING:

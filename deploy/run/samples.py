@@ -12,7 +12,7 @@ import numpy as np
 from headway.broker.errors import HeadwayError
 from headway.broker.schema import Group, Trajectory
 
-from .directory import CHECKPOINTS, EXPERIENCE
+from .run_directory import CHECKPOINTS, EXPERIENCE
 
 if TYPE_CHECKING:
     from headway.learner.experience.log_files import BatchPlace

@@ -31,8 +31,8 @@ from headway.deploy.recipe.preflight import check_data, check_packages
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import dump_recipe, load_recipe
 from headway.deploy.roles import export
-from headway.deploy.run.directory import SETTINGS
-from headway.deploy.run.resume import check_resumable
+from headway.deploy.run.resumable_keys import check_resumable
+from headway.deploy.run.run_directory import SETTINGS
 from headway.deploy.run.stage_output import after_stages, origin, planned
 from headway.deploy.terminal import Terminal
 from headway.learner.backends import open_backend

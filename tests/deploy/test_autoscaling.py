@@ -16,7 +16,7 @@ from msgspec.structs import replace as changed
 from headway.broker import BlockingBroker
 from headway.broker.schema.status import PoolInfo, QueueAges
 from headway.broker.server.embedded import EmbeddedServer
-from headway.deploy.observe.status import workers_of
+from headway.deploy.observe.status_tables import workers_of
 from headway.deploy.recipe.resolve import load_recipe, recipe_to_bytes
 from headway.deploy.roles.autoscaler import Autoscaler, Autoscaling, Load, Targets, keep_scaling
 from tests.broker.scenario import FRESH, rules

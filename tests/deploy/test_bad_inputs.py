@@ -24,9 +24,9 @@ from headway.deploy.recipe.convert import _fields, _is_struct, _metas, _plain
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.validate import LIMITS
 from headway.deploy.roles import run_client
-from headway.deploy.run import directory
-from headway.deploy.run.directory import CONFIG, ENDPOINT, INCARNATION, held, last_incarnation
+from headway.deploy.run import run_directory
 from headway.deploy.run.record import SUMMARY
+from headway.deploy.run.run_directory import CONFIG, ENDPOINT, INCARNATION, held, last_incarnation
 from headway.learner.stages.registry import (
     DpoOptions,
     KtoOptions,
@@ -59,7 +59,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith("HEADWAY_")]:
         monkeypatch.delenv(name)
-    for module in (run_client, local_run, directory, broker_server):
+    for module in (run_client, local_run, run_directory, broker_server):
         monkeypatch.setattr(module, "PATIENCE_S", 0.02)
     (tmp_path / "recipe.yaml").write_text(json.dumps(RECIPE))
     (tmp_path / "halves.jsonl").write_text(json.dumps({"query": "a\udfff", "response": "b"}))

@@ -22,7 +22,7 @@ from headway.deploy.cli.main import cli
 from headway.deploy.observe.bottleneck import REPEAT_S, Bottleneck, Reminder, read_status
 from headway.deploy.observe.live import Monitor, panel
 from headway.deploy.observe.run_warnings import log_warnings
-from headway.deploy.observe.status import status_json, status_tables
+from headway.deploy.observe.status_tables import status_json, status_tables
 from headway.deploy.terminal import Terminal
 from tests.broker.scenario import FRESH, Scenario, begin, group_id, hidden, rules
 from tests.broker.test_access import admit, url_of

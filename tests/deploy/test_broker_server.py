@@ -20,7 +20,7 @@ from headway.broker.server.access import Role
 from headway.broker.server.embedded import EmbeddedServer
 from headway.deploy.launch import broker_server
 from headway.deploy.launch.broker_server import MAX_RESTARTS, SupervisedServer, WriteWatch
-from headway.deploy.launch.pool import Pool
+from headway.deploy.launch.process_pool import Pool
 from headway.deploy.launch.supervisor import RoleFailedError, Supervisor
 from tests.broker.topologies import wait_until
 from tests.full_disk import small_disk

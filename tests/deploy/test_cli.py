@@ -20,7 +20,7 @@ from headway.broker.server.access import Role
 from headway.broker.server.embedded import EmbeddedServer
 from headway.deploy.recipe.resolve import load_recipe, with_overrides
 from headway.deploy.roles.standalone import _own_of
-from headway.deploy.run.directory import held
+from headway.deploy.run.run_directory import held
 from tests.broker.topologies import free_port
 
 from .runs import step_metrics, worker

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from headway.broker.errors import ConfigError
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import load_recipe
-from headway.deploy.roles.backend import recipe_critic
+from headway.deploy.roles.recipe_backends import recipe_critic
 from headway.learner.backends import open_backend
 from headway.learner.batching.packing import concatenate
 from headway.learner.ranks import Ranks

@@ -14,7 +14,7 @@ from headway.broker.installation import version_of
 from headway.deploy.recipe import preflight
 from headway.deploy.recipe.preflight import check_data, check_models
 from headway.deploy.recipe.resolve import load_recipe
-from headway.deploy.roles.backend import recipe_backend
+from headway.deploy.roles.recipe_backends import recipe_backend
 from headway.learner.models.architectures import check_heads
 
 RECIPE = "smollm2-reasoning-gym.yaml"
@@ -22,7 +22,7 @@ IMPORTS = """
 import sys
 from headway.deploy.recipe.preflight import check_data
 from headway.deploy.recipe.resolve import load_recipe
-from headway.deploy.roles.backend import recipe_backend
+from headway.deploy.roles.recipe_backends import recipe_backend
 from headway.learner.models.architectures import check_heads
 check_data(load_recipe(sys.argv[1], sys.argv[2:]))
 print("reasoning_gym" in sys.modules)

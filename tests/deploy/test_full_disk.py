@@ -20,7 +20,6 @@ from headway.deploy.launch.local_run import LocalRun
 from headway.deploy.launch.supervisor import RoleFailedError, Supervisor
 from headway.deploy.observe.sinks.jsonl import JsonlSink
 from headway.deploy.recipe.resolve import load_recipe
-from headway.deploy.run.directory import CONFIG, INCARNATION, prepare, write_incarnation
 from headway.deploy.run.record import (
     METRICS,
     SUMMARY,
@@ -30,6 +29,7 @@ from headway.deploy.run.record import (
     read_summary,
     summarize,
 )
+from headway.deploy.run.run_directory import CONFIG, INCARNATION, prepare, write_incarnation
 from headway.deploy.run.stage_output import is_complete, mark_complete
 from headway.deploy.terminal import Terminal
 from tests.full_disk import small_disk

@@ -13,7 +13,7 @@ from headway.broker.schema.status import Fault, PoolInfo, RunStatus, ScorerInfo
 from headway.broker.wire.codec import decode, encode
 from headway.deploy.observe.live import changes, panel
 from headway.deploy.observe.page.live_page import Watcher
-from headway.deploy.observe.status import status_json, status_tables
+from headway.deploy.observe.status_tables import status_json, status_tables
 from headway.deploy.run.events import HeartbeatEvent
 from headway.deploy.terminal import Terminal
 from headway.weightsync.sender import eligible, still_missed

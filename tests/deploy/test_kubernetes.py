@@ -20,7 +20,7 @@ from headway.broker.connection.address import Address
 from headway.broker.server.access import Role
 from headway.deploy.cli.main import answer, cli
 from headway.deploy.launch.kubernetes_manifests import AUTOSCALER_PORT, METRICS_PORT, PULL_PORTS
-from headway.deploy.launch.pool import DRAIN_WORKER_S
+from headway.deploy.launch.process_pool import DRAIN_WORKER_S
 from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.roles.autoscaler import Wanted
 from headway.deploy.roles.standalone import _own_of

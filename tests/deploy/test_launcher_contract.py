@@ -14,7 +14,7 @@ import pytest
 from headway.broker.errors import ConfigError
 from headway.deploy.launch.base import Command, Handle, Launcher, PrintedLauncher, Resources
 from headway.deploy.launch.local_run import open_launcher
-from headway.deploy.launch.pool import Pool
+from headway.deploy.launch.process_pool import Pool
 from headway.deploy.launch.supervisor import Supervisor
 from headway.deploy.recipe.recipe import LauncherConfig
 from headway.deploy.recipe.resolve import dump_recipe, load_recipe, recipe_from_bytes, recipe_to_bytes

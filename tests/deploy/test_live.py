@@ -14,7 +14,7 @@ from headway.broker.schema.status import DeadLetter, Fault, RunStatus
 from headway.broker.schema.step_metrics import StepMetrics
 from headway.deploy.observe.live import NO_LEARNER, NOTHING_TRAINED, Monitor, changes, panel
 from headway.deploy.observe.run_warnings import FaultReporter, FlatRewardReporter, flat_reward_text
-from headway.deploy.observe.status import status_json, status_tables
+from headway.deploy.observe.status_tables import status_json, status_tables
 from headway.deploy.terminal import Terminal
 
 from .runs import run_status, step_metrics

@@ -12,7 +12,7 @@ from headway.deploy.launch.commands import WorkerCommand, connection
 from headway.deploy.launch.local_run import LocalRun, program, run_stages
 from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.roles.standalone import _say_how_it_ended
-from headway.deploy.run.directory import prepare
+from headway.deploy.run.run_directory import prepare
 from headway.deploy.run.stage_output import after_stages
 from headway.deploy.terminal import Terminal
 from headway.learner.config import ModelConfig

@@ -15,7 +15,7 @@ from headway.deploy.launch.commands import RunStart, WorkerCommand, learner_comm
 from headway.deploy.recipe.resolve import dump_recipe, load_recipe, recipe_to_bytes
 from headway.deploy.roles.run_client import as_learner
 from headway.deploy.roles.standalone import run_scorer, run_scorers, run_worker, run_workers
-from headway.deploy.run.directory import endpoint, prepare
+from headway.deploy.run.run_directory import endpoint, prepare
 from tests.broker.test_access import admit, url_of
 from tests.broker.topologies import LOCAL, ask, free_port, port_of
 

@@ -20,8 +20,8 @@ from headway.broker.schema.status import PoolInfo
 from headway.broker.server.embedded import EmbeddedServer
 from headway.deploy.launch.base import Command
 from headway.deploy.launch.local_launcher import Child, LocalLauncher
-from headway.deploy.launch.pool import Pool
 from headway.deploy.launch.pool_reports import death_reports, pool_reports
+from headway.deploy.launch.process_pool import Pool
 from headway.deploy.launch.supervisor import Supervisor
 from headway.deploy.recipe.pools import SCORER
 from tests.broker.scenario import FRESH, begin, rules

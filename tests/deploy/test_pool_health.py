@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from headway.broker import BlockingBroker, Broker
 from headway.broker.schema import WeightVersion
 from headway.deploy.launch.local_launcher import LocalLauncher
-from headway.deploy.launch.pool import Pool, Slot
 from headway.deploy.launch.pool_reports import PoolHealth
+from headway.deploy.launch.process_pool import Pool, Slot
 from headway.rollout_workers.config import WorkersConfig
 from tests.broker.scenario import begin, rules
 

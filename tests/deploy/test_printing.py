@@ -17,7 +17,7 @@ from headway.broker.schema.status import RunStatus
 from headway.broker.wire.codec import encode
 from headway.deploy.observe.bottleneck import Bottleneck
 from headway.deploy.observe.live import Monitor, panel
-from headway.deploy.observe.status import status_tables
+from headway.deploy.observe.status_tables import status_tables
 from headway.deploy.printing import paragraph, say, say_json, visible
 from headway.deploy.terminal import Terminal, styled
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from headway.deploy.recipe.resolve import load_recipe
-from headway.deploy.roles.backend import recipe_cost
+from headway.deploy.roles.recipe_backends import recipe_cost
 from tests.learner.adapted import saved_base
 from tests.learner.tiny import model_config
 

@@ -17,7 +17,7 @@ from headway.deploy.roles.replay import (
     verdict,
 )
 from headway.deploy.roles.trained_model import original_recipe
-from headway.deploy.run.directory import find_run
+from headway.deploy.run.run_directory import find_run
 from headway.learner.algorithm_config import AggregationConfig
 from headway.learner.config import LayoutConfig
 from headway.learner.experience.log import ExperienceLog

@@ -8,8 +8,8 @@ import pytest
 from headway.broker.errors import ConfigError
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import dump_recipe, load_recipe
-from headway.deploy.run.directory import prepare
-from headway.deploy.run.resume import ANEW, FIXED, FREE, RAISED, check_resumable, keys_of
+from headway.deploy.run.resumable_keys import ANEW, FIXED, FREE, RAISED, check_resumable, keys_of
+from headway.deploy.run.run_directory import prepare
 from headway.learner.experience.log import Rewind
 
 

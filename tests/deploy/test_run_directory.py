@@ -10,7 +10,7 @@ import pytest
 from headway.broker.errors import ConfigError, HeadwayError
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import load_recipe, with_overrides
-from headway.deploy.run.directory import (
+from headway.deploy.run.run_directory import (
     CONFIG,
     endpoint,
     find_endpoint,

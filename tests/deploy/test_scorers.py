@@ -20,7 +20,7 @@ from headway.broker.config import BrokerConfig
 from headway.broker.errors import LASTING_EXIT, ConfigError
 from headway.broker.schema.status import PoolInfo, RunStatus
 from headway.deploy.observe.bottleneck import read_status
-from headway.deploy.observe.status import pool_of, status_json, status_tables
+from headway.deploy.observe.status_tables import pool_of, status_json, status_tables
 from headway.deploy.recipe.pools import impossible_scorers
 from headway.deploy.recipe.recipe import Recipe, RunConfig
 from headway.deploy.recipe.resolve import recipe_to_bytes

@@ -19,10 +19,10 @@ from headway.deploy.recipe.preflight import check_data
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import dump_recipe, load_recipe, with_overrides
 from headway.deploy.recipe.stage_graph import chain_of, impossible_starts, number_of, start_of
-from headway.deploy.roles.stage import ProgressBars, fine_tune
-from headway.deploy.run.directory import SETTINGS, prepare
+from headway.deploy.roles.workerless_stage import ProgressBars, fine_tune
 from headway.deploy.run.record import read_record
-from headway.deploy.run.resume import check_resumable, stage_binding
+from headway.deploy.run.resumable_keys import check_resumable, stage_binding
+from headway.deploy.run.run_directory import SETTINGS, prepare
 from headway.deploy.run.stage_output import (
     StageRecord,
     after_stages,

@@ -15,7 +15,7 @@ import pytest
 from headway.broker.errors import BUG_EXIT, LASTING_EXIT, SIGNALLED_EXIT, UNHEALTHY_EXIT, VERSION_EXIT, HeadwayError
 from headway.deploy.launch.base import DRAIN_NOTICE, Command
 from headway.deploy.launch.local_launcher import Child, guarded
-from headway.deploy.launch.pool import Pool
+from headway.deploy.launch.process_pool import Pool
 from headway.deploy.launch.supervisor import RoleFailedError, Supervisor
 from headway.rollout_workers.health import Verdict
 from tests.processes import children_left
@@ -448,7 +448,7 @@ def test_nothing_survives_a_killed_supervisor(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from headway.deploy.launch.base import Command
-from headway.deploy.launch.pool import Pool
+from headway.deploy.launch.process_pool import Pool
 from headway.deploy.launch.local_launcher import guarded
 from headway.deploy.launch.supervisor import Supervisor
 import subprocess

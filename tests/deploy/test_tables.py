@@ -16,7 +16,7 @@ from headway.broker.schema import WeightVersion
 from headway.broker.schema.status import DeadLetter, PoolInfo, RunStatus, Tallies
 from headway.deploy.cli.memory_report import page, report
 from headway.deploy.observe.bottleneck import Bottleneck
-from headway.deploy.observe.status import status_json, status_tables
+from headway.deploy.observe.status_tables import status_json, status_tables
 from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.roles.run_client import _runs_table
 from headway.deploy.terminal import Terminal, WordWrapTable

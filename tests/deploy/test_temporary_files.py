@@ -18,7 +18,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from headway.broker.installation import SHARED_TMPDIR, shared_temporary_directory
 from headway.deploy.launch.base import Command
 from headway.deploy.launch.local_launcher import IN_RAM, LONGEST_DIRECTORY, LOOK_S, PATIENCE_S, Child, TemporaryFiles
-from headway.deploy.launch.pool import Pool
+from headway.deploy.launch.process_pool import Pool
 from headway.deploy.launch.supervisor import Supervisor
 from tests.broker.topologies import wait_until
 from tests.processes import is_alive, shared_memory_of

@@ -9,8 +9,8 @@ import torch
 from headway.broker.errors import ConfigError
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import load_recipe
-from headway.deploy.roles.backend import beside_policy, recipe_backend, recipe_critic, recipe_scores
 from headway.deploy.roles.learner import rules_of
+from headway.deploy.roles.recipe_backends import beside_policy, recipe_backend, recipe_critic, recipe_scores
 from headway.learner.ranks import Ranks
 
 

@@ -11,8 +11,8 @@ from headway.broker.client.evaluations import EvaluationProgress, EvaluationResu
 from headway.broker.schema import Prompt, WeightVersion
 from headway.deploy.observe.sinks.base import Sinks
 from headway.deploy.recipe.resolve import load_recipe
-from headway.deploy.roles import evaluation
-from headway.deploy.roles.evaluation import WorkerEvaluations
+from headway.deploy.roles import held_out_evaluation
+from headway.deploy.roles.held_out_evaluation import WorkerEvaluations
 from headway.deploy.roles.observer import RunObserver
 from headway.deploy.run.events import EvaluationEvent, Event
 from headway.learner.experience.broker_retries import StopRequested
@@ -121,7 +121,7 @@ def test_a_version_that_is_published_again_is_asked_for_again_and_told_once(
 def test_at_the_end_a_version_that_no_worker_takes_is_not_waited_for(
     server: Server, evaluations: WorkerEvaluations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluation, "POLL_S", 0.0)
+    monkeypatch.setattr(held_out_evaluation, "POLL_S", 0.0)
     evaluations.publishes(V20, is_due=True)
     server.set(V20, 1, quiet_s=LONG_S)
     assert list(evaluations.wait(lambda: False)) == []
@@ -141,7 +141,7 @@ def test_an_evaluation_that_goes_on_and_on_is_given_up(
     server.set(V20, 1)
     assert list(evaluations.collect(is_end=is_end)) == []
     assert evaluations.awaited() == {20}
-    monkeypatch.setattr(evaluation, "MOST_HOLDS", 0)
+    monkeypatch.setattr(held_out_evaluation, "MOST_HOLDS", 0)
     assert list(evaluations.collect(is_end=is_end)) == []
     assert (evaluations.skipped, evaluations.pending, server.skipped) == (1, (), [V20])
     assert "step 20 gives no result: 1 of 2 samples were done after 0 times" in caplog.text

@@ -10,7 +10,7 @@ from headway.broker.schema import Prompt
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import load_recipe, recipe_to_bytes
-from headway.deploy.run.resume import ANEW, FIXED, RAISED
+from headway.deploy.run.resumable_keys import ANEW, FIXED, RAISED
 from headway.rollout_workers.config import EnvironmentConfig
 from headway.rollout_workers.environments import Episode, Step, open_environment
 from headway.rollout_workers.rewards import open_reward

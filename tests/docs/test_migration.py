@@ -11,7 +11,7 @@ from headway.broker.errors import UnknownKeysError
 from headway.deploy.recipe.convert import foreign_keys
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import load_recipe
-from headway.deploy.run.resume import keys_of
+from headway.deploy.run.resumable_keys import keys_of
 from headway.learner.data.prompts.files import FileOptions
 from headway.learner.objective.catalog import functions
 from headway.rollout_workers.engines.abilities import VLLM_SIZES_AND_SWITCHES, VLLM_WORDS

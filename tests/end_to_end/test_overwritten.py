@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from headway.broker.schema.status import WorkerInfo
-from headway.deploy.run.directory import identity_of
 from headway.deploy.run.record import TRAINED, TrainedLine, read_lines
+from headway.deploy.run.run_directory import identity_of
 
 from .recipes import write_recipe
 from .records import check_trained

@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import load_recipe
-from headway.deploy.roles.backend import recipe_backend
-from headway.deploy.roles.evaluation import evaluate_checkpoint
+from headway.deploy.roles.held_out_evaluation import evaluate_checkpoint
 from headway.deploy.roles.learner import recipe_updater, seed_generators
+from headway.deploy.roles.recipe_backends import recipe_backend
 from headway.deploy.roles.trained_model import original_recipe
-from headway.deploy.run.directory import EXPERIENCE
+from headway.deploy.run.run_directory import EXPERIENCE
 from headway.deploy.run.stage_output import after_stages
 from headway.learner.config import LayoutConfig
 from headway.learner.experience.log import ExperienceLog

@@ -31,8 +31,8 @@ from headway.deploy.observe.prometheus.learner_metrics import (
     TALLIES,
 )
 from headway.deploy.observe.prometheus.worker_metrics import FIGURES
-from headway.deploy.observe.status import RECENT_STEPS
-from headway.deploy.run.directory import newest_endpoint
+from headway.deploy.observe.status_tables import RECENT_STEPS
+from headway.deploy.run.run_directory import newest_endpoint
 from tests.broker.topologies import free_port, wait_until
 from tests.deploy.page.test_dashboard import get_json
 from tests.deploy.sinks.curves import every_curve

@@ -14,7 +14,7 @@ import pytest
 
 from headway.broker.schema.status import RunStatus
 from headway.broker.staleness import oldest_step
-from headway.deploy.run.directory import EXPERIENCE
+from headway.deploy.run.run_directory import EXPERIENCE
 from headway.learner.experience.log import ExperienceLog
 from tests.broker.topologies import free_port, wait_until
 from tests.processes import is_alive, shared_memory_of

@@ -9,7 +9,7 @@ from headway.broker import BlockingBroker
 from headway.broker.errors import RunNotFoundError
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.status import RunStatus
-from headway.deploy.run.directory import newest_endpoint
+from headway.deploy.run.run_directory import newest_endpoint
 
 from .terminals import DEADLINE_S, Terminal, Terminals
 

@@ -17,7 +17,7 @@ import msgspec
 
 from headway.broker.schema.status import RunStatus, Tallies, VersionGroups, WorkerInfo
 from headway.broker.schema.step_metrics import StepMetrics
-from headway.deploy.observe.status import RECENT_STEPS, version_text, workers_json
+from headway.deploy.observe.status_tables import RECENT_STEPS, version_text, workers_json
 from headway.deploy.printing import visible
 from headway.deploy.recipe.parse import to_yaml
 from headway.deploy.run.events import EvaluationEvent, HeartbeatEvent, RunIncident, StageEvent, run_incidents

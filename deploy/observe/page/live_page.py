@@ -23,7 +23,7 @@ from headway.broker.errors import ConfigError, HeadwayError
 from headway.broker.schema.status import RunStatus
 from headway.deploy.observe.bottleneck import Bottleneck, StatusReader
 from headway.deploy.observe.bounded_server import BoundedServer, QuietRequestHandler
-from headway.deploy.observe.status import recent, status_json
+from headway.deploy.observe.status_tables import recent, status_json
 from headway.deploy.run.figures import generated_per_s, trained_per_s
 from headway.deploy.run.record import Record
 from headway.deploy.run.samples import SampleReader

@@ -27,16 +27,16 @@ from headway.broker.server.access import Role
 from headway.broker.server.embedded import EmbeddedServer
 from headway.deploy.cli.dashboard import Source
 from headway.deploy.launch.local_launcher import Child, LocalLauncher
-from headway.deploy.launch.pool import Pool
 from headway.deploy.launch.pool_reports import pool_reports
+from headway.deploy.launch.process_pool import Pool
 from headway.deploy.observe.bottleneck import Bottleneck, StatusReader
 from headway.deploy.observe.page import live_page
 from headway.deploy.observe.page.content import version_counts
 from headway.deploy.observe.page.live_page import PageServer, Watcher
-from headway.deploy.observe.status import recent, state_text
-from headway.deploy.run.directory import held
+from headway.deploy.observe.status_tables import recent, state_text
 from headway.deploy.run.events import HeartbeatEvent, StepEvent
 from headway.deploy.run.record import Record, read_record
+from headway.deploy.run.run_directory import held
 from tests.broker.scenario import begin, rules
 from tests.broker.test_access import admit, url_of
 from tests.deploy.runs import open_record, run_status, step_event, step_metrics, worker

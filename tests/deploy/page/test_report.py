@@ -15,8 +15,8 @@ from headway.broker.errors import ConfigError
 from headway.deploy.cli.main import cli
 from headway.deploy.observe.page.content import COLUMNS, POINTS, ROWS, SHOWN_PARTS, curve, lag_map, spans
 from headway.deploy.recipe.resolve import load_recipe
-from headway.deploy.run.directory import held
 from headway.deploy.run.record import LAST_LOOK, METRICS, TRAINED, read_summary
+from headway.deploy.run.run_directory import held
 from headway.deploy.run.stage_output import StageRecord, record_of
 from tests.deploy.runs import open_record, stage_event, step_event, step_metrics
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from headway.broker.schema import Group, VersionSpan, WeightVersion
-from headway.deploy.run.directory import CHECKPOINTS, EXPERIENCE
+from headway.deploy.run.run_directory import CHECKPOINTS, EXPERIENCE
 from headway.deploy.run.samples import GROUPS, Piece, SampleReader, samples_of
 from headway.learner.experience import log_files
 from headway.learner.experience.log import ExperienceLog

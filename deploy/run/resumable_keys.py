@@ -21,7 +21,7 @@ from headway.deploy.recipe.resolve import recipe_to_bytes, with_held_out_seed
 from headway.learner.config import ABSENT, SftConfig, StageConfig, changed_settings
 from headway.learner.experience.log import Rewind
 
-from .directory import CONFIG, SETTINGS
+from .run_directory import CONFIG, SETTINGS
 from .stage_output import origin
 
 _ORDER = "a run stands at a place in its prompts, which would be another prompt"

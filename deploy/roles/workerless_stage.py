@@ -20,7 +20,7 @@ from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.stage_graph import references
 from headway.deploy.run.events import StageEvent
 from headway.deploy.run.figures import finite
-from headway.deploy.run.resume import stage_binding
+from headway.deploy.run.resumable_keys import stage_binding
 from headway.deploy.run.stage_output import record_of, starting_at, tracker_identity
 from headway.deploy.terminal import Terminal
 from headway.learner.backends.base import Backend
@@ -37,8 +37,8 @@ from headway.learner.stages.base import Gate, Stage, StageError, StageParts
 from headway.learner.stages.registry import leaves_policy
 from headway.learner.stages.stage_checkpoints import Binding, StageCheckpoints, check_binding
 
-from .backend import beside_policy, recipe_backend, recipe_cost, recipe_scores
-from .evaluation import Evaluator
+from .held_out_evaluation import Evaluator
+from .recipe_backends import beside_policy, recipe_backend, recipe_cost, recipe_scores
 from .stop_request import StopRequest
 
 LINE_EVERY_STEPS = 50
