@@ -20,13 +20,12 @@ from headway.learner.algorithm_config import AlgorithmConfig
 from headway.learner.backends import open_backend
 from headway.learner.backends.base import Backend
 from headway.learner.checkpoint import CheckpointStore
-from headway.learner.config import LearnerConfig, RecordsConfig, SftPhaseConfig, StageConfig
+from headway.learner.config import RecordsConfig, SftPhaseConfig, StageConfig
 from headway.learner.data.prompts.cursor import PromptCursor
 from headway.learner.experience.stream import Experience
 from headway.learner.objective.composition import needs_critic, needs_reference
 from headway.learner.objective.critic import Critic
-from headway.learner.objective.loss import Objective
-from headway.learner.objective.update import UpdateConfig, Updater
+from headway.learner.objective.update import Updater
 from headway.learner.ranks import Ranks
 from headway.learner.stages import open_stage
 from headway.learner.stages.base import Progress, Stage
@@ -37,6 +36,7 @@ from tests.learner import distilling
 from tests.learner.batches import group
 from tests.learner.preferences import opened, opened_kto, opened_scores, opened_sft, parts_of
 from tests.learner.tiny import OPTIMIZER, model_config
+from tests.learner.updaters import open_updater
 
 STEPS = 4
 MODEL = model_config("qwen3")
@@ -165,21 +165,9 @@ def updater_of(backend: Backend, algorithm: AlgorithmConfig, backend_kind: str) 
     if needs_critic(algorithm):
         values = open_backend(backend_kind, MODEL, OPTIMIZER, seed=3, head="value")
         critic = Critic(values, ranks, clip=0.2, gamma=0.99, lam=0.95, learning_rate=1e-2)
-    return Updater(
-        backend,
-        ranks,
-        Objective(algorithm),
-        reference,
-        critic,
-        config=UpdateConfig(
-            algorithm=algorithm,
-            learner=LearnerConfig(micro_batch_tokens=64, steps=STEPS),
-            optimizer=replace(OPTIMIZER, learning_rate=1e-2, schedule="cosine"),
-            temperature=1.0,
-            max_new_tokens=32,
-            max_lag=2,
-        ),
-    )
+    learner = {"micro_batch_tokens": 64, "steps": STEPS}
+    optimizer = replace(OPTIMIZER, learning_rate=1e-2, schedule="cosine")
+    return open_updater(algorithm, backend, reference, critic, learner=learner, optimizer=optimizer)
 
 
 def updater_and_model(backend: Backend, updater: Updater) -> Callable[[Path], None]:

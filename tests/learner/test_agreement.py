@@ -13,14 +13,12 @@ from headway.learner.algorithm_config import AlgorithmConfig
 from headway.learner.backends import open_backend
 from headway.learner.backends.base import Backend
 from headway.learner.batching.packing import PackableSequence, concatenate, pack
-from headway.learner.config import LearnerConfig
 from headway.learner.models.pretrained import load_model
 from headway.learner.objective.logprob_agreement import EXACT, DisagreementError
-from headway.learner.objective.loss import Objective
-from headway.learner.objective.update import UpdateConfig, Updater
-from headway.learner.ranks import Ranks
+from headway.learner.objective.update import Updater
 from headway.learner.stages.loop import replay
 from tests.learner.tiny import OPTIMIZER, model_config, sequences
+from tests.learner.updaters import open_updater
 
 MODEL = model_config("qwen3", initializer_range=0.3)
 LENGTHS = [12, 20, 9, 16, 14, 11]
@@ -59,23 +57,7 @@ def sampled_by(engine: Logits, lags: Sequence[int] = (0,), *, leaks: bool = Fals
 
 
 def updater_of(backend: Backend, bound: float, *, is_cut: bool = False) -> Updater:
-    algorithm = AlgorithmConfig()
-    return Updater(
-        backend,
-        Ranks.of(backend),
-        Objective(algorithm),
-        None,
-        config=UpdateConfig(
-            algorithm=algorithm,
-            learner=LearnerConfig(micro_batch_tokens=40),
-            optimizer=OPTIMIZER,
-            temperature=1.0,
-            max_new_tokens=32,
-            max_lag=4,
-            agreement_bound=bound,
-            is_cut=is_cut,
-        ),
-    )
+    return open_updater(AlgorithmConfig(), backend, max_lag=4, agreement_bound=bound, is_cut=is_cut)
 
 
 def weights(backend: Backend) -> dict[str, torch.Tensor]:

@@ -15,15 +15,13 @@ from headway.learner.backends import open_backend
 from headway.learner.backends.base import Backend, TokenLoss
 from headway.learner.backends.fsdp.backend import FsdpBackend
 from headway.learner.batching.batch import PackedBatch
-from headway.learner.config import LearnerConfig
 from headway.learner.objective.composition import needs_reference
-from headway.learner.objective.critic import Critic
 from headway.learner.objective.loss import Objective
-from headway.learner.objective.update import Update, UpdateConfig, Updater
-from headway.learner.ranks import Ranks
+from headway.learner.objective.update import Update, Updater
 from tests.learner.preset_oracles import LOSSES, MAX_NEW_TOKENS, OF_PAIRS, Response, Token, loss_of
 from tests.learner.test_presets import CANDIDATES, sampled
 from tests.learner.tiny import OPTIMIZER, model_config
+from tests.learner.updaters import open_critic, open_updater
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     **{name: preset.algorithm for name, preset in PRESETS.items()},
@@ -135,25 +133,17 @@ def candidates_at(batch: PackedBatch, current_T: torch.Tensor, t: int) -> list[t
 def train(name: str, updates_per_step: int, monkeypatch: pytest.MonkeyPatch) -> list[list[Seen]]:
     """Return the micro-batches of each update of one step; half of the tokens were sampled two versions ago."""
     config = msgspec.convert(ALGORITHMS[name], AlgorithmConfig)
-    backend, ranks = open_backend("fsdp", MODEL, FAST, seed=3), Ranks(0, 1, 0, 1, is_lead=True)
-    critic = None
-    if config.advantage.kind == "gae":
-        value = open_backend("fsdp", MODEL, FAST, seed=3, head="value")
-        critic = Critic(value, ranks, clip=0.2, gamma=1.0, lam=0.95, learning_rate=1e-3)
-    updater = Updater(
+    backend = open_backend("fsdp", MODEL, FAST, seed=3)
+    updater = open_updater(
+        config,
         backend,
-        ranks,
-        Objective(config, max_new_tokens=MAX_NEW_TOKENS),
         reference() if needs_reference(config) else None,
-        critic,
-        config=UpdateConfig(
-            algorithm=config,
-            learner=LearnerConfig(micro_batch_tokens=40, updates_per_step=updates_per_step),
-            optimizer=FAST,
-            temperature=1.0,
-            max_new_tokens=MAX_NEW_TOKENS,
-            max_lag=4,
-        ),
+        open_critic(MODEL, optimizer=FAST) if config.advantage.kind == "gae" else None,
+        objective=Objective(config, max_new_tokens=MAX_NEW_TOKENS),
+        learner={"updates_per_step": updates_per_step},
+        optimizer=FAST,
+        max_new_tokens=MAX_NEW_TOKENS,
+        max_lag=4,
     )
     judged = updater.compute_advantages(sampled(backend, range(4), noise=0.3), 2)
     updates = watch(backend, monkeypatch)

@@ -12,12 +12,11 @@ from headway.learner.algorithm_config import AlgorithmConfig
 from headway.learner.backends import open_backend
 from headway.learner.backends.base import TokenLoss
 from headway.learner.batching.batch import PackedBatch
-from headway.learner.config import LearnerConfig, Schedule, learning_rate
-from headway.learner.objective.loss import Objective
-from headway.learner.objective.update import UpdateConfig, Updater
-from headway.learner.ranks import Ranks
+from headway.learner.config import Schedule, learning_rate
+from headway.learner.objective.update import Updater
 from tests.learner.batches import group
 from tests.learner.tiny import OPTIMIZER, model_config
+from tests.learner.updaters import open_updater
 
 SCHEDULES: Sequence[Schedule] = get_args(Schedule)
 
@@ -59,20 +58,9 @@ def updater_of(schedule: Schedule, rates: list[float]) -> Updater:
         return step(batches, loss, temperature, learning_rate)
 
     backend.step = noted  # type: ignore[method-assign]
-    return Updater(
-        backend,
-        Ranks(0, 1, 0, 1, is_lead=True),
-        Objective(AlgorithmConfig()),
-        None,
-        config=UpdateConfig(
-            algorithm=AlgorithmConfig(),
-            learner=LearnerConfig(steps=6, updates_per_step=2),
-            optimizer=replace(OPTIMIZER, learning_rate=0.01, warmup_steps=2, schedule=schedule),
-            temperature=1.0,
-            max_new_tokens=16,
-            max_lag=2,
-        ),
-    )
+    optimizer = replace(OPTIMIZER, learning_rate=0.01, warmup_steps=2, schedule=schedule)
+    learner = {"steps": 6, "updates_per_step": 2}
+    return open_updater(AlgorithmConfig(), backend, learner=learner, optimizer=optimizer, max_new_tokens=16)
 
 
 @pytest.mark.parametrize(

@@ -9,34 +9,22 @@ from msgspec import structs
 from headway.broker.schema import Group
 from headway.learner.algorithm_config import AlgorithmConfig
 from headway.learner.backends import open_backend
-from headway.learner.config import LearnerConfig
 from headway.learner.objective.loss import Objective
-from headway.learner.objective.update import ScoredBatch, UpdateConfig, Updater
-from headway.learner.ranks import Ranks
+from headway.learner.objective.update import ScoredBatch, Updater
 from tests.learner.batches import group
 from tests.learner.test_later_updates import reference
 from tests.learner.test_presets import configured, sampled
 from tests.learner.tiny import OPTIMIZER, model_config
+from tests.learner.updaters import open_updater
 
 MAX_LAG = 2
 
 
 def updater_of(config: AlgorithmConfig, *, micro_batch_tokens: int = 40, updates_per_step: int = 1) -> Updater:
     torch.set_num_threads(1)
-    return Updater(
-        open_backend("fsdp", model_config("qwen3"), OPTIMIZER, seed=3),
-        Ranks(0, 1, 0, 1, is_lead=True),
-        Objective(config),
-        reference(),
-        config=UpdateConfig(
-            algorithm=config,
-            learner=LearnerConfig(micro_batch_tokens=micro_batch_tokens, updates_per_step=updates_per_step),
-            optimizer=OPTIMIZER,
-            temperature=1.0,
-            max_new_tokens=16,
-            max_lag=MAX_LAG,
-        ),
-    )
+    backend = open_backend("fsdp", model_config("qwen3"), OPTIMIZER, seed=3)
+    learner = {"micro_batch_tokens": micro_batch_tokens, "updates_per_step": updates_per_step}
+    return open_updater(config, backend, reference(), learner=learner, max_new_tokens=16, max_lag=MAX_LAG)
 
 
 def rewarded(number: int, rewards: list[float], *, untrained: int | None = None, step: int = 0) -> Group:

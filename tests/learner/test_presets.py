@@ -15,14 +15,13 @@ from headway.learner.backends import open_backend
 from headway.learner.backends.base import Backend
 from headway.learner.batching.clusters import PrefixSharing
 from headway.learner.batching.packing import concatenate, from_trajectory
-from headway.learner.config import LearnerConfig, OptimizerConfig
+from headway.learner.config import OptimizerConfig
 from headway.learner.objective.composition import needs_reference
-from headway.learner.objective.critic import Critic
 from headway.learner.objective.loss import Objective
-from headway.learner.objective.update import UpdateConfig, Updater
-from headway.learner.ranks import Ranks
+from headway.learner.objective.update import Updater
 from tests.learner.batches import group
 from tests.learner.tiny import OPTIMIZER, VOCABULARY, model_config
+from tests.learner.updaters import open_critic, open_updater
 
 MODEL = model_config("qwen3")
 STEPS = 3
@@ -45,25 +44,16 @@ def build(
 ) -> tuple[Updater, Backend]:
     torch.set_num_threads(1)
     backend = open_backend(kind, MODEL, optimizer, seed=seed)
-    ranks = Ranks(0, 1, 0, 1, is_lead=True)
-    critic = None
-    if config.advantage.kind == "gae":
-        value = open_backend(kind, MODEL, optimizer, seed=seed, head="value")
-        critic = Critic(value, ranks, clip=0.2, gamma=1.0, lam=0.95, learning_rate=1e-3)
-    updater = Updater(
+    updater = open_updater(
+        config,
         backend,
-        ranks,
-        Objective(config, is_one_update=True, max_new_tokens=16),
         open_backend(kind, MODEL, optimizer, seed=seed + 1) if has_reference else None,
-        critic,
-        config=UpdateConfig(
-            algorithm=config,
-            learner=LearnerConfig(micro_batch_tokens=40, prefix_sharing=prefix_sharing),
-            optimizer=optimizer,
-            temperature=1.0,
-            max_new_tokens=16,
-            max_lag=4,
-        ),
+        open_critic(MODEL, kind=kind, seed=seed, optimizer=optimizer) if config.advantage.kind == "gae" else None,
+        objective=Objective(config, is_one_update=True, max_new_tokens=16),
+        learner={"prefix_sharing": prefix_sharing},
+        optimizer=optimizer,
+        max_new_tokens=16,
+        max_lag=4,
     )
     return updater, backend
 

@@ -8,12 +8,9 @@ import torch
 
 from headway.learner.algorithm_config import AggregationConfig, AlgorithmConfig
 from headway.learner.backends import open_backend
-from headway.learner.config import LearnerConfig
-from headway.learner.objective.loss import Objective
-from headway.learner.objective.update import UpdateConfig, Updater
-from headway.learner.ranks import Ranks
 from tests.learner.batches import group
 from tests.learner.tiny import OPTIMIZER, model_config
+from tests.learner.updaters import open_updater
 
 GROUPS = [group(0), group(1, samples=(0, 2)), group(2, samples=(1,)), group(3)]
 
@@ -23,20 +20,7 @@ def test_an_update_on_trimmed_groups(aggregation: str) -> None:
     torch.manual_seed(0)
     backend = open_backend("fsdp", model_config("qwen3"), OPTIMIZER, seed=3)
     config = AlgorithmConfig(aggregation=AggregationConfig(kind=aggregation))  # type: ignore[arg-type]
-    updater = Updater(
-        backend,
-        Ranks.of(backend),
-        Objective(config),
-        None,
-        config=UpdateConfig(
-            algorithm=config,
-            learner=LearnerConfig(micro_batch_tokens=40),
-            optimizer=OPTIMIZER,
-            temperature=1.0,
-            max_new_tokens=32,
-            max_lag=2,
-        ),
-    )
+    updater = open_updater(config, backend)
     judged = updater.compute_advantages(GROUPS, step=1)
     expected = []
     for one in GROUPS:

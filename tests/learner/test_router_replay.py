@@ -28,11 +28,8 @@ from headway.learner.batching.batch import PackedBatch
 from headway.learner.batching.clusters import pack_units
 from headway.learner.batching.packing import concatenate, from_trajectory
 from headway.learner.batching.router_replay import Routing, RoutingError, routing_of
-from headway.learner.config import ComputeConfig, LayoutConfig, LearnerConfig
+from headway.learner.config import ComputeConfig, LayoutConfig
 from headway.learner.models.pretrained import load_config, load_model
-from headway.learner.objective.loss import Objective
-from headway.learner.objective.update import UpdateConfig, Updater
-from headway.learner.ranks import Ranks
 from tests.learner import replay_rank
 from tests.learner.batches import group
 from tests.learner.replay_rank import DENOMINATOR, Case, Result, batches_of, samples
@@ -40,6 +37,7 @@ from tests.learner.replayed import CHOSEN, LAYERS, LENGTHS, TEMPERATURE, forced,
 from tests.learner.test_fsdp import trained_tokens
 from tests.learner.tiny import OPTIMIZER, model_config, ratio_loss, sequences, share
 from tests.learner.torchrun import run_ranks
+from tests.learner.updaters import open_updater
 
 MODELS = {
     "few experts": model(FEW_EXPERTS),
@@ -341,21 +339,7 @@ def test_an_update_replays_and_its_reference_chooses_for_itself() -> None:
     algorithm = AlgorithmConfig(kl=KlConfig(coefficient=0.1), router_replay=True)
     backend, other = (open_backend("fsdp", model(4), OPTIMIZER, seed=seed) for seed in (1, 2))
     reference = Reference(other)
-    updater = Updater(
-        backend,
-        Ranks.of(backend),
-        Objective(algorithm),
-        reference,
-        config=UpdateConfig(
-            algorithm=algorithm,
-            learner=LearnerConfig(micro_batch_tokens=40),
-            optimizer=OPTIMIZER,
-            temperature=1.0,
-            max_new_tokens=32,
-            max_lag=2,
-            routing=TINY,
-        ),
-    )
+    updater = open_updater(algorithm, backend, reference, routing=TINY)
     plain = [group(number) for number in range(2)]
     with pytest.raises(RoutingError, match="does not say which experts"):
         updater.compute_advantages(plain, 0)

@@ -18,17 +18,15 @@ from headway.broker.schema import Group, Trajectory
 from headway.learner.algorithm_config import AlgorithmConfig
 from headway.learner.backends import open_backend
 from headway.learner.batching.clusters import PrefixSharing
-from headway.learner.config import LearnerConfig
 from headway.learner.objective.composition import needs_critic, needs_reference
-from headway.learner.objective.critic import Critic
 from headway.learner.objective.loss import Objective
-from headway.learner.objective.update import ScoredBatch, UpdateConfig, Updater
-from headway.learner.ranks import Ranks
+from headway.learner.objective.update import ScoredBatch, Updater
 from tests.learner.preset_oracles import MAX_NEW_TOKENS, Token, loss_of
 from tests.learner.test_later_updates import Seen, watch
 from tests.learner.test_pairs import rewarded, samples
 from tests.learner.test_presets import configured, sampled
 from tests.learner.tiny import OPTIMIZER, model_config
+from tests.learner.updaters import open_critic, open_updater
 
 MODEL = model_config("qwen3")
 CUT = {(0, 1), (1, 0), (1, 1), (1, 2), (3, 2)}
@@ -42,27 +40,15 @@ def updater_of(
     updates_per_step: int = 1,
 ) -> Updater:
     torch.set_num_threads(1)
-    ranks = Ranks(0, 1, 0, 1, is_lead=True)
-    critic = None
-    if needs_critic(config):
-        values = open_backend("fsdp", MODEL, OPTIMIZER, seed=5, head="value")
-        critic = Critic(values, ranks, clip=0.2, gamma=1.0, lam=0.95, learning_rate=1e-3)
-    return Updater(
+    return open_updater(
+        config,
         open_backend("fsdp", MODEL, OPTIMIZER, seed=3),
-        ranks,
-        Objective(config, max_new_tokens=MAX_NEW_TOKENS),
         open_backend("fsdp", MODEL, OPTIMIZER, seed=4) if needs_reference(config) else None,
-        critic,
-        config=UpdateConfig(
-            algorithm=config,
-            learner=LearnerConfig(
-                micro_batch_tokens=40, prefix_sharing=prefix_sharing, updates_per_step=updates_per_step
-            ),
-            optimizer=OPTIMIZER,
-            temperature=1.0,
-            max_new_tokens=MAX_NEW_TOKENS,
-            max_lag=4,
-        ),
+        open_critic(MODEL, seed=5) if needs_critic(config) else None,
+        objective=Objective(config, max_new_tokens=MAX_NEW_TOKENS),
+        learner={"prefix_sharing": prefix_sharing, "updates_per_step": updates_per_step},
+        max_new_tokens=MAX_NEW_TOKENS,
+        max_lag=4,
     )
 
 

@@ -17,13 +17,12 @@ from headway.algorithms.presets import PRESETS
 from headway.learner.algorithm_config import AlgorithmConfig
 from headway.learner.backends import open_backend
 from headway.learner.batching.packing import Candidates, PackableSequence
-from headway.learner.config import LearnerConfig
 from headway.learner.objective.composition import needs_critic
 from headway.learner.objective.critic import Critic
 from headway.learner.objective.loss import Objective
-from headway.learner.objective.update import UpdateConfig, Updater
 from headway.learner.ranks import Ranks
 from tests.learner.tiny import OPTIMIZER, VOCABULARY, model_config, sequences
+from tests.learner.updaters import open_updater
 
 MODEL = model_config("qwen3")
 SIZES = (6, 1)
@@ -76,21 +75,10 @@ def updates(
     algorithm = msgspec.convert(ALGORITHMS[preset], AlgorithmConfig)
     backend = open_backend(backend_kind, MODEL, OPTIMIZER, seed=3)
     objective = Objective(algorithm)
-    updater = Updater(
-        backend,
-        Ranks.of(backend),
-        objective,
-        open_backend(backend_kind, MODEL, OPTIMIZER, seed=4) if objective.needs_reference else None,
-        critic_of(backend_kind) if needs_critic(algorithm) else None,
-        config=UpdateConfig(
-            algorithm=algorithm,
-            learner=LearnerConfig(micro_batch_tokens=40, updates_per_step=updates_per_step),
-            optimizer=OPTIMIZER,
-            temperature=1.0,
-            max_new_tokens=32,
-            max_lag=2,
-        ),
-    )
+    reference = open_backend(backend_kind, MODEL, OPTIMIZER, seed=4) if objective.needs_reference else None
+    critic = critic_of(backend_kind) if needs_critic(algorithm) else None
+    learner = {"updates_per_step": updates_per_step}
+    updater = open_updater(algorithm, backend, reference, critic, objective=objective, learner=learner)
     lengths = [[12] * size * (1 + objective.is_of_pairs) for size in sizes]
     given = [sequences(one, seed=len(one)) for one in lengths]
     if algorithm.distillation.candidates:
