@@ -1,7 +1,10 @@
 """The commands for one role of a run, or for one part of its work, in this terminal."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -12,9 +15,13 @@ from .options import (
     allow_import_option,
     connection_options,
     dry_run_option,
+    json_option,
     overrides_argument,
     start_options,
 )
+
+if TYPE_CHECKING:
+    from headway.deploy.launch.base import Launcher
 
 DEFAULT_PORT = 6380
 
@@ -71,6 +78,21 @@ def learner(
     return run_learner(loaded, url, begins, is_prepared=prepared)
 
 
+@contextmanager
+def _shown_instead(dry_run: bool, as_json: bool) -> "Iterator[Launcher | None]":
+    """Yield the launcher of --dry-run; None without it. Raises UsageError."""
+    if not dry_run:
+        if as_json:
+            raise click.UsageError("--json needs --dry-run.")
+        yield None
+        return
+    from .run import printing_launcher
+
+    with printing_launcher(as_json) as launcher:
+        yield launcher
+
+
+dry_run_json_option = click.option("--json", "as_json", is_flag=True, help="With --dry-run: one JSON object.")
 grace_option = click.option(
     "--grace-s",
     type=click.FloatRange(1, 3600),
@@ -88,7 +110,7 @@ grace_option = click.option(
 @click.option("--pool", default="", help="Its name for `headway scale`.  [default: HOST-PROCESS]")
 @grace_option
 @dry_run_option
-@click.option("--json", "as_json", is_flag=True, help="With --dry-run: one JSON object.")
+@dry_run_json_option
 def workers(
     overrides: tuple[str, ...],
     url: str,
@@ -109,13 +131,7 @@ def workers(
     """
     from headway.deploy.roles.standalone import run_workers
 
-    if not dry_run:
-        if as_json:
-            raise click.UsageError("--json needs --dry-run.")
-        return run_workers(url, run, count, overrides, allowed, pool=pool, grace_s=grace_s)
-    from .run import printing_launcher
-
-    with printing_launcher(as_json) as launcher:
+    with _shown_instead(dry_run, as_json) as launcher:
         return run_workers(url, run, count, overrides, allowed, launcher, pool=pool, grace_s=grace_s)
 
 
@@ -127,7 +143,7 @@ def workers(
 )
 @click.option("--count", type=click.IntRange(0, 1024), default=1, show_default=True, help="Processes of it.")
 @dry_run_option
-@click.option("--json", "as_json", is_flag=True, help="With --dry-run: one JSON object.")
+@dry_run_json_option
 def scorers(
     overrides: tuple[str, ...], url: str, run: str, scorer: str, count: int, dry_run: bool, as_json: bool
 ) -> int:
@@ -139,13 +155,7 @@ def scorers(
     """
     from headway.deploy.roles.standalone import run_scorers
 
-    if not dry_run:
-        if as_json:
-            raise click.UsageError("--json needs --dry-run.")
-        return run_scorers(url, run, scorer, count, overrides)
-    from .run import printing_launcher
-
-    with printing_launcher(as_json) as launcher:
+    with _shown_instead(dry_run, as_json) as launcher:
         return run_scorers(url, run, scorer, count, overrides, launcher)
 
 
@@ -233,7 +243,7 @@ def _train(recipe: str, overrides: tuple[str, ...], output: Path | None, stage: 
     "--checkpoint", type=click.Path(path_type=Path), required=True, help="A model's directory; or a run: its newest."
 )
 @click.option("--prompts", type=click.IntRange(min=1), help="Held-out prompts.  [default: evaluation.prompts]")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@json_option
 def evaluate(recipe: str, overrides: tuple[str, ...], checkpoint: Path, prompts: int | None, as_json: bool) -> None:
     """Measure a model's pass rate on the held-out prompts of RECIPE."""
     from headway.deploy.recipe.resolve import load_recipe
@@ -257,7 +267,7 @@ def evaluate(recipe: str, overrides: tuple[str, ...], checkpoint: Path, prompts:
     help="Start from this checkpoint; 0: from the first weights.",
 )
 @click.option("--steps", type=click.IntRange(min=1), help="Replay so many steps.  [default: all that were logged]")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@json_option
 def replay(
     run: str, overrides: tuple[str, ...], preset: str | None, first_step: int, steps: int | None, as_json: bool
 ) -> int:

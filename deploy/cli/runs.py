@@ -20,7 +20,7 @@ def _run_options(command: F) -> F:
 
 @click.command()
 @_run_options
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@json_option
 @click.option("--watch", is_flag=True, help="Look again every second, until Ctrl-C; with --json, a line each.")
 def status(url: str | None, run: str | None, as_json: bool, watch: bool) -> None:
     """Show a run's versions, queues, workers, lag and throughput."""

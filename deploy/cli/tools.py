@@ -34,7 +34,7 @@ def acl(run: str | None, passwords: Path | None, as_file: bool, is_for_7_0: bool
 
 @click.command()
 @click.argument("name", required=False)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@json_option
 def algorithms(name: str | None, as_json: bool) -> None:
     """Show the losses with their equations, defaults and sources.
 
@@ -69,7 +69,7 @@ def _finite(context: click.Context, parameter: click.Parameter, value: float | N
     metavar="GB",
     help="Say what fits a device of this size.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@json_option
 def plan_memory(recipe: str, overrides: tuple[str, ...], device_memory: float | None, as_json: bool) -> int:
     """Show what each rank of RECIPE's learner will hold, before anything starts.
 
@@ -104,7 +104,7 @@ def metrics(file: str | None) -> None:
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@json_option
 def doctor(as_json: bool) -> None:
     """Show what works on this machine.
 

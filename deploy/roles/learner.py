@@ -102,12 +102,12 @@ def train(recipe: Recipe, url: str, *, resume: bool, rewind: Rewind | None = Non
         wait_for_device(url, recipe.run.name)
     parts = _build(recipe, resume, rewind)
     with ExitStack() as stack:
-        experience, blocking, start = None, None, Start(WeightVersion(0, 0), "", 0)
-        if parts.ranks.is_first:
-            experience, blocking, start = stack.enter_context(_connected(parts, url))
+        joined = stack.enter_context(_joined(parts, url)) if parts.ranks.is_first else None
+        experience = joined.experience if joined else None
+        start = joined.start if joined else Start(WeightVersion(0, 0), "", 0)
         start = msgspec.msgpack.decode(parts.ranks.share_bytes(msgspec.msgpack.encode(start)), type=Start)
-        observer = _observer(parts, experience, blocking, start, stack)
-        learner = _learner(parts, experience, blocking, start, observer)
+        observer = _observer(parts, joined, start, stack)
+        learner = _learner(parts, joined, start, observer)
         if experience is not None:
             experience.set_state("training")
         gc.collect()
@@ -200,8 +200,17 @@ def seed_generators(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+@dataclass(frozen=True, kw_only=True)
+class JoinedRun:
+    """What rank 0 has of the run that it claimed."""
+
+    experience: Experience
+    blocking: BlockingBroker
+    start: Start
+
+
 @contextmanager
-def _connected(parts: Parts, url: str) -> Iterator[tuple[Experience, BlockingBroker, Start]]:
+def _joined(parts: Parts, url: str) -> Iterator[JoinedRun]:
     """Connect rank 0 to the run and claim it, with the model's files in the broker for workers to start from."""
     recipe = parts.recipe
     with ExitStack() as stack:
@@ -231,7 +240,7 @@ def _connected(parts: Parts, url: str) -> Iterator[tuple[Experience, BlockingBro
         )
         if claimed.replayed:
             experience.replay(claimed.replayed)
-        yield experience, blocking, claimed.start
+        yield JoinedRun(experience=experience, blocking=blocking, start=claimed.start)
 
 
 def _claim(parts: Parts, blocking: BlockingBroker) -> tuple[RunClaim, ExperienceLog]:
@@ -255,47 +264,39 @@ def _claim(parts: Parts, blocking: BlockingBroker) -> tuple[RunClaim, Experience
     return claimed, experience_log
 
 
-def _observer(
-    parts: Parts, experience: Experience | None, blocking: BlockingBroker | None, start: Start, stack: ExitStack
-) -> RunObserver:
+def _observer(parts: Parts, joined: JoinedRun | None, start: Start, stack: ExitStack) -> RunObserver:
     recipe = parts.recipe
     sinks = evaluator = by_workers = traces = None
-    if experience is not None:
+    if joined is not None:
         run = SinkRun(name=recipe.run.name, identity=start.identity, directory=recipe.run_directory)
         sinks = stack.enter_context(open_sinks(recipe.metrics, run))
         traces = stack.enter_context(open_step_traces(recipe.run.name, start.identity))
         if parts.held_out and recipe.evaluation.where == "workers":
-            by_workers = WorkerEvaluations(recipe, experience, parts.held_out)
+            by_workers = WorkerEvaluations(recipe, joined.experience, parts.held_out)
             if parts.best is not None:
                 parts.best.awaited = by_workers.awaited
         elif recipe.evaluation.prompts:
-            url = "" if blocking is None else blocking.broker.url
+            url = joined.blocking.broker.url
             evaluator = stack.enter_context(Evaluator(recipe, parts.files, parts.held_out, url=url))
     observer = RunObserver(
         recipe,
         first_step=start.version.step,
         sinks=sinks,
-        experience=experience,
+        experience=joined.experience if joined else None,
         evaluator=evaluator,
         traces=traces,
         by_workers=by_workers,
         on_evaluated=_chosen_by(parts),
         should_stop=parts.should_stop,
     )
-    if blocking is not None:
-        stack.enter_context(log_warnings(blocking, observer.on_look))
+    if joined is not None:
+        stack.enter_context(log_warnings(joined.blocking, observer.on_look))
     return observer
 
 
-def _learner(
-    parts: Parts,
-    experience: Experience | None,
-    blocking: BlockingBroker | None,
-    start: Start,
-    observer: RunObserver,
-) -> Learner:
-    recipe = parts.recipe
-    phases = blocking.broker.phases if blocking is not None else None
+def _learner(parts: Parts, joined: JoinedRun | None, start: Start, observer: RunObserver) -> Learner:
+    recipe, experience = parts.recipe, joined.experience if joined else None
+    phases = joined.blocking.broker.phases if joined else None
     return Learner(
         backend=parts.backend,
         ranks=parts.ranks,

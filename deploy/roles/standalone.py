@@ -9,16 +9,15 @@ import shlex
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 import msgspec
 
 from headway.broker.connection.address import without_password
-from headway.broker.errors import SIGNALLED_EXIT, ConfigError, ForeignRunError, HeadwayError
+from headway.broker.errors import SIGNALLED_EXIT, ConfigError, ForeignRunError
 from headway.broker.keys import check_pool_name, check_run_name, check_worker_name
 from headway.deploy.launch.base import WORKER_SESSION, WORKER_TAG, Launcher, write_exit_notice
 from headway.deploy.launch.broker_server import check_may_work, check_traits, ignoring_absent_server
@@ -150,37 +149,23 @@ def run_workers(
     named = [argument for module in allowed for argument in ("--allow-import", module)]
     graced = () if grace_s == DRAIN_WORKER_S else ("--grace-s", f"{grace_s:g}")
     arguments = (*named, *graced, *(one for one in overrides if not one.startswith(DEVICES)))
-    if launcher is not None and not launcher.starts_processes:
-        place = Path(tempfile.gettempdir(), f"headway-workers-{run}")
-        command = WorkerCommand(
-            url=url,
-            run=run,
-            arguments=arguments,
-            private=place,
-            logs=place / "logs",
-            threads=own.engine.threads,
-            devices=devices,
-            prefix=prefix,
-        )
-        for number in range(count):
-            launcher.start(command(number))
-        return 0
+    command_in = functools.partial(
+        WorkerCommand,
+        url=url,
+        run=run,
+        arguments=arguments,
+        threads=own.engine.threads,
+        devices=devices,
+        prefix=prefix,
+    )
+    if launcher is not None:
+        return _give_commands(launcher, command_in, f"headway-workers-{run}", count)
     with ignoring_absent_server():  # workers wait for the broker
         check_traits(url, complain, timeout_s=PATIENCE_S)
         check_may_work(url, run, timeout_s=PATIENCE_S)
     logs = Path(tempfile.mkdtemp(prefix="headway-logs-"))
     with tempfile.TemporaryDirectory(prefix="headway-workers-", ignore_cleanup_errors=True) as private:
-        command = WorkerCommand(
-            url=url,
-            run=run,
-            arguments=arguments,
-            private=Path(private),
-            logs=logs,
-            threads=own.engine.threads,
-            devices=devices,
-            prefix=prefix,
-        )
-        pools = [Pool(pool, count, command, grace_s)]
+        pools = [Pool(pool, count, command_in(private=Path(private), logs=logs), grace_s)]
         say(
             f"{count} worker{'s' * (count != 1)} for run {run} at {without_password(url)}, as pool {pool}; logs in"
             f" {logs}. Ctrl-C hands their work back and stops."
@@ -205,16 +190,7 @@ def run_worker(
     """
     from .worker import work
 
-    tag = os.environ.get(WORKER_TAG) or secrets.token_hex(2)
-    try:
-        session = os.environ.get(WORKER_SESSION, "")
-        is_signalled = work(
-            url, run, check_worker_name(f"{_host()}-{name}-{tag}"), overrides, allowed, grace_s, session
-        )
-    except (ForeignRunError, ConfigChangedError) as error:
-        _start_anew(error)
-    write_exit_notice()
-    return SIGNALLED_EXIT if is_signalled and session else 0  # without a supervisor it has just done as asked
+    return _run_process(name, lambda own, session: work(url, run, own, overrides, allowed, grace_s, session))
 
 
 def run_scorer(url: str, run: str, scorer: str, name: str, overrides: Sequence[str]) -> int:
@@ -222,21 +198,29 @@ def run_scorer(url: str, run: str, scorer: str, name: str, overrides: Sequence[s
     a worker does."""
     from .scorer import score
 
-    tag = os.environ.get(WORKER_TAG) or secrets.token_hex(2)
+    return _run_process(name, lambda own, session: score(url, run, own, scorer, overrides, session))
+
+
+def _run_process(name: str, run_role: Callable[[str, str], bool]) -> int:
+    """Run a role under a name of this process alone and with its session. Returns the exit code."""
+    tag, session = os.environ.get(WORKER_TAG) or secrets.token_hex(2), os.environ.get(WORKER_SESSION, "")
     try:
-        session = os.environ.get(WORKER_SESSION, "")
-        is_signalled = score(url, run, check_worker_name(f"{_host()}-{name}-{tag}"), scorer, overrides, session)
+        is_signalled = run_role(check_worker_name(f"{_host()}-{name}-{tag}"), session)
     except (ForeignRunError, ConfigChangedError) as error:
-        _start_anew(error)
+        log.warning("%s This process starts anew.", error)
+        sys.stderr.flush()
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     write_exit_notice()
     return SIGNALLED_EXIT if is_signalled and session else 0  # without a supervisor it has just done as asked
 
 
-def _start_anew(error: HeadwayError) -> NoReturn:
-    """Execute this process anew with the same arguments."""
-    log.warning("%s This process starts anew.", error)
-    sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+def _give_commands(launcher: Launcher, command_in: Callable[..., WorkerCommand], place: str, count: int) -> int:
+    """Give a launcher that starts no processes the commands of a pool."""
+    private = Path(tempfile.gettempdir(), place)
+    command = command_in(private=private, logs=private / "logs")
+    for number in range(count):
+        launcher.start(command(number))
+    return 0
 
 
 def run_scorers(
@@ -261,21 +245,17 @@ def run_scorers(
         prefix=scorer or "scorer",
         scorer=scorer,
     )
-    if launcher is not None and not launcher.starts_processes:
-        place = Path(tempfile.gettempdir(), f"headway-scorers-{run}")
-        for number in range(count):
-            launcher.start(command_in(private=place, logs=place / "logs")(number))
-        return 0
+    if launcher is not None:
+        return _give_commands(launcher, command_in, f"headway-scorers-{run}", count)
     with ignoring_absent_server():  # scorers wait for the broker
         check_traits(url, complain, timeout_s=PATIENCE_S)
     logs = Path(tempfile.mkdtemp(prefix="headway-logs-"))
     with tempfile.TemporaryDirectory(prefix="headway-scorers-", ignore_cleanup_errors=True) as private:
-        command = command_in(private=Path(private), logs=logs)
+        pools = [Pool(scorer or "scorers", count, command_in(private=Path(private), logs=logs))]
         say(
             f"{count} scorer{'s' * (count != 1)} for run {run} at {without_password(url)}; logs in {logs}. Ctrl-C hands"
             " their work back and stops."
         )
-        pools = [Pool(scorer or "scorers", count, command)]
         with death_reports(url, run, pools):
             return Supervisor(pools).run()
 
