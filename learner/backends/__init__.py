@@ -23,7 +23,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypedDict, Unpack, overload
 
 import msgspec
 
@@ -121,17 +121,26 @@ Head = Literal["policy", "value", "score"]
 AnyBackend: TypeAlias = "Backend | ValueBackend | ScoreBackend"
 
 
+class BackendOptions(TypedDict, total=False):
+    """The keyword arguments of every backend, with their defaults in `_DEFAULTS`."""
+
+    device: str
+    seed: int
+    layout: LayoutConfig
+    compute: ComputeConfig
+
+
+_DEFAULTS: BackendOptions = {"device": "cpu", "seed": 0, "layout": LayoutConfig(), "compute": ComputeConfig()}
+
+
 @overload
 def open_backend(
     kind: str,
     model: ModelConfig,
     optimizer: OptimizerConfig,
     *,
-    device: str = "cpu",
-    seed: int = 0,
-    layout: LayoutConfig = LayoutConfig(),
-    compute: ComputeConfig = ComputeConfig(),
     head: Literal["policy"] = "policy",
+    **options: Unpack[BackendOptions],
 ) -> "Backend": ...
 
 
@@ -141,11 +150,8 @@ def open_backend(
     model: ModelConfig,
     optimizer: OptimizerConfig,
     *,
-    device: str = "cpu",
-    seed: int = 0,
-    layout: LayoutConfig = LayoutConfig(),
-    compute: ComputeConfig = ComputeConfig(),
     head: Literal["value"],
+    **options: Unpack[BackendOptions],
 ) -> "ValueBackend": ...
 
 
@@ -155,11 +161,8 @@ def open_backend(
     model: ModelConfig,
     optimizer: OptimizerConfig,
     *,
-    device: str = "cpu",
-    seed: int = 0,
-    layout: LayoutConfig = LayoutConfig(),
-    compute: ComputeConfig = ComputeConfig(),
     head: Literal["score"],
+    **options: Unpack[BackendOptions],
 ) -> "ScoreBackend": ...
 
 
@@ -168,11 +171,8 @@ def open_backend(
     model: ModelConfig,
     optimizer: OptimizerConfig,
     *,
-    device: str = "cpu",
-    seed: int = 0,
-    layout: LayoutConfig = LayoutConfig(),
-    compute: ComputeConfig = ComputeConfig(),
     head: Head = "policy",
+    **options: Unpack[BackendOptions],
 ) -> AnyBackend:
     """Return the backend `kind` with its model and a fresh optimizer. Under torchrun every rank calls it.
 
@@ -180,17 +180,18 @@ def open_backend(
     ConfigError for a reward model in the place of a policy, and for a base of adapters that the backend cannot hold.
     Models of scores are always trained whole.
     """
+    given: BackendOptions = {**_DEFAULTS, **options}
     if head == "policy":
         from .score_head import check_is_policy
 
         check_is_policy(model)
-        if complaint := adapter_base_problem(kind, model.adapter, compute):
+        if complaint := adapter_base_problem(kind, model.adapter, given["compute"]):
             raise ConfigError(complaint)
     else:
         model = msgspec.structs.replace(model, adapter=None)
 
     def opened(opener: Callable[..., Any]) -> AnyBackend:
-        backend: AnyBackend = opener(model, optimizer, device=device, seed=seed, layout=layout, compute=compute)
+        backend: AnyBackend = opener(model, optimizer, **given)
         return backend
 
     if kind in BACKENDS:
@@ -214,14 +215,14 @@ def adapter_base_problem(kind: str, adapter: AdapterConfig | None, compute: Comp
     """Return why the backend cannot hold the base of an adapter as it should be, and the remedy; nothing if it can."""
     if adapter is None or adapter.quantize_base == "none":
         return ""
-    asked = f"model.adapter.quantize_base is {adapter.quantize_base}, and"
+    stated = f"model.adapter.quantize_base is {adapter.quantize_base}, and"
     if not abilities_of(kind).quantizes_base:
         return (
-            f"{asked} learner.backend={kind} holds the base in model.dtype alone. Set it to none, or use"
+            f"{stated} learner.backend={kind} holds the base in model.dtype alone. Set it to none, or use"
             " learner.backend=fsdp."
         )
     if compute.compile:
-        return f"{asked} learner.compute.compile=true knows no quantized weights. Leave one of both out."
+        return f"{stated} learner.compute.compile=true knows no quantized weights. Leave one of both out."
     return ""
 
 

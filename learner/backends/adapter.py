@@ -8,7 +8,9 @@ DIRECTORY/adapter/   base.json            only if the adapter was trained beside
 The model that was trained is then that base, made dense again, and the adapter.
 """
 
-from collections.abc import Iterable
+import functools
+import os
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -18,10 +20,12 @@ import torch
 from headway.broker.errors import ConfigError
 from headway.learner.config import AdapterConfig, ModelConfig
 from headway.learner.models.lora import adaptable, file_changes, peft_names, targets_of
+from headway.learner.models.model_files import write_files
 from headway.learner.models.pretrained import load_config, unfilled
 
-from .hugging_face_files import TensorFiles, weight_files
+from .hugging_face_files import TensorFiles, weight_files, write_tensors
 from .quantization import check_quantizer, quantize
+from .snapshots import NamedTensors, snapshot_gathered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,6 +85,45 @@ def write_adapter(
     save_file(
         {name: tensor.cpu().contiguous() for name, tensor in tensors}, folder / WEIGHTS, metadata={"format": "pt"}
     )
+
+
+class PeftAdapters(Protocol):
+    """The adapters of a backend's model."""
+
+    @property
+    def config(self) -> AdapterConfig:
+        """The recipe's settings."""
+        ...
+
+    def peft_config(self, base: str) -> dict[str, Any]:
+        """Return the content of adapter_config.json; `base` is the model's directory or hub id."""
+        ...
+
+
+class HuggingFaceSnapshot:
+    """The model in a checkpoint for `from_pretrained`: whole weights, or an adapter in their place, and the files that
+    it has besides."""
+
+    def __init__(
+        self, model: ModelConfig, files: Mapping[str, bytes] | None, adapters: PeftAdapters | None = None
+    ) -> None:
+        """`files` are those besides the weights; None on a rank that writes nothing."""
+        self._base = os.path.realpath(model.path) if os.path.isdir(model.path) else model.path
+        self._files = files
+        self._adapters = adapters
+
+    def writer(self, tensors: NamedTensors, directory: Path, *, is_copied: bool) -> Callable[[], None]:
+        """Return a function that writes the tensors, those of the adapter if there is one; see `snapshot_gathered`."""
+        write = None if self._files is None else functools.partial(self._write, self._files, directory)
+        return snapshot_gathered(tensors, write, is_copied=is_copied)
+
+    def _write(self, files: Mapping[str, bytes], directory: Path, tensors: NamedTensors) -> None:
+        if self._adapters is None:
+            write_tensors(tensors, directory)
+        else:
+            config = self._adapters.peft_config(self._base)
+            write_adapter(tensors, config, directory, self._adapters.config.quantize_base)
+        write_files(files, directory)
 
 
 def adapted_model(model: ModelConfig) -> ModelConfig:

@@ -2,32 +2,29 @@
 their base: a module in shards with its optimizer, updated over packed micro-batches.
 """
 
-import functools
 import logging
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Unpack
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from headway.broker.errors import ConfigError
-from headway.learner.backends import BACKENDS
-from headway.learner.backends.adapter import write_adapter
+from headway.learner.backends import BACKENDS, BackendOptions
+from headway.learner.backends.adapter import HuggingFaceSnapshot
 from headway.learner.backends.base import Backend, Snapshot, TokenLoss, TopTokens
-from headway.learner.backends.hugging_face_files import write_tensors
 from headway.learner.backends.moe import disagreement
 from headway.learner.backends.offload import HostOffload
 from headway.learner.backends.score_head import SCORE_WEIGHT, first_head
-from headway.learner.backends.snapshots import NamedTensors, load_rng, save, snapshot_gathered, snapshot_rng
+from headway.learner.backends.snapshots import load_rng, save, snapshot_rng
 from headway.learner.batching.batch import PackedBatch
 from headway.learner.config import ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from headway.learner.models.lora import check_recomputation, zeroed
-from headway.learner.models.model_files import check_classifier, classifier_files, kept_files, write_files
+from headway.learner.models.model_files import check_classifier, classifier_files, kept_files
 from headway.learner.models.parallel_layout import check_ranks, check_splits
 from headway.learner.models.pretrained import load_model
 from headway.learner.models.shape import has_window, num_experts
@@ -51,10 +48,6 @@ from .sharding import (
     whole,
 )
 
-if TYPE_CHECKING:
-    pass
-
-
 log = logging.getLogger(__name__)
 
 Reports = list[dict[str, float]]
@@ -69,10 +62,10 @@ class ShardedModel:
         model: ModelConfig,
         optimizer: OptimizerConfig,
         *,
-        device: str,
-        seed: int,
-        layout: LayoutConfig,
-        compute: ComputeConfig,
+        device: str = "cpu",
+        seed: int = 0,
+        layout: LayoutConfig = LayoutConfig(),
+        compute: ComputeConfig = ComputeConfig(),
     ) -> None:
         check_splits("fsdp", BACKENDS["fsdp"].abilities.splits, layout)
         check_ranks(layout, count_ranks())
@@ -261,21 +254,11 @@ def _check_compute(device: str, compute: ComputeConfig) -> None:
 class FsdpBackend(ShardedModel):
     """A `Backend` (see `learner/backends/base.py`)."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        optimizer: OptimizerConfig,
-        *,
-        device: str = "cpu",
-        seed: int = 0,
-        layout: LayoutConfig = LayoutConfig(),
-        compute: ComputeConfig = ComputeConfig(),
-    ) -> None:
-        super().__init__(Policy, model, optimizer, device=device, seed=seed, layout=layout, compute=compute)
+    def __init__(self, model: ModelConfig, optimizer: OptimizerConfig, **options: Unpack[BackendOptions]) -> None:
+        super().__init__(Policy, model, optimizer, **options)
         self._policy = self._module
         self._export = HuggingFaceExport(self._policy.model, self._dtype, self._adapters)
-        self._files = kept_files(model) if self.rank == 0 else {}
-        self._base = os.path.realpath(model.path) if os.path.isdir(model.path) else model.path
+        self._saved = HuggingFaceSnapshot(model, kept_files(model) if self.rank == 0 else None, self._adapters)
 
     def logprobs(self, batches: Sequence[PackedBatch], temperature: float) -> list[torch.Tensor]:
         """[T] fp32 logprobs for every micro-batch; [0] for an empty one."""
@@ -347,18 +330,9 @@ class FsdpBackend(ShardedModel):
 
     def _stage_more(self, directory: Path, *, is_copied: bool) -> tuple[Callable[[], None], ...]:
         """Return the writers of a Hugging Face model, or of its adapter (rank 0's), and of the process's generators."""
-        write = functools.partial(self._write_hugging_face, directory) if self.rank == 0 else None
-        tensors = self.named_tensors() if self._adapters is None else self._export.adapter_tensors()
-        hugging_face = snapshot_gathered(tensors, write, is_copied=is_copied)
+        tensors = self.named_tensors() if self._adapters is None else self.adapter_tensors()
+        hugging_face = self._saved.writer(tensors, directory, is_copied=is_copied)
         return hugging_face, snapshot_rng(directory, self.rank, self._device)
-
-    def _write_hugging_face(self, directory: Path, tensors: NamedTensors) -> None:
-        if self._adapters is None:
-            write_tensors(tensors, directory)
-        else:
-            config = self._adapters.peft_config(self._base)
-            write_adapter(tensors, config, directory, self._adapters.config.quantize_base)
-        write_files(self._files, directory)
 
 
 class FsdpValueBackend(ShardedModel):
@@ -367,20 +341,11 @@ class FsdpValueBackend(ShardedModel):
     kind: type[ValueModel] = ValueModel
     has_random_head = False
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        optimizer: OptimizerConfig,
-        *,
-        device: str = "cpu",
-        seed: int = 0,
-        layout: LayoutConfig = LayoutConfig(),
-        compute: ComputeConfig = ComputeConfig(),
-    ) -> None:
-        super().__init__(self.kind, model, optimizer, device=device, seed=seed, layout=layout, compute=compute)
+    def __init__(self, model: ModelConfig, optimizer: OptimizerConfig, **options: Unpack[BackendOptions]) -> None:
+        super().__init__(self.kind, model, optimizer, **options)
         assert isinstance(self._module, ValueModel)
         self._head = self._module.head
-        first = first_head(model, self._head.in_features, seed if self.has_random_head else None)
+        first = first_head(model, self._head.in_features, options.get("seed", 0) if self.has_random_head else None)
         copy_rows(first, self._head.weight)
 
     def values(self, batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
@@ -400,11 +365,11 @@ class FsdpScoreBackend(FsdpValueBackend):
     kind = ScoreModel
     has_random_head = True
 
-    def __init__(self, model: ModelConfig, optimizer: OptimizerConfig, **options: Any) -> None:
+    def __init__(self, model: ModelConfig, optimizer: OptimizerConfig, **options: Unpack[BackendOptions]) -> None:
         """Raises ConfigError for a model that transformers could not load as a classifier."""
         check_classifier(model)
         super().__init__(model, optimizer, **options)
-        self._files = classifier_files(model) if self.rank == 0 else {}
+        self._saved = HuggingFaceSnapshot(model, classifier_files(model) if self.rank == 0 else None)
         self._body = self._module.model
         self._export = HuggingFaceExport(self._body, self._dtype, self._adapters)
 
@@ -419,9 +384,4 @@ class FsdpScoreBackend(FsdpValueBackend):
 
     def _stage_more(self, directory: Path, *, is_copied: bool) -> tuple[Callable[[], None], ...]:
         """Return the writer of a sequence classifier, on rank 0."""
-        write = functools.partial(self._write_classifier, directory) if self.rank == 0 else None
-        return (snapshot_gathered(self.named_tensors(), write, is_copied=is_copied),)
-
-    def _write_classifier(self, directory: Path, tensors: NamedTensors) -> None:
-        write_tensors(tensors, directory)
-        write_files(self._files, directory)
+        return (self._saved.writer(self.named_tensors(), directory, is_copied=is_copied),)

@@ -7,28 +7,28 @@ Only the last pipeline stage knows the results; it tells the others.
 import dataclasses
 import functools
 import logging
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import torch
 import torch.distributed as dist
 
 from headway.broker.errors import ConfigError
-from headway.learner.backends.adapter import open_weights, write_adapter
+from headway.learner.backends import BackendOptions
+from headway.learner.backends.adapter import HuggingFaceSnapshot, open_weights
 from headway.learner.backends.base import Backend, Snapshot, TokenLoss, TopTokens
-from headway.learner.backends.hugging_face_files import Read, check_tied, write_tensors
+from headway.learner.backends.hugging_face_files import Read, check_tied
 from headway.learner.backends.offload import HostOffload
 from headway.learner.backends.score_head import SCORE_BIAS, SCORE_WEIGHT, first_head
-from headway.learner.backends.snapshots import NamedTensors, load_rng, save, snapshot_gathered, snapshot_rng
+from headway.learner.backends.snapshots import load_rng, save, snapshot_rng
 from headway.learner.batching.batch import PackedBatch
 from headway.learner.config import AdapterConfig, ComputeConfig, LayoutConfig, ModelConfig, OptimizerConfig
 from headway.learner.models.lora import check_recomputation, zeroed
-from headway.learner.models.model_files import check_classifier, classifier_files, kept_files, write_files
+from headway.learner.models.model_files import check_classifier, classifier_files, kept_files
 from headway.learner.models.parallel_layout import check_layout
 from headway.learner.models.pretrained import load_config, load_model
 from headway.learner.ranks import check_same_count, count_ranks, join_ranks
@@ -254,10 +254,9 @@ def _import_megatron() -> None:
 class MegatronBackend(ParallelModel):
     """A `Backend`. All calls are collective; all replicas must pass the same number of micro-batches."""
 
-    def __init__(self, model: ModelConfig, optimizer: OptimizerConfig, **options: Any) -> None:
+    def __init__(self, model: ModelConfig, optimizer: OptimizerConfig, **options: Unpack[BackendOptions]) -> None:
         super().__init__(model, optimizer, **options)
-        self._files = kept_files(model) if self.rank == 0 else {}
-        self._base = os.path.realpath(model.path) if os.path.isdir(model.path) else model.path
+        self._saved = HuggingFaceSnapshot(model, kept_files(model) if self.rank == 0 else None, self._adapters)
 
     def logprobs(self, batches: Sequence[PackedBatch], temperature: float) -> list[torch.Tensor]:
         """[T] fp32 logprobs for every micro-batch; [0] for an empty one."""
@@ -330,17 +329,9 @@ class MegatronBackend(ParallelModel):
 
     def _stage_more(self, directory: Path, *, is_copied: bool) -> tuple[Callable[[], None], ...]:
         """Return the writers of a Hugging Face model, or of its adapter (rank 0's), and of the process's generators."""
-        write = functools.partial(self._write_hugging_face, directory) if self.rank == 0 else None
         tensors = self.named_tensors() if self._adapters is None else self.adapter_tensors()
-        hugging_face = snapshot_gathered(tensors, write, is_copied=is_copied)
+        hugging_face = self._saved.writer(tensors, directory, is_copied=is_copied)
         return hugging_face, snapshot_rng(directory, self.rank, self._device)
-
-    def _write_hugging_face(self, directory: Path, tensors: NamedTensors) -> None:
-        if self._adapters is None:
-            write_tensors(tensors, directory)
-        else:
-            write_adapter(tensors, self._adapters.peft_config(self._base), directory)
-        write_files(self._files, directory)
 
 
 class MegatronValueBackend(ParallelModel):
@@ -370,11 +361,11 @@ class MegatronScoreBackend(MegatronValueBackend):
     head = "score"
     has_random_head = True
 
-    def __init__(self, model: ModelConfig, optimizer: OptimizerConfig, **options: Any) -> None:
+    def __init__(self, model: ModelConfig, optimizer: OptimizerConfig, **options: Unpack[BackendOptions]) -> None:
         """Raises ConfigError for a model that transformers could not load as a classifier."""
         check_classifier(model)
         super().__init__(model, optimizer, **options)
-        self._files = classifier_files(model) if self.rank == 0 else {}
+        self._saved = HuggingFaceSnapshot(model, classifier_files(model) if self.rank == 0 else None)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the classifier's tensors, in `model.dtype`."""
@@ -382,12 +373,7 @@ class MegatronScoreBackend(MegatronValueBackend):
 
     def _stage_more(self, directory: Path, *, is_copied: bool) -> tuple[Callable[[], None], ...]:
         """Return the writer of a sequence classifier, on rank 0."""
-        write = functools.partial(self._write_classifier, directory) if self.rank == 0 else None
-        return (snapshot_gathered(self.named_tensors(), write, is_copied=is_copied),)
-
-    def _write_classifier(self, directory: Path, tensors: NamedTensors) -> None:
-        write_tensors(tensors, directory)
-        write_files(self._files, directory)
+        return (self._saved.writer(self.named_tensors(), directory, is_copied=is_copied),)
 
 
 def _plain(batches: Sequence[PackedBatch]) -> list[PackedBatch]:
