@@ -9,7 +9,7 @@ step is durable. Workers lease samples, append segments, submit trajectories, an
 
     schema/, keys.py        the contract: the structs that cross a process, and the keys in the server
     staleness.py            the bound on lag, in integers; scripts/leases.lua and scripts/batches.lua apply it
-    config.py, errors.py, owner.py   the settings; the errors; which learner may write
+    config.py, errors.py    the settings; the errors
     security/               stands against hostile workers: sample validation, garbage collection
     wire/                   frames: structs and arrays as bytes and back, checked and bounded
     connection/             the connection to a server or cluster: address, routes, round trips, outages

@@ -31,8 +31,8 @@ from .samples.episode import Episodes
 from .samples.generation import MonitoredEngine
 from .samples.leased_samples import ConcurrencyShare, HeldLeases, LeasedSamples, WorkerContext, WorkerSubmissions
 from .samples.teacher_client import TeacherClient
-from .weight_updates.engine_device_lock import EngineDeviceLock
-from .weight_updates.engine_weights import EngineWeights, SwapTurns
+from .weight_updates.engine_turns import EngineDeviceLock, SwapTurns
+from .weight_updates.engine_weights import EngineWeights
 
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.02, 0.5
 """Seconds between two requests for leases: the shortest after a success, up to the longest after refusals."""
@@ -113,7 +113,8 @@ class Worker:
 
     def _engine_device_lock(self) -> EngineDeviceLock:
         """Return the lock on the device that the engine shares with the learner."""
-        return EngineDeviceLock(self._broker, self._engine, self._worker, self._outages, self._weights, self._set_aside)
+        away = self._weights.engine_away
+        return EngineDeviceLock(self._broker, self._engine, self._worker, self._outages, away, self._set_aside)
 
     def _leased_samples(self) -> LeasedSamples:
         """Return the samples that may be trained."""

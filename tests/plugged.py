@@ -18,7 +18,7 @@ from headway.broker.errors import HeadwayError, WeightSyncError
 from headway.rollout_workers.engines.abilities import EngineAbilities
 from headway.rollout_workers.engines.base import Chunk, WeightFingerprints
 from headway.rollout_workers.engines.weight_loading.named_tensors import Filling, fill, load_tensors
-from headway.rollout_workers.scorers.base import pack_candidates
+from headway.rollout_workers.scorers import pack_candidates
 from headway.weightsync.tensors.fingerprint import fingerprint
 from headway.weightsync.transports.base import TransportAbilities
 

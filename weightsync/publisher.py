@@ -17,8 +17,7 @@ import torch
 
 from headway.broker import BlockingBroker
 from headway.broker.errors import VersionRegressionError
-from headway.broker.owner import Owner
-from headway.broker.schema import WeightVersion
+from headway.broker.schema import Owner, WeightVersion
 from headway.broker.schema.status import WorkerInfo
 from headway.broker.schema.weights import Archived, BaseWeights, BroadcastGroup, Probe, TensorSpec, WeightManifest
 from headway.broker.user_code.import_paths import ImportRoots

@@ -24,7 +24,8 @@ from headway.broker.schema.status import WorkerInfo
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.base import Engine, GenerationRequest
-from headway.rollout_workers.weight_updates.engine_weights import EngineWeights, SwapTurns
+from headway.rollout_workers.weight_updates.engine_turns import SwapTurns
+from headway.rollout_workers.weight_updates.engine_weights import EngineWeights
 from headway.weightsync.config import WeightsConfig
 from headway.weightsync.deliveries import Delivery, StreamedDelivery
 from headway.weightsync.subscriber import Subscriber

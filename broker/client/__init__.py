@@ -4,8 +4,8 @@
        ├─ learner      learner.py (claim, prompts, batches), weights.py (versions, archive, rendezvous store)
        ├─ workers      leases.py, submissions.py
        ├─ both         engine_pauses.py (swap turns, phases of a colocated run), evaluations.py, scoring.py
-       ├─ supervisors  supervision.py (pools, faults)
-       └─ observers    status.py, progress.py, usage.py (the learner's heartbeat, users and bytes of a run)
+       ├─ supervisors  supervision.py (pools, faults, the learner's heartbeat, users and bytes of a run)
+       └─ observers    status.py (also what the next step waits for)
 
     outages.py repeats the calls of a process while the broker does not answer.
 

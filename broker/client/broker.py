@@ -16,11 +16,9 @@ from .engine_pauses import Phases, SwapTurnVerbs
 from .evaluations import Evaluations
 from .learner import Batches, PromptVerbs
 from .leases import Leases
-from .progress import ProgressVerbs
 from .scoring import Scoring
-from .status import StatusVerbs
-from .supervision import Faults, Pools
-from .usage import LearnerHeartbeat, Usage
+from .status import ProgressVerbs, StatusVerbs
+from .supervision import Faults, LearnerHeartbeat, Pools, Usage
 from .weights import ArchivedBlobs, RendezvousStore, Versions
 
 T = TypeVar("T")

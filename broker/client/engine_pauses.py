@@ -38,7 +38,7 @@ its time to live has passed: OPENING_S < LONGEST_WAIT_S.
 import time
 
 from headway.broker.connection.connection import ANSWER_S, Connection, text
-from headway.broker.owner import Owner
+from headway.broker.schema import Owner
 
 
 class SwapTurnVerbs:

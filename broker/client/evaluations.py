@@ -26,8 +26,7 @@ from typing import Any
 import msgspec
 
 from headway.broker.connection.connection import Argument, Connection
-from headway.broker.owner import Owner
-from headway.broker.schema import Prompt, WeightVersion
+from headway.broker.schema import Owner, Prompt, WeightVersion
 from headway.broker.wire.codec import decode, encode
 
 _PROMPTS_AT_A_TIME = 100

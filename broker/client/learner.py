@@ -19,8 +19,19 @@ from numpy.typing import NDArray
 
 from headway.broker.connection.connection import Argument, Command, Connection
 from headway.broker.errors import DamagedFrameError, ForeignRunError, FrameError
-from headway.broker.owner import CheckpointGroups, CheckpointMark, Claim, Owner
-from headway.broker.schema import Group, Prompt, RunRules, SampleLimits, Trajectory, TrajectoryId, WeightVersion
+from headway.broker.schema import (
+    CheckpointGroups,
+    CheckpointMark,
+    Claim,
+    Group,
+    Owner,
+    Prompt,
+    RunRules,
+    SampleLimits,
+    Trajectory,
+    TrajectoryId,
+    WeightVersion,
+)
 from headway.broker.security.sample_validation import check_lag, validate_sample
 from headway.broker.wire.codec import decode, decode_trajectory, encode
 

@@ -25,8 +25,7 @@ from msgspec.structs import replace
 
 from headway.broker.connection.connection import Argument, Command, Connection
 from headway.broker.errors import FrameError, SchemaMismatchError, VersionRegressionError
-from headway.broker.owner import Owner
-from headway.broker.schema import WeightVersion
+from headway.broker.schema import Owner, WeightVersion
 from headway.broker.schema.weights import BroadcastGroup, ModelFiles, WeightManifest
 from headway.broker.wire.codec import decode, encode
 

@@ -23,7 +23,7 @@ from redis.exceptions import TimeoutError as SlowServerError
 
 from headway.broker.errors import BrokerError, BrokerUnavailableError, ForeignRunError
 from headway.broker.keys import RUNS, Keys
-from headway.broker.owner import Owner
+from headway.broker.schema import Owner
 
 from .address import Address, without_password
 from .function_library import Verbs, library, new_secret

@@ -1,6 +1,6 @@
 """Everything that crosses a process boundary: frozen structs without behaviour, one schema number.
 
-    __init__.py     the data path: prompts, leases, segments, trajectories and groups, and the rules for them
+    __init__.py     the data path: prompts, leases, segments, trajectories and groups, the rules for them; the owner
     weights.py      a version of the weights and its receivers; the model's files
     step_metrics.py a learner step
     status.py       a snapshot of a run; the reports of workers, scorers and pools
@@ -11,6 +11,7 @@ Invariant: a change to a field that older peers cannot read raises SCHEMA_VERSIO
 instead of guessing.
 """
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -241,3 +242,44 @@ class RunRules(msgspec.Struct, frozen=True, kw_only=True):
     """The names of the run's scorers, a space between two: workers may ask no others."""
     segment_s: float = 0.0
     """Workers store the new tokens of a running sample about so often; 0: not by time."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """One learner's hold on the run; refused once another one has claimed it."""
+
+    incarnation: int
+    token: str
+
+
+@dataclass(frozen=True)
+class CheckpointMark:
+    """The checkpoint that a learner starts from; (0, 0) for a fresh start. Step N contains the steps < N."""
+
+    incarnation: int
+    """The checkpoint's incarnation, or a later one that its learners know of. The next one is above it, even on a
+    server that has forgotten it."""
+    step: int
+
+
+@dataclass(frozen=True)
+class CheckpointGroups:
+    """The groups that a checkpoint contains: all below the watermark, and those named."""
+
+    watermark: str
+    groups: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The state in which a learner finds a run that it takes over."""
+
+    owner: Owner
+    identity: str
+    """The run's identity."""
+    highest_announced: int | None
+    """The step of the newest announced weights; None if no weights were ever announced."""
+    committed_step: int = 0
+    """All steps below this one were committed before."""
+    is_rewound: bool = False
+    """Whether the run has forgotten the steps that were committed from the checkpoint's step on."""

@@ -32,7 +32,7 @@ from headway.broker.connection.connection import Argument, Connection, KeyPage
 from headway.broker.connection.inspection import fields_of
 from headway.broker.errors import BrokerError, HeadwayError
 from headway.broker.keys import PREFIX, Keys, is_name
-from headway.broker.owner import Owner
+from headway.broker.schema import Owner
 
 log = logging.getLogger(__name__)
 

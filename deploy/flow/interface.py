@@ -185,7 +185,8 @@ def _tree(module: str) -> ast.Module:
 
 def _file(module: str) -> Path:
     path = ABOVE.joinpath(*module.split("."))
-    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    package = path / "__init__.py"
+    return package if package.is_file() else path.with_suffix(".py")
 
 
 def _imported_from(module: str, node: ast.ImportFrom) -> str:

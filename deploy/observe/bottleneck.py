@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from headway.broker.client.broker import Broker
-from headway.broker.client.progress import MissingSample, StepProgress, UnfinishedGroup
+from headway.broker.client.status import MissingSample, StepProgress, UnfinishedGroup
 from headway.broker.errors import RunNotFoundError
 from headway.broker.schema.status import PoolInfo, RunStatus, ScoringQueue, WorkerInfo
 from headway.broker.staleness import is_in_reach

@@ -25,12 +25,11 @@ import msgspec
 
 from headway.broker import BlockingBroker
 from headway.broker.client.learner import NotReady, TakenBatch
-from headway.broker.client.usage import LearnerInfo
+from headway.broker.client.supervision import LearnerInfo
 from headway.broker.config import StalenessConfig
 from headway.broker.connection.address import without_password
 from headway.broker.errors import RunNotFoundError
-from headway.broker.owner import CheckpointMark, Owner
-from headway.broker.schema import Group, Prompt, SampleLimits, WeightVersion
+from headway.broker.schema import CheckpointMark, Group, Owner, Prompt, SampleLimits, WeightVersion
 from headway.broker.schema.weights import Probe
 from headway.broker.server.access import Role
 from headway.deploy.launch.broker_server import SupervisedServer

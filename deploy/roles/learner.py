@@ -16,7 +16,7 @@ import torch
 from msgspec.structs import replace
 
 from headway.broker import BlockingBroker
-from headway.broker.client.usage import LearnerInfo
+from headway.broker.client.supervision import LearnerInfo
 from headway.broker.errors import ConfigError
 from headway.broker.schema import Prompt, RunRules, SampleLimits, WeightVersion
 from headway.broker.schema.status import RunStatus

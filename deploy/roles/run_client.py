@@ -13,7 +13,7 @@ import msgspec
 from rich.live import Live
 
 from headway.broker.client.broker import BlockingBroker
-from headway.broker.client.usage import RunUsage
+from headway.broker.client.supervision import RunUsage
 from headway.broker.connection.address import without_password
 from headway.broker.errors import BrokerError, ConfigError, RunNotFoundError
 from headway.broker.schema.status import PoolInfo, RunStatus

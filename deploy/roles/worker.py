@@ -203,7 +203,7 @@ async def _work(
     from headway.rollout_workers.environments import open_environment
     from headway.rollout_workers.model_download import fetch_model
     from headway.rollout_workers.samples.leased_samples import WorkerContext
-    from headway.rollout_workers.weight_updates.engine_device_lock import keep_awake
+    from headway.rollout_workers.weight_updates.engine_turns import keep_awake
     from headway.rollout_workers.worker import Worker
     from headway.weightsync.subscriber import Subscriber
 
@@ -293,7 +293,7 @@ async def _may_open(broker: Broker, recipe: Recipe, worker: str) -> bool:
     """Wait until the learner leaves the device to engines. Returns False if the run is over."""
     from headway.broker.client.outages import Outages
     from headway.rollout_workers.health import RunEnd
-    from headway.rollout_workers.weight_updates.engine_device_lock import wait_for_device
+    from headway.rollout_workers.weight_updates.engine_turns import wait_for_device
 
     run_end = RunEnd(recipe.workers.patience_s)
 

@@ -26,7 +26,7 @@ import msgspec
 import psutil
 
 from headway.broker.client.broker import BlockingBroker
-from headway.broker.client.usage import HEARTBEAT_TTL_S, LearnerInfo, RunUsers
+from headway.broker.client.supervision import HEARTBEAT_TTL_S, LearnerInfo, RunUsers
 from headway.broker.connection.address import without_secrets
 from headway.broker.errors import ConfigError, HeadwayError
 from headway.broker.keys import is_name

@@ -19,8 +19,7 @@ from headway.broker import BlockingBroker
 from headway.broker.client.evaluations import EvaluationProgress
 from headway.broker.client.learner import Claim, NotReady, TakenBatch
 from headway.broker.errors import HeadwayError, RunNotFoundError
-from headway.broker.owner import Owner
-from headway.broker.schema import Group, Prompt, TrajectoryId, WeightVersion
+from headway.broker.schema import Group, Owner, Prompt, TrajectoryId, WeightVersion
 from headway.broker.schema.status import RunStatus
 from headway.broker.schema.step_metrics import StepMetrics
 from headway.broker.schema.weights import Probe

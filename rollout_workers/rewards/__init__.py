@@ -16,7 +16,7 @@ from headway.broker.installation import check_extra
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.broker.user_code.kinds import unknown_kind
 from headway.rollout_workers.config import REWARDS, RewardConfig
-from headway.rollout_workers.scorers.base import TokenScorer
+from headway.rollout_workers.scorers import TokenScorer
 
 from .base import Reward, Score
 from .built_in import ZeroReward

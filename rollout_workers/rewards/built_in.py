@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from headway.broker.schema import Prompt
-from headway.rollout_workers.scorers.base import ScoringError, TokenScorer
+from headway.rollout_workers.scorers import ScoringError, TokenScorer
 
 from .base import CallFailures, Reward, RewardError, Score
 

@@ -1,19 +1,71 @@
-"""One sample as an episode: turns are generated, scored and answered until the environment ends it."""
+"""One sample as an episode: turns are generated, scored and answered until the environment ends it.
+
+A tracer follows it: a worker tells it when each phase of a sample begins, and how it ended.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
+from headway.broker.client.submissions import SubmitOutcome
 from headway.broker.errors import HeadwayError
-from headway.broker.schema import Prompt
+from headway.broker.schema import Lease, Prompt, Trajectory
 from headway.rollout_workers.decoding import Decoding, response_text
 from headway.rollout_workers.environments import Environment, Episode
 from headway.rollout_workers.rewards.base import CallFailures, Reward
 
 from .recorder import Recorder
-from .tracing import NO_TRACER, SampleTrace
+
+
+class SampleTrace(Protocol):
+    """Follows one sample while this worker holds its lease. No call waits or raises."""
+
+    def generating(self) -> AbstractContextManager[object]:
+        """A turn begins, and its tokens are sampled while the block lasts."""
+        ...
+
+    def scoring(self) -> AbstractContextManager[object]:
+        """The turn is scored and answered while the block lasts, and then it ends."""
+        ...
+
+    def submitted(self, trajectory: Trajectory, outcome: SubmitOutcome) -> None:
+        """The sample is whole, and the broker has answered its submission."""
+        ...
+
+
+class SampleTracer(Protocol):
+    """Makes traces of samples."""
+
+    def sample(self, lease: Lease, recorder: Recorder) -> AbstractContextManager[SampleTrace]:
+        """Traces a sample until the block ends; if its submission was not told by then, the worker gave it up or lost
+        it. `recorder` is the one that the sample's tokens go to."""
+        ...
+
+
+class NoTracer:
+    """A tracer that records nothing."""
+
+    def sample(self, lease: Lease, recorder: Recorder) -> AbstractContextManager[SampleTrace]:
+        """Returns itself: it remembers nothing of a sample."""
+        return nullcontext(self)
+
+    def generating(self) -> AbstractContextManager[object]:
+        """Returns a context manager that does nothing."""
+        return nullcontext()
+
+    def scoring(self) -> AbstractContextManager[object]:
+        """Returns a context manager that does nothing."""
+        return nullcontext()
+
+    def submitted(self, trajectory: Trajectory, outcome: SubmitOutcome) -> None:
+        """Does nothing."""
+
+
+NO_TRACER = NoTracer()
+
 
 PATIENCE_S = 60.0
 """An environment that the model could understand so recently is not given up."""

@@ -24,11 +24,10 @@ from headway.rollout_workers.decoding import Decoding
 from headway.rollout_workers.rewards.base import UnscoredError
 from headway.weightsync.config import WeightsConfig
 
-from .episode import Episodes, ScoredTurn
+from .episode import NO_TRACER, Episodes, SampleTrace, SampleTracer, ScoredTurn
 from .generation import EngineFailedError, MonitoredEngine, request_of, room
 from .recorder import Recorder, SegmentLog
 from .teacher_client import TeacherClient
-from .tracing import NO_TRACER, SampleTrace, SampleTracer
 
 log = logging.getLogger(__name__)
 

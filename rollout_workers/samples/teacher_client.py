@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from headway.broker.schema import Prompt
 from headway.broker.security.sample_validation import LOGPROB_ROUNDING
 from headway.rollout_workers.rewards.base import CallFailures
-from headway.rollout_workers.scorers.base import ScoringError, TokenScorer, unpack_candidates
+from headway.rollout_workers.scorers import ScoringError, TokenScorer, unpack_candidates
 
 from .recorder import Recorder
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .base import ScoringModel, UnfitModelError
+from . import ScoringModel, UnfitModelError
 
 ENCODER_HEADS = ("classifier", "classification_head")
 """The heads of the sequence classifiers that transformers makes of encoders; those of causal models are `score`."""

@@ -20,7 +20,7 @@ from headway.rollout_workers.config import ScorerEngineConfig, ScorersConfig
 from headway.rollout_workers.engines.abilities import EMBEDDED, KnownEngine, gpus_with, takes_all
 from headway.rollout_workers.engines.abilities import VLLM as ENGINE
 
-from .base import Runner, ScoringModel
+from . import Runner, ScoringModel
 
 
 @dataclass(frozen=True, kw_only=True)

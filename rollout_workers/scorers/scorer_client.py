@@ -17,7 +17,7 @@ from headway.broker.client.scoring import Scores, Scoring, ScoringResult, new_re
 from headway.broker.errors import HeadwayError
 from headway.broker.schema import ScoreRequest
 
-from .base import Runner, ScoringError
+from . import Runner, ScoringError
 
 ASKED_TTL_S = 60.0
 """Seconds for which the server keeps a request whose asker is silent. One that comes back later asks again."""

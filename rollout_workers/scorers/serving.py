@@ -24,7 +24,7 @@ from headway.broker.schema import ScoreRequest
 from headway.broker.schema.status import ScorerInfo
 from headway.rollout_workers.health import RunEnd
 
-from .base import Runner
+from . import Runner
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 1e-3, 1e3
 """Those of `sampling.temperature`: logits are divided by it, in float32."""

@@ -18,7 +18,7 @@ from headway.broker.schema import ScoreRequest
 from headway.rollout_workers.config import ScorersConfig
 from headway.rollout_workers.engines.base import usable_device
 
-from .base import Runner, ScoringModel, UnfitModelError, pack_candidates, tokens_of
+from . import Runner, ScoringModel, UnfitModelError, pack_candidates, tokens_of
 from .model_checks import check_labels, longest_of, no_weights, reading, shared_tokens
 
 

@@ -23,7 +23,7 @@ from headway.rollout_workers.engines.abilities import gpus_with
 from headway.rollout_workers.engines.vllm.fork_server import prepare_environment
 from headway.rollout_workers.engines.vllm.open_vllm import check_head_dim
 
-from .base import Runner, ScoringModel, UnfitModelError, pack_candidates, tokens_of
+from . import Runner, ScoringModel, UnfitModelError, pack_candidates, tokens_of
 from .model_checks import check_head, check_labels, longest_of, reading, shared_tokens
 from .runtimes import STEP_TOKENS, VLLM, cache_tokens
 

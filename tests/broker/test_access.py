@@ -13,12 +13,11 @@ import pytest
 from headway.broker import Broker, open_broker
 from headway.broker.client.evaluations import EvaluationResult
 from headway.broker.client.leases import AppendOutcome, SubmitOutcome
-from headway.broker.client.usage import LearnerInfo
+from headway.broker.client.supervision import LearnerInfo
 from headway.broker.client.weights import LEARNER
 from headway.broker.connection.function_library import FILES, script_source
 from headway.broker.errors import BrokerError, BrokerUnavailableError, RunNotFoundError
-from headway.broker.owner import Owner
-from headway.broker.schema import Lease, Segment, TrajectoryId, VersionSpan, WeightVersion
+from headway.broker.schema import Lease, Owner, Segment, TrajectoryId, VersionSpan, WeightVersion
 from headway.broker.schema.weights import ModelFiles
 from headway.broker.server.access import Role, User, users
 from headway.broker.server.embedded import EmbeddedServer

@@ -3,7 +3,7 @@
 import os
 
 from headway.broker import Broker, open_broker
-from headway.broker.client.usage import HEARTBEAT_TTL_S, LearnerInfo
+from headway.broker.client.supervision import HEARTBEAT_TTL_S, LearnerInfo
 from headway.broker.server.embedded import EmbeddedServer
 
 from .scenario import begin, rules

@@ -12,8 +12,7 @@ from headway.broker.client.learner import CheckpointGroups, CheckpointMark, NotR
 from headway.broker.client.leases import SubmitOutcome
 from headway.broker.connection.connection import Connection
 from headway.broker.errors import FencedError, ServerRestartedError
-from headway.broker.owner import Owner
-from headway.broker.schema import Lease, TrajectoryId, WeightVersion
+from headway.broker.schema import Lease, Owner, TrajectoryId, WeightVersion
 from headway.broker.schema.weights import BroadcastGroup
 from headway.broker.server.embedded import EmbeddedServer
 from headway.broker.wire.codec import decode

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from msgspec.structs import replace
 
 from headway.broker import BlockingBroker, Broker, open_broker
-from headway.broker.client.usage import LearnerInfo
+from headway.broker.client.supervision import LearnerInfo
 from headway.broker.schema import RunRules, WeightVersion
 from headway.broker.schema.status import PoolInfo, RunStatus, WorkerInfo
 from headway.broker.server.access import Role

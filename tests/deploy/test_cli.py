@@ -13,8 +13,7 @@ from typing import IO
 import pytest
 
 from headway.broker import Broker
-from headway.broker.owner import CheckpointMark, Owner
-from headway.broker.schema import RunRules
+from headway.broker.schema import CheckpointMark, Owner, RunRules
 from headway.broker.schema.status import PoolInfo
 from headway.broker.server.access import Role
 from headway.broker.server.embedded import EmbeddedServer

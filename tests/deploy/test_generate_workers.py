@@ -19,9 +19,8 @@ import psutil
 import pytest
 
 from headway.broker import BlockingBroker, open_broker
-from headway.broker.client.usage import LearnerInfo
-from headway.broker.owner import CheckpointMark
-from headway.broker.schema import RunRules, WeightVersion
+from headway.broker.client.supervision import LearnerInfo
+from headway.broker.schema import CheckpointMark, RunRules, WeightVersion
 from headway.broker.server.embedded import EmbeddedServer
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.deploy.cli.main import answer

@@ -10,7 +10,7 @@ import redis
 from click.testing import CliRunner, Result
 
 from headway.broker import Broker, open_broker
-from headway.broker.client.usage import LearnerInfo
+from headway.broker.client.supervision import LearnerInfo
 from headway.broker.server.embedded import EmbeddedServer
 from headway.deploy.cli.main import cli
 from tests.broker.scenario import begin, rules

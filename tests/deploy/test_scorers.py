@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from headway.broker.client.broker import Broker
 from headway.broker.client.outages import Outages
-from headway.broker.client.usage import LearnerInfo
+from headway.broker.client.supervision import LearnerInfo
 from headway.broker.config import BrokerConfig
 from headway.broker.errors import LASTING_EXIT, ConfigError
 from headway.broker.schema.status import PoolInfo, RunStatus
@@ -39,7 +39,7 @@ from headway.rollout_workers.config import (
     TeacherConfig,
     WorkersConfig,
 )
-from headway.rollout_workers.scorers.base import UnfitModelError
+from headway.rollout_workers.scorers import UnfitModelError
 from headway.rollout_workers.scorers.scorer_client import ScorerClient
 from tests.broker.scenario import FRESH
 from tests.rollout_workers.marks import VLLM

@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace as changed
 
 from headway.broker import BlockingBroker
-from headway.broker.owner import Owner
+from headway.broker.schema import Owner
 from headway.broker.schema.status import PoolInfo
 from headway.broker.server.embedded import EmbeddedServer
 from headway.deploy.recipe.resolve import load_recipe, recipe_to_bytes

@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType
 from rich.table import Table
 
-from headway.broker.client.usage import RunUsage
+from headway.broker.client.supervision import RunUsage
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.status import DeadLetter, PoolInfo, RunStatus, Tallies
 from headway.deploy.cli.memory_report import page, report

@@ -10,7 +10,7 @@ from textual.pilot import Pilot
 from textual.widgets import DataTable, RichLog, Static
 
 from headway.broker import BlockingBroker, Broker
-from headway.broker.client.usage import LearnerInfo
+from headway.broker.client.supervision import LearnerInfo
 from headway.broker.errors import BrokerUnavailableError
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.status import DeadLetter, PoolInfo, RunStatus

@@ -16,8 +16,8 @@ from headway.deploy.observe import tracing
 from headway.deploy.observe.tracing import open_sample_traces, open_step_traces, wanted_endpoint
 from headway.learner.stages.loop import Lap, Stopwatch, seconds_by_phase
 from headway.rollout_workers.engines.base import Chunk
+from headway.rollout_workers.samples.episode import NO_TRACER, SampleTracer
 from headway.rollout_workers.samples.recorder import Recorder
-from headway.rollout_workers.samples.tracing import NO_TRACER, SampleTracer
 from tests.collector import Collector, collecting
 
 IDENTITY = "0123456789abcdef"
@@ -25,7 +25,7 @@ PHASES = ("checkpoint", "evaluate", "take", "pack", "train", "publish")
 OFF = """
 import sys
 from headway.deploy.observe.tracing import open_sample_traces, open_step_traces
-from headway.rollout_workers.samples.tracing import NO_TRACER
+from headway.rollout_workers.samples.episode import NO_TRACER
 with open_sample_traces("run", "w") as samples, open_step_traces("run", "id") as steps:
     assert (samples, steps) == (NO_TRACER, None)
 assert "headway.deploy.observe.tracing.spans" not in sys.modules

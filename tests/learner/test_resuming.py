@@ -10,8 +10,7 @@ import pytest
 
 from headway.broker import BlockingBroker
 from headway.broker.errors import ConfigError
-from headway.broker.owner import Claim, Owner
-from headway.broker.schema import RunRules, WeightVersion
+from headway.broker.schema import Claim, Owner, RunRules, WeightVersion
 from headway.learner.checkpoint import CheckpointError, CheckpointStore
 from headway.learner.data.prompts.cursor import PromptCursor
 from headway.learner.experience.log import ExperienceLog, Rewind

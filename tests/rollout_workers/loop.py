@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 
 from headway.broker.client.broker import Broker
 from headway.broker.client.learner import CheckpointMark, TakenBatch
-from headway.broker.owner import Owner
-from headway.broker.schema import Group, Prompt, RunRules, TrajectoryId, WeightVersion
+from headway.broker.schema import Group, Owner, Prompt, RunRules, TrajectoryId, WeightVersion
 from headway.broker.schema.weights import Probe, TensorSpec, WeightManifest
 from headway.rollout_workers.config import EngineConfig, EvalConfig, SamplingConfig, WorkersConfig
 from headway.rollout_workers.decoding import Decoding

@@ -11,8 +11,8 @@ import pytest
 from headway.broker.client.broker import Broker
 from headway.broker.client.outages import Outages
 from headway.broker.server.embedded import EmbeddedServer
-from headway.rollout_workers.weight_updates import engine_device_lock as device_lock
-from headway.rollout_workers.weight_updates.engine_device_lock import keep_awake, wait_for_device
+from headway.rollout_workers.weight_updates import engine_turns as device_lock
+from headway.rollout_workers.weight_updates.engine_turns import keep_awake, wait_for_device
 from headway.rollout_workers.worker import Worker
 
 from .loop import Deliveries, Learner, make_engine, make_worker, running, until

@@ -17,7 +17,7 @@ from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.base import Engine, WeightFingerprints
 from headway.rollout_workers.engines.weight_loading import direct_loading
 from headway.rollout_workers.engines.weight_loading.direct_loading import DirectLoading
-from headway.rollout_workers.weight_updates.verification import covers_all_tensors, refuse_other_tensors
+from headway.rollout_workers.weight_updates.engine_weights import covers_all_tensors, refuse_other_tensors
 from headway.weightsync.limits import Deadline
 from headway.weightsync.tensors.buckets import views
 from headway.weightsync.tensors.deltas import encode, patch

@@ -16,7 +16,7 @@ from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.base import AdaptedEngine, WeightFingerprints
 from headway.rollout_workers.engines.embedded.model_layers import Adapter
-from headway.rollout_workers.weight_updates.verification import (
+from headway.rollout_workers.weight_updates.engine_weights import (
     refuse_other_logprobs,
     refuse_other_tensors,
     refuse_unused_adapter,

@@ -16,7 +16,7 @@ from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.base import AdaptedEngine
 from headway.rollout_workers.engines.weight_loading.engine_adapters import AdapterPlaces
-from headway.rollout_workers.weight_updates.verification import refuse_other_logprobs, refuse_other_tensors
+from headway.rollout_workers.weight_updates.engine_weights import refuse_other_logprobs, refuse_other_tensors
 
 from .adapters import RANK, SCALE, NamedTensors, adapter_delivery, base_tensors, make_adapter, merged, of_attention
 from .generation import PROMPTS, Response, begin, difference

@@ -20,7 +20,7 @@ from headway.broker.server.embedded import EmbeddedServer
 from headway.rollout_workers.rewards.base import RewardError, UnscoredError
 from headway.rollout_workers.samples.recorder import Recorder
 from headway.rollout_workers.samples.teacher_client import TEACHER, TeacherClient
-from headway.rollout_workers.scorers.base import ScoringError, pack_candidates
+from headway.rollout_workers.scorers import ScoringError, pack_candidates
 from headway.rollout_workers.scorers.scorer_client import ScorerClient
 
 from .loop import GROUP_SIZE, HANGS_AFTER_S, Deliveries, Learner, make_engine, make_worker, prompts, running, until

@@ -22,7 +22,7 @@ from headway.broker.errors import ConfigError
 from headway.broker.schema import ScoreRequest
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.config import ScorerEngineConfig, ScorersConfig
-from headway.rollout_workers.scorers.base import Runner, ScoringModel, UnfitModelError, unpack_candidates
+from headway.rollout_workers.scorers import Runner, ScoringModel, UnfitModelError, unpack_candidates
 from headway.rollout_workers.scorers.runtimes import BLOCK_TOKENS, RUNTIMES, abilities_of, gpus_of, open_runner
 from headway.rollout_workers.scorers.scorer_client import InProcessScorer
 from headway.rollout_workers.scorers.vllm_runtime import SEQUENCES, arguments_of

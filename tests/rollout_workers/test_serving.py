@@ -14,8 +14,7 @@ from headway.broker.client.outages import Outages
 from headway.broker.client.scoring import Scores
 from headway.broker.schema import ScoreRequest
 from headway.broker.server.embedded import EmbeddedServer
-from headway.rollout_workers.scorers import serving
-from headway.rollout_workers.scorers.base import ScoringError
+from headway.rollout_workers.scorers import ScoringError, serving
 from headway.rollout_workers.scorers.scorer_client import ScorerClient
 from headway.rollout_workers.scorers.serving import ModelFailedError, RequestLimits, ScorerServer
 

@@ -10,7 +10,7 @@ import torch
 from headway.broker.errors import WeightSyncError
 from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.base import WeightFingerprints
-from headway.rollout_workers.weight_updates.verification import refuse_other_tensors
+from headway.rollout_workers.weight_updates.engine_weights import refuse_other_tensors
 
 from .generation import PROMPTS, begin, difference, hold
 from .marks import SGLANG

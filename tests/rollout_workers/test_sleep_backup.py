@@ -8,7 +8,7 @@ import torch
 
 from headway.rollout_workers.config import EngineConfig
 from headway.rollout_workers.engines.vllm.open_vllm import BETWEEN_MIXED, engine_arguments, spaced_sizes
-from headway.rollout_workers.engines.weight_loading.sleep_backup import SleepBackup, gaps
+from headway.rollout_workers.engines.weight_loading.direct_loading import SleepBackup, gaps
 
 
 def test_gaps_are_the_rows_between_runs() -> None:

@@ -13,7 +13,7 @@ import pytest
 from headway.broker.client.broker import Broker
 from headway.broker.schema import WeightVersion
 from headway.broker.server.embedded import EmbeddedServer
-from headway.rollout_workers.weight_updates import engine_weights
+from headway.rollout_workers.weight_updates import engine_turns
 from headway.rollout_workers.worker import Worker
 from headway.weightsync.config import WeightsConfig
 from tests.broker.test_codec import WORKER
@@ -153,7 +153,7 @@ async def test_a_holder_that_died_is_waited_for_no_longer_than_its_deadline(pool
 async def test_a_holder_that_lives_and_hangs_is_not_waited_for_for_ever(
     pool: Pool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(engine_weights, "LONGEST_TURN_WAIT_S", 0.2)
+    monkeypatch.setattr(engine_turns, "LONGEST_TURN_WAIT_S", 0.2)
     learner = await Learner.start(await pool.open(), groups=8, max_lag=8)
     await pool.join(learner, "w0", "w1")
     hung = await serving(learner, "hung")

@@ -19,7 +19,7 @@ from headway.rollout_workers.engines.base import AdaptedEngine, Engine, WeightFi
 from headway.rollout_workers.engines.vllm.fork_server import METHOD
 from headway.rollout_workers.engines.vllm.open_vllm import STREAM_INTERVAL
 from headway.rollout_workers.engines.vllm.vllm_engine import VllmEngine
-from headway.rollout_workers.weight_updates.verification import refuse_other_logprobs, refuse_other_tensors
+from headway.rollout_workers.weight_updates.engine_weights import refuse_other_logprobs, refuse_other_tensors
 
 from .adapters import RANK, SCALE, NamedTensors, adapter_delivery, base_tensors, make_adapter, merged
 from .generation import PROMPTS, begin, difference, hold, run_all

@@ -19,7 +19,7 @@ from headway.broker.server.embedded import EmbeddedServer
 from headway.rollout_workers.engines.base import Chunk, GenerationRequest
 from headway.rollout_workers.engines.weight_loading.shared_tensors import Handover
 from headway.rollout_workers.weight_updates import engine_weights
-from headway.rollout_workers.weight_updates.verification import refuse_other_logprobs
+from headway.rollout_workers.weight_updates.engine_weights import refuse_other_logprobs
 from headway.weightsync.config import WeightsConfig
 from headway.weightsync.publisher import Publisher, PublishReport
 from headway.weightsync.subscriber import Subscriber

@@ -14,8 +14,7 @@ from msgspec.structs import replace
 from benchmarks.gpus import gpu_names, on_host
 from headway.broker import BlockingBroker, Broker
 from headway.broker.client.learner import CheckpointMark
-from headway.broker.owner import Owner
-from headway.broker.schema import RunRules, WeightVersion
+from headway.broker.schema import Owner, RunRules, WeightVersion
 from headway.broker.schema.weights import Probe, WeightManifest
 from headway.weightsync.config import WeightsConfig
 from headway.weightsync.deliveries import Delivery

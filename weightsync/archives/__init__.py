@@ -20,8 +20,7 @@ from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 from headway.broker import BlockingBroker, Broker
-from headway.broker.owner import Owner
-from headway.broker.schema import WeightVersion
+from headway.broker.schema import Owner, WeightVersion
 from headway.broker.schema.weights import Archived, DeltaSpec
 from headway.weightsync.limits import Deadline, RateLimiter
 

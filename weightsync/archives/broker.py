@@ -9,7 +9,7 @@ from typing import Any
 from headway.broker import BlockingBroker, Broker
 from headway.broker.client.weights import PIECE_BYTES
 from headway.broker.errors import BrokerError, WeightSyncError
-from headway.broker.owner import Owner
+from headway.broker.schema import Owner
 from headway.weightsync.limits import Deadline, RateLimiter
 from headway.weightsync.transports.base import SupersededError, UnreachableError
 from headway.weightsync.transports.threads import in_time

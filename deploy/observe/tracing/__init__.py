@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from headway.broker.installation import is_installed, pip_install
 
 if TYPE_CHECKING:
-    from headway.rollout_workers.samples.tracing import SampleTracer
+    from headway.rollout_workers.samples.episode import SampleTracer
 
     from .spans import Spans, StepTraces
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 @contextmanager
 def open_sample_traces(run: str, worker: str) -> Iterator["SampleTracer"]:
     """Yield what traces the samples of this worker's process; it does nothing where the environment wants no traces."""
-    from headway.rollout_workers.samples.tracing import NO_TRACER
+    from headway.rollout_workers.samples.episode import NO_TRACER
 
     with _open_spans("headway-worker", {"headway.run": run, "service.instance.id": worker}) as spans:
         if spans is None:

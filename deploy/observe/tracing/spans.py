@@ -204,7 +204,7 @@ def _exporter(protocol: str) -> SpanExporter | None:
 
 
 class SampleTraces:
-    """Follows the samples of one worker: a `rollout_workers.samples.tracing.SampleTracer`."""
+    """Follows the samples of one worker: a `rollout_workers.samples.episode.SampleTracer`."""
 
     def __init__(self, spans: Spans) -> None:
         self._spans = spans

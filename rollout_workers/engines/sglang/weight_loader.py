@@ -24,9 +24,13 @@ import torch
 from headway.broker.errors import WeightSyncError
 from headway.rollout_workers.engines.base import Check, WeightFingerprints
 from headway.rollout_workers.engines.external_engine import EngineCalls
-from headway.rollout_workers.engines.weight_loading.direct_loading import DirectLoading, sum_of_processes
+from headway.rollout_workers.engines.weight_loading.direct_loading import (
+    DirectLoading,
+    SleepBackup,
+    derived_tensors,
+    sum_of_processes,
+)
 from headway.rollout_workers.engines.weight_loading.shared_tensors import TensorMapper
-from headway.rollout_workers.engines.weight_loading.sleep_backup import SleepBackup, derived_tensors
 
 from .lora_pool import PooledAdapters
 

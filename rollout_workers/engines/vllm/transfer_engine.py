@@ -21,9 +21,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from headway.rollout_workers.engines.base import WeightFingerprints
-from headway.rollout_workers.engines.weight_loading.direct_loading import DirectLoading
+from headway.rollout_workers.engines.weight_loading.direct_loading import DirectLoading, SleepBackup, derived_tensors
 from headway.rollout_workers.engines.weight_loading.shared_tensors import TensorMapper
-from headway.rollout_workers.engines.weight_loading.sleep_backup import SleepBackup, derived_tensors
 from headway.rollout_workers.engines.weight_loading.weight_placement import placement_cache
 
 from .lora_buffers import adapter_fingerprints, replace_adapter, unwrapped

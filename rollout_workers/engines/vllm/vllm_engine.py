@@ -334,7 +334,7 @@ class VllmEngine:
         return [float(entry[token].logprob) for entry, token in entries]
 
     async def sleep(self) -> None:
-        """See Engine. Addresses stay, and waking restores what is no weight (`weight_loading/sleep_backup.py`)."""
+        """See Engine. Addresses stay, and waking restores what is no weight (`SleepBackup`)."""
         async with self._swapping:
             self._version = None
             await sleep(self._llm)

@@ -4,21 +4,24 @@
     phase train    ──► hand running samples back, as segments ──► sleep ──► tell the server
 
 The server decides which engines are awake, by the verbs of `broker.client`. While the broker is away nothing changes.
+
+With `SwapTurns` the engines of a pool never all pause together to swap weights. A turn keeps engines busy and protects
+no data: a broker that does not answer, or a turn that does not come, delays a swap and never prevents it.
 """
 
 import asyncio
 import logging
+import secrets
 import threading
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
 
 from headway.broker import BlockingBroker, Broker
-from headway.broker.client.engine_pauses import OPENING_S, SAY_S, Phases
+from headway.broker.client.engine_pauses import OPENING_S, SAY_S, Phases, SwapTurnVerbs
 from headway.broker.client.outages import Outages
 from headway.broker.errors import BrokerError
 from headway.rollout_workers.engines.base import Engine
-
-from .engine_weights import EngineWeights
 
 log = logging.getLogger(__name__)
 
@@ -39,15 +42,16 @@ class EngineDeviceLock:
         engine: Engine,
         worker: str,
         outages: Outages,
-        weights: EngineWeights,
+        engine_away: Callable[[], AbstractAsyncContextManager[None]],
         set_aside: Callable[[], Awaitable[None]],
     ) -> None:
-        """`set_aside` ends the engine's requests so that a worker can continue them later."""
+        """`engine_away` keeps weights from the engine that sleeps in its block. `set_aside` ends the engine's requests
+        so that a worker can continue them later."""
         self._phases = broker.phases
         self._engine = engine
         self._worker = worker
         self._outages = outages
-        self._weights = weights
+        self._engine_away = engine_away
         self._set_aside = set_aside
         self._may_generate = True
         self._asking = asyncio.Lock()
@@ -61,7 +65,7 @@ class EngineDeviceLock:
             tasks.create_task(self._ask())
             while True:
                 await self._until(lambda: not self._may_generate)
-                async with self._weights.engine_away():
+                async with self._engine_away():
                     await self._set_aside()
                     await self._engine.sleep()
                     await self._tell()
@@ -148,3 +152,62 @@ def _say_awake(broker: Broker, worker: str, done: threading.Event) -> None:
                     blocking = BlockingBroker(broker.url, broker.run, session=broker.session)
                     closing.callback(blocking.close)
                 blocking.call(blocking.broker.phases.may_generate(worker, OPENING_S, is_awake=True))
+
+
+TURN_POLL_S = 0.05
+"""Seconds between two requests for a turn."""
+LONGEST_TURN_WAIT_S = 300.0
+"""Seconds to wait for a turn: many times what a swap takes. An engine that hangs keeps its turn until the deadline of
+its call, and the deadlines of all its calls together are much longer than other workers should wait."""
+GIVE_BACK_S = 1.0
+"""Seconds to give a turn back. If the broker does not answer, the turn ends by itself."""
+
+
+class SwapTurns:
+    """Takes turns for one worker, one at a time."""
+
+    def __init__(self, turns: SwapTurnVerbs, worker: str, outages: Outages, *, share: float, ttl_s: float) -> None:
+        """`share`: the part of the pool's workers that may swap at once; with 1 no turns are taken. `ttl_s`: seconds
+        after which a turn that is not renewed ends."""
+        self._turns = turns
+        self._worker = worker
+        self._outages = outages
+        self._share = share
+        self._ttl_s = ttl_s
+
+    @asynccontextmanager
+    async def turn(self, is_urgent: Callable[[], bool]) -> AsyncIterator[bool]:
+        """Hold a turn and renew it, or go on without one once `is_urgent` returns True. Yields whether the worker had
+        to wait."""
+        if self._share >= 1:
+            yield False
+            return
+        token = f"{self._worker}:{secrets.token_hex(8)}"
+        renewing = asyncio.create_task(self._renew(token))
+        try:
+            yield await self._wait(token, is_urgent)
+        finally:
+            renewing.cancel()
+            with suppress(TimeoutError), self._outages:
+                async with asyncio.timeout(GIVE_BACK_S):
+                    await self._turns.give_back(token)
+
+    async def _wait(self, token: str, is_urgent: Callable[[], bool]) -> bool:
+        """Wait until the worker has a turn, or should swap without one. Returns whether it had to wait."""
+        deadline, has_waited = time.monotonic() + LONGEST_TURN_WAIT_S, False
+        with self._outages:
+            while not await self._turns.take(token, self._share, self._ttl_s):
+                has_waited = True
+                if is_urgent():
+                    break
+                if time.monotonic() > deadline:
+                    log.warning("no turn within %.0f s: swapping weights while others do", LONGEST_TURN_WAIT_S)
+                    break
+                await asyncio.sleep(TURN_POLL_S)
+        return has_waited
+
+    async def _renew(self, token: str) -> None:
+        while True:
+            await asyncio.sleep(self._ttl_s / 3)
+            with self._outages:
+                await self._turns.renew(token, self._ttl_s)
