@@ -118,11 +118,7 @@ async def _trajectory(engine: Engine, order: Order, number: int, tokens: list[in
         group=f"0000-{number:08d}", token_ids=tokens, text="", ground_truth="", data_source="", num_samples=1
     )
     asked = GenerationRequest(
-        request_id=str(number),
-        prompt_tokens=tokens,
-        max_new_tokens=order.tokens,
-        temperature=1.0,
-        stop_token_ids=[],
+        request_id=str(number), prompt_tokens=tokens, max_new_tokens=order.tokens, temperature=1.0, stop_token_ids=[]
     )
     recorder = Recorder(prompt_length=len(tokens) if order.has_experts else None)
     await generate(engine, asked, recorder)

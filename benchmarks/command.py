@@ -10,9 +10,7 @@ from typing import Any
 def parser(page: str | None, name: str) -> argparse.ArgumentParser:
     """Return a parser whose help is the module's own page, of `python -m benchmarks.NAME`."""
     return argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{name}",
-        description=page,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog=f"python -m benchmarks.{name}", description=page, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
 

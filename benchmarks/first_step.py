@@ -1,4 +1,4 @@
-"""Seconds from the command `headway run` to the first trained step, and all that comes before it, of each process.
+"""Seconds from the command `headway run` to the first trained step, and all that comes before it.
 
     python -m benchmarks.first_step [--runs 2] [--caches DIR] [--recipe arithmetic-vllm.yaml] [key=value ...]
     python -m benchmarks.first_step --shape qwen3-0.6b --gpus 1 learner.device=cuda engine.device=cuda [key=value ...]
@@ -11,14 +11,12 @@ not come so far when it ends, or after `--timeout-s`, is the last, and the exit 
 which the command makes a new one, for all that vLLM, Triton, torch and Headway keep: its first run finds nothing, later
 ones what earlier ones left.
 
-For each run, `processes` has the seconds at which its processes began, `workers` and `learner` those of the marks in
-their logs, and `parts` the seconds from mark to mark in the worker whose engine was up last, of which the first step's
-time is the sum. With `has_bytecode` false, Python compiles vLLM's sources in each process that imports it. The last
-line is one JSON object.
+For each run, `workers` and `learner` have the seconds of the marks in their logs, and `parts` the seconds from mark to
+mark in the worker whose engine was up last, of which the first step's time is the sum. The last line is one JSON
+object.
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import re
@@ -56,15 +54,6 @@ MARKS = {
 runs that train an adapter have a base."""
 OF_LEARNER = {"base_served": "serves the base of adapters", "announced": "is the first that is announced"}
 """The words of lines in the learner's log."""
-FORK_SERVER, CORE, WORKER = "fork_server", "core", "worker"
-PROCESSES = {
-    FORK_SERVER: r"multiprocessing\.forkserver",
-    "looks_at_model": r"vllm\.model_executor\.models\.registry",
-    CORE: r"EngineCore|multiprocessing\.spawn",
-    "learner": r" learner .*--prepared",
-    WORKER: r" worker --name",
-}
-"""Words of the command lines of a run's processes."""
 CACHES = {"VLLM_CACHE_ROOT": "vllm", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 
 
@@ -86,7 +75,7 @@ def main() -> int:
         if "error" in runs[-1]:
             command.tell(runs[-1]["error"])
             break
-    found = {"recipe": options.recipe, "gpus": options.gpus, "cores": os.cpu_count(), "has_bytecode": _has_bytecode()}
+    found = {"recipe": options.recipe, "gpus": options.gpus, "cores": os.cpu_count()}
     return command.finish({**found, "overrides": overrides, "runs": runs}, "error" in runs[-1])
 
 
@@ -97,13 +86,6 @@ def new_caches(directory: Path | None) -> dict[str, str]:
     directory.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(dir=directory.resolve()))  # an earlier command may have failed midway, and left some
     return {"XDG_CACHE_HOME": str(new), **{name: str(new / below) for name, below in CACHES.items()}}
-
-
-def _has_bytecode() -> bool:
-    """Whether this interpreter finds vLLM compiled, as it is once pip has installed it, or a process has written it."""
-    found = importlib.util.find_spec("vllm")
-    origin = found.origin if found is not None else None
-    return origin is not None and Path(importlib.util.cache_from_source(origin)).exists()
 
 
 def _run(recipe: str, overrides: list[str], environment: dict[str, str], timeout_s: float) -> dict[str, Any]:
@@ -145,8 +127,6 @@ class _Seen:
     learner: dict[str, float] = field(default_factory=dict)
     steps: list[float] = field(default_factory=list)
     first: dict[str, float] = field(default_factory=dict)
-    _names: dict[int, tuple[str, float]] = field(default_factory=dict)
-    """The names of processes by their ids, and the times at which they began."""
 
     def __post_init__(self) -> None:
         self._began = self.command.create_time()
@@ -169,7 +149,6 @@ class _Seen:
         self.steps += [self.now_s()] * (len(lines) - len(self.steps))
         if lines and not self.first:
             self.first = {name: round(value, 2) for name, value in json.loads(lines[0]).items() if name in FIRST}
-        self._look_at_processes()
 
     def _mark(self, marks: dict[str, float], of_words: dict[str, str], log: Path) -> None:
         text = log.read_text(errors="replace")
@@ -177,27 +156,10 @@ class _Seen:
             if name not in marks and re.search(words, text):
                 marks[name] = self.now_s()
 
-    def _look_at_processes(self) -> None:
-        for process in self.command.children(recursive=True):
-            try:
-                words, parent = " ".join(process.cmdline()), process.ppid()
-                began = round(process.create_time() - self._began, 2)
-            except psutil.Error:  # it has just ended
-                continue
-            name = next((name for name, found in PROCESSES.items() if re.search(found, words)), "")
-            of_parent, _ = self._names.get(parent, ("", 0.0))
-            if of_parent == FORK_SERVER:
-                name = CORE
-            if name and (name != CORE or of_parent in {FORK_SERVER, WORKER}):
-                self._names[process.pid] = name, began  # again and again, as a new process has its parent's words
-
     def all(self) -> dict[str, Any]:
         """Return everything, as JSON has it."""
         last = max(self.workers.values(), key=lambda marks: marks.get("engine_up", 0.0), default={})
-        processes: dict[str, list[float]] = {}
-        for name, began in sorted(self._names.values(), key=lambda one: one[1]):
-            processes.setdefault(name, []).append(began)
-        marks = {"worker_begins": min(processes.get(WORKER, [0.0])), **last}
+        marks = dict(last)
         if self.steps:
             marks["first_step"] = self.steps[0]
         in_order = sorted(marks.items(), key=lambda mark: mark[1])
@@ -206,7 +168,6 @@ class _Seen:
             "first_step_s": next(iter(self.steps), None),
             "parts": {name: round(at - since, 2) for (name, at), since in zip(in_order, before, strict=False)},
             "of_first_step": self.first,
-            "processes": processes,
             "workers": self.workers,
             "learner": self.learner,
         }

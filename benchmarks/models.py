@@ -1,24 +1,19 @@
 """Shapes of known models, the operations that training them takes, and random weights as Hugging Face directories.
 
-Weights are written layer by layer, with names, files and number format as on the hub.
+Their names, files and number format are those of the hub.
 """
 
-import json
-import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from .command import tell
 from .processes import isolated
-
-if TYPE_CHECKING:
-    import torch
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12}
 """bfloat16 without sparsity, by NVIDIA's datasheets, for a device whose name contains the key."""
@@ -73,6 +68,13 @@ class Shape(msgspec.Struct, frozen=True):
             "num_experts": self.experts,
             "num_experts_per_tok": self.experts_per_token,
         }
+
+    @property
+    def parameters(self) -> int:
+        """Return the number of all matrices' numbers."""
+        embeddings = 0 if self.is_tied else self.hidden * self.vocabulary
+        idle = 3 * self.hidden * self.expert_intermediate * (self.experts - self.experts_per_token)
+        return self.active_parameters + embeddings + self.layers * idle
 
     @property
     def active_parameters(self) -> int:
@@ -146,55 +148,7 @@ def shape_of(name: str, layers: int = 0) -> Shape:
 
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz +-*=,.#^"
 SCALE = 0.02
-"""The standard deviation of every matrix, unless a caller sets another; norms are 1."""
-
-Sizes = dict[str, tuple[int, ...]]
-
-
-def layer_sizes(shape: Shape, layer: int) -> Sizes:
-    """Return names and sizes of a layer's tensors."""
-    prefix, hidden, head = f"model.layers.{layer}.", shape.hidden, shape.head_dim
-    sizes: Sizes = {
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-        "self_attn.q_norm": (head,),
-        "self_attn.k_norm": (head,),
-        "self_attn.q_proj": (shape.heads * head, hidden),
-        "self_attn.k_proj": (shape.key_value_heads * head, hidden),
-        "self_attn.v_proj": (shape.key_value_heads * head, hidden),
-        "self_attn.o_proj": (hidden, shape.heads * head),
-    }
-    if shape.experts:
-        sizes["mlp.gate"] = (shape.experts, hidden)
-        for expert in range(shape.experts):
-            sizes |= _feed_forward(f"mlp.experts.{expert}.", hidden, shape.expert_intermediate)
-    else:
-        sizes |= _feed_forward("mlp.", hidden, shape.intermediate)
-    return {f"{prefix}{name}.weight": size for name, size in sizes.items()}
-
-
-def _feed_forward(prefix: str, hidden: int, intermediate: int) -> Sizes:
-    wide, narrow = (intermediate, hidden), (hidden, intermediate)
-    return {f"{prefix}gate_proj": wide, f"{prefix}up_proj": wide, f"{prefix}down_proj": narrow}
-
-
-def outer_sizes(shape: Shape) -> Sizes:
-    """Return names and sizes of the tensors that belong to no layer."""
-    matrix = (shape.vocabulary, shape.hidden)
-    head = {} if shape.is_tied else {"lm_head.weight": matrix}
-    return {"model.embed_tokens.weight": matrix, "model.norm.weight": (shape.hidden,), **head}
-
-
-def parts(shape: Shape) -> Iterator[Sizes]:
-    """Yield one file's tensors after the other's."""
-    yield outer_sizes(shape)
-    for layer in range(shape.layers):
-        yield layer_sizes(shape, layer)
-
-
-def size_bytes(shape: Shape) -> int:
-    """Return the bytes of all files, in bfloat16."""
-    return 2 * sum(math.prod(size) for sizes in parts(shape) for size in sizes.values())
+"""The standard deviation of every matrix, unless a caller sets another."""
 
 
 def folder(models: Path | None, name: str, shape: Shape) -> Path:
@@ -206,7 +160,7 @@ def folder(models: Path | None, name: str, shape: Shape) -> Path:
     for place in places:
         if (place / known).is_dir():
             return place / known
-    needed = int(size_bytes(shape) * 1.05) + (1 << 20)
+    needed = int(2 * shape.parameters * 1.05) + (1 << 20)
     for place in places:
         if place.parent.is_dir() and os.access(place.parent, os.W_OK) and shutil.disk_usage(place.parent).free > needed:
             return place / known
@@ -217,41 +171,23 @@ def write(shape: Shape, directory: Path, device: str, scale: float = SCALE) -> N
     """Write `directory` as a whole or not at all; one that is there is used as it is."""
     if directory.is_dir():
         return
-    partial = directory.with_name(f"{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     from headway.learner.config import ModelConfig, RandomModelConfig
     from headway.learner.models.pretrained import load_tokenizer
 
+    partial = directory.with_name(f"{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
     tokenizer = load_tokenizer(ModelConfig(random=RandomModelConfig(architecture="qwen3", alphabet=ALPHABET)))
-    tokenizer.save_pretrained(partial)
+    given = shape.config() | {"initializer_range": scale}
     ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    (partial / "config.json").write_text(json.dumps(shape.config() | ids, indent=2))
-    _write_weights(shape, partial, device, scale)
+    config = AutoConfig.for_model(given.pop("model_type"), **given | ids)
+    torch.manual_seed(0)
+    with torch.device(device):
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
     partial.rename(directory)
-
-
-def _write_weights(shape: Shape, directory: Path, device: str, scale: float) -> None:
-    import torch
-    from safetensors.torch import save_file
-
-    generator = torch.Generator(device).manual_seed(0)
-    weight_map: dict[str, str] = {}
-    for number, sizes in enumerate(parts(shape), start=1):
-        file = f"model-{number:05d}-of-{shape.layers + 1:05d}.safetensors"
-        tensors = {name: _random(name, size, generator, scale) for name, size in sizes.items()}
-        save_file(tensors, directory / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, file)
-        tell(f"{directory.name}: file {number} of {shape.layers + 1}")
-    index = {"metadata": {"total_size": size_bytes(shape)}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def _random(name: str, size: tuple[int, ...], generator: "torch.Generator", scale: float) -> "torch.Tensor":
-    import torch
-
-    tensor = torch.empty(size, dtype=torch.bfloat16, device=generator.device)
-    return (tensor.fill_(1.0) if "norm" in name else tensor.normal_(0.0, scale, generator=generator)).cpu()
 
 
 def write_ordered(order: dict[str, Any]) -> None:
@@ -275,7 +211,7 @@ def written(
     shape = shape_of(name, layers)
     directory = folder(models, name if scale == SCALE else f"wide-{name}", shape)
     if not directory.is_dir():
-        tell(f"writing {size_bytes(shape) / 2**30:.1f} GiB of weights to {directory}")
+        tell(f"writing {2 * shape.parameters / 2**30:.1f} GiB of weights to {directory}")
         order = {"shape": msgspec.to_builtins(shape), "directory": str(directory), "device": device, "scale": scale}
         outcome = isolated(f"{__name__}:write_ordered", order, 1, timeout_s)
         if "error" in outcome:

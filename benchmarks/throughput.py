@@ -2,7 +2,7 @@
 
     python -m benchmarks.throughput --shape qwen3-1.7b [--layers N] [--backends fsdp,megatron] [--processes N]
         [--layout tensor=2,expert=2] [--lengths 1024,16384] [--whole 8192] [--groups 8,16 --prompts 64,1024]
-        [--sharing never,auto] [--tokens 65536] [--budget 16384] [--compile] [--profile] [--device cuda|cpu]
+        [--sharing never,auto] [--tokens 65536] [--budget 16384] [--compile] [--device cuda|cpu]
 
 Each backend runs in processes of its own, one a GPU, under GRPO. `--lengths MEDIAN,LONGEST` draws lognormal lengths,
 `--whole N` measures samples of exactly N tokens without a prompt, so that rows are full, and `--groups` with
@@ -25,7 +25,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -96,7 +95,6 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 3600.0
     """No workload begins later."""
     device: str = "cuda"
-    profile: bool = False
 
 
 def samples(
@@ -252,10 +250,6 @@ def measured(learner: Learner, workload: Workload) -> dict[str, Any]:
         step_s, update_s = (statistics.median(of) for of in zip(*took_s[name][order.warm_ups :], strict=True))
         found[name] |= {"step_s": round(step_s, 4), "update_s": round(update_s, 4)}
         figures[name] = found[name] | _speed(learner, given, batches, update_s)
-        if order.profile and order.device == "cuda":
-            from .kernel_times import grouped
-
-            figures[name]["profile"] = grouped(partial(learner.update, batches))
     for name in others:
         figures[f"times_faster_{name}"] = (
             f"the rows of {first}" if name in same else round(found[first]["step_s"] / found[name]["step_s"], 3)
@@ -338,7 +332,7 @@ def main() -> int:
         layout=options.layout,
         workloads=tuple(_workloads(options)),
         sharing=tuple(options.sharing),
-        **{name: getattr(options, name) for name in ("budget", "steps", "warm_ups", "seconds", "device", "profile")},
+        **{name: getattr(options, name) for name in ("budget", "steps", "warm_ups", "seconds", "device")},
     )
     backends, failed = dict[str, Any](), dict[str, str]()
     for backend in options.backends:
@@ -361,11 +355,7 @@ def _workloads(options: argparse.Namespace) -> Iterator[Workload]:
         yield Workload(whole=options.whole, tokens=options.tokens)
     for group, prompt in product(options.groups, options.prompts):
         yield Workload(
-            group=group,
-            prompt=prompt,
-            responses=options.responses,
-            samples=options.samples,
-            tokens=options.tokens,
+            group=group, prompt=prompt, responses=options.responses, samples=options.samples, tokens=options.tokens
         )
 
 
@@ -390,7 +380,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--recompute", default="none", choices=("none", "selective", "full"))
     parser.add_argument("--compile", action="store_true", help="torch.compile the layers, but megatron's")
     parser.add_argument("--cuda-graphs", default="auto", choices=("auto", "never"))
-    parser.add_argument("--profile", action="store_true", help="where the time of an update goes")
     parser.add_argument("--seconds", type=float, default=3600.0, help="no workload begins later than this")
     parser.add_argument("--timeout-s", type=float, default=3600.0, help="of one backend")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))

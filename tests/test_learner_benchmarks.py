@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks import models
-from benchmarks.kernel_times import summary
 from benchmarks.models import SHAPES, step_flops
 from benchmarks.peer_losses.__main__ import difference
 from benchmarks.peer_losses.ours import composed
@@ -118,23 +117,6 @@ def test_what_a_row_computes_is_counted_with_and_without_shared_tokens() -> None
         own = first_of_run[run + 1] - first_of_run[run]
         attended += sum(2 * place + 1 for place in range(length - own, length))
     assert doubled_pairs(tree) == attended < doubled_pairs(alone)
-
-
-def test_kernels_are_grouped_and_pauses_between_them_are_counted() -> None:
-    ran = [
-        ("nvjet_hsh_256x128", 0.0, 2000.0),
-        ("kernel_cutlass_kernel_flash_attnfwd", 2500.0, 3500.0),
-        ("triton_red_fused__to_copy_add", 3000.0, 4000.0),
-        ("vectorized_elementwise_kernel", 6000.0, 6500.0),
-    ]
-    found = summary(ran)
-    assert found["groups_ms"] == {"gemm": 2.0, "attention": 1.0, "compiled": 1.0, "elementwise": 0.5}
-    assert found["idle_ms"] == 2.5
-    assert found["kernels"] == 4
-    assert found["pauses"] == [
-        "2.00 ms 1x triton_red_fused__to_copy_add | vectorized_elementwise_kernel",
-        "0.50 ms 1x nvjet_hsh_256x128 | kernel_cutlass_kernel_flash_attnfwd",
-    ]
 
 
 def test_peers_get_the_same_batch_as_we_and_their_losses_are_told_apart() -> None:

@@ -1,7 +1,7 @@
 """Trajectories whose frame has a given size, and the loops of learner and worker that move them.
 
 The learner's loop has no training: feed -> take -> announce -> commit, each step as soon as its batch is ready. The
-worker's has no engine: lease -> append -> submit, as `rollout_workers.worker` asks and waits.
+worker's has no engine: lease -> submit, as `rollout_workers.worker` asks and waits.
 """
 
 import asyncio
@@ -22,17 +22,8 @@ from numpy.typing import NDArray
 
 from headway.broker import Broker
 from headway.broker.client.learner import CheckpointMark, Owner, TakenBatch
-from headway.broker.client.leases import AppendOutcome, SubmitOutcome
-from headway.broker.schema import (
-    Lease,
-    Prompt,
-    RunRules,
-    Segment,
-    Trajectory,
-    TrajectoryId,
-    VersionSpan,
-    WeightVersion,
-)
+from headway.broker.client.leases import SubmitOutcome
+from headway.broker.schema import Lease, Prompt, RunRules, Trajectory, TrajectoryId, VersionSpan, WeightVersion
 from headway.broker.schema.weights import Probe, WeightManifest
 from headway.broker.server.embedded import EmbeddedServer
 from headway.broker.wire.codec import encode_trajectory
@@ -248,11 +239,10 @@ def _manifest(owner: Owner, step: int) -> WeightManifest:
 class Worker:
     """A worker that asks for as many leases as it has room for, with a task for every sample."""
 
-    def __init__(self, broker: Broker, payloads: Payloads, *, capacity: int = 64, segments: int = 0) -> None:
+    def __init__(self, broker: Broker, payloads: Payloads, *, capacity: int = 64) -> None:
         self._broker = broker
         self._payloads = payloads
         self._capacity = capacity
-        self._segments = segments
         self._version = WeightVersion(1, 0)
         self._held = 0
         self.done = 0
@@ -281,8 +271,6 @@ class Worker:
 
     async def _sample(self, lease: Lease) -> None:
         trajectory = sampled_by(self._version, self._payloads.named(lease.tid))
-        for segment in cut(trajectory, self._segments):
-            assert (await self._broker.leases.append(lease, segment, TTL_S)).outcome is AppendOutcome.APPENDED
         assert await self._broker.leases.submit(lease, trajectory) is SubmitOutcome.ACCEPTED
         self._held -= 1
         self.done += 1
@@ -304,22 +292,3 @@ class Worker:
 
 def sampled_by(version: WeightVersion, trajectory: Trajectory) -> Trajectory:
     return msgspec.structs.replace(trajectory, spans=(VersionSpan(0, len(trajectory.response_tokens), version),))
-
-
-def cut(trajectory: Trajectory, segments: int) -> list[Segment]:
-    """Cut the response into at most so many pieces of the same length, in order."""
-    tokens, logprobs, version = trajectory.response_tokens, trajectory.behavior_logprobs, trajectory.spans[0].version
-    stride = -(-len(tokens) // segments) if segments else 1
-    starts = range(0, len(tokens), stride) if segments else ()
-    return [
-        Segment(
-            tid=trajectory.tid,
-            index=index,
-            start=start,
-            tokens=tokens[start : start + stride],
-            behavior_logprobs=logprobs[start : start + stride],
-            loss_mask=trajectory.loss_mask[start : start + stride],
-            spans=(VersionSpan(start, min(start + stride, len(tokens)), version),),
-        )
-        for index, start in enumerate(starts)
-    ]

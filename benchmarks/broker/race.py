@@ -24,13 +24,11 @@ _WARM_UP = 128
 """The trajectories of a first lap that does not count: libraries are loaded, and daemons start their processes."""
 COUNTS = {10_000: 6144, 100_000: 1536, 300_000: 512}
 """The trajectories of one lap, by the size of their frames."""
-_SHARES = {"headway_segments": 1 / 3, "ray_queue": 1 / 6}
+_SHARES = {"ray_queue": 1 / 6}
 """Slow transports move fewer, so that their laps end in the same time."""
 TARGETS = (
     ("streams", 10_000, 0.7),
     ("streams", 100_000, 0.9),
-    ("streams_plain_calls", 10_000, 0.7),
-    ("streams_plain_calls", 100_000, 0.9),
     ("xread_one", 10_000, 3.0),
     ("xread_one", 100_000, 3.0),
     ("ray_queue", 10_000, 20.0),

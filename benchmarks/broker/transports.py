@@ -113,7 +113,6 @@ class Headway:
         "leased and fenced, stored and counted by the server (as durable as its AOF), taken in pinned steps of bounded "
         "lag, decoded, committed and freed; trained at most once whichever process crashes"
     )
-    segments = 0
 
     @asynccontextmanager
     async def consumer(self, task: Task) -> AsyncIterator[Consume]:
@@ -127,18 +126,11 @@ class Headway:
     @asynccontextmanager
     async def producer(self, task: Task) -> AsyncIterator[Produce]:
         broker = await open_broker(task.url, RUN_NAME)
-        worker = Worker(broker, task.payloads, capacity=PRODUCERS, segments=self.segments)
+        worker = Worker(broker, task.payloads, capacity=PRODUCERS)
         try:
             yield lambda: worker.work(task.count)
         finally:
             await broker.close()
-
-
-class HeadwayInSegments(Headway):
-    """The same, with every quarter of the response made durable before the next."""
-
-    promise = Headway.promise + "; what a dead worker had generated goes on elsewhere"
-    segments = 4
 
 
 async def _train(learner: Learner) -> Receipt:
@@ -151,7 +143,10 @@ async def _train(learner: Learner) -> Receipt:
 
 
 class Streams:
-    """Every coroutine sends its own XADD and waits for the reply."""
+    """A stream and a consumer group.
+
+    The XADDs that came up while the last pipeline was under way go out together in the next: the faster way.
+    """
 
     promise = "stored by the server (as durable as its AOF); delivered to a consumer group, acknowledged after decoding"
 
@@ -164,9 +159,10 @@ class Streams:
     @asynccontextmanager
     async def producer(self, task: Task) -> AsyncIterator[Produce]:
         async with connect(task.url) as client:
+            pipeline = _SharedPipeline(client)
 
             async def send(number: int) -> None:
-                await client.xadd(STREAM, {"frame": encode_trajectory(task.payloads[number])})
+                await pipeline.xadd(encode_trajectory(task.payloads[number]))
 
             yield lambda: in_coroutines(range(task.count), send)
 
@@ -178,20 +174,6 @@ class Streams:
                     receipt.note(decode_trajectory(fields[b"frame"]))
                 await client.xack(STREAM, GROUP, *(entry for entry, _ in entries))
         return receipt
-
-
-class PipelinedStreams(Streams):
-    """The XADDs that came up while the last pipeline was under way go out together in the next: the faster way."""
-
-    @asynccontextmanager
-    async def producer(self, task: Task) -> AsyncIterator[Produce]:
-        async with connect(task.url) as client:
-            pipeline = _SharedPipeline(client)
-
-            async def send(number: int) -> None:
-                await pipeline.xadd(encode_trajectory(task.payloads[number]))
-
-            yield lambda: in_coroutines(range(task.count), send)
 
 
 class _SharedPipeline:
@@ -358,9 +340,7 @@ def ray_cluster() -> Iterator[str]:
 
 TRANSPORTS: dict[str, Callable[[], Transport]] = {
     "headway": Headway,
-    "headway_segments": HeadwayInSegments,
-    "streams": PipelinedStreams,
-    "streams_plain_calls": Streams,
+    "streams": Streams,
     "xread_one": OneByOne,
     "zeromq": ZeroMQ,
     "ray_queue": RayQueue,

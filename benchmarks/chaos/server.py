@@ -49,10 +49,7 @@ class FragileServer:
         self._appendfsync = trial.appendfsync
         self.port = _free_port()
         self._server = EmbeddedServer(
-            self._directory,
-            port=self.port,
-            appendfsync=self._appendfsync,
-            settings=(f"maxclients {MOST_CLIENTS}",),
+            self._directory, port=self.port, appendfsync=self._appendfsync, settings=(f"maxclients {MOST_CLIENTS}",)
         )
         self.url = self._server.url
         self._client: Any = redis.Redis(port=self.port, socket_timeout=5.0)

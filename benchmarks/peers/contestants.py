@@ -127,12 +127,7 @@ def check(race: Race, names: Sequence[str]) -> None:
 
 
 def kept(
-    race: Race,
-    name: str,
-    make: Callable[[], Figures],
-    judge: Callable[[Figures], Figures] | None,
-    *,
-    is_read: bool,
+    race: Race, name: str, make: Callable[[], Figures], judge: Callable[[Figures], Figures] | None, *, is_read: bool
 ) -> Figures:
     """Return the figures of that name, which `make` finds unless they are kept and to be read.
 

@@ -41,10 +41,7 @@ LIKE_PRESET = ("algorithm.objective.anchor=behavior", "algorithm.corrections=[]"
 """Overrides with which a recipe has the preset's own loss, the ratio to the policy that sampled, as TRL's asynchronous
 trainer and verl have it, so that no forward pass comes before a step; and the peers' learning rate, which is constant
 from the first update on."""
-OWN = {
-    (2, SHORT): ("staleness.max_lag=1",),
-    (2, LONG_TAILED): ("staleness.ahead=1",),
-}
+OWN = {(2, SHORT): ("staleness.max_lag=1",), (2, LONG_TAILED): ("staleness.ahead=1",)}
 """Overrides of Headway's run alone, by the number of GPUs and the task. A lag of so many steps costs about as many
 steps of progress, as `benchmarks/RESULTS.md` shows. With a GPU to themselves Headway's engines are fast enough to give
 some speed away for fresher samples. Long-tailed samples keep the recipe's bound, which the longest of them need, and
@@ -61,10 +58,7 @@ class Task(msgspec.Struct, frozen=True):
 
 
 TASKS = {
-    SHORT: {
-        "cpu": Task("arithmetic.yaml"),
-        "cuda": Task("smollm2-reasoning-gym.yaml", LIKE_PRESET),
-    },
+    SHORT: {"cpu": Task("arithmetic.yaml"), "cuda": Task("smollm2-reasoning-gym.yaml", LIKE_PRESET)},
     LONG_TAILED: {
         "cpu": Task(str(Path(__file__).with_name("long_tailed.yaml"))),
         "cuda": Task(

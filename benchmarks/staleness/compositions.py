@@ -54,16 +54,16 @@ OBJECTIVES: dict[str, Keys] = {
     "grpo/behavior_clip": {"objective": {"kind": "ppo_clip", "anchor": "behavior"}},
     "gspo/behavior_clip": {"objective": {"kind": "gspo", "anchor": "behavior"}},
     "gspo/behavior_clip_wide": {
-        "objective": {"kind": "gspo", "anchor": "behavior", "options": {"clip_low": 0.1, "clip_high": 0.1}},
+        "objective": {"kind": "gspo", "anchor": "behavior", "options": {"clip_low": 0.1, "clip_high": 0.1}}
     },
     "grpo/opsm": {"objective": {"kind": "ppo_clip", "anchor": "behavior"}, "corrections": [{"kind": "opsm"}]},
     "gspo/opsm": {"objective": {"kind": "gspo", "anchor": "behavior"}, "corrections": [{"kind": "opsm"}]},
     # The published bounds are for an engine that rounds otherwise, or a lag of one or two.
     "grpo/geometric_sequence_mask_wide": {
-        "corrections": [TIS, {"kind": "geometric_sequence_mask", "options": {"low": 0.9, "high": 1.1}}],
+        "corrections": [TIS, {"kind": "geometric_sequence_mask", "options": {"low": 0.9, "high": 1.1}}]
     },
     "grpo/k3_rejection_wide": {
-        "corrections": [TIS, {"kind": "kl_rejection", "options": {"kind": "k3", "threshold": 0.1}}],
+        "corrections": [TIS, {"kind": "kl_rejection", "options": {"kind": "k3", "threshold": 0.1}}]
     },
     "grpo/opsm_wide": {
         "objective": {"kind": "ppo_clip", "anchor": "behavior"},

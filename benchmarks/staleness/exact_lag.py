@@ -209,12 +209,7 @@ class Run:
     def outcome(self) -> Outcome:
         """Return the outcome after the last step."""
         final = self._evaluate(self._trial.settings.steps, self._held_out_prompts)
-        return Outcome(
-            trial=self._trial,
-            final=final,
-            held_out=self._held_out,
-            curves=dict(self._curves),
-        )
+        return Outcome(trial=self._trial, final=final, held_out=self._held_out, curves=dict(self._curves))
 
     def _evaluate(self, steps: int, prompts: list[Prompt]) -> float:
         self.rollouts.load(*self._versions[-1])
