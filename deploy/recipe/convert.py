@@ -205,7 +205,8 @@ def _nearest(path: str, ours: OurKey, fields: list[str], struct: type[msgspec.St
     if (name := ours.key.rpartition(".")[2]) in fields and name != "kind":  # which nearly every section has
         return prefix + name
     is_our_own = parent.startswith(OF_THEIR_OWN) and not ours.key.startswith(prefix)
-    if not is_our_own and is_there and not _is_in(path, ours.key):
+    is_below_ours = path.startswith((f"{ours.key}.", f"{ours.key}["))
+    if not is_our_own and is_there and not is_below_ours:
         return ours.key
     if close := difflib.get_close_matches(leaf, fields, n=1, cutoff=0.85):
         return prefix + close[0]
@@ -220,11 +221,6 @@ def _nearest(path: str, ours: OurKey, fields: list[str], struct: type[msgspec.St
         return prefix + close[0]
     close = difflib.get_close_matches(leaf, everywhere, n=1, cutoff=0.75)
     return everywhere[close[0]] if close else ""
-
-
-def _is_in(path: str, other: str) -> bool:
-    """Whether the path lies in the section `other`, or in an item of that list."""
-    return path.startswith((f"{other}.", f"{other}["))
 
 
 def _all_paths(annotation: Any, path: str) -> Iterator[str]:

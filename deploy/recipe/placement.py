@@ -281,10 +281,6 @@ LearnerPart = Callable[[str], float | None]
 """Returns the part of this GPU's memory that the learner takes, or None if engines are not to share it by default."""
 
 
-def unknown(gpu: str) -> None:
-    """Know nothing of what the learner takes: see LearnerPart."""
-
-
 def only_gpu_bytes(visible: str) -> int | None:
     """Return the memory of the GPU if `headway run` sees exactly one; None if it sees several, or nvidia-smi does not
     tell. `visible`: its CUDA_VISIBLE_DEVICES.
@@ -309,7 +305,7 @@ def memory_overrides(recipe: Recipe, shares: Mapping[str, float]) -> dict[str, l
     return {name: [f"engine.options.{options[name]}={share:g}"] for name, share in shares.items()}
 
 
-def engine_shares(recipe: Recipe, visible: str, learner_part: LearnerPart = unknown) -> dict[str, float]:
+def engine_shares(recipe: Recipe, visible: str, learner_part: LearnerPart = lambda _: None) -> dict[str, float]:
     """Return the part of a GPU's memory that each engine of a pool gets, by the pool's name; a pool is left out whose
     recipe says it, or whose engines have their GPUs alone. `visible`: CUDA_VISIBLE_DEVICES of `headway run`. Raises
     ConfigError if a GPU has too many engines."""

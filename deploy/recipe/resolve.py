@@ -30,10 +30,10 @@ Sections = TypeVar("Sections", bound=msgspec.Struct)
 log = logging.getLogger(__name__)
 
 RESOLVED = {
-    *("run", "prompts", "rewards", "model", "broker", "staleness", "sampling", "engine", "workers", "evaluation"),
+    *("prompts", "rewards", "model", "broker", "staleness", "sampling", "engine", "workers", "evaluation"),
     *("algorithm", "optimizer", "learner", "sft", "checkpoint", "weights", "metrics"),
 }
-"""The sections of a resolved configuration of any version. A recipe that people write names fewer."""
+"""The sections, besides `run`, of a resolved configuration of any version. A recipe that people write names fewer."""
 SOURCE = "override"
 """What errors in overrides of some sections name as their source."""
 HELD_OUT_COUNTS = ("held_out_rows", "held_out_records")
@@ -44,8 +44,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), hint: Callable[
     told how a recipe that says its warm-up in `sft` says it in `stages`."""
     found = find_recipe(str(path))
     file, raw = read_recipe(found, overrides)
-    _name_the_run(raw, found.stem)
-    recipe = _resolved(raw, found.name, held_out_seed=None if raw.keys() >= RESOLVED else 0)
+    recipe = _resolved(raw, found.name, found.stem, held_out_seed=None if raw.keys() >= RESOLVED else 0)
     if hint is not None and (stages := newer_spelling(file)):
         hint(f"{path}: `sft` is an older spelling of the first stage. Write the same as:\n\n{to_yaml(stages)}")
     return recipe
@@ -56,7 +55,7 @@ def with_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     if not overrides:
         return recipe
     name = recipe.run.name
-    return _resolved(with_own_options(_plain(recipe), overrides, name), name)
+    return _resolved(with_own_options(_plain(recipe), overrides, name), name, name)
 
 
 def overridden(sections: Sections, overrides: Sequence[str]) -> Sections:
@@ -74,14 +73,30 @@ def _plain(sections: msgspec.Struct) -> dict[str, Any]:
     return plain
 
 
-def _resolved(raw: dict[str, Any], source: str, held_out_seed: int | None = 0) -> Recipe:
+def _resolved(raw: dict[str, Any], source: str, stem: str, held_out_seed: int | None = 0) -> Recipe:
     check_tree(raw, Recipe, source)
-    raw = _with_defaults(raw, source, held_out_seed)
-    recipe = _choose_model(to_struct(raw, Recipe, source))
+    raw = _with_defaults(raw, source, stem, held_out_seed)
+    recipe = to_struct(raw, Recipe, source)
+    if recipe.model.path:  # so that one override replaces a shipped recipe's random model
+        recipe = replace(recipe, model=replace(recipe.model, random=None))
     if raw.get("weights", {}).get("archive") == "http":
         _hint_at_no_archive()
     check_values(recipe, source)
     return recipe
+
+
+def _with_defaults(raw: dict[str, Any], source: str, stem: str, held_out_seed: int | None) -> dict[str, Any]:
+    """Return the recipe over the keys that it may omit: what follows from its preset and its placement, and the run's
+    name, which is that of its file. Where that name has a run already, starting another is refused."""
+    algorithm = raw.get("algorithm", {})
+    preset = algorithm.get("preset", AlgorithmConfig().preset)
+    try:
+        of_preset = {**preset_defaults(str(preset)), "preset": preset}
+    except ConfigError as error:
+        raise ConfigError(f"{source}: algorithm.preset: {error}") from error
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")[:100] or "run"
+    below = {"run": {"name": name}, "algorithm": of_preset, **_colocated_defaults(raw)}
+    return with_held_out_seed(_merge(below, raw), held_out_seed)
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -132,30 +147,10 @@ def _without_secrets(recipe: Recipe) -> Recipe:
     return replace(recipe, broker=replace(recipe.broker, url=without_secrets(recipe.broker.url)))
 
 
-def _name_the_run(raw: dict[str, Any], stem: str) -> None:
-    """Name a run without a name after its recipe's file. Where that name has a run already, starting another is
-    refused."""
-    run = raw.setdefault("run", {})
-    if isinstance(run, dict):
-        run.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")[:100] or "run")
-
-
-def _with_defaults(raw: dict[str, Any], source: str, held_out_seed: int | None) -> dict[str, Any]:
-    """Return the recipe over the keys that it may omit because of others that it names."""
-    raw = with_held_out_seed(raw, held_out_seed)
-    raw = _merge(_colocated_defaults(raw), raw)
-    return {**raw, "algorithm": _with_preset(raw.get("algorithm", {}), source)}
-
-
 @functools.cache
 def _hint_at_no_archive() -> None:
     """Log the hint once a process, since a recipe is read more than once."""
     log.warning("weights.archive=http is called none now: workers pull from the learner alone.")
-
-
-def _choose_model(recipe: Recipe) -> Recipe:
-    """Choose a model's path over random weights, so that one override replaces a shipped recipe's model."""
-    return replace(recipe, model=replace(recipe.model, random=None)) if recipe.model.path else recipe
 
 
 def _colocated_defaults(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,15 +175,6 @@ def _gpus_each(engine: Mapping[str, Any]) -> int:
         return gpus_of(EngineConfig(kind=engine.get("kind", ""), options=options if isinstance(options, dict) else {}))
     except ConfigError:
         return 1
-
-
-def _with_preset(algorithm: dict[str, Any], source: str) -> dict[str, Any]:
-    """Put the preset's keys beneath the user's own."""
-    preset = algorithm.get("preset", AlgorithmConfig().preset)
-    try:
-        return _merge(preset_defaults(str(preset)), {**algorithm, "preset": preset})
-    except ConfigError as error:
-        raise ConfigError(f"{source}: algorithm.preset: {error}") from error
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import msgspec
 from headway.broker.config import MAX_TOKENS
 from headway.broker.errors import ConfigError
 from headway.broker.user_code.kinds import did_you_mean, typed_options, unknown_kind, unknown_option
-from headway.learner.algorithm_config import ADVANTAGES, CORRECTIONS, OBJECTIVES, AlgorithmConfig
+from headway.learner.algorithm_config import ADVANTAGES, CORRECTIONS, OBJECTIVES
 from headway.learner.backends import BACKENDS
 from headway.learner.backends import abilities_of as backend_abilities
 from headway.learner.config import EXAMPLES, PROMPTS, STAGES, StageConfig
@@ -204,7 +204,11 @@ def _check_kinds(recipe: Recipe, source: str) -> None:
         _check_kind(recipe.prompts.kind, PROMPTS, f"{source}: prompts.kind")
     _check_kind(recipe.launcher.kind, LAUNCHERS, f"{source}: launcher.kind")
     _check_kind(recipe.learner.backend, BACKENDS, f"{source}: learner.backend")
-    _check_parts_of_loss(recipe.algorithm, f"{source}: algorithm")
+    algorithm, where = recipe.algorithm, f"{source}: algorithm"
+    _check_kind(algorithm.advantage.kind, ADVANTAGES, f"{where}.advantage.kind")
+    _check_kind(algorithm.objective.kind, OBJECTIVES, f"{where}.objective.kind")
+    for index, correction in enumerate(algorithm.corrections):
+        _check_kind(correction.kind, CORRECTIONS, f"{where}.corrections[{index}].kind")
     for phase in recipe.sft.phases:
         _check_kind(phase.kind, EXAMPLES, f"{source}: sft.phases.kind")
     for index, stage in enumerate(recipe.stages):
@@ -213,13 +217,6 @@ def _check_kinds(recipe: Recipe, source: str) -> None:
         _check_kind(reward.kind, REWARDS, f"{source}: rewards.kind")
     _check_sinks(recipe.metrics, source)
     check_environment(recipe.environment, source)
-
-
-def _check_parts_of_loss(algorithm: AlgorithmConfig, where: str) -> None:
-    _check_kind(algorithm.advantage.kind, ADVANTAGES, f"{where}.advantage.kind")
-    _check_kind(algorithm.objective.kind, OBJECTIVES, f"{where}.objective.kind")
-    for index, correction in enumerate(algorithm.corrections):
-        _check_kind(correction.kind, CORRECTIONS, f"{where}.corrections[{index}].kind")
 
 
 def _check_stage(stage: StageConfig, where: str) -> None:
