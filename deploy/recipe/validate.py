@@ -42,8 +42,6 @@ TORCH_DEVICE = re.compile(r"(cpu|cuda|mps|xpu)(:\d+)?")
 ROWS = ("jsonl", "parquet", "datasets")
 """Kinds of prompts that are rows, all of which can be read before a run starts."""
 GROUP_ADVANTAGES = ("group_mean_std", "group_mean", "leave_one_out", "best_against_worst")
-
-
 DAY_S = 86400
 MOST_SAMPLES = 1 << 20
 MOST_PROMPTS_AHEAD = 1 << 17
