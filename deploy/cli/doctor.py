@@ -8,7 +8,9 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -66,14 +68,14 @@ class MachineReport(msgspec.Struct, frozen=True, kw_only=True):
 def examine() -> MachineReport:
     """Examine this machine. It raises nothing for a broken installation, which is a finding."""
     torch = _ask_torch()
-    servers, engines, backends = _servers(), _engines(torch), _backends(torch)
+    servers, engines, backends = _servers(), _findings(ENGINES, torch), _backends(torch)
     return MachineReport(
         machine=_machine(torch),
         servers=servers,
         engines=engines,
         backends=backends,
-        transports=_transports(torch),
-        scorers=tuple(_finding(name, known.examine(torch), known.remedy) for name, known in RUNTIMES.items()),
+        transports=_findings(TRANSPORTS, torch),
+        scorers=_findings(RUNTIMES, torch),
         rewards=(
             _package("math-verify", "reward math_verify"),
             _package("reasoning-gym", "reward and prompts reasoning_gym", extra="reasoning-gym"),
@@ -157,26 +159,18 @@ def _servers() -> tuple[Finding, ...]:
     )
 
 
-def _engines(torch: TorchFacts) -> tuple[Finding, ...]:
-    return tuple(_finding(name, engine.examine(torch), engine.remedy) for name, engine in ENGINES.items())
-
-
-def _finding(name: str, found: tuple[bool, str], remedy: str) -> Finding:
-    works, detail = found
-    return Finding(name=name, works=works, detail=detail, remedy=remedy)
+def _findings(registry: Mapping[str, Any], torch: TorchFacts) -> tuple[Finding, ...]:
+    """Return a finding for each entry of a registry, which examines this machine for its kind."""
+    found = ((name, known.remedy, *known.examine(torch)) for name, known in registry.items())
+    return tuple(Finding(name=name, works=works, detail=detail, remedy=remedy) for name, remedy, works, detail in found)
 
 
 def _backends(torch: TorchFacts) -> tuple[Finding, ...]:
-    known = (_finding(name, known.examine(torch), known.remedy) for name, known in BACKENDS.items())
     return (
-        *known,
+        *_findings(BACKENDS, torch),
         _package("bitsandbytes", "model.adapter.quantize_base=nf4", extra="quantized"),
         _package("flash-attn-4", "attention of long sequences on Hopper and Blackwell", extra="flash-attn"),
     )
-
-
-def _transports(torch: TorchFacts) -> tuple[Finding, ...]:
-    return tuple(_finding(name, known.examine(torch), known.remedy) for name, known in TRANSPORTS.items())
 
 
 def _package(name: str, use: str, extra: str = "") -> Finding:

@@ -29,7 +29,16 @@ def acl(run: str | None, passwords: Path | None, as_file: bool, is_for_7_0: bool
     these work. Then give each role a URL such as redis://headway-worker@host:6379?password_file=FILE, or its
     password in HEADWAY_BROKER_PASSWORD.
     """
-    print_acl(run, passwords, as_file=as_file, is_for_7_0=is_for_7_0)
+    from headway.broker.server.access import users
+
+    given = _read_passwords(passwords) if passwords else dict[str, str]()
+    for user in users(run, given):
+        command = "user" if as_file else "ACL SETUSER"
+        say(f"{command} {user.name} {' '.join(user.rules(is_for_7_0=is_for_7_0))}")
+        if not as_file:
+            say(f"CLIENT KILL USER {user.name}")  # otherwise a client that came in by the old password stays
+        if user.role not in given:
+            say(f"{user.name} {user.password}", to_stderr=True)
 
 
 @click.command()
@@ -119,20 +128,6 @@ def doctor(as_json: bool) -> None:
         say_json(report)
         return
     Terminal().print(report_tables(report))
-
-
-def print_acl(run: str | None, passwords: Path | None, *, as_file: bool, is_for_7_0: bool) -> None:
-    """Print the rules on stdout without passwords, and newly made passwords on stderr, once."""
-    from headway.broker.server.access import users
-
-    given = _read_passwords(passwords) if passwords else dict[str, str]()
-    for user in users(run, given):
-        command = "user" if as_file else "ACL SETUSER"
-        say(f"{command} {user.name} {' '.join(user.rules(is_for_7_0=is_for_7_0))}")
-        if not as_file:
-            say(f"CLIENT KILL USER {user.name}")  # otherwise a client that came in by the old password stays
-        if user.role not in given:
-            say(f"{user.name} {user.password}", to_stderr=True)
 
 
 def _read_passwords(path: Path) -> dict[str, str]:

@@ -134,11 +134,9 @@ class Child(Handle):
         return self._process.pid
 
     def exit_code(self) -> int | None:
-        """Return its exit code: None while it runs; negative: the signal that ended it."""
         return self._process.poll()
 
     def terminate(self) -> None:
-        """Ask it to end in an orderly way (SIGTERM). Idempotent."""
         if self.exit_code() is None:
             for pid in self._addressees():
                 _signal(pid, signal.SIGTERM)

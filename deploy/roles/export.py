@@ -9,7 +9,8 @@ import functools
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -25,12 +26,12 @@ from headway.learner.backends.adapter import (
     CONFIG,
     FOLDER,
     WEIGHTS,
+    Weights,
     adapted_model,
     has_adapter,
     open_weights,
     trained_base,
 )
-from headway.learner.backends.adapter import CONFIG as ADAPTER_CONFIG
 from headway.learner.backends.hugging_face_files import TensorFiles, write_tensors
 from headway.learner.backends.score_head import has_score_head
 from headway.learner.batching.packing import PackableSequence, concatenate
@@ -188,10 +189,6 @@ def _packable(token_ids: "np.typing.NDArray[np.int32]") -> PackableSequence:
     )
 
 
-WriteModel = Callable[[Path, Path], object]
-"""Writes the model of a checkpoint to a directory, whole."""
-
-
 def check_has_adapter(model: TrainedModel) -> None:
     """Raise ConfigError for a checkpoint of a whole model."""
     if not has_adapter(model.path):
@@ -208,25 +205,14 @@ def write_adapter(model: TrainedModel, target: Path, dtype: str | None) -> tuple
     shutil.copyfile(source / CONFIG, target / CONFIG)
     if (source / BASE).exists():
         shutil.copyfile(source / BASE, target / BASE)
-    kinds: dict[str, int] = {}
-
-    def converted() -> list[tuple[str, torch.Tensor]]:
-        found = [(name, tensors(name)) for name in sorted(tensors.names)]
-        return [(name, tensor if dtype is None else tensor.to(getattr(torch, dtype))) for name, tensor in found]
-
-    written = converted()
-    for _, tensor in written:
-        kind = str(tensor.dtype).removeprefix("torch.")
-        kinds[kind] = kinds.get(kind, 0) + tensor.numel()
-    write_tensors(written, target)
+    formats: Counter[str] = Counter()
+    write_tensors(list(_converted(tensors, dtype, formats)), target)
     (target / "model.safetensors").rename(target / WEIGHTS)
     (target / WEIGHTS).chmod((target / CONFIG).stat().st_mode)  # only its writer could read it; servers are others
-    return max(kinds, key=lambda kind: kinds[kind]), sum(kinds.values())
+    return max(formats, key=lambda kind: formats[kind]), formats.total()
 
 
-def compare_adapter(
-    model: TrainedModel, exported: Path, device: str, *, written: str, write_model: WriteModel
-) -> Agreement:
+def compare_adapter(model: TrainedModel, exported: Path, device: str, *, written: str) -> Agreement:
     """Compare what the exported adapter, `written` in that number format, makes of its base with the state of the
     checkpoint, as `compare` does."""
     with tempfile.TemporaryDirectory(dir=exported.parent) as directory:
@@ -295,9 +281,7 @@ def export_model(
                 written, parameters = write_adapter(model, partial, dtype)
             else:
                 written, parameters = write_model(model.path, partial, dtype)
-        compared = (
-            functools.partial(compare_adapter, written=written, write_model=write_model) if is_adapter else compare
-        )
+        compared = functools.partial(compare_adapter, written=written) if is_adapter else compare
         check = compared(model, partial, device) if is_checked else None
         if check is not None and not check.is_close:
             raise ExportError(_disagreement(model, check))
@@ -325,7 +309,7 @@ def _refuse_what_holds_something(directory: Path, is_forced: bool) -> None:
     if (directory / FILES_FILE).exists() or directory.is_symlink():
         raise ConfigError(f"{directory} is a learner's checkpoint or a link; --force does not replace it.")
     if not directory.is_dir() or (
-        any(directory.iterdir()) and not (is_model(directory) or (directory / ADAPTER_CONFIG).is_file())
+        any(directory.iterdir()) and not (is_model(directory) or (directory / CONFIG).is_file())
     ):
         raise ConfigError(f"{directory} holds something else than a model; --force does not replace it.")
 
@@ -337,21 +321,22 @@ def write_model(source: Path, target: Path, dtype: Dtype | None = None) -> tuple
     if tensors is None:
         raise ExportError(f"{source} has no safetensors files.")
     _write_configuration(source, target, dtype)
-    formats: dict[str, int] = {}
-
-    def converted() -> Iterator[tuple[str, torch.Tensor]]:
-        for name in sorted(tensors.names):
-            tensor = tensors(name)
-            if dtype is not None and tensor.is_floating_point():
-                tensor = tensor.to(getattr(torch, dtype))
-            kind = str(tensor.dtype).removeprefix("torch.")
-            formats[kind] = formats.get(kind, 0) + tensor.numel()
-            yield name, tensor
-
-    write_tensors(converted(), target)
+    formats: Counter[str] = Counter()
+    write_tensors(_converted(tensors, dtype, formats), target)
     for path in target.glob("*.safetensors"):  # which only their writer may read; servers run as other users
         path.chmod((target / "config.json").stat().st_mode)
-    return max(formats, key=lambda kind: formats[kind]), sum(formats.values())
+    return max(formats, key=lambda kind: formats[kind]), formats.total()
+
+
+def _converted(tensors: Weights, dtype: str | None, formats: Counter[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield all tensors by name, floating ones in the number format `dtype` if one is given, and count the numbers of
+    each format."""
+    for name in sorted(tensors.names):
+        tensor = tensors(name)
+        if dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(getattr(torch, dtype))
+        formats[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+        yield name, tensor
 
 
 def _write_configuration(source: Path, target: Path, dtype: Dtype | None) -> None:

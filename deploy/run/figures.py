@@ -43,9 +43,13 @@ def generated_per_s(workers: Sequence[WorkerInfo]) -> float:
 
 def lag_histogram(steps: Sequence[StepMetrics]) -> dict[int, int]:
     """Return the number of trajectories that these steps trained, by lag."""
+    return _summed(step.lag_histogram for step in steps)
+
+
+def _summed(histograms: Iterable[Mapping[int, int]]) -> dict[int, int]:
     counts: Counter[int] = Counter()
-    for step in steps:
-        counts.update(step.lag_histogram)
+    for histogram in histograms:
+        counts.update(histogram)
     return dict(sorted(counts.items()))
 
 
@@ -99,18 +103,11 @@ def trained_tokens_by_step_of_weights(steps: Sequence[StepMetrics]) -> dict[int,
 
 def trained_by_response_length(steps: Sequence[StepMetrics]) -> dict[int, int]:
     """Return the number of samples that these steps trained, by the tokens of the response up to a power of two."""
-    counts: Counter[int] = Counter()
-    for step in steps:
-        counts.update(step.response_length_histogram)
-    return dict(sorted(counts.items()))
+    return _summed(step.response_length_histogram for step in steps)
 
 
 def _by_step_of_weights(lags: Iterable[tuple[int, Mapping[int, int]]]) -> dict[int, int]:
-    counts: Counter[int] = Counter()
-    for step, histogram in lags:
-        for lag, count in histogram.items():
-            counts[step - lag] += count
-    return dict(sorted(counts.items()))
+    return _summed({step - lag: count for lag, count in histogram.items()} for step, histogram in lags)
 
 
 @overload

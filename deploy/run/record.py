@@ -7,7 +7,7 @@ returns the lines whose training is part of the final weights, and every figure 
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -324,7 +324,7 @@ def read_record(run: str, *, again: bool = False) -> Record:
         steps=steps,
         evaluations=lineage(evaluations),
         stages=stages,
-        last_look=_read_last_look(directory, notes),
+        last_look=_noted(lambda: read_last_look(directory), notes),
         summary=_followed(steps, lineage(evaluations))
         if again and is_running
         else _read_summary(directory, len(lineage(steps)), notes),
@@ -381,45 +381,33 @@ def _damage(name: str, file: FileLines[AnyLine]) -> Iterator[str]:
 
 def _read_summary(directory: Path, steps: int, notes: list[str]) -> dict[str, Any]:
     """Return summary.json, or its figures as of now if it is missing, damaged or older than the last step."""
-    try:
-        written = read_summary(directory)
-        if written.get("steps") == steps:
-            return written
-        if written:
-            notes.append(
-                f"{SUMMARY} is older than the last steps, so these figures were computed from the other files."
-            )
-    except HeadwayError as error:
-        notes.append(str(error))
-    try:
-        computed = summary_of(directory)
-    except HeadwayError as error:
-        notes.append(f"There are no summary figures: {error}")
-        return {}
+    written = _noted(lambda: read_summary(directory), notes) or {}
+    if written.get("steps") == steps:
+        return written
+    if written:
+        notes.append(f"{SUMMARY} is older than the last steps, so these figures were computed from the other files.")
+    computed = _noted(lambda: summary_of(directory), notes, "There are no summary figures: ") or {}
     return {key: value for key, value in computed.items() if key not in OF_THE_SERVER}
-
-
-def _read_last_look(directory: Path, notes: list[str]) -> HeartbeatEvent | None:
-    try:
-        return read_last_look(directory)
-    except HeadwayError as error:
-        notes.append(str(error))
-        return None
 
 
 def _read_settings(path: Path, notes: list[str]) -> dict[str, Any]:
     if not path.exists():
         notes.append(f"{path.name} is missing. {MISSING[path.name]}")
         return {}
-    try:
-        settings = read_yaml(path)
-    except HeadwayError as error:
-        notes.append(f"The recipe is unknown: {error}")
-        return {}
+    settings = _noted(lambda: read_yaml(path), notes, "The recipe is unknown: ") or {}
     server = settings.get("broker")
     if isinstance(server, dict) and isinstance(server.get("url"), str):
         settings["broker"] = {**server, "url": without_secrets(server["url"])}
     return settings
+
+
+def _noted(read: Callable[[], T], notes: list[str], head: str = "") -> T | None:
+    """Return what it reads; None, and its error in `notes`, where it cannot."""
+    try:
+        return read()
+    except HeadwayError as error:
+        notes.append(f"{head}{error}")
+        return None
 
 
 def _is_running(directory: Path) -> bool:

@@ -211,9 +211,7 @@ def identity_of(directory: Path) -> str:
 def write_identity(directory: Path, identity: str) -> None:
     """Write the identity durably. Call it before the run is claimed: no other learner can continue a claim without
     it."""
-    with writable(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        replace_file(directory / IDENTITY, f"{identity}\n".encode())
+    _write_line(directory / IDENTITY, identity)
 
 
 def last_incarnation(directory: Path) -> int:
@@ -228,9 +226,13 @@ def last_incarnation(directory: Path) -> int:
 def write_incarnation(directory: Path, incarnation: int) -> None:
     """Write the incarnation durably, unless a later one is noted. Call it before any weights are published under it."""
     if incarnation > last_incarnation(directory):  # else another learner has replaced this one meanwhile
-        with writable(directory):
-            directory.mkdir(parents=True, exist_ok=True)
-            replace_file(directory / INCARNATION, f"{incarnation}\n".encode())
+        _write_line(directory / INCARNATION, f"{incarnation}")
+
+
+def _write_line(path: Path, line: str) -> None:
+    with writable(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, f"{line}\n".encode())
 
 
 @contextmanager

@@ -13,7 +13,9 @@ import pytest
 from headway.broker.installation import TorchFacts, version_of
 from headway.deploy.cli import doctor
 from headway.deploy.terminal import Terminal
+from headway.rollout_workers.engines import ENGINES
 from headway.rollout_workers.engines.abilities import SGLANG
+from headway.weightsync.transports.base import TRANSPORTS
 
 
 def test_the_report_of_this_machine() -> None:
@@ -40,9 +42,9 @@ def test_a_torch_that_does_not_import_is_a_finding(tmp_path: Path) -> None:
     facts = doctor._ask_torch(str(broken))
     assert facts == TorchFacts(problem="torch does not import: ImportError: libcudart.so.12: cannot open")
     assert not doctor._backends(facts)[0].works
-    assert not doctor._engines(facts)[0].works
+    assert not doctor._findings(ENGINES, facts)[0].works
     assert "no torch" in doctor._machine(facts)[2].detail
-    assert not any(transport.works for transport in doctor._transports(facts))
+    assert not any(transport.works for transport in doctor._findings(TRANSPORTS, facts))
 
 
 def test_packages_of_extras_are_installed_by_their_extras(monkeypatch: pytest.MonkeyPatch) -> None:

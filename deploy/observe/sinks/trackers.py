@@ -79,19 +79,23 @@ def _of_step(metrics: StepMetrics) -> Iterator[tuple[str, float]]:
                 yield f"by_lag/{name}_{lag}", value
 
 
+class _Tracker:
+    """What all trackers are: no record of the run, and drawn from looks at the run, too."""
+
+    is_record = False
+    wants_heartbeats = True
+
+
 TENSORBOARD_DIRECTORY = "tensorboard"
 """Name of its directory inside the run's."""
 
 
-class TensorBoardSink:
+class TensorBoardSink(_Tracker):
     """Writes event files once there is something to write, and flushes them after every event.
 
     A resumed learner, or stage, trains steps anew. The sink purges what an earlier process wrote of these and later
     steps, so that curves show the steps that lead to the last weights.
     """
-
-    is_record = False
-    wants_heartbeats = True
 
     def __init__(self, options: TensorBoardOptions) -> None:
         self._options = options
@@ -128,12 +132,9 @@ WANDB_STEP = "step"
 """The curve over which all others are drawn. wandb's own counter only grows, but a resumed run goes back."""
 
 
-class WandbSink:
+class WandbSink(_Tracker):
     """Logs every event's points. A resumed learner goes on with the same run of Weights & Biases: its id is the run's
     identity."""
-
-    is_record = False
-    wants_heartbeats = True
 
     def __init__(self, options: WandbOptions) -> None:
         self._options = options
@@ -171,11 +172,8 @@ MLFLOW_BATCH = 1000
 """The most metrics of one request."""
 
 
-class MlflowSink:
+class MlflowSink(_Tracker):
     """Logs every event's points as metrics of one run of MLflow, which a resumed learner continues."""
-
-    is_record = False
-    wants_heartbeats = True
 
     def __init__(self, options: MlflowOptions) -> None:
         self._options = options
@@ -222,12 +220,9 @@ def mlflow_name(tag: str) -> str:
     return "/".join(part if part.strip(".") else "_" for part in parts)
 
 
-class TrackioSink:
+class TrackioSink(_Tracker):
     """Logs every event's points. A resumed learner goes on with the same run of trackio, whose name ends with the run's
     identity."""
-
-    is_record = False
-    wants_heartbeats = True
 
     def __init__(self, options: TrackioOptions) -> None:
         self._options = options
