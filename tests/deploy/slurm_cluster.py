@@ -95,7 +95,7 @@ def _serving(command: list[str], environment: dict[str, str]) -> Iterator[None]:
     finally:
         process.terminate()
         try:
-            process.wait(10)
+            process.wait(240)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -104,7 +104,7 @@ def worker_elsewhere(url: str, run: str, private: Path) -> Iterator[None]:
     thread = threading.Thread(target=lambda: asyncio.run(work()), daemon=True)
     thread.start()
     yield
-    thread.join(60)
+    thread.join(240)
     assert not thread.is_alive()
 
 

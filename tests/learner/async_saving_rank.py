@@ -41,7 +41,7 @@ class Held:
 
     def _wait(self) -> None:
         if self._backend.rank == self._backend.world_size - 1:
-            assert self.gate.wait(60)
+            assert self.gate.wait(240)
             if self.is_broken:
                 raise OSError("No space left on device")
 

@@ -11,7 +11,7 @@ def test_the_others_are_made_while_the_first_is_used() -> None:
     may_go_on, here = threading.Event(), threading.get_ident()
 
     def waits() -> int:
-        assert may_go_on.wait(30)
+        assert may_go_on.wait(240)
         return threading.get_ident()
 
     found = Prefetcher([threading.get_ident, waits, threading.get_ident])

@@ -146,7 +146,7 @@ class Story:
 
 def test_training_goes_on_and_the_commit_waits(tmp_path: Path) -> None:
     story, is_trained = Story(tmp_path), threading.Event()
-    story.write = lambda step: _must(is_trained.wait(60))
+    story.write = lambda step: _must(is_trained.wait(240))
     update = story.update
 
     def update_and_tell(packed: object, step: int, **named: object) -> Any:

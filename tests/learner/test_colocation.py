@@ -160,11 +160,11 @@ def test_engines_that_the_server_has_forgotten_are_waited_for(
     was_answered, is_named = threading.Event(), threading.Event()
 
     def live_on() -> None:
-        was_answered.wait(60)
+        was_answered.wait(240)
         may_generate(worker, is_awake=True)
         seen.append(model.is_here)
         monkeypatch.setattr(engine_pauses, "AWAKE_S", 0.0)
-        is_named.wait(10)
+        is_named.wait(240)
         seen.append(model.is_here)
         worker.call(worker.broker.phases.fell_asleep("w"))
 

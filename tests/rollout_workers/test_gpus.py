@@ -78,7 +78,7 @@ with start_lock(["b", "a"]):
         second.join(0.2)
         order.append("killed")
         first.kill()
-    second.join(60)
+    second.join(240)
     assert order == ["elsewhere", "killed", "second"]
 
 

@@ -134,7 +134,7 @@ async def test_an_engine_that_was_left_in_the_middle_samples_nothing_until_it_is
     pull = subscriber._background_puller._puller.pull
 
     def pull_when_allowed(*arguments: Any) -> Any:
-        may_pull.wait(60)
+        may_pull.wait(240)
         return pull(*arguments)
 
     def cut_off(version: WeightVersion, gathering: Gathering) -> Iterator[torch.Tensor]:
