@@ -63,8 +63,8 @@ def _vocabulary(model: Path) -> int:
     """Return the number of token ids that the model of the directory has embeddings for."""
     path = model / "config.json"
     config = json.loads(path.read_bytes()) if path.exists() else {}
-    told = (config.get("text_config") or {}).get("vocab_size", config.get("vocab_size"))
-    return told if isinstance(told, int) else MAX_TOKEN_ID + 1
+    size = (config.get("text_config") or {}).get("vocab_size", config.get("vocab_size"))
+    return size if isinstance(size, int) else MAX_TOKEN_ID + 1
 
 
 def _dropped(tokenizer: Any, stops: Sequence[int], keeps: Sequence[str] | None) -> set[int]:

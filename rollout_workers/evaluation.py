@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.structs import replace
 
+from headway.broker.client.broker import Outages
 from headway.broker.client.evaluations import EvaluationLease, EvaluationOutcome, EvaluationResult, Evaluations
-from headway.broker.client.outages import Outages
 from headway.broker.schema import Prompt, WeightVersion
 
 from .config import EvalConfig, SamplingConfig
@@ -30,6 +30,7 @@ from .environments import Environment, SingleTurn
 from .rewards.base import Reward, UnscoredError
 from .samples.episode import Episodes
 from .samples.generation import EngineFailedError, generate, room
+from .samples.leased_samples import WorkerContext
 from .samples.recorder import Recorder
 
 log = logging.getLogger(__name__)
@@ -177,29 +178,23 @@ class EvaluationSampler:
 
     def __init__(
         self,
+        context: WorkerContext,
         verbs: Evaluations,
         outages: Outages,
         episodes: Episodes,
-        decoding: Decoding,
-        sampling: SamplingConfig,
-        config: EvalConfig,
         generate: Callable[[GenerationRequest, Recorder], Awaitable[None]],
         *,
-        worker: str,
-        lease_ttl_s: float,
         max_model_len: int,
         on_change: Callable[[], None],
     ) -> None:
         """`generate` records one turn. `on_change` is called when the engine has room for another sample."""
+        self._context = context
+        self._config = context.evaluation
+        self._sampling = evaluation_sampling(context.sampling, context.evaluation)
         self._verbs = verbs
         self._outages = outages
         self._episodes = episodes
-        self._decoding = decoding
-        self._sampling = evaluation_sampling(sampling, config)
-        self._config = config
         self._generate = generate
-        self._worker = worker
-        self._lease_ttl_s = lease_ttl_s
         self._max_model_len = max_model_len
         self._on_change = on_change
         self._held: dict[int, _EvaluationSample] = {}
@@ -230,7 +225,9 @@ class EvaluationSampler:
         self._renewal_s = time.monotonic() + RENEW_S
         held = [one.lease for one in self._held.values()]
         with self._outages:
-            reply = await self._verbs.lease(self._worker, version, max(0, room), self._lease_ttl_s, held)
+            reply = await self._verbs.lease(
+                self._context.worker, version, max(0, room), self._context.lease_ttl_s, held
+            )
             if version != self._version:  # it was given up meanwhile
                 await self._verbs.release(reply.leases)
                 return
@@ -294,7 +291,7 @@ class EvaluationSampler:
     async def _result(self, lease: EvaluationLease, recorder: Recorder) -> EvaluationResult:
         """Return the result of a sample. One that no reward function can score has not passed."""
         place, number = divmod(lease.sample, self._config.samples)
-        request = held_out_request(place, number, lease.prompt, self._sampling, self._decoding)
+        request = held_out_request(place, number, lease.prompt, self._sampling, self._context.decoding)
         # A worker may lease a lost sample again while the engine still ends its old request.
         request = msgspec.structs.replace(request, request_id=f"{request.request_id}:{lease.version}:{lease.token}")
         try:

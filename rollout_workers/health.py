@@ -136,7 +136,7 @@ class EngineHealth:
         self._failed_s = deque[float](maxlen=max(1, errors))
         self.last_error = ""
 
-    def look(self, requests: int, tokens: int) -> Verdict | None:
+    def check(self, requests: int, tokens: int) -> Verdict | None:
         """Compare with the last look. `requests`: those for which the engine may sample; `tokens`: all that it has
         sampled until now. Requests that the last look did not see may have come just now, and begin the count."""
         if not requests or tokens != self._tokens:

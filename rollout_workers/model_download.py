@@ -5,8 +5,7 @@ import logging
 from pathlib import Path
 from typing import NamedTuple
 
-from headway.broker.client.broker import Broker
-from headway.broker.client.outages import Outages
+from headway.broker.client.broker import Broker, Outages
 from headway.broker.errors import HeadwayError
 from headway.broker.schema.weights import ModelFiles
 

@@ -13,9 +13,8 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from typing import Literal
 
-from headway.broker.client.broker import Broker
+from headway.broker.client.broker import Broker, Outages
 from headway.broker.client.leases import SubmitOutcome
-from headway.broker.client.outages import Outages
 from headway.broker.errors import UnhealthyWorkerError
 from headway.broker.schema import Lease
 from headway.broker.schema.status import WorkerInfo
@@ -134,15 +133,11 @@ class Worker:
     def _held_out_sampler(self) -> EvaluationSampler:
         """Return this worker's part of the evaluations that the learner asks for."""
         return EvaluationSampler(
+            self._context,
             self._broker.evaluations,
             self._outages,
             self._episodes,
-            self._context.decoding,
-            self._context.sampling,
-            self._context.evaluation,
             self._monitored_engine.generate,
-            worker=self._worker,
-            lease_ttl_s=self._context.lease_ttl_s,
             max_model_len=self._engine.max_model_len,
             on_change=self._wake.set,
         )
@@ -246,7 +241,7 @@ class Worker:
                     self.request_drain()
                 self._note_state(heard.state)
             self._wake.set()
-            self._monitored_engine.look()
+            self._monitored_engine.check_health()
             await asyncio.sleep(self._config.heartbeat_s)
 
     def info(self) -> WorkerInfo:

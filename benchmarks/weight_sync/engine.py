@@ -17,8 +17,7 @@ from typing import Any, cast
 
 import msgspec
 
-from headway.broker.client.broker import Broker, open_broker
-from headway.broker.client.outages import Outages
+from headway.broker.client.broker import Broker, Outages, open_broker
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.status import WorkerInfo
 from headway.rollout_workers.config import EngineConfig

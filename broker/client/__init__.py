@@ -7,7 +7,7 @@
        ├─ supervisors  supervision.py (pools, faults, the learner's heartbeat, users and bytes of a run)
        └─ observers    status.py (also what the next step waits for)
 
-    outages.py repeats the calls of a process while the broker does not answer.
+    broker.py: Outages repeats the calls of a process while the broker does not answer
 
 The invariant: a verb may be repeated after a lost reply. Each is one script on the server (`broker/scripts/`), which
 checks the lease's token or the learner's incarnation before it writes anything.

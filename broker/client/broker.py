@@ -1,15 +1,16 @@
 """The broker as its users see it: `Broker` for coroutines, `BlockingBroker` for the learner's plain code."""
 
 import asyncio
+import logging
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 
 import uvloop
 
 from headway.broker.connection.connection import ANSWER_S, Connection, without_password
-from headway.broker.errors import BrokerError
+from headway.broker.errors import BrokerError, FencedError, QuarantinedError
 from headway.broker.security.garbage_collection import GarbageCollector
 
 from .engine_pauses import Phases, SwapTurnVerbs
@@ -155,3 +156,50 @@ async def _end_the_others() -> None:
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
+
+
+log = logging.getLogger(__name__)
+
+
+class Outages:
+    """Tracks whether the broker answers this process."""
+
+    def __init__(self, url: str, *, shortest_s: float = 0.1, longest_s: float = 2.0) -> None:
+        self._url = without_password(url)
+        self._shortest_s = shortest_s
+        self._longest_s = longest_s
+        self._is_down = False
+        self.last_error = ""
+
+    async def retry_until_available(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Repeat the call until the broker answers, and return its result. Only cancelling ends the wait."""
+        wait_s = self._shortest_s
+        while True:
+            with self:
+                return await call()
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, self._longest_s)
+
+    def __enter__(self) -> None:
+        """Inside `with outages:` an error of an absent broker is swallowed, and the log says when an outage begins and
+        ends. An error that no waiting can cure is raised, and ends the worker."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        is_outage = isinstance(error, BrokerError) and not isinstance(error, (FencedError, QuarantinedError))
+        if is_outage:
+            self._begin(error)
+        elif error is None:
+            self._end()
+        return is_outage
+
+    def _begin(self, error: BaseException | None) -> None:
+        self.last_error = str(error)
+        if not self._is_down:
+            self._is_down = True
+            log.warning("broker %s: %s Running samples go on, calls are repeated.", self._url, error)
+
+    def _end(self) -> None:
+        if self._is_down:
+            self._is_down = False
+            self.last_error = ""
+            log.warning("broker %s answers again", self._url)

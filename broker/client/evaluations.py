@@ -1,6 +1,6 @@
 """Evaluation samples: the learner asks for them, and workers sample them beside those that are trained.
 
-    learner   ask, before it offers version V ─────────► look, after each step ─► results, once all are in ─► end
+    learner   ask, before it offers version V ─────► progress, after each step ─► results, once all are in ─► end
     worker    swaps V in ─► lease ─► generate ─► submit ─► lease (renews, and takes what a dead worker left) ─► ...
 
 An evaluation is of one weight version. Its samples have leases as those that are trained do, and nothing else in
@@ -114,7 +114,7 @@ class Evaluations:
             said: list[Argument] = [str(version), len(prompts), samples, keep_s, first, *frames]
             await self._connection.learner_script("evaluate", owner, *said)
 
-    async def look(self, owner: Owner, version: WeightVersion) -> EvaluationProgress | None:
+    async def progress(self, owner: Owner, version: WeightVersion) -> EvaluationProgress | None:
         """Returns how far the evaluation is; None where there is none. Raises as `ask` does."""
         reply = await self._connection.learner_script("evaluation", owner, str(version), "look")
         if not reply:

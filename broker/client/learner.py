@@ -345,7 +345,7 @@ class Batches:
             freed = names
 
     async def _replicate(self) -> None:
-        """ProgressVerbs until replicas, where the run asks for some, have what the learner wrote."""
+        """Waits until replicas, where the run asks for some, have what the learner wrote."""
         replicas = self._known.rules.replicas if self._known else 0
         if replicas and not await self._connection.make_durable(replicas, _REPLICA_TIMEOUT_MS):
             log.warning("fewer than broker.replicas=%d replicas keep up with the server", replicas)

@@ -427,7 +427,7 @@ class ProgressVerbs:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    async def look(self) -> StepProgress | None:
+    async def read(self) -> StepProgress | None:
         """Returns the progress, or None where no learner has claimed the run yet. Raises ForeignRunError."""
         reply = await self._connection.script("progress", absent=None)
         if reply is None:

@@ -159,9 +159,9 @@ class Usage:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    async def look(self) -> RunUsage | None:
+    async def read(self) -> RunUsage | None:
         """Returns the line, or None where no learner has claimed the run yet."""
-        reply = await self._connection.look("usage", absent=None)
+        reply = await self._connection.untouched_script("usage", absent=None)
         if reply is None:
             return None
         idle_s, flat, steps, workers = reply

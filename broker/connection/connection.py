@@ -124,7 +124,7 @@ class Connection:
         """
         return await self._as_member(lambda: self._run(name, arguments, before, absent))
 
-    async def look(self, name: str, *, absent: object) -> Any:
+    async def untouched_script(self, name: str, *, absent: object) -> Any:
         """Calls a script as `script` does, without counting as use where the server can tell (from Redis 7.2 on)."""
         return await self._as_member(lambda: self._run(name, (), (), absent, is_untouched=True))
 

@@ -95,7 +95,7 @@ StatusReader = Callable[[], tuple[RunStatus, Bottleneck | None]]
 async def read_status(broker: Broker, *, any_identity: bool = False) -> tuple[RunStatus, Bottleneck | None]:
     """Returns the run's status and who waits in it. `any_identity` and errors: as in `StatusVerbs.snapshot`."""
     status = await broker.status.snapshot(any_identity=any_identity)
-    progress = await broker.progress.look()
+    progress = await broker.progress.read()
     if progress is None:
         raise RunNotFoundError(f"Run {status.run} at {broker.url} was deleted meanwhile.")
     return status, find_bottleneck(status, progress)

@@ -306,7 +306,7 @@ class Autoscaling:
 
     def _ahead(self) -> float:
         """Return the steps for which the run begins samples ahead, which a learner that resumes may change."""
-        progress = self.client.call(self.client.broker.progress.look())
+        progress = self.client.call(self.client.broker.progress.read())
         return progress.ahead if progress is not None else 0.0
 
 

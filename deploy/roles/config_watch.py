@@ -67,7 +67,7 @@ def lasting_config_errors() -> Iterator[None]:
 
 async def fetch_config(broker: Broker) -> bytes:
     """Wait for a learner to store the run's resolved configuration, and return it."""
-    from headway.broker.client.outages import Outages
+    from headway.broker.client.broker import Outages
 
     outages = Outages(broker.url)
     stored = await outages.retry_until_available(broker.status.config)

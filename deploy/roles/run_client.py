@@ -254,7 +254,7 @@ def _run_names(url: str) -> tuple[str, ...]:
 def _usage(url: str, run: str) -> RunUsage | None:
 
     with client_of(url, run) as client:
-        return client.call(client.broker.usage.look())
+        return client.call(client.broker.usage.read())
 
 
 def _runs_table(usages: list[RunUsage]) -> WordWrapTable:

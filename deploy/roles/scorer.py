@@ -86,7 +86,7 @@ async def _serve(
 ) -> None:
     from headway.rollout_workers.model_download import fetch_model
     from headway.rollout_workers.scorers.runtimes import open_runner
-    from headway.rollout_workers.scorers.serving import RequestLimits, ScorerServer
+    from headway.rollout_workers.scorers.serving import RequestLimits, ScorerContext, ScorerServer
 
     await broker.scoring.report(_loading(recipe, scorer, process), LOADING_S)
     with TemporaryDirectory(prefix="headway-scorer-") as private:
@@ -111,9 +111,7 @@ async def _serve(
             await broker.scoring.leave(process)
             raise
     log.info("scorer %s: %s holds %s", process, scorer.name, scorer.path)
-    serving = ScorerServer(
-        broker,
-        runner,
+    context = ScorerContext(
         scorer=scorer.name,
         kind=scorer.kind,
         process=process,
@@ -125,6 +123,7 @@ async def _serve(
         heartbeat_s=recipe.workers.heartbeat_s,
         patience_s=recipe.workers.patience_s,
     )
+    serving = ScorerServer(context, broker, runner)
     watch = asyncio.create_task(drain_when_asked(serving.request_drain, drain))
     try:
         log.info("scorer %s: %s", process, await serving.run())
@@ -198,7 +197,7 @@ def open_teacher(broker: Broker, recipe: Recipe, worker: str) -> "TeacherClient 
 
 
 def _client_of(broker: Broker, worker: str, name: str, hold_s: float) -> "TokenScorer":
-    from headway.broker.client.outages import Outages
+    from headway.broker.client.broker import Outages
     from headway.rollout_workers.scorers.scorer_client import ScorerClient
 
     return ScorerClient(broker.scoring, Outages(broker.url), name, hold_s=hold_s, worker=worker)

@@ -291,7 +291,7 @@ async def _roll_out(
 
 async def _may_open(broker: Broker, recipe: Recipe, worker: str) -> bool:
     """Wait until the learner leaves the device to engines. Returns False if the run is over."""
-    from headway.broker.client.outages import Outages
+    from headway.broker.client.broker import Outages
     from headway.rollout_workers.health import RunEnd
     from headway.rollout_workers.weight_updates.engine_turns import wait_for_device
 

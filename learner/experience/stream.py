@@ -313,7 +313,7 @@ class Experience:
 
     def evaluation(self, version: WeightVersion) -> EvaluationProgress | None:
         """Returns how far the evaluation of `version` is; None where there is none. Raises StopRequested."""
-        return self.retry(lambda: self._blocking.broker.evaluations.look(self.owner, version))
+        return self.retry(lambda: self._blocking.broker.evaluations.progress(self.owner, version))
 
     def end_evaluation(self, version: WeightVersion, *, is_skipped: bool) -> None:
         """Forgets the evaluation of `version`, and counts it if it `is_skipped`: it gave no result."""

@@ -28,7 +28,7 @@ from headway.broker.user_code.import_paths import ImportRoots, load, load_custom
 from headway.broker.user_code.kinds import unknown_kind, unknown_option
 from headway.rollout_workers.config import EngineConfig
 
-from .abilities import EMBEDDED, REQUESTS, SGLANG, VLLM, EngineAbilities, KnownEngine, gpus_with
+from .abilities import EMBEDDED, REQUESTS, SGLANG, VLLM, BuiltInEngine, EngineAbilities, gpus_with
 
 if TYPE_CHECKING:
     from .base import Engine
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 SLEEPING = ("sleep", "wake")
 """Methods that an engine may lack if its abilities say that it does not sleep."""
 
-ENGINES: dict[str, KnownEngine[EngineAbilities]] = {"embedded": EMBEDDED, "vllm": VLLM, "sglang": SGLANG}
+ENGINES: dict[str, BuiltInEngine[EngineAbilities]] = {"embedded": EMBEDDED, "vllm": VLLM, "sglang": SGLANG}
 
 
 def abilities_of(config: EngineConfig, roots: ImportRoots | None = None) -> EngineAbilities:
@@ -138,8 +138,8 @@ def open_engine(
         config = msgspec.structs.replace(config, max_concurrent=REQUESTS)
 
     def started(opener: Any) -> "Engine":
-        told = inspect.signature(opener).parameters
-        engine: Engine = opener(config, model_dir, seed=seed, **{name: given[name] for name in given if name in told})
+        taken = inspect.signature(opener).parameters
+        engine: Engine = opener(config, model_dir, seed=seed, **{name: given[name] for name in given if name in taken})
         return engine
 
     if known := ENGINES.get(config.kind):

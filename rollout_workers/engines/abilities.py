@@ -80,7 +80,7 @@ class EngineAbilities:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KnownEngine(Generic[A]):
+class BuiltInEngine(Generic[A]):
     """An engine that comes with Headway: of workers, or of scorers. `A`: the abilities that such engines state."""
 
     opener: str
@@ -144,7 +144,7 @@ def _examine_embedded(torch: TorchFacts) -> tuple[bool, str]:
     return works, torch.problem or f"torch {torch.version}, transformers {transformers or 'missing'}"
 
 
-EMBEDDED = KnownEngine(
+EMBEDDED = BuiltInEngine(
     opener="headway.rollout_workers.engines.embedded.embedded_engine:open_embedded",
     abilities=EngineAbilities(options=(), follows_device=True, takes_adapters=True),
     remedy="pip install headway installs both.",
@@ -188,7 +188,7 @@ def _examine_vllm(torch: TorchFacts) -> tuple[bool, str]:
     return cpu is not None or (cuda is not None and bool(torch.gpus)), found
 
 
-VLLM = KnownEngine(
+VLLM = BuiltInEngine(
     opener="headway.rollout_workers.engines.vllm.open_vllm:open_vllm",
     abilities=EngineAbilities(
         gpu_options=("tensor_parallel_size", "pipeline_parallel_size"),
@@ -265,7 +265,7 @@ def _missing_kernels() -> list[str]:
     return missing
 
 
-SGLANG = KnownEngine(
+SGLANG = BuiltInEngine(
     opener="headway.rollout_workers.engines.sglang.open_sglang:open_sglang",
     abilities=EngineAbilities(
         gpu_options=("tp_size",),

@@ -101,10 +101,10 @@ class DroppedMeasures:
 class CallFailures:
     """Counts the failed calls of one function."""
 
-    def __init__(self, of: str, remedy: str, deadline_s: float, *, tried: str = "failed twice") -> None:
-        """`of`: the users' name of the function; `remedy`: what it must do; `tried`: how its calls failed."""
+    def __init__(self, of: str, remedy: str, deadline_s: float, *, failure: str = "failed twice") -> None:
+        """`of`: the users' name of the function; `remedy`: what it must do; `failure`: how its calls fail."""
         self._of = of
-        self._tried = tried
+        self._failure = failure
         self._remedy = remedy
         self._deadline_s = deadline_s
         self._in_a_row = 0
@@ -120,12 +120,12 @@ class CallFailures:
         again."""
         self._in_a_row += 1
         said = f"it {error}" if isinstance(error, UserCodeError) else str(error).removesuffix(".")
-        told = f"{self._of} {self._tried} on prompt {prompt.group!r} ({prompt.text[:80]!r}): {said}."
+        message = f"{self._of} {self._failure} on prompt {prompt.group!r} ({prompt.text[:80]!r}): {said}."
         if not self._has_failed():
-            return UnscoredError(f"{told} The sample is handed back, because a 0 in its place would be trained on.")
+            return UnscoredError(f"{message} The sample is handed back, because a 0 in its place would be trained on.")
         return RewardError(
-            f"{told} So it did on {self._in_a_row} samples in a row: the worker ends, because a 0 in their place would"
-            f" be trained on. {self._remedy}"
+            f"{message} So it did on {self._in_a_row} samples in a row: the worker ends, because a 0 in their place"
+            f" would be trained on. {self._remedy}"
         )
 
     def _has_failed(self) -> bool:

@@ -48,7 +48,7 @@ class ModelReward:
         """`name`: that of the reward in metrics."""
         self._scorer = scorer
         self._failures = CallFailures(
-            f"reward {name}", "Look into the logs of its scorers.", deadline_s, tried="was asked in vain"
+            f"reward {name}", "Look into the logs of its scorers.", deadline_s, failure="was asked in vain"
         )
 
     async def score(self, prompt: Prompt, response: str, finish_reason: str, tokens: Sequence[int] = ()) -> Score:

@@ -70,11 +70,11 @@ class MathVerifyReward:
         """See GroundTruthReader. A ground truth that takes too long to read is complained of, too. Numbers start no
         process."""
         truths = [(place, one.ground_truth) for place, one in enumerate(prompts) if not _is_number(one.ground_truth)]
-        told = [""] * len(prompts)
+        found = [""] * len(prompts)
         for some in [truths[first : first + AT_ONCE] for first in range(0, len(truths), AT_ONCE)]:
             for (place, _), complaint in zip(some, await self._complaints([one for _, one in some]), strict=True):
-                told[place] = complaint
-        return told
+                found[place] = complaint
+        return found
 
     async def _complaints(self, truths: Sequence[Any]) -> list[str]:
         try:

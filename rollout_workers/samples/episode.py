@@ -94,7 +94,7 @@ class Episodes:
             f"environment {getattr(environment, 'kind', type(environment).__name__)}",
             "It must say text, or token ids of the model.",
             PATIENCE_S,
-            tried="said what the model cannot read",
+            failure="said what the model cannot read",
         )
 
     async def play(

@@ -240,10 +240,10 @@ class MonitoredEngine:
         finally:
             self._count(-1)
 
-    def look(self) -> None:
+    def check_health(self) -> None:
         """Compare with the last look, to see an engine that hangs. The worker calls it with every heartbeat."""
         self.generated.run(self.sampling_now)
-        self._on_verdict(self._health.look(self.sampling_now, self.generated.total))
+        self._on_verdict(self._health.check(self.sampling_now, self.generated.total))
 
     def _count(self, change: int) -> None:
         self._requests += change

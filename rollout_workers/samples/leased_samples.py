@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
+from headway.broker.client.broker import Outages
 from headway.broker.client.leases import AppendOutcome, AppendReply, Leases, SubmitOutcome
-from headway.broker.client.outages import Outages
 from headway.broker.client.status import HeartbeatReply, StatusVerbs
 from headway.broker.schema import Lease, Segment, Trajectory, WeightVersion
 from headway.broker.schema.status import WorkerInfo
@@ -225,7 +225,7 @@ class ConcurrencyShare:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerContext:
-    """What a worker is told of its run."""
+    """The facts of its run that a worker works by."""
 
     worker: str
     """The worker's name."""

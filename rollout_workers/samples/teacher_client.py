@@ -36,7 +36,7 @@ class TeacherClient:
         self._temperature = temperature
         self._top_k = top_k
         self._failures = CallFailures(
-            "the teacher", "Look into the logs of its scorers.", deadline_s, tried="was asked in vain"
+            "the teacher", "Look into the logs of its scorers.", deadline_s, failure="was asked in vain"
         )
 
     async def logprobs(self, prompt: Prompt, recorder: Recorder) -> TeacherLogprobs:

@@ -17,7 +17,7 @@ from typing import Any
 from headway.broker.user_code.import_paths import ImportRoots, load, load_custom
 from headway.broker.user_code.kinds import unknown_kind, unknown_option
 from headway.rollout_workers.config import ScorerEngineConfig, ScorersConfig
-from headway.rollout_workers.engines.abilities import EMBEDDED, KnownEngine, gpus_with, takes_all
+from headway.rollout_workers.engines.abilities import EMBEDDED, BuiltInEngine, gpus_with, takes_all
 from headway.rollout_workers.engines.abilities import VLLM as ENGINE
 
 from . import Runner, ScoringModel
@@ -54,7 +54,7 @@ def cache_tokens(batch_tokens: int, most_tokens: int) -> int:
     return batch_tokens + most_tokens + 2 * BLOCK_TOKENS
 
 
-TRANSFORMERS = KnownEngine(
+TRANSFORMERS = BuiltInEngine(
     opener="headway.rollout_workers.scorers.transformers_runtime:open_transformers",
     abilities=RuntimeAbilities(options=()),
     remedy=EMBEDDED.remedy,
@@ -65,7 +65,7 @@ TRANSFORMERS = KnownEngine(
 STEP_TOKENS = {"reward_model": 8192, "teacher": 2048}
 """The most tokens that go through a model at once. A teacher's logits of so many tokens lie in memory twice."""
 
-VLLM = KnownEngine(
+VLLM = BuiltInEngine(
     opener="headway.rollout_workers.scorers.vllm_runtime:open_vllm",
     abilities=RuntimeAbilities(
         any_temperature=False,
@@ -82,7 +82,7 @@ VLLM = KnownEngine(
 KINDS = ("reward_model", "teacher")
 KEY = "scorers.engine.kind"
 
-RUNTIMES: dict[str, KnownEngine[RuntimeAbilities]] = {"transformers": TRANSFORMERS, "vllm": VLLM}
+RUNTIMES: dict[str, BuiltInEngine[RuntimeAbilities]] = {"transformers": TRANSFORMERS, "vllm": VLLM}
 
 
 def abilities_of(config: ScorerEngineConfig) -> RuntimeAbilities:

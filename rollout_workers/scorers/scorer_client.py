@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.broker.client.outages import Outages
+from headway.broker.client.broker import Outages
 from headway.broker.client.scoring import Scores, Scoring, ScoringResult, new_request_name
 from headway.broker.errors import HeadwayError
 from headway.broker.schema import ScoreRequest

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.broker.client.broker import Broker
-from headway.broker.client.outages import Outages
+from headway.broker.client.broker import Broker, Outages
 from headway.broker.client.scoring import ScoreLease, Scores
 from headway.broker.errors import HeadwayError
 from headway.broker.schema import ScoreRequest
@@ -93,40 +92,36 @@ class ModelFailedError(HeadwayError):
     """The scorer's model fails even at a request that this process makes itself."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScorerContext:
+    """The facts of its run that a scorer's process works by."""
+
+    scorer: str
+    """The scorer whose requests it answers."""
+    kind: str
+    process: str
+    """The name of this process."""
+    device: str
+    limits: RequestLimits
+    batch_tokens: int
+    """The most tokens of one batch, with padding; a longer request is a batch of its own."""
+    hold_s: float
+    """The time for which the askers leave a request to one process: a slow model has smaller batches."""
+    lease_ttl_s: float
+    heartbeat_s: float
+    patience_s: float
+
+
 class ScorerServer:
     """Answers the requests of one scorer with one model."""
 
-    def __init__(
-        self,
-        broker: Broker,
-        runner: Runner,
-        *,
-        scorer: str,
-        kind: str,
-        process: str,
-        device: str,
-        limits: RequestLimits,
-        batch_tokens: int,
-        hold_s: float,
-        lease_ttl_s: float,
-        heartbeat_s: float,
-        patience_s: float,
-    ) -> None:
-        """`batch_tokens`: the most tokens of one batch, with padding; a longer request is a batch of its own.
-        `hold_s`: the time for which the askers leave a request to one process: a slow model has smaller batches."""
+    def __init__(self, context: ScorerContext, broker: Broker, runner: Runner) -> None:
+        self._context = context
+        self._scorer = context.scorer
         self._broker = broker
         self._runner = runner
-        self._scorer = scorer
-        self._kind = kind
-        self._process = process
-        self._device = device
-        self._limits = limits
-        self._most_batch_tokens = batch_tokens
-        self._hold_s = hold_s
-        self._ttl_s = lease_ttl_s
-        self._heartbeat_s = heartbeat_s
         self._outages = Outages(broker.url)
-        self._run_end = RunEnd(patience_s)
+        self._run_end = RunEnd(context.patience_s)
         self._held = dict[str, ScoreLease]()
         """Leases that are not answered, the longest asked first."""
         self._arrived, self._room = asyncio.Event(), asyncio.Event()
@@ -157,13 +152,13 @@ class ScorerServer:
     def info(self) -> ScorerInfo:
         """Return what this scorer reports of itself."""
         return ScorerInfo(
-            process=self._process,
+            process=self._context.process,
             scorer=self._scorer,
-            kind=self._kind,
+            kind=self._context.kind,
             host=socket.gethostname(),
             pid=os.getpid(),
             state="draining" if self._end else "ready",
-            device=self._device,
+            device=self._context.device,
             held=len(self._held),
             scored=self.scored,
             tokens_per_s=self._tokens / self._busy_s if self._busy_s else 0.0,
@@ -173,16 +168,16 @@ class ScorerServer:
     def _batch_tokens(self) -> int:
         """Return how many tokens a batch may have now."""
         if not self._busy_s:
-            return min(self._most_batch_tokens, FIRST_BATCH_TOKENS)
-        in_time = SHARE_OF_HOLD * self._hold_s * self._tokens / self._busy_s / BATCHES_AHEAD
-        return max(1, min(self._most_batch_tokens, int(in_time)))
+            return min(self._context.batch_tokens, FIRST_BATCH_TOKENS)
+        in_time = SHARE_OF_HOLD * self._context.hold_s * self._tokens / self._busy_s / BATCHES_AHEAD
+        return max(1, min(self._context.batch_tokens, int(in_time)))
 
     async def _fill(self) -> None:
         """Keep so many tokens leased, and renew the leases in time."""
         wait_s, renewed_s = SHORTEST_WAIT_S, time.monotonic()
         while True:
             room = BATCHES_AHEAD * self._batch_tokens() - sum(map(_length, self._held.values()))
-            is_due = time.monotonic() - renewed_s > self._ttl_s / 4
+            is_due = time.monotonic() - renewed_s > self._context.lease_ttl_s / 4
             found = 0
             if room > 0 or is_due:
                 with self._outages:
@@ -204,7 +199,7 @@ class ScorerServer:
         most = max(0, MOST_REQUESTS - len(self._held)) if room else 0
         held = list(self._held.values())
         reply = await self._broker.scoring.lease(
-            self._scorer, ttl_s=self._ttl_s, most=most, most_bytes=_BYTES_PER_TOKEN * room, held=held
+            self._scorer, ttl_s=self._context.lease_ttl_s, most=most, most_bytes=_BYTES_PER_TOKEN * room, held=held
         )
         for lease in held:
             if lease.name in reply.lost:
@@ -218,7 +213,7 @@ class ScorerServer:
         return len(reply.leases)
 
     def _unfit(self, lease: ScoreLease) -> str:
-        return rejection_reason(lease.request, self._runner, self._limits, self._kind)
+        return rejection_reason(lease.request, self._runner, self._context.limits, self._context.kind)
 
     async def _score_on(self) -> None:
         while not self._end:
@@ -250,7 +245,7 @@ class ScorerServer:
             return
         log.exception("the model failed at a request", exc_info=error)
         self._last_error = f"{type(error).__name__}: {error}"
-        await self._give_up(batch[0], f"the {self._kind} failed: {self._last_error}")
+        await self._give_up(batch[0], f"the {self._context.kind} failed: {self._last_error}")
         await self._probe()
 
     async def _probe(self) -> None:
@@ -260,8 +255,8 @@ class ScorerServer:
             _check(await asyncio.to_thread(self._runner.score, [probe()]))
         except Exception as error:
             raise ModelFailedError(
-                f"The {self._kind} failed at a request ({self._last_error}), and then at a probe of two tokens, too:"
-                f" {type(error).__name__}: {error}"
+                f"The {self._context.kind} failed at a request ({self._last_error}), and then at a probe of two tokens,"
+                f" too: {type(error).__name__}: {error}"
             ) from error
 
     async def _answer(self, batch: Sequence[ScoreLease], scores: list[Scores]) -> None:
@@ -284,11 +279,11 @@ class ScorerServer:
     async def _beat(self) -> None:
         while True:
             with self._outages:
-                await self._broker.scoring.report(self.info(), MISSED_HEARTBEATS * self._heartbeat_s)
+                await self._broker.scoring.report(self.info(), MISSED_HEARTBEATS * self._context.heartbeat_s)
                 state = await self._broker.status.state()
                 if self._run_end.is_over(state):
                     self._stop(state)
-            await asyncio.sleep(self._heartbeat_s)
+            await asyncio.sleep(self._context.heartbeat_s)
 
     def _stop(self, reason: str) -> None:
         self._end = self._end or reason
@@ -299,9 +294,9 @@ class ScorerServer:
             async with asyncio.timeout(FAREWELL_S):
                 with self._outages:
                     await self._broker.scoring.release(self._scorer, list(self._held.values()))
-                    await self._broker.scoring.leave(self._process)
+                    await self._broker.scoring.leave(self._context.process)
         except TimeoutError:
-            log.warning("the server does not answer: leases expire after %g s", self._ttl_s)
+            log.warning("the server does not answer: leases expire after %g s", self._context.lease_ttl_s)
 
 
 def _length(lease: ScoreLease) -> int:

@@ -249,8 +249,8 @@ def _start(asked: ScoringModel, arguments: dict[str, Any]) -> BatchEngine:
     except ValueError as error:
         if not any(words in str(error) for words in UNLOADED):
             raise
-        told = " ".join(str(error).split())[:500]
-        raise UnfitModelError(f"{asked.key}: {asked.path} cannot be loaded: {told}") from error
+        reason = " ".join(str(error).split())[:500]
+        raise UnfitModelError(f"{asked.key}: {asked.path} cannot be loaded: {reason}") from error
 
 
 def _check_device(device: str) -> None:

@@ -18,8 +18,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
 
 from headway.broker import BlockingBroker, Broker
+from headway.broker.client.broker import Outages
 from headway.broker.client.engine_pauses import OPENING_S, SAY_S, Phases, SwapTurnVerbs
-from headway.broker.client.outages import Outages
 from headway.broker.errors import BrokerError
 from headway.rollout_workers.engines.base import Engine
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.broker.client.outages import Outages
+from headway.broker.client.broker import Outages
 from headway.broker.errors import NoRoomError, VersionRegressionError, WeightSyncError
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.weights import Probe, TensorSpec, WeightManifest
@@ -81,11 +81,11 @@ class AdapterBaseWeights:
 
     async def _is_loaded(self, engine: AdaptedEngine, base: Delivery) -> bool:
         """Load a base. Returns False if it lay in the model's files and is not what was published."""
-        told: WeightFingerprints | None = None
+        found: WeightFingerprints | None = None
 
         def check(held: WeightFingerprints | None) -> None:
-            nonlocal told
-            told = held
+            nonlocal found
+            found = held
             refuse_other_tensors(base.manifest, held)
 
         nbytes = sum(spec.nbytes for spec in base.manifest.tensors)
@@ -93,7 +93,7 @@ class AdapterBaseWeights:
         self.forget()  # a load that fails may leave anything
         try:
             await engine.load_base(base.tensors, check=check if self._verify or not base.is_verified else None)
-            if not base.is_verified and not covers_all_tensors(base.manifest, told):
+            if not base.is_verified and not covers_all_tensors(base.manifest, found):
                 await self._subscriber.verify(base)
         except WeightSyncError as error:
             if base.is_verified or isinstance(error, NoRoomError):

@@ -119,7 +119,7 @@ async def watch(observer: Broker) -> None:
     assert status.announced == WeightVersion(1, 1)
     assert [(fault.worker, fault.rule) for fault in status.faults] == [("w", "version")]
     assert await observer.status.runs() == (observer.run,)
-    usage = await observer.usage.look()
+    usage = await observer.usage.read()
     assert usage is not None
     assert usage.state == "training"
     assert (await observer.heartbeat.users()).learner == HOLDER
@@ -140,7 +140,7 @@ async def test_a_whole_run_with_a_user_for_each_role(brokers: dict[Role, Broker]
     await learner.archive.put("blob", 0, b"a blob")
     assert (await learner.archive.room()).max_bytes > 0
     await work(worker, shards)
-    progress = await learner.evaluations.look(run.owner, WeightVersion(1, 0))
+    progress = await learner.evaluations.progress(run.owner, WeightVersion(1, 0))
     assert progress is not None
     assert progress.done == 1
     await learner.evaluations.end(run.owner, WeightVersion(1, 0))

@@ -240,7 +240,7 @@ async def test_names_and_reports_that_are_no_workers_are_passed_over(
         assert [info.worker for info in await broker.status.workers()] == [WORKER.worker]
     assert "\x1b" not in caplog.text
     assert "Worker w9 is passed over" in caplog.text
-    usage = await broker.usage.look()
+    usage = await broker.usage.read()
     assert usage is not None
     assert usage.workers == 3  # named and alive, whatever they report
 

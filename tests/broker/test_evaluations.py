@@ -39,7 +39,7 @@ async def submit_all(broker: Broker, leases: Sequence[EvaluationLease], result: 
 
 
 async def look(run: Scenario, version: WeightVersion = V0) -> EvaluationProgress:
-    progress = await run.broker.evaluations.look(run.owner, version)
+    progress = await run.broker.evaluations.progress(run.owner, version)
     assert progress is not None
     return progress
 
@@ -63,7 +63,7 @@ async def test_every_sample_is_sampled_once_and_told_once_all_are_done(
     assert (await broker.evaluations.lease("w", V0, 9, LONG_S)).left == 0
     await broker.evaluations.end(run.owner, V0)
     await broker.evaluations.end(run.owner, V0)
-    assert await broker.evaluations.look(run.owner, V0) is None
+    assert await broker.evaluations.progress(run.owner, V0) is None
     assert (await broker.evaluations.lease("w", V0, 9, LONG_S)).left is None
     assert auditor.look().evaluations == {}
     auditor.look().check()
@@ -207,7 +207,7 @@ async def test_a_new_learner_finds_no_evaluation(broker: Broker, run: Scenario, 
     assert await broker.evaluations.submit(held[0], PASSED, [V0]) is EvaluationOutcome.FENCED
     with pytest.raises(FencedError):
         await broker.evaluations.ask(run.owner, V0, HELD_OUT, 2)
-    assert await broker.evaluations.look(claim.owner, V0) is None
+    assert await broker.evaluations.progress(claim.owner, V0) is None
     auditor.look().check()
 
 

@@ -42,7 +42,7 @@ async def test_it_keeps_no_evaluation_sample_for_itself(cast: Cast, auditor: Aud
             said = [part for sample, token, _ in held for part in (sample, token)]
             assert cast.hostile.call("evaluation_lease", "1.0", 9, 30, "abc", "evil 1", "", *said)[1] == []
             mine += (await cast.worker.evaluations.lease(WORKER.worker, version, 9, 30, mine)).leases
-        while (await cast.learner.evaluations.look(cast.run.owner, version)).quiet_s < 2 * keep_s:
+        while (await cast.learner.evaluations.progress(cast.run.owner, version)).quiet_s < 2 * keep_s:
             await asyncio.sleep(0.05)
             cast.hostile.call("evaluation_lease", "1.0", 9, 30, "abc", f"evil {random.getrandbits(32)}", "", *said)
     assert sorted(lease.sample for lease in mine) == [0, 1, 2, 3]
@@ -54,7 +54,7 @@ async def test_it_keeps_no_evaluation_sample_for_itself(cast: Cast, auditor: Aud
         assert await cast.worker.evaluations.submit(lease, EvaluationResult(True, 1.0, 3), [version]) == "duplicate"
     assert cast.hostile.call("evaluation_submit", "1.0", sample, token, *OTHERS_RESULT) == b"fenced"
     auditor.look().check()
-    progress = await cast.learner.evaluations.look(cast.run.owner, version)
+    progress = await cast.learner.evaluations.progress(cast.run.owner, version)
     assert [result.reward for result in progress.results] == [1.0] * 4
 
 

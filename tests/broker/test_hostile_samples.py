@@ -69,7 +69,7 @@ async def test_it_hands_in_no_evaluation_sample_that_another_one_holds(cast: Cas
         with pytest.raises(RedisError, match="ARGUMENT"):
             cast.hostile.call("evaluation_submit", *said)
     assert await cast.worker.evaluations.submit(lease, EvaluationResult(True, 1.0, 3), [version]) == "accepted"
-    progress = await cast.learner.evaluations.look(cast.run.owner, version)
+    progress = await cast.learner.evaluations.progress(cast.run.owner, version)
     assert progress is not None
     assert (progress.samples, progress.done) == (2, 1)
 

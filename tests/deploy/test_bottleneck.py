@@ -238,7 +238,7 @@ async def test_in_a_run_that_is_over_nobody_waits(broker: Broker) -> None:
 async def test_a_look_reads_a_few_groups_and_samples_only(broker: Broker) -> None:
     run = await scenario(broker, rules(20), alive("w"), fed=40, size=40)
     await run.lease(1000, 0)
-    progress = await broker.progress.look()
+    progress = await broker.progress.read()
     assert progress is not None
     assert [len(group.missing) for group in progress.unfinished] == [16] * 4
     assert (await broker.status.snapshot()).queues.open == 25

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from headway.broker.client.broker import Broker
-from headway.broker.client.outages import Outages
+from headway.broker.client.broker import Broker, Outages
 from headway.broker.client.supervision import LearnerInfo
 from headway.broker.config import BrokerConfig
 from headway.broker.errors import LASTING_EXIT, ConfigError

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from headway.broker.client.outages import Outages
+from headway.broker.client.broker import Outages
 from headway.broker.errors import NoRoomError, WeightSyncError
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.weights import Probe, WeightManifest

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from headway.broker.client.broker import Broker
-from headway.broker.client.outages import Outages
+from headway.broker.client.broker import Broker, Outages
 from headway.broker.server.embedded import EmbeddedServer
 from headway.rollout_workers.weight_updates import engine_turns as device_lock
 from headway.rollout_workers.weight_updates.engine_turns import keep_awake, wait_for_device

@@ -40,20 +40,20 @@ def test_an_engine_fails_by_its_errors_within_a_time(failed_s: tuple[float, ...]
 def test_only_looks_with_requests_and_without_a_token_count() -> None:
     health = EngineHealth(look_s=200.0, stall_s=600.0, errors=3)
     for requests, tokens in [(2, 5), (2, 5), (2, 5), (2, 6), (2, 6), (2, 6), (0, 6), *[(1, 6)] * 4]:
-        assert health.look(requests, tokens) is None
-    verdict = health.look(1, 6)
+        assert health.check(requests, tokens) is None
+    verdict = health.check(1, 6)
     assert verdict is not None
     assert verdict.reason.startswith("the engine has 1 request and has sampled nothing for 600 s")
 
 
 def test_requests_that_came_since_the_last_look_have_not_waited_for_it() -> None:
     health = EngineHealth(look_s=3600.0, stall_s=600.0, errors=3)
-    assert [health.look(requests, 0) for requests in (4, 0, 4)] == [None] * 3
+    assert [health.check(requests, 0) for requests in (4, 0, 4)] == [None] * 3
 
 
 def test_an_engine_without_a_limit_never_stalls() -> None:
     health = EngineHealth(look_s=1.0, stall_s=0.0, errors=3)
-    assert [health.look(1, 0) for _ in range(1000)] == [None] * 1000
+    assert [health.check(1, 0) for _ in range(1000)] == [None] * 1000
 
 
 def test_errors_that_are_far_apart_do_not_add_up() -> None:

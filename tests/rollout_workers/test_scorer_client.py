@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway.broker.client.broker import Broker
-from headway.broker.client.outages import Outages
+from headway.broker.client.broker import Broker, Outages
 from headway.broker.client.scoring import Scores
 from headway.broker.errors import BrokerError
 from headway.broker.schema import ScoreRequest

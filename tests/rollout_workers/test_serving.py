@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway.broker.client.broker import Broker
-from headway.broker.client.outages import Outages
+from headway.broker.client.broker import Broker, Outages
 from headway.broker.client.scoring import Scores
 from headway.broker.schema import ScoreRequest
 from headway.broker.server.embedded import EmbeddedServer
 from headway.rollout_workers.scorers import ScoringError, serving
 from headway.rollout_workers.scorers.scorer_client import ScorerClient
-from headway.rollout_workers.scorers.serving import ModelFailedError, RequestLimits, ScorerServer
+from headway.rollout_workers.scorers.serving import ModelFailedError, RequestLimits, ScorerContext, ScorerServer
 
 from .loop import Learner
 
@@ -47,9 +46,7 @@ class Lengths:
 
 
 def serve(broker: Broker, runner: Lengths, *, hold_s: float = 30.0) -> ScorerServer:
-    return ScorerServer(
-        broker,
-        runner,
+    context = ScorerContext(
         scorer=NAME,
         kind="reward_model",
         process="p-1",
@@ -61,6 +58,7 @@ def serve(broker: Broker, runner: Lengths, *, hold_s: float = 30.0) -> ScorerSer
         heartbeat_s=0.1,
         patience_s=0,
     )
+    return ScorerServer(context, broker, runner)
 
 
 async def test_a_scorer_slower_than_its_askers_takes_batches_that_it_answers_in_time(

@@ -41,7 +41,7 @@ async def learner(brokers: tuple[Broker, Broker]) -> Learner:
 
 
 async def look(learner: Learner, version: WeightVersion) -> EvaluationProgress:
-    progress = await learner.broker.evaluations.look(learner.owner, version)
+    progress = await learner.broker.evaluations.progress(learner.owner, version)
     assert progress is not None
     return progress
 
@@ -105,7 +105,7 @@ async def test_its_version_stays_until_the_evaluation_is_over(
         await until(lambda: worker.info().version == learner.version(2))
     assert progress.mixed == 0
     assert worker.info().swaps == 2
-    assert await learner.broker.evaluations.look(learner.owner, second) is None
+    assert await learner.broker.evaluations.progress(learner.owner, second) is None
 
 
 async def test_training_goes_on_beside_it(brokers: tuple[Broker, Broker], learner: Learner, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ class LoadedModel:
         self._failure = ""
 
     def obey(self, order: LoaderOrder) -> None:
-        """Do what the order says. A failure is noted, and told."""
+        """Do what the order says. A failure is noted, and reported."""
         if order.act == "begin":
             self._failure, self._held = "", self._loading.held
         if order.act == "tell":
@@ -119,13 +119,13 @@ class LoadedModel:
 
     def _tell(self, order: LoaderOrder) -> None:
         held = self._held() if order.wants_fingerprints and not self._failure else None
-        told = LoaderReport(
+        report = LoaderReport(
             failure=self._failure,
             fingerprints=None if held is None else held.fingerprints_N.tobytes(),
             elements=None if held is None else held.elements_N.tobytes(),
         )
         path = Path(order.directory, str(torch.distributed.get_rank()))
-        path.write_bytes(msgspec.msgpack.encode(told))
+        path.write_bytes(msgspec.msgpack.encode(report))
 
     def _before_sleep(self) -> None:
         derived = {name: tensor for name, tensor in derived_tensors(self._model).items() if tensor.is_cuda}
@@ -200,14 +200,14 @@ async def prove(front: Any, ranks: int, names: tuple[str, ...], check: Check | N
         order = LoaderOrder(act="tell", directory=directory, wants_fingerprints=check is not None)
         async with session(front):
             await ordered(front, ranks, order)
-        told = _read(directory, ranks)
-    for one in told:
+        reports = _read(directory, ranks)
+    for one in reports:
         if one.failure:
             raise WeightSyncError(f"SGLang failed to load the new weights: {one.failure}{remedy}")
     if check is not None:
         known = [
             None if one.fingerprints is None or one.elements is None else (one.fingerprints, one.elements)
-            for one in told
+            for one in reports
         ]
         check(sum_of_processes(names, known))
 

@@ -199,8 +199,8 @@ def refusing() -> Iterator[None]:
     except (JSONDecodeError, UnicodeDecodeError):  # of a file that it reads
         raise
     except (ValueError, TypeError) as error:
-        told = " ".join(str(error).split())[:500]
-        raise EngineOptionsError(f"engine: vLLM {installed()} refuses what it is started with: {told}") from error
+        reason = " ".join(str(error).split())[:500]
+        raise EngineOptionsError(f"engine: vLLM {installed()} refuses what it is started with: {reason}") from error
 
 
 @contextmanager
