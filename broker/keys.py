@@ -139,27 +139,13 @@ RUNS = f"{PREFIX}runs"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
-def check_run_name(run: str) -> str:
-    """The name itself, if it is one. Raises BrokerError."""
-    return _checked(run, "run")
-
-
-def check_worker_name(worker: str) -> str:
-    """The name itself, if it is one. Raises BrokerError."""
-    return _checked(worker, "worker")
-
-
-def check_pool_name(pool: str) -> str:
-    """The name itself, if it is one. Raises BrokerError."""
-    return _checked(pool, "pool")
-
-
 def is_name(text: str) -> bool:
     """Returns whether `text` is a valid name for a run or a worker."""
     return _NAME.fullmatch(text) is not None
 
 
-def _checked(name: str, kind: str) -> str:
+def check_name(name: str, kind: str) -> str:
+    """Returns the name of a run, a worker or a pool, if it is one. Raises BrokerError."""
     if not is_name(name):
         raise BrokerError(
             f"{name[:200]!r} is no name for a {kind}: use 1 to 100 letters, digits, '.', '_' or '-', "
@@ -172,7 +158,7 @@ class Keys:
     """The full key names of one run."""
 
     def __init__(self, run: str) -> None:
-        self.run = check_run_name(run)
+        self.run = check_name(run, "run")
         self.prefix = f"{PREFIX}{{{run}}}:"
         self.verbs = self("verbs")
         self.secret = ""

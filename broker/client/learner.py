@@ -11,13 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import chain, islice
-from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.broker.connection.connection import Argument, Command, Connection
+from headway.broker.connection.connection import Argument, Command, Connection, pairs
 from headway.broker.errors import DamagedFrameError, ForeignRunError, FrameError
 from headway.broker.schema import (
     CheckpointGroups,
@@ -175,7 +174,7 @@ class Batches:
             replayable_to=replayable_to,
             is_rewound=bool(reply[4]),
             is_anew=regenerate,
-            forks=_forks(reply[5]),
+            forks={int(incarnation): int(step) for incarnation, step in pairs(reply[5])},
         )
         if previous:
             await self._connection.unload_verbs(previous)
@@ -362,12 +361,6 @@ def _decode_as(tid: TrajectoryId, blob: bytes | None) -> Trajectory:
     if trajectory.tid != tid:
         raise FrameError(f"{tid}: the payload is that of {trajectory.tid}")
     return trajectory
-
-
-def _forks(flat: Any) -> dict[int, int]:
-    """Returns the hash of forks, from either version of the protocol."""
-    pairs = flat.items() if isinstance(flat, dict) else zip(flat[::2], flat[1::2], strict=True)
-    return {int(incarnation): int(step) for incarnation, step in pairs}
 
 
 def _flat(rules: RunRules) -> list[Argument]:

@@ -17,8 +17,8 @@ from redis.exceptions import NoPermissionError
 from headway.broker.connection.connection import Connection, pairs, text
 from headway.broker.connection.function_library import Verbs
 from headway.broker.errors import BrokerError, FrameError, RunNotFoundError
-from headway.broker.keys import RUNS, check_worker_name, is_name
-from headway.broker.schema import Lease, Owner, WeightVersion
+from headway.broker.keys import RUNS, check_name, is_name
+from headway.broker.schema import Lease, Owner
 from headway.broker.schema.status import (
     DeadLetter,
     PoolInfo,
@@ -36,7 +36,7 @@ from headway.broker.schema.step_metrics import StepMetrics
 from headway.broker.wire.codec import decode, encode
 
 from .leases import members
-from .supervision import read_faults
+from .supervision import announced_version, read_faults
 from .weights import put_blob
 
 _KEPT_STEPS = 512
@@ -97,7 +97,7 @@ class StatusVerbs:
     ) -> HeartbeatReply:
         """Reports that a worker is alive for so long, and moves the deadlines of its leases. Raises ForeignRunError,
         and BrokerError for an invalid name or a report that is refused; leases are renewed then, too."""
-        check_worker_name(info.worker)
+        check_name(info.worker, "worker")
         if not self._connection.identity:
             await self._connection.join()
         info = replace(info, identity=self._connection.identity, last_error=_storable(info.last_error))
@@ -118,7 +118,7 @@ class StatusVerbs:
 
         It holds for that process only. Returns False where no worker of that name is alive. Needs the learner's user.
         """
-        return bool(await self._connection.script("exclude", check_worker_name(worker), manner, absent=0))
+        return bool(await self._connection.script("exclude", check_name(worker, "worker"), manner, absent=0))
 
     async def leave(self, worker: str) -> None:
         """Takes a worker that stops on purpose off the list of workers at once."""
@@ -136,8 +136,7 @@ class StatusVerbs:
         return self._heard(await self._connection.script("workers", absent=[]))
 
     def _heard(self, flat: Sequence[bytes]) -> tuple[WorkerInfo, ...]:
-        said = [(text(name), frame) for name, frame in zip(flat[::2], flat[1::2], strict=True)]
-        heard = self._readable_ones({name: frame for name, frame in said if is_name(name)}, WorkerInfo, "worker")
+        heard = self._readable_ones(_frames(flat), WorkerInfo, "worker")
         return tuple(info for name, info in heard.items() if self._is_of(name, info))
 
     def _pools(self, flat: Sequence[Any]) -> tuple[PoolInfo, ...]:
@@ -148,9 +147,7 @@ class StatusVerbs:
 
     def _scorers(self, flat: Sequence[bytes]) -> tuple[ScorerInfo, ...]:
         """Returns the scorers of {name, frame...}, without unreadable reports."""
-        said = [(text(name), frame) for name, frame in zip(flat[::2], flat[1::2], strict=True)]
-        heard = self._readable_ones({name: frame for name, frame in said if is_name(name)}, ScorerInfo, "scorer")
-        return tuple(heard.values())
+        return tuple(self._readable_ones(_frames(flat), ScorerInfo, "scorer").values())
 
     def _is_of(self, name: str, info: WorkerInfo) -> bool:
         if info.worker != name:
@@ -213,17 +210,12 @@ class StatusVerbs:
         steps = tuple(
             self._readable_ones({str(n): frame for n, frame in enumerate(frames)}, StepMetrics, "step").values()
         )
-        announced = (
-            WeightVersion(int(meta["announced_incarnation"]), int(meta["announced_step"]))
-            if "announced_step" in meta
-            else None
-        )
         return RunStatus(
             run=self._connection.run,
             identity=self._connection.identity,
             state=meta["state"],
             incarnation=int(meta["incarnation"]),
-            announced=announced,
+            announced=announced_version(meta),
             queues=_queues(meta, sizes),
             ages=_ages(ages),
             workers=self._heard(workers),
@@ -273,6 +265,12 @@ class StatusVerbs:
             await self._connection.pipeline([("UNLINK", name) for name in names[start : start + 1000]])
         await self._connection.execute("SREM", RUNS, self._connection.run)
         return len(names)
+
+
+def _frames(flat: Sequence[bytes]) -> dict[str, bytes]:
+    """Returns the frames of {name, frame...}, by name, without those of names that no process can have."""
+    named = ((text(name), frame) for name, frame in zip(flat[::2], flat[1::2], strict=True))
+    return {name: frame for name, frame in named if is_name(name)}
 
 
 def _check_figures(report: msgspec.Struct) -> None:

@@ -20,6 +20,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -29,7 +30,7 @@ from redis.exceptions import NoPermissionError
 
 from headway.broker.connection.connection import Connection, pairs
 from headway.broker.errors import BrokerError, FrameError
-from headway.broker.keys import check_pool_name, is_name
+from headway.broker.keys import check_name, is_name
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.status import Fault, PoolInfo
 from headway.broker.schema.step_metrics import StepMetrics
@@ -51,7 +52,7 @@ class Pools:
         `count`: the number that the pool begins with. None: no learner has claimed the run yet, so nothing was
         reported. Raises BrokerError where another supervisor has the name, ForeignRunError as every verb does.
         """
-        said = (check_pool_name(info.pool), self._connection.session, int(1000 * ttl_s), encode(info))
+        said = (check_name(info.pool, "pool"), self._connection.session, int(1000 * ttl_s), encode(info))
         reply = await self._connection.script("pool", *said, count, info.restarts, absent=None)
         if reply is None:
             return None
@@ -68,7 +69,7 @@ class Pools:
         None: no living supervisor has such a pool. The result is cut to 0 at least and MOST_WORKERS at most. Needs the
         learner's user.
         """
-        reply = await self._connection.script("scale", check_pool_name(pool), manner, workers, absent=[])
+        reply = await self._connection.script("scale", check_name(pool, "pool"), manner, workers, absent=[])
         return (int(reply[0]), int(reply[1])) if reply else None
 
 
@@ -172,7 +173,7 @@ class Usage:
             run=self._connection.run,
             state=meta["state"],
             incarnation=int(meta["incarnation"]),
-            announced=_announced(meta),
+            announced=announced_version(meta),
             last_step=_step_metrics(steps[0]) if steps else None,
             workers=int(workers),
             payload_bytes=int(meta.get("payload_bytes", 0)),
@@ -180,7 +181,8 @@ class Usage:
         )
 
 
-def _announced(meta: dict[str, str]) -> WeightVersion | None:
+def announced_version(meta: Mapping[str, str]) -> WeightVersion | None:
+    """Returns the newest announced version of a run with these fields of `meta`, if there is any."""
     if "announced_step" not in meta:
         return None
     return WeightVersion(int(meta["announced_incarnation"]), int(meta["announced_step"]))

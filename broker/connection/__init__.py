@@ -4,7 +4,7 @@
          │           server_errors.py      errors of scripts and servers ─► Headway's errors
          ├─► routes.py ─► round_trips.py ─► server, or the node of a cluster that holds the key
          └─► address.py                    URL, user, password, TLS
-    inspection.py   the settings of a server: users, eviction, persistence
+    server_traits.py   the settings of a server: users, eviction, persistence
 
 `broker/client/` names verbs; only this folder talks to a server, and only here errors of the driver are translated.
 

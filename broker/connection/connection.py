@@ -192,8 +192,7 @@ class Connection:
 
     async def scan(self, pattern: str) -> list[str]:
         """Returns the names of all keys that match, without those that are not UTF-8, which Headway never writes."""
-        found = await self._attempt(lambda: self._on_primaries(lambda _, server: _scan(server, pattern)))
-        keys = {key.decode(errors="replace") for names in found for key in names}
+        keys = {key.decode(errors="replace") async for page in self.pages(pattern) for key in page.keys}
         return sorted(key for key in keys if "\N{REPLACEMENT CHARACTER}" not in key)
 
     async def pages(self, pattern: str) -> AsyncIterator["KeyPage"]:
@@ -369,15 +368,6 @@ async def _unloaded(server: RoundTrips, library: str) -> None:
     (reply,) = await server.send([("FUNCTION", "DELETE", library)])
     if not isinstance(reply, ResponseError) or _NO_LIBRARY not in str(reply):
         _accepted([reply])
-
-
-async def _scan(server: RoundTrips, pattern: str) -> list[bytes]:
-    cursor, names = b"0", list[bytes]()
-    while True:
-        ((cursor, found),) = _accepted(await server.send([("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)]))
-        names.extend(found)
-        if int(cursor) == 0:
-            return names
 
 
 async def _written(server: RoundTrips, key: str, replicas: int, patience_ms: int) -> bool:

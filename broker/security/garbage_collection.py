@@ -29,7 +29,7 @@ from redis.exceptions import NoPermissionError
 
 from headway.broker.config import BlobStorage
 from headway.broker.connection.connection import Argument, Connection, KeyPage
-from headway.broker.connection.inspection import fields_of
+from headway.broker.connection.server_traits import fields_of
 from headway.broker.errors import BrokerError, HeadwayError
 from headway.broker.keys import PREFIX, Keys, is_name
 from headway.broker.schema import Owner

@@ -28,7 +28,7 @@ from urllib.parse import quote
 
 from headway.broker.connection.address import PASSWORD_FILE_OPTION
 from headway.broker.errors import HeadwayError
-from headway.broker.keys import PREFIX, check_run_name
+from headway.broker.keys import PREFIX, check_name
 
 _PASSWORD_BYTES = 24
 _UNKNOWN_TO_7_0 = ("client|setinfo", "client|no-touch", "waitaof")
@@ -136,7 +136,7 @@ def users(run: str | None, passwords: Mapping[str, str]) -> list[User]:
     """Returns a user for each role; a role without a password gets a random one, so that no process can log in as
     it."""
     if run is not None:
-        check_run_name(run)
+        check_name(run, "run")
     return [User(role, run, passwords.get(role) or secrets.token_urlsafe(_PASSWORD_BYTES)) for role in Role]
 
 

@@ -15,7 +15,7 @@ from typing import Self
 
 from headway.broker.client.broker import BlockingBroker
 from headway.broker.connection.address import without_password
-from headway.broker.connection.inspection import inspect, may_work
+from headway.broker.connection.server_traits import inspect, may_work
 from headway.broker.errors import BrokerError, BrokerUnavailableError, HeadwayError, RefusedByServerError
 from headway.broker.server.access import Role
 from headway.broker.server.embedded import LOOPBACK, EmbeddedServer

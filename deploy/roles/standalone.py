@@ -18,7 +18,7 @@ import msgspec
 
 from headway.broker.connection.address import without_password
 from headway.broker.errors import SIGNALLED_EXIT, ConfigError, ForeignRunError
-from headway.broker.keys import check_pool_name, check_run_name, check_worker_name
+from headway.broker.keys import check_name
 from headway.deploy.launch.base import WORKER_SESSION, WORKER_TAG, Launcher, write_exit_notice
 from headway.deploy.launch.broker_server import check_may_work, check_traits, ignoring_absent_server
 from headway.deploy.launch.commands import RunStart, ScorerCommand, WorkerCommand, learner_command, sft_command
@@ -144,7 +144,7 @@ def run_workers(
     """
     own = _own_of(overrides)
     devices = visible_devices(own.workers.devices, own.engine)
-    prefix = check_pool_name(pool or UNNAMED)[:MOST_OF_PREFIX]
+    prefix = check_name(pool or UNNAMED, "pool")[:MOST_OF_PREFIX]
     pool = pool or f"{_host()}-{os.getpid()}"
     named = [argument for module in allowed for argument in ("--allow-import", module)]
     graced = () if grace_s == DRAIN_WORKER_S else ("--grace-s", f"{grace_s:g}")
@@ -205,7 +205,7 @@ def _run_process(name: str, run_role: Callable[[str, str], bool]) -> int:
     """Run a role under a name of this process alone and with its session. Returns the exit code."""
     tag, session = os.environ.get(WORKER_TAG) or secrets.token_hex(2), os.environ.get(WORKER_SESSION, "")
     try:
-        is_signalled = run_role(check_worker_name(f"{_host()}-{name}-{tag}"), session)
+        is_signalled = run_role(check_name(f"{_host()}-{name}-{tag}", "worker"), session)
     except (ForeignRunError, ConfigChangedError) as error:
         log.warning("%s This process starts anew.", error)
         sys.stderr.flush()
@@ -228,7 +228,7 @@ def run_scorers(
 ) -> int:
     """Supervise `count` processes of a scorer until the run is over or a signal stops them. An empty `scorer` is the
     run's only one. A launcher that starts no processes only gets their commands."""
-    check_run_name(run)
+    check_name(run, "run")
     for override in overrides:
         if not override.startswith("scorers."):
             raise ConfigError(

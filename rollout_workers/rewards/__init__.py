@@ -19,7 +19,7 @@ from headway.rollout_workers.config import REWARDS, RewardConfig
 from headway.rollout_workers.scorers import TokenScorer
 
 from .base import Reward, Score
-from .built_in import ZeroReward
+from .built_in import ArithmeticReward, ModelReward, WeightedReward, WeightedSum, ZeroReward
 
 EXTRAS = {"reasoning_gym": ("reasoning-gym", "reasoning_gym")}
 """The kinds that need an extra of Headway, which is named after its package, and the package's module."""
@@ -41,8 +41,6 @@ async def open_reward(
     Raises ConfigError for a kind that does not exist, may not be imported (`roots`, by default Headway's own modules
     and the working directory's) or cannot be called.
     """
-    from .built_in import WeightedReward, WeightedSum
-
     if not configs:
         raise ConfigError(f"rewards: none given; name at least one of {', '.join(REWARDS)} or package.module:function")
     roots, terms = roots or ImportRoots(), list[WeightedReward]()
@@ -62,21 +60,17 @@ async def open_single(
     """Open one reward, without its weight. The arguments and errors are those of `open_reward`."""
     match config.kind:
         case "reward_model":
-            from .built_in import ModelReward
-
             if open_scorer is None:
                 raise ConfigError("rewards: a reward_model is asked by the workers of a run, and there is none here.")
             return ModelReward(name, open_scorer(name, config), config.deadline_s)
         case "arithmetic":
-            from .built_in import ArithmeticReward
-
             return ArithmeticReward()
         case "math_verify":
-            from .math_verify import MathVerifyReward
+            from .math_verify_reward import MathVerifyReward
 
             return MathVerifyReward(config.deadline_s, config.processes, warms=warms)
         case "reasoning_gym":
-            from .reasoning_gym import ReasoningGymReward
+            from .reasoning_gym_reward import ReasoningGymReward
 
             check_installed(config.kind)
             return ReasoningGymReward(config.deadline_s, config.processes, warms=warms)

@@ -9,7 +9,7 @@ from redis.crc import key_slot
 from headway.broker import Broker, open_broker
 from headway.broker.client.leases import SubmitOutcome
 from headway.broker.connection.connection import Connection
-from headway.broker.connection.inspection import ServerTraits, inspect
+from headway.broker.connection.server_traits import ServerTraits, inspect
 from headway.broker.errors import BrokerUnavailableError, ServerRestartedError
 from headway.broker.schema import TrajectoryId, WeightVersion
 from headway.broker.server.embedded import EmbeddedServer

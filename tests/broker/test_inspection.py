@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from headway.broker.connection.inspection import ServerTraits, inspect
+from headway.broker.connection.server_traits import ServerTraits, inspect
 from headway.broker.server.access import Role
 from headway.broker.server.embedded import EmbeddedServer
 

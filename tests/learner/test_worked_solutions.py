@@ -14,7 +14,7 @@ from headway.learner.data.examples import Example, open_examples
 from headway.learner.data.prompts import open_source
 from headway.learner.data.prompts.base import Item
 from headway.learner.data.prompts.reasoning_gym import open_tasks
-from headway.rollout_workers.rewards.reasoning_gym import Verifiers
+from headway.rollout_workers.rewards.reasoning_gym_reward import Verifiers
 
 TASKS = "chain_sum, leg_counting"
 TASK_OPTIONS = {"chain_sum": {"min_digits": 2}, "leg_counting": {"min_animals": 1, "max_animals": 4}}

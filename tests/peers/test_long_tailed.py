@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.peers.long_tailed import FEWEST_TERMS, MOST_TERMS, LongTailedPrompts, worked_examples
 from headway.learner.data.prompts.base import Item
-from headway.rollout_workers.rewards.reasoning_gym import Verifiers
+from headway.rollout_workers.rewards.reasoning_gym_reward import Verifiers
 
 
 def terms_of(text: str) -> int:

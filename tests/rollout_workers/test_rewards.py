@@ -27,8 +27,8 @@ from headway.rollout_workers.config import RewardConfig
 from headway.rollout_workers.rewards import open_reward
 from headway.rollout_workers.rewards.base import Reward, RewardError, Score, UnscoredError
 from headway.rollout_workers.rewards.built_in import ArithmeticReward
-from headway.rollout_workers.rewards.math_verify import MathVerifyReward
-from headway.rollout_workers.rewards.reasoning_gym import ReasoningGymReward
+from headway.rollout_workers.rewards.math_verify_reward import MathVerifyReward
+from headway.rollout_workers.rewards.reasoning_gym_reward import ReasoningGymReward
 from headway.rollout_workers.scorers import ScoringError
 
 OWN = "tests.rollout_workers.custom_rewards"

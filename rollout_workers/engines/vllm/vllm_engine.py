@@ -110,18 +110,6 @@ def vllm_errors() -> tuple[type[Exception], ...]:
     return (EngineDeadError, EngineGenerateError, ValueError, RuntimeError)
 
 
-async def sleep(llm: Any) -> None:
-    """Free the GPU's memory. No request may be running."""
-    await answered("save what is no weight", llm.collective_rpc("headway_before_sleep"))
-    await answered("sleep", llm.sleep(level=DISCARD))
-
-
-async def wake(llm: Any) -> None:
-    """Take the memory again and restore what is no weight. Weights come with the next swap."""
-    await answered("wake up", llm.wake_up())
-    await answered("restore what is no weight", llm.collective_rpc("headway_after_wake"))
-
-
 class OutputDrain:
     """Watches one AsyncLLM, whose background task takes outputs from a queue and hands them to their requests.
 
@@ -337,12 +325,14 @@ class VllmEngine:
         """See Engine. Addresses stay, and waking restores what is no weight (`SleepBackup`)."""
         async with self._swapping:
             self._version = None
-            await sleep(self._llm)
+            await answered("save what is no weight", self._llm.collective_rpc("headway_before_sleep"))
+            await answered("sleep", self._llm.sleep(level=DISCARD))
 
     async def wake(self) -> None:
         """See Engine."""
         async with self._swapping:
-            await wake(self._llm)
+            await answered("wake up", self._llm.wake_up())
+            await answered("restore what is no weight", self._llm.collective_rpc("headway_after_wake"))
 
     async def close(self) -> None:
         """See Engine."""
