@@ -48,13 +48,13 @@ def system_fault(error: BaseException) -> str:
     "" for any other error, which may be a bug."""
     for one in _chain(error):
         if (isinstance(one, OSError) and one.errno in FULL) or any(words in str(one) for words in FULL_IN_WORDS):
-            return f"Make room, then go on with --resume: {_told(one)}."
+            return f"Make room, then go on with --resume: {_description(one)}."
         if isinstance(one, OSError) and one.errno in REMEDIES:
-            return f"{_told(one)}. {REMEDIES[one.errno]}"
+            return f"{_description(one)}. {REMEDIES[one.errno]}"
     return ""
 
 
-def _told(error: BaseException) -> str:
+def _description(error: BaseException) -> str:
     if not isinstance(error, OSError) or not error.strerror:
         return " ".join(str(error).split())[:300].rstrip(".")
     return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"

@@ -196,7 +196,7 @@ class StreamedDelivery:
     async def _parts(self) -> AsyncGenerator[Part, None]:
         while not isinstance(coming := await self._coming.get(), WeightManifest):
             if isinstance(coming, WeightSyncError):
-                raise self._in_words(coming)
+                raise self._raisable(coming)
             self.has_begun = True
             yield coming
             self._is_done.set()
@@ -216,7 +216,7 @@ class StreamedDelivery:
             self._is_here = True
             self._on_first(self)
 
-    def _in_words(self, error: WeightSyncError) -> WeightSyncError:
+    def _raisable(self, error: WeightSyncError) -> WeightSyncError:
         """Return an error to raise in place of `error`: one that says that nothing was touched must not be passed on
         once the engine holds a part."""
         return WeightSyncError(str(error)) if isinstance(error, NoRoomError) and self.has_begun else error

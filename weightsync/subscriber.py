@@ -76,7 +76,7 @@ class Subscriber:
         """False: the worker follows by pull, and keeps the pulled version as the base for deltas."""
         self._worker = worker
         self._following: asyncio.Task[None] | None = None
-        self._tried: WeightVersion | None = None
+        self._last_offer: WeightVersion | None = None
         """The last offer that was read in full; one whose transfer failed is not received again but pulled."""
         self._landing = BufferPool(torch.device("cuda" if config.staging == "device" else "cpu"))
         device = broadcast_device(config, abilities_of(config.transport, roots if self.joins_groups else None))
@@ -87,7 +87,7 @@ class Subscriber:
             broker, worker, config, shared, self._note_arrival, self._note_failure, model
         )
         self._inbox = Inbox(self._landing)
-        self._known: WeightManifest | None = None
+        self._last_manifest: WeightManifest | None = None
         """The manifest of the last version that arrived. Most offers name that version instead of repeating its
         tensors."""
         self._arrived = asyncio.Event()
@@ -96,7 +96,7 @@ class Subscriber:
         """The error that keeps the background work from the broker."""
         self._is_notified = asyncio.Event()
         """Set by a notification: there is news, so poll before `poll_s` is over."""
-        self._glance = VersionsPeek(None, None, None)
+        self._peeked = VersionsPeek(None, None, None)
         """The learner's records at the last poll."""
         self._has_polled = asyncio.Event()
         self.last_error = ""
@@ -248,9 +248,9 @@ class Subscriber:
         """Poll for versions and groups, also while a version is received: the learner may begin a group meanwhile."""
         while True:
             self._is_notified.clear()
-            self._glance = await self._broker.versions.peek()
+            self._peeked = await self._broker.versions.peek()
             if self.joins_groups:
-                await self._groups.refresh(self._glance.group)
+                await self._groups.refresh(self._peeked.group)
             self._has_polled.set()
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._config.poll_s):
@@ -260,10 +260,10 @@ class Subscriber:
         while True:
             await self._has_polled.wait()
             self._has_polled.clear()
-            offered, announced, _ = self._glance
+            offered, announced, _ = self._peeked
             # Once a version is announced its broadcast is over, and a worker that missed it pulls.
             is_under_way = self.joins_groups and offered is not None and offered != announced
-            if offered is not None and is_under_way and offered != self._tried and self._inbox.is_newer(offered):
+            if offered is not None and is_under_way and offered != self._last_offer and self._inbox.is_newer(offered):
                 await self._receive(offered)
             elif announced is not None and self._inbox.is_newer(announced):
                 self._fetch(announced)
@@ -277,7 +277,7 @@ class Subscriber:
 
     async def _receive(self, offered: WeightVersion) -> None:
         joined, offer = await self._invitation(offered)
-        self._tried = offered  # not before: if the broker did not answer, it is asked again
+        self._last_offer = offered  # not before: if the broker did not answer, it is asked again
         if joined is None or offer is None:
             return
         # The version being pulled and the waiting one are about to be superseded, and beside the engine's version and
@@ -306,7 +306,7 @@ class Subscriber:
         arriving = StreamedDelivery(offer, self._note_arrival)
         end = WeightSyncError(f"version {offer.version} is received no further")
         try:
-            self._known = await self._threads.run(
+            self._last_manifest = await self._threads.run(
                 "receive",
                 lambda: joined.pass_on(offer, window, arriving, cancelled),
                 cancelled,
@@ -332,16 +332,16 @@ class Subscriber:
         one."""
         if offer.like is None:
             return offer
-        if self._known is None or self._known.version != offer.like:
-            self._known = await self._broker.versions.announced()
-        if self._known is None or self._known.version != offer.like:
+        if self._last_manifest is None or self._last_manifest.version != offer.like:
+            self._last_manifest = await self._broker.versions.announced()
+        if self._last_manifest is None or self._last_manifest.version != offer.like:
             return None
-        return replace(offer, tensors=self._known.tensors, buckets=self._known.buckets, like=None)
+        return replace(offer, tensors=self._last_manifest.tensors, buckets=self._last_manifest.buckets, like=None)
 
     def _note_arrival(self, delivery: Delivery | StreamedDelivery) -> None:
         if self._inbox.put(delivery):
             if isinstance(delivery, Delivery):
-                self._known = delivery.manifest
+                self._last_manifest = delivery.manifest
                 self.last_error = ""
             self._arrived.set()
 

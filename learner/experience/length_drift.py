@@ -48,7 +48,7 @@ class DriftWatch:
     def __init__(self) -> None:
         self._warn_above = WARN_ABOVE
 
-    def look(self, status: RunStatus) -> None:
+    def check(self, status: RunStatus) -> None:
         """Compares the lengths in this status, and warns where they have drifted."""
         tallies, queues = status.tallies, status.queues
         if sum(tallies.trained_by_prompt_length.values()) < FEWEST_GROUPS:

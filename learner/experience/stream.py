@@ -171,7 +171,7 @@ class Experience:
         """Earlier learners had committed the steps below it when this one took the run over."""
 
         self._waited_s: tuple[float, ...] = ()
-        self._told_calls, self._told_s = 0, 0.0
+        self._counted_calls, self._counted_s = 0, 0.0
         """Calls to the broker, and their time, as of the last `broker_calls`."""
 
         self._publication_state = PublicationState()
@@ -241,9 +241,9 @@ class Experience:
         seconds."""
         broker = self._blocking.broker
         calls, seconds = broker.answered, broker.answer_s
-        told_calls, told_s = self._told_calls, self._told_s
-        self._told_calls, self._told_s = calls, seconds
-        return calls - told_calls, seconds - told_s
+        counted_calls, counted_s = self._counted_calls, self._counted_s
+        self._counted_calls, self._counted_s = calls, seconds
+        return calls - counted_calls, seconds - counted_s
 
     def commit(self, step: int) -> None:
         """Lets the broker forget the batches of the steps below `step`, which a durable checkpoint contains.
@@ -257,7 +257,7 @@ class Experience:
         self._taken = {s: tids for s, tids in self._taken.items() if s >= step}
         self._committed.extend(done)
         if (status := self.status()) is not None:
-            self._drift.look(status)
+            self._drift.check(status)
 
     def mark_dropped(self) -> None:
         """Marks in the cursor, before a checkpoint, the groups that the broker has dropped by a stated rule."""
@@ -391,15 +391,15 @@ class Experience:
     def _replay(self, steps: range) -> None:
         self._publication_state.replay(steps.stop)
         self._taken |= {step: self._log.tids(step) for step in steps}
-        self._tell_again()
+        self._resend_state()
 
     def _reassert(self) -> None:
         log.warning("The broker's server was restarted; telling it what has been announced, taken and trained.")
-        self._tell_again()
+        self._resend_state()
         self._publication_state.restart()
         self._feed.restart()
 
-    def _tell_again(self) -> None:
+    def _resend_state(self) -> None:
         self.retry(
             lambda: self._blocking.broker.batches.reassert(
                 self.owner,

@@ -91,7 +91,7 @@ class PackedLayout:
     share nothing, or `buckets` say it."""
     is_long: bool = False
     """Whether a sequence or path has LONG tokens on average, from which on flash-attn-4 is the faster kernel."""
-    asked: Callable[[torch.nn.Module], None] | None = None
+    on_attention: Callable[[torch.nn.Module], None] | None = None
     """Is told each module that asks `packed_attention`; None: they are not counted."""
 
     @classmethod
@@ -341,8 +341,8 @@ def packed_attention(
             f"{type(module).__name__} is not told the bounds of packed sequences, without which it would mix them: its"
             " model hands no arguments on to its layers. Take a model of another architecture."
         )
-    if packed_layout.asked is not None:
-        packed_layout.asked(module)
+    if packed_layout.on_attention is not None:
+        packed_layout.on_attention(module)
     _refuse_what_we_ignore(module, packed_layout, attention_mask, dropout, sliding_window, kwargs)
     q, k, v = (rows[0].transpose(0, 1) for rows in (query, key, value))
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
@@ -363,10 +363,10 @@ def _attention(
     return attended
 
 
-def check_asked(layers: Sequence[torch.nn.Module], asked: set[torch.nn.Module], model_type: str) -> None:
+def check_layers_attend(layers: Sequence[torch.nn.Module], attending: set[torch.nn.Module], model_type: str) -> None:
     """Raises UnsupportedModelError unless each layer of a model asked `packed_attention` in its forward pass: one that
     did not has mixed the sequences of a row, or has no attention at all."""
-    silent = [number for number, layer in enumerate(layers) if asked.isdisjoint(layer.modules())]
+    silent = [number for number, layer in enumerate(layers) if attending.isdisjoint(layer.modules())]
     if silent or not layers:
         which = f"{len(silent)} of its {len(layers)} layers, the first of them layer {silent[0]}," if silent else "it"
         raise UnsupportedModelError(

@@ -53,8 +53,8 @@ class RenderWatch:
     def _begin(self) -> None:
         self._running = (time.monotonic() + self._seconds, threading.get_ident())
         if self._watch is None:
-            look_s, owner = min(self._seconds / 4, 1.0), weakref.ref(self)
-            self._watch = threading.Thread(target=_watch, args=(owner, look_s), name="chat-template", daemon=True)
+            check_s, owner = min(self._seconds / 4, 1.0), weakref.ref(self)
+            self._watch = threading.Thread(target=_watch, args=(owner, check_s), name="chat-template", daemon=True)
             self._watch.start()
 
     def _end(self) -> None:
@@ -64,7 +64,7 @@ class RenderWatch:
         while self._is_ended and not isinstance(sys.exception(), _Ended):
             time.sleep(0.001)
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Ends the template that runs too long."""
         with self._lock:
             if self._running is not None and time.monotonic() > self._running[0]:
@@ -76,11 +76,11 @@ class _Ended(BaseException):
     """It is raised in the midst of a template that did not end, which may catch no other exception."""
 
 
-def _watch(owner: "weakref.ref[RenderWatch]", look_s: float) -> None:
+def _watch(owner: "weakref.ref[RenderWatch]", check_s: float) -> None:
     while (watch := owner()) is not None:
-        watch.look()
+        watch.check()
         del watch
-        time.sleep(look_s)
+        time.sleep(check_s)
 
 
 def read_chat_template(path: str) -> str:
@@ -101,10 +101,11 @@ def _check_syntax(text: str, path: str) -> None:
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    tried = [[{"role": "user", "content": "text"}]]
+    conversation = [[{"role": "user", "content": "text"}]]
     try:
         RenderWatch().run(
-            lambda: render_jinja_template(conversations=tried, chat_template=text), f"{WHERE}: the template in {path}"
+            lambda: render_jinja_template(conversations=conversation, chat_template=text),
+            f"{WHERE}: the template in {path}",
         )
     except TemplateSyntaxError as error:
         raise ConfigError(f"{WHERE}: {path}, line {error.lineno}: {error.message}") from error

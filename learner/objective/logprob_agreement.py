@@ -75,16 +75,16 @@ class LogprobAgreement:
 
     def _judge(self, mean: float, worst: float, tokens: int, step: int) -> None:
         bound = self._bound * (1 + FEW / math.sqrt(tokens))
-        told = (
+        message = (
             f"the engine's and the learner's logprobs of {tokens} fresh tokens of step {step + 1} differ by {mean:.3g}"
             f" in the mean, {worst:.3g} at worst"
         )
         if mean <= bound:  # NaN is refused
             if self._ranks.is_first:
-                log.info("%s (bound %.3g)", told, bound)
+                log.info("%s (bound %.3g)", message, bound)
             return
         raise DisagreementError(
-            f"Nothing was trained: {told}, where rounding explains {bound:.3g}. They do not compute the same model:"
+            f"Nothing was trained: {message}, where rounding explains {bound:.3g}. They do not compute the same model:"
             " look for an architecture or an option of model.path's config.json that one of both does not support, and"
             " for engine.options that change the model. Where the engine rounds more than its number format says, set"
             " learner.agreement_bound; 0 leaves the comparison out."

@@ -145,7 +145,7 @@ class Updater:
         return [self._backend, *references, *critics]
 
     @property
-    def beside(self) -> dict[str, CheckpointPart]:
+    def extra_models(self) -> dict[str, CheckpointPart]:
         """The models that a checkpoint holds beside the policy, as the algorithm changes them."""
         models: dict[str, CheckpointPart] = {}
         if self._critic is not None:
@@ -155,8 +155,8 @@ class Updater:
         return models
 
     def load(self, checkpoint: Path) -> None:
-        """Loads the models `beside` the policy from a checkpoint; one that the checkpoint lacks starts anew."""
-        for name, model in self.beside.items():
+        """Loads the models `extra_models` the policy from a checkpoint; one that the checkpoint lacks starts anew."""
+        for name, model in self.extra_models.items():
             if (checkpoint / name).is_dir():
                 model.load(checkpoint / name)
             else:

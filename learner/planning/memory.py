@@ -161,14 +161,14 @@ def plan_distillation(student: PlannedModel, teacher: ModelShape) -> list[RankMe
         )
         for shape, adapter in ((student.shape, student.adapter), (teacher, ()))
     )
-    asked = {held.rank: held for held in of_teacher}
+    teachers = {held.rank: held for held in of_teacher}
     ranks = [
         replace(
             held,
-            gathered=asked[held.rank].gathered,
-            activations=asked[held.rank].activations,
-            head=asked[held.rank].head,
-            other_models=asked[held.rank].states,
+            gathered=teachers[held.rank].gathered,
+            activations=teachers[held.rank].activations,
+            head=teachers[held.rank].head,
+            other_models=teachers[held.rank].states,
         )
         for held in of_student
     ]

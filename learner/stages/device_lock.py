@@ -54,11 +54,11 @@ class DeviceLock:
         with ExitStack() as away:
             for model in self._models:
                 away.enter_context(model.off_device())
-            self._meet()
+            self._barrier()
             with suppress(StopRequested):
                 self.renew()
             yield
-            if self._ranks.any(not self._do_they_sleep()):
+            if self._ranks.any(not self._await_sleep()):
                 raise StopRequested
 
     def renew(self) -> None:
@@ -69,7 +69,7 @@ class DeviceLock:
         self._experience.retry(lambda: phases.generate(owner))
         self._renewed_s = time.monotonic()
 
-    def _do_they_sleep(self) -> bool:
+    def _await_sleep(self) -> bool:
         """Waits until all engines sleep, or one has kept the learner waiting for too long, outages not counted. False
         where the broker is away and the learner is to stop."""
         if self._phases is None or self._experience is None:
@@ -93,7 +93,7 @@ class DeviceLock:
         log.warning("Engines may still be on the device: stopping without a checkpoint of the last steps.")
         return False
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         """Holds this rank until all ranks are here."""
         self._ranks.any(False)
 
@@ -102,12 +102,12 @@ def wait_for_device(url: str, run: str) -> None:
     """Waits, before a learner takes memory, until the engines of an earlier learner have left the device. Every rank
     asks for itself, as ranks meet on their devices."""
     blocking = BlockingBroker(url, run)
-    since_s, has_said = time.monotonic(), False
+    since_s, has_logged = time.monotonic(), False
     try:
         while (are_awake := _are_engines_awake(blocking)) is not False:
-            if not has_said:
+            if not has_logged:
                 log.info("waiting until engines leave the device")
-                has_said = True
+                has_logged = True
             if are_awake is None:
                 since_s = time.monotonic()
             elif time.monotonic() > since_s + LENT_S + LONGEST_WAIT_S:

@@ -46,22 +46,22 @@ class DistillationTask:
     def prepare(self, is_new: bool) -> None:
         """Compute the teacher's candidates of all conversations, or find them again. Collective. Raises StageError
         where this rank cannot read what others wrote."""
-        parts, told = self._parts, self._parts.checkpoints.beside
+        parts, directory = self._parts, self._parts.checkpoints.running_directory
         candidate_files = CandidateFiles.of(
             [*self.units, *self.held_out],
-            told,
+            directory,
             replicas=parts.ranks.replicas,
             micro_batch_tokens=parts.micro_batch_tokens,
         )
         units = None if is_new else read_candidates(candidate_files)
         if parts.ranks.any(units is None):
             if not is_new and parts.ranks.is_first:
-                log.warning("%s lacks the teacher's logprobs of some records; the teacher is asked again", told)
+                log.warning("%s lacks the teacher's logprobs of some records; the teacher is asked again", directory)
             self._compute_candidates(candidate_files)
             gc.collect()  # the teacher's memory is free before the first step
             units = read_candidates(candidate_files)
         if units is None:
-            raise StageError(f"The teacher's logprobs in {told} cannot be read, though they were just written.")
+            raise StageError(f"The teacher's logprobs in {directory} cannot be read, though they were just written.")
         self.units, self.held_out = units[: len(self.units)], units[len(self.units) :]
 
     def _compute_candidates(self, candidate_files: CandidateFiles) -> None:

@@ -41,7 +41,7 @@ class DpoTask:
             self._references = reference_logprobs(
                 self._parts,
                 [*self.units, *self.held_out],
-                path=self._parts.checkpoints.beside / "reference.npz",
+                path=self._parts.checkpoints.running_directory / "reference.npz",
                 is_new=is_new,
             )
 

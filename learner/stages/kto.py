@@ -52,7 +52,7 @@ class KtoTask:
     def prepare(self, is_new: bool) -> None:
         """Compute the reference's logprobs of all responses and mismatches, or read them again. Collective."""
         self._references = reference_logprobs(
-            self._parts, self._both, path=self._parts.checkpoints.beside / "references.npz", is_new=is_new
+            self._parts, self._both, path=self._parts.checkpoints.running_directory / "references.npz", is_new=is_new
         )
 
     def loss(self, rows: Sequence[Row], chosen: Sequence[int], *, held_out: bool) -> TokenLoss:

@@ -179,7 +179,7 @@ class Learner:
         self.loss: float | None = None
         """The loss of the last step that this process trained; None before the first."""
         self._has_served_base = False
-        self._of_base: list[float] = []
+        self._base_probe_logprobs: list[float] = []
         self._caught_up_at = self.config.caught_up_at
         self._saved_step = -1 if self.config.is_branch else self.version.step
         self._writer = CheckpointWriter(self.checkpoints, self.ranks, asynchronous=self.config.asynchronous)
@@ -196,7 +196,7 @@ class Learner:
             watch = Stopwatch()
             if self.version.step % self.config.checkpoint_every == 0:
                 self.checkpoint()
-            self.commit_durable(self._writer.look())
+            self.commit_durable(self._writer.poll())
             watch.lap("checkpoint")
             self.observer.on_weights(self.version, self.backend, is_last=False)
             watch.lap("evaluate")
@@ -228,7 +228,7 @@ class Learner:
         except HeadwayError:
             raise
         except Exception as error:
-            raise UntrainableBatchError(self._way_out(error)) from error
+            raise UntrainableBatchError(self._failure_advice(error)) from error
         self.loss = update.loss
         self.version = WeightVersion(before.incarnation, before.step + 1)
         self.cursor.mark_trained(group.prompt.group for group in groups)
@@ -238,7 +238,7 @@ class Learner:
         # Before the checkpoint: a crash between the two then repeats a line, which readers of the record drop.
         self.observer.on_step(TrainedStep(version=before, groups=groups, scored=scored, update=update, laps=watch.laps))
 
-    def _way_out(self, error: Exception) -> str:
+    def _failure_advice(self, error: Exception) -> str:
         """Returns how to go on after a step that failed; its batch stays pinned, so a resumed learner repeats it."""
         reason, saved = str(error).strip().split("\n")[0], self.checkpoints.latest()
         anew = f"--resume --rewind-to {saved.state.step} --regenerate" if saved else "--overwrite"
@@ -282,7 +282,7 @@ class Learner:
                 return answer
             if wait != WaitReason.FOR_RANKS:
                 return WaitReason(wait)
-            self.commit_durable(self._writer.look())
+            self.commit_durable(self._writer.poll())
 
     def _take(self, may_wait: bool) -> TakenBatch | WaitReason:
         nothing = TakenBatch(self.version.step, ())
@@ -312,10 +312,10 @@ class Learner:
     def _base_logprobs(self) -> list[float]:
         """Returns the probe's logprobs without the adapter, which never change, so they are measured once."""
         assert isinstance(self.backend, AdapterBackend)
-        if not self._of_base:
+        if not self._base_probe_logprobs:
             with self.backend.without_adapter():
-                self._of_base = measure_logprobs(self.backend, self.config.probe_tokens)
-        return self._of_base
+                self._base_probe_logprobs = measure_logprobs(self.backend, self.config.probe_tokens)
+        return self._base_probe_logprobs
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Returns what a version carries. The base of adapters is published once, before the first of them."""
@@ -351,7 +351,7 @@ class Learner:
             step=self.version.step,
             cursor=self.cursor.state(),
         )
-        self._writer.begin({"": self.backend, **self.updater.beside}, state)
+        self._writer.begin({"": self.backend, **self.updater.extra_models}, state)
         self._saved_step = self.version.step
 
     def commit_durable(self, step: int | None) -> None:

@@ -154,15 +154,17 @@ def _rendered(
         if len(unit) == len(rendered):
             units.append((record, unit))
     if parts.ranks.is_first:
-        _tell(where, len(records), len(units), renderer)
+        _log_left_out(where, len(records), len(units), renderer)
     return units
 
 
-def _tell(where: str, records: int, kept: int, renderer: ConversationRenderer) -> None:
+def _log_left_out(where: str, records: int, kept: int, renderer: ConversationRenderer) -> None:
     """Log how many records were left out, and how many sequences were cut."""
     if kept < records:
-        told = renderer.skipped
-        log.warning("%s: %d of %d records are left out; of their sequences, %s", where, records - kept, records, told)
+        skipped = renderer.skipped
+        log.warning(
+            "%s: %d of %d records are left out; of their sequences, %s", where, records - kept, records, skipped
+        )
     if renderer.cut.total:
         log.warning("%s: cut: %s", where, renderer.cut)
     if renderer.split.total:
@@ -283,7 +285,7 @@ class TaskStage:
             raise ConfigError(
                 f"The records of stage {self._part} have changed since it began, {progress.steps} steps ago: {cause}."
                 " What is left to train would be others. Bring them back, or let the stage start over: remove"
-                f" {parts.checkpoints.beside}."
+                f" {parts.checkpoints.running_directory}."
             )
         return msgspec.structs.replace(progress, data=digest)
 

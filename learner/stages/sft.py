@@ -157,7 +157,7 @@ class SftPhasesStage:
                 return False
             self._parts.checkpoints.keep_if_due(self._progress.steps, msgspec.to_builtins(self._progress))
         else:
-            self._refuse_a_shut_gate(phase)
+            self._check_gate(phase)
         self._progress = msgspec.structs.replace(self._progress, phase=self._progress.phase + 1, step=0, pass_rate=None)
         return True
 
@@ -190,7 +190,7 @@ class SftPhasesStage:
         pass_rate = self._progress.pass_rate
         return pass_rate is not None and pass_rate >= phase.until_pass_rate
 
-    def _refuse_a_shut_gate(self, phase: SftPhaseConfig) -> None:
+    def _check_gate(self, phase: SftPhaseConfig) -> None:
         """Raises StageError if the phase was to reach a pass rate."""
         if phase.until_pass_rate:
             raise StageError(

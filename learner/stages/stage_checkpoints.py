@@ -69,7 +69,7 @@ class StageCheckpoints:
         self._kept_s = time.monotonic()
 
     @property
-    def beside(self) -> Path:
+    def running_directory(self) -> Path:
         """The directory of the checkpoints, for files that a stage needs as long as it runs. `load` of a new stage and
         `leave` remove it."""
         return self._root
@@ -217,7 +217,7 @@ class CheckpointWriter:
         path = self._store.path(state.incarnation, state.step)
         self._begun = SnapshotWriter(self._ranks, path, models, self._background), state
 
-    def look(self) -> int | None:
+    def poll(self) -> int | None:
         """Returns the step whose checkpoint has become durable since the last call, or None; it does not wait."""
         return self.wait() if self._begun and self._begun[0].is_written() else None
 

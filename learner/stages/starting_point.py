@@ -48,7 +48,7 @@ class Origin:
         return self.state.step if self.state else 0
 
     @property
-    def is_anew(self) -> bool:
+    def regenerates(self) -> bool:
         """True if the samples for the steps from here on are to be forgotten and generated again."""
         return self.rewind is not None and self.rewind.regenerate
 
@@ -136,7 +136,7 @@ def claim_run(
     """
     saved_incarnation = origin.state.incarnation if origin.state else 0
     mark = CheckpointMark(max(saved_incarnation, last_incarnation), origin.step)
-    replayable_to = 0 if origin.is_anew else experience_log.held_until(mark.step)
+    replayable_to = 0 if origin.regenerates else experience_log.held_until(mark.step)
     claim = blocking.call(
         blocking.broker.batches.claim(
             checkpoint=mark,
@@ -145,11 +145,11 @@ def claim_run(
             resume=origin.resume,
             contains=CheckpointGroups(cursor.watermark, cursor.trained_beyond),
             replayable_to=replayable_to,
-            regenerate=origin.is_anew,
+            regenerate=origin.regenerates,
             identity=identity,
         )
     )
-    if origin.is_anew or claim.is_rewound:
+    if origin.regenerates or claim.is_rewound:
         log.warning("what was sampled for the steps from %d on is forgotten, and generated anew", mark.step)
         experience_log.drop_from(mark.step)
     return _begin(origin, claim, identity, replayable_to)
@@ -157,7 +157,7 @@ def claim_run(
 
 def _begin(origin: Origin, claim: Claim, identity: str, replayable_to: int) -> RunClaim:
     """Returns the start that follows from the broker's memory of the run."""
-    is_anew = origin.is_anew or claim.is_rewound
+    is_anew = origin.regenerates or claim.is_rewound
     is_forgotten = claim.highest_announced is None  # another server than the one that the run began with
     is_replayed = not is_anew and (is_forgotten or claim.committed_step > origin.step)
     start = Start(

@@ -72,7 +72,7 @@ def run(kind: str, root: Path) -> None:
     at_two = tensors(backend)
     writer.begin({"": held}, LearnerState(incarnation=1, step=2))
     train(backend, range(2, 4))
-    assert writer.look() is None
+    assert writer.poll() is None
     assert store.latest() is None
     held.gate.set()
     assert writer.wait() == 2

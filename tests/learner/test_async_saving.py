@@ -41,7 +41,7 @@ def test_what_is_written_is_the_snapshot(tmp_path: Path) -> None:
     writer.begin({"": held}, LearnerState(incarnation=1, step=2))
     train(backend, range(2))
     uninterrupted = everything(backend)
-    assert writer.look() is None
+    assert writer.poll() is None
     held.gate.set()
     assert writer.wait() == 2
     resumed = open_fsdp(99)
@@ -77,7 +77,7 @@ class Story:
             backend=self,  # type: ignore[arg-type]
             ranks=Ranks(0, 1, 0, 1, True),
             updater=SimpleNamespace(  # type: ignore[arg-type]
-                beside={},
+                extra_models={},
                 compute_advantages=self.compute_advantages,
                 pack=lambda sequences: sequences,
                 update=self.update,

@@ -485,10 +485,10 @@ def test_a_drift_is_said_once_and_again_when_it_has_grown(caplog: pytest.LogCapt
     for long, said in ((5, 0), (60, 1), (60, 1), (61, 1), (90, 2)):
         dispatched = {16: 1000 - 10 * long, 512: 10 * long}
         tallies = Tallies(dispatched_by_prompt_length=dispatched, trained_by_prompt_length={16: 256})
-        watch.look(msgspec.structs.replace(status, tallies=tallies))
+        watch.check(msgspec.structs.replace(status, tallies=tallies))
         assert caplog.text.count("differ in length") == said
     few = Tallies(dispatched_by_prompt_length={512: 1000}, trained_by_prompt_length={16: 255})
-    DriftWatch().look(msgspec.structs.replace(status, tallies=few))
+    DriftWatch().check(msgspec.structs.replace(status, tallies=few))
     assert caplog.text.count("differ in length") == 2
 
 

@@ -136,7 +136,7 @@ def test_a_moving_reference_follows_and_is_part_of_the_checkpoint(
     updater.update(updater.pack(updater.compute_advantages(sampled(backend, range(3)), 0).sequences), 0)
     moved = weights(updater._reference)
     torch.testing.assert_close(moved, 0.75 * start + 0.25 * weights(backend))
-    assert list(updater.beside) == ["reference"]
+    assert list(updater.extra_models) == ["reference"]
     updater._reference.save(tmp_path / "reference")
     resumed, _ = build(config, has_reference=True)
     resumed.load(tmp_path)
@@ -146,7 +146,7 @@ def test_a_moving_reference_follows_and_is_part_of_the_checkpoint(
 
 def test_a_reference_that_stays_is_in_no_checkpoint() -> None:
     updater, _ = build(configured("grpo", kl={"coefficient": 0.1}), has_reference=True)
-    assert updater.beside == {}
+    assert updater.extra_models == {}
 
 
 def test_shaped_rewards_are_compared_and_raw_ones_reported() -> None:

@@ -111,7 +111,7 @@ def test_checkpoints_that_cannot_be_gone_on_with_are_not_removed(damage: str, tm
     backend = open_backend("fsdp", MODEL, OPTIMIZER, seed=3)
     checkpoints = StageCheckpoints(backend, Ranks.of(backend), tmp_path / "sft", {"epochs": 1}, every_s=60.0)
     checkpoints.keep(5, {"steps": 5})
-    (written,) = checkpoints.beside.glob("*/step_5")
+    (written,) = checkpoints.running_directory.glob("*/step_5")
     if damage == "no whole checkpoint":
         (written / STATE_FILE).unlink()
     else:

@@ -319,7 +319,7 @@ def test_a_stage_whose_files_have_changed_does_not_go_on(tmp_path: Path) -> None
     seen: list[Progress] = []
     parts = parts_of(tmp_path, every_s=0.0, report=seen.append, should_stop=lambda: len(seen) == 3)
     assert not open_stage(config, parts, "stages[0]").run()
-    assert len(list(parts.checkpoints.beside.glob("*/step_*"))) == 2
+    assert len(list(parts.checkpoints.running_directory.glob("*/step_*"))) == 2
     file.write_text("\n".join(reversed(rows)))
     with pytest.raises(ConfigError, match=r"stage sft have changed since it began, 3 steps ago.*remove .*checkpoints"):
         open_stage(config, parts_of(tmp_path), "stages[0]")

@@ -111,7 +111,7 @@ async def test_an_offer_that_could_not_be_read_is_read_again(
 ) -> None:
     worker = start_inside("w")
     await pull_then_receive(learner, worker)
-    worker.subscriber._known = None  # so it needs the announced version's manifest
+    worker.subscriber._last_manifest = None  # so it needs the announced version's manifest
     failing = FailsOnce(worker, verb, BrokerUnavailableError("away"), monkeypatch)
     assert (await asyncio.to_thread(learner.publish)).members == ("w",)
     assert failing.was_repeated.is_set()

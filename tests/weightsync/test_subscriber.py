@@ -277,7 +277,7 @@ async def test_an_offer_does_not_repeat_what_the_announced_version_says(
     worker = start_inside("w")
     await pull_then_receive(learner, worker)
     if has_forgotten:
-        worker.subscriber._known = None
+        worker.subscriber._last_manifest = None
     assert (await asyncio.to_thread(learner.publish)).members == ("w",)
     assert await worker.next() == WeightVersion(1, 2)
     offer, announced = await broker.versions.offered(), await broker.versions.announced()

@@ -81,9 +81,9 @@ def _listening() -> dict[int, int]:
 
 
 def _is_listening(descriptor: int) -> bool:
-    with socket.socket(fileno=os.dup(descriptor)) as looked_at:
-        is_tcp = looked_at.family in (socket.AF_INET, socket.AF_INET6)
-        return is_tcp and bool(looked_at.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    with socket.socket(fileno=os.dup(descriptor)) as listener:
+        is_tcp = listener.family in (socket.AF_INET, socket.AF_INET6)
+        return is_tcp and bool(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 _WAIT_S = 0.0005
@@ -228,7 +228,7 @@ def _open_ucc(kind: Any, store: Store, rank: int, size: int, interface: str, tim
 def _open_nccl(kind: Any, store: Store, rank: int, size: int, interface: str, timeout: timedelta) -> Any:
     options = kind.Options()
     options._timeout = _NEVER
-    with _indulgent():
+    with _without_watchdog():
         return kind(store, rank, size, options)
 
 
@@ -267,7 +267,7 @@ COLLECTIVES = {
 
 
 @contextmanager
-def _indulgent() -> Iterator[None]:
+def _without_watchdog() -> Iterator[None]:
     """A group that is made in this block does not end the process when a peer dies."""
     before = {name: os.environ.get(name) for name in _SETTINGS}
     os.environ.update(_SETTINGS)

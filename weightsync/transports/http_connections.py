@@ -118,7 +118,7 @@ class _Loop:
         self._listens_again = 0.0
 
     def run(self, is_closing: threading.Event) -> None:
-        looks = time.monotonic()
+        next_poll_s = time.monotonic()
         self._selector.register(self._listener, READ)
         while not is_closing.is_set():
             for key, _ in self._selector.select(_PAUSE_S if self._pausing else _POLL_S):
@@ -130,8 +130,8 @@ class _Loop:
                     self._resume(key.data)
             for client in list(self._pausing):
                 self._resume(client)
-            if time.monotonic() >= looks:
-                looks = time.monotonic() + _POLL_S
+            if time.monotonic() >= next_poll_s:
+                next_poll_s = time.monotonic() + _POLL_S
                 self._poll()
         for client in list(self._connections):
             self._end(client)

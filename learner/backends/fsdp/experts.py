@@ -43,8 +43,8 @@ def is_plain(experts: Any) -> bool:
     from transformers.integrations import moe
 
     own_gate = getattr(type(experts), "_apply_gate", None)
-    said = {name: getattr(experts, name, None) for name in PLAIN}
-    return said == PLAIN and own_gate is getattr(moe, "_default_apply_gate", None) and _is_silu(experts.act_fn)
+    flags = {name: getattr(experts, name, None) for name in PLAIN}
+    return flags == PLAIN and own_gate is getattr(moe, "_default_apply_gate", None) and _is_silu(experts.act_fn)
 
 
 def _is_silu(activation: Callable[[torch.Tensor], torch.Tensor]) -> bool:

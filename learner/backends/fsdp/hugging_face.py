@@ -138,14 +138,14 @@ def _converted(
             transform.add_tensor(target, name, pattern or name, functools.partial(files, name))
         elif target not in named:
             unknown.append(name)
-    _tell_unknown(model, unknown)
+    _warn_of_unknown(model, unknown)
     model._weight_conversions = [transform for transform in table if transform.was_used()]  # saving reverts these
     for target, transform in transforms.items():
         for name, weight in transform.convert(target, model=model, config=model.config).items():
             yield name, weight[0] if isinstance(weight, list) else weight
 
 
-def _tell_unknown(model: "PreTrainedModel", names: list[str]) -> None:
+def _warn_of_unknown(model: "PreTrainedModel", names: list[str]) -> None:
     """Tell which of the files' tensors the model has no place for, but for those that transformers passes over, too."""
     ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), *PASSED_OVER]
     if unknown := [name for name in names if not any(re.search(pattern, name) for pattern in ignored)]:

@@ -35,7 +35,7 @@ from headway.learner.models.attention import (
     ATTENTION_NAME,
     PackedLayout,
     RowsAt,
-    check_asked,
+    check_layers_attend,
     register_packed_attention,
 )
 
@@ -239,10 +239,10 @@ class PackedModel(nn.Module):
 
     def _counted(self, row: FsdpRow) -> Any:
         """Do the same, and count who asks. Code that is compiled for one layer, and used for all, would not say."""
-        asked: set[nn.Module] = set()
+        attending: set[nn.Module] = set()
         with torch.compiler.set_stance("force_eager"):
-            output = self._attended(row, dataclasses.replace(row.layout, asked=asked.add))
-        check_asked(self.layers if hasattr(output, "last_hidden_state") else (), asked, self._kind)
+            output = self._attended(row, dataclasses.replace(row.layout, on_attention=attending.add))
+        check_layers_attend(self.layers if hasattr(output, "last_hidden_state") else (), attending, self._kind)
         self._have_asked = True
         return output
 

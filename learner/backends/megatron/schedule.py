@@ -161,12 +161,12 @@ class Schedule:
         group = groups.pipeline()
         if group.size() == 1:
             return reports
-        told = msgspec.msgpack.encode(reports)
-        size = torch.tensor(len(told), device=self._device)
+        encoded = msgspec.msgpack.encode(reports)
+        size = torch.tensor(len(encoded), device=self._device)
         dist.broadcast(size, group=group, group_src=(self._num_stages - 1))
         buffer = torch.zeros(int(size), dtype=torch.uint8)
         if group.rank() == (self._num_stages - 1):
-            buffer = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+            buffer = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         buffer = buffer.to(self._device)
         dist.broadcast(buffer, group=group, group_src=(self._num_stages - 1))
         return msgspec.msgpack.decode(buffer.cpu().numpy().tobytes(), type=Reports)

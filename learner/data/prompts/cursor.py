@@ -131,15 +131,15 @@ class PromptCursor:
             return True
         self._passed_over += 1
         self.long_prompts += 1
-        told = (
+        message = (
             f"Prompt {prompt.group} has {length} tokens; engine.max_model_len - sampling.max_new_tokens leaves {limit}."
         )
         if self._passed_over >= PASSED_OVER_IN_A_ROW:
             raise ConfigError(
-                f"{told} So had the {PASSED_OVER_IN_A_ROW - 1} before it: raise engine.max_model_len, or lower "
+                f"{message} So had the {PASSED_OVER_IN_A_ROW - 1} before it: raise engine.max_model_len, or lower "
                 "sampling.max_new_tokens."
             )
-        log.warning("%s It is passed over.", told)
+        log.warning("%s It is passed over.", message)
         return False
 
     def _prompt(self, place: Place) -> Prompt:

@@ -269,11 +269,11 @@ def read_description(directory: Path, name: str, where: str) -> Description:
     stated = _stated(directory, where)
     if name not in stated:
         known = ", ".join(list(stated)[:20])
-        told = (
+        message = (
             f"has no data set {name!r}{did_you_mean(name, stated) or '.'}" if name else "describes several data sets."
         )
         raise ConfigError(
-            f"{where}: {directory / FILE_NAME} {told} Set options.dataset (for `headway data inspect`: --dataset) to"
+            f"{where}: {directory / FILE_NAME} {message} Set options.dataset (for `headway data inspect`: --dataset) to"
             f" one of: {known}."
         )
     entry = stated[name]
