@@ -17,8 +17,8 @@ import msgspec
 from benchmarks.gpus import gpu_names, idle, looking
 from benchmarks.processes import ROOT, finish_group, headway
 from headway.broker.errors import ConfigError
-from headway.deploy.run.atomic_files import replace_file
 from headway.deploy.run.stage_output import is_complete, is_of
+from headway.learner.disk import replace_file
 
 from . import of_headway, of_trl_async, of_verl
 from .figures import FIRST, Figures

@@ -9,7 +9,7 @@
     options.py  options that several commands share
 
     what imports large packages, and only once a command runs:
-    algorithm_tables.py, data_report.py, memory_report.py, doctor.py, top.py, dashboard.py
+    algorithm_tables.py, data_report.py, memory_report.py, doctor.py, top.py
 
 The invariant: a command parses its arguments before it imports a large package, so `--help` and a wrong option answer
 at once. It ends with one paragraph and an exit code, never with a traceback for what a user can mend.

@@ -1,6 +1,7 @@
 """The commands that show runs as an HTML page."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -69,18 +70,26 @@ def dashboard(directory: str | None, url: str | None, run: str | None, host: str
     """
     if not as_json:
         complain("Loading, and looking for the run; its page's address follows ...")
-    from .dashboard import serve_dashboard
+    from headway.deploy.observe.page.live_page import PageServer, Watcher
+    from headway.deploy.roles.run_client import find_source
 
-    serve_dashboard(directory, url, run, host=host, port=port, as_json=as_json)
+    source = find_source(directory, url, run)
+    with Watcher(source.connect, source.read) as watcher, PageServer(watcher, host, port) as server:
+        if as_json:
+            say_json({"url": server.url, "token": server.token or None}, in_one_line=True)
+        else:
+            say(f"Dashboard: {server.url}  (Ctrl-C ends it)")
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
 
 
 def write_page(runs: Sequence[str], output: Path | None, *, as_json: bool) -> None:
     """Write the page of these runs, into the directory of the first unless `output` is given, or print what it would
     show. Raises HeadwayError."""
     from headway.deploy.observe.page.content import document, page_of
-    from headway.deploy.run.atomic_files import replace_file
     from headway.deploy.run.record import read_record
     from headway.deploy.run.run_directory import COMPARISON, REPORT
+    from headway.learner.disk import replace_file
 
     records = [read_record(run) for run in runs]
     page = page_of(records)

@@ -38,8 +38,8 @@ from headway.deploy.recipe.parse import to_yaml
 from headway.deploy.recipe.pools import MAIN, WORKER, check_models_for_pods, pools_of
 from headway.deploy.recipe.recipe import Recipe, SinkConfig
 from headway.deploy.recipe.resolve import dump_recipe
-from headway.deploy.run.atomic_files import replace_file
 from headway.deploy.run.run_directory import writable
+from headway.learner.disk import replace_file
 
 from .base import Resources
 from .commands import check_for_cluster, learner_resources, process_groups

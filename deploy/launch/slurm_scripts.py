@@ -27,9 +27,9 @@ from headway.broker.server.access import Credentials, Role, User
 from headway.deploy.recipe.pools import MAIN, POOL, WORKER
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import dump_recipe
-from headway.deploy.run.atomic_files import replace_file
 from headway.deploy.run.run_directory import writable
 from headway.deploy.run.stage_output import planned
+from headway.learner.disk import replace_file
 
 from .base import Command, Resources
 from .commands import ProcessGroup, check_for_cluster, learner_resources, process_groups

@@ -19,14 +19,13 @@ import msgspec
 
 from headway.broker.errors import ConfigError, HeadwayError
 from headway.broker.schema import Prompt
-from headway.deploy.run.atomic_files import append_line, cut_torn_line, replace_file
 from headway.deploy.run.run_directory import held
 from headway.learner.backends.adapter import open_weights
 from headway.learner.config import ModelConfig
 from headway.learner.data.prompts.cursor import group_at
 from headway.learner.data.prompts.files import Row, RowFields, is_null, named_fields, names_of, read_rows, to_items
 from headway.learner.data.prompts.rendering import Renderer
-from headway.learner.disk import free_mib
+from headway.learner.disk import append_line, cut_torn_line, free_mib, replace_file
 from headway.learner.models.pretrained import load_tokenizer
 from headway.rollout_workers.decoding import Decoding, response_text
 from headway.rollout_workers.evaluation import gather_or_cancel, held_out_request

@@ -7,7 +7,6 @@
 
     stage_output.py                the models and records of stages without workers
     resumable_keys.py              the keys that a resumed run may change
-    atomic_files.py                writes a file whole or not at all
 
 The invariant: two processes never write one run's files, and a crash at any time leaves files that are read again.
 """

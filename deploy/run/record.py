@@ -19,9 +19,9 @@ from headway.broker.errors import HeadwayError
 from headway.broker.installation import is_installed, pip_install
 from headway.broker.schema.step_metrics import StepMetrics
 from headway.deploy.recipe.parse import read_yaml
+from headway.learner.disk import replace_file, write_errors
 
 from . import figures
-from .atomic_files import replace_file, write_errors
 from .events import EvaluationEvent, HeartbeatEvent, StageEvent
 from .figures import WINDOW, moving_average
 from .run_directory import CONFIG, find_run, is_going_on

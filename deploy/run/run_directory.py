@@ -33,10 +33,9 @@ from headway.broker.keys import is_name
 from headway.deploy.printing import say
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import dump_recipe, recipe_to_bytes
-from headway.learner.disk import FULL
+from headway.learner.disk import FULL, UNFINISHED, replace_file
 from headway.rollout_workers.health import RUN_OVER
 
-from .atomic_files import UNFINISHED, replace_file
 from .stage_output import SFT, STAGES, is_complete, is_of
 
 CONFIG, SETTINGS, ENDPOINT, IDENTITY, INCARNATION = (

@@ -19,9 +19,9 @@ from headway.broker.errors import ConfigError
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.stage_graph import chain_of, number_of, references, references_of, with_paths
 from headway.learner.config import SftConfig, StageConfig
+from headway.learner.disk import append_line, cut_torn_line, replace_file
 from headway.learner.models.chat_template import read_chat_template
 
-from .atomic_files import append_line, cut_torn_line, replace_file
 from .events import StageEvent
 
 SFT, STAGES = "sft", "stages"

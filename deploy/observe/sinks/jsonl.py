@@ -5,10 +5,10 @@ from pathlib import Path
 
 import msgspec
 
-from headway.deploy.run.atomic_files import append_line, cut_torn_line, replace_file, write_errors
 from headway.deploy.run.events import EvaluationEvent, Event, HeartbeatEvent, StageEvent, StepEvent
 from headway.deploy.run.record import EVALUATIONS, LAST_LOOK, METRICS, TRAINED, TrainedLine
 from headway.deploy.run.stage_output import StageRecord
+from headway.learner.disk import append_line, cut_torn_line, replace_file, write_errors
 
 from .base import SinkRun
 

@@ -25,7 +25,6 @@ from headway.broker.schema import WeightVersion
 from headway.broker.schema.status import DeadLetter, RunStatus, Tallies, VersionGroups
 from headway.broker.server.access import Role
 from headway.broker.server.embedded import EmbeddedServer
-from headway.deploy.cli.dashboard import Source
 from headway.deploy.launch.local_launcher import Child, LocalLauncher
 from headway.deploy.launch.pool_reports import pool_reports
 from headway.deploy.launch.process_pool import Pool
@@ -34,6 +33,7 @@ from headway.deploy.observe.page import live_page
 from headway.deploy.observe.page.content import version_counts
 from headway.deploy.observe.page.live_page import PageServer, Watcher
 from headway.deploy.observe.status_tables import recent, state_text
+from headway.deploy.roles.run_client import Source
 from headway.deploy.run.events import HeartbeatEvent, StepEvent
 from headway.deploy.run.record import Record, read_record
 from headway.deploy.run.run_directory import held
