@@ -86,7 +86,7 @@ class Worker:
         self._admitting = asyncio.Lock()
         self._verdict: Verdict | None = None
         self._on_unhealthy = on_unhealthy
-        self._farewell_s = exit_step_s
+        self._exit_step_s = exit_step_s
         self._run_end = RunEnd(self._config.patience_s)
         self._end = ""
 
@@ -329,12 +329,12 @@ class Worker:
                 worker=self._worker, host=socket.gethostname(), rule=self._verdict.rule, reason=self._verdict.reason
             )
         with suppress(TimeoutError), self._outages:
-            async with asyncio.timeout(self._farewell_s):
+            async with asyncio.timeout(self._exit_step_s):
                 await self._evaluation_sampler.end()
                 await self._held.hand_back_unfinished()
-        await self._held.wait_submitted(self._farewell_s)
+        await self._held.wait_submitted(self._exit_step_s)
         with suppress(TimeoutError), self._outages:
-            async with asyncio.timeout(self._farewell_s):
+            async with asyncio.timeout(self._exit_step_s):
                 await self._held.hand_back_unsubmitted()
 
     async def _leave(self) -> None:
@@ -346,7 +346,7 @@ class Worker:
                 closing.push_async_callback(self._device.leave)
             closing.push_async_callback(self._engine.close)  # closed first: a colocated learner waits for its memory
             with suppress(TimeoutError), self._outages:
-                async with asyncio.timeout(self._farewell_s):
+                async with asyncio.timeout(self._exit_step_s):
                     await self._held.hand_back_all()
                     await self._broker.status.leave(self._worker)
                     await self._broker.leases.confirm()

@@ -23,7 +23,8 @@ ASKED_TTL_S = 60.0
 """Seconds for which the server keeps a request whose asker is silent. One that comes back later asks again."""
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 0.2
 """Seconds between two looks for answers: the shortest after an answer, up to the longest without one."""
-FAREWELL_S = 1.0
+EXIT_NOTICE_S = 1.0
+"""Seconds to tell the server which requests it may forget."""
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class ScorerClient:
         over, self._over = [*self._over, *self._pending], []
         if over:
             with suppress(HeadwayError, TimeoutError):
-                async with asyncio.timeout(FAREWELL_S):
+                async with asyncio.timeout(EXIT_NOTICE_S):
                     await self._verbs.collect(self._scorer, [], ttl_s=ASKED_TTL_S, forget=over)
 
     async def _exchange_on(self) -> None:

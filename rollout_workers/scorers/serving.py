@@ -81,7 +81,8 @@ SHARE_OF_HOLD = 0.25
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.01, 0.2
 """Seconds between two requests for leases: the shortest after a success, up to the longest after refusals."""
 MISSED_HEARTBEATS = 5
-FAREWELL_S = 5.0
+EXIT_NOTICE_S = 5.0
+"""Seconds to hand leases back and leave."""
 _BYTES_PER_TOKEN = 3
 """The largest size of a request's frame."""
 
@@ -291,7 +292,7 @@ class ScorerServer:
 
     async def _leave(self) -> None:
         try:
-            async with asyncio.timeout(FAREWELL_S):
+            async with asyncio.timeout(EXIT_NOTICE_S):
                 with self._outages:
                     await self._broker.scoring.release(self._scorer, list(self._held.values()))
                     await self._broker.scoring.leave(self._context.process)
