@@ -5,7 +5,7 @@
 
     cli/        the commands, and what they print
     recipe/     the user's configuration: YAML and overrides, checked before anything starts
-    recipes/    the YAML files that ship, by name (`headway run arithmetic.yaml`); gpu/: those that need GPUs
+    recipes/    the YAML files that ship, by name (`headway run arithmetic.yaml`); recipes/gpu/: those that need GPUs
     slurm/      the bodies of batch scripts that ship; kubernetes/: the manifests
     flow/       the interface of a user's own training flow, and an example of all of it
     roles/      the work of each process: what it opens, in which order, and how it ends
