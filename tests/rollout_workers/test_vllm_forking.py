@@ -25,21 +25,21 @@ DEADLINE_S = 240.0
 FORKS = """
 import json, os, sys, time
 from headway.rollout_workers.engines import preload
-from headway.rollout_workers.engines.vllm import processes
+from headway.rollout_workers.engines.vllm import fork_server
 
 
 def tell():
-    here = "vllm.v1.engine.core" in sys.modules, os.environ["LATER"], os.environ[processes.METHOD]
+    here = "vllm.v1.engine.core" in sys.modules, os.environ["LATER"], os.environ[fork_server.METHOD]
     print(json.dumps([os.getpid(), os.getppid(), *here]), flush=True)
     time.sleep(600)
 
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        processes.PRELOADED = sys.argv[1]
+        fork_server.PRELOADED = sys.argv[1]
     preload("vllm", 1)
     os.environ["LATER"] = "told"
-    process = processes.Forking().Process(target=tell)
+    process = fork_server.Forking().Process(target=tell)
     process.start()
     process.join()
 """
