@@ -55,6 +55,7 @@ def test_a_layer_that_never_asks_for_our_attention_ends_the_first_pass(name: str
         backend.logprobs([row], 1.0) if head == "policy" else backend.values([row])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of the compiler, which looks at gradients
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("name", ["qwen3", "stablelm"])

@@ -270,6 +270,7 @@ def keeping(given: Recipe, *names: str) -> Recipe:
     )
 
 
+@pytest.mark.slow
 def test_special_tokens_that_the_model_does_not_have_are_told_before_a_run_starts(here: Path) -> None:
     make_model(here / "m")
     plain = recipe("arithmetic", [5])
@@ -297,6 +298,7 @@ def test_special_tokens_are_checked_however_a_run_starts(
     assert not given.run_directory.exists()
 
 
+@pytest.mark.slow
 def test_special_tokens_of_a_model_that_is_elsewhere_are_left_to_the_learner() -> None:
     given = keeping(recipe("arithmetic", [5]), "<think>")  # there is no directory m
     assert tried(given, print) is given

@@ -42,6 +42,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return made
 
 
+@pytest.mark.slow
 async def test_a_pool_of_another_version_is_named_and_not_restarted(
     broker: Broker, url: str, run_name: str, environment: dict[str, str]
 ) -> None:

@@ -40,6 +40,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """The source of the reward on the machine that is taken away: it becomes slow once the file `slow` is there."""
 
 
+@pytest.mark.slow
 def test_workers_come_and_go_and_the_run_completes(terminals: Terminals) -> None:
     server = terminals.open("server", "broker", "--port", str(free_port()))
     learns, works, looks = [exported(terminals, server, command) for command in ("learner", "workers", "status")]

@@ -28,6 +28,7 @@ from tests.learner.tiny import model_config
 OF_SEVERAL_UPDATES = {"grpo", "ppo", "m2po", "online_dpo"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_adapter", [False, True])
 def test_replayed_rows_train_as_launched_ones(recorder: Repeated, has_adapter: bool) -> None:
     launched, replayed = (opened(compute, has_adapter=has_adapter) for compute in (NEVER, ALWAYS))
@@ -80,6 +81,7 @@ def groups() -> list[Group]:
     return sampled(backend, range(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("preset", "bonus"), [*((preset, 0.0) for preset in PRESETS), ("grpo", 0.5)])
 def test_an_updater_trains_alike(
     preset: str, bonus: float, groups: list[Group], recorder: Repeated, monkeypatch: pytest.MonkeyPatch

@@ -180,6 +180,7 @@ def test_a_damaged_header_costs_its_own_step_alone(at: int, log: ExperienceLog, 
     check_same(ExperienceLog(tmp_path).read(2), batch(2))
 
 
+@pytest.mark.slow
 def test_a_learner_that_is_killed_while_it_logs_leaves_every_step_before(tmp_path: Path) -> None:
     """A process that was killed at any point of its writes is followed by one that goes on."""
     for _ in range(4):

@@ -69,6 +69,7 @@ def test_recomputation_runs_again_what_it_says_and_changes_no_gradient(architect
         assert (count[attention] > 0) is (recompute == "full")
 
 
+@pytest.mark.slow
 def test_layers_of_any_number_and_length_are_compiled_once() -> None:
     """A process of its own does it: what torch has compiled for other tests changes what it compiles."""
     run_alone(compiled_layers.__name__)

@@ -144,6 +144,7 @@ def test_there_must_be_something_measured() -> None:
         CostModel.measured([], [])
 
 
+@pytest.mark.slow
 def test_the_benchmark_says_what_it_promises() -> None:
     command = ["benchmarks.packing", "--sequences", "200", "--replicas", "1", "4", "--budgets", "16384"]
     root = Path(__file__).parents[2]

@@ -23,6 +23,7 @@ def test_rounded_weights_are_those_of_fsdp_to_the_bit(recorder: Repeated, has_ad
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "compute"),
     [

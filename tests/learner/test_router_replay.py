@@ -273,6 +273,7 @@ def expected_of(is_shared: bool) -> tuple[list[list[float]], float]:
     return shares, float(torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_every_layout_takes_each_tokens_choices(

@@ -73,6 +73,7 @@ def test_a_first_step_has_the_loss_of_its_pairs_one_by_one(tmp_path: Path) -> No
     assert seen[-1].loss != pytest.approx(np.log(2), abs=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", preference_rank.OPEN)
 @pytest.mark.parametrize("micro_batch_tokens", [1, 4096])
 def test_packing_changes_no_metric(kind: str, micro_batch_tokens: int, tmp_path: Path) -> None:
@@ -153,6 +154,7 @@ def with_prompt(prompt: NDArray[np.int32], sequence: PackableSequence) -> Packab
     return labelled(np.concatenate([prompt, response]), np.repeat(np.array([0, 1], np.uint8), [6, len(response)]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", preference_rank.STAGES)
 def test_two_ranks_that_pack_equal_one_that_does_not(name: str, of_two_ranks: list[Any], tmp_path: Path) -> None:
     one = preference_rank.metrics(f"{name.split()[0]} fsdp", tmp_path, micro_batch_tokens=1)
@@ -420,6 +422,7 @@ def test_each_sequence_finds_its_values_in_any_order(tmp_path: Path) -> None:
         assert [values.tolist() for values in one] == [values.tolist() for values in other]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("teachers_files", ["stay", "are of an older version", "are gone", "are cut"])
 def test_a_resumed_student_hears_its_teacher_whatever_the_packing(
     teachers_files: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

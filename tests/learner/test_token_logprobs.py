@@ -76,6 +76,7 @@ def test_any_chunk_equals_log_softmax_and_its_gradients(
     assert torch.equal(found[:, 0] == found[:, 1], targets == best), "the likeliest is found to the bit"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padded", [26, 40], ids=["some padding", "a rank of nothing but padding"])
 def test_halves_of_a_vocabulary_equal_the_whole(padded: int, tmp_path: Path) -> None:
     from tests.learner import test_candidate_logprobs as of_candidates  # it takes its input from here

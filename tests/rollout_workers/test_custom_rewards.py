@@ -59,6 +59,7 @@ def prompt(extra_info: dict[str, Any]) -> Prompt:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "response", "message"),
     [

@@ -481,6 +481,7 @@ async def test_a_reward_models_score_is_normalized_clipped_and_weighed_beside_a_
     await reward.close()
 
 
+@pytest.mark.slow
 async def test_a_sample_that_no_scorer_can_score_is_given_up_and_three_end_the_worker() -> None:
     model = RewardConfig(kind="reward_model", path="rm", deadline_s=0.01)
     reward = await open_reward([model], open_scorer=lambda name, config: Judge(reason="token 99 is unknown"))

@@ -153,6 +153,7 @@ async def check_spans_and_rows(engine: VllmEngine, tensors: Any) -> None:
     np.testing.assert_array_equal(experts_of(heir), rows(*range(len(prompt) + 59)))
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -18,6 +18,7 @@ LOCAL = "127.0.0.1"
 V0, V1 = WeightVersion(1, 0), WeightVersion(1, 1)
 
 
+@pytest.mark.slow
 def test_members_that_do_not_connect_are_left_alone_ever_longer(
     blocking_store: BlockingStore, blocking: BlockingBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,6 +100,7 @@ def three_members(
     return healthy, killed, stopped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("through", [0, 1, BUCKETS, BUCKETS + 1])
 def test_workers_killed_and_stopped_within_a_transfer(
     hasty_learner: Learner, start_member: StartWorker, through: int

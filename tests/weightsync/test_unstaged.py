@@ -102,6 +102,7 @@ def test_parts_of_the_group_receive_one_after_the_other(
     assert learner.epoch() == epoch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("swaps_at_once", [0.5, TOGETHER])
 def test_members_killed_and_stopped_take_at_most_their_wave_with_them(
     start_learner: Callable[..., Learner], start_member: StartWorker, swaps_at_once: float

@@ -68,6 +68,7 @@ def reader(run_folder: Path) -> DirectoryReader:
     return DirectoryReader(run_folder.parent, run_folder.name, TIMEOUT_S)
 
 
+@pytest.mark.slow
 @in_directory
 @pytest.mark.parametrize("pattern", ["anchor-*", "delta-*"])
 @pytest.mark.parametrize("follow", ["broadcast", "pull"])
