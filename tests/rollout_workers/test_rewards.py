@@ -9,7 +9,7 @@ import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -47,9 +47,18 @@ def prompt(ground_truth: Any = "7", **extra_info: Any) -> Prompt:
     )
 
 
+RewardT = TypeVar("RewardT", bound=Reward)
+
+
 @asynccontextmanager
 async def opened(*configs: RewardConfig | str) -> AsyncIterator[Reward]:
     reward = await open_reward([RewardConfig(kind=c) if isinstance(c, str) else c for c in configs])
+    async with closed_at_the_end(reward):
+        yield reward
+
+
+@asynccontextmanager
+async def closed_at_the_end(reward: RewardT) -> AsyncIterator[RewardT]:
     try:
         yield reward
     finally:
@@ -147,7 +156,8 @@ async def test_truths_that_a_built_in_reward_cannot_read_are_known_before_a_resp
         "3:4",
         "5 or 6",
     ]
-    told = await MathVerifyReward(deadline_s=PLENTY_S).complaints([prompt(one) for one in (*unreadable, *readable)])
+    async with closed_at_the_end(MathVerifyReward(deadline_s=PLENTY_S)) as verifier:
+        told = await verifier.complaints([prompt(one) for one in (*unreadable, *readable)])
     assert [bool(complaint) for complaint in told] == [True] * len(unreadable) + [False] * len(readable)
     told = await ArithmeticReward().complaints([prompt(one) for one in ("7", 7, [7], 7.5, None)])
     assert [bool(complaint) for complaint in told] == [False, False, True, True, True]
@@ -158,7 +168,8 @@ async def test_truths_that_a_built_in_reward_cannot_read_are_known_before_a_resp
         {"task": "chain_sun", "entry": entry},
         {"task": "chain_sum", "entry": {}},
     ]
-    told = await ReasoningGymReward(deadline_s=PLENTY_S).complaints([prompt(**row) for row in rows])
+    async with closed_at_the_end(ReasoningGymReward(deadline_s=PLENTY_S)) as verifier:
+        told = await verifier.complaints([prompt(**row) for row in rows])
     assert [bool(complaint) for complaint in told] == [False, True, True, True]
 
 
