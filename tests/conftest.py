@@ -98,6 +98,15 @@ def _torch_threads_settable() -> Iterator[None]:
         torch.set_num_threads = torch._C.set_num_threads  # type: ignore[attr-defined]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _no_cpu_shim_left() -> Iterator[None]:
+    """Give torch its own functions back after a module that built Megatron's model in this process."""
+    yield
+    shim = sys.modules.get("headway.learner.backends.megatron.cpu_shim")  # most modules have not imported it
+    if shim is not None:
+        shim.remove_cpu_shim()
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[EmbeddedServer]:
     with EmbeddedServer(tmp_path / "server") as running:

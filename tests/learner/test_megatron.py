@@ -225,7 +225,7 @@ def test_nothing_is_patched_where_cuda_is_available(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     cpu_shim.install_cpu_shim()
     assert (torch.cuda.Stream, torch.cuda.current_device, torch.cuda.get_rng_state) == before
-    assert not cpu_shim._modes
+    assert not cpu_shim.is_installed()
 
 
 Story = tuple[Case, Path, list[Result]]

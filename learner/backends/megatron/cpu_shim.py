@@ -1,9 +1,12 @@
 """Answers for a CPU to the functions of `torch.cuda` that Megatron Core calls even on a machine without CUDA.
 
 Nothing here runs where CUDA is available. Patches are process-wide and made once, before the first model is built.
+Tests that build a model in their own process remove them.
 """
 
 import contextlib
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,19 +14,38 @@ from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
 
-_modes: list[TorchFunctionMode] = []
+_removals: list[Callable[[], Any]] = []
+"""What gives torch and Megatron their own functions back, the last change first; empty where nothing is patched."""
 
 
 def install_cpu_shim() -> None:
     """Patch torch and Megatron once; does nothing where CUDA is available."""
-    if torch.cuda.is_available() or _modes:
+    if torch.cuda.is_available() or is_installed():
         return
     _answer_for_streams()
     _answer_for_generators()
     _keep_splits_on_the_cpu()
     _exchange_uneven_parts()
-    _modes.append(_CudaMeansCpu())
-    _modes[0].__enter__()  # type: ignore[no-untyped-call]
+    mode = _CudaMeansCpu()
+    mode.__enter__()  # type: ignore[no-untyped-call]
+    _removals.insert(0, partial(mode.__exit__, None, None, None))
+
+
+def is_installed() -> bool:
+    """Whether torch and Megatron are patched in this process."""
+    return bool(_removals)
+
+
+def remove_cpu_shim() -> None:
+    """Give torch and Megatron their own functions back."""
+    while _removals:
+        _removals.pop(0)()
+
+
+def _replace(module: Any, **functions: Any) -> None:
+    for name, function in functions.items():
+        _removals.insert(0, partial(setattr, module, name, getattr(module, name)))
+        setattr(module, name, function)
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -64,24 +86,30 @@ class _Stream:
 
 
 def _answer_for_streams() -> None:
-    cuda: Any = torch.cuda
-    cuda.Stream = cuda.Event = _Stream
-    cuda.current_stream = cuda.default_stream = _Stream
-    cuda.stream = lambda stream: contextlib.nullcontext()
-    cuda.synchronize = lambda *args, **kwargs: None
-    cuda.current_device = lambda: CPU
+    _replace(
+        torch.cuda,
+        Stream=_Stream,
+        Event=_Stream,
+        current_stream=_Stream,
+        default_stream=_Stream,
+        stream=lambda stream: contextlib.nullcontext(),
+        synchronize=lambda *args, **kwargs: None,
+        current_device=lambda: CPU,
+    )
 
 
 def _answer_for_generators() -> None:
     """Answer with the CPU's only generator, where Megatron keeps a state for each kind of parallelism."""
     import megatron.core.tensor_parallel.random as megatron_random
 
-    cuda: Any = torch.cuda
-    cuda.manual_seed = torch.manual_seed
-    cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    megatron_random._get_cuda_rng_state = cuda.get_rng_state
-    megatron_random._set_cuda_rng_state = cuda.set_rng_state
+    def get_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        torch.set_rng_state(state)
+
+    _replace(torch.cuda, manual_seed=torch.manual_seed, get_rng_state=get_state, set_rng_state=set_state)
+    _replace(megatron_random, _get_cuda_rng_state=get_state, _set_cuda_rng_state=set_state)
 
 
 def _keep_splits_on_the_cpu() -> None:
@@ -91,7 +119,7 @@ def _keep_splits_on_the_cpu() -> None:
     def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
-    token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
+    _replace(token_dispatcher, maybe_move_tensor_to_cpu=to_cpu)
 
 
 def _exchange_uneven_parts() -> None:
@@ -113,8 +141,7 @@ def _exchange_uneven_parts() -> None:
         received = _exchanged(parts, own, input_split_sizes, group)
         return received.view(group.size(), own[0], *parts.shape[1:]).sum(0)
 
-    mappings._gather_along_first_dim = gather_any
-    mappings._reduce_scatter_along_first_dim = reduce_any
+    _replace(mappings, _gather_along_first_dim=gather_any, _reduce_scatter_along_first_dim=reduce_any)
 
 
 def _exchanged(sent: torch.Tensor, received_sizes: Any, sent_sizes: Any, group: Any) -> torch.Tensor:
