@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-SCHEMA_VERSION = 12
+SCHEMA_VERSION = 13
 
 # Every struct that is part of one run carries its `identity`: 16 random hexadecimal digits, made when the run begins.
 # Names, incarnations and steps of two runs may be equal; their identities never are. The broker's client writes it.
@@ -46,6 +46,30 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     version: WeightVersion
 
 
+class AgentCall(msgspec.Struct, frozen=True, array_like=True):
+    """What an agent asked of the model, and was answered by one turn.
+
+    The call's context is what the model read: the first `keeps` tokens of the row of turn `after`, and then the
+    response tokens between the end of the turn before in the response and the start of this one.
+    """
+
+    after: int
+    """The number of the turn on whose row the context begins; -1: on the prompt."""
+    keeps: int
+    """Tokens of that row that the context begins with: of the prompt, or of that turn's own context with its answer."""
+    digest: str = ""
+    """Names what was asked, in hexadecimal digits; a repeated call is one of the same digest."""
+    role: Literal["main", "auxiliary"] = "main"
+    """auxiliary: it was answered for the agent's own purposes, such as a title, and is not trained."""
+    finish_reason: Literal["stop", "length"] = "stop"
+    tool_calls: int = 0
+    """The tools that the answer calls."""
+    waited_s: float = 0.0
+    """Seconds between the answer before and this call: of tools, and of the agent itself."""
+    sampled_s: float = 0.0
+    """Seconds from the call to its answer."""
+
+
 class Turn(msgspec.Struct, frozen=True, array_like=True):
     """One turn of an episode: the model sampled response tokens [start, end) without an answer in between. (The right
     to swap weights is a swap turn: `broker.client.engine_pauses`.)"""
@@ -54,6 +78,9 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     end: int
     reward: float
     """The environment's reward for this turn alone."""
+    call: AgentCall | None = None
+    """The agent's call, in an episode that an agent plays: all of its turns have one, and they are a tree
+    (`broker.wire.rows`). None: the turn goes on after the turn before, or the prompt."""
 
 
 class TrajectoryId(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -110,7 +137,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Cover [start, start + N) in order without gaps."""
     turns: tuple[Turn, ...] = ()
     """The turns after which the episode went on in this segment, in order: it contains the environment's answer to
-    each."""
+    each. Of an agent's episode it is all turns of the segment, which are whole."""
     experts: Experts | None = None
     """The segment's part of a trajectory's `experts`: of the tokens that were fed to sample these, so [N], from the
     token before `start` on; segment 0 has all of the prompt, [P + N - 1]. None: not recorded."""
@@ -149,7 +176,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """[R] natural logarithms, temperature applied, of the policy that sampled each token; 0 for an environment's
     tokens."""
     loss_mask: NDArray[np.uint8]
-    """[R] 1 where the token was sampled, and is trained; 0 for an environment's tokens."""
+    """[R] 1 where the token was sampled, and is trained; 0 for an environment's tokens and for auxiliary turns."""
     spans: tuple[VersionSpan, ...]
     """Cover [0, R) in order without gaps."""
     reward: float
@@ -157,7 +184,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     rewards: dict[str, float]
     """Each reward function's own score, by name."""
     turns: tuple[Turn, ...] = ()
-    """The turns of an episode that has several, in order. Empty: the whole response is one turn."""
+    """The turns of an episode that has several or that an agent plays, in order. Empty: the whole response is one
+    turn."""
     finish_reason: Literal["stop", "length"]
     worker: str
     experts: Experts | None = None

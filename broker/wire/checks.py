@@ -13,6 +13,7 @@ from headway.broker.errors import FrameError
 from headway.broker.schema import ScoreRequest, Segment, Trajectory, TrajectoryId, Turn, VersionSpan
 
 from .buffers import check_experts
+from .rows import is_of_agent, rows_of
 
 MAX_TOKEN_ID = (1 << 24) - 1
 MAX_CANDIDATES = 1024
@@ -47,14 +48,24 @@ def check_segment(segment: Segment) -> None:
     _check_logprobs(tid, segment.behavior_logprobs)
     check_mask(tid, segment.loss_mask)
     _check_turns(tid, segment.turns)
-    ends = [turn.end for turn in segment.turns]
-    if not segment.loss_mask[-1] or ends != [segment.start + end for _, end in _sampled(segment.loss_mask)[:-1]]:
-        raise FrameError(f"{tid}: segment {segment.index} has turns up to {ends}, and a loss mask that says otherwise")
+    if is_of_agent(segment.turns):
+        _check_calls(tid, segment.turns, segment.loss_mask, segment.start)
+    else:
+        _check_answered(segment)
     if segment.experts is not None:
         check_experts(str(tid), segment.experts)
         fed = len(segment.experts)
         if fed < length or (segment.index > 0 and fed != length):  # the first segment has the prompt's experts, too
             raise FrameError(f"{tid}: segment {segment.index} of {length} tokens with the experts of {fed}")
+
+
+def _check_answered(segment: Segment) -> None:
+    """Raises FrameError unless the mask is 1 but for the environment's answers to the turns."""
+    ends = [turn.end for turn in segment.turns]
+    if not segment.loss_mask[-1] or ends != [segment.start + end for _, end in _sampled(segment.loss_mask)[:-1]]:
+        raise FrameError(
+            f"{segment.tid}: segment {segment.index} has turns up to {ends}, and a loss mask that says otherwise"
+        )
 
 
 def check_trajectory(trajectory: Trajectory) -> None:
@@ -90,7 +101,10 @@ def check_parts(trajectory: Trajectory) -> None:
             )
     _check_turns(trajectory.tid, trajectory.turns)
     turns = [(turn.start, turn.end) for turn in trajectory.turns]
-    if turns and (not trajectory.loss_mask[-1] or turns != _sampled(trajectory.loss_mask)):
+    if is_of_agent(trajectory.turns):
+        _check_calls(trajectory.tid, trajectory.turns, trajectory.loss_mask, 0)
+        rows_of(trajectory)
+    elif turns and (not trajectory.loss_mask[-1] or turns != _sampled(trajectory.loss_mask)):
         raise FrameError(f"{trajectory.tid}: turns {turns}, and a loss mask that says otherwise")
     if not all(math.isfinite(reward) for reward in (trajectory.reward, *trajectory.rewards.values())):
         raise FrameError(f"{trajectory.tid}: a reward that is not finite: {trajectory.reward}, {trajectory.rewards}")
@@ -119,7 +133,19 @@ def _check_turns(tid: TrajectoryId, turns: tuple[Turn, ...]) -> None:
     for turn in turns:
         if not position <= turn.start < turn.end or not math.isfinite(turn.reward):
             raise FrameError(f"{tid}: a turn [{turn.start}, {turn.end}) after {position}, with reward {turn.reward}")
-        position = turn.end + 1  # between two turns lies an answer of the environment
+        position = turn.end + (turn.call is None)  # an environment has an answer between two turns
+
+
+def _check_calls(tid: TrajectoryId, turns: tuple[Turn, ...], mask: NDArray[np.uint8], start: int) -> None:
+    """Raises FrameError unless exactly the tokens of an agent's main turns are trained, and the last turn ends where
+    the tokens do. `start`: the response position of the mask's first token."""
+    expected = np.zeros(len(mask), np.uint8)
+    for turn in turns:
+        if turn.call is None or turn.start < start or turn.end > start + len(mask):
+            raise FrameError(f"{tid}: a turn [{turn.start}, {turn.end}) of no call, or outside of its tokens")
+        expected[turn.start - start : turn.end - start] = turn.call.role == "main"
+    if turns[-1].end != start + len(mask) or expected.tobytes() != mask.tobytes():
+        raise FrameError(f"{tid}: an agent's turns up to {turns[-1].end}, and a loss mask that says otherwise")
 
 
 def _sampled(mask: NDArray[np.uint8]) -> list[tuple[int, int]]:

@@ -1,0 +1,101 @@
+"""A call of the model and its answer, whatever dialect the agent speaks; `Session` is what an endpoint speaks to."""
+
+import hashlib
+from typing import Literal, Protocol
+
+import msgspec
+
+from headway.broker.errors import HeadwayError
+
+from .conversation import Message, Tool
+
+
+class CallRefusedError(HeadwayError):
+    """A call asks for what cannot be honoured: the agent's program is to be changed, or its settings (HTTP 400)."""
+
+
+class SessionEndedError(HeadwayError):
+    """There is no such session, or no more: its episode has ended, or another worker plays it now (HTTP 410)."""
+
+
+class ChatCall(msgspec.Struct, frozen=True, kw_only=True):
+    """What an agent asks of the model."""
+
+    messages: list[Message] = []
+    tools: list[Tool] = []
+    prompt_token_ids: list[int] | None = None
+    """The whole context as tokens, in the place of messages, for agents that keep tokens themselves."""
+    max_tokens: int | None = None
+    """The longest answer; None: as long as the run allows."""
+    role: Literal["main", "auxiliary"] = "main"
+    """auxiliary: it is answered, and not trained."""
+    key: str = ""
+    """The client's own name for the call, by which it repeats it; "": it gave none."""
+    is_retry: bool = False
+    """Whether the client says that it repeats a call of which it got no answer."""
+
+    @property
+    def digest(self) -> str:
+        """Names what is asked: equal for calls that ask the same."""
+        asked = (self.messages, self.tools, self.prompt_token_ids, self.max_tokens, self.role, self.key)
+        return hashlib.blake2b(msgspec.json.encode(asked, order="deterministic"), digest_size=16).hexdigest()
+
+
+class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """One turn of the model, as the engine sampled it."""
+
+    message: Message
+    """The assistant's message, of which each part is optional but the role."""
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    prompt_token_ids: list[int]
+    """All that the model read."""
+    token_ids: list[int]
+    """What it sampled, with the token that ended it; empty in an answer that only says that the episode's budget is
+    spent (finish_reason `length`)."""
+    logprobs: list[float]
+    """One for each of these."""
+    id: str
+    """Unique within the run."""
+
+
+class Session(Protocol):
+    """One episode, as one attempt plays it."""
+
+    model: str
+    """The name by which the model is listed."""
+
+    async def chat(self, call: ChatCall) -> ChatAnswer:
+        """Answer a call. Its answer is durable when this returns. The same call again, after `is_retry`, after a lost
+        worker or while the first one runs, gets the recorded answer.
+
+        Raises CallRefusedError, SessionEndedError.
+        """
+        ...
+
+    def note_delivered(self, answer: ChatAnswer) -> None:
+        """Note that the agent has the whole answer: the same call again asks for another one."""
+        ...
+
+    def count_tokens(self, call: ChatCall) -> int:
+        """Return how many tokens the model would read. Raises CallRefusedError."""
+        ...
+
+    def text_of(self, token_ids: list[int]) -> str:
+        """Return tokens as text, special ones included."""
+        ...
+
+    def give_reward(self, reward: float) -> None:
+        """Add to the reward of the newest main turn. Raises CallRefusedError if there is none, or it is not finite."""
+        ...
+
+    async def finish(self, reward: float | None, measures: dict[str, float]) -> None:
+        """End the episode of an agent that no worker started, with the whole episode's further reward."""
+        ...
+
+
+class Sessions(Protocol):
+    """The sessions of one endpoint."""
+
+    def session(self, name: str) -> Session:
+        """Return the session of a lease by its name, which is its secret too. Raises SessionEndedError."""
+        ...

@@ -1,0 +1,79 @@
+"""Conversations as agents write them, and as models read them.
+
+Messages and tools have the shape of OpenAI's chat completions, whatever dialect an agent speaks.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+Message = dict[str, Any]
+"""`role` (system, user, assistant, tool), `content` (text, or None beside tool calls), of an assistant perhaps
+`tool_calls` ({id, type: function, function: {name, arguments: JSON text}}) and `reasoning_content`, of a tool
+`tool_call_id` and perhaps `name`."""
+
+Tool = dict[str, Any]
+"""{type: function, function: {name, description, parameters: JSON schema}}"""
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool that an answer calls."""
+
+    id: str
+    """Unique within its episode."""
+    name: str
+    arguments: str
+    """JSON text as the model wrote it, broken or not: it is never repaired."""
+
+
+class ParsedAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The parts of what the model wrote."""
+
+    content: str
+    """The text besides reasoning and tool calls; "" if there is none."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
+    """What a reasoning model wrote before its answer."""
+
+    def message(self) -> Message:
+        """Return the assistant's message that a later call repeats."""
+        message: Message = {"role": "assistant", "content": self.content or (None if self.tool_calls else "")}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
+                for one in self.tool_calls
+            ]
+        return message
+
+
+class ChatFormat(Protocol):
+    """Writes conversations as one family of models reads them, and reads what the model wrote."""
+
+    name: str
+    stop_token_ids: tuple[int, ...]
+    """Tokens that end an answer."""
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+        """Return the tokens of a whole conversation, up to where the model's next answer begins.
+
+        Raises FormatError for a role, a content or a tool that the format cannot express.
+        """
+        ...
+
+    def bridge(
+        self, previous: Sequence[int], new_messages: Sequence[Message], tools: Sequence[Tool]
+    ) -> list[int] | None:
+        """Return the tokens that follow `previous`, up to where the next answer begins; `previous` is a prompt with the
+        answer that the model sampled, to the answer's last token.
+
+        `new_messages` are those after that answer: of tools and of the user, or of the system. None if no exact
+        continuation exists, such as after an answer that its length cut in the middle of a tool call.
+        """
+        ...
+
+    def parse(self, token_ids: Sequence[int], tools: Sequence[Tool]) -> ParsedAnswer:
+        """Return the parts of an answer, which is any tokens: what the format cannot read is content."""
+        ...

@@ -1,0 +1,91 @@
+"""What agent code sees: `async def rollout(episode, task) -> float | dict | None`.
+
+    async def rollout(episode: Episode, task: Task) -> float:
+        messages = [{"role": "user", "content": task.text}]
+        answer = await episode.chat(messages, tools=TOOLS)
+        ...
+        return 1.0
+
+It runs in a host process, or in any program that has an episode's URL and key, and imports nothing of the worker.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from .conversation import Message, Tool, ToolCall
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """What the agent is to do: a prompt of the run, and the number of this sample of it."""
+
+    id: str
+    """The prompt's name in the run."""
+    text: str
+    messages: list[Message]
+    """The prompt as a conversation; of a prompt that is text, one message of the user."""
+    ground_truth: Any = None
+    data_source: str = ""
+    extra_info: dict[str, Any] = {}
+    """The other fields of its row."""
+    sample: int = 0
+    """The number of this sample of the prompt's group."""
+    seed: int = 0
+    """The same for all samples of a group and all attempts: seed what the task draws with it."""
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of the model."""
+
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    message: Message
+    """The assistant's message, to be sent back with the next call, as it is."""
+    finish_reason: str
+    """stop, tool_calls, or length: it was cut, or the episode has no tokens or turns left."""
+    prompt_token_ids: list[int] = []
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the episode has no room for another turn: this answer has no token."""
+        return not self.token_ids
+
+
+Outcome = float | Mapping[str, float] | None
+"""The whole episode's reward beside what single turns got; with measures beside `reward`; None: it does not apply, and
+the run's reward functions score the last answer."""
+
+
+class Episode:
+    """A model to talk to. Each call is one turn of a tree: a call that repeats the conversation so far goes on with the
+    very tokens that were sampled; any other call begins a branch."""
+
+    def __init__(self, base_url: str, api_key: str, call: Callable[[str, dict[str, Any]], Awaitable[Any]]) -> None:
+        """`base_url`: of an OpenAI endpoint, with `/v1`. `call` posts JSON to a path below it, and returns the answer's
+        JSON."""
+        self.base_url = base_url
+        """For a client of OpenAI's; without `/v1` for one of Anthropic's."""
+        self.api_key = api_key
+        self._call = call
+
+    async def chat(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, max_tokens: int | None = None
+    ) -> Answer:
+        """Have the model answer a conversation. Raises AgentCallError for a call that cannot be honoured."""
+        asked: dict[str, Any] = {"messages": list(messages), "tools": list(tools)}
+        return await self._answered(asked | ({} if max_tokens is None else {"max_tokens": max_tokens}))
+
+    async def generate(self, prompt_token_ids: Sequence[int], *, max_tokens: int | None = None) -> Answer:
+        """Have the model go on after these tokens."""
+        asked: dict[str, Any] = {"prompt_token_ids": list(prompt_token_ids)}
+        return await self._answered(asked | ({} if max_tokens is None else {"max_tokens": max_tokens}))
+
+    async def reward(self, reward: float) -> None:
+        """Add to the reward of the newest turn."""
+        await self._call("reward", {"reward": reward})
+
+    async def _answered(self, asked: dict[str, Any]) -> Answer:
+        return msgspec.convert(await self._call("turn", asked), Answer)
