@@ -37,7 +37,7 @@ class ChatCall(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def digest(self) -> str:
         """Names what is asked: equal for calls that ask the same."""
-        asked = (self.messages, self.tools, self.prompt_token_ids, self.max_tokens, self.role, self.key)
+        asked = (self.messages, self.tools, self.prompt_token_ids, self.max_tokens, self.role)
         return hashlib.blake2b(msgspec.json.encode(asked, order="deterministic"), digest_size=16).hexdigest()
 
 
@@ -65,15 +65,16 @@ class Session(Protocol):
     """The name by which the model is listed."""
 
     async def chat(self, call: ChatCall) -> ChatAnswer:
-        """Answer a call. Its answer is durable when this returns. The same call again, after `is_retry`, after a lost
-        worker or while the first one runs, gets the recorded answer.
+        """Answer a call. Its answer is durable when this returns. The same call gets the recorded answer where it is a
+        retry (`is_retry`, `key`), where nobody waits for the first one any more, where the answer was lost on its way,
+        and after a lost worker; else it asks for another answer. A caller that goes away cancels this coroutine.
 
         Raises CallRefusedError, SessionEndedError.
         """
         ...
 
-    def note_delivered(self, answer: ChatAnswer) -> None:
-        """Note that the agent has the whole answer: the same call again asks for another one."""
+    def note_lost(self, answer: ChatAnswer) -> None:
+        """Note that the client went away before it had the whole answer: the same call gets it."""
         ...
 
     def count_tokens(self, call: ChatCall) -> int:
