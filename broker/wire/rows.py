@@ -23,7 +23,7 @@ from headway.broker.schema import AgentCall, Trajectory, Turn
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class AgentRow:
     """One sequence of an episode. L tokens, the first C of them its context alone."""
 
     token_ids: NDArray[np.int32]
@@ -40,12 +40,12 @@ def is_of_agent(turns: Sequence[Turn]) -> bool:
     return bool(turns) and turns[0].call is not None
 
 
-def rows_of(trajectory: Trajectory) -> list[Row]:
+def rows_of(trajectory: Trajectory) -> list[AgentRow]:
     """Returns the rows in the order in which they begin. Raises FrameError where turns are no tree, or none is main."""
     prompt, response = trajectory.prompt_tokens, trajectory.response_tokens
     if not is_of_agent(trajectory.turns):
         tokens = np.concatenate((prompt, response)).astype(np.int32, copy=False)
-        return [Row(tokens, len(prompt), np.arange(len(response)))]
+        return [AgentRow(tokens, len(prompt), np.arange(len(response)))]
     tree = TurnRows(prompt, response)
     for turn in trajectory.turns:
         assert turn.call is not None
@@ -78,7 +78,7 @@ class TurnRows:
     _end: int = 0
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[AgentRow]:
         """The rows of all main turns."""
         return [self._row(chain) for chain in self._chains if chain.is_main]
 
@@ -92,6 +92,8 @@ class TurnRows:
         is_main = call.role == "main"
         if chain is None or chain.last != call.after or chain.length != call.keeps or not (chain.is_main and is_main):
             context = np.concatenate((self.tokens(call.after)[: call.keeps], self.response[read_from:start]))
+            if not len(context):
+                raise FrameError(f"turn {number} goes on after no token, from which no model samples")
             chain = _Chain(context.astype(np.int32, copy=False), [(start, end)], len(context) + end - start, 0, is_main)
             self._chains.append(chain)
         else:
@@ -113,6 +115,6 @@ class TurnRows:
     def _joined(self, chain: _Chain) -> NDArray[np.int32]:
         return np.concatenate([chain.context, *(self.response[start:end] for start, end in chain.pieces)])
 
-    def _row(self, chain: _Chain) -> Row:
+    def _row(self, chain: _Chain) -> AgentRow:
         positions = np.concatenate([np.arange(start, end) for start, end in chain.pieces])
-        return Row(self._joined(chain), len(chain.context), positions)
+        return AgentRow(self._joined(chain), len(chain.context), positions)

@@ -90,6 +90,11 @@ def test_a_turn_that_names_no_earlier_tokens_is_refused(call: AgentCall) -> None
         encode_trajectory(made)
 
 
+def test_a_turn_that_read_nothing_is_refused() -> None:
+    with pytest.raises(FrameError, match="turn 1 goes on after no token"):
+        rows_of(episode([([], [10], AgentCall(-1, 3)), ([], [11], AgentCall(-1, 0))]))
+
+
 @pytest.mark.parametrize("mask", [[1, 1], [0, 0]])
 def test_a_mask_that_differs_from_the_turns_is_refused(mask: list[int]) -> None:
     made = episode([([20], [10], AgentCall(-1, 3))])
@@ -112,7 +117,7 @@ def trees(draw: st.DrawFn) -> tuple[Trajectory, list[tuple[list[int], list[int],
         after = draw(st.integers(-1, number - 1))
         before = PROMPT if after < 0 else whole[after][0] + whole[after][1]
         keeps = draw(st.sampled_from([len(before), draw(st.integers(0, len(before)))]))
-        read, sampled = draw(tokens), [100 + 10 * number, *draw(tokens)]
+        read, sampled = draw(tokens) or [5] * (keeps == 0), [100 + 10 * number, *draw(tokens)]
         is_main = number == 0 or draw(st.integers(0, 4)) > 0
         turns.append((read, sampled, AgentCall(after, keeps, role="main" if is_main else "auxiliary")))
         whole.append((before[:keeps] + read, sampled, is_main))
